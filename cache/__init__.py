@@ -1,0 +1,1 @@
+"""Dataset cache: dataset -> source -> store -> view. The kernel serves, this room only prepares."""

@@ -1,0 +1,243 @@
+"""Settings of the dataset cache."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+import kit.settings
+import kit.units
+
+_NAME = re.compile(r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")
+
+LIVE_TREE = (
+    "a live, changing tree cannot be cached: the kernel would answer ESTALE or ENOENT for names "
+    "that change under a view. Choose 'freshness: snapshot' (read one immutable snapshot), "
+    "'freshness: frozen' (you promise that the tree does not change), or make a snapshot for each "
+    "version and point a dataset at each"
+)
+
+
+class DirSource(kit.settings.Section):
+    """Any mounted directory."""
+
+    kind: Literal["dir"] = Field(description="A directory that something else has mounted.")
+    path: Path = Field(description="The directory that is the dataset's root.")
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return kit.settings.absolute(value)
+
+    @property
+    def in_snapshot(self) -> bool:
+        return ".snap" in self.path.parts
+
+
+class CephfsSource(kit.settings.Section):
+    """A directory of a CephFS, mounted read-only by the agent itself."""
+
+    kind: Literal["cephfs"] = Field(description="A CephFS directory.")
+    monitors: tuple[str, ...] = Field(
+        min_length=1, description="HOST:PORT of each monitor, or [v2:HOST:PORT,v1:HOST:PORT]."
+    )
+    filesystem: str = Field(default="cephfs", description="Name of the file system in the cluster.")
+    path: str = Field(default="/", description="Directory in the file system; the dataset's root.")
+    snapshot: str | None = Field(
+        default=None, description="Name under .snap of path; needed by 'freshness: snapshot'."
+    )
+    user: str = Field(default="admin", description="cephx user without the leading 'client.'.")
+    secret_file: Path = Field(
+        description="The user's key: the bare secret, or a keyring file. Never logged or put on a "
+        "command line."
+    )
+    client: Literal["auto", "kernel", "fuse"] = Field(
+        default="auto",
+        description="auto: the kernel client where the kernel has it, else ceph-fuse.",
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _plain_path(cls, value: str) -> str:
+        parts = [part for part in value.split("/") if part]
+        if not value.startswith("/") or ".." in parts or ".snap" in parts:
+            raise ValueError(
+                f"{value!r} is no absolute path inside the file system; a snapshot is named "
+                "by 'snapshot'"
+            )
+        return "/" + "/".join(parts)
+
+    @field_validator("snapshot")
+    @classmethod
+    def _plain_name(cls, value: str | None) -> str | None:
+        if value is not None and (not value or "/" in value or value in (".", "..")):
+            raise ValueError(f"{value!r} is no snapshot name")
+        return value
+
+    @field_validator("monitors")
+    @classmethod
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for monitor in value:
+            if not re.fullmatch(r"[\w.:,\[\]-]+", monitor):
+                raise ValueError(f"{monitor!r} is no monitor address, like 10.0.0.1:6789")
+        return value
+
+    @field_validator("user", "filesystem")
+    @classmethod
+    def _word(cls, value: str) -> str:
+        if not re.fullmatch(r"[\w.+-]+", value):
+            raise ValueError(f"{value!r} is not a plain name")
+        return value.removeprefix("client.")
+
+    @field_validator("secret_file")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return kit.settings.absolute(value)
+
+
+Source = Annotated[DirSource | CephfsSource, Field(discriminator="kind")]
+
+
+class DatasetSettings(kit.settings.Section):
+    """One dataset: a named directory tree that jobs read at <views>/<name>/data."""
+
+    name: str = Field(description="Lower-case letters, digits, '-' and '.'; at most 63 characters.")
+    source: Source = Field(description="Where its truth is.")
+    freshness: Literal["snapshot", "frozen"] = Field(
+        description="snapshot: the source is an immutable snapshot. frozen: you promise that the "
+        "tree does not change."
+    )
+    warm: bool = Field(
+        default=True,
+        description="Fill the store without being asked. Default: a cache is for that.",
+    )
+    priority: int = Field(
+        default=0, ge=-1000, le=1000, description="Higher is filled first; equal ones by name."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _label(cls, value: str) -> str:
+        if not _NAME.match(value) or ".." in value:
+            raise ValueError(
+                f"{value!r} is no dataset name: lower-case letters, digits, '-' and '.', "
+                "at most 63, beginning and ending with a letter or digit"
+            )
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_live_tree(cls, data: object) -> object:
+        if isinstance(data, dict):
+            freshness = data.get("freshness")
+            if freshness is None:
+                raise ValueError(f"freshness is missing; {LIVE_TREE}")
+            if freshness not in ("snapshot", "frozen"):
+                raise ValueError(f"freshness {freshness!r}: {LIVE_TREE}")
+        return data
+
+    @model_validator(mode="after")
+    def _snapshot_where_promised(self) -> "DatasetSettings":
+        if isinstance(self.source, CephfsSource):
+            has_snapshot = self.source.snapshot is not None
+        else:
+            has_snapshot = self.source.in_snapshot
+        if self.freshness == "snapshot" and not has_snapshot:
+            where = "source.snapshot" if isinstance(self.source, CephfsSource) else "a .snap path"
+            raise ValueError(
+                f"freshness 'snapshot' needs {where}; without one the tree is live, and {LIVE_TREE}"
+            )
+        if self.freshness == "frozen" and has_snapshot:
+            raise ValueError("the source is a snapshot; say 'freshness: snapshot'")
+        return self
+
+
+class FillSettings(kit.settings.Section):
+    """How hard the fill may work. All of it changes while running."""
+
+    workers: int = Field(
+        default=8,
+        ge=1,
+        le=64,
+        description="Processes that copy. 8: enough to hide the latency of ceph-fuse on 2 cores.",
+    )
+    bytes_per_second: kit.units.Bytes = Field(
+        default=0, ge=0, description="Most bytes read from sources per second; 0: no limit."
+    )
+    files_per_second: int = Field(
+        default=0, ge=0, description="Most files read from sources per second; 0: no limit."
+    )
+
+
+class HintSettings(kit.settings.Section):
+    """Fetch sooner what jobs open while a dataset fills (fanotify, sampled)."""
+
+    enabled: bool = Field(default=True, description="Off costs nothing.")
+    window: kit.units.Seconds = Field(
+        default=0.2, gt=0, le=10, description="How long opens are listened to each time."
+    )
+    every: kit.units.Seconds = Field(
+        default=2.0,
+        gt=0,
+        le=600,
+        description="From one window to the next. 0.2s in 2s: a tenth of the opens is plenty.",
+    )
+
+
+class CacheSettings(kit.settings.Section):
+    """The store on the SSD, the views, and what they hold."""
+
+    store: Path = Field(
+        default=Path("/var/lib/nodeagent/store"), description="Directory on the node's SSD."
+    )
+    views: Path = Field(
+        default=Path("/var/lib/nodeagent/views"),
+        description="Where jobs read: <views>/<name>/data. Hand pods <views>/<name>.",
+    )
+    budget: kit.units.Bytes = Field(
+        default=500 * 1024**3, gt=0, description="Most bytes the store may occupy."
+    )
+    reserve: kit.units.Share = Field(
+        default=0.1,
+        description="Share of the SSD's bytes and inodes never used, so that the node stays clear "
+        "of kubelet's DiskPressure (10 % of nodefs by default).",
+    )
+    refresh_interval: kit.units.Seconds = Field(
+        default=5.0,
+        gt=0,
+        le=3600,
+        description="Least time between two refreshes of a view (1.5 us per cached name each).",
+    )
+    source_timeout: kit.units.Seconds = Field(
+        default=15.0,
+        gt=0,
+        le=600,
+        description="How long reaching a source may take before it is tried again later.",
+    )
+    fill: FillSettings = Field(default_factory=FillSettings, description="Limits of the fill.")
+    hints: HintSettings = Field(default_factory=HintSettings, description="Hints from readers.")
+    datasets: tuple[DatasetSettings, ...] = Field(default=(), description="What is cached.")
+
+    @field_validator("store", "views")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return kit.settings.absolute(value)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "CacheSettings":
+        names = [dataset.name for dataset in self.datasets]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"dataset {name!r} is there twice; names are unique")
+        roots = {"store": self.store, "views": self.views}
+        for dataset in self.datasets:
+            if isinstance(dataset.source, DirSource):
+                roots[f"the source of dataset {dataset.name!r}"] = dataset.source.path
+        for key in ("store", "views"):
+            for other, path in roots.items():
+                if other != key and (path == roots[key] or roots[key] in path.parents):
+                    raise ValueError(f"{other} ({path}) lies inside {key} ({roots[key]})")
+                if other != key and path in roots[key].parents and other != "store":
+                    raise ValueError(f"{key} ({roots[key]}) lies inside {other} ({path})")
+        return self

@@ -1,0 +1,33 @@
+"""Findings: what the audits say, and the one port through which it is reported."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+
+class Severity(StrEnum):
+    INFO = "info"
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One audit result. ``id`` is stable: the same trouble has the same id each time it is seen."""
+
+    id: str
+    rule: str
+    severity: Severity
+    subject: str  # device, dataset, image or pod it is about
+    message: str  # one line: the thing and the cause
+    advice: str  # what to do
+    evidence: Mapping[str, str] = field(default_factory=dict)
+    since: float = 0.0  # Unix time at which it was first seen; the reporter fills it in
+
+
+class Reporter(Protocol):
+    """The port to logs, metrics and (with its own issue) Kubernetes Events and Node conditions."""
+
+    def report(self, origin: str, findings: list[Finding]) -> None:
+        """Replace everything ``origin`` has found; what is no longer in the list has cleared."""

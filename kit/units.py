@@ -1,0 +1,93 @@
+"""Sizes, times and shares as people write them: ``500GiB``, ``30s``, ``10%``."""
+
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator, PlainSerializer
+
+_SIZES = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}iB": 1024 ** (power + 1) for power, prefix in enumerate("KMGTP")},
+    **{f"{prefix}B": 1000 ** (power + 1) for power, prefix in enumerate("KMGTP")},
+    "kB": 1000,
+}
+_TIMES = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z%]*)\s*$")
+
+
+def _split(value: object, example: str) -> tuple[float, str]:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"expected something like {example}, not {value!r}")
+    match = _NUMBER.match(str(value))
+    if match is None:
+        raise ValueError(f"{value!r} is not understood; write it like {example}")
+    return float(match[1]), match[2]
+
+
+def parse_size(value: object) -> int:
+    """Bytes from ``500GiB`` (powers of 1024), ``500GB`` (powers of 1000) or a plain number.
+
+    Raises ValueError for anything else, negative numbers included.
+    """
+    number, unit = _split(value, "500GiB")
+    if unit not in _SIZES:
+        raise ValueError(
+            f"{value!r}: unknown unit {unit!r}; use one of KiB MiB GiB TiB KB MB GB TB"
+        )
+    return int(number * _SIZES[unit])
+
+
+def parse_duration(value: object) -> float:
+    """Seconds from ``30s``, ``5m``, ``1h``, ``200ms`` or a plain number. Raises ValueError."""
+    number, unit = _split(value, "30s")
+    if unit not in _TIMES:
+        raise ValueError(f"{value!r}: unknown unit {unit!r}; use one of ms s m h d")
+    return number * _TIMES[unit]
+
+
+def parse_share(value: object) -> float:
+    """A share of a whole, 0 to below 1, from ``10%`` or ``0.1``. Raises ValueError."""
+    number, unit = _split(value, "10%")
+    share = number / 100 if unit == "%" else number
+    if unit not in ("", "%") or not 0 <= share < 1:
+        raise ValueError(f"{value!r} is no share of a whole; write it like 10%")
+    return share
+
+
+def format_size(size: float) -> str:
+    """``1.5 GiB`` for people; exact below 1 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_duration(seconds: float) -> str:
+    """``2h03m``, ``4m05s`` or ``12s`` for people."""
+    whole = max(0, round(seconds))
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def _setting_size(size: int) -> str:
+    """The shortest exact form, so that effective settings can be read back unchanged."""
+    for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
+        if size and size % _SIZES[unit] == 0:
+            return f"{size // _SIZES[unit]}{unit}"
+    return str(size)
+
+
+def _setting_duration(seconds: float) -> str:
+    return f"{seconds:g}s"
+
+
+def _setting_share(share: float) -> str:
+    return f"{share * 100:g}%"
+
+
+Bytes = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_setting_size)]
+Seconds = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(_setting_duration)]
+Share = Annotated[float, BeforeValidator(parse_share), PlainSerializer(_setting_share)]

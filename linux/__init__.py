@@ -1,0 +1,1 @@
+"""Typed bindings to kernel interfaces. No policy lives here."""

@@ -1,0 +1,1 @@
+"""The process: settings, lifecycle, admin API, status page, metrics and command line."""

@@ -1,0 +1,171 @@
+"""The process: one root, named tasks, a staged stop."""
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+import kit.component
+import kit.errors
+from nodeagent import components, configfile, configwatch, reporting
+from nodeagent.admin import server
+from nodeagent.settings import Settings
+
+log = structlog.get_logger("agent")
+
+RECONCILE_SECONDS = 5.0
+START_DEADLINE_SECONDS = 60.0
+# Below Kubernetes' default terminationGracePeriodSeconds of 30.
+STOP_DEADLINE_SECONDS = 10.0
+
+
+@contextlib.contextmanager
+def _only_one(state_dir: Path) -> Iterator[None]:
+    """Two agents over one state directory would undo each other's work."""
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise kit.errors.HostError(
+            f"state_dir {state_dir}", f"cannot be written ({error.strerror})", "make it writable"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        raise kit.errors.RefusedError(
+            f"state_dir {state_dir}",
+            "another agent runs with it",
+            "stop that one, or give this one a state_dir, store and views of its own",
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class Agent:
+    """Holds the components and keeps them reconciled until told to stop."""
+
+    def __init__(self, config: Path, settings: Settings) -> None:
+        self.config = config
+        self.settings = settings
+        self.findings = reporting.Findings()
+        self.components: list[kit.component.Component[Any]] = components.build(
+            settings, self.findings
+        )
+        self.refused: list[str] = []  # settings in the file that need a restart
+        self.config_error: str = ""  # why the file's latest content is not in force
+        self._wake = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until SIGTERM or SIGINT; AgentError when something cannot start."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        with _only_one(self.settings.state_dir):
+            started: list[kit.component.Component[Any]] = []
+            async with server.serving(self):
+                try:
+                    for component in self.components:
+                        async with asyncio.timeout(START_DEADLINE_SECONDS):
+                            await component.start()
+                        started.append(component)
+                    log.info(
+                        "agent started",
+                        components=[c.name for c in started],
+                        admin=self.settings.admin.listen,
+                    )
+                    await self._work()
+                finally:
+                    for component in reversed(started):
+                        await self._stop(component)
+        log.info("agent stopped; views and mounts stay in place")
+
+    async def _work(self) -> None:
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._reconcile_forever(component), name=component.name)
+            for component in self.components
+        ]
+        tasks.append(asyncio.create_task(self._follow_settings(), name="settings"))
+        tasks.append(asyncio.create_task(self._stopping.wait(), name="stop"))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # an eternal task that ended with an error ends the agent with it
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stop(self, component: kit.component.Component[Any]) -> None:
+        try:
+            async with asyncio.timeout(STOP_DEADLINE_SECONDS):
+                await component.stop()
+        except TimeoutError:
+            log.error("component did not stop in time", component=component.name)
+
+    async def _reconcile_forever(self, component: kit.component.Component[Any]) -> None:
+        failures = 0
+        while True:
+            section = getattr(self.settings, component.name)
+            try:
+                refused = await component.reconcile(section)
+                failures = 0
+                self._note_refused(component.name, refused)
+            except kit.errors.AgentError as error:
+                failures += 1
+                if failures == 1:
+                    log.error("reconcile failed", component=component.name, error=str(error))
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(RECONCILE_SECONDS * 2**failures, 300.0)):
+                    await self._wake.wait()
+
+    def _note_refused(self, name: str, refused: Any) -> None:
+        others = [r for r in self.refused if not r.startswith(f"{name}.")]
+        now = others + [f"{name}.{r}" for r in refused]
+        for setting in set(now) - set(self.refused):
+            log.warning("setting needs a restart of the agent to change", setting=setting)
+        self.refused = now
+
+    async def _follow_settings(self) -> None:
+        async for _ in configwatch.changes(self.config):
+            try:
+                new = configfile.load(self.config)
+            except kit.errors.SettingsError as error:
+                self.config_error = str(error)
+                log.error("settings file is not usable, the old settings stay", error=str(error))
+                continue
+            self.config_error = ""
+            self._apply(new)
+
+    def _apply(self, new: Settings) -> None:
+        """Take over what can change live; name what cannot."""
+        refused = [
+            name
+            for name in ("admin", "state_dir")
+            if getattr(new, name) != getattr(self.settings, name)
+        ]
+        keep: dict[str, Any] = {name: getattr(self.settings, name) for name in refused}
+        running = {component.name for component in self.components}
+        for name in Settings.model_fields:
+            if name in ("admin", "state_dir"):
+                continue
+            if (getattr(new, name) is not None) != (name in running):
+                refused.append(name)
+                keep[name] = getattr(self.settings, name)
+        self.settings = new.model_copy(update=keep)
+        self.refused = [r for r in self.refused if "." in r] + refused
+        log.info("settings reloaded", needs_restart=refused)
+        self._wake.set()

@@ -1,0 +1,8 @@
+"""``nodeagent dataset``."""
+
+import click
+
+
+@click.group("dataset")
+def group() -> None:
+    """Datasets."""

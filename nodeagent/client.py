@@ -1,0 +1,87 @@
+"""Client of the admin API, for the command line."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+import kit.errors
+
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 60.0
+# The server sends progress at least every few seconds, changed or not.
+SILENCE_SECONDS = 60.0
+
+
+class UnreachableError(kit.errors.AgentError):
+    """No agent answers at the address."""
+
+    exit_code = 9
+
+
+class RemoteError(kit.errors.AgentError):
+    """An error that the agent answered with; carries the exit code of its class."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        super().__init__(body["thing"], body["cause"], body["remedy"])
+        self.exit_code = int(body["exit_code"])  # type: ignore[misc]  # per answer, not per class
+
+
+class Client:
+    """One short-lived session per call: commands make one or two calls and end."""
+
+    def __init__(self, url: str, token_file: Path | None) -> None:
+        self._url = url.rstrip("/")
+        self._token_file = token_file
+
+    def _session(self, total: float | None) -> aiohttp.ClientSession:
+        headers = {}
+        if self._token_file is not None and self._token_file.exists():
+            headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
+        timeout = aiohttp.ClientTimeout(
+            total=total, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS
+        )
+        return aiohttp.ClientSession(headers=headers, timeout=timeout, read_bufsize=2**20)
+
+    def _unreachable(self, error: Exception) -> UnreachableError:
+        return UnreachableError(
+            self._url,
+            f"no agent answers there ({error or type(error).__name__})",
+            "start it with 'nodeagent --config FILE run', or name its address with --api",
+        )
+
+    async def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+        """The decoded answer. UnreachableError, or the agent's own error as RemoteError."""
+        try:
+            async with (
+                self._session(ANSWER_SECONDS) as session,
+                session.request(method, self._url + path, json=body, params=query) as response,
+            ):
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unreachable(error) from error
+        return self._decode(text, response.status)
+
+    def _decode(self, text: str, status: int) -> Any:
+        try:
+            answer = json.loads(text) if text else {}
+        except ValueError as error:
+            raise UnreachableError(
+                self._url, f"something else answers there (status {status})", "name another --api"
+            ) from error
+        if isinstance(answer, dict) and "error" in answer and status >= 400:
+            raise RemoteError(answer["error"])
+        return answer
+
+    async def lines(self, path: str) -> AsyncIterator[Any]:
+        """Each line of an NDJSON stream, decoded, until the agent ends it."""
+        try:
+            async with self._session(None) as session, session.get(self._url + path) as response:
+                if response.status >= 400:
+                    self._decode(await response.text(), response.status)
+                async for line in response.content:
+                    yield json.loads(line)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unreachable(error) from error

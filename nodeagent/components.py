@@ -1,0 +1,18 @@
+"""The one place where rooms are joined to the process."""
+
+from typing import Any
+
+import cache.component
+import kit.component
+import kit.finding
+from nodeagent.settings import Settings
+
+
+def build(settings: Settings, reporter: kit.finding.Reporter) -> list[kit.component.Component[Any]]:
+    """The components whose section is in the settings, in the order in which they start."""
+    components: list[kit.component.Component[Any]] = []
+    if settings.cache is not None:
+        components.append(
+            cache.component.Cache(settings.cache, state_dir=settings.state_dir, reporter=reporter)
+        )
+    return components

@@ -1,0 +1,128 @@
+"""Reading the settings file: YAML with line numbers into the frozen models."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+
+import kit.errors
+from nodeagent.settings import Settings
+
+DEFAULT_PATH = Path("/etc/nodeagent/nodeagent.yaml")
+ENVIRONMENT = "NODEAGENT_CONFIG"
+
+
+def locate(given: Path | None) -> Path:
+    """``--config``, else $NODEAGENT_CONFIG, else /etc/nodeagent/nodeagent.yaml."""
+    return given or Path(os.environ.get(ENVIRONMENT) or DEFAULT_PATH)
+
+
+def load(path: Path) -> Settings:
+    """The settings in ``path``. SettingsError names the file, the line, the cause and a remedy."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise kit.errors.SettingsError(
+            str(path),
+            "there is no such settings file",
+            f"name one with --config FILE or ${ENVIRONMENT}, or put one at {DEFAULT_PATH}",
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise kit.errors.SettingsError(
+            str(path), f"cannot be read ({error})", "make it a readable UTF-8 file"
+        ) from error
+    return parse(text, str(path))
+
+
+def parse(text: str, origin: str) -> Settings:
+    """The settings in ``text``; ``origin`` names it in errors. Raises SettingsError."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise kit.errors.SettingsError(
+            f"{origin}{line}", f"is not valid YAML ({error.problem})", "correct the line"
+        ) from error
+    except yaml.YAMLError as error:
+        raise kit.errors.SettingsError(
+            origin, f"is not valid YAML ({error})", "correct the file"
+        ) from error
+    if root is None:
+        return Settings()
+    _refuse_duplicates(root, origin)
+    try:
+        return Settings.model_validate(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise kit.errors.SettingsError(origin, str(error), "correct the file") from error
+    except pydantic.ValidationError as error:
+        raise _readable(error, root, origin) from error
+
+
+def _refuse_duplicates(node: yaml.Node, origin: str) -> None:
+    """YAML would silently keep the last of two equal keys."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise kit.errors.SettingsError(
+                        f"{origin}:{key.start_mark.line + 1}",
+                        f"{key.value!r} is set twice",
+                        "keep one of them",
+                    )
+                seen.add(key.value)
+            _refuse_duplicates(value, origin)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _refuse_duplicates(value, origin)
+
+
+def _readable(
+    error: pydantic.ValidationError, root: yaml.Node, origin: str
+) -> kit.errors.SettingsError:
+    lines = []
+    for problem in error.errors():
+        line, path = _find(root, problem["loc"])
+        cause = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            cause = "there is no such setting"
+        elif problem["type"] == "missing":
+            cause = "this setting is missing"
+        lines.append((line, f"{path or 'the file'}: {cause}"))
+    lines.sort()
+    first_line, first = lines[0]
+    more = "".join(f"\n  {origin}:{line}: {text}" for line, text in lines[1:])
+    return kit.errors.SettingsError(
+        f"{origin}:{first_line}", first + more, "correct it and run 'nodeagent config check' again"
+    )
+
+
+def _find(root: yaml.Node, location: tuple[int | str, ...]) -> tuple[int, str]:
+    """Line and dotted path of the deepest part of ``location`` that the file has.
+
+    Parts that are not keys of the file (names of union members) are passed over.
+    """
+    node, line, path = root, root.start_mark.line + 1, ""
+    for position, part in enumerate(location):
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value == str(part):
+                    node, line = value, key.start_mark.line + 1
+                    path = f"{path}.{part}" if path else str(part)
+                    break
+            else:
+                if position == len(location) - 1:
+                    path = f"{path}.{part}" if path else str(part)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            node = node.value[part]
+            line, path = node.start_mark.line + 1, f"{path}[{part}]"
+    return line, path
+
+
+def dump(settings: Settings) -> str:
+    """The effective settings, defaults included, as YAML that reads back to the same."""
+    plain: dict[str, Any] = settings.model_dump(mode="json", exclude_none=True)
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))

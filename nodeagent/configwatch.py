@@ -1,0 +1,56 @@
+"""Notice when the settings file changes, ConfigMap's symlink swap included."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from asyncinotify import Inotify, Mask
+
+# kubelet replaces a ConfigMap in two steps within milliseconds; editors write several times.
+SETTLE_SECONDS = 0.2
+# The net under inotify: a file on a network file system, or a queue that overflowed.
+SLOW_LOOK_SECONDS = 60.0
+
+_CHANGES = Mask.CLOSE_WRITE | Mask.MOVED_TO | Mask.CREATE | Mask.DELETE | Mask.MOVED_FROM
+
+
+def _directories(path: Path) -> set[Path]:
+    """Every directory in which a name on the way to the file's bytes could be replaced."""
+    found = {path.parent}
+    for _ in range(8):  # the depth of a sane chain of links
+        if not path.is_symlink():
+            break
+        path = path.parent / path.readlink()
+        found.add(path.parent)
+    real = path.parent
+    while real != real.parent:
+        if real.is_symlink():
+            found.add(real.parent)
+        real = real.parent
+    return {directory for directory in found if directory.is_dir()}
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+async def changes(path: Path) -> AsyncIterator[None]:
+    """One item whenever the bytes of ``path`` are other than they were at the last item."""
+    last = _read(path)
+    while True:
+        with Inotify() as inotify:
+            for directory in _directories(path):
+                inotify.add_watch(directory, _CHANGES)
+            try:
+                async with asyncio.timeout(SLOW_LOOK_SECONDS):
+                    await inotify.get()
+                await asyncio.sleep(SETTLE_SECONDS)
+            except TimeoutError:
+                pass  # the slow look
+        now = _read(path)
+        if now is not None and now != last:
+            last = now
+            yield

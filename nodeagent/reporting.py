@@ -1,0 +1,62 @@
+"""The reporting port: findings become log lines and metrics. Kubernetes joins here later."""
+
+import dataclasses
+import time
+from collections.abc import Iterable
+
+import structlog
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+import kit.finding
+
+log = structlog.get_logger("findings")
+
+# Bounded: a rule gone wrong must not fill memory or the log.
+MOST_FINDINGS = 1000
+
+
+class Findings:
+    """Keeps what each origin has found now; says each change once.
+
+    Invariant: a finding keeps its ``since`` for as long as it is reported again and again.
+    """
+
+    def __init__(self) -> None:
+        self._by_origin: dict[str, dict[str, kit.finding.Finding]] = {}
+
+    def report(self, origin: str, findings: list[kit.finding.Finding]) -> None:
+        before = self._by_origin.get(origin, {})
+        now: dict[str, kit.finding.Finding] = {}
+        for finding in findings[:MOST_FINDINGS]:
+            known = before.get(finding.id)
+            since = known.since if known else finding.since or time.time()
+            now[finding.id] = dataclasses.replace(finding, since=since)
+            if known is None:
+                log.warning(
+                    "finding",
+                    id=finding.id,
+                    rule=finding.rule,
+                    severity=str(finding.severity),
+                    subject=finding.subject,
+                    message=finding.message,
+                    advice=finding.advice,
+                )
+        for gone in before.keys() - now.keys():
+            log.info("finding cleared", id=gone, rule=before[gone].rule)
+        self._by_origin[origin] = now
+
+    def current(self) -> list[kit.finding.Finding]:
+        """All findings, the gravest and oldest first."""
+        order = list(kit.finding.Severity)[::-1]
+        found = [f for by_id in self._by_origin.values() for f in by_id.values()]
+        return sorted(found, key=lambda f: (order.index(f.severity), f.since))
+
+    def metrics(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "nodeagent_findings", "Findings that stand now.", labels=["origin", "severity"]
+        )
+        for origin, by_id in self._by_origin.items():
+            for severity in kit.finding.Severity:
+                count = sum(1 for f in by_id.values() if f.severity is severity)
+                family.add_metric([origin, str(severity)], count)
+        yield family

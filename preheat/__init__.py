@@ -1,0 +1,1 @@
+"""Images held ready: image -> plan -> pull -> pin -> heal."""

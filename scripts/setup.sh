@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Set up what the repo needs. Idempotent, quiet when nothing is to do.
+#   setup.sh base   the virtual environment with the command .venv/bin/nodeagent
+#   setup.sh full   also the real parts that tests and benchmarks run against (needs root)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+
+have() { dpkg-query -W -f='${db:Status-Abbrev}' "$1" 2>/dev/null | grep -q '^ii'; }
+
+# packages NAME...: install what is missing of Debian's packages.
+packages() {
+  local missing=()
+  for name in "$@"; do have "$name" || missing+=("$name"); done
+  [ ${#missing[@]} -eq 0 ] && return 0
+  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    say "missing Debian packages, install them as root: ${missing[*]}"
+    return 1
+  fi
+  say "installing Debian packages: ${missing[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  local log; log=$(mktemp)
+  if ! { apt-get update -qq && apt-get install -y -qq --no-install-recommends "${missing[@]}"; } >"$log" 2>&1; then
+    tail -n 20 "$log" >&2
+    say "apt-get failed; its whole output is in $log"
+    return 1
+  fi
+  rm -f "$log"
+}
+
+find_python() {
+  local p
+  for p in python3.11 python3 /usr/bin/python3; do
+    if command -v "$p" >/dev/null && "$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+      command -v "$p"; return 0
+    fi
+  done
+  say "python 3.11 is needed (Debian's Ceph bindings are built for it)"; return 1
+}
+
+environment() {
+  local stamp=.venv/.stamp want
+  want=$(cat pyproject.toml locks/*.txt scripts/setup.sh | sha256sum)
+  [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && [ -x .venv/bin/nodeagent ] && return 0
+  local python; python=$(find_python)
+  say "making .venv from locks/dev.txt"
+  if ! "$python" -m venv --help >/dev/null 2>&1; then packages python3-venv; fi
+  [ -x .venv/bin/python ] || "$python" -m venv .venv
+  .venv/bin/python -m pip install -q --disable-pip-version-check 'uv>=0.7'
+  VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install -q --require-hashes -r locks/dev.txt
+  VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install -q --no-deps -e .
+  printf '%s' "$want" >"$stamp"
+}
+
+# Debian's Ceph bindings are cpython-311 extension files: linked one by one, nothing else of
+# Debian's Python leaks into the environment.
+ceph_bindings() {
+  local site module from
+  site=$(echo .venv/lib/python3.11/site-packages)
+  for module in rados rbd cephfs; do
+    from=/usr/lib/python3/dist-packages/$module.cpython-311-x86_64-linux-gnu.so
+    if [ -e "$from" ] && [ ! -e "$site/$(basename "$from")" ]; then ln -sf "$from" "$site/"; fi
+  done
+}
+
+environment
+if [ "${1:-base}" = full ]; then
+  # shellcheck disable=SC2046
+  packages $(grep -v '^#' scripts/packages.txt)
+fi
+ceph_bindings

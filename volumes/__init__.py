@@ -1,0 +1,1 @@
+"""Safe volumes: inventory -> findings; probe -> ledger -> guard."""
