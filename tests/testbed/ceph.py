@@ -1,0 +1,344 @@
+"""A real Ceph cluster on this machine: mon, mgr, osd, mds from Debian's packages, one folder.
+
+CephFS ``cephfs`` and pools ``cephfs_data``, ``cephfs_metadata``, ``rbd``. Everything below one
+folder, loopback only, ports chosen at run time. Settings that look odd are explained in
+``docs/testbed.md``.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.testbed import ports
+
+START_SECONDS = 120.0
+DAEMONS = {"mon": "a", "mgr": "x", "osd": "0", "mds": "a"}
+
+_CONF = """\
+[global]
+fsid = {fsid}
+mon host = [v2:{ip}:{v2}/0,v1:{ip}:{v1}/0]
+public addr = {ip}
+cluster addr = {ip}
+public network = {ip}/32
+ms bind ipv6 = false
+ms bind port min = {first}
+ms bind port max = {last}
+auth cluster required = cephx
+auth service required = cephx
+auth client required = cephx
+auth allow insecure global id reclaim = false
+keyring = {d}/keyring
+run dir = {d}/run
+admin socket = {d}/run/$cluster-$name.$pid.asok
+log file = {d}/log/$cluster-$name.log
+crash dir = {d}/crash
+exporter sock dir = {d}/run
+osd pool default size = 1
+osd pool default min size = 1
+osd pool default pg num = 16
+osd pool default pgp num = 16
+osd pool default pg autoscale mode = off
+osd crush chooseleaf type = 0
+mon max pg per osd = 1000
+[client]
+log file =
+admin socket =
+[mon]
+pid file = {d}/run/mon.$id.pid
+mon data = {d}/mon.$id
+mon initial members = a
+mon allow pool delete = true
+mon allow pool size one = true
+mon warn on pool no redundancy = false
+mon data avail warn = 3
+mon data avail crit = 1
+mon osd full ratio = 0.97
+mon osd nearfull ratio = 0.95
+mon osd backfillfull ratio = 0.96
+mon cluster log file = {d}/log/cluster.log
+mon memory target = 134217728
+mon osd cache size = 32
+paxos propose interval = 0.05
+mon mds skip sanity = true
+[mgr]
+pid file = {d}/run/mgr.$id.pid
+mgr data = {d}/mgr.$id
+mgr module path = /usr/share/ceph/mgr
+mgr initial modules = status
+mgr disabled modules = dashboard restful prometheus influx zabbix telegraf test_orchestrator \
+diskprediction_local k8sevents alerts insights iostat localpool mds_autoscaler mirroring nfs \
+osd_perf_query osd_support selftest snap_schedule stats cephadm rook
+mgr tick period = 2
+mgr stats period = 2
+[osd]
+pid file = {d}/run/osd.$id.pid
+osd data = {d}/osd.$id
+osd objectstore = bluestore
+bluestore block size = {osd_size}
+bluestore block create = true
+bluestore block db create = false
+bluestore block wal create = false
+bluestore fsck on mount = false
+bluestore cache autotune = false
+bluestore cache size = 134217728
+osd memory target = 939524096
+osd op num shards = 2
+osd op num threads per shard = 2
+osd op num shards ssd = 2
+osd op num shards hdd = 2
+osd op num threads per shard hdd = 2
+osd map cache size = 50
+osd scrub begin hour = 0
+osd scrub end hour = 1
+osd max scrubs = 0
+[mds]
+pid file = {d}/run/mds.$id.pid
+mds data = {d}/mds.$id
+mds cache memory limit = 536870912
+"""
+
+_CAPS = {
+    "client.admin": ("mon", "allow *", "osd", "allow *", "mds", "allow *", "mgr", "allow *"),
+    "mon.": ("mon", "allow *"),
+    "mgr.x": ("mon", "allow profile mgr", "osd", "allow *", "mds", "allow *"),
+    "mds.a": (
+        *("mon", "allow profile mds", "osd", "allow *"),
+        *("mds", "allow *", "mgr", "allow profile mds"),
+    ),
+    "osd.0": ("mon", "allow profile osd", "mgr", "allow profile osd", "osd", "allow *"),
+}
+
+# Runs under Debian's own interpreter, so that it needs nothing of the venv.
+_MON_COMMANDS = """
+import json, os, sys, rados
+c = rados.Rados(conffile=os.environ['CEPH_CONF'], name='client.admin')
+c.connect(timeout=30)
+for command in json.loads(sys.argv[1]):
+    r, out, err = c.mon_command(json.dumps(command), b'')
+    if r:
+        sys.exit(f'{command}: {r} {err}')
+    print(out.decode().replace(chr(10), ' '))
+"""
+
+
+class CephCluster:
+    """One cluster. ``start`` creates it when absent and waits until it can be used."""
+
+    def __init__(self, folder: Path, ip: str = "127.0.0.1", osd_bytes: int = 20 * 2**30) -> None:
+        self.folder = folder.absolute()
+        self.ip = ip
+        self._osd_bytes = osd_bytes
+        self.fsid = str(uuid.uuid4())
+        self.port_v1 = self.port_v2 = 0
+
+    @property
+    def conf(self) -> Path:
+        return self.folder / "ceph.conf"
+
+    @property
+    def monitor(self) -> str:
+        """The monitor's v1 address, as settings and the kernel client take it."""
+        return f"{self.ip}:{self.port_v1}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "CEPH_CONF": str(self.conf)}
+
+    def run(self, *command: str, timeout: float = 60.0) -> str:
+        """A command with this cluster's configuration; its output. Raises with its error text."""
+        done = subprocess.run(
+            command,
+            env=self.environment,
+            timeout=timeout,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{command}: rc {done.returncode}: {done.stderr[-2000:]}")
+        return done.stdout
+
+    def mon_commands(self, *commands: dict[str, Any]) -> list[str]:
+        text = json.dumps(commands)
+        out = self.run("/usr/bin/python3", "-c", _MON_COMMANDS, text, timeout=60.0)
+        return out.splitlines()
+
+    def pid(self, kind: str) -> int:
+        return int((self.folder / "run" / f"{kind}.{DAEMONS[kind]}.pid").read_text())
+
+    def alive(self, kind: str) -> bool:
+        try:
+            comm = Path(f"/proc/{self.pid(kind)}/comm").read_text()
+        except (OSError, ValueError):
+            return False
+        return comm.startswith("ceph")
+
+    def start(self) -> None:
+        fresh = not (self.folder / "created").exists()
+        if fresh:
+            self._create()
+        self._daemon("mon", "ceph-mon", "-i", "a")
+        self._daemon("mgr", "ceph-mgr", "-i", "x", "-k", f"{self.folder}/mgr.x/keyring")
+        if fresh:
+            osd_uuid = (self.folder / "osd.uuid").read_text()
+            self.mon_commands({"prefix": "osd new", "uuid": osd_uuid, "id": 0})
+        self._daemon("osd", "ceph-osd", "-i", "0", "-k", f"{self.folder}/osd.0/keyring")
+        self._daemon("mds", "ceph-mds", "-i", "a", "-k", f"{self.folder}/mds.a/keyring")
+        if fresh:
+            pools = (("cephfs_metadata", 8), ("cephfs_data", 16), ("rbd", 16))
+            self.mon_commands(
+                *({"prefix": "osd pool create", "pool": p, "pg_num": n} for p, n in pools),
+                {"prefix": "osd pool application enable", "pool": "rbd", "app": "rbd"},
+                {
+                    "prefix": "fs new",
+                    "fs_name": "cephfs",
+                    "metadata": "cephfs_metadata",
+                    "data": "cephfs_data",
+                },
+            )
+            (self.folder / "created").touch()
+        self._wait_usable()
+
+    def _create(self) -> None:
+        for name in ("run", "log", "crash", "mon.a", "mgr.x", "osd.0", "mds.a"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self.port_v1, self.port_v2 = ports.free(2, self.ip)
+        first, last = ports.free_range(40, self.ip)
+        self.conf.write_text(
+            _CONF.format(
+                d=self.folder,
+                fsid=self.fsid,
+                ip=self.ip,
+                v1=self.port_v1,
+                v2=self.port_v2,
+                first=first,
+                last=last,
+                osd_size=self._osd_bytes,
+            )
+        )
+        # All keys made up front and given to the monitor at mkfs: no 'ceph auth' calls later.
+        everything = self.folder / "all.keyring"
+        for entity, caps in _CAPS.items():
+            home = self.folder if entity in ("client.admin", "mon.") else self.folder / entity
+            ring = home / "keyring"
+            flags = ["-C"] if not ring.exists() else []
+            pairs = [w for i in range(0, len(caps), 2) for w in ("--cap", caps[i], caps[i + 1])]
+            self.run("ceph-authtool", *flags, str(ring), "-g", "-n", entity, *pairs)
+        shutil.copy(self.folder / "keyring", everything)
+        for entity in ("mgr.x", "mds.a", "osd.0"):
+            ring = self.folder / entity / "keyring"
+            self.run("ceph-authtool", str(everything), "--import-keyring", str(ring))
+        monmap = str(self.folder / "monmap")
+        addresses = f"[v2:{self.ip}:{self.port_v2},v1:{self.ip}:{self.port_v1}]"
+        self.run(
+            *("monmaptool", "--create", "--clobber", "--fsid", self.fsid),
+            *("--addv", "a", addresses, "--set-min-mon-release", "pacific", monmap),
+        )
+        self.run(
+            *("ceph-mon", "-i", "a", "--mkfs", "--monmap", monmap, "--keyring", str(everything))
+        )
+        osd_uuid = str(uuid.uuid4())
+        (self.folder / "osd.uuid").write_text(osd_uuid)
+        self.run(
+            *("ceph-osd", "-i", "0", "--no-mon-config", "--mkfs", "--osd-uuid", osd_uuid),
+            *("--monmap", monmap, "--keyring", f"{self.folder}/osd.0/keyring"),
+        )
+
+    def _daemon(self, kind: str, *command: str) -> None:
+        if not self.alive(kind):
+            out = self.folder / "log" / f"{kind}.out"
+            with out.open("ab") as stream:
+                subprocess.run(
+                    command,
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=stream,
+                    timeout=60,
+                    check=True,
+                )
+
+    def _wait_usable(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            status = json.loads(self.mon_commands({"prefix": "status", "format": "json"})[0])
+            states = [s["state_name"] for s in status["pgmap"].get("pgs_by_state", [])]
+            ranks = [rank["status"] for rank in status["fsmap"]["by_rank"]]
+            if states == ["active+clean"] and "up:active" in ranks:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"cluster not usable: {status['health']} {states} {ranks}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """All at once. A clean end of an osd or mds whose mon has gone hangs: SIGKILL after 3 s."""
+        pids = [self.pid(kind) for kind in DAEMONS if self.alive(kind)]
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 3
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for file in (self.folder / "run").iterdir():
+            file.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def frozen(self, *kinds: str) -> Iterator[None]:
+        """The named daemons stopped (SIGSTOP) while the block runs; always continued after."""
+        pids = [self.pid(kind) for kind in kinds]
+        try:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+    def secret(self, entity: str = "client.admin") -> str:
+        ring = self.folder / "keyring"
+        return self.run("ceph-authtool", str(ring), "-p", "-n", entity).strip()
+
+    @contextlib.contextmanager
+    def mounted(self, target: Path, *options: str) -> Iterator[Path]:
+        """CephFS by ceph-fuse at ``target`` with ceph-fuse's own defaults plus ``options``."""
+        target.mkdir(parents=True, exist_ok=True)
+        self.run("ceph-fuse", "-c", str(self.conf), "-n", "client.admin", str(target), *options)
+        try:
+            yield target
+        finally:
+            subprocess.run(["umount", str(target)], check=False, timeout=60)
+            if os.path.ismount(target):
+                subprocess.run(["umount", "-l", str(target)], check=False, timeout=60)
+            _wait_gone(str(target))
+
+
+def _wait_gone(target: str) -> None:
+    """umount returns before the process of ceph-fuse has ended."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if not any(target in words for words in _ceph_fuse_commands()):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"ceph-fuse for {target} did not end")
+
+
+def _ceph_fuse_commands() -> Iterator[list[str]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                if words[0].endswith("ceph-fuse"):
+                    yield words
