@@ -119,9 +119,7 @@ def overlay(layers: Sequence[str | Path], scratch: Path) -> int:
     if len(_bytes(lowerdir)) <= _LONGEST_STRING:
         strings = {"source": "nodeagent", "lowerdir": lowerdir}
         return new_filesystem("overlay", strings, ("ro",), READ_ONLY_DATA)
-    options = (
-        f"lowerdir={lowerdir.replace(',', '\\,')}" if "," in lowerdir else f"lowerdir={lowerdir}"
-    )
+    options = "lowerdir=" + lowerdir.replace(",", "\\,")
     if len(_bytes(options)) > _LONGEST_OPTIONS:
         raise OSError(errno.ENAMETOOLONG, "the paths of store and source are too long together")
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV
