@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import struct
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import kit.errors
 from linux import bpf, mountinfo, mounts
+from volumes import settings
 from volumes.guard import layout
 
 _BPF_FS_MAGIC = 0xCAFE4A11
@@ -35,6 +37,23 @@ class Wanted:
     devices: frozenset[layout.Number] = frozenset()
     openers: frozenset[str] = frozenset()
     words: frozenset[tuple[str, str]] = frozenset()
+
+
+def wanted(
+    guard: settings.GuardSettings,
+    mode: layout.Mode,
+    majors: Mapping[int, str],
+    parts: frozenset[layout.Number] = frozenset(),
+) -> Wanted:
+    """The settings in the kernel's terms. ``majors``: as devices.majors() gives them."""
+    pairs = (pair.split() for pair in guard.words)
+    return Wanted(
+        mode=mode,
+        majors=frozenset(major for major, name in majors.items() if name in guard.drivers),
+        devices=parts,
+        openers=frozenset(layout.text(layout.name(name)) for name in guard.openers),
+        words=frozenset((layout.text(layout.name(name)), word) for name, word in pairs),
+    )
 
 
 @dataclass(frozen=True)
@@ -86,6 +105,8 @@ class Kernel:
         self.object_file = object_file
         self.maps: dict[str, bpf.Map] = {}
         self._program_id: int | None = None
+        # apply() may run in a thread beside grant() and revoke(): nobody uses a closed map.
+        self._hold = threading.RLock()
 
     # --- reading
 
@@ -141,21 +162,25 @@ class Kernel:
         """Have ``maps`` be those of the program, for as long as it is the same one."""
         if self._program_id == info.id:
             return
-        self.close()
+        opened = {}
         for number in info.map_ids:
             each = bpf.Map.by_id(number)
             if each.info.name.startswith("."):
                 each.close()
             else:
-                self.maps[each.info.name] = each
-        self._program_id = info.id
+                opened[each.info.name] = each
+        with self._hold:
+            self.close()
+            self.maps = opened
+            self._program_id = info.id
 
     def close(self) -> None:
         """Give back descriptors; what is attached stays."""
-        for each in self.maps.values():
-            each.close()
-        self.maps = {}
-        self._program_id = None
+        with self._hold:
+            for each in self.maps.values():
+                each.close()
+            self.maps = {}
+            self._program_id = None
 
     def read(self) -> Present:
         """What is attached and in force now."""
@@ -296,25 +321,33 @@ class Kernel:
     # --- leases
 
     def grant(self, number: layout.Number, until: float) -> None:
-        """Let write opens of the device pass until CLOCK_MONOTONIC ``until`` (seconds)."""
-        self.maps["leases"].set(layout.device(number), layout.Lease(until, 0).pack())
+        """Let write opens of the device pass until CLOCK_MONOTONIC ``until`` (seconds).
+        RefusedError when nothing is attached."""
+        with self._hold:
+            if "leases" not in self.maps:
+                raise kit.errors.RefusedError(
+                    f"guard of {self.cgroup}", "is not attached", "attach it first"
+                )
+            self.maps["leases"].set(layout.device(number), layout.Lease(until, 0).pack())
 
     def revoke(self, number: layout.Number) -> layout.Lease | None:
         """End the lease now; what it was."""
         key = layout.device(number)
-        if "leases" not in self.maps:
-            return None
-        raw = self.maps["leases"].get(key)
-        self.maps["leases"].delete(key)
+        with self._hold:
+            if "leases" not in self.maps:
+                return None
+            raw = self.maps["leases"].get(key)
+            self.maps["leases"].delete(key)
         return layout.Lease.unpack(raw) if raw else None
 
     def leases(self) -> dict[layout.Number, layout.Lease]:
         """All that are written down, expired ones too."""
         found = {}
-        for key in self.maps["leases"].keys() if "leases" in self.maps else ():
-            raw = self.maps["leases"].get(key)
-            if raw is not None:
-                found[layout.device_of(key)] = layout.Lease.unpack(raw)
+        with self._hold:
+            for key in self.maps["leases"].keys() if "leases" in self.maps else ():
+                raw = self.maps["leases"].get(key)
+                if raw is not None:
+                    found[layout.device_of(key)] = layout.Lease.unpack(raw)
         return found
 
     # --- pins
