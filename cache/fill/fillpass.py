@@ -82,7 +82,6 @@ class FillPass:
         self.staged: list[Staged] = []
         self.staged_since = 0.0
         self.committing: list[Staged] = []
-        self.location: list[Any] | None = None
         self.full = False  # no room for more files
         self.cramped = False  # no room even for directories
         self.skeleton = False
@@ -159,10 +158,6 @@ class FillPass:
     def _next_job(self) -> dict[str, Any] | None:
         if self.cancelled or self.page.paused:
             return None
-        if self.task["native"] and self.location is None:
-            if self.crew.busy("locate"):
-                return None
-            return {"do": "locate"}
         return self._hint_job() or self._scan_job() or self._copy_job()
 
     # --- scan -----------------------------------------------------------------------------
@@ -202,6 +197,8 @@ class FillPass:
     def _scanned_part(self, answer: dict[str, Any]) -> None:
         number = answer["directory"]
         with self.index.transaction():
+            if answer.get("location"):
+                self.index.locate(number, answer["location"])
             if answer["folders"]:
                 self.index.add_directories(number, [Entry(*e) for e in answer["folders"]])
             if answer["chunk"]:
@@ -246,7 +243,7 @@ class FillPass:
             "chunk": chunk.id,
             "path": self.index.path(chunk.directory),
             "entries": items,
-            "location": self.location,
+            "location": self.index.location(chunk.directory),
             "hinted": self.hinted,
             "_chunk": chunk,
             "_directory": chunk.directory,
@@ -422,8 +419,6 @@ class FillPass:
                 pass
             case "scan":
                 self._scanned(answer)
-            case "locate":
-                self.location = [answer["pool"], answer["snapshot"]]
             case "copy":
                 self._copied(job, answer)
             case "hint":
@@ -445,14 +440,6 @@ class FillPass:
         if answer["errno"] in (28, 122):
             self._forget(job)
             self.full = True
-        elif job["do"] == "locate":
-            # Reading past the mount is only an acceleration: go on without it.
-            self._say("note", text=f"objects cannot be read directly ({why}); using the mount")
-            self.task["native"] = None
-            self.crew.stop()
-            self.crew = crew.Crew(self.page, {**self.crew.setup, "native": None})
-            self.crew.watch(0)
-            self.crew.resize(self.workers)
         elif job["do"] == "scan":
             self._forget(job)
             with self.index.transaction():

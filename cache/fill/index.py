@@ -35,7 +35,7 @@ CREATE TABLE directories (
     bytes INTEGER NOT NULL DEFAULT 0, done_files INTEGER NOT NULL DEFAULT 0,
     done_bytes INTEGER NOT NULL DEFAULT 0, allocated INTEGER NOT NULL DEFAULT 0,
     skipped INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
-    rescans INTEGER NOT NULL DEFAULT 0, UNIQUE (parent, name));
+    rescans INTEGER NOT NULL DEFAULT 0, location TEXT, UNIQUE (parent, name));
 CREATE INDEX directories_found ON directories (id) WHERE state = 0;
 CREATE TABLE chunks (
     id INTEGER PRIMARY KEY, directory INTEGER NOT NULL, priority INTEGER NOT NULL DEFAULT 0,
@@ -167,6 +167,18 @@ class Index:
                 zlib.compress(json.dumps(entries).encode(), 1),
             ),
         )
+
+    def locate(self, directory: int, location: list[Any]) -> None:
+        """Where the objects of its files lie, for reading past the mount."""
+        self._db.execute(
+            "UPDATE directories SET location = ? WHERE id = ?", (json.dumps(location), directory)
+        )
+
+    def location(self, directory: int) -> list[Any] | None:
+        row = self._db.execute(
+            "SELECT location FROM directories WHERE id = ?", (directory,)
+        ).fetchone()
+        return None if row is None or row[0] is None else list(json.loads(row[0]))
 
     def restart_listing(self, directory: int) -> None:
         """Forget what an unfinished or outdated listing of it left."""

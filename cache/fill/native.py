@@ -11,11 +11,12 @@ Source of the layouts: cephfs/libcephfs.h and ceph_ll_client.h of Ceph 16.
 """
 
 import ctypes as c
+import errno
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cache.fill.entry import Entry
 
@@ -76,9 +77,8 @@ class Access:
     root: str  # the dataset's root in the file system, .snap/<name> included
 
 
-@dataclass(frozen=True)
-class Location:
-    """Where the objects of a snapshot lie."""
+class Location(NamedTuple):
+    """Where the objects of a snapshot's files lie; travels as a JSON list."""
 
     pool: str
     snapshot: int
@@ -148,26 +148,31 @@ class Listing:
         _checked(lib.ceph_mount(self._mount, b"/"), "ceph_mount")
         self._perms = lib.ceph_mount_perms(self._mount)
 
-    def location(self) -> Location:
-        """Pool and snapshot id of the root. OSError when it is no snapshot."""
+    def location(self, path: Sequence[str], name: str) -> Location:
+        """Where the objects of the file ``name`` lie, and most likely its neighbours'. OSError.
+
+        A neighbour in another pool shows by an object that is not there.
+        """
+        full = self._full((*path, name))
         status = _Statx()
-        path = self._root or b"/"
         _checked(
-            self._lib.ceph_statx(self._mount, path, c.byref(status), _WANT_BASIC, _SYNC_AS_STAT),
+            self._lib.ceph_statx(self._mount, full, c.byref(status), _WANT_BASIC, _SYNC_AS_STAT),
             "ceph_statx",
         )
         if status.dev >= 2**63:
-            raise OSError(22, "not a snapshot")
+            raise OSError(errno.EINVAL, "not in a snapshot")
         pool = c.create_string_buffer(256)
-        _checked(self._lib.ceph_get_path_pool_name(self._mount, path, pool, len(pool)), "pool name")
+        _checked(self._lib.ceph_get_path_pool_name(self._mount, full, pool, len(pool)), "pool name")
         return Location(pool.value.decode(), int(status.dev))
+
+    def _full(self, path: Sequence[str]) -> bytes:
+        return b"/".join((self._root, *(p.encode("utf-8", "surrogateescape") for p in path)))
 
     def entries(self, path: Sequence[str]) -> Iterator[Entry]:
         """Entries of the directory ``path`` below the root, in the MDS's order. OSError."""
         lib, mount = self._lib, self._mount
-        full = b"/".join((self._root, *(p.encode("utf-8", "surrogateescape") for p in path)))
         handle = c.c_void_p()
-        _checked(lib.ceph_opendir(mount, full or b"/", c.byref(handle)), "ceph_opendir")
+        _checked(lib.ceph_opendir(mount, self._full(path) or b"/", c.byref(handle)), "ceph_opendir")
         item, status, inode = _Dirent(), _Statx(), c.c_void_p()
         names, length = c.create_string_buffer(_XATTR_BYTES), c.c_size_t()
         try:
@@ -208,25 +213,43 @@ def is_plain(item: Entry) -> bool:
 
 
 class Reader:
-    """Objects of a snapshot by librados, several in flight."""
+    """Objects of snapshots by librados, several in flight."""
 
-    def __init__(self, access: Access, location: Location) -> None:
-        """Connects; OSError when the cluster does not let us read the pool."""
-        self._cluster = rados.Rados(
-            conffile=access.conf,
-            name=f"client.{access.user}",
-            conf={"rados_mon_op_timeout": "15"},
-        )
-        self._cluster.connect(timeout=15)
-        self._objects = self._cluster.open_ioctx(location.pool)
-        self._objects.set_read(location.snapshot)
+    def __init__(self, access: Access) -> None:
+        """Connects; OSError when the cluster does not let us."""
+        try:
+            self._cluster = rados.Rados(
+                conffile=access.conf,
+                name=f"client.{access.user}",
+                conf={"rados_mon_op_timeout": "15"},
+            )
+            self._cluster.connect(timeout=15)
+        except rados.Error as error:
+            raise OSError(getattr(error, "errno", None) or errno.EIO, str(error)) from error
+        self._pools: dict[Location, Any] = {}
 
-    def read(self, items: Sequence[Entry], each: Callable[[Entry, bytes | None], None]) -> None:
+    def _objects(self, location: Location) -> Any:
+        if location not in self._pools:
+            try:
+                objects = self._cluster.open_ioctx(location.pool)
+                objects.set_read(location.snapshot)
+            except rados.Error as error:
+                raise OSError(getattr(error, "errno", None) or errno.EIO, str(error)) from error
+            self._pools[location] = objects
+        return self._pools[location]
+
+    def read(
+        self,
+        location: Location,
+        items: Sequence[Entry],
+        each: Callable[[Entry, bytes | None], None],
+    ) -> None:
         """Call ``each(item, bytes)`` for every item, None where its object is not the whole file.
 
         ``each`` runs in librados' own thread, one at a time; what it raises ends the read after
-        all that is in flight, and is raised here.
+        all that is in flight, and is raised here. OSError when the pool cannot be opened.
         """
+        objects = self._objects(location)
         free = threading.Semaphore(_IN_FLIGHT)
         errors: list[BaseException] = []
 
@@ -247,7 +270,7 @@ class Reader:
             if errors:
                 free.release()
                 break
-            self._objects.aio_read(f"{item.ino:x}.00000000", item.size, 0, finished(item))
+            objects.aio_read(f"{item.ino:x}.00000000", item.size, 0, finished(item))
         for _ in range(_IN_FLIGHT):
             free.acquire()
         if errors:

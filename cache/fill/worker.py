@@ -48,6 +48,7 @@ class Worker:
         self.staging = os.open("staging", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
         self.links = os.open("links", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
         self.access = native.Access(**setup["native"]) if setup["native"] else None
+        self.no_objects = False
         self._listing: native.Listing | None = None
         self._reader: native.Reader | None = None
         self._buffer = memoryview(bytearray(copying.BLOCK))
@@ -93,6 +94,8 @@ class Worker:
                         tree.make_directory(target, item, source)
                         folders.append(item)
                 elif item.is_file or item.is_link:
+                    if source is None and "location" not in answer:
+                        self._locate(path, item, answer)
                     counts["entries"] += 1
                     counts["files"] += 1
                     counts["bytes"] += item.size if item.is_file else 0
@@ -109,6 +112,14 @@ class Worker:
             flush()
         done = {"did": "scan", "directory": number, "stored": stored, "names": names, **counts}
         messages.send(ANSWERS, done)
+
+    def _locate(self, path: Sequence[str], item: Entry, answer: dict[str, Any]) -> None:
+        """Say where the objects of this directory's files are, as soon as one shows it."""
+        if native.is_plain(item) and self._listing is not None:
+            try:
+                answer["location"] = self._listing.location(path, item.name)
+            except OSError:
+                answer["location"] = None  # only an acceleration: the mount serves as well
 
     def _drop_extras(self, target: int, path: Sequence[str]) -> None:
         """Remove names from the tree that the source no longer has."""
@@ -142,13 +153,6 @@ class Worker:
         stored[2] += status.st_blocks * 512
         return True
 
-    def locate(self, job: dict[str, Any]) -> None:
-        """Pool and snapshot id for reading objects; asked for once in a pass."""
-        assert self.access is not None
-        self._listing = self._listing or native.Listing(self.access)
-        found = self._listing.location()
-        messages.send(ANSWERS, {"did": "locate", "pool": found.pool, "snapshot": found.snapshot})
-
     def copy(self, job: dict[str, Any]) -> None:
         """Copy a chunk into staging/<chunk>; answer what is staged and what failed."""
         items = [Entry(*fields) for fields in job["entries"]]
@@ -170,7 +174,7 @@ class Worker:
             staging = stack.enter_context(tree.opened(self.staging, [folder]))
             try:
                 rest = self._not_stored(job, items, took)
-                if self.access is not None and job["location"]:
+                if job["location"] and not self.no_objects:
                     rest = self._copy_objects(job, rest, staging, took)
                 if rest:
                     source = stack.enter_context(tree.opened(self.source, job["path"]))
@@ -235,7 +239,11 @@ class Worker:
             return items
         assert self.access is not None
         if self._reader is None:
-            self._reader = native.Reader(self.access, native.Location(*job["location"]))
+            try:
+                self._reader = native.Reader(self.access)
+            except OSError:
+                self.no_objects = True  # the key may not do so: the mount serves as well
+                return items
         rest = [item for item in items if not native.is_plain(item)]
 
         def each(item: Entry, data: bytes | None) -> None:
@@ -245,7 +253,11 @@ class Worker:
             self.throttle.step(1, item.size)
             took(item, self.copier.keep(item, data, staging))
 
-        self._reader.read(plain, each)
+        try:
+            self._reader.read(native.Location(*job["location"]), plain, each)
+        except PermissionError:
+            self.no_objects = True
+            return items
         return rest
 
     def _link_key(self, staging: int, item: Entry) -> str:
@@ -406,7 +418,7 @@ class Worker:
         jobs = {
             name: getattr(self, name)
             for name in (
-                *("scan", "locate", "copy", "hint", "commit", "unseal", "finish", "prune"),
+                *("scan", "copy", "hint", "commit", "unseal", "finish", "prune"),
                 "verify",
             )
         }
