@@ -63,7 +63,7 @@ def _library() -> ctypes.CDLL:
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
-    lib.libbpf_set_print(_keep_log)
+    lib.libbpf_set_print(_printer)
     return lib
 
 
@@ -73,7 +73,6 @@ _vsnprintf = ctypes.CDLL(None).vsnprintf
 _vsnprintf.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_void_p]
 
 
-@_Print
 def _keep_log(level: int, form: bytes, arguments: int) -> int:
     if level <= 1:  # warnings and informations, not debugging
         line = ctypes.create_string_buffer(_LOG_KEPT)
@@ -81,6 +80,9 @@ def _keep_log(level: int, form: bytes, arguments: int) -> int:
         _log.extend(line.value)
         del _log[:-_LOG_KEPT]
     return 0
+
+
+_printer = _Print(_keep_log)  # libbpf keeps the pointer
 
 
 def _checked(result: int, what: str) -> int:
@@ -193,8 +195,8 @@ class Map(Descriptor):
             _checked(-1, f"{self.info.name} delete")
         return True
 
-    def keys(self) -> list[bytes]:
-        """A snapshot; entries that come and go meanwhile may be missed."""
+    def snapshot(self) -> list[bytes]:
+        """All keys; entries that come and go meanwhile may be missed."""
         found: list[bytes] = []
         key: bytes | None = None
         while len(found) <= self.info.max_entries:

@@ -79,7 +79,7 @@ def arguments(tid: int) -> list[str]:
             return []
         pointer = int(fields[2 if number == _EXECVE else 3], 16)
         found = []
-        with open(f"/proc/{tid}/mem", "rb", buffering=0) as memory:
+        with Path(f"/proc/{tid}/mem").open("rb", buffering=0) as memory:
             for index in range(_MOST_WORDS):
                 memory.seek(pointer + 8 * index)
                 (word,) = struct.unpack("=Q", memory.read(8))

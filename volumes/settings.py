@@ -29,8 +29,8 @@ class ClusterSettings(kit.settings.Section):
     )
     user: str = Field(
         default="nodeagent",
-        description="cephx user without 'client.'. Caps: mon 'profile rbd', osd 'profile rbd'; with "
-        "'profile rbd-read-only' extents are asked but the ledger stays on this node.",
+        description="cephx user without 'client.'. Caps: mon 'profile rbd', osd 'profile rbd'; "
+        "with 'profile rbd-read-only' extents are asked but the ledger stays on this node.",
     )
     keyring: Path | None = Field(
         default=None, description="Keyring file of the user; default: what ceph.conf says."
@@ -64,8 +64,8 @@ class GuardSettings(kit.settings.Section):
     )
     names: tuple[str, ...] = Field(
         default=("*",),
-        description="Devices of those drivers that the agent looks at, as shell patterns. The others "
-        "are guarded all the same and never leased automatically.",
+        description="Devices of those drivers that the agent looks at, as shell patterns. The "
+        "others are guarded all the same and never leased automatically.",
     )
     openers: tuple[str, ...] = Field(
         default=OPENERS,
@@ -85,10 +85,10 @@ class GuardSettings(kit.settings.Section):
         "a lease that ran out unused is given again when asked for.",
     )
     settle: kit.units.Seconds = Field(
-        default=0.2,
+        default=0.1,
         ge=0.05,
         le=60,
-        description="Between the two probes that must both find a device blank. 0.2s: a lease is "
+        description="Between the two probes that must both find a device blank. 0.1s: a lease is "
         "there before kubelet's first retry, 0.5 s after the attempt that was denied.",
     )
     quiet: kit.units.Seconds = Field(
@@ -105,7 +105,10 @@ class GuardSettings(kit.settings.Section):
         default=(), description="Ceph clusters that can be asked. None: local knowledge only."
     )
     cluster_timeout: kit.units.Seconds = Field(
-        default=5.0, gt=0, le=60, description="After this a cluster's answer is 'unknown': no lease."
+        default=5.0,
+        gt=0,
+        le=60,
+        description="After this a cluster's answer is 'unknown': no lease.",
     )
     require_extents: bool = Field(
         default=False,

@@ -143,7 +143,7 @@ def application(agent: "Agent") -> web.Application:
     for component in agent.components:
         if component.name == "cache":
             app.add_routes(datasets.routes(component))
-        elif isinstance(component, volumes.component.Volumes):
+        elif component.name == "volumes":
             app.add_routes(volumes.routes(component))
     return app
 

@@ -6,7 +6,6 @@ from typing import Any, get_args
 from aiohttp import web
 
 import kit.errors
-import volumes.component
 from volumes import settings
 
 _MODES = (*get_args(settings.GuardSettings.model_fields["mode"].annotation), "settings")
@@ -30,7 +29,7 @@ async def _body(request: web.Request, *wanted: str) -> dict[str, str]:
     return data
 
 
-def routes(component: volumes.component.Volumes) -> list[web.RouteDef]:
+def routes(component: Any) -> list[web.RouteDef]:
     async def status(_: web.Request) -> web.Response:
         """200: what the kernel enforces, devices, leases, denials."""
         return web.json_response(component.guard_status())
@@ -42,9 +41,7 @@ def routes(component: volumes.component.Volumes) -> list[web.RouteDef]:
             raise kit.errors.SettingsError(
                 f"mode {body['mode']!r}", "is none", f"use one of {', '.join(_MODES)}"
             )
-        return web.json_response(
-            await component.set_mode(body["mode"], body["by"], body["reason"])
-        )
+        return web.json_response(await component.set_mode(body["mode"], body["by"], body["reason"]))
 
     async def detach(request: web.Request) -> web.Response:
         """200: the new status."""

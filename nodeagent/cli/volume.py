@@ -16,7 +16,6 @@ from typing import Any
 import click
 
 import kit.errors
-import volumes.component
 from nodeagent import client, configfile
 from nodeagent.cli import context
 from nodeagent.settings import Settings
@@ -212,6 +211,8 @@ def probe(ctx: context.Context, device: str, as_json: bool) -> None:
     """What DEVICE holds: reads only, and tells 'could not read' from 'nothing there'."""
 
     def here() -> Any:
+        from volumes import component  # the agent's side of the room: only when there is none
+
         wanted, state_dir = _room(ctx)
         found = devices.by_path(device)
         ledger = store.Store(state_dir / "volumes" / "ledger")
@@ -225,7 +226,7 @@ def probe(ctx: context.Context, device: str, as_json: bool) -> None:
                 await looker.close()
 
         seen = asyncio.run(look())
-        return volumes.component.describe_probe(found, seen, ledger.get(found.volume))
+        return component.describe_probe(found, seen, ledger.get(found.volume))
 
     request = ("POST", "/v1/volumes/probe", {"device": str(Path(device).absolute())})
     _show(_call(ctx, request, here), as_json, _probe_text)

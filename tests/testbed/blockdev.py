@@ -1,21 +1,26 @@
 """Real block devices that can be made to fail: loop devices over a fault-injecting FUSE file."""
 
 import contextlib
+import fcntl
 import hashlib
+import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MiB = 2**20
 
 
-def run(*command: str, check: bool = True, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str, check: bool = True, timeout: float = 60.0
+) -> subprocess.CompletedProcess[str]:
     """As kubelet and CSI drivers run them: no terminal, output captured."""
     done = subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout,
@@ -30,25 +35,40 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+# Loop devices of this run have numbers of their own, so that an agent under test can be told to
+# look at them only (NAMES), and the machine's other loop devices are left alone.
+_PREFIX = random.Random().randrange(1000, 9999)
+NAMES = f"loop{_PREFIX}??"
+_LOOP_CTL_ADD, _LOOP_CTL_REMOVE = 0x4C80, 0x4C81
+_numbers = itertools.count()
+
+
 @contextlib.contextmanager
 def loop(file: Path) -> Iterator[str]:
-    """/dev/loopN over ``file``, read-write; detached afterwards."""
-    device = run("losetup", "-f", "--show", str(file)).stdout.strip()
-    try:
-        # The read-only flag sticks to the minor from whoever had it before.
-        run("blockdev", "--setrw", device)
-        yield device
-    finally:
-        run("losetup", "-d", device, check=False)
-        _wait_detached(device)
+    """/dev/loopN over ``file``, read-write; detached and removed afterwards."""
+    number = _PREFIX * 100 + next(_numbers) % 100
+    device = f"/dev/loop{number}"
+    with open("/dev/loop-control", "rb+", buffering=0) as control:
+        fcntl.ioctl(control, _LOOP_CTL_ADD, number)
+        try:
+            run("losetup", device, str(file))
+            yield device
+        finally:
+            run("losetup", "-d", device, check=False)
+            _remove(control, number)
 
 
-def _wait_detached(device: str) -> None:
+def _remove(control: BinaryIO, number: int) -> None:
     """losetup -d is lazy while something holds the device."""
-    backing = Path("/sys/block", Path(device).name, "loop/backing_file")
     deadline = time.monotonic() + 10
-    while backing.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    while True:
+        try:
+            fcntl.ioctl(control, _LOOP_CTL_REMOVE, number)
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
 
 
 @contextlib.contextmanager
@@ -92,7 +112,9 @@ class FaultyDisk:
 
 
 @contextlib.contextmanager
-def faulty_disk(folder: Path, size: int = 400 * MiB, backing: Path | None = None) -> Iterator[FaultyDisk]:
+def faulty_disk(
+    folder: Path, size: int = 400 * MiB, backing: Path | None = None
+) -> Iterator[FaultyDisk]:
     """A blank disk of ``size`` bytes (or what ``backing`` holds), without faults at first."""
     folder.mkdir(parents=True, exist_ok=True)
     if backing is None:

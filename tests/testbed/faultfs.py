@@ -95,7 +95,8 @@ class Server:
             self._reply(unique, 0, answer)
         elif code == _LOOKUP:
             if body.split(b"\0")[0] != b"disk":
-                return self._reply(unique, errno.ENOENT)
+                self._reply(unique, errno.ENOENT)
+                return
             entry = struct.pack("=QQQQII", _DISK, 0, 3600, 3600, 0, 0)
             self._reply(unique, 0, entry + self._attributes(_DISK))
         elif code in (_GETATTR, _SETATTR):
@@ -122,7 +123,8 @@ class Server:
             time.sleep(0.05)
             fault = self._faults.at(offset, size)
         if fault and "errno" in fault:
-            return self._reply(unique, fault["errno"])
+            self._reply(unique, fault["errno"])
+            return
         data = os.pread(self._file, size, offset)
         if fault and fault.get("zero"):
             first = max(0, fault["offset"] - offset)

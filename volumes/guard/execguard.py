@@ -21,7 +21,9 @@ _FORMATTERS = re.compile(
     r"|mdadm|mkntfs|mkdosfs)"
 )
 _FOLDERS = ("sbin", "usr/sbin", "bin", "usr/bin", "usr/local/sbin")
-_SAFE_CRYPTSETUP = frozenset({"luksOpen", "open", "luksClose", "close", "luksDump", "isLuks", "status"})
+_SAFE_CRYPTSETUP = frozenset(
+    {"luksOpen", "open", "luksClose", "close", "luksDump", "isLuks", "status"}
+)
 _RESCAN_SECONDS = 10.0
 _MOST_MARKS = 8192
 

@@ -88,7 +88,7 @@ class Fallback:
     def _flag(self, known: "judge.Known") -> None:
         device = known.device
         flagged = self.flagged.get(device.name)
-        doubtful = known.verdict is not None and known.verdict.verdict in _FLAGGED_FOR
+        doubtful = known.seen is not None and known.seen.verdict in _FLAGGED_FOR
         doubtful = doubtful or bool(known.missing)
         leased = device.number in self._leases
         with contextlib.suppress(OSError):

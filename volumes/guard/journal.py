@@ -15,7 +15,7 @@ def path(state_dir: Path) -> Path:
 
 
 def append(state_dir: Path, action: str, by: str, reason: str, **fields: Any) -> None:
-    """One line, on disk when it returns. Raises OSError: what cannot be written down is not done."""
+    """One line, on disk when it returns. OSError: what cannot be written down is not done."""
     file = path(state_dir)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if file.exists() and file.stat().st_size > MOST_BYTES:

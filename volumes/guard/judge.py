@@ -45,7 +45,7 @@ class Known:
     """What is known of one attached device. ``reasons`` None: not decided; empty: leased."""
 
     device: devices.BlockDevice
-    verdict: verdict.Verdict | None = None
+    seen: verdict.Verdict | None = None
     reasons: tuple[str, ...] | None = None
     looked: float = 0.0  # CLOCK_MONOTONIC
     raw: bool = False
@@ -80,6 +80,7 @@ class Judge:
         self._changed = changed
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, asyncio.Event] = {}
+        self._chores: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self.granted = 0
         self.mirror_failures = 0
@@ -131,14 +132,30 @@ class Judge:
         """The device was detached: its lease ends with it."""
         known = self.known.pop(name, None)
         if known is not None:
-            self._revoke(known.device.number)
+            held = self._revoke(known.device.number)
+            if held is not None and held.opens == 0 and known.device.volume:
+                # Nothing was written under it, and nothing can be any more.
+                chore = asyncio.create_task(self._close_unused(known), name=f"close {name}")
+                self._chores.add(chore)
+                chore.add_done_callback(self._chores.discard)
         self.denials.forget(name)
         self._changed()
 
+    async def _close_unused(self, known: Known) -> None:
+        current = self.ledger.get(known.device.volume)
+        if current is None or not current.permitted:
+            return
+        try:
+            await self._save(current.unused())
+            await self._mirror(known, current.unused())
+        except (OSError, TimeoutError) as error:
+            log.warning("unused permission stays open", volume=known.device.title, error=str(error))
+
     async def close(self) -> None:
-        for task in list(self._tasks.values()):
+        tasks = [*self._tasks.values(), *self._chores]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.prober.close()
 
     # --- one look
@@ -152,7 +169,7 @@ class Judge:
         known = self._meet(device, began)
         if self.settings.raw_block and rawblock.published(device, rawblock.host_mounts()):
             return self._raw(known)
-        known.verdict = first = await self._probe(device)
+        known.seen = first = await self._probe(device)
         known.looked = time.monotonic()
         blank = first.verdict is verdict.Kind.BLANK_VERIFIED
         current = self._entry(device)
@@ -177,8 +194,8 @@ class Judge:
     async def _decide(self, known: Known, first: verdict.Verdict, began: float) -> float | None:
         device = known.device
         evidence, answer = await self._evidence(device, first)
-        if answer.entry is not None:
-            self._note_missing(known, entry.merge(self._entry(device), answer.entry))
+        if answer.known is not None:
+            self._note_missing(known, entry.merge(self._entry(device), answer.known))
         reasons = lease.refusals(evidence, self._policy())
         if reasons:
             self._decided(known, reasons)
@@ -207,9 +224,8 @@ class Judge:
         self._decided(known, ())
         return rawblock.HELD_SECONDS / 4
 
-    def _revoke(self, number: devices.Number) -> None:
-        if self.leases is not None:
-            self.leases.revoke(number)
+    def _revoke(self, number: devices.Number) -> layout.Lease | None:
+        return self.leases.revoke(number) if self.leases is not None else None
 
     def _held(self, device: devices.BlockDevice) -> layout.Lease | None:
         return self.leases.leases().get(device.number) if self.leases is not None else None
@@ -232,10 +248,10 @@ class Judge:
             log.info(
                 "device judged",
                 device=known.device.name, volume=known.device.title,
-                verdict=str(known.verdict), may_be_formatted=not reasons, reasons=reasons,
+                verdict=str(known.seen), may_be_formatted=not reasons, reasons=reasons,
             )  # fmt: skip
         known.reasons = reasons
-        self.denials.decided(known.device.name, str(known.verdict), reasons)
+        self.denials.decided(known.device.name, str(known.seen), reasons)
 
     async def _evidence(
         self, device: devices.BlockDevice, first: verdict.Verdict
@@ -302,7 +318,7 @@ class Judge:
         if device.rbd is None or not device.volume:
             return here
         answer = await self.clusters.look(device.rbd, extents=False)
-        return entry.merge(here, answer.entry) if answer.entry else here
+        return entry.merge(here, answer.known) if answer.known else here
 
     async def _conclude(
         self, known: Known, seen: verdict.Verdict, current: entry.Entry
@@ -369,8 +385,8 @@ class Judge:
 
     def _note_missing(self, known: Known, current: entry.Entry) -> None:
         """The ledger knows content, and it cannot be seen here."""
-        assert known.verdict is not None
-        gone = bool(current.type) and not known.verdict.has_content and not current.permitted
+        assert known.seen is not None
+        gone = bool(current.type) and not known.seen.has_content and not current.permitted
         known.missing = f"{current.type} {current.uuid}" if gone else ""
 
     # --- giving
@@ -412,11 +428,11 @@ class Judge:
     async def accept(self, volume: str, by: str) -> entry.Entry:
         """An operator accepts that the volume's content is another than the ledger knew."""
         known = next((k for k in self.known.values() if k.device.volume == volume), None)
-        if known is None or known.verdict is None or not known.verdict.has_content:
+        if known is None or known.seen is None or not known.seen.has_content:
             raise kit.errors.RefusedError(
                 f"volume {volume}", "is not attached here with readable content", "attach it"
             )
-        seen = known.verdict
+        seen = known.seen
         new = self._entry(known.device).saw(
             seen.type, seen.uuid, seen.label, time.time(), self.node
         )

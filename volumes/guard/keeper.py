@@ -94,6 +94,7 @@ class Keeper:
                 f"ledger {self.ledger.folder}", str(error.strerror), "make it readable"
             ) from error
         self._listen()
+        await self.judge.prober.warm()
         await self.apply(self.settings)
 
     def _listen(self) -> None:
@@ -247,7 +248,11 @@ class Keeper:
             with contextlib.suppress(OSError):
                 self._mount = os.open(self.guard.cgroup, os.O_RDONLY | os.O_DIRECTORY)
         denial = denials.resolve(
-            event, self._mount, name, device.volume if device else "", device.title if device else ""
+            event,
+            self._mount,
+            name,
+            device.volume if device else "",
+            device.title if device else "",
         )
         self._denied(denial, device)
 
@@ -323,7 +328,11 @@ class Keeper:
     def _cover(self, device: devices.BlockDevice) -> None:
         """A driver that was loaded just now, or a partition with a major of others: guard its
         number before anybody can use it."""
-        if device.number[0] in self._majors or self.guard is None or "majors" not in self.guard.maps:
+        if (
+            device.number[0] in self._majors
+            or self.guard is None
+            or "majors" not in self.guard.maps
+        ):
             return
         if device.parent and devices.majors().get(device.number[0]) == "blkext":
             self._guarded_parts |= {device.number}
@@ -342,9 +351,8 @@ class Keeper:
             known = self.judge.known.get(name)
             if known is not None and now - known.looked >= LOOK_AGAIN_SECONDS:
                 self.judge.consider(name)
-            if known is None and (device := devices.identify(name)) is not None:
-                if device.parent and device.number in self._guarded_parts:
-                    parts.add(device.number)
+            if name not in self.judge.known and (device := devices.identify(name)) is not None:
+                parts |= {device.number} & self._guarded_parts
         self._guarded_parts = frozenset(parts)
 
     # --- what is said

@@ -198,11 +198,11 @@ class Kernel:
             whole_node=present.whole_node,
             programs=[info for _, info in ours],
             mode=self._mode(),
-            majors=frozenset(struct.unpack("=I", k)[0] for k in self.maps["majors"].keys()),
-            devices=frozenset(layout.device_of(k) for k in self.maps["devices"].keys()),
-            openers=frozenset(layout.text(k) for k in self.maps["openers"].keys()),
+            majors=frozenset(struct.unpack("=I", k)[0] for k in self.maps["majors"].snapshot()),
+            devices=frozenset(layout.device_of(k) for k in self.maps["devices"].snapshot()),
+            openers=frozenset(layout.text(k) for k in self.maps["openers"].snapshot()),
             words=frozenset(
-                (layout.text(k[:16]), layout.text(k[16:])) for k in self.maps["words"].keys()
+                (layout.text(k[:16]), layout.text(k[16:])) for k in self.maps["words"].snapshot()
             ),
             leases=self.leases(),
             counters=self._counters(),
@@ -277,7 +277,7 @@ class Kernel:
             )
         causes = []
         for name in _OURS:
-            for reuse in ({n: m for n, m in self.maps.items()}, {}):
+            for reuse in (dict(self.maps), {}):
                 try:
                     with bpf.loaded(self.object_file, name, reuse) as (program, maps):
                         return program, maps
@@ -305,7 +305,7 @@ class Kernel:
         self.maps["config"].set(layout.u32(0), layout.u32(mode.number))
 
     def detach(self) -> int:
-        """The kill switch: take away every guard program there, and the pins. How many there were."""
+        """The kill switch: take away every guard program there, and the pins. How many."""
         with self._directory(lock=True) as fd:
             ours = self._ours(fd)
             for program, _ in ours:
@@ -344,7 +344,7 @@ class Kernel:
         """All that are written down, expired ones too."""
         found = {}
         with self._hold:
-            for key in self.maps["leases"].keys() if "leases" in self.maps else ():
+            for key in self.maps["leases"].snapshot() if "leases" in self.maps else ():
                 raw = self.maps["leases"].get(key)
                 if raw is not None:
                     found[layout.device_of(key)] = layout.Lease.unpack(raw)
@@ -377,7 +377,7 @@ def _fill(maps: Mapping[str, bpf.Map], wanted: Wanted) -> None:
 
 
 def _replace(where: bpf.Map, wanted: Mapping[bytes, bytes]) -> None:
-    before = set(where.keys())
+    before = set(where.snapshot())
     for key, value in wanted.items():
         if key not in before:
             where.set(key, value)
@@ -387,7 +387,7 @@ def _replace(where: bpf.Map, wanted: Mapping[bytes, bytes]) -> None:
 
 def _copy(source: bpf.Map, target: bpf.Map) -> None:
     if source.info.value_size == target.info.value_size:
-        for key in source.keys():
+        for key in source.snapshot():
             value = source.get(key)
             if value is not None:
                 target.set(key, value)

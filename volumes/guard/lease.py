@@ -120,12 +120,11 @@ def _of_memory(evidence: Evidence, policy: Policy) -> list[str]:
             reasons.append("there are no credentials to ask its cluster (require_extents)")
     elif evidence.extents is not Knowledge.NONE:
         reasons.append(f"the cluster could not say what is allocated ({evidence.why_unknown})")
-    if evidence.cluster_size is not None and evidence.after is not None:
-        if evidence.cluster_size != evidence.after[2]:
-            reasons.append(
-                f"the cluster says that the image has {evidence.cluster_size} bytes, "
-                f"the device has {evidence.after[2]}"
-            )
+    size = evidence.after[2] if evidence.after is not None else None
+    if None not in (size, evidence.cluster_size) and size != evidence.cluster_size:
+        reasons.append(
+            f"the image has {evidence.cluster_size} bytes in its cluster, the device has {size}"
+        )
     return reasons
 
 

@@ -22,8 +22,6 @@ def host_mounts() -> list[mountinfo.Mount]:
 def published(device: devices.BlockDevice, mounts: Iterable[mountinfo.Mount]) -> bool:
     """kubelet binds the node itself, a file of devtmpfs, below a volumeDevices directory."""
     return any(
-        mount.fstype == "devtmpfs"
-        and mount.root == f"/{device.name}"
-        and _FOLDER in mount.target
+        mount.fstype == "devtmpfs" and mount.root == f"/{device.name}" and _FOLDER in mount.target
         for mount in mounts
     )

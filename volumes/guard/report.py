@@ -81,7 +81,7 @@ def _ledger_errors(guard: "keeper.Keeper") -> list[str]:
 
 
 def _of_device(known: "judge.Known", hanging: bool) -> list[kit.finding.Finding]:
-    device, seen = known.device, known.verdict
+    device, seen = known.device, known.seen
     evidence = {"device": device.path, "volume": device.volume, "verdict": str(seen)}
     found = []
 
@@ -137,7 +137,7 @@ def _device(known: "judge.Known", now: float) -> dict[str, Any]:
         "size": device.size,
         "volume": device.volume,
         "title": device.title,
-        "verdict": None if known.verdict is None else known.verdict.as_json(),
+        "verdict": None if known.seen is None else known.seen.as_json(),
         "looked_seconds_ago": round(now - known.looked, 1),
         "may_be_formatted": known.reasons == (),
         "reasons": list(known.reasons or ()),
@@ -163,9 +163,7 @@ def status(guard: "keeper.Keeper") -> dict[str, Any]:
         "unsupported": guard.unsupported,
         "fallback": guard.fallback.status() if guard.fallback is not None else None,
         "loaded_seconds_after_boot": None if program is None else round(program.loaded_ns / 1e9, 1),
-        "drivers_not_loaded": sorted(
-            set(guard.settings.drivers) - {d for d in guard.driver_names()}
-        ),
+        "drivers_not_loaded": sorted(set(guard.settings.drivers) - guard.driver_names()),
         "kernel_log": guard.errors.readable,
         "devices": [_device(k, now) for _, k in sorted(guard.judge.known.items())],
         "denials": [vars(d) for d in guard.denials.last],

@@ -30,7 +30,11 @@ def describe(present: kernel.Present) -> dict[str, Any]:
         "openers": sorted(present.openers),
         "words": sorted(" ".join(pair) for pair in present.words),
         "leases": [
-            {"device": f"{n[0]}:{n[1]}", "until_monotonic": round(held.until, 3), "opens": held.opens}
+            {
+                "device": f"{n[0]}:{n[1]}",
+                "until_monotonic": round(held.until, 3),
+                "opens": held.opens,
+            }
             for n, held in sorted(present.leases.items())
         ],
         "counters": dict(present.counters),

@@ -27,7 +27,7 @@ class Answer:
 
     mirror: entry.Knowledge
     extents: entry.Knowledge
-    entry: entry.Entry | None = None
+    known: entry.Entry | None = None
     extent: tuple[int, int] | None = None
     size: int | None = None
     why: str = ""
@@ -108,7 +108,9 @@ class Cluster:
             except (TimeoutError, OSError, ValueError, KeyError, Failed) as error:
                 text = str(error) or f"no answer within {self.timeout:g}s"
                 if "ImageNotFound" in text or "ObjectNotFound" in text or "Permission" in text:
-                    raise Failed(text) from error  # an answer about the image, not about the cluster
+                    raise Failed(
+                        text
+                    ) from error  # an answer about the image, not about the cluster
                 await self._fail(text)
                 raise Failed(text) from error
             except asyncio.CancelledError:
@@ -149,7 +151,7 @@ class Cluster:
         return Answer(
             mirror=mirror,
             extents=entry.Knowledge.CONTENT if extent else entry.Knowledge.NONE,
-            entry=known,
+            known=known,
             extent=(extent[0], extent[1]) if extent else None,
             size=found["size"],
             why=why,

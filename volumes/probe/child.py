@@ -1,4 +1,5 @@
-"""The child of a probe, run as a script: DEVICE SEED; one line of JSON on standard output."""
+"""The child of a probe, run as a script: [device, seed] as JSON on standard input, the
+verdict as JSON on standard output. Started ahead of time, it waits for its input."""
 
 import json
 import sys
@@ -9,7 +10,10 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs without site-packages
     from volumes.probe import look
 
-    sys.stdout.write(json.dumps(look.examine(sys.argv[1], int(sys.argv[2]))) + "\n")
+    request = sys.stdin.read()
+    if request:  # nothing: the parent has gone
+        device, seed = json.loads(request)
+        sys.stdout.write(json.dumps(look.examine(device, seed)) + "\n")
 
 
 if __name__ == "__main__":
