@@ -96,6 +96,14 @@ def is_root(cgroup: Path) -> bool:
     return not (cgroup / "cgroup.events").exists()
 
 
+def below_root(cgroup: Path | None) -> str:
+    """The cgroup's path as /proc/<pid>/cgroup shows it; ``/`` for the root."""
+    if cgroup is None:
+        return "/"
+    mount = mountinfo.containing(str(cgroup), mountinfo.read())
+    return "/" + str(cgroup.relative_to(mount.target if mount else "/")).strip(".")
+
+
 class Kernel:
     """Handles on one cgroup's guard. ``maps`` are those of the attached program."""
 
