@@ -14,7 +14,7 @@ import errno
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +128,11 @@ def load(folder: str) -> dict[str, Any] | None:
         return None
 
 
-def save(folder: Path, generation: Generation) -> None:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    kit.files.save(folder / "generation.json", json.dumps(asdict(generation), indent=1).encode())
+def save(folder: str, fields: dict[str, Any]) -> None:
+    """Write generation.json, durably; makes the folder. Runs in a child."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    kit.files.save(path / "generation.json", json.dumps(fields, indent=1).encode())
 
 
 def generation_of(fields: dict[str, Any]) -> Generation:
@@ -169,8 +171,3 @@ def empty_trash(store: str) -> None:
             tree.remove(trash, name)
     finally:
         os.close(trash)
-
-
-def held(generation: Generation, how: str) -> Generation:
-    """The same generation, paused, cancelled or ('') going on."""
-    return replace(generation, held=how)

@@ -11,6 +11,7 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -301,7 +302,7 @@ class FillPass:
         )
         if not due and (self.staged or self.crew.busy("scan", "copy", "hint")):
             return
-        seal = [] if self.cancelled else self.index.sealable(SEALS_IN_A_BATCH)
+        seal = [] if self.cancelled else self._seals()
         if not due and not seal:
             return
         self.committing, self.staged = self.staged, []
@@ -332,6 +333,10 @@ class FillPass:
                 ],
             },
         )
+
+    def _seals(self) -> list[int]:
+        """Directories that are complete but for their mark."""
+        return self.index.sealable(SEALS_IN_A_BATCH)
 
     def _committed(self, answer: dict[str, Any]) -> None:
         with self.index.transaction():
@@ -638,8 +643,8 @@ def start(task: dict[str, Any]) -> FillPass:
     return made
 
 
-def main() -> None:
-    """``python -m cache.fill.fillpass``: the task is the first line of standard input."""
+def serve(begin: Callable[[dict[str, Any]], FillPass]) -> None:
+    """Read the task, run the pass that ``begin`` makes of it, say why when it cannot begin."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent cancels or kills
     os.umask(0)
@@ -649,14 +654,18 @@ def main() -> None:
         if not byte:
             return
         line += byte
-    task = json.loads(line)
     try:
-        start(task).run()
+        begin(json.loads(line)).run()
+    except BrokenPipeError:
+        pass  # the agent has gone
     except (OSError, crew.CrewError) as error:
         why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         sys.stdout.write(json.dumps({"event": "end", "result": "failed", "why": why}) + "\n")
-    except BrokenPipeError:
-        pass  # the agent has gone
+
+
+def main() -> None:
+    """``python -m cache.fill.fillpass``: the task is the first line of standard input."""
+    serve(start)
 
 
 if __name__ == "__main__":

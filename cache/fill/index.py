@@ -108,6 +108,13 @@ class Index:
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
             return cls(cls._connect(path))
 
+    @classmethod
+    def read_only(cls, path: str) -> "Index":
+        """For looking only, also while a pass writes. OSError when there is none."""
+        if not Path(path).exists():
+            raise FileNotFoundError(2, "no index", path)
+        return cls(sqlite3.connect(path, isolation_level=None, timeout=10.0))
+
     @staticmethod
     def _connect(path: Path) -> sqlite3.Connection:
         db = sqlite3.connect(path, isolation_level=None, timeout=10.0)

@@ -25,7 +25,6 @@ log = structlog.get_logger("source")
 # Inodes that ceph-fuse keeps. Its default of 16,384 makes every walk over a larger tree ask the MDS
 # for each file again; one inode costs it about 1.5 KiB.
 CLIENT_CACHE_INODES = 400_000
-FUSE_TYPES = ("fuse.ceph-fuse", "fuse")
 _CGROUP = "nodeagent-sources"
 
 _CONF = """\
@@ -191,7 +190,7 @@ class Cephfs:
         command = (
             *("ceph-fuse", "-c", str(conf), "-n", f"client.{source.user}", str(self._target)),
             *(f"--client_mountpoint={source.path}", f"--client_fs={source.filesystem}"),
-            *("-o", "ro,fsname=nodeagent"),
+            *("-o", "ro"),
         )
         # Neither the caller's Ceph settings nor anything secret comes along.
         environment = {"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")}
@@ -230,8 +229,7 @@ class Cephfs:
         again = "it is tried again"
         causes = {
             "1": (
-                f"the cluster refuses client.{source.user}: wrong key, or no right to "
-                f"{source.path}",
+                f"client.{source.user} is refused: wrong key, or no right to {source.path}",
                 f"correct user and secret_file, or the user's caps; {again}",
             ),
             "2": (
