@@ -279,6 +279,7 @@ class Dataset:
 
     async def _run(self, kind: str, module: str, task: dict[str, Any]) -> dict[str, Any]:
         self.task_kind = kind
+        self.progress.restart()
         self.running = passes.Pass(module, task, self._heard)
         log.info("pass started", dataset=self.name, kind=kind)
         try:

@@ -24,6 +24,12 @@ class Progress:
     estimated: bool = True
     _samples: list[tuple[float, int, int]] = field(default_factory=list)
 
+    def restart(self) -> None:
+        """Another pass begins: its counters start from nothing."""
+        self._samples.clear()
+        self.commits = 0
+        self.phase = ""
+
     def take(self, event: dict[str, Any], now: float | None = None) -> bool:
         """Take one event; whether something was committed since the last."""
         now = time.monotonic() if now is None else now
