@@ -304,10 +304,6 @@ class Engine:
             match command["do"]:
                 case "limits":
                     self._limits(command)
-                case "pause":
-                    self.page.set_pause(True)
-                case "resume":
-                    self.page.set_pause(False)
                 case "cancel":
                     self.cancelled = True
                     self.page.cancel()
@@ -332,7 +328,7 @@ class Engine:
         copied_files, copied_bytes = self.page.counted()
         self.link.say(
             "progress",
-            phase="paused" if self.page.paused else self._phase(),
+            phase=self._phase(),
             **self._counts(),
             skipped=self.totals.skipped,
             directories=self.totals.directories,
