@@ -203,14 +203,12 @@ class Engine:
             for staged in self.batch.committing:
                 if staged.chunk is None:
                     continue
-                if staged.left:
-                    keep = [e for e in staged.chunk.entries if e.name not in staged.left]
-                    self.index.split(staged.chunk, keep)
                 for name, why, lasting in staged.failed:
                     self.index.fail(staged.directory, name, why, lasting=lasting)
                 self.index.committed(
-                    staged.chunk, staged.files, staged.bytes, staged.allocated, len(staged.failed)
-                )
+                    staged.chunk, staged.files, staged.bytes, staged.allocated, len(staged.failed),
+                    [entry for entry in staged.chunk.entries if entry.name in staged.left],
+                )  # fmt: skip
             for number in answer["sealed"]:
                 self.index.sealed(number)
             for number in answer["missing"]:
