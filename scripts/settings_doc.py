@@ -48,7 +48,8 @@ def rows(model: type[BaseModel], prefix: str) -> list[str]:
         else:
             shown = model.model_construct().model_dump(mode="json", warnings=False).get(name)
             default = f"`{shown}`"
-        found.append(f"| `{path}` | {default} | {(field.description or "").replace("<", "&lt;")} |")
+        meaning = (field.description or "").replace("<", "&lt;")
+        found.append(f"| `{path}` | {default} | {meaning} |")
         for each in inner:
             kind = each.model_fields.get("kind")
             label = f"{path}({typing.get_args(kind.annotation)[0]})" if kind else path

@@ -175,7 +175,8 @@ def _warm_ended(d: dict[str, Any]) -> bool:
 def _judge(d: dict[str, Any]) -> None:
     thing, remedy = f"dataset {d['name']}", "see 'nodeagent dataset show'"
     if d["state"] in ("waiting", "failed"):
-        raise NotFinishedError(kit.errors.SourceError.exit_code, thing, d["why"], "")
+        why = d["why"].removeprefix(f"{thing}: ")
+        raise NotFinishedError(kit.errors.SourceError.exit_code, thing, why, "")
     if d["state"] == "partial":
         raise NotFinishedError(PARTIAL, thing, f"only partly stored: {d['why']}", remedy)
     if d["state"] in ("cancelled", "removed"):
