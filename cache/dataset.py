@@ -81,7 +81,7 @@ class Dataset:
 
     async def adopt(self) -> None:
         """Find what an earlier agent left: the generation, the view, what was asked for."""
-        fields = await kit.child.call(store.load, self.folder, deadline=STORE_SECONDS)
+        fields = await kit.child.call(store.adopt, self.folder, deadline=STORE_SECONDS)
         if fields is not None and fields.get("identity") == self.generation.identity:
             self.generation = store.generation_of(fields)
             self.work.show_totals()
