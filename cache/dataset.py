@@ -79,9 +79,11 @@ class Dataset:
 
     # --- start --------------------------------------------------------------------------------
 
-    async def adopt(self) -> None:
-        """Find what an earlier agent left: the generation, the view, what was asked for."""
-        fields = await kit.child.call(store.adopt, self.folder, deadline=STORE_SECONDS)
+    def adopt(self, fields: dict[str, Any] | None) -> None:
+        """Take up what an earlier agent left: the generation, the view, what was asked for.
+
+        ``fields``: what ``store.adopt`` found in our folder.
+        """
         if fields is not None and fields.get("identity") == self.generation.identity:
             self.generation = store.generation_of(fields)
             self.work.show_totals()
@@ -159,6 +161,7 @@ class Dataset:
             and now >= self.work.not_before,
             pass_there=self.work.queued or self.work.running is not None,
             refresh_due=self._refresh_wanted and now >= self._refresh_at,
+            source_needed=self.work.verify_queued or self.work.running is not None,
         )
 
     async def _act(self, action: decide.Action) -> bool:
@@ -180,6 +183,9 @@ class Dataset:
                 self._woken()
             case decide.Action.REFRESH:
                 await self.refresh()
+            case decide.Action.RELEASE:
+                self.reached = None
+                await self.source.release()
         return True
 
     def _note_trouble(self, error: Exception) -> None:

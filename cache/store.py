@@ -27,7 +27,7 @@ FORMAT = 1
 MARKER = "nodeagent.json"
 TRASH = ".trash"
 _PROBE = ".probe"
-LOCK_SECONDS = 10.0  # for the pass of a killed agent to end
+LOCK_SECONDS = 2.0  # for the pass of a killed agent to end
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,15 @@ def load(folder: str) -> dict[str, Any] | None:
         return None
 
 
-def adopt(folder: str) -> dict[str, Any] | None:
-    """``load``, and no litter of a pass that was killed: what it had staged goes."""
+def adopt(folders: list[str]) -> list[dict[str, Any] | None]:
+    """``load`` each, and no litter of a pass that was killed: what it had staged goes.
+
+    Runs in a child.
+    """
+    return [_adopt(folder) for folder in folders]
+
+
+def _adopt(folder: str) -> dict[str, Any] | None:
     fields = load(folder)
     if fields is not None:
         try:
