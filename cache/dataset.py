@@ -61,6 +61,7 @@ class Dataset:
         self.work = work.Work(self)
         self.notes: list[str] = []
         self._published_device = ""
+        self._source_held = True  # an earlier agent may have left it mounted
         self._look_at = 0.0
         self._reach_failures = 0
         self._refresh_wanted = False
@@ -161,6 +162,7 @@ class Dataset:
             and now >= self.work.not_before,
             pass_there=self.work.queued or self.work.running is not None,
             refresh_due=self._refresh_wanted and now >= self._refresh_at,
+            source_held=self._source_held,
             source_needed=self.work.verify_queued or self.work.running is not None,
         )
 
@@ -185,6 +187,7 @@ class Dataset:
                 await self.refresh()
             case decide.Action.RELEASE:
                 self.reached = None
+                self._source_held = False
                 await self.source.release()
         return True
 
@@ -209,6 +212,7 @@ class Dataset:
     async def reach(self) -> None:
         """SourceError when it does not answer; what is published stays."""
         self._look_at = time.monotonic() + LOOK_SECONDS
+        self._source_held = True
         try:
             self.reached = await self.source.reach(self.cache.source_timeout)
         except kit.errors.SourceError:

@@ -35,6 +35,7 @@ class Facts:
     pass_there: bool  # queued or running
     refresh_due: bool
     source_needed: bool  # a verify is queued or under way
+    source_held: bool  # something of it may be mounted by us
 
 
 def next_action(facts: Facts) -> Action:
@@ -43,7 +44,7 @@ def next_action(facts: Facts) -> Action:
         if facts.stage is not Stage.STORE:
             return Action.PUBLISH_STORE
         # A mounted source costs memory (ceph-fuse keeps its cache) and keeps devices busy.
-        release = facts.reached and not facts.source_needed
+        release = facts.source_held and not facts.source_needed
         return Action.RELEASE if release else Action.NOTHING
     if not facts.reached:
         return Action.REACH if facts.reach_due else Action.NOTHING
