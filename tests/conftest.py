@@ -3,11 +3,15 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from tests.testbed import agent, ceph, leftovers
+
+if TYPE_CHECKING:
+    from tests.testbed import bigset
 
 REPO = Path(__file__).parent.parent
 BUILD = REPO / "build"
@@ -61,3 +65,13 @@ def cluster(run_folder: Path) -> Iterator[ceph.CephCluster]:
         yield made
     finally:
         made.stop()
+
+
+@pytest.fixture(scope="session")
+def big(run_folder: Path, cluster: ceph.CephCluster) -> "bigset.BigSet":
+    """50,000 files on the session's CephFS, and what each of them must be."""
+    from tests.testbed import bigset  # needs Debian's Ceph bindings, which unit tests do not
+
+    made = bigset.BigSet(run_folder)
+    made.make(cluster)
+    return made

@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_BLOCK = 4 * 1024 * 1024
+_BUFFER = memoryview(bytearray(1024 * 1024))
 KEPT = ("system.posix_acl_access", "system.posix_acl_default")
 
 
@@ -66,8 +66,8 @@ def _xattrs(descriptor: int) -> tuple[tuple[str, bytes], ...]:
 
 def _digest(descriptor: int) -> str:
     summed = xxhash.xxh3_128()
-    while block := os.read(descriptor, _BLOCK):
-        summed.update(block)
+    while count := os.readv(descriptor, [_BUFFER]):
+        summed.update(_BUFFER[:count])
     return summed.hexdigest()
 
 
