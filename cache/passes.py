@@ -76,14 +76,15 @@ class Pass:
         keys = ("files_total", "files_done", "copied_files", "copied_bytes", "directories_sealed",
                 "checked_bytes")  # fmt: skip
         now = {key: event.get(key) for key in keys}
-        if event["event"] != "progress" or now != self._progress or event.get("phase") == "paused":
+        if event["event"] != "progress" or now != self._progress:
             self._moved = time.monotonic()
         if event["event"] == "progress":
             self._progress = now
 
     async def _watch_for_stall(self) -> None:
-        while time.monotonic() - self._moved < STALL_SECONDS:
-            await asyncio.sleep(1.0)
+        # Not an event: every line heard moves the deadline, waking for each would cost more.
+        while (left := self._moved + STALL_SECONDS - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(left)
         self._last_words = {
             "event": "end",
             "result": "failed",

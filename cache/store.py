@@ -14,18 +14,20 @@ import errno
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import kit.errors
 import kit.files
 from cache.fill import tree
+from linux import processes
 
 FORMAT = 1
 MARKER = "nodeagent.json"
 TRASH = ".trash"
 _PROBE = ".probe"
+LOCK_SECONDS = 2.0  # for the pass of a killed agent to end
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,34 @@ def load(folder: str) -> dict[str, Any] | None:
         return None
 
 
-def save(folder: Path, generation: Generation) -> None:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    kit.files.save(folder / "generation.json", json.dumps(asdict(generation), indent=1).encode())
+def adopt(folders: list[str]) -> list[dict[str, Any] | None]:
+    """``load`` each, and no litter of a pass that was killed: what it had staged goes.
+
+    Runs in a child.
+    """
+    return [_adopt(folder) for folder in folders]
+
+
+def _adopt(folder: str) -> dict[str, Any] | None:
+    fields = load(folder)
+    if fields is not None:
+        try:
+            os.close(processes.lock(Path(folder) / "lock", LOCK_SECONDS))
+            directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                tree.remove(directory, "staging")
+            finally:
+                os.close(directory)
+        except OSError:
+            pass  # the next pass clears it too, and says what is wrong
+    return fields
+
+
+def save(folder: str, fields: dict[str, Any]) -> None:
+    """Write generation.json, durably; makes the folder. Runs in a child."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    kit.files.save(path / "generation.json", json.dumps(fields, indent=1).encode())
 
 
 def generation_of(fields: dict[str, Any]) -> Generation:
@@ -169,8 +196,3 @@ def empty_trash(store: str) -> None:
             tree.remove(trash, name)
     finally:
         os.close(trash)
-
-
-def held(generation: Generation, how: str) -> Generation:
-    """The same generation, paused, cancelled or ('') going on."""
-    return replace(generation, held=how)
