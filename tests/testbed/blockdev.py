@@ -113,7 +113,10 @@ class FaultyDisk:
 
 @contextlib.contextmanager
 def faulty_disk(
-    folder: Path, size: int = 400 * MiB, backing: Path | None = None, faults: Sequence[dict[str, Any]] = ()
+    folder: Path,
+    size: int = 400 * MiB,
+    backing: Path | None = None,
+    faults: Sequence[dict[str, Any]] = (),
 ) -> Iterator[FaultyDisk]:
     """A blank disk of ``size`` bytes (or what ``backing`` holds), without faults at first."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,8 @@ class Present:
 def find_cgroup() -> Path:
     """Where the whole cgroup v2 hierarchy is mounted. HostError when nowhere."""
     for mount in mountinfo.read():
-        if mount.fstype == "cgroup2" and mount.root == "/" and is_root(Path(mount.target)):
+        # Not mount.root: in a cgroup namespace of its own, a pod sees the host's root as /../..
+        if mount.fstype == "cgroup2" and is_root(Path(mount.target)):
             return Path(mount.target)
     raise kit.errors.HostError(
         "cgroup v2",

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import kit.finding
 from tests.testbed import formatters
 from volumes import devices, settings
-from volumes.guard import keeper, switch
+from volumes.guard import keeper, layout, switch
 
 MONITOR, SECRET, CONF = sys.argv[1:4]
 TARGET = "/run/target"
@@ -77,7 +77,7 @@ async def main() -> None:
     run("mkfs.ext4", "-q", device)
     zeroed(device)
     lost = formatters.kubelet(run, device, "ext4", TARGET, lambda: None)
-    say(f"control mkfs {lost.mkfs} mounted {lost.mounted}")
+    say(f"control mkfs {lost.mkfs} mounted {lost.mounted} {lost.error}".strip())
     run("umount", TARGET)
     detach(device)
 
@@ -92,6 +92,8 @@ async def main() -> None:
     )
     guard = keeper.Keeper(wanted, state_dir=Path("/run/state"), reporter=Reporter())
     await guard.start()
+    kernel = guard.guard
+    assert kernel is not None
     status = switch.status(wanted, Path("/run/state"))
     say(f"status {status['mode']} {status['proof']} whole {status['whole_node']}")
 
@@ -106,7 +108,7 @@ async def main() -> None:
         if outcome.mounted:
             break
         await asyncio.sleep(0.5)
-    say(f"blank mounted {outcome.mounted} after {time.monotonic() - began:.1f}s")
+    say(f"blank mounted {outcome.mounted} after {time.monotonic() - began:.1f}s {outcome.error}")
     Path(TARGET, "data").write_text("precious")
     run("sync")
     identity = devices.identify(name)
@@ -117,8 +119,8 @@ async def main() -> None:
     online = await in_thread("resize2fs", device)
     say(f"resize2fs while mounted {online.returncode}")
     run("umount", TARGET)
-    await until("the lease's end", lambda: not guard.guard.leases()  # type: ignore[union-attr]
-                or guard.guard.leases()[identity.number].until < time.monotonic())  # fmt: skip
+    await until("the lease's end", lambda: not kernel.leases()
+                or kernel.leases()[identity.number].until < time.monotonic())  # fmt: skip
 
     # The core of the matrix.
     os.mknod("/run/node", 0o60600, os.stat(device).st_rdev)
@@ -136,7 +138,7 @@ async def main() -> None:
     say("allowed unmap 0")
 
     # The accident: the superblock reads as zeros (blkid: nothing there), kubelet wants mkfs.
-    guard.guard.set_mode(switch.layout.Mode.DRY_RUN)  # type: ignore[union-attr]
+    kernel.set_mode(layout.Mode.DRY_RUN)
     device = attach("blank")
     with open(device, "rb") as stream:
         kept = stream.read(64 * 1024)
@@ -149,7 +151,7 @@ async def main() -> None:
         f"EPERM {'Operation not permitted' in accident.mkfs_error}")  # fmt: skip
     await until("the finding", lambda: any(f.rule == "content-missing" for f in findings))
     say("finding content-missing True")
-    guard.guard.set_mode(switch.layout.Mode.DRY_RUN)  # type: ignore[union-attr]
+    kernel.set_mode(layout.Mode.DRY_RUN)
     with open(device, "r+b", buffering=0) as stream:  # the fault clears
         stream.write(kept)
         os.fsync(stream.fileno())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import blockdev, ceph, cell
+from tests.testbed import blockdev, cell, ceph
 from volumes import devices, settings
 from volumes.guard import denials, errorlog, judge, kernel, layout
 from volumes.ledger import cluster, entry, store

@@ -92,9 +92,7 @@ def test_a_program_that_writes_is_refused_and_changes_no_byte(
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_the_same_program_succeeds_where_nothing_is_guarded(
-    tmp_path: Path, name: str
-) -> None:
+def test_the_same_program_succeeds_where_nothing_is_guarded(tmp_path: Path, name: str) -> None:
     """Else the refusals above might have another cause."""
     blank = tmp_path / "blank"
     with blank.open("wb") as stream:
@@ -280,15 +278,14 @@ def test_a_lease_lets_the_device_be_formatted_and_ends_by_itself(
         guard.grant(number, time.monotonic() + 2)
         assert guarded.run("mkfs.ext4", "-q", device).returncode == 0
         assert guard.leases()[number].opens > 0
-        cell.wait_for("the lease to end", 4,
-                      lambda: guarded.run("mkfs.ext4", "-q", device).returncode != 0)
+        cell.wait_for(
+            "the lease to end", 4, lambda: guarded.run("mkfs.ext4", "-q", device).returncode != 0
+        )
         guard.revoke(number)
         guard.close()
 
 
-def test_dry_run_lets_everything_pass_and_counts_it(
-    guarded: cell.Cell, tmp_path: Path
-) -> None:
+def test_dry_run_lets_everything_pass_and_counts_it(guarded: cell.Cell, tmp_path: Path) -> None:
     image = tmp_path / "image"
     with image.open("wb") as stream:
         stream.truncate(64 * blockdev.MiB)

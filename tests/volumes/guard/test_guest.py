@@ -27,7 +27,7 @@ def test_the_accident_and_the_matrix_on_real_krbd(tmp_path: Path) -> None:
             )
             (folder / "keyring").write_bytes((backend.folder / "keyring").read_bytes())
             script = (
-                f"{guest.environment()}modprobe rbd\n"
+                f"{guest.environment()}modprobe -a rbd ext4 xfs\n"
                 f"python {_SCRIPT} {backend.monitor} {backend.secret()} /mnt/ceph.conf\n"
             )
             result = guest.run(script, folder, timeout=420)

@@ -118,8 +118,17 @@ def _random_evidence(choose: random.Random) -> lease.Evidence:
     """Good evidence with up to three fields drawn anew; plain random, because hypothesis is a
     thousand times slower."""
     kinds = list(Kind)
-    verdict = choose.choice([None, BLANK, Verdict(
-        choose.choice(kinds), size=choose.choice([2**30, 2**31]), diskseq=choose.choice([7, 8]))])
+    verdict = choose.choice(
+        [
+            None,
+            BLANK,
+            Verdict(
+                choose.choice(kinds),
+                size=choose.choice([2**30, 2**31]),
+                diskseq=choose.choice([7, 8]),
+            ),
+        ]
+    )
     attachment = choose.choice([None, HERE, OTHER, (*HERE[:3], "")])
     drawn: dict[str, Any] = {
         "is_rbd": choose.random() < 0.5, "before": attachment, "after": attachment,
@@ -156,7 +165,7 @@ class World:
 
     written: bool = False
     lies: bool = False
-    entry: Entry = Entry("rbd:f/1//a")
+    entry: Entry = dataclasses.field(default_factory=lambda: Entry("rbd:f/1//a"))
     mirror: Entry | None = None
     cluster: bool = True  # configured, and its extents are the truth
     cluster_up: bool = True

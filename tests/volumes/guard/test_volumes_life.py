@@ -21,7 +21,9 @@ def _blank(path: Path) -> Path:
 
 
 def _rules(agent: cell.Agent, device: str) -> set[str]:
-    return {f["rule"] for f in agent.findings() if device.endswith(f["evidence"].get("device", "?"))}
+    return {
+        f["rule"] for f in agent.findings() if device.endswith(f["evidence"].get("device", "?"))
+    }
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +47,21 @@ def test_a_blank_volume_is_formatted_and_mounted_by_the_sequence_that_kubelet_re
             time.sleep(0.5)
         assert outcome.mounted, outcome
         where.run("umount", str(target))
-        cell.wait_for("its content to be in the ledger", 10,
-                      lambda: (short.device(device).get("verdict") or {}).get("type") == fstype)
+        cell.wait_for(
+            "its content to be in the ledger",
+            10,
+            lambda: (short.device(device).get("verdict") or {}).get("type") == fstype,
+        )
         entries = short.cli("volume", "ledger")["volumes"]
         mine = [e for e in entries if e["volume"] == f"loop:{tmp_path}/image"]
         assert mine[0]["type"] == fstype and mine[0]["permitted"] == 0
         assert not any(device.endswith(f["evidence"].get("device", "?"))
                        or str(tmp_path) in f["subject"] for f in short.findings())  # fmt: skip
-        cell.wait_for("the lease to be over", 12,
-                      lambda: where.run("wipefs", "-a", "-f", device).returncode != 0)
+        cell.wait_for(
+            "the lease to be over",
+            12,
+            lambda: where.run("wipefs", "-a", "-f", device).returncode != 0,
+        )
 
 
 def test_a_lease_that_nobody_used_leaves_no_trace_and_is_given_again(
@@ -70,8 +78,9 @@ def test_a_lease_that_nobody_used_leaves_no_trace_and_is_given_again(
         cell.wait_for("its end", 10, lambda: not short.device(device)["may_be_formatted"])
         cell.wait_for("the permission to be closed", 5, lambda: permitted() == 0)
         assert where.run("mkfs.ext4", "-q", device).returncode != 0
-        cell.wait_for("the lease again", 5,
-                      lambda: where.run("mkfs.ext4", "-q", device).returncode == 0)
+        cell.wait_for(
+            "the lease again", 5, lambda: where.run("mkfs.ext4", "-q", device).returncode == 0
+        )
 
 
 def test_a_format_that_was_begun_under_a_lease_is_not_permitted_again_on_local_word_alone(
@@ -85,8 +94,13 @@ def test_a_format_that_was_begun_under_a_lease_is_not_permitted_again_on_local_w
         where.run("mkfs.ext4", "-q", "-F", disk.device)
         cell.wait_for("its end", 10, lambda: not short.device(disk.device)["may_be_formatted"])
         assert where.run("mkfs.ext4", "-q", disk.device).returncode != 0
-        cell.wait_for("the refusal", 5, lambda: any(
-            "permitted before" in reason for reason in short.device(disk.device)["reasons"]))
+        cell.wait_for(
+            "the refusal",
+            5,
+            lambda: any(
+                "permitted before" in reason for reason in short.device(disk.device)["reasons"]
+            ),
+        )
         assert where.run("mkfs.ext4", "-q", disk.device).returncode != 0
 
 
@@ -118,8 +132,9 @@ def test_a_device_that_hangs_is_timed_out_in_three_seconds_and_not_probed_twice(
         assert "probe-hangs" in {f["rule"] for f in agent.findings()}
 
         disk.clear()
-        cell.wait_for("the child to be gone", 10,
-                      lambda: not agent.get("/v1/volumes/guard")["probes_hanging"])
+        cell.wait_for(
+            "the child to be gone", 10, lambda: not agent.get("/v1/volumes/guard")["probes_hanging"]
+        )
         assert agent.cli("volume", "probe", disk.device)["type"] == "ext4"
 
 
@@ -139,27 +154,39 @@ def test_a_volume_that_was_formatted_somewhere_else_is_a_finding_until_it_is_acc
     blockdev.run("mkfs.ext4", "-q", "-F", str(image))  # another node
     with blockdev.loop(image) as device:
         cell.wait_for("the other content", 10, lambda: seen(device) not in (None, first))
-        changed = cell.wait_for("the finding", 5, lambda: [
-            f for f in agent.findings() if f["rule"] == "content-changed"])
+        changed = cell.wait_for(
+            "the finding",
+            5,
+            lambda: [f for f in agent.findings() if f["rule"] == "content-changed"],
+        )
         assert first in changed[0]["message"]
         agent.cli("volume", "ledger", "--accept", f"loop:{image}")
-        cell.wait_for("the finding to clear", 5, lambda: not [
-            f for f in agent.findings() if f["rule"] == "content-changed"])
+        cell.wait_for(
+            "the finding to clear",
+            5,
+            lambda: not [f for f in agent.findings() if f["rule"] == "content-changed"],
+        )
 
 
 def test_content_that_is_missing_is_a_finding_at_once(agent: cell.Agent, tmp_path: Path) -> None:
     with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
         blockdev.run("mkfs.ext4", "-q", disk.device)
     with blockdev.faulty_disk(tmp_path / "disk", backing=disk.backing) as disk:
-        cell.wait_for("it to be known", 10,
-                      lambda: (agent.device(disk.device).get("verdict") or {}).get("type"))
+        cell.wait_for(
+            "it to be known",
+            10,
+            lambda: (agent.device(disk.device).get("verdict") or {}).get("type"),
+        )
     disk.control.write_text("[]")
     with blockdev.faulty_disk(
         tmp_path / "disk", backing=disk.backing,
         faults=[{"offset": 0, "length": SIZE, "zero": True}],
     ) as disk:  # fmt: skip
-        found = cell.wait_for("the finding", 10, lambda: [
-            f for f in agent.findings() if f["rule"] == "content-missing"])
+        found = cell.wait_for(
+            "the finding",
+            10,
+            lambda: [f for f in agent.findings() if f["rule"] == "content-missing"],
+        )
         assert "blank_verified" in found[0]["message"]
         assert not agent.device(disk.device)["may_be_formatted"]
 
@@ -190,8 +217,11 @@ def test_a_denial_tells_who_it_was(where: cell.Cell, agent: cell.Agent, tmp_path
     with blockdev.loop(_blank(tmp_path / "image")) as device:
         blockdev.run("mkfs.ext4", "-q", device)
         where.run("mkfs.xfs", "-f", device, cgroup=pod)
-        found = cell.wait_for("the finding", 10, lambda: [
-            f for f in agent.findings() if str(tmp_path) in f["subject"]])[0]
+        found = cell.wait_for(
+            "the finding",
+            10,
+            lambda: [f for f in agent.findings() if str(tmp_path) in f["subject"]],
+        )[0]
     assert found["rule"] == "format-denied" and found["severity"] == "critical"
     evidence = found["evidence"]
     assert evidence["command"] == f"mkfs.xfs -f {device}"
