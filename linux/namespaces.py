@@ -50,7 +50,7 @@ def _info(descriptor: int) -> tuple[int, int]:
 
 def _step(descriptor: int, request: int) -> int | None:
     try:
-        return fcntl.ioctl(descriptor, request, bytearray(_INFO.pack(_INFO.size, 0, 0)))
+        return int(fcntl.ioctl(descriptor, request, bytearray(_INFO.pack(_INFO.size, 0, 0))))
     except OSError as error:
         if error.errno == errno.ENOENT:
             return None  # the last one

@@ -108,9 +108,7 @@ def detach_by_id(namespace: int, inode: int, device: tuple[int, int], targets: l
     return 0
 
 
-def _detach_here(
-    table: list[mountinfo.Mount], device: tuple[int, int], targets: list[str]
-) -> int:
+def _detach_here(table: list[mountinfo.Mount], device: tuple[int, int], targets: list[str]) -> int:
     done = 0
     for target in sorted(targets, key=len, reverse=True):  # the deepest first
         stack = mountinfo.at(target, table)

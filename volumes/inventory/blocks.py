@@ -47,7 +47,7 @@ def devices(drivers: list[str], sys: str, proc: str) -> list[Device]:
         return []
     live = _live(sys)
     mapped = _mapped(sys)
-    found = []
+    found: list[Device] = []
     for name in sorted(os.listdir(f"{sys}/block")):
         home = f"{sys}/block/{name}"
         number = _device_number(_text(f"{home}/dev"))

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from volumes.inventory.model import Owner
 
 _CONTAINER = re.compile(r"[0-9a-f]{64}")
-_POD = re.compile(
-    r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12})"
-)
+_POD = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12})")
 _LARGEST_CONFIG = 1 << 20
 
 

@@ -73,7 +73,8 @@ def volumes(
                 handle=handle,
             )
         )
-    found, gaps = [], []
+    found: list[Volume] = []
+    gaps: list[str] = []
     for home, staging in _staged(real):
         if len(found) >= MOST_VOLUMES:
             gaps.append(f"{kubelet}: more than {MOST_VOLUMES} staged volumes, the rest left out")
@@ -125,7 +126,9 @@ def _device(
     noted = os.path.basename(str(meta.get("device") or ""))
     for device in devices:
         if device.name == noted or (
-            image and device.image and (device.image.pool, device.image.name, device.image.namespace)
+            image
+            and device.image
+            and (device.image.pool, device.image.name, device.image.namespace)
             == (image.pool, image.name, image.namespace)
         ):
             return device

@@ -36,7 +36,9 @@ def look(request: Request) -> Inventory:
         processes = Processes(request.proc, request.containers)
         host_spaces[processes.host_space()] = 1
         if processes.hidden > 1:
-            gaps.append(f"{processes.hidden} processes may not be looked at; is CAP_SYS_PTRACE held?")
+            gaps.append(
+                f"{processes.hidden} processes may not be looked at; is CAP_SYS_PTRACE held?"
+            )
         # kubelet may run in a namespace of its own, where it then mounts volumes
         for pid in processes.named("kubelet"):
             host_spaces.setdefault(Processes.space(f"{request.proc}/{pid}/ns/mnt"), pid)
@@ -100,14 +102,14 @@ def _with_raw(devices: list[Device], host: list[mountinfo.Mount]) -> list[Device
         if mount.fstype == "devtmpfs" and mount.root != "/":
             bound.setdefault(mount.root.removeprefix("/"), []).append(mount.target)
     return [
-        dataclasses.replace(device, raw=tuple(bound[device.name])) if device.name in bound else device
+        dataclasses.replace(device, raw=tuple(bound[device.name]))
+        if device.name in bound
+        else device
         for device in devices
     ]
 
 
-def _kubelet(
-    path: str, tables: dict[int, list[mountinfo.Mount]]
-) -> tuple[Place, str] | None:
+def _kubelet(path: str, tables: dict[int, list[mountinfo.Mount]]) -> tuple[Place, str] | None:
     """The host mount that kubelet's directory lies on, and where in its file system it lies."""
     real = os.path.realpath(path)
     if not os.path.isdir(real):

@@ -39,9 +39,7 @@ class _Asker:
         return (major, minor), ((rmajor, rminor) if is_block else None)
 
 
-def find(
-    processes: Processes, proc: str, wanted: set[Number], host_spaces: set[int]
-) -> list[User]:
+def find(processes: Processes, proc: str, wanted: set[Number], host_spaces: set[int]) -> list[User]:
     """Every process with a file, a directory or a mapping on ``wanted``, or the device open."""
     ask = _Asker()
     found: list[User] = []

@@ -142,11 +142,12 @@ def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
                 device=device.name,
                 severity=Severity.WARNING,
                 patience=UNEXPLAINED_SECONDS,
-                message=f"{device.label} is mounted nowhere, but its {device.active[0]} file system "
-                "is still alive and no holder is visible",
-                advice="it is still being written back, a process hangs in an unmount, or something "
-                "the kernel does not list holds it (a file in flight over a socket, io_uring, swap, "
-                "a loop device on a file of it); look at 'ps -eo pid,stat,wchan:30,cmd' for D states",
+                message=f"{device.label} is mounted nowhere, but its {device.active[0]} file "
+                "system is still alive and no holder is visible",
+                advice="it is still being written back, a process hangs in an unmount, or it is "
+                "held by what the kernel does not list (a file in flight over a socket, io_uring, "
+                "swap, a loop device on a file of it); look for D states with 'ps -eo "
+                "pid,stat,wchan:30,cmd'",
                 evidence={"kind": "unknown", "file_systems": ", ".join(device.active)},
             )
 
