@@ -91,7 +91,7 @@ class Audit:
     # -- component -------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """SettingsError when the pattern file cannot be used; HostError without the host's /proc."""
+        """SettingsError for an unusable pattern file; HostError without the host's /proc."""
         self._load_patterns(self.settings)
         try:
             self._watch = mountwatch.MountWatch(HOST_TABLE, self._mounts_changed)
