@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 import urllib.parse
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -16,7 +17,7 @@ def _call(ctx: context.Context, method: str, path: str, body: Any = None) -> Any
     return asyncio.run(ctx.client().call(method, path, body))
 
 
-def _table(rows: list[tuple[str, ...]]) -> None:
+def _table(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         click.echo("  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip())
@@ -117,10 +118,7 @@ def findings(ctx: context.Context, as_json: bool, rule: str | None) -> None:
 @click.pass_obj
 def audit(ctx: context.Context, as_json: bool, last: bool) -> None:
     """Look at everything now and say what each rule found, or why it cannot tell."""
-    if last:
-        answer = _call(ctx, "GET", "/v1/audit")
-    else:
-        answer = _call(ctx, "POST", "/v1/audit/pass")
+    answer = _call(ctx, *(("GET", "/v1/audit") if last else ("POST", "/v1/audit/pass")))
     if as_json:
         _print(answer)
         return

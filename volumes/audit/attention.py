@@ -17,7 +17,7 @@ from volumes.rules.base import Scene
 # A staged volume is between staging and publishing for moments.
 BUSY_AFTER_SECONDS = 1.0
 ASK_AGAIN_SECONDS = (2.0, 60.0)  # first and longest wait between two looks for open files
-RECHECK_SECONDS = 10.0  # while a finding stands
+RECHECK_SECONDS = 5.0  # while a finding stands
 
 Key = tuple[str, Number, int]
 

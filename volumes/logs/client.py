@@ -16,6 +16,7 @@ log = structlog.get_logger("audit.logs")
 # It speaks every half second; silence means a hung disk or a runaway pattern.
 SILENCE_SECONDS = 30.0
 RESTART_SECONDS = 10.0
+END_SECONDS = 2.0
 LONGEST_LINE = 8 * 2**20
 
 
@@ -101,3 +102,7 @@ class Follower:
                 process.kill()
             except ProcessLookupError:
                 pass  # it has ended
+            try:
+                await asyncio.wait_for(process.wait(), END_SECONDS)
+            except TimeoutError:
+                log.warning("log child hangs in the kernel and is left behind", pid=process.pid)

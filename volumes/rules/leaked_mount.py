@@ -39,6 +39,14 @@ def owner_evidence(owner: Owner) -> dict[str, str]:
     return {name: value for name, value in told.items() if value}
 
 
+NAME = "leaked-mount"
+
+
+def identity(device: Device, space: Space) -> str:
+    """The finding's id, for the command in its own advice (see volumes.audit.standing)."""
+    return f"{NAME}/{device.name}/mnt-{space.inode}"
+
+
 def _advice(space: Space, places: list[Place], device: Device) -> str:
     owner = _owner(space)
     targets = " ".join(place.target for place in places[:4])
@@ -49,18 +57,19 @@ def _advice(space: Space, places: list[Place], device: Device) -> str:
             "it copied the host's mounts with private propagation, so that the host's unmount "
             "never reached it"
         )
+    act = f"'nodeagent volume act {identity(device, space)} --yes'"
     if owner is not None:
         way = f"/proc/{owner.pid}/task/{owner.thread}" if owner.thread else f"/proc/{owner.pid}"
         return (
-            f"{cause}. Free it now, the process goes on: "
-            f"'nsenter --mount={way}/ns/mnt umount -l {targets}' (or the action detach-leaked). "
+            f"{cause}. Free it now, the process goes on: {act} (by hand, where that container has "
+            f"the program: 'nsenter --mount={way}/ns/mnt umount -l {targets}'). "
             "For good: give that container 'mountPropagation: HostToContainer' (docker: rslave) "
-            f"and restart it. Until then do not use {device.name}'s image elsewhere"
+            f"and restart it. Until then do not use what is on {device.name} elsewhere"
         )
     keeper = space.kept_by[0] if space.kept_by else "a descriptor that no process list shows"
     return (
         f"{cause}. No process is in the namespace; it is kept by {keeper}: unmount or close that, "
-        "or let the action detach-leaked free it"
+        f"or free the device with {act}"
     )
 
 
@@ -153,7 +162,7 @@ def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
 
 
 RULE = Rule(
-    name="leaked-mount",
+    name=NAME,
     summary="a device is in use by somebody, but not mounted on the host any more",
     severity=Severity.CRITICAL,
     patience=PATIENCE_SECONDS,
