@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 import cache.component
 import kit.errors
-from nodeagent.admin import datasets, openapi, page
+from nodeagent.admin import datasets, openapi, page, volumes
 
 if TYPE_CHECKING:
     from nodeagent.app import Agent
@@ -144,6 +144,8 @@ def application(agent: "Agent") -> web.Application:
     for component in agent.components:
         if isinstance(component, cache.component.Cache):
             app.add_routes(datasets.routes(component))
+        elif component.name == "volumes":
+            app.add_routes(volumes.routes(component))
     return app
 
 
