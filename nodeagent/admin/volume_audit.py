@@ -1,6 +1,7 @@
 """Admin API of the volume audit."""
 
 import json
+from typing import Any
 
 from aiohttp import web
 
@@ -25,7 +26,12 @@ def _device(audit: Audit, name: str) -> tuple[Inventory, Device]:
     return audit.inventory, found
 
 
-def routes(audit: Audit) -> list[web.RouteDef]:
+def routes(component: Any) -> list[web.RouteDef]:
+    """Of the volumes component; none while the audit is switched off."""
+    return _routes(component.audit) if component.audit is not None else []
+
+
+def _routes(audit: Audit) -> list[web.RouteDef]:
     async def overview(_: web.Request) -> web.Response:
         """200: how the audit is, rule by rule."""
         return web.json_response(faces.overview(audit))

@@ -156,4 +156,7 @@ def act(ctx: context.Context, finding: str, yes: bool, as_json: bool) -> None:
         click.echo(f"{result['outcome']}: {result['what']} ({result['detail']})")
 
 
-COMMANDS: tuple[click.Command, ...] = (list_, show, audit, findings, act)
+def join(group: click.Group) -> None:
+    """Add these commands to ``nodeagent volume``."""
+    for command in (list_, show, audit, findings, act):
+        group.add_command(command)

@@ -40,7 +40,9 @@ def disk_format(run: Run, device: str) -> str | None:
     return "unknown data, probably partitions" if "PTTYPE" in values else values.get("TYPE", "")
 
 
-def kubelet(run: Run, device: str, fstype: str, target: str, between: Callable[[], None]) -> Outcome:
+def kubelet(
+    run: Run, device: str, fstype: str, target: str, between: Callable[[], None]
+) -> Outcome:
     """FormatAndMount. ``between`` runs after the probe and before mkfs."""
     found = disk_format(run, device)
     between()
@@ -64,7 +66,9 @@ def kubelet(run: Run, device: str, fstype: str, target: str, between: Callable[[
     return outcome
 
 
-def ceph_csi(run: Run, device: str, fstype: str, target: str, between: Callable[[], None]) -> Outcome:
+def ceph_csi(
+    run: Run, device: str, fstype: str, target: str, between: Callable[[], None]
+) -> Outcome:
     """NodeStageVolume: its own mkfs when its own probe finds nothing, then kubelet's way."""
     found = disk_format(run, device)
     between()

@@ -65,8 +65,9 @@ class Clusters:
                 ceph.look,
                 settings.name,
                 list(settings.monitors),
+                str(settings.conf or ""),
                 settings.user,
-                str(settings.secret_file),
+                str(settings.secret_file or ""),
                 [list(image) for image in sorted(self._images)],
                 deadline=deadline,
             )

@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 import kit.component
 import kit.errors
 import kit.finding
-from linux import clock, mountwatch
+from linux import clock, mountwatch, uevents
 from volumes.actions import plan, runner
 from volumes.audit import attention, clusters, figures, judging, standing
 from volumes.audit.settings import AuditSettings
@@ -26,7 +26,7 @@ from volumes.rules.base import Claim, GuardView, Scene
 
 log = structlog.get_logger("audit")
 
-ORIGIN = "volumes"
+ORIGIN = "volume-audit"
 HOST_TABLE = "/proc/1/mountinfo"
 # A burst of mounts is one change.
 DEBOUNCE_SECONDS = 0.2
@@ -86,6 +86,7 @@ class Audit:
         self._tasks: list[asyncio.Task[Any]] = []
         self._log_task: asyncio.Task[None] | None = None
         self._watch: mountwatch.MountWatch | None = None
+        self._uevents: uevents.Uevents | None = None
         self._turned = 0.0  # monotonic: when the loop last went round
 
     # -- component -------------------------------------------------------------------------------
@@ -101,12 +102,20 @@ class Audit:
                 f"cannot be read ({error.strerror})",
                 "run with the host's pid namespace (hostPID: true)",
             ) from error
+        self._listen()
         self._turned = time.monotonic()
         self._tasks = [
             asyncio.create_task(self._loop(), name="audit"),
             asyncio.create_task(self.clusters.run(lambda: self.settings), name="audit clusters"),
         ]
         self._follow_logs()
+
+    def _listen(self) -> None:
+        try:
+            self._uevents = uevents.Uevents()
+            asyncio.get_running_loop().add_reader(self._uevents.fd, self._devices_changed)
+        except OSError as error:
+            log.warning("no uevents: devices are found by the slow pass", error=str(error))
 
     def _load_patterns(self, settings: AuditSettings) -> None:
         self._patterns = {p.id: p for p in patterns.load(settings.logs.patterns)}
@@ -147,6 +156,10 @@ class Audit:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+        if self._uevents is not None:
+            asyncio.get_running_loop().remove_reader(self._uevents.fd)
+            self._uevents.close()
+            self._uevents = None
         tasks = [*self._tasks, *([self._log_task] if self._log_task else [])]
         for task in tasks:
             task.cancel()
@@ -174,6 +187,12 @@ class Audit:
 
     def _mounts_changed(self) -> None:
         self._memory = dataclasses.replace(self._memory, changed=True)
+        self._wake.set()
+
+    def _devices_changed(self) -> None:
+        assert self._uevents is not None
+        with contextlib.suppress(uevents.Overflow):  # the look sees everything anyway
+            self._uevents.read()
         self._wake.set()
 
     def _log_hits(self, hits: list[dict[str, Any]]) -> None:

@@ -19,16 +19,20 @@ class ClusterSettings(kit.settings.Section):
 
     name: str = Field(description="How findings call it.")
     monitors: tuple[str, ...] = Field(
-        min_length=1, description="HOST:PORT of each monitor, or [v2:HOST:PORT,v1:HOST:PORT]."
+        default=(), description="HOST:PORT of each monitor, or [v2:HOST:PORT,v1:HOST:PORT]."
+    )
+    conf: Path | None = Field(
+        default=None, description="ceph.conf that names the monitors, instead of 'monitors'."
     )
     user: str = Field(
         default="nodeagent",
         description="cephx user without 'client.'; mon 'profile rbd-read-only' and osd 'profile "
         "rbd-read-only' are enough.",
     )
-    secret_file: Path = Field(
-        description="The user's key: the bare secret, or a keyring file. Never logged or put on a "
-        "command line."
+    secret_file: Path | None = Field(
+        default=None,
+        description="The user's key: the bare secret, or a keyring file; default: what conf says. "
+        "Never logged or put on a command line.",
     )
     expected_version: str | None = Field(
         default=None,
@@ -51,10 +55,18 @@ class ClusterSettings(kit.settings.Section):
                 raise ValueError(f"{monitor!r} is no monitor address, like 10.0.0.1:6789")
         return value
 
-    @field_validator("secret_file")
+    @field_validator("secret_file", "conf")
     @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return kit.settings.absolute(value)
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else kit.settings.absolute(value)
+
+    @model_validator(mode="after")
+    def _reachable(self) -> "ClusterSettings":
+        if (self.conf is None) == (not self.monitors):
+            raise ValueError("give either 'monitors' or 'conf'")
+        if self.conf is None and self.secret_file is None:
+            raise ValueError("'monitors' need a 'secret_file'")
+        return self
 
 
 class LogSource(kit.settings.Section):

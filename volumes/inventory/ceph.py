@@ -29,7 +29,12 @@ def _secret(path: str) -> dict[str, str]:
 
 
 def look(
-    name: str, monitors: list[str], user: str, secret_file: str, images: list[list[str]]
+    name: str,
+    monitors: list[str],
+    conf_file: str,
+    user: str,
+    secret_file: str,
+    images: list[list[str]],
 ) -> Any:
     """One look at a cluster as JSON of ``ClusterView``. ``images``: pool, namespace, name.
 
@@ -42,14 +47,15 @@ def look(
             "rados", "Ceph's Python bindings are missing", "install python3-rados and python3-rbd"
         ) from error
     conf = {
-        "mon_host": ",".join(monitors),
         "client_mount_timeout": str(_CONNECT_SECONDS),
         "rados_mon_op_timeout": str(_CONNECT_SECONDS),
         "rados_osd_op_timeout": str(_CONNECT_SECONDS),
-        **_secret(secret_file),
+        **({"mon_host": ",".join(monitors)} if monitors else {}),
+        **(_secret(secret_file) if secret_file else {}),
     }
-    client = rados.Rados(name=f"client.{user}", conf=conf)
     try:
+        # Without a conffile librados reads none, /etc/ceph neither.
+        client = rados.Rados(name=f"client.{user}", conffile=conf_file or None, conf=conf)
         client.connect(timeout=_CONNECT_SECONDS)
     except rados.Error as error:
         raise kit.errors.SourceError(

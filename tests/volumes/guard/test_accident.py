@@ -123,8 +123,11 @@ def test_with_the_guard_mkfs_is_refused_and_the_data_is_there_afterwards(
     way: Callable[..., formatters.Outcome], where: cell.Cell, agent: cell.Agent, tmp_path: Path,
 ) -> None:  # fmt: skip
     # The ledger knows a volume that was seen healthy once; 'reads of zeros' rests on that alone.
-    cell.wait_for("the healthy volume is in the ledger", 20,
-                  lambda: (agent.device(disk.device).get("verdict") or {}).get("type") == fstype)
+    cell.wait_for(
+        "the healthy volume is in the ledger",
+        20,
+        lambda: (agent.device(disk.device).get("verdict") or {}).get("type") == fstype,
+    )
 
     outcome = _replay(where.run, way, disk, fstype, fault, tmp_path)
 
