@@ -321,7 +321,11 @@ class Audit:
         self._standing = standing.advance(self._standing, judged, now, self.settings.clear_after)
         self.findings = standing.findings(self._standing)
         self._reporter.report(ORIGIN, self.findings)
-        waiting = [e for e in self._standing.values() if not e.raised or e.gone is not None]
+        waiting = [
+            e
+            for e in self._standing.values()
+            if not e.dormant and (not e.raised or e.gone is not None)
+        ]
         if any(entry.rule == "mapped-elsewhere" for entry in waiting):
             self.clusters.ask_soon()
 

@@ -18,6 +18,7 @@ FLAPS = 3
 FLAP_WINDOW_SECONDS = 3600.0
 FLAP_CLEAR_SECONDS = 600.0
 MOST_OF_A_RULE = 200
+MOST_DORMANT = 500
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Entry:
     gone: float | None = None  # since when it is no longer seen
     returns: tuple[float, ...] = ()  # when it came back
     stale: str = ""  # why it could not be looked at again
+
+    @property
+    def dormant(self) -> bool:
+        """It has cleared; kept only to see whether it comes back again and again."""
+        return not self.raised and self.gone is not None
 
     @property
     def flapping(self) -> bool:
@@ -76,6 +82,9 @@ def advance(
             kept = _unseen(entry, result.unknown, now, clear_after)
             if kept is not None:
                 after[name] = kept
+    dormant = sorted((e.gone or 0.0, name) for name, e in after.items() if e.dormant)
+    for _, name in dormant[: max(0, len(dormant) - MOST_DORMANT)]:
+        del after[name]
     return after
 
 
@@ -104,8 +113,12 @@ def _unseen(entry: Entry, unknown: str, now: float, clear_after: float) -> Entry
         return dataclasses.replace(entry, stale=unknown) if entry.raised else None
     gone = entry.gone if entry.gone is not None else now
     wait = FLAP_CLEAR_SECONDS if entry.flapping else clear_after
-    if not entry.raised or now - gone >= wait:
+    if entry.dormant:
+        return entry if now - gone < FLAP_WINDOW_SECONDS else None
+    if not entry.raised:
         return None
+    if now - gone >= wait:
+        return dataclasses.replace(entry, raised=False, gone=gone, stale="")
     return dataclasses.replace(entry, gone=gone, stale="")
 
 
@@ -114,9 +127,13 @@ def pending(standing: Standing, now: float) -> float | None:
     waits = [
         max(0.0, entry.first + entry.patience - now)
         for entry in standing.values()
-        if not entry.raised
+        if not entry.raised and not entry.dormant
     ]
-    waits += [0.0 for entry in standing.values() if entry.gone is not None and not entry.flapping]
+    waits += [
+        0.0
+        for entry in standing.values()
+        if entry.raised and entry.gone is not None and not entry.flapping
+    ]
     return min(waits, default=None)
 
 
