@@ -93,8 +93,8 @@ class Cache:
             if dataset.settings != new:
                 dataset.settings = new
                 dataset.wake()
-        if changed and self._active is not None and self._active.running is not None:
-            self._active.running.tell(self._active.limits(self._others(self._active)))
+        if changed and self._active is not None and self._active.work.running is not None:
+            self._active.work.running.tell(self._active.work.limits(self._others(self._active)))
         if {"budget", "reserve"} & set(changed):
             for dataset in self.datasets.values():
                 if dataset.generation.state == "partial" and dataset.generation.left_files:
@@ -221,13 +221,13 @@ class Cache:
             self._active = dataset
             others = self._others(dataset)
             try:
-                if dataset.verified.get("state") == "queued":
-                    await dataset.run_verify(others)
+                if dataset.work.verify_queued:
+                    await dataset.work.run_verify(others)
                 else:
-                    await dataset.run_pass(others)
+                    await dataset.work.run_fill(others)
             except (kit.errors.AgentError, OSError, RuntimeError) as error:
                 log.error("pass could not be run", dataset=dataset.name, why=str(error))
-                dataset.queued = False
+                dataset.work.queued = False
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(5.0):
                         await self._turn.wait()
@@ -235,14 +235,8 @@ class Cache:
                 self._active = None
 
     def _next(self) -> Dataset | None:
-        waiting = [
-            d
-            for d in self.datasets.values()
-            if (d.queued or d.verified.get("state") == "queued") and not d.removed
-        ]
-        waiting.sort(
-            key=lambda d: (d.verified.get("state") != "queued", -d.settings.priority, d.name)
-        )
+        waiting = [d for d in self.datasets.values() if d.work.wants_turn and not d.removed]
+        waiting.sort(key=lambda d: (not d.work.verify_queued, -d.settings.priority, d.name))
         return waiting[0] if waiting else None
 
     def _others(self, dataset: Dataset) -> int:

@@ -203,14 +203,12 @@ class Engine:
             for staged in self.batch.committing:
                 if staged.chunk is None:
                     continue
-                if staged.left:
-                    keep = [e for e in staged.chunk.entries if e.name not in staged.left]
-                    self.index.split(staged.chunk, keep)
                 for name, why, lasting in staged.failed:
                     self.index.fail(staged.directory, name, why, lasting=lasting)
                 self.index.committed(
-                    staged.chunk, staged.files, staged.bytes, staged.allocated, len(staged.failed)
-                )
+                    staged.chunk, staged.files, staged.bytes, staged.allocated, len(staged.failed),
+                    [entry for entry in staged.chunk.entries if entry.name in staged.left],
+                )  # fmt: skip
             for number in answer["sealed"]:
                 self.index.sealed(number)
             for number in answer["missing"]:
@@ -304,10 +302,6 @@ class Engine:
             match command["do"]:
                 case "limits":
                     self._limits(command)
-                case "pause":
-                    self.page.set_pause(True)
-                case "resume":
-                    self.page.set_pause(False)
                 case "cancel":
                     self.cancelled = True
                     self.page.cancel()
@@ -332,7 +326,7 @@ class Engine:
         copied_files, copied_bytes = self.page.counted()
         self.link.say(
             "progress",
-            phase="paused" if self.page.paused else self._phase(),
+            phase=self._phase(),
             **self._counts(),
             skipped=self.totals.skipped,
             directories=self.totals.directories,

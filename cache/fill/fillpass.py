@@ -45,7 +45,7 @@ class FillPass(engine.Engine):
                 self.index.restart_listing(number)
 
     def _next_job(self) -> dict[str, Any] | None:
-        if self.cancelled or self.page.paused:
+        if self.cancelled:
             return None
         return self._hint_job() or self._scan_job() or self._copy_job()
 
@@ -179,8 +179,6 @@ class FillPass(engine.Engine):
         """Called when nothing is under way and nothing is staged."""
         if self.cancelled:
             raise End("cancelled")
-        if self.page.paused:
-            return
         if not self.skeleton and not self.cramped:
             return
         if not self.full and not self.cramped:

@@ -39,7 +39,7 @@ class VerifyPass(engine.Engine):
         super()._limits(limits)
 
     def _next_job(self) -> dict[str, Any] | None:
-        if self.cancelled or self.page.paused:
+        if self.cancelled:
             return None
         return self._repair_job() or self._verify_job()
 
@@ -114,7 +114,7 @@ class VerifyPass(engine.Engine):
     def _end_if_done(self) -> None:
         if self.cancelled:
             raise End("cancelled")
-        if self.page.paused or self.bad or self.index.sealed_directories(self.after, 1):
+        if self.bad or self.index.sealed_directories(self.after, 1):
             return
         raise End("bad" if self.unreplaced else "good")
 

@@ -11,6 +11,7 @@ import os
 import signal
 import stat
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from cache.fill import control, copying, entry, index, messages, native, tree
 from cache.fill.entry import Entry
 
 JOBS, ANSWERS = 0, 1
+# A chunk is left for another time after so long: what is staged gets committed, hints get a turn.
+CHUNK_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -163,6 +166,7 @@ class Worker:
         finished: set[str] = set()
         links: list[list[str]] = []
         stopped = ""
+        deadline = time.monotonic() + CHUNK_SECONDS
 
         def took(item: Entry, allocated: int) -> None:
             finished.add(item.name)
@@ -175,10 +179,13 @@ class Worker:
             try:
                 rest = self._not_stored(job, items, took)
                 if job["location"] and not self.no_objects:
-                    rest = self._copy_objects(job, rest, staging, took)
+                    rest = self._copy_objects(job, rest, staging, deadline, took)
                 if rest:
                     source = stack.enter_context(tree.opened(self.source, job["path"]))
                     for item in rest:
+                        if time.monotonic() >= deadline and finished:
+                            stopped = "time"
+                            break
                         try:
                             took(item, self.copier.copy(source, item, staging))
                             if item.is_file and item.nlink > 1:
@@ -231,9 +238,9 @@ class Worker:
         messages.send(ANSWERS, {"did": "hint", "chunk": folder})
 
     def _copy_objects(
-        self, job: dict[str, Any], items: list[Entry], staging: int, took: Any
+        self, job: dict[str, Any], items: list[Entry], staging: int, deadline: float, took: Any
     ) -> list[Entry]:
-        """Copy what is plain by its object; what is left must go through the mount."""
+        """Copy what is plain by its object; what is left must go through the mount, or wait."""
         plain = [item for item in items if native.is_plain(item)]
         if not plain:
             return items
@@ -254,7 +261,8 @@ class Worker:
             took(item, self.copier.keep(item, data, staging))
 
         try:
-            self._reader.read(native.Location(*job["location"]), plain, each)
+            location = native.Location(*job["location"])
+            rest += self._reader.read(location, plain, each, deadline)
         except PermissionError:
             self.no_objects = True
             return items
