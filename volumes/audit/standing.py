@@ -110,7 +110,9 @@ def _seen(before: Entry | None, fresh: Entry, now: float) -> Entry:
 
 def _unseen(entry: Entry, unknown: str, now: float, clear_after: float) -> Entry | None:
     if unknown:
-        return dataclasses.replace(entry, stale=unknown) if entry.raised else None
+        if entry.raised or entry.dormant:
+            return dataclasses.replace(entry, stale=unknown if entry.raised else "")
+        return None
     gone = entry.gone if entry.gone is not None else now
     wait = FLAP_CLEAR_SECONDS if entry.flapping else clear_after
     if entry.dormant:

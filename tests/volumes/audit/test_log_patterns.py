@@ -98,7 +98,7 @@ EXACT = {
         "fanotify-silent"
     ),
     "rbd: unmap failed: (16) Device or resource busy": "unmap-failed",
-    "rbd: unmap for spec (replicapool/csi-vol-9) failed (exit status 16): (rbd: sysfs write failed)": (
+    "rbd: unmap for spec (replicapool/csi-vol-9) failed (exit 16): (rbd: sysfs write failed)": (
         "unmap-failed"
     ),
     "error unmapping volume (0001-0009-rook-ceph-01) from staging path (/s/globalmount): (busy)": (
@@ -117,9 +117,9 @@ EXACT = {
     "umount: /var/lib/kubelet/x: target is busy.": "target-busy",
     "mount: /m: /dev/rbd12 already mounted or mount point busy.": "mount-point-busy",
     "mount: /m: WARNING: source write-protected, mounted read-only.": "mounted-read-only",
-    'I0101 mount_linux.go:589] Disk "/dev/rbd12" appears to be unformatted, attempting to format as '
-    'type: "ext4" with options: [-F -m0 /dev/rbd12]': "format-attempt",
-    "I0101 mount_linux.go:599] Disk successfully formatted (mkfs): ext4 - /dev/rbd12 /s": "formatted",
+    'I0101 mount_linux.go:589] Disk "/dev/rbd12" appears to be unformatted, attempting to format '
+    'as type: "ext4" with options: [-F -m0 /dev/rbd12]': "format-attempt",
+    "I01 mount_linux.go:599] Disk successfully formatted (mkfs): ext4 - /dev/rbd12 /s": "formatted",
     'E0101 format of disk "/dev/rbd12" failed: type:("ext4") target:("/s") options:("rw") '
     "errcode:(exit status 1) output:(mke2fs 1.47.0 Operation not permitted while setting up "
     "superblock)": "format-failed",
@@ -174,6 +174,12 @@ def test_an_operators_pattern_is_added_and_one_with_a_known_id_replaces_that(
     assert matched("userspace", "rbd image rbd/x is still being used", loaded) == []
 
 
+MISFIT = """
+- {id: x, source: kernel, anchor: abc, regex: abc, severity: info, meaning: m, advice: a,
+   examples: [xyz]}
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -182,8 +188,9 @@ def test_an_operators_pattern_is_added_and_one_with_a_known_id_replaces_that(
         ("a: b", "list"),
         ("- [", "YAML"),
         (
-            "- {id: x, source: kernel, anchor: abc, regex: abc, severity: info, meaning: m,"
-            " advice: a, examples: [xyz]}",
+            "- {id: x, source: kernel, anchor: abc, regex: abc, severity: info, meaning: m,
+   "
+            "advice: a, examples: [xyz]}",
             "own example",
         ),
     ],
