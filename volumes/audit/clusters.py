@@ -69,6 +69,7 @@ class Clusters:
                 settings.user,
                 str(settings.secret_file or ""),
                 [list(image) for image in sorted(self._images)],
+                max(1.0, deadline * 0.4),
                 deadline=deadline,
             )
             view = model.from_json(cluster.ClusterView, answer)

@@ -114,18 +114,12 @@ def _live(sys: str) -> dict[str, list[str]]:
 
 
 def _identity(backing: str) -> str:
-    """The file behind a loop device, told apart from others of the same name.
+    """The file behind a loop device, by its path only.
 
-    AT_STATX_DONT_SYNC is not to be had from os.stat; the child's deadline covers a file system
-    that hangs.
+    Its inode would say more, but asking for it hangs when the file system below hangs, and then
+    nothing of the node could be seen any more.
     """
-    if not backing or backing.endswith(" (deleted)"):
-        return ""
-    try:
-        status = os.stat(backing)
-    except OSError:
-        return ""
-    return f"{status.st_dev}:{status.st_ino}"
+    return "" if backing.endswith(" (deleted)") else backing
 
 
 def _mapped(sys: str) -> dict[Number, tuple[Image, Client]]:

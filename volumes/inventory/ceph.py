@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import math
 import re
 import subprocess
 import time
@@ -12,8 +13,6 @@ from typing import Any
 import kit.errors
 from volumes.inventory import cluster, model
 
-# Below the deadline of the child, so that a slow cluster gives its own error first.
-_CONNECT_SECONDS = 8
 _SLOW_BLOCKLIST = 20_000  # entries; more are not carried
 
 
@@ -35,8 +34,10 @@ def look(
     user: str,
     secret_file: str,
     images: list[list[str]],
+    patience: float,
 ) -> Any:
-    """One look at a cluster as JSON of ``ClusterView``. ``images``: pool, namespace, name.
+    """One look at a cluster as JSON of ``ClusterView``. ``images``: pool, namespace, name;
+    ``patience``: seconds for each answer, well below the deadline of the child.
 
     SourceError when it does not answer. Commands that the key may not run are gaps, no errors.
     """
@@ -47,33 +48,35 @@ def look(
             "rados", "Ceph's Python bindings are missing", "install python3-rados and python3-rbd"
         ) from error
     conf = {
-        "client_mount_timeout": str(_CONNECT_SECONDS),
-        "rados_mon_op_timeout": str(_CONNECT_SECONDS),
-        "rados_osd_op_timeout": str(_CONNECT_SECONDS),
+        "client_mount_timeout": str(math.ceil(patience)),
+        "rados_mon_op_timeout": str(math.ceil(patience)),
+        "rados_osd_op_timeout": str(math.ceil(patience)),
         **({"mon_host": ",".join(monitors)} if monitors else {}),
         **(_secret(secret_file) if secret_file else {}),
     }
     try:
         # Without a conffile librados reads none, /etc/ceph neither.
         client = rados.Rados(name=f"client.{user}", conffile=conf_file or None, conf=conf)
-        client.connect(timeout=_CONNECT_SECONDS)
+        client.connect(timeout=patience)
     except rados.Error as error:
         raise kit.errors.SourceError(
             f"cluster {name}", f"does not let us in ({error})", "see its monitors and the key"
         ) from error
     try:
-        return model.to_json(_view(name, client, rados, images))
+        return model.to_json(_view(name, client, rados, images, patience))
     finally:
         with contextlib.suppress(Exception):
             client.shutdown()
 
 
-def _view(name: str, client: Any, rados: Any, images: list[list[str]]) -> cluster.ClusterView:
+def _view(
+    name: str, client: Any, rados: Any, images: list[list[str]], patience: float
+) -> cluster.ClusterView:
     gaps: list[str] = []
 
     def ask(prefix: str) -> Any:
         command = json.dumps({"prefix": prefix, "format": "json"})
-        code, out, text = client.mon_command(command, b"", timeout=_CONNECT_SECONDS)
+        code, out, text = client.mon_command(command, b"", timeout=math.ceil(patience))
         if code in (-1, -13):  # EPERM, EACCES: this key may not
             gaps.append(f"'ceph {prefix}' is not allowed to this key")
             return {}

@@ -60,7 +60,7 @@ class Device:
     active: tuple[str, ...]  # file system drivers with a live superblock on it
     holders: tuple[str, ...]  # dm, md or partitions on top of it
     backing: str = ""  # loop: the file
-    backing_id: str = ""  # loop: device and inode of the file
+    backing_id: str = ""  # loop: what tells the file from others
     raw: tuple[str, ...] = ()  # where its node is bound for a pod's raw block volume
     image: Image | None = None
     client: Client | None = None

@@ -36,8 +36,8 @@ def _judge(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
             else None
         )
         addresses = [address] if address else []
-        if not addresses and image is not None:
-            # A driver that does not tell its client: the image's watchers are the candidates.
+        if not addresses and image is not None and len(image.watchers) == 1:
+            # A driver that does not tell its client (rbd-nbd): an only watcher must be it.
             addresses = [watcher.address for watcher in image.watchers]
         hit = next((e for e in view.blocklist for a in addresses if _matches(a, e)), None)
         if hit is None:

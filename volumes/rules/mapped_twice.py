@@ -7,20 +7,22 @@ from volumes.inventory.model import Device, Inventory
 from volumes.rules.base import Rule, Scene, Trouble, needs_inventory
 
 
-def _thing(device: Device) -> str:
+def _things(device: Device) -> list[str]:
     """What must not be written through two devices; a snapshot never changes."""
-    if device.image is not None:
-        return "" if device.image.snapshot else f"image {device.image.head}"
-    return f"file {device.backing_id}" if device.backing_id else ""
+    if device.image is not None and device.image.snapshot:
+        return []
+    image = [f"image {device.image.head}"] if device.image is not None else []
+    return image + ([f"file {device.backing_id}"] if device.backing_id else [])
 
 
 def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
     groups: dict[str, list[Device]] = {}
     for device in inventory.devices:
-        thing = _thing(device)
-        if thing:
+        for thing in _things(device):
             groups.setdefault(thing, []).append(device)
-    for thing, devices in groups.items():
+    distinct = {tuple(d.name for d in devices): thing for thing, devices in groups.items()}
+    for thing in distinct.values():
+        devices = groups[thing]
         writers = [device for device in devices if not device.read_only]
         if len(devices) < 2 or not writers:
             continue

@@ -7,6 +7,7 @@ from kit.finding import Severity
 from volumes.inventory.cluster import ClusterView
 from volumes.rules.base import Outcome, Rule, Scene, Trouble, needs_clusters
 
+LARGEST_PACKET = 65535  # of IP; the loopback interface takes one byte more
 _MODE = re.compile(r"ms_mode=([\w-]+)")
 
 
@@ -17,7 +18,7 @@ def _mtu(scene: Scene) -> Outcome:
     by_cluster: dict[str, set[int]] = {}
     for path in scene.paths:
         by_cluster.setdefault(path.cluster, set()).add(path.interface_mtu)
-        if path.path_mtu < path.interface_mtu:
+        if path.path_mtu < min(path.interface_mtu, LARGEST_PACKET):
             troubles.append(
                 Trouble(
                     subject=path.cluster,

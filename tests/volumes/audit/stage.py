@@ -17,6 +17,7 @@ import kit.finding
 from nodeagent import reporting
 from volumes.audit import faces, service
 from volumes.audit.settings import AuditSettings
+from volumes.rules.base import GuardView
 
 HOLDER = Path(__file__).with_name("holder.py")
 # How long a test waits for what must come; how long it takes is measured in tests/bench.
@@ -230,6 +231,7 @@ async def watching(
         drivers=more.pop("drivers", ("loop",)),
         state_dir=stage.folder / "state",
         reporter=reporter,
+        guard=more.pop("guard", lambda: GuardView(enforcing=True)),
         **more,
     )
     await audit.start()

@@ -187,12 +187,7 @@ MISFIT = """
         ("- {id: x}", "x"),
         ("a: b", "list"),
         ("- [", "YAML"),
-        (
-            "- {id: x, source: kernel, anchor: abc, regex: abc, severity: info, meaning: m,
-   "
-            "advice: a, examples: [xyz]}",
-            "own example",
-        ),
+        (MISFIT, "own example"),
     ],
 )
 def test_a_bad_pattern_file_is_refused_with_the_pattern_named(
