@@ -27,6 +27,7 @@ class Clusters:
     def __init__(self, changed: Callable[[], None]) -> None:
         self.views: dict[str, cluster.ClusterView | str] = {}
         self.paths: tuple[cluster.NetworkPath, ...] = ()
+        self.watched_by: dict[tuple[str, str, str, str], str] = {}
         self.asked = 0
         self.failed = 0
         self._changed = changed
@@ -80,6 +81,19 @@ class Clusters:
         if isinstance(view, str) and not isinstance(before, str):
             log.warning("cluster does not answer", cluster=settings.name, cause=view)
         self.views[settings.name] = view
+        if isinstance(view, cluster.ClusterView):
+            self._remember(view)
+
+    def _remember(self, view: cluster.ClusterView) -> None:
+        """Bounded by what is mapped here."""
+        now = {
+            (view.name, *image.key): image.watchers[0].address
+            for image in view.images
+            if len(image.watchers) == 1
+        }
+        asked = {(view.name, *image.key) for image in view.images}
+        kept = {k: a for k, a in self.watched_by.items() if k[0] != view.name or k in asked}
+        self.watched_by = kept | now
 
     async def run(self, settings: Callable[[], AuditSettings]) -> None:
         """Until cancelled."""

@@ -299,6 +299,7 @@ class Audit:
                 c.name: self.clusters.views.get(c.name, "not asked yet")
                 for c in self.settings.clusters
             },
+            watched_by=self.clusters.watched_by,
             paths=self.clusters.paths,
             guard=self._guard(),
             claims=self._claims(),

@@ -68,6 +68,9 @@ class Scene:
     inventory: Inventory | None
     blind: str = ""  # why there is no fresh inventory
     clusters: Mapping[str, ClusterView | str] = field(default_factory=dict)  # str: why not
+    # (cluster, pool, namespace, image) -> address of its only watcher when it was last seen: a
+    # blocklisted client's watch is dropped at once, and some drivers do not tell their address
+    watched_by: Mapping[tuple[str, str, str, str], str] = field(default_factory=dict)
     paths: tuple[NetworkPath, ...] = ()
     guard: GuardView | None = None
     claims: Mapping[str, Claim] | None = None

@@ -30,15 +30,11 @@ def _judge(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
         owner = scene.cluster_of(device)
         if owner is None or owner.name != view.name:
             continue
-        image = (
-            view.image(device.image.pool, device.image.namespace, device.image.name)
-            if device.image
-            else None
-        )
         addresses = [address] if address else []
-        if not addresses and image is not None and len(image.watchers) == 1:
-            # A driver that does not tell its client (rbd-nbd): an only watcher must be it.
-            addresses = [watcher.address for watcher in image.watchers]
+        if not addresses and device.image is not None:
+            image = device.image
+            known = scene.watched_by.get((view.name, image.pool, image.namespace, image.name))
+            addresses = [known] if known else []
         hit = next((e for e in view.blocklist for a in addresses if _matches(a, e)), None)
         if hit is None:
             continue

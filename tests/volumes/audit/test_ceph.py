@@ -189,7 +189,9 @@ async def test_a_blocklisted_client_is_seen(
         address = status["watchers"][0]["address"]
         try:
             async with watching(stage, asking(ceph, stage, secret)) as watch:
-                await watch.until(lambda: states(watch).get("blocklisted-client") == "ok", "asked")
+                await watch.until(
+                    lambda: address in watch.audit.clusters.watched_by.values(), "our watch seen"
+                )
                 ceph.run("ceph", "osd", "blocklist", "add", address)
                 found = await watch.finding(device, "blocklisted-client")
                 assert found["severity"] == "critical"
