@@ -73,7 +73,7 @@ class _Pods:
     async def _one(self, device: str, until: float) -> None:
         while time.monotonic() < until:
             uid = str(uuid.uuid4())
-            target, handle = await asyncio.to_thread(self._stage.staged, device)
+            target, handle = await asyncio.to_thread(self._stage.staged, device, image=device)
             await asyncio.sleep(random.uniform(0.0, 1.5))
             published = await asyncio.to_thread(self._stage.published, target, handle, uid)
             self.mounts += 2
