@@ -128,9 +128,9 @@ def needs_inventory(judge: Callable[[Scene, Inventory], Iterable[Trouble]]) -> J
     """A rule that only looks at the node: unknown while the node cannot be looked at."""
 
     def wrapped(scene: Scene) -> Outcome:
-        if scene.inventory is None:
+        if scene.inventory is None or scene.blind:  # what an old look saw is not seen now
             return Outcome(unknown=scene.blind or "the node has not been looked at yet")
-        return Outcome(tuple(judge(scene, scene.inventory)), unknown=scene.blind)
+        return Outcome(tuple(judge(scene, scene.inventory)))
 
     return wrapped
 

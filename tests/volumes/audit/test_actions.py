@@ -63,7 +63,9 @@ async def test_an_unreadable_device_is_flagged_read_only(stage: Stage) -> None:
         flag = Path(f"/sys/block/{device}/ro")
         try:
             await watch.until(lambda: flag.read_text().strip() == "1", "flagged")
-            entries = [e for e in watch.audit.runner.journal.last if e["device"] == device]
+            entries = await watch.until(
+                lambda: [e for e in watch.audit.runner.journal.last if e["device"] == device]
+            )
             assert entries[0]["outcome"] == "done"
         finally:
             run("blockdev", "--setrw", f"/dev/{device}")  # it sticks to the minor
