@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 import cache.component
 import kit.errors
-from nodeagent.admin import datasets, openapi, page, volumes
+from nodeagent.admin import datasets, openapi, page, volume_audit, volumes
 
 if TYPE_CHECKING:
     from nodeagent.app import Agent
@@ -146,6 +146,7 @@ def application(agent: "Agent") -> web.Application:
             app.add_routes(datasets.routes(component))
         elif component.name == "volumes":
             app.add_routes(volumes.routes(component))
+            app.add_routes(volume_audit.routes(component))
     return app
 
 
