@@ -5,6 +5,7 @@ from typing import Any
 import cache.component
 import kit.component
 import kit.finding
+import preheat.component
 from nodeagent.settings import Settings
 
 
@@ -14,5 +15,11 @@ def build(settings: Settings, reporter: kit.finding.Reporter) -> list[kit.compon
     if settings.cache is not None:
         components.append(
             cache.component.Cache(settings.cache, state_dir=settings.state_dir, reporter=reporter)
+        )
+    if settings.preheat is not None:
+        components.append(
+            preheat.component.Preheat(
+                settings.preheat, state_dir=settings.state_dir, reporter=reporter
+            )
         )
     return components

@@ -5,7 +5,7 @@ Two adapters stand behind it: ``preheat.containerd`` (leases, resumable pulls, e
 plan and the pull ask those, never a name or a version.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -87,13 +87,30 @@ class Hold:
 
 
 @dataclass(frozen=True)
+class Ingest:
+    """A blob that is being fetched or was left half-fetched; offsets in bytes.
+
+    ``ours``: written by us under a rate limit; ``theirs``: by the runtime. Each goes on only with
+    its own bytes.
+    """
+
+    total: int = 0
+    ours: int | None = None
+    theirs: int | None = None
+
+    @property
+    def offset(self) -> int:
+        return max(self.ours or 0, self.theirs or 0)
+
+
+@dataclass(frozen=True)
 class Inventory:
     """Everything the plan needs to know of the runtime, at one moment."""
 
     records: tuple[Record, ...] = ()
     content: Mapping[str, int] = field(default_factory=dict)  # digest -> bytes
     snapshots: frozenset[str] = frozenset()  # chain ids of unpacked layers
-    ingests: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # digest -> offset, total
+    ingests: Mapping[str, Ingest] = field(default_factory=dict)  # by digest
     holds: tuple[Hold, ...] = ()
     in_use: frozenset[str] = frozenset()  # image ids of containers
     last_used: Mapping[str, float] = field(default_factory=dict)  # top digest -> Unix time
@@ -102,6 +119,19 @@ class Inventory:
     def digest_of(self, ref: str) -> str | None:
         """The top digest that ``ref`` names here now."""
         return next((r.target.digest for r in self.records if r.name == ref), None)
+
+    def names(self, ref: str, digest: str) -> bool:
+        """Whether ``ref`` names ``digest`` here (some runtimes know an image by several)."""
+        return any(r.name == ref and r.target.digest == digest for r in self.records)
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """``here``: bytes fetched. ``theirs``: of those, by a fetch of the runtime in progress."""
+
+    here: int
+    unpacked: bool
+    theirs: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,13 +173,16 @@ class Runtime(Protocol):
     async def pull(self, ref: str, login: Login | None, hold: Hold, deadline: float) -> str:
         """Pull through CRI under ``hold``; the image id. Cancelling keeps the bytes."""
 
+    async def progress(self, layers: Sequence[image.Layer]) -> Mapping[str, LayerState]:
+        """How far each of ``layers`` is, by digest; nothing of a runtime that does not tell."""
+
     async def write(
         self, digest: str, size: int, source: image.Blobs, hold: Hold, origin: tuple[str, str]
     ) -> None:
         """Put one blob into the store under ``hold``, resuming where an earlier try ended."""
 
-    async def drop_partials(self, digests: frozenset[str]) -> None:
-        """Forget half-fetched blobs (they were found to be bad)."""
+    async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
+        """Forget half-fetched blobs: bad ones, or our own that the runtime fetches itself."""
 
     async def pin(self, hold: Hold) -> Hold:
         """Keep ``hold.target`` for good; the hold completed with its names and image id."""

@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import kit.errors
-from nodeagent.admin import datasets, openapi, page
+from nodeagent.admin import datasets, images, openapi, page
 
 if TYPE_CHECKING:
     from nodeagent.app import Agent
@@ -143,6 +143,8 @@ def application(agent: "Agent") -> web.Application:
     for component in agent.components:
         if component.name == "cache":
             app.add_routes(datasets.routes(component))
+        elif component.name == "preheat":
+            app.add_routes(images.routes(component))
     return app
 
 

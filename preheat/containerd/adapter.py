@@ -14,11 +14,12 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from preheat import image, runtime
-from preheat.containerd import calls, holds
+from preheat.containerd import calls, holds, wire
 from preheat.containerd import messages as m
 
 log = structlog.get_logger("preheat")
@@ -106,16 +107,52 @@ class Containerd:
             images_path=self._images_path,
         )
 
-    async def ingests(self) -> dict[str, tuple[int, int]]:
+    async def ingests(self) -> dict[str, runtime.Ingest]:
         """Half-fetched blobs by digest, whoever fetches them."""
-        found: dict[str, tuple[int, int]] = {}
+        found: dict[str, runtime.Ingest] = {}
         answer = await self.calls.read(calls.STATUSES, m.ListRequest())
         for each in answer.statuses:
-            _, dash, digest = each.ref.partition("-")
-            if dash and image.is_digest(digest):
-                known = found.get(digest, (0, 0))
-                found[digest] = max(known, (each.offset, each.total))
+            kind, dash, digest = each.ref.partition("-")
+            if not dash or not image.is_digest(digest):
+                continue
+            known = found.get(digest, runtime.Ingest(total=each.total))
+            side = "ours" if kind == "nodeagent" else "theirs"
+            found[digest] = dataclasses.replace(known, **{side: each.offset})
         return found
+
+    async def progress(self, layers: Sequence[image.Layer]) -> dict[str, runtime.LayerState]:
+        """At most one question per layer that is neither being fetched nor known as unpacked."""
+        ingests = await self.ingests()
+        found: dict[str, runtime.LayerState] = {}
+        below = True  # layers are unpacked from the lowest up
+        for layer in layers:
+            below = below and await self._is_unpacked(layer.chain_id)
+            ingest = ingests.get(layer.digest)
+            if below:
+                state = runtime.LayerState(layer.size, unpacked=True)
+            elif ingest is not None:
+                state = runtime.LayerState(ingest.offset, unpacked=False, theirs=ingest.theirs)
+            else:
+                here = layer.size if await self._has_content(layer.digest) else 0
+                state = runtime.LayerState(here, unpacked=False)
+            found[layer.digest] = state
+        return found
+
+    async def _is_unpacked(self, chain_id: str) -> bool:
+        request = m.UsageRequest(snapshotter=self._snapshotter, key=chain_id)
+        return await self._exists(calls.STAT_SNAPSHOT, request)
+
+    async def _has_content(self, digest: str) -> bool:
+        return await self._exists(calls.CONTENT_INFO, m.Digest(digest=digest))
+
+    async def _exists(self, method: calls.Method[Any, Any], request: wire.Message) -> bool:
+        try:
+            await self.calls.read(method, request)
+            return True
+        except runtime.RuntimeCallError as error:
+            if error.code not in _GONE:
+                raise
+            return False
 
     async def _holds(self) -> list[runtime.Hold]:
         answer = await self.calls.read(
@@ -274,11 +311,12 @@ class Containerd:
         # The store's own copy may have been there before, kept by nobody of ours.
         await self._add(hold.id, m.Resource(id=digest, type="content"))
 
-    async def drop_partials(self, digests: frozenset[str]) -> None:
+    async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
+        kinds = ("nodeagent",) if ours_only else ("layer", "nodeagent")
         answer = await self.calls.read(calls.STATUSES, m.ListRequest())
         for each in answer.statuses:
             kind, _, digest = each.ref.partition("-")
-            if digest in digests and kind in ("layer", "nodeagent"):
+            if digest in digests and kind in kinds:
                 with contextlib.suppress(runtime.RuntimeCallError):
                     await self.calls.change(calls.ABORT, m.AbortRequest(ref=each.ref))
 

@@ -182,6 +182,7 @@ STATUSES = Method(_C + "content.v1.Content/ListStatuses", m.ListRequest, m.Statu
 LIST_LEASES = Method(_C + "leases.v1.Leases/List", m.ListRequest, m.Leases)
 LIST_RESOURCES = Method(_C + "leases.v1.Leases/ListResources", m.LeaseId, m.Resources)
 LIST_SNAPSHOTS = Method(_C + "snapshots.v1.Snapshots/List", m.ListSnapshotsRequest, m.SnapshotInfos)
+STAT_SNAPSHOT = Method(_C + "snapshots.v1.Snapshots/Stat", m.UsageRequest, m.StatSnapshotResponse)
 USAGE = Method(_C + "snapshots.v1.Snapshots/Usage", m.UsageRequest, m.Usage)
 SUBSCRIBE = Method(_C + "events.v1.Events/Subscribe", m.ListRequest, m.Envelope)
 CRI_VERSION = Method(_R + "Version", m.Empty, m.CriVersion)

@@ -251,7 +251,14 @@ class SnapshotInfos(Message):
 
 
 @dataclass(frozen=True)
+class StatSnapshotResponse(Message):
+    info: SnapshotInfo | None = number(1)
+
+
+@dataclass(frozen=True)
 class UsageRequest(Message):
+    """Snapshots.Usage and Snapshots.Stat."""
+
     snapshotter: str = number(1, "")
     key: str = number(2, "")
 

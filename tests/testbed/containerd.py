@@ -58,6 +58,10 @@ _NEWER = """\
 ResponseT = TypeVar("ResponseT", bound=wire.Message)
 
 
+def _same(data: bytes) -> bytes:
+    return data
+
+
 class Containerd:
     """One containerd below one folder. ``start`` after ``kill`` goes on with the same root."""
 
@@ -116,7 +120,8 @@ class Containerd:
         deadline = time.monotonic() + START_SECONDS
         while True:
             with contextlib.suppress(grpc.RpcError), self.channel() as channel:
-                call = channel.unary_unary("/runtime.v1.ImageService/ListImages")
+                path = "/runtime.v1.ImageService/ListImages"
+                call = channel.unary_unary(path, _same, _same)
                 call(b"", timeout=2.0)
                 return
             if not self.alive or time.monotonic() > deadline:
@@ -188,8 +193,8 @@ class Kubelet:
         metadata = [("containerd-namespace", "k8s.io")]
         if lease is not None:
             metadata.append(("containerd-lease", lease))
-        call = self._channel.unary_unary(path)
-        return bytes(await call(request, timeout=timeout, metadata=tuple(metadata)))
+        call = self._channel.unary_unary(path, _same, _same)
+        return await call(request, timeout=timeout, metadata=tuple(metadata))
 
     async def _cri(
         self, method: str, request: wire.Message, response: type[ResponseT], timeout: float = 60.0
@@ -221,8 +226,8 @@ class Kubelet:
 
     async def _many(self, path: str, request: bytes) -> list[bytes]:
         metadata = (("containerd-namespace", "k8s.io"),)
-        call = self._channel.unary_stream(path)(request, timeout=30.0, metadata=metadata)
-        return [bytes(part) async for part in call]
+        call = self._channel.unary_stream(path, _same, _same)
+        return [part async for part in call(request, timeout=30.0, metadata=metadata)]
 
     async def content(self) -> dict[str, m.ContentInfo]:
         parts = await self._many("/containerd.services.content.v1.Content/List", b"")
