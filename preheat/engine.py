@@ -352,14 +352,22 @@ class Engine:
             await self.release(holds[release.hold])
         for ref in decided.pins:
             await self._pin_present(wanted[ref], inventory)
-        if decided.pause:
-            for ref, running in self.running.items():
-                log.warning("pull paused", image=ref, why=decided.pause)
-                running.task.cancel()
-            return
+        for ref in list(self.running) if decided.pause else ():
+            log.warning("pull paused", image=ref, why=decided.pause)
+            await self.halt(ref)
         for ref in decided.pulls:
             self._start(wanted[ref])
         await self._end_unwanted_pulls(inventory, wanted)
+        if decided.pause and decided.releases:
+            # Unpinned images do not suffice: half-fetched ones give their bytes back as well.
+            await self._give_back(inventory)
+
+    async def _give_back(self, inventory: runtime.Inventory) -> None:
+        for hold in inventory.holds:
+            if hold.role == "pull":
+                await self.box.end(hold)
+                if hold.by == "operator":  # what was asked for is done once there is room
+                    await self.box.begin(hold)
 
     async def _end_unwanted_pulls(
         self, inventory: runtime.Inventory, wanted: Mapping[str, wants.Want]

@@ -20,7 +20,12 @@ def row(core: engine.Engine, want: wants.Want) -> status.Status:
         shape = seen.shapes.get(here)
     digest = shape.top.digest if shape is not None else here or ""
     present = planned is not None and planned.present
-    pins = [pin for pin in seen.pinned if pin.ref == want.ref and pin.digest == digest]
+    gone = {release.hold for release in seen.decided.releases}
+    pins = [
+        pin
+        for pin in seen.pinned
+        if pin.ref == want.ref and pin.digest == digest and pin.hold not in gone
+    ]
     skip = next((s for s in seen.decided.skips if s.ref == want.ref), None)
     state, reason = "waiting", "its turn has not come"
     if running is not None:
