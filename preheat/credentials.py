@@ -90,7 +90,6 @@ def from_docker_config(data: bytes, ref: image.Reference) -> runtime.Login | Non
         password=password.rstrip("\0"),
         identity_token=str(entry.get("identitytoken", "")),
         registry_token=str(entry.get("registrytoken", "")),
-        server=ref.host,
     )
 
 
@@ -193,7 +192,6 @@ class Credentials:
             login = runtime.Login(
                 username=str(entry.get("username", "")),
                 password=str(entry.get("password", "")),
-                server=ref.host,
             )
         told = answer.get("cacheDuration")
         seconds = provider.cache_seconds if told is None else _go_duration(str(told))

@@ -97,7 +97,6 @@ class Crio:
             auth = m.AuthConfig(
                 username=login.username,
                 password=login.password,
-                server_address=login.server,
                 identity_token=login.identity_token,
                 registry_token=login.registry_token,
             )

@@ -260,10 +260,7 @@ class Engine:
         if look is None or look.shape is None:
             return "the registry is being asked"
         if look.private and not want.share_private:
-            return (
-                "private: it cannot be pulled without credentials, and once here any pod on the "
-                "node could run it; allow that with share_private"
-            )
+            return wants.PRIVATE
         if failed is not None and (failed.retry_at is None or failed.retry_at > now):
             return failed.message
         if want.by == "policy":

@@ -40,7 +40,7 @@ def row(core: engine.Engine, want: wants.Want) -> status.Status:
     elif failed is not None and (failed.retry_at is None or skip is None or skip.reason != "disk"):
         state, reason = "failed", failed.message
     elif look is not None and look.private and not want.share_private:
-        state, reason = "refused", skip.text if skip is not None else "private"
+        state, reason = "refused", wants.PRIVATE
     elif look is None or look.shape is None:
         state, reason = "looking", "the registry is being asked"
     elif skip is not None:

@@ -100,10 +100,12 @@ class Looks:
             look.task = None
             self._changed()
 
-    @staticmethod
-    def _failed(look: Look, error: PullError) -> None:
+    def _failed(self, look: Look, error: PullError) -> None:
         attempts = look.failed.attempts + 1 if look.failed is not None else 1
         look.failed = failure.after(error, attempts, time.time())
+        if look.failed.retry_at is not None:
+            wait = look.failed.retry_at - time.time()
+            asyncio.get_running_loop().call_later(max(0.0, wait) + 0.01, self._changed)
 
     async def _ask(self, look: Look, section: settings.PreheatSettings) -> None:
         login = await self._logins.login(look.ref, section.credentials)

@@ -230,7 +230,8 @@ class Puller:
             progress.layers[layer.digest] = (min(state.here, layer.size), layer.size)
             if state.theirs is not None:
                 # Growing while we write the same layer ourselves: somebody waits for it.
-                if state.theirs > self._theirs.get(layer.digest, state.theirs):
+                known = self._theirs.get(layer.digest, state.theirs)
+                if state.theirs > known or state.theirs == layer.size:
                     self._foreign.add(layer.digest)
                 self._theirs[layer.digest] = state.theirs
         here = sum(done for done, _ in progress.layers.values())

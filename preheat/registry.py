@@ -115,6 +115,7 @@ class Registry:
                 ),
                 auto_decompress=False,
                 trust_env=True,
+                headers={"User-Agent": "nodeagent"},
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         return self._session

@@ -142,7 +142,6 @@ class Login:
     password: str = ""
     identity_token: str = ""
     registry_token: str = ""
-    server: str = ""
 
 
 class Runtime(Protocol):

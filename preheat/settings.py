@@ -211,7 +211,8 @@ class PreheatSettings(kit.settings.Section):
     stall_timeout: kit.units.Seconds = Field(
         default=120.0,
         ge=1,
-        description="An attempt without a byte for so long is ended and goes on in a new one.",
+        description="An attempt without progress for so long is ended and goes on in a new one. "
+        "containerd shows progress in steps of 1 MiB a layer.",
     )
     partial_keep: kit.units.Seconds = Field(
         default=86400.0, ge=14400, description="How long bytes of an unfinished pull stay."

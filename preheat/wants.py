@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from preheat import image, plan, runtime, settings
 
 
+PRIVATE = (
+    "private: it cannot be pulled without credentials, and once here any pod on the node could "
+    "run it; allow that with share_private"
+)
+
+
 @dataclass(frozen=True)
 class Want:
     """One wanted reference. ``keep``: ``always``, ``never`` or ``for:<seconds>``."""

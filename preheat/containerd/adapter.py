@@ -130,6 +130,11 @@ class Containerd:
             ingest = ingests.get(layer.digest)
             if below:
                 state = runtime.LayerState(layer.size, unpacked=True)
+            elif ingest is not None and ingest.ours is not None:
+                # Somebody else may have completed the layer while we write it.
+                done = await self._has_content(layer.digest)
+                theirs = layer.size if done else ingest.theirs
+                state = runtime.LayerState(ingest.offset, unpacked=False, theirs=theirs)
             elif ingest is not None:
                 state = runtime.LayerState(ingest.offset, unpacked=False, theirs=ingest.theirs)
             else:
@@ -255,7 +260,6 @@ class Containerd:
             auth = m.AuthConfig(
                 username=login.username,
                 password=login.password,
-                server_address=login.server,
                 identity_token=login.identity_token,
                 registry_token=login.registry_token,
             )

@@ -153,7 +153,7 @@ def _check_pull(request: m.PullImageRequest) -> None:
         _require(False, "a pull without a proper reference")
     auth = request.auth
     if auth is not None:
-        fields = (auth.username, auth.password, auth.server_address)
+        fields = (auth.username, auth.password)
         tokens = (auth.identity_token, auth.registry_token)
         fits = all(len(each) <= 64 * 1024 for each in fields + tokens)
         _require(fits, "credentials of more than 64 KiB")

@@ -292,11 +292,14 @@ class ImageSpec(Message):
 
 @dataclass(frozen=True, repr=False)
 class AuthConfig(Message):
-    """Secret: it has no repr on purpose."""
+    """Secret: it has no repr on purpose.
+
+    Without server_address, as the kubelet sends it: containerd compares that with the host it asks,
+    which for some registries and all mirrors is another one.
+    """
 
     username: str = number(1, "")
     password: str = number(2, "")
-    server_address: str = number(4, "")
     identity_token: str = number(5, "")
     registry_token: str = number(6, "")
 

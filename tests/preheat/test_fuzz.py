@@ -69,7 +69,7 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
 
 def message(kind: type[wire.Message]) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(kind)
-    fields = {field.name: strategy(hints[field.name]) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {field.name: strategy(hints[field.name]) for field in dataclasses.fields(kind)}
     return st.builds(kind, **fields)
 
 

@@ -19,6 +19,7 @@ class Seen:
     bytes: int
     range: str
     authorized: bool
+    agent: str = ""  # the client's User-Agent
 
 
 class Proxy:
@@ -203,7 +204,8 @@ class Proxy:
                 with self._lock:
                     authorized = "authorization" in headers
                     span = headers.get("range", "")
-                    self.seen.append(Seen(method, path, status, sent, span, authorized))
+                    agent = headers.get("user-agent", "")
+                    self.seen.append(Seen(method, path, status, sent, span, authorized, agent))
             return True
         finally:
             up_writer.close()
