@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from preheat import image, plan, runtime, settings
 
-
 PRIVATE = (
     "private: it cannot be pulled without credentials, and once here any pod on the node could "
     "run it; allow that with share_private"

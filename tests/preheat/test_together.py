@@ -56,7 +56,7 @@ async def test_a_kubelet_pulling_the_same_image_shares_the_download(
     limit: str | None,
 ) -> None:
     """Under a limit the agent gives way: the pod that waits is not held to the agent's rate."""
-    pushed = images.push("fw/share", "v1", [registry.layer("share", 16 * MB, 92)])
+    pushed = images.push("fw/share", "v1", [registry.layer("share", 48 * MB, 92)])
     ref = f"{gate.host}/fw/share:v1"
     gate.rate = 24 * MB
     async with rig.running(daemon, tmp_path, images=[{"ref": ref}], bytes_per_second=limit) as room:
