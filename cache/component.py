@@ -1,36 +1,254 @@
-"""The cache as the process sees it."""
+"""The cache as the process sees it: which datasets there are, and whose turn it is."""
 
+import asyncio
+import contextlib
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import structlog
 from prometheus_client.core import Metric
 
-import cache.settings
+import kit.child
 import kit.component
+import kit.errors
 import kit.finding
+from cache import describe, hints, metrics, store, view
+from cache.dataset import STORE_SECONDS, VIEW_SECONDS, Dataset
+from cache.settings import CacheSettings, DatasetSettings
+
+log = structlog.get_logger("cache")
+
+# Deleting millions of files takes its time; it is done beside everything else.
+TRASH_SECONDS = 6 * 3600.0
+_LIVE = ("budget", "reserve", "refresh_interval", "source_timeout", "fill", "hints")
 
 
 class Cache:
+    """Holds the datasets; lets one pass run at a time, so that limits are those of the node.
+
+    The one with the highest priority goes first: a job waits for one whole dataset, not for all
+    of them a little.
+    """
+
     name = "cache"
 
     def __init__(
-        self,
-        settings: cache.settings.CacheSettings,
-        *,
-        state_dir: Path,
-        reporter: kit.finding.Reporter,
+        self, settings: CacheSettings, *, state_dir: Path, reporter: kit.finding.Reporter
     ) -> None:
-        self._settings = settings
+        self.settings = settings
+        self.datasets: dict[str, Dataset] = {}
+        self.orphans: dict[str, int] = {}  # folders of no dataset in the settings, and their bytes
+        self._state_dir = state_dir
+        self._reporter = reporter
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._scheduler: asyncio.Task[None] | None = None
+        self._hinter: asyncio.Task[None] | None = None
+        self._trash: asyncio.Task[None] | None = None
+        self._turn = asyncio.Event()
+        self._active: Dataset | None = None
+        self._crashed = ""
 
-    async def start(self) -> None: ...
+    # --- protocol of components -----------------------------------------------------------------
 
-    async def reconcile(self, settings: cache.settings.CacheSettings) -> Sequence[str]:
-        return ()
+    async def start(self) -> None:
+        if os.geteuid() != 0:
+            raise kit.errors.HostError("the cache", "it needs root", "run the agent as root")
+        store_path, views = str(self.settings.store), str(self.settings.views)
+        await kit.child.call(view.check_kernel, deadline=VIEW_SECONDS)
+        await kit.child.call(store.prepare, store_path, deadline=STORE_SECONDS)
+        await kit.child.call(view.prepare, views, deadline=VIEW_SECONDS)
+        await self._add(self.settings.datasets)
+        await self._look_for_orphans()
+        self._empty_trash()
+        self._scheduler = asyncio.create_task(self._schedule(), name="passes")
+        self._hinter = asyncio.create_task(hints.follow(self), name="hints")
 
-    async def stop(self) -> None: ...
+    async def reconcile(self, settings: CacheSettings) -> Sequence[str]:
+        refused = [
+            name
+            for name in ("store", "views")
+            if getattr(settings, name) != getattr(self.settings, name)
+        ]
+        changed = [n for n in _LIVE if getattr(settings, n) != getattr(self.settings, n)]
+        keep = {name: getattr(self.settings, name) for name in refused}
+        wanted = {dataset.name: dataset for dataset in settings.datasets}
+        kept: list[DatasetSettings] = []
+        for name, new in wanted.items():
+            running = self.datasets.get(name)
+            if running is None or self._can_change(running.settings, new):
+                kept.append(new)
+            else:
+                refused.append(f"datasets.{name}.source")
+                kept.append(running.settings)
+        self.settings = settings.model_copy(update={**keep, "datasets": tuple(kept)})
+        for name in [n for n in self.datasets if n not in wanted]:
+            await self._drop(name)
+        if added := [new for new in kept if new.name not in self.datasets]:
+            await self._add(added)
+            await self._look_for_orphans()
+        for new in kept:
+            dataset = self.datasets[new.name]
+            dataset.cache = self.settings
+            if dataset.settings != new:
+                dataset.settings = new
+                dataset.wake()
+        if changed and self._active is not None and self._active.work.running is not None:
+            self._active.work.running.tell(self._active.work.limits(self._others(self._active)))
+        if {"budget", "reserve"} & set(changed):
+            for dataset in self.datasets.values():
+                if dataset.generation.state == "partial" and dataset.generation.left_files:
+                    await dataset.warm()
+        self._turn.set()
+        self._report()
+        return refused
+
+    async def stop(self) -> None:
+        tasks = [*self._tasks.values(), self._hinter, self._trash]
+        for task in tasks:
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(d.stop() for d in self.datasets.values()))
+        if self._scheduler is not None:
+            # It writes down how the pass ended; the pass has just been told to.
+            done, _ = await asyncio.wait({self._scheduler}, timeout=1.0)
+            if not done:
+                self._scheduler.cancel()
+        await asyncio.gather(
+            *(t for t in (*tasks, self._scheduler) if t is not None), return_exceptions=True
+        )
 
     def health(self) -> kit.component.Health:
-        return kit.component.Health(alive=True, ready=True)
+        dead = [name for name, task in self._tasks.items() if task.done()]
+        alive = not dead and not (self._scheduler is not None and self._scheduler.done())
+        reasons = [f"{name}: its task has ended" for name in dead]
+        reasons += [
+            f"{d.name}: not published ({d.why()})"
+            for d in self.datasets.values()
+            if d.stage is view.Stage.NONE and not d.removed
+        ]
+        return kit.component.Health(alive=alive, ready=alive and not reasons, reasons=reasons)
 
     def metrics(self) -> Iterable[Metric]:
-        return ()
+        return metrics.collect(self)
+
+    # --- datasets -------------------------------------------------------------------------------
+
+    async def _add(self, added: Sequence[DatasetSettings]) -> None:
+        new = [Dataset(each, self.settings, self._state_dir, self._turn.set) for each in added]
+        folders = [dataset.folder for dataset in new]
+        found = await kit.child.call(store.adopt, folders, deadline=STORE_SECONDS)
+        for dataset, fields in zip(new, found, strict=True):
+            dataset.adopt(fields)
+            self.datasets[dataset.name] = dataset
+            self._tasks[dataset.name] = asyncio.create_task(dataset.follow(), name=dataset.name)
+
+    async def _drop(self, name: str) -> None:
+        """No longer in the settings: our work for it ends, view and store stay until removed.
+
+        A slip in the settings file must not cost a dataset that took hours to warm.
+        """
+        dataset = self.datasets.pop(name)
+        task = self._tasks.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await dataset.stop()
+        log.warning("dataset is no longer in the settings; its view and store stay", dataset=name)
+        await self._look_for_orphans()
+
+    def _can_change(self, old: DatasetSettings, new: DatasetSettings) -> bool:
+        """What a generation stands for cannot change under a view; the rest can."""
+        return old.source == new.source and old.freshness == new.freshness
+
+    def get(self, name: str) -> Dataset:
+        """NotFoundError names those that exist."""
+        try:
+            return self.datasets[name]
+        except KeyError:
+            names = ", ".join(sorted(self.datasets)) or "none"
+            raise kit.errors.NotFoundError(
+                f"dataset {name!r}", "there is no such dataset", f"there are: {names}"
+            ) from None
+
+    async def remove(self, name: str) -> None:
+        """Take a dataset down: one of the settings, or what is left of one that was there."""
+        if name in self.datasets:
+            await self.datasets[name].remove()
+        else:
+            folders = [f for f in self.orphans if Path(f).parent.name == name]
+            target = str(self.settings.views / name / "data")
+            if not folders and not await asyncio.to_thread(os.path.ismount, target):
+                self.get(name)
+            await kit.child.call(view.take_down, target, deadline=VIEW_SECONDS)
+            for folder in folders:
+                await kit.child.call(
+                    store.discard, str(self.settings.store), folder, deadline=STORE_SECONDS
+                )
+            await self._look_for_orphans()
+        self._empty_trash()
+        self._turn.set()
+
+    async def _look_for_orphans(self) -> None:
+        """Generations that no dataset of the settings has: they take space until removed."""
+        path = str(self.settings.store)
+        found = await kit.child.call(store.inventory, path, deadline=STORE_SECONDS)
+        ours = {dataset.folder for dataset in self.datasets.values()}
+        self.orphans = {
+            item["folder"]: int((item["fields"] or {}).get("used", 0))
+            for item in found
+            if item["folder"] not in ours
+        }
+
+    def _empty_trash(self) -> None:
+        if self._trash is None or self._trash.done():
+            self._trash = asyncio.create_task(self._empty(), name="trash")
+
+    async def _empty(self) -> None:
+        try:
+            await kit.child.call(
+                store.empty_trash, str(self.settings.store), deadline=TRASH_SECONDS
+            )
+        except (kit.errors.AgentError, OSError) as error:
+            log.warning("trash could not be emptied", why=str(error))
+
+    # --- passes ---------------------------------------------------------------------------------
+
+    async def _schedule(self) -> None:
+        """One pass at a time, verifies before fills, then by priority and name."""
+        while True:
+            self._turn.clear()
+            dataset = self._next()
+            if dataset is None:
+                await self._turn.wait()
+                continue
+            self._active = dataset
+            others = self._others(dataset)
+            try:
+                if dataset.work.verify_queued:
+                    await dataset.work.run_verify(others)
+                else:
+                    await dataset.work.run_fill(others)
+            except (kit.errors.AgentError, OSError, RuntimeError) as error:
+                log.error("pass could not be run", dataset=dataset.name, why=str(error))
+                dataset.work.queued = False
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(5.0):
+                        await self._turn.wait()
+            finally:
+                self._active = None
+
+    def _next(self) -> Dataset | None:
+        waiting = [d for d in self.datasets.values() if d.work.wants_turn and not d.removed]
+        waiting.sort(key=lambda d: (not d.work.verify_queued, -d.settings.priority, d.name))
+        return waiting[0] if waiting else None
+
+    def _others(self, dataset: Dataset) -> int:
+        """Bytes of the store that are not this dataset's."""
+        used = sum(d.used() for d in self.datasets.values() if d is not dataset)
+        return used + sum(self.orphans.values())
+
+    def used(self) -> int:
+        return sum(d.used() for d in self.datasets.values()) + sum(self.orphans.values())
+
+    def _report(self) -> None:
+        self._reporter.report("cache", describe.findings(self))

@@ -68,5 +68,6 @@ environment
 if [ "${1:-base}" = full ]; then
   # shellcheck disable=SC2046
   packages $(grep -v '^#' scripts/packages.txt)
+  scripts/runtimes.sh  # containerds and a registry, unpacked and not installed
 fi
 ceph_bindings

@@ -14,6 +14,7 @@ from prometheus_client.aiohttp import make_aiohttp_handler
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+import cache.component
 import kit.errors
 from nodeagent.admin import datasets, images, openapi, page
 
@@ -141,7 +142,7 @@ def application(agent: "Agent") -> web.Application:
     app.add_routes(openapi.routes())
     app.add_routes(page.routes(agent))
     for component in agent.components:
-        if component.name == "cache":
+        if isinstance(component, cache.component.Cache):
             app.add_routes(datasets.routes(component))
         elif component.name == "preheat":
             app.add_routes(images.routes(component))

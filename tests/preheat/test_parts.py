@@ -90,7 +90,9 @@ def messages(kind: Any) -> st.SearchStrategy[Any]:
 ALL = [
     each for each in vars(m).values() if isinstance(each, type) and issubclass(each, wire.Message)
 ]
-EVERY = st.sampled_from([each for each in ALL if each is not wire.Message]).flatmap(messages)
+EVERY = st.sampled_from([each for each in ALL if each is not wire.Message]).flatmap(
+    lambda kind: messages(kind)
+)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)

@@ -1,0 +1,167 @@
+"""Copy one entry into the staging directory, checksummed, with all that is kept of it.
+
+Invariant: what lies in staging under its final name has the bytes that the source had between two
+equal looks at it; whatever fails a check is unlinked before the error goes up.
+"""
+
+import os
+import stat
+
+import xxhash
+
+from cache.fill import control, tree
+from cache.fill.entry import Entry
+
+BLOCK = 1024 * 1024
+_HOLE = 64 * 1024
+_ZEROS = bytes(_HOLE)
+_SOURCE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_STAGED_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class ChangedError(OSError):
+    """The source changed while it was read; nothing was kept."""
+
+
+class Copier:
+    """Reuses one buffer; one for each worker."""
+
+    def __init__(self, throttle: control.Throttle, *, immutable: bool) -> None:
+        """``immutable``: the source is a snapshot, a second look at each file is not needed."""
+        self._throttle = throttle
+        self._immutable = immutable
+        self._buffer = memoryview(bytearray(BLOCK))
+
+    def copy(self, source: int, item: Entry, staging: int) -> int:
+        """``item`` of the directory ``source`` into ``staging``; bytes it takes on the SSD.
+
+        OSError when it cannot be read or written, ChangedError when it changed meanwhile,
+        control.Cancelled. Nothing is left in staging then.
+        """
+        try:
+            if item.is_link:
+                self._copy_link(source, item, staging)
+                self._throttle.step(1, 0)
+                return 0
+            return self._copy_file(source, item, staging)
+        except BaseException:
+            try:
+                os.unlink(item.name, dir_fd=staging)
+            except FileNotFoundError:
+                pass  # it failed before anything was made
+            raise
+
+    def keep(self, item: Entry, data: bytes, staging: int) -> int:
+        """A file whose bytes are here already; as ``copy``."""
+        copy = os.open(item.name, _STAGED_FLAGS, 0o600, dir_fd=staging)
+        try:
+            if _write(copy, memoryview(data), 0):
+                os.ftruncate(copy, item.size)
+            dress(copy, item.uid, item.gid, item.mode, item.mtime_ns)
+            os.setxattr(copy, tree.CHECKSUM, xxhash.xxh3_128_hexdigest(data).encode())
+            return os.fstat(copy).st_blocks * 512
+        except BaseException:
+            os.unlink(item.name, dir_fd=staging)
+            raise
+        finally:
+            os.close(copy)
+
+    def _copy_link(self, source: int, item: Entry, staging: int) -> None:
+        os.symlink(os.readlink(item.name, dir_fd=source), item.name, dir_fd=staging)
+        os.chown(item.name, item.uid, item.gid, dir_fd=staging, follow_symlinks=False)
+        times = (item.mtime_ns, item.mtime_ns)
+        os.utime(item.name, ns=times, dir_fd=staging, follow_symlinks=False)
+
+    def _copy_file(self, source: int, item: Entry, staging: int) -> int:
+        origin = os.open(item.name, _SOURCE_FLAGS, dir_fd=source)
+        try:
+            before = os.fstat(origin)
+            if not stat.S_ISREG(before.st_mode):
+                raise ChangedError(f"{item.name} is no longer a regular file")
+            copy = os.open(item.name, _STAGED_FLAGS, 0o600, dir_fd=staging)
+            try:
+                checksum = self._copy_bytes(origin, copy, before.st_size)
+                if item.xattrs:
+                    tree.copy_xattrs(origin, copy)
+                if not self._immutable and _version(before) != _version(os.fstat(origin)):
+                    raise ChangedError(f"{item.name} changed while it was copied")
+                dress(copy, before.st_uid, before.st_gid, before.st_mode, before.st_mtime_ns)
+                os.setxattr(copy, tree.CHECKSUM, checksum)
+                return os.fstat(copy).st_blocks * 512
+            finally:
+                os.close(copy)
+        finally:
+            os.close(origin)
+
+    def _copy_bytes(self, origin: int, copy: int, size: int) -> bytes:
+        """All bytes, holes left out; the checksum. ChangedError unless there are ``size``."""
+        checksum = xxhash.xxh3_128()
+        offset = 0
+        files = 1  # counted with the first block
+        ends_in_hole = False
+        while count := os.readv(origin, [self._buffer]):
+            block = self._buffer[:count]
+            checksum.update(block)
+            ends_in_hole = _write(copy, block, offset)
+            offset += count
+            self._throttle.step(files, count)
+            files = 0
+            if offset >= size and (self._immutable or count < BLOCK):
+                break  # what was appended meanwhile shows in the second look
+        if offset != size:
+            raise ChangedError(f"{offset} bytes were read of a file of {size}")
+        if files:
+            self._throttle.step(1, 0)
+        if ends_in_hole:
+            os.ftruncate(copy, size)
+        return checksum.hexdigest().encode()
+
+
+def _write(copy: int, block: memoryview, offset: int) -> bool:
+    """Write a block, leaving out long runs of zeros; whether it ended in such a run.
+
+    CephFS does not say where its holes are; comparing with zeros ends at the first other byte.
+    """
+    data = 0  # where the run of bytes that are not zeros began
+    for at in range(0, len(block) - _HOLE + 1, _HOLE):
+        if _is_hole(block[at : at + _HOLE]):
+            _write_all(copy, block[data:at], offset + data)
+            data = at + _HOLE
+    _write_all(copy, block[data:], offset + data)
+    return data == len(block)
+
+
+def _is_hole(part: memoryview) -> bool:
+    return part[0] == 0 and part[-1] == 0 and bytes(part) == _ZEROS
+
+
+def _write_all(copy: int, block: memoryview, offset: int) -> None:
+    while block:
+        written = os.pwrite(copy, block, offset)
+        block, offset = block[written:], offset + written
+
+
+def dress(copy: int, uid: int, gid: int, mode: int, mtime_ns: int) -> None:
+    """Owner, mode and times of a staged file; the owner first, as changing it clears mode bits."""
+    if uid or gid:
+        os.fchown(copy, uid, gid)
+    os.fchmod(copy, stat.S_IMODE(mode))
+    os.utime(copy, ns=(mtime_ns, mtime_ns))
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def checksum(descriptor: int, throttle: control.Throttle, buffer: memoryview) -> str:
+    """Of an open file, read from the disk where the page cache lets go of it."""
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    summed = xxhash.xxh3_128()
+    files = 1
+    while count := os.readv(descriptor, [buffer]):
+        summed.update(buffer[:count])
+        throttle.step(files, count)
+        files = 0
+    if files:
+        throttle.step(1, 0)
+    return summed.hexdigest()

@@ -1,0 +1,353 @@
+"""One pass: from a source to a complete generation, as far as it goes.
+
+Directories are listed first (the skeleton; the overlay can be published then), copying begins with
+the first listing, and a directory is sealed when all below it is.
+"""
+
+import errno
+import os
+import stat
+import time
+from typing import Any
+
+from cache.fill import batch, engine, entry, hintqueue, index, link, native, tree
+from cache.fill.engine import End
+from cache.fill.entry import Entry
+
+SEALS_IN_A_BATCH = 2048
+MOST_RESCANS = 2
+RESCAN_SECONDS = 1.0
+HINTS_IN_FLIGHT = 4
+
+
+class FillPass(engine.Engine):
+    """Scan, copy, seal; ends complete, or partial with the reason."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        super().__init__(task)
+        self.mounted: dict[tuple[str, ...], list[str]] = {}
+        for path in task["mounted"]:
+            parts = tuple(path.split("/"))
+            self.mounted.setdefault(parts[:-1], []).append(parts[-1])
+        self.scanning: set[int] = set()
+        self.copying: set[int] = set()
+        self.chunks: list[int] = []  # ids to copy next, from the index
+        self.full = False  # no room for more files
+        self.cramped = False  # no room even for directories
+        self.skeleton = False  # every directory is in the tree
+        self.hints = hintqueue.HintQueue()
+        self.hinted = False
+        self._no_rescan_before = 0.0
+        with self.index.transaction():
+            # Somebody asked again: what failed before gets new chances.
+            self.index.reset_rescans()
+            for number in self.index.failing():
+                self.index.restart_listing(number)
+
+    def _next_job(self) -> dict[str, Any] | None:
+        if self.cancelled:
+            return None
+        return self._hint_job() or self._scan_job() or self._copy_job()
+
+    # --- scan -----------------------------------------------------------------------------
+
+    def _scan_job(self) -> dict[str, Any] | None:
+        if self.skeleton:
+            return None
+        # One whose listing is begun again waits until its chunks under way are committed.
+        taken = self.scanning | {job["_directory"] for job in self.crew.busy("copy")}
+        taken |= {staged.directory for staged in self.batch.all()}
+        waiting = [n for n in self.index.found(len(taken) + 1) if n not in taken]
+        if not waiting:
+            if not self.scanning and not self.index.found(1):
+                self._skeleton_stands()
+            return None
+        if not self._room(inodes=1).holds(4096, 1):
+            self.cramped = True
+            return None
+        number = waiting[0]
+        path = self.index.path(number)
+        with self.index.transaction():
+            self.index.restart_listing(number)
+        self.scanning.add(number)
+        return {
+            "do": "scan",
+            "directory": number,
+            "path": path,
+            "mounted": self.mounted.get(tuple(path), []),
+            "again": self.resumed,
+        }
+
+    def _skeleton_stands(self) -> None:
+        self.skeleton = True
+        self.totals = self.index.totals()
+        self.link.say("skeleton")
+
+    def _scanned_part(self, answer: dict[str, Any]) -> None:
+        number = answer["directory"]
+        with self.index.transaction():
+            if answer.get("location"):
+                self.index.locate(number, answer["location"])
+            if answer["folders"]:
+                self.index.add_directories(number, [Entry(*e) for e in answer["folders"]])
+            if answer["chunk"]:
+                self.index.add_chunk(number, [Entry(*e) for e in answer["chunk"]])
+            for name, why, lasting in answer["failed"]:
+                self.index.fail(number, name, why, lasting=lasting)
+
+    def _scanned(self, answer: dict[str, Any]) -> None:
+        number = answer["directory"]
+        self.scanning.discard(number)
+        with self.index.transaction():
+            if self.resumed:
+                self.index.drop_vanished(number, set(answer["names"]))
+            self.index.listed(
+                number,
+                entries=answer["entries"],
+                files=answer["files"],
+                size=answer["bytes"],
+                stored=tuple(answer["stored"]),
+                skipped=answer["skipped"],
+            )
+
+    # --- copy -----------------------------------------------------------------------------
+
+    def _copy_job(self) -> dict[str, Any] | None:
+        if self.full:
+            return None
+        if not self.chunks:
+            taken = self.copying | {s.chunk.id for s in self.batch.all() if s.chunk}
+            ahead = self.index.next_chunks(len(taken) + 64)
+            self.chunks = [number for number in ahead if number not in taken]
+        if not self.chunks:
+            return None
+        chunk = self.index.chunk(self.chunks.pop(0))
+        items = self._that_fit(chunk)
+        if not items:
+            self.full = True
+            return None
+        self.copying.add(chunk.id)
+        return {
+            "do": "copy",
+            "chunk": chunk.id,
+            "path": self.index.path(chunk.directory),
+            "entries": items,
+            "location": self.index.location(chunk.directory),
+            "hinted": self.hinted,
+            "_chunk": chunk,
+            "_directory": chunk.directory,
+            "_allocated": sum(item.allocated for item in items),
+            "_inodes": len(items),
+        }
+
+    def _that_fit(self, chunk: index.Chunk) -> list[Entry]:
+        room = self._room(inodes=len(chunk.entries))
+        if room.holds(chunk.allocated, len(chunk.entries)):
+            return chunk.entries
+        taken: list[Entry] = []
+        size = 0
+        for item in chunk.entries:
+            if not room.holds(size + item.allocated, len(taken) + 1):
+                break
+            size += item.allocated
+            taken.append(item)
+        return taken
+
+    def _copied(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
+        chunk: index.Chunk = job["_chunk"]
+        self.copying.discard(chunk.id)
+        given = {item.name for item in job["entries"]}
+        left = {item.name for item in chunk.entries} - given | set(answer["left"])
+        if answer["stopped"] == "full":
+            self.full = True
+        files, size, allocated = answer["staged"]
+        self.batch.add(
+            batch.Staged(
+                chunk, str(chunk.id), chunk.directory, files, size, allocated,
+                answer["failed"], answer["links"], left,
+            )
+        )  # fmt: skip
+
+    # --- seal -------------------------------------------------------------------------------
+
+    def _seals(self) -> list[int]:
+        return self.index.sealable(SEALS_IN_A_BATCH)
+
+    # --- the end ----------------------------------------------------------------------------
+
+    def _end_if_done(self) -> None:
+        """Called when nothing is under way and nothing is staged."""
+        if self.cancelled:
+            raise End("cancelled")
+        if not self.skeleton and not self.cramped:
+            return
+        if not self.full and not self.cramped:
+            if self.index.next_chunks(1) or self.index.sealable(1):
+                return
+            if self.index.directory(index.ROOT).state == index.SEALED:
+                self._finish()
+                return
+            if self._rescan_what_failed():
+                return
+        self.totals = self.index.totals()
+        if self.full or self.cramped:
+            files, size = self.index.left()
+            raise End("partial", f"no room: {files} files, {size} bytes stay out")
+        raise End("partial", f"{self.totals.failed} entries could not be copied")
+
+    def _rescan_what_failed(self) -> bool:
+        """Whether there is something left to try once more, after a short wait."""
+        again = self.index.retriable(MOST_RESCANS)
+        if not again:
+            return False
+        if self._no_rescan_before == 0.0:
+            self._no_rescan_before = time.monotonic() + RESCAN_SECONDS
+        elif time.monotonic() >= self._no_rescan_before:
+            self._no_rescan_before = 0.0
+            with self.index.transaction():
+                for number in again:
+                    self._rescan(number)
+        return True
+
+    def _rescan(self, number: int) -> None:
+        """List a directory again: what failed may have changed or gone."""
+        self.index.count_rescan(number)
+        self.index.restart_listing(number)
+        self.skeleton = False
+        self.resumed = True
+        self.chunks = []
+
+    def _finish(self) -> None:
+        committer = self.crew.committer
+        if committer is not None:
+            self.crew.give(committer, {"do": "finish"})
+
+    # --- answers ----------------------------------------------------------------------------
+
+    def _take_part(self, answer: dict[str, Any]) -> None:
+        self._scanned_part(answer)
+
+    def _take(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
+        match answer["did"]:
+            case "scan":
+                self._scanned(answer)
+            case "copy":
+                self._copied(job, answer)
+            case "hint":
+                self.batch.add(batch.Staged(None, answer["chunk"], job["_directory"]))
+            case "finish":
+                self.totals = self.index.totals()
+                raise End("complete")
+
+    def _failed(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
+        no_room = answer.get("errno") in (errno.ENOSPC, errno.EDQUOT)
+        if job["do"] == "scan" and not answer.get("cancelled") and not no_room:
+            self._scan_failed(job, str(answer["error"]))
+        else:
+            super()._failed(job, answer)
+
+    def _scan_failed(self, job: dict[str, Any], why: str) -> None:
+        self._forget(job)
+        number = job["directory"]
+        with self.index.transaction():
+            self.index.restart_listing(number)
+            self.index.fail(number, ".", f"cannot be listed: {why}", lasting=False)
+            self.index.listed(number, entries=0, files=0, size=0, stored=(0, 0, 0), skipped=0)
+        if number == index.ROOT:
+            raise End("failed", f"the root of the source cannot be listed: {why}")
+
+    def _no_room(self) -> None:
+        self.full = True
+
+    def _forget(self, job: dict[str, Any]) -> None:
+        super()._forget(job)
+        if job["do"] == "scan":
+            self.scanning.discard(job["directory"])
+            self.resumed = True
+        if job["do"] == "copy":
+            self.copying.discard(job["chunk"])
+
+    # --- hints ------------------------------------------------------------------------------
+
+    def _hint_job(self) -> dict[str, Any] | None:
+        if self.full or len(self.crew.busy("hint")) >= HINTS_IN_FLIGHT:
+            return None
+        hint = self.hints.next(self.index)
+        if hint is None:
+            return None
+        number, path, names = hint
+        with self.index.transaction():
+            self.index.prefer(number, 1)
+        self.chunks = []
+        self.hinted = True
+        folder = f"h{time.monotonic_ns()}"
+        return {
+            "do": "hint",
+            "path": path,
+            "names": names,
+            "chunk": folder,
+            "_directory": number,
+            "_allocated": 0,
+            "_inodes": len(names),
+        }
+
+    # --- what it says ---------------------------------------------------------------------
+
+    def _heard(self, command: dict[str, Any]) -> None:
+        if command["do"] == "hints":
+            self.hints.take(command["paths"])
+
+    def _last_words(self) -> dict[str, Any]:
+        files, size = self.index.left()
+        return {"used": self._used(), "left_files": files, "left_bytes": size, "full": self.full}
+
+    def _phase(self) -> str:
+        return "filling" if self.skeleton else "scanning"
+
+    def _counts(self) -> dict[str, int]:
+        if not self.skeleton:
+            self.totals = self.index.totals()
+        totals = self.totals
+        return {
+            "files_total": totals.files,
+            "bytes_total": totals.bytes,
+            "files_done": totals.done_files,
+            "bytes_done": totals.done_bytes,
+            "failed": totals.failed,
+        }
+
+
+def root_entry(source: str) -> Entry:
+    """The root of the source as a directory entry. OSError when it is not there."""
+    descriptor = tree.open_root(source)
+    try:
+        return entry.of("", os.fstat(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def start(task: dict[str, Any]) -> FillPass:
+    """A pass ready to run: the root of the tree dressed as the source's."""
+    root = root_entry(task["source"])
+    if not stat.S_ISDIR(root.mode):
+        raise NotADirectoryError(20, "the source is not a directory")
+    if task["native"] is not None and not native.available():
+        task["native"] = None
+    made = FillPass(task)
+    made.index.add_root(root)
+    source, top = tree.open_root(task["source"]), tree.open_root(str(made.generation / "tree"))
+    try:
+        tree.dress_directory(top, root, source)
+    finally:
+        os.close(source)
+        os.close(top)
+    return made
+
+
+def main() -> None:
+    """``python -m cache.fill.fillpass``: the task is the first line of standard input."""
+    link.serve(start)
+
+
+if __name__ == "__main__":
+    main()

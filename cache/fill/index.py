@@ -1,0 +1,418 @@
+"""The index of a generation: which directories and files there are, and what is still to copy.
+
+sqlite beside the tree. It is an index, not the truth: the truth is the tree and its marks. A row
+may claim more than a power cut left on the disk, so before a directory is sealed its entries are
+counted in the tree, and when the file is lost or damaged a scan makes it anew.
+
+    directories  state: 0 found, 1 listed, 2 sealed (opaque). waiting: its chunks not yet
+                 committed plus its subdirectories not yet sealed.
+    chunks       up to CHUNK_ENTRIES entries of one directory still to copy, zlib of JSON
+    failures     entries that could not be copied, with the reason
+"""
+
+import json
+import sqlite3
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cache.fill.entry import Entry
+
+FORMAT = 1
+CHUNK_ENTRIES = 256
+ROOT = 1
+
+FOUND, LISTED, SEALED = 0, 1, 2
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE directories (
+    id INTEGER PRIMARY KEY, parent INTEGER, name TEXT NOT NULL, attributes TEXT NOT NULL,
+    state INTEGER NOT NULL DEFAULT 0, waiting INTEGER NOT NULL DEFAULT 0,
+    entries INTEGER NOT NULL DEFAULT 0, files INTEGER NOT NULL DEFAULT 0,
+    bytes INTEGER NOT NULL DEFAULT 0, done_files INTEGER NOT NULL DEFAULT 0,
+    done_bytes INTEGER NOT NULL DEFAULT 0, allocated INTEGER NOT NULL DEFAULT 0,
+    skipped INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
+    rescans INTEGER NOT NULL DEFAULT 0, location TEXT, UNIQUE (parent, name));
+CREATE INDEX directories_found ON directories (id) WHERE state = 0;
+CREATE TABLE chunks (
+    id INTEGER PRIMARY KEY, directory INTEGER NOT NULL, priority INTEGER NOT NULL DEFAULT 0,
+    files INTEGER NOT NULL, bytes INTEGER NOT NULL, allocated INTEGER NOT NULL,
+    entries BLOB NOT NULL);
+CREATE INDEX chunks_order ON chunks (priority DESC, id);
+CREATE INDEX chunks_directory ON chunks (directory);
+CREATE TABLE failures (
+    directory INTEGER NOT NULL, name TEXT NOT NULL, reason TEXT NOT NULL, lasting INTEGER NOT NULL,
+    PRIMARY KEY (directory, name)) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Files are all entries but directories; bytes are of regular files."""
+
+    files: int
+    bytes: int
+    done_files: int
+    done_bytes: int
+    directories: int
+    listed: int
+    sealed: int
+    allocated: int  # bytes of the SSD that the done files take
+    skipped: int
+    failed: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    id: int
+    directory: int
+    files: int
+    bytes: int
+    allocated: int
+    entries: list[Entry]
+
+
+@dataclass(frozen=True)
+class Directory:
+    id: int
+    parent: int | None
+    name: str
+    attributes: list[Any]  # an Entry's fields
+    state: int
+    waiting: int
+    entries: int
+    failed: int
+    rescans: int
+
+
+def _encode(text: str) -> str:
+    """sqlite refuses lone surrogates; JSON's escapes carry them."""
+    return json.dumps(text)[1:-1] if not text.isprintable() or "\\" in text else text
+
+
+class Index:
+    """Used by one pass at a time. ``open`` makes it anew when it is damaged or too old."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._db = connection
+
+    @classmethod
+    def open(cls, path: Path) -> "Index":
+        try:
+            return cls(cls._connect(path))
+        except sqlite3.DatabaseError:
+            for suffix in ("", "-wal", "-shm"):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            return cls(cls._connect(path))
+
+    @classmethod
+    def read_only(cls, path: str) -> "Index":
+        """For looking only, also while a pass writes. OSError when there is none."""
+        if not Path(path).exists():
+            raise FileNotFoundError(2, "no index", path)
+        return cls(sqlite3.connect(path, isolation_level=None, timeout=10.0))
+
+    @staticmethod
+    def _connect(path: Path) -> sqlite3.Connection:
+        db = sqlite3.connect(path, isolation_level=None, timeout=10.0)
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=NORMAL")
+            db.execute("PRAGMA cache_size=-8192")
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
+            elif version != FORMAT:
+                raise sqlite3.DatabaseError(f"index of format {version}")
+            elif (said := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise sqlite3.DatabaseError(said)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def close(self) -> None:
+        self._db.close()
+
+    def transaction(self) -> "sqlite3.Connection":
+        """``with index.transaction():`` commits at the end, rolls back on an error."""
+        self._db.execute("BEGIN")
+        return self._db
+
+    def get(self, key: str) -> str | None:
+        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def put(self, key: str, value: str) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def add_root(self, root: Entry) -> None:
+        self._db.execute(
+            "INSERT OR IGNORE INTO directories (id, parent, name, attributes) "
+            "VALUES (?, NULL, '', ?)",
+            (ROOT, json.dumps(root)),
+        )
+
+    def add_directories(self, parent: int, entries: Iterable[Entry]) -> None:
+        """Subdirectories as found; one known already only gets its new attributes."""
+        self._db.executemany(
+            "INSERT INTO directories (parent, name, attributes) VALUES (?, ?, ?) "
+            "ON CONFLICT (parent, name) DO UPDATE SET attributes = excluded.attributes",
+            [(parent, _encode(entry.name), json.dumps(entry)) for entry in entries],
+        )
+
+    def add_chunk(self, directory: int, entries: list[Entry]) -> None:
+        self._db.execute(
+            "INSERT INTO chunks (directory, files, bytes, allocated, entries) "
+            "VALUES (?, ?, ?, ?, ?)",
+            (directory, *_packed(entries)),
+        )
+
+    def locate(self, directory: int, location: list[Any]) -> None:
+        """Where the objects of its files lie, for reading past the mount."""
+        self._db.execute(
+            "UPDATE directories SET location = ? WHERE id = ?", (json.dumps(location), directory)
+        )
+
+    def location(self, directory: int) -> list[Any] | None:
+        row = self._db.execute(
+            "SELECT location FROM directories WHERE id = ?", (directory,)
+        ).fetchone()
+        return None if row is None or row[0] is None else list(json.loads(row[0]))
+
+    def restart_listing(self, directory: int) -> None:
+        """Forget what an unfinished or outdated listing of it left."""
+        self._db.execute("DELETE FROM chunks WHERE directory = ?", (directory,))
+        self._db.execute("DELETE FROM failures WHERE directory = ?", (directory,))
+        self._db.execute(
+            "UPDATE directories SET state = 0, waiting = 0, entries = 0, files = 0, bytes = 0, "
+            "done_files = 0, done_bytes = 0, allocated = 0, skipped = 0, failed = 0 WHERE id = ?",
+            (directory,),
+        )
+
+    def listed(
+        self, directory: int, *, entries: int, files: int, size: int, stored: tuple[int, int, int],
+        skipped: int,
+    ) -> None:  # fmt: skip
+        """A listing is complete. ``stored``: files, bytes, allocated that the tree had already."""
+        self._db.execute(
+            "UPDATE directories SET state = 1, entries = ?, files = ?, bytes = ?, "
+            "done_files = done_files + ?, done_bytes = done_bytes + ?, "
+            "allocated = allocated + ?, skipped = ?, failed = "
+            "(SELECT count(*) FROM failures WHERE directory = directories.id), waiting = "
+            "(SELECT count(*) FROM chunks WHERE directory = directories.id) + "
+            "(SELECT count(*) FROM directories AS d "
+            "WHERE d.parent = directories.id AND d.state < 2) WHERE id = ?",
+            (entries, files, size, *stored, skipped, directory),
+        )
+
+    def committed(
+        self, chunk: Chunk, files: int, size: int, allocated: int, failed: int, left: list[Entry]
+    ) -> None:
+        """A chunk is in the tree, but for what failed and what is ``left`` for another time."""
+        if left:
+            self._db.execute(
+                "UPDATE chunks SET files = ?, bytes = ?, allocated = ?, entries = ? WHERE id = ?",
+                (*_packed(left), chunk.id),
+            )
+        else:
+            self._db.execute("DELETE FROM chunks WHERE id = ?", (chunk.id,))
+        self._db.execute(
+            "UPDATE directories SET done_files = done_files + ?, done_bytes = done_bytes + ?, "
+            "allocated = allocated + ?, failed = failed + ?, waiting = waiting - ? WHERE id = ?",
+            (files, size, allocated, failed, 0 if left else 1, chunk.directory),
+        )
+
+    def sealed(self, directory: int) -> None:
+        """Mark it, and tell its parent that one less is waited for."""
+        self._db.execute("UPDATE directories SET state = 2 WHERE id = ?", (directory,))
+        self._db.execute(
+            "UPDATE directories SET waiting = waiting - 1 "
+            "WHERE id = (SELECT parent FROM directories WHERE id = ?)",
+            (directory,),
+        )
+
+    def unseal(self, directory: int) -> list[int]:
+        """It and all above it are no longer complete; returns those, the deepest first."""
+        changed = []
+        current: int | None = directory
+        while current is not None:
+            row = self._db.execute(
+                "SELECT state, parent FROM directories WHERE id = ?", (current,)
+            ).fetchone()
+            if row is None or row[0] != SEALED:
+                break
+            self._db.execute("UPDATE directories SET state = 1 WHERE id = ?", (current,))
+            changed.append(current)
+            current = row[1]
+            if current is not None:
+                self._db.execute(
+                    "UPDATE directories SET waiting = waiting + 1 WHERE id = ?", (current,)
+                )
+        return changed
+
+    def drop_vanished(self, directory: int, seen: set[str]) -> list[str]:
+        """Subdirectories that a new listing no longer has; rows of everything below go too."""
+        gone = [
+            (int(row[0]), _decode(row[1]))
+            for row in self._db.execute(
+                "SELECT id, name FROM directories WHERE parent = ?", (directory,)
+            )
+            if _decode(row[1]) not in seen
+        ]
+        for number, _ in gone:
+            below = (
+                "WITH RECURSIVE below(id) AS (SELECT ? UNION ALL SELECT d.id FROM directories d "
+                "JOIN below ON d.parent = below.id) "
+            )
+            for table, key in (
+                ("chunks", "directory"), ("failures", "directory"), ("directories", "id"),
+            ):  # fmt: skip
+                self._db.execute(
+                    f"{below} DELETE FROM {table} WHERE {key} IN (SELECT id FROM below)", (number,)
+                )
+        return [name for _, name in gone]
+
+    def fail(self, directory: int, name: str, reason: str, *, lasting: bool) -> None:
+        self._db.execute(
+            "INSERT OR REPLACE INTO failures VALUES (?, ?, ?, ?)",
+            (directory, _encode(name), reason, int(lasting)),
+        )
+
+    def failures(self, limit: int, after: tuple[int, str] = (0, "")) -> list[tuple[int, str, str]]:
+        """(directory, name, reason) in order, from behind ``after``."""
+        rows = self._db.execute(
+            "SELECT directory, name, reason FROM failures WHERE (directory, name) > (?, ?) "
+            "ORDER BY directory, name LIMIT ?",
+            (after[0], _encode(after[1]), limit),
+        )
+        return [(int(d), _decode(n), str(r)) for d, n, r in rows]
+
+    def retriable(self, most_rescans: int) -> list[int]:
+        """Directories whose failures may pass, with rescans left."""
+        rows = self._db.execute(
+            "SELECT DISTINCT d.id FROM directories d JOIN failures f ON f.directory = d.id "
+            "WHERE f.lasting = 0 AND d.rescans < ?",
+            (most_rescans,),
+        )
+        return [int(row[0]) for row in rows]
+
+    def failing(self) -> list[int]:
+        rows = self._db.execute("SELECT DISTINCT directory FROM failures")
+        return [int(row[0]) for row in rows]
+
+    def count_rescan(self, directory: int) -> None:
+        self._db.execute("UPDATE directories SET rescans = rescans + 1 WHERE id = ?", (directory,))
+
+    def reset_rescans(self) -> None:
+        self._db.execute("UPDATE directories SET rescans = 0")
+
+    def directory(self, number: int) -> Directory:
+        row = self._db.execute(
+            "SELECT id, parent, name, attributes, state, waiting, entries, failed, rescans "
+            "FROM directories WHERE id = ?",
+            (number,),
+        ).fetchone()
+        return Directory(
+            row[0], row[1], _decode(row[2]), json.loads(row[3]), row[4], row[5], row[6], row[7],
+            row[8],
+        )  # fmt: skip
+
+    def path(self, directory: int) -> list[str]:
+        """Names from below the root to it."""
+        rows = self._db.execute(
+            "WITH RECURSIVE up(id, parent, name, depth) AS ("
+            "SELECT id, parent, name, 0 FROM directories WHERE id = ? UNION ALL "
+            "SELECT d.id, d.parent, d.name, depth + 1 FROM directories d "
+            "JOIN up ON d.id = up.parent) "
+            "SELECT name FROM up WHERE parent IS NOT NULL ORDER BY depth DESC",
+            (directory,),
+        )
+        return [_decode(row[0]) for row in rows]
+
+    def find(self, path: list[str]) -> int | None:
+        """The directory at ``path``, if it is known."""
+        current = ROOT
+        for name in path:
+            row = self._db.execute(
+                "SELECT id FROM directories WHERE parent = ? AND name = ?", (current, _encode(name))
+            ).fetchone()
+            if row is None:
+                return None
+            current = int(row[0])
+        return current
+
+    def found(self, limit: int) -> list[int]:
+        """Directories not yet listed, in the order in which they were found."""
+        rows = self._db.execute("SELECT id FROM directories WHERE state = 0 LIMIT ?", (limit,))
+        return [int(row[0]) for row in rows]
+
+    def sealable(self, limit: int) -> list[int]:
+        """Listed directories in which nothing is waited for and nothing failed."""
+        rows = self._db.execute(
+            "SELECT id FROM directories WHERE state = 1 AND waiting = 0 AND failed = 0 LIMIT ?",
+            (limit,),
+        )
+        return [int(row[0]) for row in rows]
+
+    def sealed_directories(self, after: int, limit: int) -> list[int]:
+        rows = self._db.execute(
+            "SELECT id FROM directories WHERE id > ? AND state > 0 ORDER BY id LIMIT ?",
+            (after, limit),
+        )
+        return [int(row[0]) for row in rows]
+
+    def next_chunks(self, limit: int) -> list[int]:
+        rows = self._db.execute(
+            "SELECT id FROM chunks ORDER BY priority DESC, id LIMIT ?", (limit,)
+        )
+        return [int(row[0]) for row in rows]
+
+    def chunk(self, number: int) -> Chunk:
+        row = self._db.execute(
+            "SELECT id, directory, files, bytes, allocated, entries FROM chunks WHERE id = ?",
+            (number,),
+        ).fetchone()
+        entries = [Entry(*fields) for fields in json.loads(zlib.decompress(row[5]))]
+        return Chunk(row[0], row[1], row[2], row[3], row[4], entries)
+
+    def left(self) -> tuple[int, int]:
+        """Files and bytes in chunks."""
+        row = self._db.execute(
+            "SELECT coalesce(sum(files), 0), coalesce(sum(bytes), 0) FROM chunks"
+        ).fetchone()
+        return int(row[0]), int(row[1])
+
+    def prefer(self, directory: int, priority: int) -> None:
+        """Fetch what is left of a directory sooner."""
+        self._db.execute(
+            "UPDATE chunks SET priority = ? WHERE directory = ? AND priority < ?",
+            (priority, directory, priority),
+        )
+
+    def totals(self) -> Totals:
+        row = self._db.execute(
+            "SELECT coalesce(sum(files), 0), coalesce(sum(bytes), 0), coalesce(sum(done_files), 0),"
+            " coalesce(sum(done_bytes), 0), count(*), coalesce(sum(state > 0), 0),"
+            " coalesce(sum(state > 1), 0), coalesce(sum(allocated), 0), coalesce(sum(skipped), 0)"
+            " FROM directories"
+        ).fetchone()
+        failed = self._db.execute("SELECT count(*) FROM failures").fetchone()[0]
+        return Totals(*(int(value) for value in (*row, failed)))
+
+
+def _packed(entries: list[Entry]) -> tuple[int, int, int, bytes]:
+    """Columns of a chunk."""
+    return (
+        len(entries),
+        sum(entry.size for entry in entries if entry.is_file),
+        sum(entry.allocated for entry in entries),
+        zlib.compress(json.dumps(entries).encode(), 1),
+    )
+
+
+def _decode(text: str) -> str:
+    return str(json.loads(f'"{text}"')) if "\\" in text else text

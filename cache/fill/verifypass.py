@@ -1,0 +1,205 @@
+"""A pass that reads the store against its checksums, and replaces what is bad.
+
+A replacement is copied from the source, staged, made durable and renamed over the bad file: no
+moment without the name, even under a bind of the store. What cannot be replaced is reported; the
+agent puts the overlay in place and has it withdrawn (the second task of this module).
+"""
+
+import time
+from typing import Any
+
+from cache.fill import batch, engine, link
+from cache.fill.engine import End
+from cache.fill.entry import Entry
+
+# Jobs read the same SSD: two readers find bad blocks in good time and leave it to them.
+STORE_WORKERS = 2
+AHEAD = 64
+
+
+class VerifyPass(engine.Engine):
+    """Shares the workers, the index and the commits with a fill."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        super().__init__(task)
+        self.after = 0
+        self.directories: list[int] = []
+        self.bad: list[tuple[int, Entry]] = []
+        self.repairs: dict[str, list[Entry]] = {}
+        self.checked = [0, 0]
+        self.found = 0
+        self.replaced = 0
+        self.unreplaced: list[list[Any]] = []
+        self.stopped = False
+
+    def _limits(self, limits: dict[str, Any]) -> None:
+        if not self.task["against_source"]:  # limits are for reading from sources
+            limits = {**limits, "workers": STORE_WORKERS, "bytes_per_second": 0,
+                      "files_per_second": 0}  # fmt: skip
+        super()._limits(limits)
+
+    def _next_job(self) -> dict[str, Any] | None:
+        if self.cancelled:
+            return None
+        return self._repair_job() or self._verify_job()
+
+    def _verify_job(self) -> dict[str, Any] | None:
+        if not self.directories:
+            self.directories = self.index.sealed_directories(self.after, AHEAD)
+            if not self.directories:
+                return None
+        number = self.directories.pop(0)
+        self.after = number
+        return {
+            "do": "verify",
+            "directory": number,
+            "path": self.index.path(number),
+            "source": self.task["against_source"],
+        }
+
+    def _repair_job(self) -> dict[str, Any] | None:
+        if not self.bad:
+            return None
+        number, item = self.bad.pop()
+        folder = f"b{time.monotonic_ns()}"
+        self.repairs[folder] = [item]
+        return {
+            "do": "copy",
+            "chunk": folder,
+            "path": self.index.path(number),
+            "entries": [item],
+            "location": None,
+            "hinted": False,
+            "_directory": number,
+            "_allocated": item.allocated,
+            "_inodes": 1,
+        }
+
+    def _copied(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
+        repaired = batch.Staged(None, answer["chunk"], job["_directory"], failed=answer["failed"])
+        for name in [entry[0] for entry in answer["failed"]] + answer["left"]:
+            self.unreplaced.append([job["path"], name])
+        self.replaced += answer["staged"][0]
+        self.batch.add(repaired)
+
+    def _verified(self, answer: dict[str, Any]) -> None:
+        self.checked[0] += answer["checked"][0]
+        self.checked[1] += answer["checked"][1]
+        self.stopped = self.stopped or answer["stopped"]
+        path = self.index.path(answer["directory"]) if answer["bad"] else []
+        for fields, fault in answer["bad"]:
+            item = Entry(*fields)
+            self.found += 1
+            self.link.say("note", text=f"bad file {'/'.join([*path, item.name])!r}: {fault}")
+            if self.task["reachable"]:
+                self.bad.append((answer["directory"], item))
+            else:
+                self.unreplaced.append([path, item.name])
+
+    def _take(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
+        if answer["did"] == "verify":
+            self._verified(answer)
+        else:
+            self._copied(job, answer)
+
+    def _lost(self, job: dict[str, Any] | None) -> None:
+        if job is not None and job["do"] == "verify":
+            self.directories.insert(0, job["directory"])
+        elif job is not None and job["do"] == "copy":
+            self.bad += [(job["_directory"], item) for item in self.repairs[job["chunk"]]]
+            super()._lost(job)
+        else:
+            super()._lost(job)
+
+    def _end_if_done(self) -> None:
+        if self.cancelled:
+            raise End("cancelled")
+        if self.bad or self.index.sealed_directories(self.after, 1):
+            return
+        raise End("bad" if self.unreplaced else "good")
+
+    def _last_words(self) -> dict[str, Any]:
+        return {
+            "checked_files": self.checked[0],
+            "checked_bytes": self.checked[1],
+            "bad": self.found,
+            "replaced": self.replaced,
+            "unreplaced": self.unreplaced[:10_000],
+        }
+
+    def _phase(self) -> str:
+        return "verifying"
+
+    def _counts(self) -> dict[str, int]:
+        return {
+            "files_total": self.totals.done_files,
+            "bytes_total": self.totals.done_bytes,
+            "files_done": self.checked[0],
+            "bytes_done": self.checked[1],
+            "failed": self.found,
+        }
+
+
+class WithdrawPass(engine.Engine):
+    """Takes bad files out of the tree, and the marks off the directories above them."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        super().__init__(task)
+        self.withdrawn = 0
+        self.waiting = list(task["withdraw"])
+        self.unsealed: set[int] = set()
+
+    def _next_job(self) -> dict[str, Any] | None:
+        if self.crew.busy("unseal", "prune") or not self.waiting:
+            return None
+        path, name = self.waiting[0]
+        number = self.index.find(path)
+        if number is None:
+            self.waiting.pop(0)
+            return None
+        if number not in self.unsealed:
+            # The marks go first: without a file below its mark, readers would get ENOENT.
+            self.unsealed.add(number)
+            with self.index.transaction():
+                changed = self.index.unseal(number)
+            return {"do": "unseal", "paths": [self.index.path(each) for each in changed]}
+        self.waiting.pop(0)
+        self.withdrawn += 1
+        with self.index.transaction():
+            self.index.restart_listing(number)
+        return {"do": "prune", "directory": number, "path": path, "names": [name]}
+
+    def _end_if_done(self) -> None:
+        if not self.waiting:
+            raise End("withdrawn")
+
+    def _last_words(self) -> dict[str, Any]:
+        return {"withdrawn": self.withdrawn}
+
+    def _take(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
+        """The marks are off, or the file is gone; the next job follows."""
+
+    def _phase(self) -> str:
+        return "withdrawing"
+
+    def _counts(self) -> dict[str, int]:
+        done = self.withdrawn
+        return {"files_total": done + len(self.waiting), "bytes_total": 0, "files_done": done,
+                "bytes_done": 0, "failed": 0}  # fmt: skip
+
+
+def start(task: dict[str, Any]) -> engine.Engine:
+    """A pass ready to run. The tree keeps its dress: nothing of it changes but bad files."""
+    made: engine.Engine = WithdrawPass(task) if "withdraw" in task else VerifyPass(task)
+    if made.index.totals().directories == 0:
+        raise OSError(2, "the index of this generation is lost; warm it again to rebuild it")
+    return made
+
+
+def main() -> None:
+    """``python -m cache.fill.verifypass``: the task is the first line of standard input."""
+    link.serve(start)
+
+
+if __name__ == "__main__":
+    main()

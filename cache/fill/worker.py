@@ -1,0 +1,473 @@
+"""A worker of a pass: lists directories, copies chunks, commits batches, verifies.
+
+A process of its own, because every call on the source may hang. It gets jobs on standard input and
+answers on standard output; it ends when the pass closes them or dies. Nothing that it does touches
+the tree except ``commit`` and ``seal``, which only ever rename whole, durable files into place.
+"""
+
+import contextlib
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cache.fill import control, copying, entry, index, messages, native, tree
+from cache.fill.entry import Entry
+from linux import processes, syscalls
+
+JOBS, ANSWERS = 0, 1
+# A chunk is left for another time after so long: what is staged gets committed, hints get a turn.
+CHUNK_SECONDS = 2.0
+
+
+def reason(error: OSError) -> str:
+    """For people, without paths of ours."""
+    if isinstance(error, copying.ChangedError):
+        return str(error)
+    return error.strerror or str(error)
+
+
+def is_lasting(error: OSError) -> bool:
+    """Whether trying again soon is pointless."""
+    return error.errno in (1, 13, 36)  # EPERM, EACCES, ENAMETOOLONG
+
+
+class Worker:
+    """Holds the roots open: what is mounted over them later cannot be taken for the dataset."""
+
+    def __init__(self, number: int, page: int, setup: dict[str, Any]) -> None:
+        self.page = control.Control(page)
+        self.throttle = control.Throttle(self.page, number)
+        self.immutable = bool(setup["immutable"])
+        self.copier = copying.Copier(self.throttle, immutable=self.immutable)
+        self.source = tree.open_root(setup["source"])
+        self.generation = tree.open_root(setup["generation"])
+        self.tree = os.open("tree", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
+        self.staging = os.open("staging", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
+        self.links = os.open("links", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
+        self.access = native.Access(**setup["native"]) if setup["native"] else None
+        self.no_objects = False
+        self._listing: native.Listing | None = None
+        self._reader: native.Reader | None = None
+        self._buffer = memoryview(bytearray(copying.BLOCK))
+
+    def scan(self, job: dict[str, Any]) -> None:
+        """List a directory: make its subdirectories, answer what is to copy in chunks."""
+        path: list[str] = job["path"]
+        mounted: set[str] = set(job["mounted"])
+        number = job["directory"]
+        answer: dict[str, Any] = {"did": "entries", "directory": number}
+        counts = {"entries": 0, "files": 0, "bytes": 0, "skipped": 0}
+        stored = [0, 0, 0]
+        batch: list[Entry] = []
+        folders: list[Entry] = []
+        failed: list[list[Any]] = []
+        names: list[str] = []
+
+        def flush() -> None:
+            messages.send(ANSWERS, {**answer, "chunk": batch, "folders": folders, "failed": failed})
+            batch.clear()
+            folders.clear()
+            failed.clear()
+
+        with contextlib.ExitStack() as stack:
+            target = stack.enter_context(tree.opened(self.tree, path))
+            source: int | None = None
+            if self.access is None:
+                source = stack.enter_context(tree.opened(self.source, path))
+            for item in self._entries(path, source):
+                if not isinstance(item, Entry):
+                    name, error = item
+                    counts["entries"] += 1
+                    failed.append([name, reason(error), is_lasting(error)])
+                elif item.is_directory:
+                    counts["entries"] += 1
+                    names.append(item.name)
+                    if item.name in mounted:
+                        text = "another file system is mounted here; it is not part of the dataset"
+                        failed.append([item.name, text, True])
+                    else:
+                        if source is None and item.xattrs:
+                            source = stack.enter_context(tree.opened(self.source, path))
+                        tree.make_directory(target, item, source)
+                        folders.append(item)
+                elif item.is_file or item.is_link:
+                    if source is None and "location" not in answer:
+                        self._locate(path, item, answer)
+                    counts["entries"] += 1
+                    counts["files"] += 1
+                    counts["bytes"] += item.size if item.is_file else 0
+                    if not (job["again"] and self._has(target, item, stored)):
+                        batch.append(item)
+                else:
+                    counts["skipped"] += 1  # a socket, fifo or device
+                if len(batch) + len(folders) + len(failed) >= index.CHUNK_ENTRIES:
+                    flush()
+                    self.throttle.check()
+            if job["again"] and not self.immutable:
+                self._drop_extras(target, path)
+        if batch or folders or failed:
+            flush()
+        done = {"did": "scan", "directory": number, "stored": stored, "names": names, **counts}
+        messages.send(ANSWERS, done)
+
+    def _locate(self, path: Sequence[str], item: Entry, answer: dict[str, Any]) -> None:
+        """Say where the objects of this directory's files are, as soon as one shows it."""
+        if native.is_plain(item) and self._listing is not None:
+            try:
+                answer["location"] = self._listing.location(path, item.name)
+            except OSError:
+                answer["location"] = None  # only an acceleration: the mount serves as well
+
+    def _drop_extras(self, target: int, path: Sequence[str]) -> None:
+        """Remove names from the tree that the source no longer has."""
+        with tree.opened(self.source, path) as source:
+            for name in os.listdir(target):
+                try:
+                    os.stat(name, dir_fd=source, follow_symlinks=False)
+                except FileNotFoundError:
+                    tree.remove(target, name)
+
+    def _entries(
+        self, path: Sequence[str], source: int | None
+    ) -> Iterator[Entry | tuple[str, OSError]]:
+        if source is not None:
+            return tree.listing(source)
+        assert self.access is not None
+        if self._listing is None:
+            self._listing = native.Listing(self.access)
+        return self._listing.entries(path)
+
+    def _has(self, target: int, item: Entry, stored: list[int]) -> bool:
+        """Whether the tree has this version already; counted then."""
+        try:
+            status = os.stat(item.name, dir_fd=target, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        if not entry.same_content(item, status):
+            return False
+        stored[0] += 1
+        stored[1] += item.size if item.is_file else 0
+        stored[2] += status.st_blocks * 512
+        return True
+
+    def copy(self, job: dict[str, Any]) -> None:
+        """Copy a chunk into staging/<chunk>; answer what is staged and what failed."""
+        items = [Entry(*fields) for fields in job["entries"]]
+        folder = str(job["chunk"])
+        os.mkdir(folder, 0o700, dir_fd=self.staging)
+        failed: list[list[Any]] = []
+        staged = [0, 0, 0]
+        finished: set[str] = set()
+        links: list[list[str]] = []
+        stopped = ""
+        deadline = time.monotonic() + CHUNK_SECONDS
+
+        def took(item: Entry, allocated: int) -> None:
+            finished.add(item.name)
+            staged[0] += 1
+            staged[1] += item.size if item.is_file else 0
+            staged[2] += allocated
+
+        with contextlib.ExitStack() as stack:
+            staging = stack.enter_context(tree.opened(self.staging, [folder]))
+            try:
+                rest = self._not_stored(job, items, took)
+                if job["location"] and not self.no_objects:
+                    rest = self._copy_objects(job, rest, staging, deadline, took)
+                if rest:
+                    source = stack.enter_context(tree.opened(self.source, job["path"]))
+                    for item in rest:
+                        if time.monotonic() >= deadline and finished:
+                            stopped = "time"
+                            break
+                        try:
+                            took(item, self.copier.copy(source, item, staging))
+                            if item.is_file and item.nlink > 1:
+                                links.append([item.name, self._link_key(staging, item)])
+                        except OSError as error:
+                            if error.errno in (28, 122):  # ENOSPC, EDQUOT
+                                stopped = "full"
+                                break
+                            failed.append([item.name, reason(error), is_lasting(error)])
+                            finished.add(item.name)
+            except control.Cancelled:
+                stopped = "cancelled"
+        left = [item.name for item in items if item.name not in finished] if stopped else []
+        messages.send(
+            ANSWERS,
+            {"did": "copy", "chunk": job["chunk"], "staged": staged, "failed": failed,
+             "links": links, "left": left, "stopped": stopped},
+        )  # fmt: skip
+
+    def _not_stored(self, job: dict[str, Any], items: list[Entry], took: Any) -> list[Entry]:
+        """Those that a hint has not brought into the tree before their chunk came."""
+        if not job["hinted"]:
+            return items
+        rest = []
+        with tree.opened(self.tree, job["path"]) as target:
+            for item in items:
+                stored = [0, 0, 0]
+                if self._has(target, item, stored):
+                    took(item, stored[2])
+                else:
+                    rest.append(item)
+        return rest
+
+    def hint(self, job: dict[str, Any]) -> None:
+        """Copy single names that a reader opened, ahead of their chunk."""
+        folder = str(job["chunk"])
+        os.mkdir(folder, 0o700, dir_fd=self.staging)
+        with (
+            tree.opened(self.staging, [folder]) as staging,
+            tree.opened(self.source, job["path"]) as source,
+            tree.opened(self.tree, job["path"]) as target,
+        ):
+            for name in job["names"]:
+                try:
+                    item = entry.of(name, os.stat(name, dir_fd=source, follow_symlinks=False))
+                    if item.is_file and item.nlink == 1 and not self._has(target, item, [0, 0, 0]):
+                        self.copier.copy(source, item, staging)
+                except (OSError, control.Cancelled):
+                    pass  # only a hint: the chunk itself will say what is wrong
+        messages.send(ANSWERS, {"did": "hint", "chunk": folder})
+
+    def _copy_objects(
+        self, job: dict[str, Any], items: list[Entry], staging: int, deadline: float, took: Any
+    ) -> list[Entry]:
+        """Copy what is plain by its object; what is left must go through the mount, or wait."""
+        plain = [item for item in items if native.is_plain(item)]
+        if not plain:
+            return items
+        assert self.access is not None
+        if self._reader is None:
+            try:
+                self._reader = native.Reader(self.access)
+            except OSError:
+                self.no_objects = True  # the key may not do so: the mount serves as well
+                return items
+        rest = [item for item in items if not native.is_plain(item)]
+
+        def each(item: Entry, data: bytes | None) -> None:
+            if data is None:
+                rest.append(item)
+                return
+            self.throttle.step(1, item.size)
+            took(item, self.copier.keep(item, data, staging))
+
+        try:
+            location = native.Location(*job["location"])
+            rest += self._reader.read(location, plain, each, deadline)
+        except PermissionError:
+            self.no_objects = True
+            return items
+        return rest
+
+    def _link_key(self, staging: int, item: Entry) -> str:
+        """Equal for two names only if they are links of one file with the same bytes."""
+        checksum = os.getxattr(f"/proc/self/fd/{staging}/{item.name}", tree.CHECKSUM).decode()
+        return f"{item.ino:x}-{checksum}-{item.mode:o}-{item.uid}-{item.gid}-{item.mtime_ns}"
+
+    def commit(self, job: dict[str, Any]) -> None:
+        """Make everything staged durable with one syncfs, then rename it into the tree.
+
+        Invariant: a name in the tree implies durable bytes. Also seals the directories of the job,
+        whose renames an earlier commit made: this one's syncfs made them durable before the mark.
+        """
+        syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
+        for chunk in job["chunks"]:
+            folder = str(chunk["chunk"])
+            with (
+                tree.opened(self.staging, [folder]) as staging,
+                tree.opened(self.tree, chunk["path"]) as target,
+            ):
+                for name, key in chunk["links"]:
+                    self._share(staging, name, key)
+                for name in os.listdir(staging):
+                    self._place(staging, name, target)
+                os.utime(target, ns=(chunk["mtime_ns"], chunk["mtime_ns"]))
+            os.rmdir(folder, dir_fd=self.staging)
+        sealed: list[int] = []
+        missing: list[int] = []
+        for directory in job["seal"]:
+            done = self._seal(directory["path"], directory["entries"], Entry(*directory["as"]))
+            (sealed if done else missing).append(directory["directory"])
+        messages.send(ANSWERS, {"did": "commit", "sealed": sealed, "missing": missing})
+
+    def _place(self, staging: int, name: str, target: int) -> None:
+        try:
+            os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
+        except IsADirectoryError:  # the source had a directory there before
+            tree.remove(target, name)
+            os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
+
+    def _share(self, staging: int, name: str, key: str) -> None:
+        """Make ``name`` a link of the stored file with the same key, if there is one."""
+        try:
+            os.link(name, key, src_dir_fd=staging, dst_dir_fd=self.links)
+        except FileExistsError:
+            os.unlink(name, dir_fd=staging)
+            os.link(key, name, src_dir_fd=self.links, dst_dir_fd=staging)
+
+    def _seal(self, path: list[str], entries: int, attributes: Entry) -> bool:
+        """Mark a directory opaque if the tree has all its entries; whether it has.
+
+        The index could be ahead of the tree after a power cut; counting makes sure.
+        """
+        with tree.opened(self.tree, path) as directory:
+            if len(os.listdir(directory)) != entries:
+                return False
+            if path:  # the root of a layer cannot be opaque
+                os.setxattr(directory, tree.OPAQUE, b"y")
+            os.utime(directory, ns=(attributes.mtime_ns, attributes.mtime_ns))
+        return True
+
+    def unseal(self, job: dict[str, Any]) -> None:
+        """Take the mark from directories, so that the source shows below them again."""
+        for path in job["paths"]:
+            with tree.opened(self.tree, path) as directory, contextlib.suppress(OSError):
+                os.removexattr(directory, tree.OPAQUE)
+        messages.send(ANSWERS, {"did": "unseal"})
+
+    def finish(self, job: dict[str, Any]) -> None:
+        """The last words of a complete generation: drop the spare links, make all durable."""
+        for name in os.listdir(self.links):
+            os.unlink(name, dir_fd=self.links)
+        syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
+        messages.send(ANSWERS, {"did": "finish"})
+
+    def prune(self, job: dict[str, Any]) -> None:
+        """Remove names of the tree that the source no longer has."""
+        with tree.opened(self.tree, job["path"]) as directory:
+            for name in job["names"]:
+                tree.remove(directory, name)
+        messages.send(ANSWERS, {"did": "prune", "directory": job["directory"]})
+
+    def verify(self, job: dict[str, Any]) -> None:
+        """Read a directory of the tree against its checksums, on request against the source."""
+        bad: list[list[Any]] = []
+        checked = [0, 0]
+        stopped = False
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(tree.opened(self.tree, job["path"]))
+            source = None
+            if job["source"]:
+                source = stack.enter_context(tree.opened(self.source, job["path"]))
+            try:
+                for name in os.listdir(directory):
+                    if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+                        fault, size = self._verify_file(directory, name, source)
+                        checked[0] += 1
+                        checked[1] += size
+                        if fault:
+                            bad.append([self._entry_of(name, job["path"], directory), fault])
+            except control.Cancelled:
+                stopped = True
+        messages.send(
+            ANSWERS,
+            {"did": "verify", "directory": job["directory"], "bad": bad, "checked": checked,
+             "stopped": stopped},
+        )  # fmt: skip
+
+    def _entry_of(self, name: str, path: list[str], directory: int) -> Entry:
+        """As the source has it now, else as the store has it."""
+        try:
+            with tree.opened(self.source, path) as source:
+                return entry.of(name, os.stat(name, dir_fd=source, follow_symlinks=False))
+        except OSError:
+            return entry.of(name, os.stat(name, dir_fd=directory, follow_symlinks=False))
+
+    def _verify_file(self, directory: int, name: str, source: int | None) -> tuple[str, int]:
+        """What is wrong with a stored file ('' when nothing is), and its size."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        size = 0
+        try:
+            stored = os.open(name, flags, dir_fd=directory)
+        except OSError as error:
+            return f"cannot be opened in the store: {reason(error)}", 0
+        try:
+            size = os.fstat(stored).st_size
+            try:
+                kept = os.getxattr(stored, tree.CHECKSUM).decode()
+            except OSError:
+                return "has no checksum in the store", size
+            try:
+                if copying.checksum(stored, self.throttle, self._buffer) != kept:
+                    return "its bytes are not those that were stored", size
+            except OSError as error:
+                return f"cannot be read in the store: {reason(error)}", size
+            if source is not None:
+                return self._compare(stored, kept, name, source), size
+            return "", size
+        finally:
+            os.close(stored)
+
+    def _compare(self, stored: int, kept: str, name: str, source: int) -> str:
+        """What differs between a stored file and the source's; '' when nothing does."""
+        try:
+            origin = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=source)
+        except OSError as error:
+            return f"cannot be opened in the source: {reason(error)}"
+        try:
+            here, there = os.fstat(stored), os.fstat(origin)
+            for what in ("st_size", "st_mode", "st_uid", "st_gid", "st_mtime_ns"):
+                if getattr(here, what) != getattr(there, what):
+                    return f"differs from the source in {what.removeprefix('st_')}"
+            if tree.xattrs_of(stored) != tree.xattrs_of(origin):
+                return "differs from the source in its xattrs"
+            if copying.checksum(origin, self.throttle, self._buffer) != kept:
+                return "differs from the source in its bytes"
+        except OSError as error:
+            return f"cannot be read in the source: {reason(error)}"
+        finally:
+            os.close(origin)
+        return ""
+
+    def run(self) -> None:
+        """Do jobs until there are none. An error of a job is answered, the worker lives on."""
+        jobs = {
+            name: getattr(self, name)
+            for name in (
+                *("scan", "copy", "hint", "commit", "unseal", "finish", "prune"),
+                "verify",
+            )
+        }
+        while (job := messages.receive(JOBS)) is not None:
+            try:
+                jobs[job["do"]](job)
+            except control.Cancelled:
+                messages.send(ANSWERS, {"did": "nothing", "job": job["do"], "cancelled": True})
+            except Exception as error:
+                text = reason(error) if isinstance(error, OSError) else repr(error)
+                number = error.errno if isinstance(error, OSError) else None
+                messages.send(
+                    ANSWERS, {"did": "nothing", "job": job["do"], "error": text, "errno": number}
+                )
+
+
+def main() -> None:
+    """``python -m cache.fill.worker NUMBER PAGE``; PAGE: descriptor of the control page."""
+    processes.die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's to handle
+    os.umask(0)
+    setup = messages.receive(JOBS)
+    if setup is None:
+        return
+    try:
+        worker = Worker(int(sys.argv[1]), int(sys.argv[2]), setup)
+    except OSError as error:
+        messages.send(ANSWERS, {"did": "nothing", "job": "start", "error": reason(error),
+                                "errno": error.errno})  # fmt: skip
+        return
+    messages.send(ANSWERS, {"did": "start"})
+    try:
+        worker.run()
+    except BrokenPipeError:
+        pass  # the pass has gone
+
+
+if __name__ == "__main__":
+    main()

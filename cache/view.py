@@ -1,0 +1,122 @@
+"""The view of a dataset: one mount at <views>/<name>/data, swapped without readers noticing.
+
+Everything here runs in a child process (kit.child): looking up a source may hang.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+
+import kit.errors
+from linux import holders, mountinfo, mounts
+
+
+class Stage(StrEnum):
+    """What serves a view now, in the order in which it gets better."""
+
+    NONE = "none"
+    SOURCE = "source"  # the source itself
+    OVERLAY = "overlay"  # store over source
+    STORE = "store"  # the store itself: native speed, the source is not needed
+
+
+def prepare(views: str) -> None:
+    """Make ``views`` a place from which mounts propagate to pods. HostError if that fails."""
+    try:
+        Path(views).mkdir(parents=True, exist_ok=True, mode=0o755)
+        mount = mountinfo.containing(os.path.realpath(views), mountinfo.read())
+        if mount is None or mount.shared is None:
+            if mount is not None and mount.target == os.path.realpath(views):
+                mounts.make_shared(views)
+            else:
+                mounts.bind_shared(views)
+    except OSError as error:
+        raise kit.errors.HostError(
+            f"cache.views {views}",
+            f"it cannot be made a shared mount ({error.strerror})",
+            "run as root (CAP_SYS_ADMIN), in a pod with mountPropagation: Bidirectional",
+        ) from error
+
+
+def check_kernel() -> None:
+    """HostError unless the kernel has overlayfs."""
+    if "\toverlay\n" not in Path("/proc/filesystems").read_text():
+        os.spawnlp(os.P_WAIT, "modprobe", "modprobe", "-q", "overlay")
+        if "\toverlay\n" not in Path("/proc/filesystems").read_text():
+            raise kit.errors.HostError(
+                "the kernel", "it has no overlayfs", "load the module 'overlay' (modprobe overlay)"
+            )
+
+
+def stage_of(view: str, layer: str | None, all_mounts: Sequence[mountinfo.Mount]) -> Stage:
+    """What is mounted at ``view``; ``layer``: the tree of its generation, if it has one."""
+    stacked = mountinfo.at(view, all_mounts)
+    if not stacked:
+        return Stage.NONE
+    top = stacked[-1]
+    if top.fstype == "overlay" and top.source == "nodeagent":
+        return Stage.OVERLAY
+    if layer is not None:
+        disk = mountinfo.containing(layer, [m for m in all_mounts if m.target != view])
+        if disk is not None and disk.device == top.device:
+            below = os.path.relpath(layer, disk.target)
+            if top.root == os.path.normpath(os.path.join(disk.root, below)):
+                return Stage.STORE
+    return Stage.SOURCE
+
+
+def publish(view: str, stage: str, source: str, layer: str, scratch: str) -> bool:
+    """Mount ``stage`` at ``view`` in the place of what is there.
+
+    Returns False where the kernel could not take the old mount away (before 6.5). OSError.
+    """
+    target = Path(view)
+    # 0755 all the way: jobs of any user read here.
+    target.mkdir(parents=True, exist_ok=True, mode=0o755)
+    match Stage(stage):
+        case Stage.OVERLAY:
+            Path(scratch).mkdir(parents=True, exist_ok=True, mode=0o700)
+            tree = mounts.overlay([layer, source], Path(scratch))
+        case Stage.SOURCE | Stage.STORE:
+            tree = mounts.clone_tree(source if stage == Stage.SOURCE else layer)
+            mounts.set_attributes(tree, mounts.READ_ONLY_DATA)
+        case Stage.NONE:
+            raise ValueError("nothing to publish")
+    try:
+        if mountinfo.at(view, mountinfo.read()):
+            return mounts.swap(tree, view)
+        mounts.attach(tree, view)
+        return True
+    finally:
+        os.close(tree)
+
+
+def refresh(view: str) -> None:
+    """See mounts.refresh; only an overlay has something to forget."""
+    mounts.refresh(view)
+
+
+def users(view: str) -> list[str]:
+    """Who reads the view, a line each; empty when nobody does."""
+    return [str(holder) for holder in holders.of_mount(view)]
+
+
+def take_down(view: str) -> None:
+    """Unmount the view. InUseError saying who uses it."""
+    if using := users(view):
+        more = f" and {len(using) - 5} more" if len(using) > 5 else ""
+        raise kit.errors.InUseError(
+            f"view {view}", "in use by " + "; ".join(using[:5]) + more, "end them, then try again"
+        )
+    while mountinfo.at(view, mountinfo.read()):
+        try:
+            mounts.unmount(view)
+        except OSError as error:
+            raise kit.errors.InUseError(
+                f"view {view}", f"somebody uses it ({error.strerror})", "end it, then try again"
+            ) from error
+    with contextlib.suppress(OSError):
+        Path(view).rmdir()
+        Path(view).parent.rmdir()

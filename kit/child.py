@@ -1,0 +1,99 @@
+"""Calls that may hang in the kernel, each in a process of its own that can be abandoned.
+
+A thread in an uninterruptible sleep can neither be cancelled nor left behind (it keeps the
+interpreter from ending); a process can. The child is a fresh interpreter that imports only what
+the function needs.
+"""
+
+import asyncio
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import kit.errors
+
+# Children that outlived their deadline and cannot be killed (D state). Counted, never waited for.
+_abandoned: set[asyncio.Task[Any]] = set()
+
+
+class DeadlineError(kit.errors.AgentError):
+    """A call did not come back in time; its process was abandoned."""
+
+
+def abandoned() -> int:
+    """How many children still hang in the kernel after their deadline."""
+    return len(_abandoned)
+
+
+async def call(function: Callable[..., Any], *arguments: Any, deadline: float) -> Any:
+    """``function(*arguments)`` in a child, at most ``deadline`` seconds.
+
+    The function is a public one of a module; arguments and result are JSON (bytes as str by
+    os.fsdecode). Raises what the function raised if it was an OSError or AgentError, DeadlineError
+    when time ran out, RuntimeError with the child's last words for anything else.
+    """
+    name = f"{function.__module__}:{function.__qualname__}"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kit.child", name,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    talk = asyncio.create_task(process.communicate(json.dumps(arguments).encode()))
+    try:
+        out, err = await asyncio.wait_for(asyncio.shield(talk), deadline)
+    except TimeoutError:
+        _abandon(process, talk)
+        raise DeadlineError(
+            function.__qualname__.replace("_", " "),
+            f"no answer within {deadline:g}s",
+            "the source or the disk behind it hangs; it is tried again later",
+        ) from None
+    except asyncio.CancelledError:
+        _abandon(process, talk)
+        raise
+    if process.returncode or not out:
+        raise RuntimeError(f"{name} ended with {process.returncode}: {err.decode()[-1000:]}")
+    return _result(json.loads(out))
+
+
+def _abandon(process: asyncio.subprocess.Process, talk: asyncio.Task[Any]) -> None:
+    try:
+        process.kill()
+    except ProcessLookupError:
+        pass  # it ended by itself just now
+    _abandoned.add(talk)
+    talk.add_done_callback(_abandoned.discard)
+
+
+def _result(answer: dict[str, Any]) -> Any:
+    if "error" in answer:
+        thing, cause, remedy, code = answer["error"]
+        kinds = {kind.exit_code: kind for kind in kit.errors.AgentError.__subclasses__()}
+        raise kinds.get(code, kit.errors.AgentError)(thing, cause, remedy)
+    if "oserror" in answer:
+        raise OSError(*answer["oserror"])
+    return answer["result"]
+
+
+def main() -> None:
+    """The child: module:function as argument, JSON arguments on standard input."""
+    module, _, qualname = sys.argv[1].partition(":")
+    arguments = json.load(sys.stdin)
+    answer: dict[str, Any]
+    try:
+        answer = {"result": getattr(importlib.import_module(module), qualname)(*arguments)}
+    except kit.errors.AgentError as error:
+        answer = {"error": [error.thing, error.cause, error.remedy, error.exit_code]}
+    except OSError as error:
+        number = error.errno or 0
+        answer = {"oserror": [number, error.strerror or os.strerror(number), error.filename]}
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Who uses a mount: open files, working directories, mappings, and other mount namespaces.
+
+Only /proc is read, never the file system in question: a holder is found also when that hangs.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from linux import mountinfo
+
+_MNT_ID = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
+_POD = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f_-]{27})")
+_CONTAINER = re.compile(r"\b([0-9a-f]{64})\b")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """One process that holds a mount, and how."""
+
+    pid: int
+    command: str
+    how: str
+    pod: str = ""  # pod UID from its cgroup, if it is in one
+    container: str = ""
+
+    def __str__(self) -> str:
+        where = f", pod {self.pod}" if self.pod else ""
+        return f"pid {self.pid} ({self.command}{where}): {self.how}"
+
+
+def of_mount(target: str) -> list[Holder]:
+    """Holders of what is mounted at ``target``, our own process left out."""
+    visible = mountinfo.at(target, mountinfo.read())
+    if not visible:
+        return []
+    wanted = {(mount.device, mount.root) for mount in visible}
+    handed_out = _parent_directory(target)
+    own = os.stat("/proc/self/ns/mnt").st_ino
+    found: list[Holder] = []
+    by_namespace: dict[tuple[int, str], list[mountinfo.Mount]] = {}
+    for pid in _pids():
+        try:
+            namespace = os.stat(f"/proc/{pid}/ns/mnt").st_ino
+            root = os.readlink(f"/proc/{pid}/root")
+            first = (namespace, root) not in by_namespace
+            if first:
+                by_namespace[namespace, root] = mountinfo.read(Path(f"/proc/{pid}/mountinfo"))
+        except OSError:
+            continue  # it has just ended, or is a kernel thread
+        theirs = by_namespace[namespace, root]
+        held = [m for m in theirs if _is_part(m, wanted)]
+        how = _uses(pid, held)
+        if not how and first and namespace != own:
+            how = _keeps(theirs, held, handed_out)
+        if how:
+            found.append(describe(pid, how))
+    return found
+
+
+def _is_part(mount: mountinfo.Mount, wanted: set[tuple[tuple[int, int], str]]) -> bool:
+    """Whether it shows the mount or a part of it."""
+    return any(
+        mount.device == device and (mount.root == root or mount.root.startswith(root + "/"))
+        for device, root in wanted
+        if root != "/" or mount.device == device
+    )
+
+
+def _parent_directory(target: str) -> tuple[tuple[int, int], str] | None:
+    """Device and path in its file system of the directory that pods are handed."""
+    parent = os.path.dirname(target)
+    mount = mountinfo.containing(parent, mountinfo.read())
+    if mount is None:
+        return None
+    below = os.path.relpath(parent, mount.target)
+    return mount.device, os.path.normpath(os.path.join(mount.root, below))
+
+
+def _uses(pid: int, held: list[mountinfo.Mount]) -> str:
+    """How a process uses one of the mounts right now; '' when it does not."""
+    if not held or pid == os.getpid():
+        return ""
+    ids = {mount.mount_id for mount in held}
+    base = f"/proc/{pid}"
+    try:
+        for number in os.listdir(f"{base}/fdinfo"):
+            match = _MNT_ID.search(Path(f"{base}/fdinfo/{number}").read_bytes())
+            if match and int(match[1]) in ids:
+                return f"has {os.readlink(f'{base}/fd/{number}')} open"
+        for link, text in (("cwd", "its working directory is"), ("root", "its root is")):
+            path = os.readlink(f"{base}/{link}")
+            if any(path == m.target or path.startswith(m.target + "/") for m in held):
+                return f"{text} {path}"
+        for line in Path(f"{base}/maps").read_bytes().split(b"\n"):
+            fields = line.split(maxsplit=5)
+            path = os.fsdecode(fields[5]) if len(fields) == 6 else ""
+            if any(path.startswith(m.target + "/") for m in held):
+                return f"has {path} mapped"
+    except OSError:
+        pass  # it has just ended
+    return ""
+
+
+def _keeps(
+    theirs: list[mountinfo.Mount],
+    held: list[mountinfo.Mount],
+    handed_out: tuple[tuple[int, int], str] | None,
+) -> str:
+    """How another mount namespace keeps the mount; '' when unmounting here empties it there."""
+    for mount in theirs:
+        if handed_out is not None and (mount.device, mount.root) == handed_out:
+            return f"its pod was given the dataset at {mount.target}"
+    for mount in held:
+        if mount.is_private:
+            return f"its mount namespace has a private copy at {mount.target}"
+    return ""
+
+
+def describe(pid: int, how: str) -> Holder:
+    """A holder with its command, pod and container."""
+    try:
+        command = Path(f"/proc/{pid}/comm").read_text().strip()
+        cgroup = Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError:
+        command, cgroup = "ended", ""
+    pod, container = _POD.search(cgroup), _CONTAINER.search(cgroup)
+    return Holder(
+        pid,
+        command,
+        how,
+        pod[1].replace("_", "-") if pod else "",
+        container[1] if container else "",
+    )
+
+
+def _pids() -> Iterator[int]:
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            yield int(entry)

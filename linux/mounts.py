@@ -1,0 +1,216 @@
+"""The mount interface: detached trees, overlay, swaps beneath, refreshes.
+
+Source: mount(2), open_tree(2), fsopen(2), move_mount(2), mount_setattr(2); the new calls have the
+same numbers on every architecture. All raise OSError.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from linux import syscalls
+
+_OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _MOUNT_SETATTR = 428, 429, 430, 431, 432, 442
+_AT_FDCWD = -100
+_AT_EMPTY_PATH = 0x1000
+_OPEN_TREE_CLONE = 1
+_CLOEXEC = os.O_CLOEXEC
+_MOVE_MOUNT_F_EMPTY_PATH = 0x4
+_MOVE_MOUNT_BENEATH = 0x200
+_FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
+_FSOPEN_CLOEXEC = 1
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
+_MS_PRIVATE, _MS_SHARED = 1 << 18, 1 << 20
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
+
+# Views are for reading data: nothing in them is executed with more rights or opened as a device.
+READ_ONLY_DATA = 0x1 | 0x2 | 0x4  # MOUNT_ATTR_RDONLY | NOSUID | NODEV
+
+# fsconfig(2) takes strings below 256 bytes, mount(2) a page.
+_LONGEST_STRING = 255
+_LONGEST_OPTIONS = 4095
+
+
+def _bytes(path: str | Path) -> bytes:
+    return os.fsencode(path)
+
+
+def clone_tree(path: str | Path) -> int:
+    """A detached bind mount of ``path`` (that mount only, not those below it); a descriptor."""
+    flags = _OPEN_TREE_CLONE | _CLOEXEC
+    return syscalls.syscall(
+        _OPEN_TREE, f"open_tree {path}", _AT_FDCWD, ctypes.c_char_p(_bytes(path)), flags
+    )
+
+
+def set_attributes(tree: int, attributes: int) -> None:
+    """Set MOUNT_ATTR_* bits on a detached tree."""
+    buffer = ctypes.create_string_buffer(struct.pack("QQQQ", attributes, 0, 0, 0), 32)
+    syscalls.syscall(
+        _MOUNT_SETATTR, "mount_setattr", tree, ctypes.c_char_p(b""), _AT_EMPTY_PATH, buffer, 32
+    )
+
+
+def _messages(context: int) -> str:
+    """What the file system says of a failed configuration."""
+    said = []
+    for _ in range(16):
+        try:
+            said.append(os.read(context, 1024).decode(errors="replace").strip())
+        except OSError:
+            break
+    return "; ".join(said)
+
+
+def new_filesystem(
+    fstype: str, strings: dict[str, str], flags: Sequence[str] = (), attributes: int = 0
+) -> int:
+    """A detached mount of a new superblock; a descriptor.
+
+    The strings never show on a command line. OSError carries what the kernel says of the reason.
+    """
+    context = syscalls.syscall(
+        _FSOPEN, f"fsopen {fstype}", ctypes.c_char_p(fstype.encode()), _FSOPEN_CLOEXEC
+    )
+    try:
+        for key, value in strings.items():
+            _configure(context, _FSCONFIG_SET_STRING, key, value)
+        for flag in flags:
+            _configure(context, _FSCONFIG_SET_FLAG, flag, None)
+        _configure(context, _FSCONFIG_CMD_CREATE, None, None)
+        return syscalls.syscall(_FSMOUNT, f"fsmount {fstype}", context, 1, attributes)
+    except OSError as error:
+        reason = _messages(context)
+        number = error.errno or errno.EINVAL
+        raise OSError(number, reason or os.strerror(number), f"mount of {fstype}") from error
+    finally:
+        os.close(context)
+
+
+def _configure(context: int, command: int, key: str | None, value: str | None) -> None:
+    syscalls.syscall(
+        _FSCONFIG,
+        f"fsconfig {key}",
+        context,
+        command,
+        ctypes.c_char_p(key.encode() if key else None),
+        ctypes.c_char_p(_bytes(value) if value is not None else None),
+        0,
+    )
+
+
+def escape_layer(path: str) -> str:
+    """``path`` as overlayfs reads it in ``lowerdir=``."""
+    return path.replace("\\", "\\\\").replace(":", "\\:")
+
+
+def overlay(layers: Sequence[str | Path], scratch: Path) -> int:
+    """A detached read-only overlay, the first layer wins; a descriptor.
+
+    ``scratch``: an empty directory of ours, used only when the options are too long for fsconfig.
+    OSError ENAMETOOLONG when they are too long for mount(2) as well.
+    """
+    lowerdir = ":".join(escape_layer(str(layer)) for layer in layers)
+    if len(_bytes(lowerdir)) <= _LONGEST_STRING:
+        strings = {"source": "nodeagent", "lowerdir": lowerdir}
+        return new_filesystem("overlay", strings, ("ro",), READ_ONLY_DATA)
+    options = "lowerdir=" + lowerdir.replace(",", "\\,")
+    if len(_bytes(options)) > _LONGEST_OPTIONS:
+        raise OSError(errno.ENAMETOOLONG, "the paths of store and source are too long together")
+    flags = MS_RDONLY | MS_NOSUID | MS_NODEV
+    mount("nodeagent", scratch, "overlay", flags, options)
+    try:
+        syscalls.checked(
+            syscalls.libc.mount(None, _bytes(scratch), None, ctypes.c_ulong(_MS_PRIVATE), None),
+            f"mount private {scratch}",
+        )
+        return clone_tree(scratch)
+    finally:
+        detach(scratch)
+
+
+def mount(source: str, target: Path, fstype: str | None, flags: int, options: str = "") -> None:
+    """mount(2)."""
+    result = syscalls.libc.mount(
+        source.encode(),
+        _bytes(target),
+        fstype.encode() if fstype else None,
+        ctypes.c_ulong(flags),
+        _bytes(options) if options else None,
+    )
+    syscalls.checked(result, f"mount {target}")
+
+
+def attach(tree: int, target: str | Path, *, beneath: bool = False) -> None:
+    """Mount a detached tree on ``target``, or beneath the mount that is there (kernel 6.5)."""
+    flags = _MOVE_MOUNT_F_EMPTY_PATH | (_MOVE_MOUNT_BENEATH if beneath else 0)
+    syscalls.syscall(
+        _MOVE_MOUNT,
+        f"move_mount {target}",
+        tree,
+        ctypes.c_char_p(b""),
+        _AT_FDCWD,
+        ctypes.c_char_p(_bytes(target)),
+        flags,
+    )
+
+
+def swap(tree: int, target: str | Path) -> bool:
+    """Put ``tree`` in the place of the mount on ``target``; readers see the one or the other.
+
+    Open files keep the old mount. Where the kernel cannot insert beneath (before 6.5) the new
+    mount goes on top and the old one stays below it; returns False then.
+    """
+    try:
+        attach(tree, target, beneath=True)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        attach(tree, target)
+        return False
+    detach(target)
+    return True
+
+
+def detach(target: str | Path) -> None:
+    """Unmount lazily: out of the tree at once, gone when its last user is."""
+    syscalls.checked(
+        syscalls.libc.umount2(_bytes(target), _MNT_DETACH | _UMOUNT_NOFOLLOW), f"umount {target}"
+    )
+
+
+def unmount(target: str | Path) -> None:
+    """Unmount; OSError EBUSY while anybody, in a namespace that follows ours too, uses it."""
+    syscalls.checked(syscalls.libc.umount2(_bytes(target), _UMOUNT_NOFOLLOW), f"umount {target}")
+
+
+def refresh(target: str | Path) -> None:
+    """Make the overlay on ``target`` forget what it looked up and nobody holds open.
+
+    The kernel shrinks the superblock's dentry cache on any reconfigure: the next open of each
+    name is resolved anew, in every mount namespace, with no effect on open files.
+    """
+    flags = MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV
+    result = syscalls.libc.mount(None, _bytes(target), None, ctypes.c_ulong(flags), None)
+    syscalls.checked(result, f"remount {target}")
+
+
+def bind_shared(path: str | Path) -> None:
+    """Make ``path`` a mount point of its own whose mounts propagate to other namespaces."""
+    mount(str(path), Path(path), None, MS_BIND)
+    try:
+        make_shared(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            detach(path)
+        raise
+
+
+def make_shared(path: str | Path) -> None:
+    result = syscalls.libc.mount(None, _bytes(path), None, ctypes.c_ulong(_MS_SHARED), None)
+    syscalls.checked(result, f"mount shared {path}")
