@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import functools
 import gzip
 import json
 import struct
@@ -81,8 +80,16 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     return simple[kind] if kind in simple else messages(kind)
 
 
-@functools.cache
+_MADE: dict[str, st.SearchStrategy[Any]] = {}
+
+
 def messages(kind: Any) -> st.SearchStrategy[Any]:
+    if kind.__name__ not in _MADE:
+        _MADE[kind.__name__] = _messages(kind)
+    return _MADE[kind.__name__]
+
+
+def _messages(kind: Any) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(kind)
     return st.builds(kind, **{f.name: values(hints[f.name]) for f in dataclasses.fields(kind)})
 
@@ -90,9 +97,7 @@ def messages(kind: Any) -> st.SearchStrategy[Any]:
 ALL = [
     each for each in vars(m).values() if isinstance(each, type) and issubclass(each, wire.Message)
 ]
-EVERY = st.sampled_from([each for each in ALL if each is not wire.Message]).flatmap(
-    lambda kind: messages(kind)
-)
+EVERY = st.sampled_from([each for each in ALL if each is not wire.Message]).flatmap(messages)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
