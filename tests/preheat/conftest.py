@@ -1,5 +1,6 @@
 """Real containerd, real registry, one folder; everything ends with the test that started it."""
 
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[registry.Regist
         yield server
     finally:
         server.stop()
+        shutil.rmtree(server.folder, ignore_errors=True)
 
 
 @pytest.fixture
