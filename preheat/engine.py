@@ -6,6 +6,7 @@ that must outlive the agent is in the runtime's leases: a new engine finds it th
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Mapping
 
@@ -37,7 +38,7 @@ log = structlog.get_logger("preheat")
 CYCLE_SECONDS = 15.0
 # Changes that come together make one cycle.
 SETTLE_SECONDS = 0.05
-USE_NOTED_EVERY = 3600.0
+USE_NOTED_EVERY = 600.0
 RECONNECT_FIRST, RECONNECT_LONGEST = 0.05, 5.0
 
 
@@ -164,6 +165,7 @@ class Engine:
         self.healer.learn(inventory.holds)
         await self.healer.resync(inventory)
         shapes = await self._shapes(inventory)
+        inventory = await self._note_uses(inventory, shapes)
         wanted = wants.gather(section, inventory.holds)
         for ref, want in wants.retained(section, inventory, shapes, wanted).items():
             wanted[ref] = want
@@ -183,7 +185,6 @@ class Engine:
             inventory, wanted, rows, tuple(pinned), shapes, decided, state, time.time()
         )
         await self._act(decided, inventory, wanted)
-        await self._note_uses(inventory, shapes)
         self.totals.cycles += 1
 
     async def _shapes(self, inventory: runtime.Inventory) -> dict[str, image.Shape]:
@@ -456,8 +457,11 @@ class Engine:
 
     async def _note_uses(
         self, inventory: runtime.Inventory, shapes: Mapping[str, image.Shape]
-    ) -> None:
-        """Remember uses in the runtime: at the first sight, hourly, and when the last one ends."""
+    ) -> runtime.Inventory:
+        """Remember uses in the runtime: at the first sight, now and then, and when the last ends.
+
+        The inventory as it is with them: what is used, or was a cycle ago, was last used now.
+        """
         now = time.time()
         using = set()
         ours = {h.target.digest for h in inventory.holds if h.role == "pin" and h.target}
@@ -471,7 +475,9 @@ class Engine:
             if ended or now - inventory.last_used.get(digest, 0.0) > USE_NOTED_EVERY:
                 with contextlib.suppress(runtime.RuntimeCallError):
                     await self.box.note_use(digest, now)
+        fresh = dict.fromkeys((using | self._used) & set(shapes), now)
         self._used = using
+        return dataclasses.replace(inventory, last_used=dict(inventory.last_used) | fresh)
 
     async def halt(self, ref: str) -> None:
         """End a running pull of ``ref``; its lease keeps the bytes."""

@@ -42,6 +42,6 @@ fetch() {
   printf '%s' "$*" >"$stamp"
 }
 
-fetch bookworm containerd runc docker-registry  # containerd 1.6.20
+fetch bookworm containerd runc docker-registry busybox-static  # containerd 1.6.20
 fetch trixie containerd                         # containerd 1.7.24
 fetch sid containerd                            # containerd 2.x

@@ -35,6 +35,8 @@ disabled_plugins = ["io.containerd.internal.v1.opt", "io.containerd.tracing.proc
   stream_server_address = "127.0.0.1"
   stream_server_port = "0"
   disable_cgroup = true
+  # Containers of a test machine may lack CAP_SYS_RESOURCE; lowering the score needs it.
+  restrict_oom_score_adj = true
   sandbox_image = "{sandbox}"
   [plugins."io.containerd.grpc.v1.cri".containerd]
     snapshotter = "overlayfs"
@@ -53,6 +55,8 @@ _NEWER = """\
   discard_unpacked_layers = {discard}
   [plugins."io.containerd.cri.v1.images".registry]
     config_path = "{d}/certs"
+  [plugins."io.containerd.cri.v1.images".pinned_images]
+    sandbox = "{sandbox}"
 """
 
 ResponseT = TypeVar("ResponseT", bound=wire.Message)
@@ -98,7 +102,11 @@ class Containerd:
         for name in ("root", "state", "certs", "cni/bin", "cni/net.d"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         discard = "true" if self._discard else "false"
-        newer = _NEWER.format(d=self.folder, discard=discard) if self.release == "sid" else ""
+        newer = (
+            _NEWER.format(d=self.folder, discard=discard, sandbox=sandbox)
+            if self.release == "sid"
+            else ""
+        )
         config = self.folder / "config.toml"
         config.write_text(
             _CONFIG.format(d=self.folder, discard=discard, sandbox=sandbox, newer=newer)

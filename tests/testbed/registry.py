@@ -10,6 +10,7 @@ import random
 import subprocess
 import tarfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,18 @@ def layer(name: str, size: int, seed: int, files: int = 4, level: int = 0) -> La
             archive.addfile(info, io.BytesIO(source.randbytes(info.size)))
     raw = stream.getvalue()
     return Layer(digest(raw), gzip.compress(raw, compresslevel=level, mtime=0), len(raw))
+
+
+def layer_of(files: dict[str, bytes]) -> Layer:
+    """A layer with these programs."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime, info.mode = len(data), 1_700_000_000, 0o755
+            archive.addfile(info, io.BytesIO(data))
+    raw = stream.getvalue()
+    return Layer(digest(raw), gzip.compress(raw, compresslevel=1, mtime=0), len(raw))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +159,14 @@ class Registry:
         assert status == 202, (status, text)
 
     def push(
-        self, repository: str, tag: str, layers: list[Layer], *, index: bool = True, mark: str = ""
+        self,
+        repository: str,
+        tag: str,
+        layers: list[Layer],
+        *,
+        index: bool = True,
+        mark: str = "",
+        command: Sequence[str] = ("/bin/true",),
     ) -> Pushed:
         """An image for linux/amd64; ``mark`` makes another config, so another digest."""
         descriptors = [
@@ -161,7 +181,7 @@ class Registry:
             {
                 "architecture": "amd64",
                 "os": "linux",
-                "config": {"Env": [f"MARK={mark}", "PATH=/bin"], "Cmd": ["/bin/true"]},
+                "config": {"Env": [f"MARK={mark}", "PATH=/bin"], "Cmd": list(command)},
                 "rootfs": {"type": "layers", "diff_ids": [each.raw_digest for each in layers]},
                 "history": [],
             }
