@@ -12,9 +12,11 @@ from typing import Any
 
 from cache.fill import batch, control, crew, index, link, space, tree
 from cache.fill.entry import Entry
+from linux import processes
 
 PROGRESS_SECONDS = 0.5
 INDEX_NAME = "index.sqlite"
+LOCK_SECONDS = 10.0
 # Jobs without which a pass cannot go on.
 ESSENTIAL = ("commit", "finish", "start")
 
@@ -38,6 +40,8 @@ class Engine:
     def __init__(self, task: dict[str, Any]) -> None:
         self.task = task
         self.generation = Path(task["generation"])
+        # The pass of an agent that was killed may need a moment to end.
+        self._lock = processes.lock(self.generation / "lock", LOCK_SECONDS)
         self.resumed = self._prepare()
         self.index = index.Index.open(self.generation / INDEX_NAME)
         self.page = control.Control.create()
@@ -203,14 +207,12 @@ class Engine:
             for staged in self.batch.committing:
                 if staged.chunk is None:
                     continue
-                if staged.left:
-                    keep = [e for e in staged.chunk.entries if e.name not in staged.left]
-                    self.index.split(staged.chunk, keep)
                 for name, why, lasting in staged.failed:
                     self.index.fail(staged.directory, name, why, lasting=lasting)
                 self.index.committed(
-                    staged.chunk, staged.files, staged.bytes, staged.allocated, len(staged.failed)
-                )
+                    staged.chunk, staged.files, staged.bytes, staged.allocated, len(staged.failed),
+                    [entry for entry in staged.chunk.entries if entry.name in staged.left],
+                )  # fmt: skip
             for number in answer["sealed"]:
                 self.index.sealed(number)
             for number in answer["missing"]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from cache.fill import crew
+from linux import processes
 
 
 class Runnable(Protocol):
@@ -40,6 +41,7 @@ class Link:
 
 def serve(begin: Callable[[dict[str, Any]], Runnable]) -> None:
     """Read the task, run the pass that ``begin`` makes of it, say why when it cannot begin."""
+    processes.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent cancels or kills
     os.umask(0)

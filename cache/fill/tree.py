@@ -87,8 +87,13 @@ def xattrs_of(source: int) -> dict[str, bytes]:
 
 def make_directory(parent: int, item: Entry, source: int | None) -> None:
     """``item`` as a directory of the store. ``source``: its parent in the source, for xattrs."""
-    with contextlib.suppress(FileExistsError):
+    try:
         os.mkdir(item.name, 0o700, dir_fd=parent)
+    except FileExistsError:
+        status = os.stat(item.name, dir_fd=parent, follow_symlinks=False)
+        if not stat.S_ISDIR(status.st_mode):  # the source had a file there before
+            os.unlink(item.name, dir_fd=parent)
+            os.mkdir(item.name, 0o700, dir_fd=parent)
     descriptor = os.open(item.name, _DIRECTORY, dir_fd=parent)
     try:
         origin = None
