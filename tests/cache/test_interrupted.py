@@ -21,6 +21,7 @@ def no_litter(node: Agent, name: str) -> None:
     assert sorted(p.name for p in generation.iterdir() if not p.name.startswith("index.")) == [
         "generation.json",
         "links",
+        "lock",
         "staging",
         "tree",
     ]
@@ -61,7 +62,9 @@ def test_killed_at_random_points_it_goes_on_and_leaves_nothing_behind(
             continue
         kinds = {"pass": b"cache.fill.fillpass", "workers": b"cache.fill.worker"}
         victims = [
-            pid for pid in node.passes() if kinds[victim] in Path(f"/proc/{pid}/cmdline").read_bytes()
+            pid
+            for pid in node.passes()
+            if kinds[victim] in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
         for pid in generator.sample(victims, min(len(victims), 2)):
             os.kill(pid, signal.SIGKILL)

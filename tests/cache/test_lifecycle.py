@@ -347,7 +347,9 @@ def test_what_needs_a_restart_is_named_and_a_broken_file_changes_nothing(
     assert not (area / "elsewhere").exists()
     node.config.write_text("cache: {bugdet: 1}\n")
     node.wait_for(
-        lambda: any("bugdet" in reason for reason in node.get("/readyz")["reasons"]), 30, "the error"
+        lambda: any("bugdet" in reason for reason in node.get("/readyz")["reasons"]),
+        30,
+        "the error",
     )
     assert node.dataset("a")["state"] == "complete"
 
@@ -364,17 +366,23 @@ def test_roots_may_lie_behind_symbolic_links(area: Path, node: Agent) -> None:
     node.wait_state("a", "complete")
     view = area / "views/a/data"
     trees.assert_equal(area / "real-source", view)
-    mounted = [m for m in mountinfo.read() if m.target.startswith(str(area)) and "a/data" in m.target]
+    mounted = [
+        m for m in mountinfo.read() if m.target.startswith(str(area)) and "a/data" in m.target
+    ]
     assert len(mounted) == 1
     node.kill()
     node.start()
     node.wait_state("a", "complete")
     node.remove("a")
-    assert not [m for m in mountinfo.read() if m.target.endswith("a/data") and str(area) in m.target]
+    assert not [
+        m for m in mountinfo.read() if m.target.endswith("a/data") and str(area) in m.target
+    ]
     assert not view.exists()
 
 
-def test_a_child_that_is_killed_does_not_end_the_work_for_a_dataset(area: Path, node: Agent) -> None:
+def test_a_child_that_is_killed_does_not_end_the_work_for_a_dataset(
+    area: Path, node: Agent
+) -> None:
     missing = area / "later"
     node.add_dir("a", missing)
     # Every helper process of the agent dies for a while, as under the OOM killer.

@@ -44,7 +44,9 @@ def test_a_budget_is_never_exceeded_and_more_of_it_is_used_when_it_is_raised(
     node.start()
     shown = node.wait_state("a", "partial")
     files = [p for p, r in trees.records(source, content=False).items() if r.kind == "file"]
-    stored = [p for p, r in trees.records(node.tree("a"), content=False).items() if r.kind == "file"]
+    stored = [
+        p for p, r in trees.records(node.tree("a"), content=False).items() if r.kind == "file"
+    ]
     assert 0 < len(stored) < len(files)
     assert trees.allocated(node.store) <= budget
     assert shown["files"]["done"] == len(stored)
