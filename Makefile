@@ -1,9 +1,10 @@
 # Every target sets up what it needs; nothing relies on what was installed by hand.
 PY := .venv/bin/python
-.PHONY: setup run test test-unit lint format bench lock clean
+.PHONY: setup run stop test test-unit lint format bench lock clean
 
 setup: ; @scripts/setup.sh base
 run: setup ; @scripts/demo.sh
+stop: ; @scripts/stop.sh
 test: ; @scripts/setup.sh full && scripts/test.sh
 test-unit: setup ; @$(PY) -m pytest -q -m "not real"
 lint: setup ; @.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports

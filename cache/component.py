@@ -58,8 +58,7 @@ class Cache:
         await kit.child.call(view.check_kernel, deadline=VIEW_SECONDS)
         await kit.child.call(store.prepare, store_path, deadline=STORE_SECONDS)
         await kit.child.call(view.prepare, views, deadline=VIEW_SECONDS)
-        for dataset in self.settings.datasets:
-            await self._add(dataset)
+        await self._add(self.settings.datasets)
         await self._look_for_orphans()
         self._empty_trash()
         self._scheduler = asyncio.create_task(self._schedule(), name="passes")
@@ -85,16 +84,17 @@ class Cache:
         self.settings = settings.model_copy(update={**keep, "datasets": tuple(kept)})
         for name in [n for n in self.datasets if n not in wanted]:
             await self._drop(name)
+        if added := [new for new in kept if new.name not in self.datasets]:
+            await self._add(added)
+            await self._look_for_orphans()
         for new in kept:
-            if new.name not in self.datasets:
-                await self._add(new)
             dataset = self.datasets[new.name]
             dataset.cache = self.settings
             if dataset.settings != new:
                 dataset.settings = new
                 dataset.wake()
-        if changed and self._active is not None and self._active.running is not None:
-            self._active.running.tell(self._active.limits(self._others(self._active)))
+        if changed and self._active is not None and self._active.work.running is not None:
+            self._active.work.running.tell(self._active.work.limits(self._others(self._active)))
         if {"budget", "reserve"} & set(changed):
             for dataset in self.datasets.values():
                 if dataset.generation.state == "partial" and dataset.generation.left_files:
@@ -134,11 +134,14 @@ class Cache:
 
     # --- datasets -------------------------------------------------------------------------------
 
-    async def _add(self, settings: DatasetSettings) -> None:
-        dataset = Dataset(settings, self.settings, self._state_dir, self._turn.set)
-        await dataset.adopt()
-        self.datasets[settings.name] = dataset
-        self._tasks[settings.name] = asyncio.create_task(dataset.follow(), name=settings.name)
+    async def _add(self, added: Sequence[DatasetSettings]) -> None:
+        new = [Dataset(each, self.settings, self._state_dir, self._turn.set) for each in added]
+        folders = [dataset.folder for dataset in new]
+        found = await kit.child.call(store.adopt, folders, deadline=STORE_SECONDS)
+        for dataset, fields in zip(new, found, strict=True):
+            dataset.adopt(fields)
+            self.datasets[dataset.name] = dataset
+            self._tasks[dataset.name] = asyncio.create_task(dataset.follow(), name=dataset.name)
 
     async def _drop(self, name: str) -> None:
         """No longer in the settings: our work for it ends, view and store stay until removed.
@@ -221,13 +224,13 @@ class Cache:
             self._active = dataset
             others = self._others(dataset)
             try:
-                if dataset.verified.get("state") == "queued":
-                    await dataset.run_verify(others)
+                if dataset.work.verify_queued:
+                    await dataset.work.run_verify(others)
                 else:
-                    await dataset.run_pass(others)
+                    await dataset.work.run_fill(others)
             except (kit.errors.AgentError, OSError, RuntimeError) as error:
                 log.error("pass could not be run", dataset=dataset.name, why=str(error))
-                dataset.queued = False
+                dataset.work.queued = False
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(5.0):
                         await self._turn.wait()
@@ -235,14 +238,8 @@ class Cache:
                 self._active = None
 
     def _next(self) -> Dataset | None:
-        waiting = [
-            d
-            for d in self.datasets.values()
-            if (d.queued or d.verified.get("state") == "queued") and not d.removed
-        ]
-        waiting.sort(
-            key=lambda d: (d.verified.get("state") != "queued", -d.settings.priority, d.name)
-        )
+        waiting = [d for d in self.datasets.values() if d.work.wants_turn and not d.removed]
+        waiting.sort(key=lambda d: (not d.work.verify_queued, -d.settings.priority, d.name))
         return waiting[0] if waiting else None
 
     def _others(self, dataset: Dataset) -> int:

@@ -15,7 +15,7 @@ import structlog
 import kit.child
 import kit.errors
 import kit.files
-from cache import decide, passes, progress, store, view
+from cache import decide, progress, store, view, work
 from cache.settings import CacheSettings, DatasetSettings
 from cache.sources import reach, registry
 from linux import mountinfo
@@ -58,22 +58,17 @@ class Dataset:
         self.reached: reach.Reached | None = None
         self.trouble: kit.errors.AgentError | None = None  # why it is not better than it is
         self.removed = False
-        self.queued = False
-        self.running: passes.Pass | None = None
-        self.task_kind = ""
-        self.progress = progress.Progress()
-        self.verified: dict[str, Any] = {}  # result of the last verify
+        self.work = work.Work(self)
         self.notes: list[str] = []
         self._published_device = ""
+        self._source_held = True  # an earlier agent may have left it mounted
         self._look_at = 0.0
         self._reach_failures = 0
-        self._pass_failures = 0
-        self._pass_at = 0.0
         self._refresh_wanted = False
         self._refresh_at = 0.0
         self.refreshes = 0
         self._wake = asyncio.Event()
-        self._lock = asyncio.Lock()  # around everything that changes view or generation
+        self.lock = asyncio.Lock()  # around everything that changes view or generation
 
     @property
     def name(self) -> str:
@@ -85,12 +80,14 @@ class Dataset:
 
     # --- start --------------------------------------------------------------------------------
 
-    async def adopt(self) -> None:
-        """Find what an earlier agent left: the generation, the view, what was asked for."""
-        fields = await kit.child.call(store.load, self.folder, deadline=STORE_SECONDS)
+    def adopt(self, fields: dict[str, Any] | None) -> None:
+        """Take up what an earlier agent left: the generation, the view, what was asked for.
+
+        ``fields``: what ``store.adopt`` found in our folder.
+        """
         if fields is not None and fields.get("identity") == self.generation.identity:
             self.generation = store.generation_of(fields)
-            self._show_totals()
+            self.work.show_totals()
         try:
             kept = json.loads(self._state.read_bytes())
         except (OSError, ValueError):
@@ -104,11 +101,19 @@ class Dataset:
         kept = {"removed": self.removed, "device": self._published_device}
         kit.files.save(self._state, json.dumps(kept).encode())
 
-    async def _set(self, **changes: Any) -> None:
+    async def change(self, **changes: Any) -> None:
         """Change generation.json, durably."""
         self.generation = dataclasses.replace(self.generation, **changes)
         fields = dataclasses.asdict(self.generation)
         await kit.child.call(store.save, self.folder, fields, deadline=STORE_SECONDS)
+
+    def want_refresh(self) -> None:
+        """Something was committed that running views do not see yet."""
+        self._refresh_wanted = True
+
+    def look_soon(self) -> None:
+        """The source is under suspicion."""
+        self._look_at = 0.0
 
     # --- the loop -----------------------------------------------------------------------------
 
@@ -120,7 +125,7 @@ class Dataset:
         while True:
             self._wake.clear()
             try:
-                async with self._lock:
+                async with self.lock:
                     acted = await self._act(decide.next_action(self.facts()))
             except (kit.errors.AgentError, OSError) as error:
                 acted = False
@@ -135,8 +140,7 @@ class Dataset:
     def _patience(self) -> float:
         now = time.monotonic()
         due = [self._look_at, *([self._refresh_at] if self._refresh_wanted else [])]
-        if self._pass_at > now:
-            due.append(self._pass_at)
+        due.append(self.work.not_before)
         later = [at for at in due if at > now]
         return max(0.05, min(later, default=now + LOOK_SECONDS) - now)
 
@@ -155,9 +159,11 @@ class Dataset:
             and generation.state in ("new", "filling")
             and not generation.held
             and not self.removed
-            and now >= self._pass_at,
-            pass_there=self.queued or self.running is not None,
+            and now >= self.work.not_before,
+            pass_there=self.work.queued or self.work.running is not None,
             refresh_due=self._refresh_wanted and now >= self._refresh_at,
+            source_held=self._source_held,
+            source_needed=self.work.verify_queued or self.work.running is not None,
         )
 
     async def _act(self, action: decide.Action) -> bool:
@@ -167,18 +173,22 @@ class Dataset:
             case decide.Action.NOTHING:
                 return False
             case decide.Action.REACH:
-                await self._reach()
+                await self.reach()
             case decide.Action.PUBLISH_SOURCE:
-                await self._publish(view.Stage.SOURCE)
+                await self.publish(view.Stage.SOURCE)
             case decide.Action.PUBLISH_OVERLAY:
-                await self._publish(view.Stage.OVERLAY)
+                await self.publish(view.Stage.OVERLAY)
             case decide.Action.PUBLISH_STORE:
-                await self._publish(view.Stage.STORE)
+                await self.publish(view.Stage.STORE)
             case decide.Action.QUEUE:
-                self.queued = True
+                self.work.queued = True
                 self._woken()
             case decide.Action.REFRESH:
-                await self._refresh()
+                await self.refresh()
+            case decide.Action.RELEASE:
+                self.reached = None
+                self._source_held = False
+                await self.source.release()
         return True
 
     def _note_trouble(self, error: Exception) -> None:
@@ -192,16 +202,17 @@ class Dataset:
         if self.trouble is None or str(error) != str(self.trouble):
             log.warning("dataset is not served as it should be", dataset=self.name, why=str(error))
         self.trouble = error
-        self._look_at = time.monotonic() + self._wait_after(self._reach_failures)
+        self._look_at = time.monotonic() + self.wait_after(self._reach_failures)
         self._reach_failures += 1
 
-    def _wait_after(self, failures: int) -> float:
+    def wait_after(self, failures: int) -> float:
         first, longest = RETRY_SECONDS
         return float(min(first * 2 ** min(failures, 10), longest) * random.uniform(0.8, 1.2))
 
-    async def _reach(self) -> None:
+    async def reach(self) -> None:
         """SourceError when it does not answer; what is published stays."""
         self._look_at = time.monotonic() + LOOK_SECONDS
+        self._source_held = True
         try:
             self.reached = await self.source.reach(self.cache.source_timeout)
         except kit.errors.SourceError:
@@ -209,11 +220,12 @@ class Dataset:
             raise
         self._reach_failures = 0
         self.trouble = None
-        if not self.generation.skeleton and self.running is None:
-            self.progress.files_total = self.reached.files or self.progress.files_total
-            self.progress.bytes_total = self.reached.bytes or self.progress.bytes_total
+        if not self.generation.skeleton and self.work.running is None:
+            shown = self.work.progress
+            shown.files_total = self.reached.files or shown.files_total
+            shown.bytes_total = self.reached.bytes or shown.bytes_total
 
-    async def _publish(self, stage: view.Stage) -> None:
+    async def publish(self, stage: view.Stage) -> None:
         source = self.reached.root if self.reached else ""
         before = self.stage
         clean = await kit.child.call(
@@ -229,7 +241,7 @@ class Dataset:
             self.notes = ["this kernel (before 6.5) keeps earlier mounts of the view below it"]
         log.info("view published", dataset=self.name, before=str(before), now=str(stage))
 
-    async def _refresh(self) -> None:
+    async def refresh(self) -> None:
         self._refresh_wanted = False
         began = time.monotonic()
         await kit.child.call(view.refresh, self.view, deadline=VIEW_SECONDS)
@@ -237,143 +249,32 @@ class Dataset:
         took = time.monotonic() - began
         self._refresh_at = time.monotonic() + max(self.cache.refresh_interval, took / REFRESH_SHARE)
 
-    # --- passes -------------------------------------------------------------------------------
-
-    def limits(self, others: int) -> dict[str, Any]:
-        """The command that tells a pass how much it may do. ``others``: bytes of other datasets."""
-        fill = self.cache.fill
-        return {
-            "do": "limits",
-            "workers": fill.workers,
-            "bytes_per_second": fill.bytes_per_second,
-            "files_per_second": fill.files_per_second,
-            "space": {
-                "reserve": self.cache.reserve,
-                "budget": self.cache.budget,
-                "others": others,
-            },
-        }
-
-    async def run_pass(self, others: int) -> None:
-        """One fill, to its end. Called by the component when it is this dataset's turn."""
-        self.queued = False
-        reached = self.reached
-        if reached is None:
-            return
-        await self._set(state="filling", why="", left_files=0, left_bytes=0)
-        task = {
-            "dataset": self.name,
-            "generation": self.folder,
-            "source": reached.root,
-            "immutable": self.source.immutable,
-            "native": reached.native,
-            "mounted": _mounted_below(reached.root),
-            **self.limits(others),
-        }
-        end = await self._run("fill", "cache.fill.fillpass", task)
-        try:
-            await self._fill_ended(end)
-        finally:
-            self._rest()  # only now: the outcome is written down, nothing asks for another pass
-            self.wake()
-
-    async def _run(self, kind: str, module: str, task: dict[str, Any]) -> dict[str, Any]:
-        self.task_kind = kind
-        self.progress.restart()
-        self.running = passes.Pass(module, task, self._heard)
-        log.info("pass started", dataset=self.name, kind=kind)
-        try:
-            await self.running.start()
-            assert self.running.ended is not None
-            return await self.running.ended
-        except BaseException:
-            self._rest()
-            raise
-
-    def _rest(self) -> None:
-        self.running = None
-        self.task_kind = ""
-
-    def _heard(self, event: dict[str, Any]) -> None:
-        match event["event"]:
-            case "progress":
-                if self.progress.take(event):
-                    self._refresh_wanted = True
-                    self.wake()
-                if not self.progress.estimated or self.reached is None:
-                    return
-                self.progress.files_total = max(self.progress.files_total, self.reached.files or 0)
-                self.progress.bytes_total = max(self.progress.bytes_total, self.reached.bytes or 0)
-            case "skeleton":
-                self.progress.estimated = False
-                if not self.generation.skeleton:
-                    # Durable with the next save; until then a restart scans again.
-                    self.generation = dataclasses.replace(self.generation, skeleton=True)
-                self.wake()
-            case "note":
-                log.info("pass says", dataset=self.name, text=event["text"])
-
-    async def _fill_ended(self, end: dict[str, Any]) -> None:
-        result, why = end["result"], end["why"]
-        log.info("pass ended", dataset=self.name, result=result, why=why)
-        changes: dict[str, Any] = {"why": why}
-        if "used" in end:
-            changes |= {
-                "used": end["used"],
-                "left_files": end["left_files"],
-                "left_bytes": end["left_bytes"],
-                "files": self.progress.files_total,
-                "bytes": self.progress.bytes_total,
-                "done_files": self.progress.files_done,
-                "done_bytes": self.progress.bytes_done,
-                "failed": self.progress.failed,
-                "skipped": self.progress.skipped,
-            }
-        if result == "complete":
-            changes |= {"state": "complete", "completed": time.time(), "wanted": False}
-        elif result == "partial":
-            changes |= {"state": "partial", "wanted": False}
-        if result in ("complete", "partial"):
-            self._pass_failures = 0
-        elif result == "failed":
-            wait = self._wait_after(self._pass_failures)
-            self._pass_at = time.monotonic() + wait
-            self._pass_failures += 1
-            self._look_at = 0.0  # the source is the first suspect
-        async with self._lock:
-            await self._set(**changes)
-            self._refresh_wanted = True
-
-    def _show_totals(self) -> None:
-        """Figures of generation.json, while no pass gives fresher ones."""
-        kept, shown = self.generation, self.progress
-        shown.files_total, shown.bytes_total = kept.files, kept.bytes
-        shown.files_done, shown.bytes_done = kept.done_files, kept.done_bytes
-        shown.failed, shown.skipped, shown.used = kept.failed, kept.skipped, kept.used
-        shown.estimated = not kept.skeleton
-
     # --- operations of the API ------------------------------------------------------------------
 
     async def warm(self) -> None:
         """Begin, go on, or try again what failed. Nothing to do for a complete one."""
         self.removed = False
         self._keep_state()
-        self._look_at = self._pass_at = 0.0
-        self._reach_failures = self._pass_failures = 0
-        async with self._lock:
+        self._look_at = 0.0
+        self._reach_failures = 0
+        self.work.forgive()
+        async with self.lock:
             if self.generation.state != "complete":
                 state = "filling" if self.generation.state == "partial" else self.generation.state
-                await self._set(state=state, wanted=True, held="", why="")
-        if self.running is not None:
-            self.running.tell({"do": "resume"})
+                await self.change(state=state, wanted=True, held="", why="")
         self.wake()
 
     async def pause(self) -> None:
+        """Stop copying, and let other datasets go on; ``resume`` begins with the next file."""
         self._refuse_unless_filling("pause")
-        async with self._lock:
-            await self._set(held="paused")
-        if self.running is not None:
-            self.running.tell({"do": "pause"})
+        await self._hold(held="paused")
+
+    async def _hold(self, **changes: Any) -> None:
+        async with self.lock:
+            await self.change(**changes)
+        self.work.queued = False
+        if self.work.running is not None:
+            await self.work.running.cancel()
 
     async def resume(self) -> None:
         if not self.generation.held:
@@ -383,14 +284,12 @@ class Dataset:
         await self.warm()
 
     async def cancel(self) -> None:
-        """Stop filling; what is in the store stays and serves."""
-        if self.task_kind != "verify":
-            self._refuse_unless_filling("cancel")
-            async with self._lock:
-                await self._set(held="cancelled", wanted=False)
-        self.queued = False
-        if self.running is not None:
-            await self.running.cancel()
+        """Stop filling or verifying; what is in the store stays and serves."""
+        if self.work.kind == "verify" and self.work.running is not None:
+            await self.work.running.cancel()
+            return
+        self._refuse_unless_filling("cancel")
+        await self._hold(held="cancelled", wanted=False)
 
     def _refuse_unless_filling(self, what: str) -> None:
         if self.generation.state in ("complete", "partial"):
@@ -402,9 +301,9 @@ class Dataset:
 
     async def verify(self, *, source: bool) -> None:
         """Ask for a verify pass; its result shows in ``describe``."""
-        if self.running is not None:
+        if self.work.running is not None:
             raise kit.errors.RefusedError(
-                f"dataset {self.name}", f"a {self.task_kind} pass is under way", "wait or cancel it"
+                f"dataset {self.name}", f"a {self.work.kind} pass is under way", "wait or cancel it"
             )
         if self.generation.state not in ("complete", "partial"):
             raise kit.errors.RefusedError(
@@ -413,78 +312,21 @@ class Dataset:
                 "warm it first",
             )
         if source and self.reached is None:
-            await self._reach()
-        self.verified = {"state": "queued", "source": source}
+            await self.reach()
+        self.work.verified = {"state": "queued", "source": source}
         self._woken()
-
-    async def run_verify(self, others: int) -> None:
-        """One verify pass to its end; bad files are replaced, or withdrawn."""
-        if self.reached is None:
-            try:
-                await self._reach()
-            except kit.errors.SourceError as error:
-                self.trouble = error  # without it bad files are found but not replaced
-        against_source = bool(self.verified["source"])
-        task = {
-            "dataset": self.name,
-            "generation": self.folder,
-            "source": self.reached.root if self.reached else self.tree,
-            "reachable": self.reached is not None,
-            "against_source": against_source,
-            "immutable": self.source.immutable,
-            "native": None,
-            "mounted": [],
-            **self.limits(others),
-        }
-        self.verified = {"state": "running", "source": against_source}
-        end = await self._run("verify", "cache.fill.verifypass", task)
-        self._rest()
-        self.verified = {"source": against_source, "state": end["result"], "why": end["why"]}
-        self.verified |= {k: end.get(k, 0) for k in ("checked_files", "checked_bytes", "bad")}
-        self.verified |= {"replaced": end.get("replaced", 0), "withdrawn": 0}
-        self.verified["at"] = time.time()
-        log.info("verify ended", dataset=self.name, **self.verified)
-        if left := end.get("unreplaced", []):
-            await self._withdraw(left, others)
-        self._show_totals()
-        self._refresh_wanted = True
-        self.wake()
-
-    async def _withdraw(self, bad: list[Any], others: int) -> None:
-        """Take bad files out of the store so that readers get the source's; the rest stays."""
-        if self.reached is None:
-            self.verified["why"] = "bad files stay until the source answers: it has the only copy"
-            return
-        async with self._lock:
-            # Never unlink under a bind of the store: first the overlay, which falls through.
-            await self._publish(view.Stage.OVERLAY)
-            await self._set(state="partial", why=f"{len(bad)} bad files could not be replaced")
-            task = {
-                "dataset": self.name,
-                "generation": self.folder,
-                "source": self.reached.root,
-                "withdraw": bad,
-                "immutable": self.source.immutable,
-                "native": None,
-                "mounted": [],
-                **self.limits(others),
-            }
-            end = await self._run("withdraw", "cache.fill.verifypass", task)
-            self._rest()
-            self.verified["withdrawn"] = end.get("withdrawn", 0)
-            await self._refresh()
 
     async def remove(self) -> None:
         """Take the view down if nobody uses it, and what is stored. InUseError says who does."""
-        async with self._lock:
+        async with self.lock:
             await kit.child.call(view.take_down, self.view, deadline=VIEW_SECONDS)
             self.stage = view.Stage.NONE
             self.removed = True
-            self.queued = False
+            self.work.queued = False
             self._keep_state()
-        if self.running is not None:
-            await self.running.cancel()
-        async with self._lock:
+        if self.work.running is not None:
+            await self.work.running.cancel()
+        async with self.lock:
             await self.source.release()
             self.reached = None
             await kit.child.call(
@@ -493,27 +335,25 @@ class Dataset:
             self.generation = store.Generation(
                 self.name, self.generation.identity, created=time.time()
             )
-            self.progress = progress.Progress()
+            self.work.progress = progress.Progress()
             self.trouble = None
         log.info("dataset removed", dataset=self.name)
 
-    def forget(self) -> None:
-        """Nothing is left of a dataset that is no longer in the settings."""
-        self._state.unlink(missing_ok=True)
-
     def hint(self, paths: list[str]) -> None:
         """Names that a job opened, relative to the dataset; a running fill fetches them sooner."""
-        if self.running is not None and self.task_kind == "fill":
-            self.running.tell({"do": "hints", "paths": paths})
+        if self.work.running is not None and self.work.kind == "fill":
+            self.work.running.tell({"do": "hints", "paths": paths})
 
     async def stop(self) -> None:
         """End our pass. The view stays."""
-        if self.running is not None:
-            await self.running.cancel()
+        if self.work.running is not None:
+            await self.work.running.cancel()
 
     def used(self) -> int:
         """Bytes of the SSD that it takes."""
-        return max(self.generation.used, self.progress.used if self.running is not None else 0)
+        return max(
+            self.generation.used, self.work.progress.used if self.work.running is not None else 0
+        )
 
     # --- for people -----------------------------------------------------------------------------
 
@@ -521,17 +361,21 @@ class Dataset:
         """One word; docs/cache.md lists them."""
         if self.removed:
             return "removed"
-        if self.task_kind == "verify":
+        if self.work.kind == "verify":
             return "verifying"
-        if self.running is not None:
-            return "paused" if self.generation.held == "paused" else self.progress.phase or "queued"
+        if self.work.running is not None:
+            return (
+                "paused"
+                if self.generation.held == "paused"
+                else self.work.progress.phase or "queued"
+            )
         if self.generation.held and self.generation.state != "complete":
             return self.generation.held
         if self.generation.state in ("complete", "partial"):
             return self.generation.state
         if self.reached is None:
             return "waiting"
-        if self.queued:
+        if self.work.queued:
             return "queued"
         return "failed" if self.generation.why else "cold"
 
@@ -540,12 +384,3 @@ class Dataset:
         if self.trouble is not None and self.state() != "complete":
             return str(self.trouble)
         return self.generation.why
-
-
-def _mounted_below(root: str) -> list[str]:
-    """Mount points inside the source, relative: what lies on them is not part of the dataset."""
-    return [
-        mount.target[len(root) + 1 :]
-        for mount in mountinfo.read()
-        if mount.target.startswith(root + "/")
-    ]

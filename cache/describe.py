@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 def dataset(shown: "Dataset") -> dict[str, Any]:
     """All there is to say; field names are those of the OpenAPI document."""
-    progress, generation, reached = shown.progress, shown.generation, shown.reached
-    files_rate, bytes_rate = progress.rates() if shown.running is not None else (0.0, 0.0)
+    progress, generation, reached = shown.work.progress, shown.generation, shown.reached
+    files_rate, bytes_rate = progress.rates() if shown.work.running is not None else (0.0, 0.0)
     source = shown.settings.source.model_dump(mode="json", exclude={"secret_file"})
     return {
         "name": shown.name,
@@ -42,12 +42,12 @@ def dataset(shown: "Dataset") -> dict[str, Any]:
             "no_room": generation.left_bytes,
         },
         "estimated": progress.estimated,
-        "phase": progress.phase if shown.running is not None else "",
+        "phase": progress.phase if shown.work.running is not None else "",
         "rate": {"files": round(files_rate, 1), "bytes": round(bytes_rate)},
-        "eta_seconds": _rounded(progress.eta()) if shown.running is not None else None,
+        "eta_seconds": _rounded(progress.eta()) if shown.work.running is not None else None,
         "store_bytes": shown.used(),
         "refreshes": shown.refreshes,
-        "verify": shown.verified or None,
+        "verify": shown.work.verified or None,
         "completed": generation.completed or None,
         "notes": shown.notes,
     }
@@ -89,15 +89,15 @@ def findings(cache: "Cache") -> list[kit.finding.Finding]:
                     "source and warm it again",
                 )
             )
-        if shown.verified.get("bad"):
+        if shown.work.verified.get("bad"):
             found.append(
                 kit.finding.Finding(
                     id=f"store-bad-files/{shown.name}",
                     rule="store-bad-files",
                     severity=kit.finding.Severity.CRITICAL,
                     subject=f"dataset {shown.name}",
-                    message=f"{shown.verified['bad']} files in the store were not what was stored; "
-                    f"{shown.verified['replaced']} were replaced",
+                    message=f"{shown.work.verified['bad']} files in the store were bad; "
+                    f"{shown.work.verified['replaced']} were replaced",
                     advice="check the SSD (smartctl, kernel log), then verify again",
                 )
             )

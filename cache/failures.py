@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import kit.child
 import kit.errors
-from cache.fill import fillpass, index
+from cache.fill import engine, index
 
 if TYPE_CHECKING:
     from cache.dataset import Dataset
@@ -17,7 +17,7 @@ async def page(dataset: "Dataset", limit: int, after: str) -> dict[str, Any]:
     number, _, name = after.partition("/")
     if after and not number.isdigit():
         raise kit.errors.SettingsError("after", f"{after!r} is no 'next' of ours", "leave it out")
-    path = f"{dataset.folder}/{fillpass.INDEX_NAME}"
+    path = f"{dataset.folder}/{engine.INDEX_NAME}"
     start = [int(number or 0), name]
     found: dict[str, Any] = await kit.child.call(read, path, limit, start, deadline=SECONDS)
     return found

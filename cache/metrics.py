@@ -31,7 +31,7 @@ def collect(cache: "Cache") -> Iterable[Metric]:
         "nodeagent_cache_refreshes", "Refreshes of the dataset's view.", labels=["dataset"]
     )
     for name, dataset in sorted(cache.datasets.items()):
-        progress, generation = dataset.progress, dataset.generation
+        progress, generation = dataset.work.progress, dataset.generation
         for kind, value in (
             ("total", progress.files_total), ("stored", progress.files_done),
             ("failed", progress.failed), ("skipped", progress.skipped),

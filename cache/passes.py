@@ -76,7 +76,7 @@ class Pass:
         keys = ("files_total", "files_done", "copied_files", "copied_bytes", "directories_sealed",
                 "checked_bytes")  # fmt: skip
         now = {key: event.get(key) for key in keys}
-        if event["event"] != "progress" or now != self._progress or event.get("phase") == "paused":
+        if event["event"] != "progress" or now != self._progress:
             self._moved = time.monotonic()
         if event["event"] == "progress":
             self._progress = now

@@ -44,7 +44,7 @@ class Progress:
 
     def rates(self) -> tuple[float, float]:
         """Files and bytes per second."""
-        if len(self._samples) < 2 or self.phase == "paused":
+        if len(self._samples) < 2:
             return 0.0, 0.0
         (t0, f0, b0), (t1, f1, b1) = self._samples[0], self._samples[-1]
         return ((f1 - f0) / (t1 - t0), (b1 - b0) / (t1 - t0)) if t1 > t0 else (0.0, 0.0)

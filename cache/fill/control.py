@@ -1,10 +1,11 @@
 """A page of memory that a pass shares with its workers: limits down, counters up.
 
-Workers look at it between files and between blocks of a file, so that a limit, a pause or a
-cancel takes effect at once and costs no message.
+Workers look at it between files and between blocks of a file, so that a limit or a cancel takes
+effect at once and costs no message.
 
-    offset  0  u64  pause (1: wait)          16  f64  bytes per second for one worker, 0: no limit
-    offset  8  u64  cancel (1: stop soon)    24  f64  files per second for one worker, 0: no limit
+    offset  0  u64  cancel (1: stop soon)
+    offset 16  f64  bytes per second for one worker, 0: no limit
+    offset 24  f64  files per second for one worker, 0: no limit
     offset 64 + 64 * n: worker n's   u64 files copied, u64 bytes copied
 """
 
@@ -14,7 +15,7 @@ import struct
 import time
 
 _U64, _F64 = struct.Struct("<Q"), struct.Struct("<d")
-_PAUSE, _CANCEL, _BYTES_RATE, _FILES_RATE = 0, 8, 16, 24
+_CANCEL, _BYTES_RATE, _FILES_RATE = 0, 16, 24
 _SLOT = 64
 MOST_WORKERS = 65  # as many as settings allow, and the one that commits
 
@@ -51,13 +52,6 @@ class Control:
             _F64.unpack_from(self._page, _FILES_RATE)[0],
         )
 
-    def set_pause(self, on: bool) -> None:
-        _U64.pack_into(self._page, _PAUSE, int(on))
-
-    @property
-    def paused(self) -> bool:
-        return bool(_U64.unpack_from(self._page, _PAUSE)[0])
-
     def cancel(self) -> None:
         _U64.pack_into(self._page, _CANCEL, 1)
 
@@ -87,7 +81,7 @@ class Throttle:
         self._ready = [0.0, 0.0]  # when the next byte, the next file is due
 
     def step(self, files: int, size: int) -> None:
-        """Count, keep the limits, honour a pause. Raises Cancelled."""
+        """Count and keep the limits. Raises Cancelled."""
         self._control.count(self._worker, files, size)
         rates = self._control.limits()
         if rates != (0.0, 0.0):
@@ -108,8 +102,6 @@ class Throttle:
             time.sleep(min(left, _NAP_SECONDS))
 
     def check(self) -> None:
-        """Wait while paused. Raises Cancelled."""
-        while self._control.paused and not self._control.cancelled:
-            time.sleep(_NAP_SECONDS)
+        """Raises Cancelled."""
         if self._control.cancelled:
             raise Cancelled

@@ -166,13 +166,7 @@ class Index:
         self._db.execute(
             "INSERT INTO chunks (directory, files, bytes, allocated, entries) "
             "VALUES (?, ?, ?, ?, ?)",
-            (
-                directory,
-                len(entries),
-                sum(entry.size for entry in entries if entry.is_file),
-                sum(entry.allocated for entry in entries),
-                zlib.compress(json.dumps(entries).encode(), 1),
-            ),
+            (directory, *_packed(entries)),
         )
 
     def locate(self, directory: int, location: list[Any]) -> None:
@@ -213,21 +207,21 @@ class Index:
             (entries, files, size, *stored, skipped, directory),
         )
 
-    def committed(self, chunk: Chunk, files: int, size: int, allocated: int, failed: int) -> None:
-        self._db.execute("DELETE FROM chunks WHERE id = ?", (chunk.id,))
+    def committed(
+        self, chunk: Chunk, files: int, size: int, allocated: int, failed: int, left: list[Entry]
+    ) -> None:
+        """A chunk is in the tree, but for what failed and what is ``left`` for another time."""
+        if left:
+            self._db.execute(
+                "UPDATE chunks SET files = ?, bytes = ?, allocated = ?, entries = ? WHERE id = ?",
+                (*_packed(left), chunk.id),
+            )
+        else:
+            self._db.execute("DELETE FROM chunks WHERE id = ?", (chunk.id,))
         self._db.execute(
             "UPDATE directories SET done_files = done_files + ?, done_bytes = done_bytes + ?, "
-            "allocated = allocated + ?, failed = failed + ?, waiting = waiting - 1 WHERE id = ?",
-            (files, size, allocated, failed, chunk.directory),
-        )
-
-    def split(self, chunk: Chunk, taken: list[Entry]) -> None:
-        """Only ``taken`` of a chunk was staged; the rest stays to be copied."""
-        names = {entry.name for entry in taken}
-        rest = [entry for entry in chunk.entries if entry.name not in names]
-        self.add_chunk(chunk.directory, rest)
-        self._db.execute(
-            "UPDATE directories SET waiting = waiting + 1 WHERE id = ?", (chunk.directory,)
+            "allocated = allocated + ?, failed = failed + ?, waiting = waiting - ? WHERE id = ?",
+            (files, size, allocated, failed, 0 if left else 1, chunk.directory),
         )
 
     def sealed(self, directory: int) -> None:
@@ -406,6 +400,16 @@ class Index:
         ).fetchone()
         failed = self._db.execute("SELECT count(*) FROM failures").fetchone()[0]
         return Totals(*(int(value) for value in (*row, failed)))
+
+
+def _packed(entries: list[Entry]) -> tuple[int, int, int, bytes]:
+    """Columns of a chunk."""
+    return (
+        len(entries),
+        sum(entry.size for entry in entries if entry.is_file),
+        sum(entry.allocated for entry in entries),
+        zlib.compress(json.dumps(entries).encode(), 1),
+    )
 
 
 def _decode(text: str) -> str:

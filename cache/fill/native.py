@@ -14,6 +14,7 @@ import ctypes as c
 import errno
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -243,11 +244,13 @@ class Reader:
         location: Location,
         items: Sequence[Entry],
         each: Callable[[Entry, bytes | None], None],
-    ) -> None:
+        deadline: float,
+    ) -> Sequence[Entry]:
         """Call ``each(item, bytes)`` for every item, None where its object is not the whole file.
 
         ``each`` runs in librados' own thread, one at a time; what it raises ends the read after
-        all that is in flight, and is raised here. OSError when the pool cannot be opened.
+        all that is in flight, and is raised here. Nothing new is asked for after ``deadline``
+        (monotonic); returns what was not asked for. OSError when the pool cannot be opened.
         """
         objects = self._objects(location)
         free = threading.Semaphore(_IN_FLIGHT)
@@ -265,13 +268,16 @@ class Reader:
 
             return callback
 
+        asked = 0
         for item in items:
             free.acquire()
-            if errors:
+            if errors or time.monotonic() >= deadline:
                 free.release()
                 break
+            asked += 1
             objects.aio_read(f"{item.ino:x}.00000000", item.size, 0, finished(item))
         for _ in range(_IN_FLIGHT):
             free.acquire()
         if errors:
             raise errors[0]
+        return items[asked:]

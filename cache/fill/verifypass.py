@@ -8,21 +8,20 @@ agent puts the overlay in place and has it withdrawn (the second task of this mo
 import time
 from typing import Any
 
-from cache.fill import crew, fillpass
+from cache.fill import batch, engine, link
+from cache.fill.engine import End
 from cache.fill.entry import Entry
-from cache.fill.fillpass import End, Staged
 
 # Jobs read the same SSD: two readers find bad blocks in good time and leave it to them.
 STORE_WORKERS = 2
 AHEAD = 64
 
 
-class VerifyPass(fillpass.FillPass):
+class VerifyPass(engine.Engine):
     """Shares the workers, the index and the commits with a fill."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         super().__init__(task)
-        self.skeleton = True
         self.after = 0
         self.directories: list[int] = []
         self.bad: list[tuple[int, Entry]] = []
@@ -40,7 +39,7 @@ class VerifyPass(fillpass.FillPass):
         super()._limits(limits)
 
     def _next_job(self) -> dict[str, Any] | None:
-        if self.cancelled or self.page.paused:
+        if self.cancelled:
             return None
         return self._repair_job() or self._verify_job()
 
@@ -77,11 +76,11 @@ class VerifyPass(fillpass.FillPass):
         }
 
     def _copied(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
-        repaired = Staged(None, answer["chunk"], job["_directory"], failed=answer["failed"])
+        repaired = batch.Staged(None, answer["chunk"], job["_directory"], failed=answer["failed"])
         for name in [entry[0] for entry in answer["failed"]] + answer["left"]:
             self.unreplaced.append([job["path"], name])
         self.replaced += answer["staged"][0]
-        self._stage(repaired)
+        self.batch.add(repaired)
 
     def _verified(self, answer: dict[str, Any]) -> None:
         self.checked[0] += answer["checked"][0]
@@ -91,18 +90,17 @@ class VerifyPass(fillpass.FillPass):
         for fields, fault in answer["bad"]:
             item = Entry(*fields)
             self.found += 1
-            self._say("note", text=f"bad file {'/'.join([*path, item.name])!r}: {fault}")
+            self.link.say("note", text=f"bad file {'/'.join([*path, item.name])!r}: {fault}")
             if self.task["reachable"]:
                 self.bad.append((answer["directory"], item))
             else:
                 self.unreplaced.append([path, item.name])
 
-    def _answer(self, member: crew.Member, answer: dict[str, Any]) -> None:
+    def _take(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
         if answer["did"] == "verify":
-            member.job = None
             self._verified(answer)
         else:
-            super()._answer(member, answer)
+            self._copied(job, answer)
 
     def _lost(self, job: dict[str, Any] | None) -> None:
         if job is not None and job["do"] == "verify":
@@ -113,17 +111,14 @@ class VerifyPass(fillpass.FillPass):
         else:
             super()._lost(job)
 
-    def _seals(self) -> list[int]:
-        return []
-
     def _end_if_done(self) -> None:
         if self.cancelled:
             raise End("cancelled")
-        if self.page.paused or self.bad or self.index.sealed_directories(self.after, 1):
+        if self.bad or self.index.sealed_directories(self.after, 1):
             return
         raise End("bad" if self.unreplaced else "good")
 
-    def _space(self) -> dict[str, Any]:
+    def _last_words(self) -> dict[str, Any]:
         return {
             "checked_files": self.checked[0],
             "checked_bytes": self.checked[1],
@@ -132,34 +127,24 @@ class VerifyPass(fillpass.FillPass):
             "unreplaced": self.unreplaced[:10_000],
         }
 
-    def _progress(self, *, force: bool = False) -> None:
-        now = time.monotonic()
-        if not force and now - self._told < fillpass.PROGRESS_SECONDS:
-            return
-        self._told = now
-        files, size = self.page.counted()
-        self._say(
-            "progress",
-            phase="paused" if self.page.paused else "verifying",
-            files_total=self.totals.done_files,
-            bytes_total=self.totals.done_bytes,
-            files_done=self.checked[0],
-            bytes_done=self.checked[1],
-            copied_files=files,
-            copied_bytes=size,
-            failed=self.found,
-            skipped=self.totals.skipped,
-            commits=self.commits,
-            used=self._used(),
-        )
+    def _phase(self) -> str:
+        return "verifying"
+
+    def _counts(self) -> dict[str, int]:
+        return {
+            "files_total": self.totals.done_files,
+            "bytes_total": self.totals.done_bytes,
+            "files_done": self.checked[0],
+            "bytes_done": self.checked[1],
+            "failed": self.found,
+        }
 
 
-class WithdrawPass(fillpass.FillPass):
+class WithdrawPass(engine.Engine):
     """Takes bad files out of the tree, and the marks off the directories above them."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         super().__init__(task)
-        self.skeleton = True
         self.withdrawn = 0
         self.waiting = list(task["withdraw"])
         self.unsealed: set[int] = set()
@@ -184,20 +169,28 @@ class WithdrawPass(fillpass.FillPass):
             self.index.restart_listing(number)
         return {"do": "prune", "directory": number, "path": path, "names": [name]}
 
-    def _seals(self) -> list[int]:
-        return []
-
     def _end_if_done(self) -> None:
         if not self.waiting:
             raise End("withdrawn")
 
-    def _space(self) -> dict[str, Any]:
+    def _last_words(self) -> dict[str, Any]:
         return {"withdrawn": self.withdrawn}
 
+    def _take(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
+        """The marks are off, or the file is gone; the next job follows."""
 
-def start(task: dict[str, Any]) -> fillpass.FillPass:
+    def _phase(self) -> str:
+        return "withdrawing"
+
+    def _counts(self) -> dict[str, int]:
+        done = self.withdrawn
+        return {"files_total": done + len(self.waiting), "bytes_total": 0, "files_done": done,
+                "bytes_done": 0, "failed": 0}  # fmt: skip
+
+
+def start(task: dict[str, Any]) -> engine.Engine:
     """A pass ready to run. The tree keeps its dress: nothing of it changes but bad files."""
-    made = WithdrawPass(task) if "withdraw" in task else VerifyPass(task)
+    made: engine.Engine = WithdrawPass(task) if "withdraw" in task else VerifyPass(task)
     if made.index.totals().directories == 0:
         raise OSError(2, "the index of this generation is lost; warm it again to rebuild it")
     return made
@@ -205,7 +198,7 @@ def start(task: dict[str, Any]) -> fillpass.FillPass:
 
 def main() -> None:
     """``python -m cache.fill.verifypass``: the task is the first line of standard input."""
-    fillpass.serve(start)
+    link.serve(start)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,21 @@ the tree except ``commit`` and ``seal``, which only ever rename whole, durable f
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import stat
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cache.fill import control, copying, entry, index, messages, native, tree
 from cache.fill.entry import Entry
+from linux import processes, syscalls
 
 JOBS, ANSWERS = 0, 1
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+# A chunk is left for another time after so long: what is staged gets committed, hints get a turn.
+CHUNK_SECONDS = 2.0
 
 
 def reason(error: OSError) -> str:
@@ -163,6 +164,7 @@ class Worker:
         finished: set[str] = set()
         links: list[list[str]] = []
         stopped = ""
+        deadline = time.monotonic() + CHUNK_SECONDS
 
         def took(item: Entry, allocated: int) -> None:
             finished.add(item.name)
@@ -175,10 +177,13 @@ class Worker:
             try:
                 rest = self._not_stored(job, items, took)
                 if job["location"] and not self.no_objects:
-                    rest = self._copy_objects(job, rest, staging, took)
+                    rest = self._copy_objects(job, rest, staging, deadline, took)
                 if rest:
                     source = stack.enter_context(tree.opened(self.source, job["path"]))
                     for item in rest:
+                        if time.monotonic() >= deadline and finished:
+                            stopped = "time"
+                            break
                         try:
                             took(item, self.copier.copy(source, item, staging))
                             if item.is_file and item.nlink > 1:
@@ -231,9 +236,9 @@ class Worker:
         messages.send(ANSWERS, {"did": "hint", "chunk": folder})
 
     def _copy_objects(
-        self, job: dict[str, Any], items: list[Entry], staging: int, took: Any
+        self, job: dict[str, Any], items: list[Entry], staging: int, deadline: float, took: Any
     ) -> list[Entry]:
-        """Copy what is plain by its object; what is left must go through the mount."""
+        """Copy what is plain by its object; what is left must go through the mount, or wait."""
         plain = [item for item in items if native.is_plain(item)]
         if not plain:
             return items
@@ -254,7 +259,8 @@ class Worker:
             took(item, self.copier.keep(item, data, staging))
 
         try:
-            self._reader.read(native.Location(*job["location"]), plain, each)
+            location = native.Location(*job["location"])
+            rest += self._reader.read(location, plain, each, deadline)
         except PermissionError:
             self.no_objects = True
             return items
@@ -271,7 +277,7 @@ class Worker:
         Invariant: a name in the tree implies durable bytes. Also seals the directories of the job,
         whose renames an earlier commit made: this one's syncfs made them durable before the mark.
         """
-        _check(_libc.syncfs(self.generation), "syncfs")
+        syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
         for chunk in job["chunks"]:
             folder = str(chunk["chunk"])
             with (
@@ -323,7 +329,7 @@ class Worker:
         """The last words of a complete generation: drop the spare links, make all durable."""
         for name in os.listdir(self.links):
             os.unlink(name, dir_fd=self.links)
-        _check(_libc.syncfs(self.generation), "syncfs")
+        syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
         messages.send(ANSWERS, {"did": "finish"})
 
     def prune(self, job: dict[str, Any]) -> None:
@@ -435,15 +441,9 @@ class Worker:
                 )
 
 
-def _check(result: int, what: str) -> None:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-
-
 def main() -> None:
     """``python -m cache.fill.worker NUMBER PAGE``; PAGE: descriptor of the control page."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    processes.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's to handle
     os.umask(0)
     setup = messages.receive(JOBS)

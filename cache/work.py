@@ -1,0 +1,230 @@
+"""The passes of one dataset: what they are told, what they say, how they end."""
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+import kit.errors
+from cache import passes, progress, view
+from linux import mountinfo
+
+if TYPE_CHECKING:
+    from cache.dataset import Dataset
+
+log = structlog.get_logger("pass")
+
+
+class Work:
+    """At most one pass at a time. Its outcome is written down before ``running`` is None again."""
+
+    def __init__(self, dataset: "Dataset") -> None:
+        self._dataset = dataset
+        self.queued = False
+        self.running: passes.Pass | None = None
+        self.kind = ""  # fill, verify or withdraw
+        self.progress = progress.Progress()
+        self.verified: dict[str, Any] = {}  # state and result of the last verify
+        self.not_before = 0.0  # monotonic time of the next try after a failed pass
+        self._failures = 0
+
+    @property
+    def wants_turn(self) -> bool:
+        return self.queued or self.verify_queued
+
+    @property
+    def verify_queued(self) -> bool:
+        return self.verified.get("state") == "queued"
+
+    def forgive(self) -> None:
+        """Somebody asked for it: earlier failures delay nothing."""
+        self.not_before = 0.0
+        self._failures = 0
+
+    def limits(self, others: int) -> dict[str, Any]:
+        """The command that tells a pass how much it may do. ``others``: bytes of other datasets."""
+        fill = self._dataset.cache.fill
+        return {
+            "do": "limits",
+            "workers": fill.workers,
+            "bytes_per_second": fill.bytes_per_second,
+            "files_per_second": fill.files_per_second,
+            "space": {
+                "reserve": self._dataset.cache.reserve,
+                "budget": self._dataset.cache.budget,
+                "others": others,
+            },
+        }
+
+    async def run_fill(self, others: int) -> None:
+        """One fill, to its end. Called by the component when it is this dataset's turn."""
+        self.queued = False
+        reached = self._dataset.reached
+        if reached is None:
+            return
+        await self._dataset.change(state="filling", why="", left_files=0, left_bytes=0)
+        task = {
+            "dataset": self._dataset.name,
+            "generation": self._dataset.folder,
+            "source": reached.root,
+            "immutable": self._dataset.source.immutable,
+            "native": reached.native,
+            "mounted": _mounted_below(reached.root),
+            **self.limits(others),
+        }
+        end = await self._run("fill", "cache.fill.fillpass", task)
+        try:
+            await self._fill_ended(end)
+        finally:
+            self._rest()  # only now: the outcome is written down, nothing asks for another pass
+            self._dataset.wake()
+
+    async def _run(self, kind: str, module: str, task: dict[str, Any]) -> dict[str, Any]:
+        self.kind = kind
+        self.progress.restart()
+        self.running = passes.Pass(module, task, self._heard)
+        log.info("pass started", dataset=self._dataset.name, kind=kind)
+        try:
+            await self.running.start()
+            assert self.running.ended is not None
+            return await self.running.ended
+        except BaseException:
+            self._rest()
+            raise
+
+    def _rest(self) -> None:
+        self.running = None
+        self.kind = ""
+
+    def _heard(self, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "progress":
+                if self.progress.take(event):
+                    self._dataset.want_refresh()
+                    self._dataset.wake()
+                if not self.progress.estimated or self._dataset.reached is None:
+                    return
+                self.progress.files_total = max(
+                    self.progress.files_total, self._dataset.reached.files or 0
+                )
+                self.progress.bytes_total = max(
+                    self.progress.bytes_total, self._dataset.reached.bytes or 0
+                )
+            case "skeleton":
+                self.progress.estimated = False
+                if not self._dataset.generation.skeleton:
+                    # Durable with the next save; until then a restart scans again.
+                    self._dataset.generation = dataclasses.replace(
+                        self._dataset.generation, skeleton=True
+                    )
+                self._dataset.wake()
+            case "note":
+                log.info("pass says", dataset=self._dataset.name, text=event["text"])
+
+    async def _fill_ended(self, end: dict[str, Any]) -> None:
+        result, why = end["result"], end["why"]
+        log.info("pass ended", dataset=self._dataset.name, result=result, why=why)
+        changes: dict[str, Any] = {"why": why}
+        if "used" in end:
+            changes |= {
+                "used": end["used"],
+                "left_files": end["left_files"],
+                "left_bytes": end["left_bytes"],
+                "files": self.progress.files_total,
+                "bytes": self.progress.bytes_total,
+                "done_files": self.progress.files_done,
+                "done_bytes": self.progress.bytes_done,
+                "failed": self.progress.failed,
+                "skipped": self.progress.skipped,
+            }
+        if result == "complete":
+            changes |= {"state": "complete", "completed": time.time(), "wanted": False}
+        elif result == "partial":
+            changes |= {"state": "partial", "wanted": False}
+        if result in ("complete", "partial"):
+            self._failures = 0
+        elif result == "failed":
+            wait = self._dataset.wait_after(self._failures)
+            self.not_before = time.monotonic() + wait
+            self._failures += 1
+            self._dataset.look_soon()  # the source is the first suspect
+        async with self._dataset.lock:
+            await self._dataset.change(**changes)
+            self._dataset.want_refresh()
+
+    async def run_verify(self, others: int) -> None:
+        """One verify pass to its end; bad files are replaced, or withdrawn."""
+        if self._dataset.reached is None:
+            try:
+                await self._dataset.reach()
+            except kit.errors.SourceError as error:
+                self._dataset.trouble = error  # without it bad files are found but not replaced
+        against_source = bool(self.verified["source"])
+        task = {
+            "dataset": self._dataset.name,
+            "generation": self._dataset.folder,
+            "source": self._dataset.reached.root if self._dataset.reached else self._dataset.tree,
+            "reachable": self._dataset.reached is not None,
+            "against_source": against_source,
+            "immutable": self._dataset.source.immutable,
+            "native": None,
+            "mounted": [],
+            **self.limits(others),
+        }
+        self.verified = {"state": "running", "source": against_source}
+        end = await self._run("verify", "cache.fill.verifypass", task)
+        self._rest()
+        self.verified = {"source": against_source, "state": end["result"], "why": end["why"]}
+        self.verified |= {k: end.get(k, 0) for k in ("checked_files", "checked_bytes", "bad")}
+        self.verified |= {"replaced": end.get("replaced", 0), "withdrawn": 0}
+        self.verified["at"] = time.time()
+        log.info("verify ended", dataset=self._dataset.name, **self.verified)
+        if left := end.get("unreplaced", []):
+            await self._withdraw(left, others)
+        self.show_totals()
+        self._dataset.want_refresh()
+        self._dataset.wake()
+
+    async def _withdraw(self, bad: list[Any], others: int) -> None:
+        """Take bad files out of the store so that readers get the source's; the rest stays."""
+        if self._dataset.reached is None:
+            self.verified["why"] = "bad files stay until the source answers: it has the only copy"
+            return
+        async with self._dataset.lock:
+            # Never unlink under a bind of the store: first the overlay, which falls through.
+            await self._dataset.publish(view.Stage.OVERLAY)
+            await self._dataset.change(
+                state="partial", why=f"{len(bad)} bad files could not be replaced"
+            )
+            task = {
+                "dataset": self._dataset.name,
+                "generation": self._dataset.folder,
+                "source": self._dataset.reached.root,
+                "withdraw": bad,
+                "immutable": self._dataset.source.immutable,
+                "native": None,
+                "mounted": [],
+                **self.limits(others),
+            }
+            end = await self._run("withdraw", "cache.fill.verifypass", task)
+            self._rest()
+            self.verified["withdrawn"] = end.get("withdrawn", 0)
+            await self._dataset.refresh()
+
+    def show_totals(self) -> None:
+        """Figures of generation.json, while no pass gives fresher ones."""
+        kept, shown = self._dataset.generation, self.progress
+        shown.files_total, shown.bytes_total = kept.files, kept.bytes
+        shown.files_done, shown.bytes_done = kept.done_files, kept.done_bytes
+        shown.failed, shown.skipped, shown.used = kept.failed, kept.skipped, kept.used
+        shown.estimated = not kept.skeleton
+
+
+def _mounted_below(root: str) -> list[str]:
+    """Mount points inside the source, relative: what lies on them is not part of the dataset."""
+    return [
+        mount.target[len(root) + 1 :]
+        for mount in mountinfo.read()
+        if mount.target.startswith(root + "/")
+    ]

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# `make run`: the agent in the foreground with an embedded default: a local directory as source.
+# Everything lies below build/run; Ctrl-C ends the agent, the view stays until `make stop`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+here=$PWD/build/run
+port=${NODEAGENT_PORT:-9470}
+mkdir -p "$here"
+if [ "$(id -u)" != 0 ]; then
+  echo "make run: needs root (it mounts the view); try: sudo make run" >&2
+  exit 4
+fi
+
+source=${NODEAGENT_SOURCE:-$here/source}
+if [ "$source" = "$here/source" ] && [ ! -e "$source/.made" ]; then
+  echo "making a small dataset to cache: $source"
+  .venv/bin/python scripts/demo_dataset.py "$source"
+fi
+cat >"$here/nodeagent.yaml" <<Y
+admin: {listen: "127.0.0.1:$port"}
+state_dir: $here/state
+cache:
+  store: $here/store
+  views: $here/views
+  budget: 20GiB
+  reserve: 5%
+  datasets:
+    - {name: demo, source: {kind: dir, path: $source}, freshness: frozen, warm: true}
+Y
+cat <<T
+
+  source     $source
+  settings   $here/nodeagent.yaml
+  read at    $here/views/demo/data      (what a training job would read)
+  status     http://127.0.0.1:$port/     metrics: /metrics
+  in another shell:
+             .venv/bin/nodeagent --config $here/nodeagent.yaml dataset list
+             .venv/bin/nodeagent --config $here/nodeagent.yaml dataset warm demo --wait
+  Ctrl-C ends the agent; the view goes on being served. 'make stop' takes it down.
+
+T
+.venv/bin/nodeagent --config "$here/nodeagent.yaml" run &
+agent=$!
+trap 'kill -TERM $agent 2>/dev/null' INT TERM
+.venv/bin/python scripts/wait_api.py "http://127.0.0.1:$port" "$agent" &&
+  .venv/bin/nodeagent --config "$here/nodeagent.yaml" dataset warm demo --wait || true
+status=0
+while kill -0 $agent 2>/dev/null; do wait $agent && status=0 || status=$?; done
+exit $status
