@@ -12,8 +12,8 @@ FILES = 40_000
 SMALLEST, LARGEST, SKEW = 512, 128 * 1024, 1.75  # mean about 15 KiB
 NAME = "bench"
 # Slow enough that a batch of a second is a small part, so that there is time to pause.
-SLOW_FILES_PER_SECOND = 4000
-PAUSE_AT = 0.88
+SLOW_FILES_PER_SECOND = 2500
+PAUSE_AT = 0.85
 REFRESH_SECONDS = 1.0
 FILL_SECONDS = 180.0
 FEWER_FILES = 12_000  # for one cold reader

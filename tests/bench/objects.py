@@ -5,6 +5,7 @@ when every process is connected.
 """
 
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -30,7 +31,7 @@ def _read(number: int, processes: int, conf: str, root: str, ready: Barrier, tol
     folders = [item.name for item in listing.entries([]) if isinstance(item, Entry)]
     for folder in sorted(folders)[number::processes]:
         items = [item for item in listing.entries([folder]) if isinstance(item, Entry)]
-        reader.read(listing.location([folder], items[0].name), items, each)
+        reader.read(listing.location([folder], items[0].name), items, each, math.inf)
     told.put(counted)
 
 
