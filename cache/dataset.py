@@ -148,6 +148,10 @@ class Dataset:
         now = time.monotonic()
         generation = self.generation
         wanted = self.settings.warm or generation.wanted
+        # What failed may work later; what did not fit waits for room.
+        unfinished = generation.state in ("new", "filling") or (
+            generation.state == "partial" and generation.failed > 0 and not generation.left_files
+        )
         return decide.Facts(
             stage=self.stage,
             complete=generation.state == "complete",
@@ -156,7 +160,7 @@ class Dataset:
             reach_due=now >= self._look_at and not self.removed,
             moved=self.reached is not None and self.reached.device != self._published_device,
             pass_wanted=wanted
-            and generation.state in ("new", "filling")
+            and unfinished
             and not generation.held
             and not self.removed
             and now >= self.work.not_before,

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sqlite3
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -56,4 +57,10 @@ def serve(begin: Callable[[dict[str, Any]], Runnable]) -> None:
         pass  # the agent has gone
     except (OSError, crew.CrewError) as error:
         why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        sys.stdout.write(json.dumps({"event": "end", "result": "failed", "why": why}) + "\n")
+        _failed(why)
+    except sqlite3.DatabaseError as error:
+        _failed(f"the index is damaged ({error}); the next pass makes it anew")
+
+
+def _failed(why: str) -> None:
+    sys.stdout.write(json.dumps({"event": "end", "result": "failed", "why": why}) + "\n")

@@ -286,7 +286,7 @@ class Worker:
                 for name, key in chunk["links"]:
                     self._share(staging, name, key)
                 for name in os.listdir(staging):
-                    os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
+                    self._place(staging, name, target)
                 os.utime(target, ns=(chunk["mtime_ns"], chunk["mtime_ns"]))
             os.rmdir(folder, dir_fd=self.staging)
         sealed: list[int] = []
@@ -295,6 +295,13 @@ class Worker:
             done = self._seal(directory["path"], directory["entries"], Entry(*directory["as"]))
             (sealed if done else missing).append(directory["directory"])
         messages.send(ANSWERS, {"did": "commit", "sealed": sealed, "missing": missing})
+
+    def _place(self, staging: int, name: str, target: int) -> None:
+        try:
+            os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
+        except IsADirectoryError:  # the source had a directory there before
+            tree.remove(target, name)
+            os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
 
     def _share(self, staging: int, name: str, key: str) -> None:
         """Make ``name`` a link of the stored file with the same key, if there is one."""
