@@ -62,11 +62,15 @@ class Work:
 
     async def run_fill(self, others: int) -> None:
         """One fill, to its end. Called by the component when it is this dataset's turn."""
-        self.queued = False
         reached = self._dataset.reached
         if reached is None:
+            self.queued = False
             return
+        # It stays queued until it runs: in between, another pass would be asked for, and the end
+        # of this one would not be the end.
         await self._dataset.change(state="filling", why="", left_files=0, left_bytes=0)
+        if not self.queued:
+            return  # paused, cancelled or removed meanwhile
         task = {
             "dataset": self._dataset.name,
             "generation": self._dataset.folder,
@@ -87,6 +91,8 @@ class Work:
         self.kind = kind
         self.progress.restart()
         self.running = passes.Pass(module, task, self._heard)
+        if kind == "fill":
+            self.queued = False
         log.info("pass started", dataset=self._dataset.name, kind=kind)
         try:
             await self.running.start()
