@@ -22,7 +22,7 @@ def rooms() -> dict[str, Mapping[str, harness.Group]]:
     """Every module beside this one that has GROUPS."""
     found: dict[str, Mapping[str, harness.Group]] = {}
     for module in pkgutil.iter_modules(tests.bench.__path__):
-        if not module.name.startswith("_"):
+        if not module.name.startswith(("_", "test_")):
             groups = getattr(importlib.import_module(f"tests.bench.{module.name}"), "GROUPS", None)
             if groups is not None:
                 found[module.name] = groups

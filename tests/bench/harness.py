@@ -79,7 +79,7 @@ def in_turn(sides: Mapping[str, Side], rounds: int = ROUNDS) -> dict[str, list[f
     for number in range(rounds):
         for name, side in sides.items():
             answers[name].append(side())
-        say(f"  {number + 1}: " + ", ".join(f"{n} {a[-1]:,.0f}" for n, a in answers.items()))
+        say(f"  {number + 1}: " + ", ".join(f"{n} {a[-1]:,.5g}" for n, a in answers.items()))
     return answers
 
 
