@@ -204,8 +204,9 @@ def test_remove_is_refused_while_somebody_reads_and_says_who(area: Path, node: A
     holders = {
         "open": f"f = open({str(node.view('a') / 'd0/f00000')!r})",
         "working directory": f"import os; os.chdir({str(node.view('a') / 'd0')!r})",
-        "mapped": "import mmap, os; d = os.open(%r, 0); m = mmap.mmap(d, 0, prot=1); os.close(d)"
-        % str(node.view("a") / "d0/f00000"),
+        "mapped": "import mmap, os; "
+        f"d = os.open({str(node.view('a') / 'd0/f00000')!r}, 0); "
+        "m = mmap.mmap(d, 0, prot=1); os.close(d)",
     }
     for how, script in holders.items():
         script += "; print('up', flush=True); input()"
