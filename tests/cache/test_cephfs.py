@@ -202,6 +202,6 @@ def test_the_secret_is_on_no_command_line_in_no_log_and_in_no_answer(
     answers = [node.get("/v1/datasets"), node.dataset("a"), node.get("/v1/findings")]
     assert secret.decode() not in str(answers)
     for file in node.state.rglob("*"):
-        if file.is_file() and not file.is_symlink() and "mount" not in file.parts:
-            if secret in file.read_bytes():
-                assert file.stat().st_mode & 0o077 == 0
+        ours = file.is_file() and not file.is_symlink() and "mount" not in file.parts
+        if ours and secret in file.read_bytes():
+            assert file.stat().st_mode & 0o077 == 0
