@@ -227,6 +227,7 @@ class Cache:
                     await dataset.work.run_fill(others)
             except (kit.errors.AgentError, OSError, RuntimeError, ValueError) as error:
                 log.error("pass could not be run", dataset=dataset.name, why=str(error))
+                dataset.work.verify_failed(str(error))
                 dataset.work.queued = False
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(5.0):

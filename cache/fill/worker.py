@@ -74,6 +74,7 @@ class Worker:
 
         with contextlib.ExitStack() as stack:
             target = stack.enter_context(tree.opened(self.tree, path))
+            dressed = os.fstat(target).st_mtime_ns
             source: int | None = None
             if self.access is None:
                 source = stack.enter_context(tree.opened(self.source, path))
@@ -108,6 +109,7 @@ class Worker:
                     self.throttle.check()
             if job["again"] and not self.immutable:
                 self._drop_extras(target, path)
+            os.utime(target, ns=(dressed, dressed))  # making directories in it changed it
         if batch or folders or failed:
             flush()
         done = {"did": "scan", "directory": number, "stored": stored, "names": names, **counts}
