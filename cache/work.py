@@ -62,12 +62,15 @@ class Work:
 
     async def run_fill(self, others: int) -> None:
         """One fill, to its end. Called by the component when it is this dataset's turn."""
-        self.queued = False
         reached = self._dataset.reached
         if reached is None:
+            self.queued = False
             return
         async with self._dataset.lock:
-            if self._dataset.generation.held or self._dataset.removed:
+            # It stays queued until it runs: in between, another pass would be asked for, and the
+            # end of this one would not be the end.
+            if self._dataset.generation.held or self._dataset.removed or not self.queued:
+                self.queued = False
                 return  # held or removed since it was queued
             await self._dataset.change(state="filling", why="", left_files=0, left_bytes=0)
         task = {
@@ -90,6 +93,8 @@ class Work:
         self.kind = kind
         self.progress.restart()
         self.running = passes.Pass(module, task, self._heard)
+        if kind == "fill":
+            self.queued = False
         log.info("pass started", dataset=self._dataset.name, kind=kind)
         try:
             await self.running.start()
