@@ -109,7 +109,7 @@ def findings(cache: "Cache") -> list[kit.finding.Finding]:
                 rule="store-orphan",
                 severity=kit.finding.Severity.INFO,
                 subject=f"dataset {name}",
-                message=f"{folder} is of no dataset of the settings, or of an earlier source of one",
+                message=f"{folder} is of no dataset of the settings, or of one's earlier source",
                 advice=f"'nodeagent dataset remove {name}' deletes everything of that name",
             )
         )

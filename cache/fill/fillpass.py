@@ -67,7 +67,7 @@ class FillPass(engine.Engine):
                 self._skeleton_stands()
             return None
         if not self._room(inodes=1).holds(4096, 1):
-            self.cramped = True
+            self.cramped = not self._may_take_less()
             return None
         number = waiting[0]
         path = self.index.path(number)
@@ -128,11 +128,14 @@ class FillPass(engine.Engine):
             self.chunks = [number for number in ahead if number not in taken]
         if not self.chunks:
             return None
-        chunk = self.index.chunk(self.chunks.pop(0))
+        chunk = self.index.chunk(self.chunks[0])
         if chunk is None:  # its directory is being listed anew
             self.chunks = []
             return None
         items = self._that_fit(chunk)
+        if len(items) < len(chunk.entries) and self._may_take_less():
+            return None
+        self.chunks.pop(0)
         if not items:
             self.full = True
             return None
@@ -149,6 +152,10 @@ class FillPass(engine.Engine):
             "_allocated": sum(item.allocated for item in items),
             "_inodes": len(items),
         }
+
+    def _may_take_less(self) -> bool:
+        """Whether something is under way: reckoned high, and twice once it is on the disk."""
+        return bool(self.crew.busy("copy", "hint") or self.batch.all())
 
     def _that_fit(self, chunk: index.Chunk) -> list[Entry]:
         room = self._room(inodes=len(chunk.entries))

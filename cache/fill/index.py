@@ -40,8 +40,8 @@ CREATE TABLE directories (
 CREATE INDEX directories_found ON directories (id) WHERE state = 0;
 CREATE TABLE chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT, directory INTEGER NOT NULL,
-    priority INTEGER NOT NULL DEFAULT 0, files INTEGER NOT NULL, bytes INTEGER NOT NULL, allocated INTEGER NOT NULL,
-    entries BLOB NOT NULL);
+    priority INTEGER NOT NULL DEFAULT 0, files INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    allocated INTEGER NOT NULL, entries BLOB NOT NULL);
 CREATE INDEX chunks_order ON chunks (priority DESC, id);
 CREATE INDEX chunks_directory ON chunks (directory);
 CREATE TABLE failures (

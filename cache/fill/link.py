@@ -59,6 +59,9 @@ def serve(begin: Callable[[dict[str, Any]], Runnable]) -> None:
         why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         _failed(why)
     except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+            _failed("the disk is full, not even the index can grow")
+            return
         _failed(f"the index is damaged ({error}); the next pass makes it anew")
 
 

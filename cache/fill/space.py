@@ -3,6 +3,9 @@
 import os
 from dataclasses import dataclass
 
+# For what grows beside the files: the index's log, directories, the file system's own tables.
+HEADROOM_BYTES = 4 * 1024 * 1024
+
 
 @dataclass(frozen=True)
 class Room:
@@ -23,6 +26,6 @@ def room(disk: os.statvfs_result, *, reserve: float, budget: int, used: int, pen
     btrfs) has enough of them.
     """
     floor = int(disk.f_blocks * disk.f_frsize * reserve)
-    free = disk.f_bavail * disk.f_frsize - floor
+    free = disk.f_bavail * disk.f_frsize - floor - HEADROOM_BYTES
     inodes = disk.f_favail - int(disk.f_files * reserve) if disk.f_files else 2**62
     return Room(max(0, min(budget - used, free) - pending.bytes), max(0, inodes - pending.inodes))

@@ -57,6 +57,14 @@ def listing(directory: int) -> Iterator[Entry | tuple[str, OSError]]:
                 yield entry.of(item.name, status)
 
 
+def missing(root: int, path: Sequence[str], names: set[str]) -> list[Entry]:
+    """What the directory ``path`` of a source has, of what is kept, beside ``names``."""
+    with opened(root, path) as directory:
+        found = [item for item in listing(directory) if isinstance(item, Entry)]
+    kept = [item for item in found if item.is_file or item.is_link or item.is_directory]
+    return [item for item in kept if item.name not in names]
+
+
 def copy_xattrs(source: int | str, target: int | str, *, links: bool = True) -> bool:
     """User xattrs and POSIX ACLs from one file to another; whether there were any."""
     try:

@@ -401,8 +401,10 @@ class Worker:
     def prune(self, job: dict[str, Any]) -> None:
         """Remove names of the tree that the source no longer has."""
         with tree.opened(self.tree, job["path"]) as directory:
+            dressed = os.fstat(directory).st_mtime_ns
             for name in job["names"]:
                 tree.remove(directory, name)
+            os.utime(directory, ns=(dressed, dressed))
         messages.send(ANSWERS, {"did": "prune", "directory": job["directory"]})
 
     def verify(self, job: dict[str, Any]) -> None:
@@ -417,7 +419,8 @@ class Worker:
                 source = stack.enter_context(tree.opened(self.source, job["path"]))
             names = os.listdir(directory)
             if job["entries"] is not None and len(names) != job["entries"]:
-                bad += self._missing(job["path"], set(names))
+                lost = tree.missing(self.source, job["path"], set(names))
+                bad += [[item, "is missing in the store"] for item in lost]
             try:
                 for name in names:
                     if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
@@ -433,17 +436,6 @@ class Worker:
             {"did": "verify", "directory": job["directory"], "bad": bad, "checked": checked,
              "stopped": stopped},
         )  # fmt: skip
-
-    def _missing(self, path: list[str], names: set[str]) -> list[list[Any]]:
-        """What the source has and a sealed directory has lost."""
-        with tree.opened(self.source, path) as source:
-            return [
-                [item, "is missing in the store"]
-                for item in tree.listing(source)
-                if isinstance(item, Entry)
-                and item.name not in names
-                and (item.is_file or item.is_link or item.is_directory)
-            ]
 
     def _entry_of(self, name: str, path: list[str], directory: int) -> Entry:
         """As the source has it now, else as the store has it."""

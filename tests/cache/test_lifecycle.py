@@ -139,7 +139,9 @@ def test_a_bad_file_that_the_source_no_longer_has_is_withdrawn(area: Path, node:
     node.wait_state("a", "complete")
     name = "d3/f00003"
     flip(node.tree("a") / name)
+    moment = (source / "d3").stat().st_mtime_ns
     (source / name).unlink()
+    os.utime(source / "d3", ns=(moment, moment))
     result = verified(node)
     assert (result["bad"], result["replaced"], result["withdrawn"]) == (1, 0, 1)
     node.wait_served("a", "overlay")

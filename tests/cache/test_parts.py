@@ -218,10 +218,10 @@ def test_what_fits_never_exceeds_budget_or_reserve(
 
 def test_a_file_system_that_does_not_count_inodes_has_enough_of_them() -> None:
     room = space.room(
-        disk(1000, 1000, 0, 0), reserve=0.5, budget=2**40, used=0, pending=space.Room(0, 0)
+        disk(10_000, 10_000, 0, 0), reserve=0.5, budget=2**40, used=0, pending=space.Room(0, 0)
     )
     assert room.inodes > 2**60
-    assert room.bytes == 500 * 4096
+    assert room.bytes == 5000 * 4096 - space.HEADROOM_BYTES
 
 
 # --- entries ------------------------------------------------------------------------------------

@@ -56,6 +56,11 @@ class Agent:
             },
         }
 
+    def put_store(self, path: Path) -> None:
+        """Have the store elsewhere, on a disk of its own say."""
+        self.store = path
+        self.cache["store"] = str(path)
+
     @property
     def cache(self) -> dict[str, Any]:
         section: dict[str, Any] = self.settings["cache"]
