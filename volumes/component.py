@@ -13,6 +13,7 @@ import kit.component
 import kit.errors
 import kit.finding
 from volumes import devices, settings
+from volumes.audit import joint
 from volumes.guard import journal, keeper, report, switch
 from volumes.ledger import entry
 from volumes.probe import verdict
@@ -35,10 +36,12 @@ class Volumes:
         self._settings = wanted
         self._state_dir = state_dir
         self.guard = keeper.Keeper(wanted.guard, state_dir=state_dir, reporter=reporter)
+        self.audit = joint.build(wanted, self.guard, state_dir, reporter)
         self._advanced = time.monotonic()
 
     async def start(self) -> None:
         await self.guard.start()
+        await joint.start(self.audit)
 
     async def reconcile(self, wanted: settings.VolumesSettings) -> Sequence[str]:
         before = self._settings.guard
@@ -46,22 +49,25 @@ class Volumes:
         keep = {name: getattr(before, name) for name in _FIXED}
         self._settings = wanted.model_copy(update={"guard": wanted.guard.model_copy(update=keep)})
         await self.guard.apply(self._settings.guard)
+        refused += await joint.reconcile(self.audit, self._settings)
         self._advanced = time.monotonic()
         return refused
 
     async def stop(self) -> None:
+        await joint.stop(self.audit)
         await self.guard.stop()
 
     def health(self) -> kit.component.Health:
-        reasons = report.reasons(self.guard)
+        reasons = report.reasons(self.guard) + joint.reasons(self.audit)
         return kit.component.Health(
-            alive=time.monotonic() - self._advanced < _ALIVE_SECONDS,
+            alive=time.monotonic() - self._advanced < _ALIVE_SECONDS and joint.alive(self.audit),
             ready=not reasons,
             reasons=tuple(reasons),
         )
 
     def metrics(self) -> Iterable[Metric]:
         yield from report.metrics(self.guard)
+        yield from joint.metrics(self.audit)
 
     # --- what the admin API asks for
 

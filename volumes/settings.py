@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 import kit.settings
 import kit.units
+from volumes.audit.settings import AuditSettings
 
 # Programs that mount, check, grow or connect; none of them makes a file system.
 OPENERS = (
@@ -174,4 +175,8 @@ class VolumesSettings(kit.settings.Section):
 
     guard: GuardSettings = Field(
         default_factory=GuardSettings, description="No mkfs on a volume that holds data."
+    )
+    audit: AuditSettings = Field(
+        default_factory=AuditSettings,
+        description="Leaked mounts, bad mappings, version skew, telling log lines.",
     )
