@@ -65,7 +65,7 @@ def test_the_error_log_is_bounded_and_forgets_in_the_safe_direction() -> None:
 
 def test_kernel_records_are_told_from_those_of_processes() -> None:
     assert kmsg.parse(b"4,1234,5000000,-;I/O error, dev rbd0\n SUBSYSTEM=block\n") == kmsg.Record(
-        5.0, "I/O error, dev rbd0"
+        5.0, "I/O error, dev rbd0", level=4, sequence=1234
     )
     assert kmsg.parse(b"12,1,1,-;I/O error, dev rbd0 says a process") is None
     assert kmsg.parse(b"nonsense") is None
