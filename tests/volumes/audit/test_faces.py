@@ -103,7 +103,10 @@ def _valid(schema: str, value: dict[str, Any]) -> None:
     described = openapi.document()["components"]["schemas"][schema]
     for name in described["required"]:
         assert name in value, name
-    kinds = {"string": str, "integer": int, "number": (int, float), "array": list, "object": dict}
+    kinds: dict[str, Any] = {
+        "string": str, "integer": int, "number": (int, float), "boolean": bool,
+        "array": list, "object": dict,
+    }
     for name, field in described["properties"].items():
         if name in value and isinstance(field.get("type"), str):
             assert isinstance(value[name], kinds[field["type"]]), name
