@@ -58,8 +58,7 @@ class Cache:
         await kit.child.call(view.check_kernel, deadline=VIEW_SECONDS)
         await kit.child.call(store.prepare, store_path, deadline=STORE_SECONDS)
         await kit.child.call(view.prepare, views, deadline=VIEW_SECONDS)
-        for dataset in self.settings.datasets:
-            await self._add(dataset)
+        await self._add(self.settings.datasets)
         await self._look_for_orphans()
         self._empty_trash()
         self._scheduler = asyncio.create_task(self._schedule(), name="passes")
@@ -85,9 +84,10 @@ class Cache:
         self.settings = settings.model_copy(update={**keep, "datasets": tuple(kept)})
         for name in [n for n in self.datasets if n not in wanted]:
             await self._drop(name)
+        if added := [new for new in kept if new.name not in self.datasets]:
+            await self._add(added)
+            await self._look_for_orphans()
         for new in kept:
-            if new.name not in self.datasets:
-                await self._add(new)
             dataset = self.datasets[new.name]
             dataset.cache = self.settings
             if dataset.settings != new:
@@ -134,11 +134,14 @@ class Cache:
 
     # --- datasets -------------------------------------------------------------------------------
 
-    async def _add(self, settings: DatasetSettings) -> None:
-        dataset = Dataset(settings, self.settings, self._state_dir, self._turn.set)
-        await dataset.adopt()
-        self.datasets[settings.name] = dataset
-        self._tasks[settings.name] = asyncio.create_task(dataset.follow(), name=settings.name)
+    async def _add(self, added: Sequence[DatasetSettings]) -> None:
+        new = [Dataset(each, self.settings, self._state_dir, self._turn.set) for each in added]
+        folders = [dataset.folder for dataset in new]
+        found = await kit.child.call(store.adopt, folders, deadline=STORE_SECONDS)
+        for dataset, fields in zip(new, found, strict=True):
+            dataset.adopt(fields)
+            self.datasets[dataset.name] = dataset
+            self._tasks[dataset.name] = asyncio.create_task(dataset.follow(), name=dataset.name)
 
     async def _drop(self, name: str) -> None:
         """No longer in the settings: our work for it ends, view and store stay until removed.

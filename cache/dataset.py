@@ -61,6 +61,7 @@ class Dataset:
         self.work = work.Work(self)
         self.notes: list[str] = []
         self._published_device = ""
+        self._source_held = True  # an earlier agent may have left it mounted
         self._look_at = 0.0
         self._reach_failures = 0
         self._refresh_wanted = False
@@ -79,9 +80,11 @@ class Dataset:
 
     # --- start --------------------------------------------------------------------------------
 
-    async def adopt(self) -> None:
-        """Find what an earlier agent left: the generation, the view, what was asked for."""
-        fields = await kit.child.call(store.load, self.folder, deadline=STORE_SECONDS)
+    def adopt(self, fields: dict[str, Any] | None) -> None:
+        """Take up what an earlier agent left: the generation, the view, what was asked for.
+
+        ``fields``: what ``store.adopt`` found in our folder.
+        """
         if fields is not None and fields.get("identity") == self.generation.identity:
             self.generation = store.generation_of(fields)
             self.work.show_totals()
@@ -145,6 +148,10 @@ class Dataset:
         now = time.monotonic()
         generation = self.generation
         wanted = self.settings.warm or generation.wanted
+        # What failed may work later; what did not fit waits for room.
+        unfinished = generation.state in ("new", "filling") or (
+            generation.state == "partial" and generation.failed > 0 and not generation.left_files
+        )
         return decide.Facts(
             stage=self.stage,
             complete=generation.state == "complete",
@@ -153,12 +160,14 @@ class Dataset:
             reach_due=now >= self._look_at and not self.removed,
             moved=self.reached is not None and self.reached.device != self._published_device,
             pass_wanted=wanted
-            and generation.state in ("new", "filling")
+            and unfinished
             and not generation.held
             and not self.removed
             and now >= self.work.not_before,
             pass_there=self.work.queued or self.work.running is not None,
             refresh_due=self._refresh_wanted and now >= self._refresh_at,
+            source_held=self._source_held,
+            source_needed=self.work.verify_queued or self.work.running is not None,
         )
 
     async def _act(self, action: decide.Action) -> bool:
@@ -180,6 +189,10 @@ class Dataset:
                 self._woken()
             case decide.Action.REFRESH:
                 await self.refresh()
+            case decide.Action.RELEASE:
+                self.reached = None
+                self._source_held = False
+                await self.source.release()
         return True
 
     def _note_trouble(self, error: Exception) -> None:
@@ -203,6 +216,7 @@ class Dataset:
     async def reach(self) -> None:
         """SourceError when it does not answer; what is published stays."""
         self._look_at = time.monotonic() + LOOK_SECONDS
+        self._source_held = True
         try:
             self.reached = await self.source.reach(self.cache.source_timeout)
         except kit.errors.SourceError:

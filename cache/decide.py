@@ -20,6 +20,7 @@ class Action(Enum):
     PUBLISH_STORE = auto()
     QUEUE = auto()  # ask for a pass
     REFRESH = auto()
+    RELEASE = auto()  # let go of the source
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,18 @@ class Facts:
     pass_wanted: bool
     pass_there: bool  # queued or running
     refresh_due: bool
+    source_needed: bool  # a verify is queued or under way
+    source_held: bool  # something of it may be mounted by us
 
 
 def next_action(facts: Facts) -> Action:
     """The most pressing one; asked again after it is done."""
     if facts.complete:
-        return Action.NOTHING if facts.stage is Stage.STORE else Action.PUBLISH_STORE
+        if facts.stage is not Stage.STORE:
+            return Action.PUBLISH_STORE
+        # A mounted source costs memory (ceph-fuse keeps its cache) and keeps devices busy.
+        release = facts.source_held and not facts.source_needed
+        return Action.RELEASE if release else Action.NOTHING
     if not facts.reached:
         return Action.REACH if facts.reach_due else Action.NOTHING
     if facts.stage is Stage.OVERLAY or facts.skeleton:

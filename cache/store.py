@@ -21,11 +21,13 @@ from typing import Any
 import kit.errors
 import kit.files
 from cache.fill import tree
+from linux import processes
 
 FORMAT = 1
 MARKER = "nodeagent.json"
 TRASH = ".trash"
 _PROBE = ".probe"
+LOCK_SECONDS = 2.0  # for the pass of a killed agent to end
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,29 @@ def load(folder: str) -> dict[str, Any] | None:
         return dict(json.loads((Path(folder) / "generation.json").read_bytes()))
     except (OSError, ValueError):
         return None
+
+
+def adopt(folders: list[str]) -> list[dict[str, Any] | None]:
+    """``load`` each, and no litter of a pass that was killed: what it had staged goes.
+
+    Runs in a child.
+    """
+    return [_adopt(folder) for folder in folders]
+
+
+def _adopt(folder: str) -> dict[str, Any] | None:
+    fields = load(folder)
+    if fields is not None:
+        try:
+            os.close(processes.lock(Path(folder) / "lock", LOCK_SECONDS))
+            directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                tree.remove(directory, "staging")
+            finally:
+                os.close(directory)
+        except OSError:
+            pass  # the next pass clears it too, and says what is wrong
+    return fields
 
 
 def save(folder: str, fields: dict[str, Any]) -> None:

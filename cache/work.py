@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("pass")
 
+# Entries that could not be copied are tried again by themselves after so long.
+PARTIAL_SECONDS = 900.0
+
 
 class Work:
     """At most one pass at a time. Its outcome is written down before ``running`` is None again."""
@@ -142,6 +145,7 @@ class Work:
             changes |= {"state": "complete", "completed": time.time(), "wanted": False}
         elif result == "partial":
             changes |= {"state": "partial", "wanted": False}
+            self.not_before = time.monotonic() + PARTIAL_SECONDS
         if result in ("complete", "partial"):
             self._failures = 0
         elif result == "failed":
@@ -195,7 +199,9 @@ class Work:
             # Never unlink under a bind of the store: first the overlay, which falls through.
             await self._dataset.publish(view.Stage.OVERLAY)
             await self._dataset.change(
-                state="partial", why=f"{len(bad)} bad files could not be replaced"
+                state="partial",
+                failed=len(bad),
+                why=f"{len(bad)} bad files could not be replaced",
             )
             task = {
                 "dataset": self._dataset.name,
@@ -209,6 +215,7 @@ class Work:
             }
             end = await self._run("withdraw", "cache.fill.verifypass", task)
             self._rest()
+            self.not_before = time.monotonic() + PARTIAL_SECONDS
             self.verified["withdrawn"] = end.get("withdrawn", 0)
             await self._dataset.refresh()
 

@@ -73,11 +73,8 @@ def _abandon(process: asyncio.subprocess.Process, talk: asyncio.Task[Any]) -> No
 def _result(answer: dict[str, Any]) -> Any:
     if "error" in answer:
         thing, cause, remedy, code = answer["error"]
-        error = kit.errors.AgentError(thing, cause, remedy)
-        for kind in (kit.errors.SourceError, kit.errors.HostError, kit.errors.InUseError):
-            if kind.exit_code == code:
-                error = kind(thing, cause, remedy)
-        raise error
+        kinds = {kind.exit_code: kind for kind in kit.errors.AgentError.__subclasses__()}
+        raise kinds.get(code, kit.errors.AgentError)(thing, cause, remedy)
     if "oserror" in answer:
         raise OSError(*answer["oserror"])
     return answer["result"]

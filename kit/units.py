@@ -1,5 +1,7 @@
 """Sizes, times and shares as people write them: ``500GiB``, ``30s``, ``10%``."""
 
+import decimal
+import math
 import re
 from typing import Annotated
 
@@ -19,6 +21,8 @@ _NUMBER = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z%]*)\s*$")
 def _split(value: object, example: str) -> tuple[float, str]:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"expected something like {example}, not {value!r}")
+    if not isinstance(value, str) and 0 <= value < math.inf:
+        return float(value), ""
     match = _NUMBER.match(str(value))
     if match is None:
         raise ValueError(f"{value!r} is not understood; write it like {example}")
@@ -81,11 +85,17 @@ def _setting_size(size: int) -> str:
 
 
 def _setting_duration(seconds: float) -> str:
-    return f"{seconds:g}s"
+    return f"{_plain(seconds)}s"
 
 
 def _setting_share(share: float) -> str:
-    return f"{share * 100:g}%"
+    return _plain(share)
+
+
+def _plain(number: float) -> str:
+    """Exact, and without an exponent, which a setting may not have."""
+    text = format(decimal.Decimal(repr(float(number))), "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 Bytes = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_setting_size)]

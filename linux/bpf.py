@@ -41,6 +41,10 @@ def _library() -> ctypes.CDLL:
         "bpf_map__name": (text, [pointer]),
         "bpf_map__fd": (number, [pointer]),
         "bpf_map__reuse_fd": (number, [pointer, number]),
+        "bpf_map__type": (number, [pointer]),
+        "bpf_map__key_size": (size, [pointer]),
+        "bpf_map__value_size": (size, [pointer]),
+        "bpf_map__max_entries": (size, [pointer]),
         "bpf_prog_attach": (number, [number, number, number, size]),
         "bpf_prog_detach2": (number, [number, number, number]),
         "bpf_prog_query": (number, [number, number, size, pointer, pointer, pointer]),
@@ -110,6 +114,10 @@ class MapInfo:
     key_size: int
     value_size: int
     max_entries: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.kind, self.key_size, self.value_size, self.max_entries
 
 
 class Descriptor:
@@ -265,7 +273,7 @@ def loaded(
             name = lib.bpf_map__name(item).decode()
             if not name.startswith("."):
                 maps.append((name, item))
-                if name in reuse:
+                if name in reuse and _shape(item) == reuse[name].info.shape:
                     _checked(lib.bpf_map__reuse_fd(item, reuse[name].fd), f"reuse map {name}")
             item = lib.bpf_object__next_map(handle, item)
         result = lib.bpf_object__load(handle)
@@ -278,6 +286,17 @@ def loaded(
         )
     finally:
         lib.bpf_object__close(handle)
+
+
+def _shape(item: int) -> tuple[int, int, int, int]:
+    """What the object file wants the map to be; reuse_fd would silently take another."""
+    lib = _library()
+    return (
+        lib.bpf_map__type(item),
+        lib.bpf_map__key_size(item),
+        lib.bpf_map__value_size(item),
+        lib.bpf_map__max_entries(item),
+    )
 
 
 class Ring:

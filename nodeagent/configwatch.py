@@ -44,12 +44,14 @@ async def changes(path: Path) -> AsyncIterator[None]:
         with Inotify() as inotify:
             for directory in _directories(path):
                 inotify.add_watch(directory, _CHANGES)
-            try:
-                async with asyncio.timeout(SLOW_LOOK_SECONDS):
-                    await inotify.get()
-                await asyncio.sleep(SETTLE_SECONDS)
-            except TimeoutError:
-                pass  # the slow look
+            # What changed before the watches were there raises no event.
+            if _read(path) in (last, None):
+                try:
+                    async with asyncio.timeout(SLOW_LOOK_SECONDS):
+                        await inotify.get()
+                except TimeoutError:
+                    pass  # the slow look
+            await asyncio.sleep(SETTLE_SECONDS)
         now = _read(path)
         if now is not None and now != last:
             last = now

@@ -20,7 +20,7 @@ from volumes.probe import verdict
 
 _ALIVE_SECONDS = 120.0  # a reconcile takes milliseconds; a loop that stands this long is dead
 # Bound to what was made of them at the start.
-_FIXED = ("cgroup", "pins", "clusters", "cluster_timeout")
+_FIXED = ("cgroup", "pins", "object_file", "clusters", "cluster_timeout")
 
 
 class Volumes:

@@ -51,7 +51,7 @@ class ClusterSettings(kit.settings.Section):
 
 
 class GuardSettings(kit.settings.Section):
-    """The format guard. All but cgroup, pins and clusters changes while running."""
+    """The format guard. All but cgroup, pins, object_file and clusters changes while running."""
 
     mode: Literal["off", "dry-run", "enforce"] = Field(
         default="dry-run",
@@ -132,12 +132,16 @@ class GuardSettings(kit.settings.Section):
         description="cgroup v2 directory to guard; default: the root of the hierarchy, all "
         "processes of the node.",
     )
+    object_file: Path | None = Field(
+        default=None,
+        description="The compiled program; default: the one that came with the agent.",
+    )
     pins: Path = Field(
         default=Path("/sys/fs/bpf/nodeagent"),
         description="Directory in a bpf file system for the program and its maps.",
     )
 
-    @field_validator("cgroup", "pins")
+    @field_validator("cgroup", "pins", "object_file")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else kit.settings.absolute(value)

@@ -92,12 +92,15 @@ class Throttle:
                     self._ready[i] = max(self._ready[i], now - _BURST_SECONDS) + amount / rate
                 else:
                     self._ready[i] = 0.0
-            self._wait()
+            self._wait(rates)
         self.check()
 
-    def _wait(self) -> None:
+    def _wait(self, rates: tuple[float, float]) -> None:
         while (left := max(self._ready) - time.monotonic()) > 0:
             if self._control.cancelled:
+                return
+            if self._control.limits() != rates:
+                self._ready = [0.0, 0.0]  # due times of the old limits say nothing
                 return
             time.sleep(min(left, _NAP_SECONDS))
 

@@ -12,9 +12,11 @@ from typing import Any
 
 from cache.fill import batch, control, crew, index, link, space, tree
 from cache.fill.entry import Entry
+from linux import processes
 
 PROGRESS_SECONDS = 0.5
 INDEX_NAME = "index.sqlite"
+LOCK_SECONDS = 10.0
 # Jobs without which a pass cannot go on.
 ESSENTIAL = ("commit", "finish", "start")
 
@@ -38,6 +40,8 @@ class Engine:
     def __init__(self, task: dict[str, Any]) -> None:
         self.task = task
         self.generation = Path(task["generation"])
+        # The pass of an agent that was killed may need a moment to end.
+        self._lock = processes.lock(self.generation / "lock", LOCK_SECONDS)
         self.resumed = self._prepare()
         self.index = index.Index.open(self.generation / INDEX_NAME)
         self.page = control.Control.create()

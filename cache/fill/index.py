@@ -127,6 +127,8 @@ class Index:
                 db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
             elif version != FORMAT:
                 raise sqlite3.DatabaseError(f"index of format {version}")
+            elif (said := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise sqlite3.DatabaseError(said)
         except BaseException:
             db.close()
             raise

@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import sqlite3
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from cache.fill import crew
+from linux import processes
 
 
 class Runnable(Protocol):
@@ -39,6 +41,7 @@ class Link:
 
 def serve(begin: Callable[[dict[str, Any]], Runnable]) -> None:
     """Read the task, run the pass that ``begin`` makes of it, say why when it cannot begin."""
+    processes.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent cancels or kills
     os.umask(0)
@@ -54,4 +57,10 @@ def serve(begin: Callable[[dict[str, Any]], Runnable]) -> None:
         pass  # the agent has gone
     except (OSError, crew.CrewError) as error:
         why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        sys.stdout.write(json.dumps({"event": "end", "result": "failed", "why": why}) + "\n")
+        _failed(why)
+    except sqlite3.DatabaseError as error:
+        _failed(f"the index is damaged ({error}); the next pass makes it anew")
+
+
+def _failed(why: str) -> None:
+    sys.stdout.write(json.dumps({"event": "end", "result": "failed", "why": why}) + "\n")

@@ -71,11 +71,13 @@ def copy_xattrs(source: int | str, target: int | str, *, links: bool = True) -> 
 
 
 def xattrs_of(source: int) -> dict[str, bytes]:
-    """The xattrs that are kept, for comparing."""
+    """The xattrs that are kept; none where the file system has none. OSError."""
     try:
         names = os.listxattr(source)
-    except OSError:
-        return {}
+    except OSError as error:
+        if error.errno == 95:  # EOPNOTSUPP
+            return {}
+        raise
     return {
         name: os.getxattr(source, name)
         for name in names
@@ -85,8 +87,13 @@ def xattrs_of(source: int) -> dict[str, bytes]:
 
 def make_directory(parent: int, item: Entry, source: int | None) -> None:
     """``item`` as a directory of the store. ``source``: its parent in the source, for xattrs."""
-    with contextlib.suppress(FileExistsError):
+    try:
         os.mkdir(item.name, 0o700, dir_fd=parent)
+    except FileExistsError:
+        status = os.stat(item.name, dir_fd=parent, follow_symlinks=False)
+        if not stat.S_ISDIR(status.st_mode):  # the source had a file there before
+            os.unlink(item.name, dir_fd=parent)
+            os.mkdir(item.name, 0o700, dir_fd=parent)
     descriptor = os.open(item.name, _DIRECTORY, dir_fd=parent)
     try:
         origin = None
@@ -104,9 +111,14 @@ def make_directory(parent: int, item: Entry, source: int | None) -> None:
 def dress_directory(directory: int, item: Entry, source: int | None) -> None:
     """Owner, mode, xattrs and times of a directory of the store."""
     os.fchown(directory, item.uid, item.gid)
+    # What it has and its origin has not goes: mkdir gives it the default ACL of its parent, which
+    # the origin's may have got later.
+    wanted = xattrs_of(source) if source is not None else {}
+    for name in xattrs_of(directory).keys() - wanted.keys():
+        os.removexattr(directory, name)
+    for name, value in wanted.items():
+        os.setxattr(directory, name, value)
     os.fchmod(directory, stat.S_IMODE(item.mode))
-    if source is not None:
-        copy_xattrs(source, directory)
     os.utime(directory, ns=(item.mtime_ns, item.mtime_ns))
 
 

@@ -6,7 +6,6 @@ the tree except ``commit`` and ``seal``, which only ever rename whole, durable f
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import stat
@@ -17,12 +16,11 @@ from typing import Any
 
 from cache.fill import control, copying, entry, index, messages, native, tree
 from cache.fill.entry import Entry
+from linux import processes, syscalls
 
 JOBS, ANSWERS = 0, 1
 # A chunk is left for another time after so long: what is staged gets committed, hints get a turn.
 CHUNK_SECONDS = 2.0
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def reason(error: OSError) -> str:
@@ -279,7 +277,7 @@ class Worker:
         Invariant: a name in the tree implies durable bytes. Also seals the directories of the job,
         whose renames an earlier commit made: this one's syncfs made them durable before the mark.
         """
-        _check(_libc.syncfs(self.generation), "syncfs")
+        syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
         for chunk in job["chunks"]:
             folder = str(chunk["chunk"])
             with (
@@ -289,7 +287,7 @@ class Worker:
                 for name, key in chunk["links"]:
                     self._share(staging, name, key)
                 for name in os.listdir(staging):
-                    os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
+                    self._place(staging, name, target)
                 os.utime(target, ns=(chunk["mtime_ns"], chunk["mtime_ns"]))
             os.rmdir(folder, dir_fd=self.staging)
         sealed: list[int] = []
@@ -298,6 +296,13 @@ class Worker:
             done = self._seal(directory["path"], directory["entries"], Entry(*directory["as"]))
             (sealed if done else missing).append(directory["directory"])
         messages.send(ANSWERS, {"did": "commit", "sealed": sealed, "missing": missing})
+
+    def _place(self, staging: int, name: str, target: int) -> None:
+        try:
+            os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
+        except IsADirectoryError:  # the source had a directory there before
+            tree.remove(target, name)
+            os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
 
     def _share(self, staging: int, name: str, key: str) -> None:
         """Make ``name`` a link of the stored file with the same key, if there is one."""
@@ -331,7 +336,7 @@ class Worker:
         """The last words of a complete generation: drop the spare links, make all durable."""
         for name in os.listdir(self.links):
             os.unlink(name, dir_fd=self.links)
-        _check(_libc.syncfs(self.generation), "syncfs")
+        syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
         messages.send(ANSWERS, {"did": "finish"})
 
     def prune(self, job: dict[str, Any]) -> None:
@@ -443,15 +448,9 @@ class Worker:
                 )
 
 
-def _check(result: int, what: str) -> None:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-
-
 def main() -> None:
     """``python -m cache.fill.worker NUMBER PAGE``; PAGE: descriptor of the control page."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    processes.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's to handle
     os.umask(0)
     setup = messages.receive(JOBS)

@@ -17,7 +17,7 @@ import kit.child
 import kit.errors
 import kit.files
 from cache.settings import CephfsSource, DatasetSettings
-from cache.sources import reach
+from cache.sources import monitors, reach
 from linux import mountinfo, mounts
 
 log = structlog.get_logger("source")
@@ -154,6 +154,9 @@ class Cephfs:
     async def _mount(self, deadline: float) -> None:
         source = self._source
         secret = read_secret(source.secret_file, source.user, self._thing)
+        addresses = await monitors.resolve(source.monitors)
+        if not addresses:
+            raise self._explain("110", deadline)
         self._target.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder.chmod(0o700)
         kernel_has_it = await asyncio.to_thread(has_kernel_client)
@@ -166,7 +169,7 @@ class Cephfs:
         if kernel_has_it and source.client != "fuse":
             try:
                 await kit.child.call(
-                    mount_kernel, str(self._target), list(source.monitors), source.filesystem,
+                    mount_kernel, str(self._target), addresses, source.filesystem,
                     source.path, source.user, secret, deadline=deadline,
                 )  # fmt: skip
             except kit.child.DeadlineError as error:
@@ -174,14 +177,16 @@ class Cephfs:
             except OSError as error:
                 raise self._explain(str(error.errno), deadline) from error
             return
-        await self._mount_fuse(secret, deadline)
+        await self._mount_fuse(secret, addresses, deadline)
 
-    async def _mount_fuse(self, secret: str, deadline: float) -> None:
+    async def _mount_fuse(
+        self, secret: str, addresses: list[tuple[str, str, int]], deadline: float
+    ) -> None:
         source = self._source
         keyring, conf = self._folder / "keyring", self._folder / "ceph.conf"
         kit.files.save(keyring, f"[client.{source.user}]\nkey = {secret}\n".encode())
         text = _CONF.format(
-            monitors=" ".join(source.monitors),
+            monitors=" ".join(monitors.written(*address) for address in addresses),
             keyring=keyring,
             inodes=CLIENT_CACHE_INODES,
             timeout=max(1, int(deadline) - 3),
@@ -218,14 +223,17 @@ class Cephfs:
                 os.killpg(process.pid, 9)
             raise self._explain("110", deadline) from error
         if process.returncode or self._mounted() is None:
-            number = re.findall(r"\((\d+)\)", out.decode(errors="replace"))
-            log.error("ceph-fuse failed", said=out.decode(errors="replace")[-500:])
-            raise self._explain(number[-1] if number else "", deadline)
+            said = out.decode(errors="replace")
+            number = re.findall(r"\((\d+)\)", said)
+            # A monitor answered, yet would not tell its settings: we were not let in.
+            refused = "13" if "failed to fetch mon config" in said else ""
+            log.error("ceph-fuse failed", dataset=self._thing, said=said.strip()[-200:])
+            raise self._explain(number[-1] if number else refused, deadline)
         await asyncio.to_thread(self._move_out_of_our_cgroup)
 
     def _explain(self, number: str, deadline: float) -> kit.errors.SourceError:
         source = self._source
-        monitors = ", ".join(source.monitors)
+        asked = ", ".join(source.monitors)
         again = "it is tried again"
         causes = {
             "1": (
@@ -237,7 +245,7 @@ class Cephfs:
                 f"create it, or correct the settings; {again}",
             ),
             "110": (
-                f"no monitor of {monitors} answered within {deadline:g}s",
+                f"no monitor of {asked} answers",
                 f"check the addresses and the network; {again}",
             ),
         }
@@ -300,17 +308,26 @@ def has_kernel_client() -> bool:
 
 
 def mount_kernel(
-    target: str, monitors: list[str], filesystem: str, path: str, user: str, secret: str
+    target: str,
+    addresses: list[tuple[str, str, int]],
+    filesystem: str,
+    path: str,
+    user: str,
+    secret: str,
 ) -> None:
     """Mount by the kernel client; the key goes through fsconfig, which no process list shows."""
-    addresses = ",".join(monitor.strip("[]").split(",v1:")[-1] for monitor in monitors)
+    # The kernel speaks one protocol to all monitors; the old one where any of them has it.
+    protocol = "v1" if any(address[0] == "v1" for address in addresses) else "v2"
+    hosts = [monitors.written(*a).partition(":")[2] for a in addresses if a[0] == protocol]
     strings = {
-        "source": f"{addresses}:{path}",
+        "source": f"{','.join(hosts)}:{path}",
         "name": user,
         "secret": secret,
         "mds_namespace": filesystem,
         "mount_timeout": "10",
     }
+    if protocol == "v2":
+        strings["ms_mode"] = "prefer-crc"
     tree = mounts.new_filesystem("ceph", strings, ("ro",), mounts.READ_ONLY_DATA)
     try:
         mounts.attach(tree, target)

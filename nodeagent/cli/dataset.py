@@ -103,6 +103,8 @@ def _lines(d: dict[str, Any]) -> list[str]:
     about = "about " if d["estimated"] else ""
     files, data = d["files"], d["bytes"]
     read_by = f"read by {d['source']['read_by']}" if d["source"]["reachable"] else "not reachable"
+    if d["state"] == "complete" and not d["source"]["reachable"]:
+        read_by = "not needed any more"
     stored = f"{files['done']} of {about}{files['total']} stored"
     odd = f"{files['failed']} failed, {files['skipped']} skipped (sockets, fifos, devices)"
     sizes = f"{size(data['done'])} of {about}{size(data['total'])} stored"
@@ -175,7 +177,8 @@ def _warm_ended(d: dict[str, Any]) -> bool:
 def _judge(d: dict[str, Any]) -> None:
     thing, remedy = f"dataset {d['name']}", "see 'nodeagent dataset show'"
     if d["state"] in ("waiting", "failed"):
-        raise NotFinishedError(kit.errors.SourceError.exit_code, thing, d["why"], "")
+        why = d["why"].removeprefix(f"{thing}: ")
+        raise NotFinishedError(kit.errors.SourceError.exit_code, thing, why, "")
     if d["state"] == "partial":
         raise NotFinishedError(PARTIAL, thing, f"only partly stored: {d['why']}", remedy)
     if d["state"] in ("cancelled", "removed"):

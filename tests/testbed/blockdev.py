@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -113,7 +113,10 @@ class FaultyDisk:
 
 @contextlib.contextmanager
 def faulty_disk(
-    folder: Path, size: int = 400 * MiB, backing: Path | None = None
+    folder: Path,
+    size: int = 400 * MiB,
+    backing: Path | None = None,
+    faults: Sequence[dict[str, Any]] = (),
 ) -> Iterator[FaultyDisk]:
     """A blank disk of ``size`` bytes (or what ``backing`` holds), without faults at first."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +125,7 @@ def faulty_disk(
         with backing.open("wb") as stream:
             stream.truncate(size)
     control, mountpoint = folder / "faults.json", folder / "fuse"
-    control.write_text("[]")
+    control.write_text(json.dumps(list(faults)))
     mountpoint.mkdir(exist_ok=True)
     server = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("faultfs.py")), str(mountpoint),

@@ -1,8 +1,9 @@
 """The exec guard: a process that is asked before a formatter runs. Weaker than the kernel program.
 
-Run as a script. Standard input: JSON lines {"mode", "majors", "leases": {"7:0": until}}, the last
-one counts. Standard output: a JSON line for each refusal. Dies with its parent, and then nothing is
-guarded (fail-open); it does not see programs that format by themselves, copies under other names,
+Run as a script. Standard input: JSON lines {"mode", "majors", "cgroup", "leases": {"7:0": until}},
+the last one counts. Standard output: a JSON line for each refusal. Dies with its parent, and then nothing is
+guarded (fail-open); it does not see programs that format
+by themselves, copies under other names,
 or files written by redirection.
 """
 
@@ -65,9 +66,23 @@ def device_of(tid: int, word: str, majors: set[int]) -> tuple[int, int] | None:
     return number if stat.S_ISBLK(status.st_mode) and number[0] in majors else None
 
 
+def inside(tid: int, cgroup: str) -> bool:
+    """Whether the task is in the guarded cgroup, named from the root of cgroup v2."""
+    if cgroup in ("", "/"):
+        return True
+    try:
+        lines = Path(f"/proc/{tid}/cgroup").read_text().splitlines()
+    except OSError:
+        return False
+    mine = next((line[3:] for line in lines if line.startswith("0::")), "")
+    return mine == cgroup or mine.startswith(cgroup + "/")
+
+
 def refused(tid: int, words: list[str], config: dict[str, Any]) -> tuple[int, int] | None:
     """The device on whose account the program may not run."""
     name = os.path.basename(words[0]) if words else ""
+    if not inside(tid, config.get("cgroup", "")):
+        return None
     if name == "cryptsetup" and _SAFE_CRYPTSETUP & set(words):
         return None
     if name == "dd":  # it may read from any device

@@ -47,8 +47,9 @@ def set_read_only(path: str, flag: bool) -> None:
 class Fallback:
     """Leases kept here instead of in the kernel: they end with the agent."""
 
-    def __init__(self, refused: Callable[[denials.Denial], None]) -> None:
+    def __init__(self, refused: Callable[[denials.Denial], None], cgroup: str) -> None:
         self._refused = refused
+        self._cgroup = cgroup  # from the hierarchy's root; "/" for all processes
         self._leases: dict[layout.Number, layout.Lease] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -76,7 +77,11 @@ class Fallback:
     async def apply(
         self, mode: layout.Mode, majors: frozenset[int], known: Iterable["judge.Known"]
     ) -> None:
-        self._config = {"mode": str(mode), "majors": sorted(majors)}
+        self._config = {
+            "mode": str(mode),
+            "majors": sorted(majors),
+            "cgroup": self._cgroup,
+        }
         await self._keep_running()
         self._send()
         if mode is layout.Mode.ENFORCE:

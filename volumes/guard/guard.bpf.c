@@ -15,6 +15,7 @@
 enum { MODE_OFF, MODE_DRY_RUN, MODE_ENFORCE };
 enum { BY_LEASE, BY_NAME, BY_WORD, WOULD_DENY, DENIED, LOST, COUNTERS };
 #define NAME 16             // of a task, as the kernel keeps it, and of a first argument
+#define PATH 128            // bytes of a program's path, before its first argument
 #define ARGS 256            // bytes of the command line kept for the report
 #define CANARY_MAJOR 4095   // no driver can have it: status opens such a node to prove the mode
 
@@ -55,11 +56,11 @@ static __always_inline int count(__u32 which, int answer)
 	return answer;
 }
 
-// The named program's first argument, when task says where the command line lies.
+// Whether the named program's first argument is one that it may have.
 static __always_inline int word_allowed(struct task_struct *task, const char *name)
 {
 	struct word key = {};
-	char start[NAME * 4] = {};
+	char start[PATH] = {};
 	unsigned long args = BPF_CORE_READ(task, mm, arg_start);
 	int at;
 
@@ -74,33 +75,28 @@ static __always_inline int word_allowed(struct task_struct *task, const char *na
 	return bpf_map_lookup_elem(&words, &key) != 0;
 }
 
-static __always_inline void report(struct device *dev, struct task_struct *task,
-				   const char *name, __u32 mode)
+static __always_inline void report(struct device *dev, struct task_struct *task, char *name, __u32 mode)
 {
 	struct event *e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
 
-	if (!e) {
-		count(LOST, 0);
-		return;
-	}
+	if (!e)
+		return (void)count(LOST, 0);
 	e->time_ns = bpf_ktime_get_ns();
 	e->cgroup = bpf_get_current_cgroup_id();
 	e->pid = bpf_get_current_pid_tgid() >> 32;
 	e->major = dev->major;
 	e->minor = dev->minor;
 	e->mode = mode;
-	e->ppid = 0;
-	e->args_len = 0;
+	e->ppid = e->args_len = 0;
 	__builtin_memcpy(e->name, name, NAME);
 	__builtin_memset(e->parent, 0, NAME);
 	if (task) {
 		unsigned long from = BPF_CORE_READ(task, mm, arg_start);
 		unsigned long size = BPF_CORE_READ(task, mm, arg_end) - from;
 
+		size = size > ARGS ? ARGS : size;
 		e->ppid = BPF_CORE_READ(task, real_parent, tgid);
 		bpf_probe_read_kernel(e->parent, NAME, BPF_CORE_READ(task, real_parent, comm));
-		if (size > ARGS)
-			size = ARGS;
 		if (!bpf_probe_read_user(e->args, size, (void *)from))
 			e->args_len = size;
 	}

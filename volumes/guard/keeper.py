@@ -216,7 +216,9 @@ class Keeper:
                 self.fallback = None
             return
         if self.fallback is None:
-            self.fallback = fallback.Fallback(self._on_fallback_denial)
+            self.fallback = fallback.Fallback(
+                self._on_fallback_denial, kernel.below_root(self.settings.cgroup)
+            )
         self.judge.leases = self.fallback
         await self.fallback.apply(self.wanted_mode(), self._majors, list(self.judge.known.values()))
 

@@ -80,7 +80,8 @@ class Present:
 def find_cgroup() -> Path:
     """Where the whole cgroup v2 hierarchy is mounted. HostError when nowhere."""
     for mount in mountinfo.read():
-        if mount.fstype == "cgroup2" and mount.root == "/" and is_root(Path(mount.target)):
+        # Not mount.root: in a cgroup namespace of its own, a pod sees the host's root as /../..
+        if mount.fstype == "cgroup2" and is_root(Path(mount.target)):
             return Path(mount.target)
     raise kit.errors.HostError(
         "cgroup v2",
@@ -94,6 +95,14 @@ def find_cgroup() -> Path:
 def is_root(cgroup: Path) -> bool:
     """Only the real root has no cgroup.events; a container's root has one."""
     return not (cgroup / "cgroup.events").exists()
+
+
+def below_root(cgroup: Path | None) -> str:
+    """The cgroup's path as /proc/<pid>/cgroup shows it; ``/`` for the root."""
+    if cgroup is None:
+        return "/"
+    mount = mountinfo.containing(str(cgroup), mountinfo.read())
+    return "/" + str(cgroup.relative_to(mount.target if mount else "/")).strip(".")
 
 
 class Kernel:

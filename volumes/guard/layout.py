@@ -52,7 +52,8 @@ def text(raw: bytes) -> str:
 
 @dataclass(frozen=True)
 class Lease:
-    """``until``: CLOCK_MONOTONIC seconds. ``opens``: write opens that it let pass."""
+    """``until``: CLOCK_MONOTONIC seconds. ``opens``: checks that it let pass; the kernel makes two
+    for one open, so it is zero exactly when nothing was opened."""
 
     until: float
     opens: int

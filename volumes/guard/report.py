@@ -188,8 +188,9 @@ def metrics(guard: "keeper.Keeper") -> Iterable[Metric]:
         value=0 if reasons(guard) else 1,
     )
     opens = CounterMetricFamily(
-        "nodeagent_volumes_guard_write_opens",
-        "Write opens of guarded devices since the program was loaded, by what became of them.",
+        "nodeagent_volumes_guard_checks",
+        "Checks of write opens since the program was loaded, by outcome; an open that passes is "
+        "checked twice.",
         labels=["outcome"],
     )
     for name in layout.COUNTERS[:-1]:

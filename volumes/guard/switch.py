@@ -10,7 +10,9 @@ from volumes.guard import canary, kernel, layout, override
 
 def handle(wanted: settings.GuardSettings) -> kernel.Kernel:
     """Handles on the guard of the settings' cgroup. HostError when there is no such hierarchy."""
-    return kernel.Kernel(wanted.cgroup or kernel.find_cgroup(), wanted.pins)
+    return kernel.Kernel(
+        wanted.cgroup or kernel.find_cgroup(), wanted.pins, wanted.object_file or layout.OBJECT
+    )
 
 
 def describe(present: kernel.Present) -> dict[str, Any]:

@@ -1,0 +1,192 @@
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.fill import index
+from cache.fill.entry import Entry
+
+names = st.binary(min_size=1, max_size=255).filter(lambda b: b"\0" not in b and b"/" not in b)
+
+
+def item(name: str, size: int = 10, mode: int = 0o100644) -> Entry:
+    return Entry(name, mode, 1, 2, size, 3, 4, 1, False)
+
+
+def folder(name: str) -> Entry:
+    return item(name, 0, 0o40755)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> index.Index:
+    made = index.Index.open(tmp_path / "index.sqlite")
+    made.add_root(folder(""))
+    return made
+
+
+def listed(known: index.Index, number: int, entries: int, files: int = 0, size: int = 0) -> None:
+    known.listed(
+        number, entries=entries, files=files, size=size, stored=(0, 0, 0), skipped=0
+    )
+
+
+@given(st.lists(names, min_size=1, max_size=20, unique=True))
+def test_names_of_any_bytes_are_kept_and_found(raw: list[bytes]) -> None:
+    known = index.Index(index.Index._connect(Path(":memory:")))
+    known.add_root(folder(""))
+    texts = [os.fsdecode(name) for name in raw]
+    known.add_directories(index.ROOT, [folder(name) for name in texts])
+    known.add_chunk(index.ROOT, [item(name) for name in texts])
+    for name in texts:
+        number = known.find([name])
+        assert number is not None
+        assert known.path(number) == [name]
+        known.fail(number, name, "reason", lasting=False)
+    (chunk,) = known.next_chunks(10)
+    assert [entry.name for entry in known.chunk(chunk).entries] == texts
+    assert {name for _, name, _ in known.failures(100)} == set(texts)
+    assert known.drop_vanished(index.ROOT, set(texts[1:])) == [texts[0]]
+    assert known.find([texts[0]]) is None
+    assert all(known.find([name]) is not None for name in texts[1:])
+    known.close()
+
+
+@given(st.lists(names, min_size=1, max_size=30, unique=True), st.integers(1, 7))
+def test_pages_of_failures_hold_each_of_them_once(raw: list[bytes], limit: int) -> None:
+    known = index.Index(index.Index._connect(Path(":memory:")))
+    known.add_root(folder(""))
+    texts = [os.fsdecode(name) for name in raw]
+    for name in texts:
+        known.fail(index.ROOT, name, "why", lasting=True)
+    found: list[str] = []
+    after = (0, "")
+    while page := known.failures(limit, after):
+        found += [name for _, name, _ in page]
+        after = page[-1][:2]
+    assert sorted(found) == sorted(texts)
+    known.close()
+
+
+def test_a_directory_is_sealable_only_when_nothing_below_it_waits(opened: index.Index) -> None:
+    opened.add_directories(index.ROOT, [folder("a")])
+    opened.add_chunk(index.ROOT, [item("f")])
+    listed(opened, index.ROOT, 2, 1, 10)
+    below = opened.find(["a"])
+    assert below is not None
+    assert opened.sealable(10) == []
+    listed(opened, below, 0)
+    assert opened.sealable(10) == [below]
+    opened.sealed(below)
+    assert opened.sealable(10) == []
+    chunk = opened.chunk(opened.next_chunks(1)[0])
+    opened.committed(chunk, 1, 10, 4096, 0)
+    assert opened.sealable(10) == [index.ROOT]
+    opened.sealed(index.ROOT)
+    totals = opened.totals()
+    assert (totals.files, totals.done_files, totals.sealed, totals.directories) == (1, 1, 2, 2)
+
+
+def test_a_directory_with_a_failure_is_not_sealed(opened: index.Index) -> None:
+    opened.add_chunk(index.ROOT, [item("f")])
+    listed(opened, index.ROOT, 1, 1, 10)
+    chunk = opened.chunk(opened.next_chunks(1)[0])
+    opened.fail(index.ROOT, "f", "denied", lasting=True)
+    opened.committed(chunk, 0, 0, 0, 1)
+    assert opened.sealable(10) == []
+    assert opened.totals().failed == 1
+
+
+def test_what_is_unsealed_is_unsealed_up_to_the_root(opened: index.Index) -> None:
+    parent, path = index.ROOT, []
+    for name in ("a", "b", "c"):
+        opened.add_directories(parent, [folder(name)])
+        listed(opened, parent, 1)
+        path.append(name)
+        found = opened.find(path)
+        assert found is not None
+        parent = found
+    listed(opened, parent, 0)
+    while numbers := opened.sealable(10):
+        for number in numbers:
+            opened.sealed(number)
+    assert opened.directory(index.ROOT).state == index.SEALED
+    middle = opened.find(["a", "b"])
+    assert middle is not None
+    changed = opened.unseal(middle)
+    assert [opened.path(number) for number in changed] == [["a", "b"], ["a"], []]
+    assert opened.sealable(10) == [middle]
+
+
+def test_an_index_survives_a_killed_writer_and_goes_on(tmp_path: Path, opened: index.Index) -> None:
+    with opened.transaction():
+        opened.add_chunk(index.ROOT, [item(f"f{n}") for n in range(100)])
+    again = index.Index.open(tmp_path / "index.sqlite")
+    assert again.left() == (100, 1000)
+    again.close()
+
+
+def test_a_transaction_that_fails_leaves_nothing(opened: index.Index) -> None:
+    with pytest.raises(ZeroDivisionError), opened.transaction():
+        opened.add_chunk(index.ROOT, [item("f")])
+        raise ZeroDivisionError
+    assert opened.left() == (0, 0)
+
+
+@pytest.mark.parametrize("damage", ["noise", "empty", "cut", "format", "directory of pages"])
+def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "index.sqlite"
+    known = index.Index.open(path)
+    known.add_root(folder(""))
+    for number in range(300):
+        known.add_chunk(index.ROOT, [item(f"f{number}-{n}") for n in range(20)])
+    known.close()
+    data = path.read_bytes()
+    if damage == "noise":
+        path.write_bytes(os.urandom(len(data)))
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "format":
+        with sqlite3.connect(path) as db:
+            db.execute("PRAGMA user_version=99")
+        db.close()
+    else:
+        path.write_bytes(data[:4096] + os.urandom(4096 * 8) + data[4096 * 9 :])
+    again = index.Index.open(path)
+    again.add_root(folder(""))
+    assert again.totals().directories >= 1
+    for chunk in again.next_chunks(10_000):
+        again.chunk(chunk)
+    again.add_chunk(index.ROOT, [item("new")])
+    assert again.left()[0] >= 1
+    again.close()
+
+
+def test_part_of_a_chunk_can_be_taken_and_the_rest_stays(opened: index.Index) -> None:
+    opened.add_chunk(index.ROOT, [item(f"f{n}", size=n) for n in range(10)])
+    listed(opened, index.ROOT, 10, 10, 45)
+    chunk = opened.chunk(opened.next_chunks(1)[0])
+    opened.split(chunk, chunk.entries[:4])
+    opened.committed(chunk, 4, 6, 4 * 4096, 0)
+    assert opened.left() == (6, 39)
+    assert opened.sealable(1) == []
+    rest = opened.chunk(opened.next_chunks(1)[0])
+    assert [entry.name for entry in rest.entries] == [f"f{n}" for n in range(4, 10)]
+    opened.committed(rest, 6, 39, 6 * 4096, 0)
+    assert opened.sealable(1) == [index.ROOT]
+
+
+def test_directories_preferred_are_copied_first(opened: index.Index) -> None:
+    opened.add_directories(index.ROOT, [folder("a"), folder("b")])
+    first, second = opened.find(["a"]), opened.find(["b"])
+    assert first is not None
+    assert second is not None
+    for number in (first, second):
+        opened.add_chunk(number, [item("x")])
+    assert opened.chunk(opened.next_chunks(1)[0]).directory == first
+    opened.prefer(second, 1)
+    assert opened.chunk(opened.next_chunks(1)[0]).directory == second

@@ -1,0 +1,77 @@
+"""Fixtures of the whole suite: a folder on the real disk for each run, one cluster for a session."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+
+from tests.testbed import agent, ceph, leftovers
+
+if TYPE_CHECKING:
+    from tests.testbed import bigset
+
+REPO = Path(__file__).parent.parent
+BUILD = REPO / "build"
+
+# A small shared machine: an example may be slow without being wrong.
+hypothesis.settings.register_profile("suite", deadline=None, max_examples=150)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session")
+def run_folder() -> Iterator[Path]:
+    """build/test-<pid>; gone at the end, with all that lives below it."""
+    BUILD.mkdir(exist_ok=True)
+    leftovers.clear_dead_runs(BUILD)
+    folder = BUILD / f"test-{os.getpid()}"
+    folder.mkdir(mode=0o755)
+    try:
+        yield folder
+    finally:
+        leftovers.clear(folder)
+
+
+@pytest.fixture
+def area(run_folder: Path) -> Iterator[Path]:
+    """A folder for one test on the real disk; processes, mounts and files go with the test."""
+    number = len(list(run_folder.iterdir()))
+    folder = run_folder / f"a{number}-{os.urandom(2).hex()}"
+    folder.mkdir(mode=0o755)
+    try:
+        yield folder
+    finally:
+        leftovers.clear(folder)
+
+
+@pytest.fixture
+def node(area: Path) -> Iterator[agent.Agent]:
+    """An agent with folders of its own, not started."""
+    made = agent.Agent(area / "node")
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.fixture(scope="session")
+def cluster(run_folder: Path) -> Iterator[ceph.CephCluster]:
+    """The session's Ceph: started when the first test asks for it."""
+    made = ceph.CephCluster(run_folder / "ceph")
+    made.start()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="session")
+def big(run_folder: Path, cluster: ceph.CephCluster) -> "bigset.BigSet":
+    """50,000 files on the session's CephFS, and what each of them must be."""
+    from tests.testbed import bigset  # needs Debian's Ceph bindings, which unit tests do not
+
+    made = bigset.BigSet(run_folder)
+    made.make(cluster)
+    return made

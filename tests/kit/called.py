@@ -1,0 +1,40 @@
+"""Functions that test_child calls in children."""
+
+import os
+import time
+
+import kit.errors
+
+
+def echo(*values: object) -> list[object]:
+    return list(values)
+
+
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def own_pid_then_sleep(path: str) -> None:
+    with open(path, "w") as stream:
+        stream.write(str(os.getpid()))
+    time.sleep(60)
+
+
+def missing() -> None:
+    os.stat("/no/such/file")
+
+
+def in_use() -> None:
+    raise kit.errors.InUseError("a", "b", "c")
+
+
+def refused() -> None:
+    raise kit.errors.RefusedError("a", "b", "c")
+
+
+def broken() -> None:
+    raise ZeroDivisionError("oops")
+
+
+def die() -> None:
+    os.kill(os.getpid(), 9)

@@ -1,0 +1,76 @@
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import kit.child
+import kit.errors
+from tests.kit import called
+
+
+async def test_arguments_and_results_come_through_unchanged_any_byte_names_too() -> None:
+    name = os.fsdecode(b"not utf-8 \xff\n")
+    assert await kit.child.call(called.echo, name, 1, None, [2.5], deadline=20) == [
+        name,
+        1,
+        None,
+        [2.5],
+    ]
+
+
+async def test_errors_come_back_as_what_they_were() -> None:
+    with pytest.raises(FileNotFoundError) as missing:
+        await kit.child.call(called.missing, deadline=20)
+    assert missing.value.filename == "/no/such/file"
+    with pytest.raises(kit.errors.InUseError, match="a: b; c"):
+        await kit.child.call(called.in_use, deadline=20)
+    with pytest.raises(kit.errors.RefusedError, match="a: b; c"):
+        await kit.child.call(called.refused, deadline=20)
+
+
+async def test_any_other_end_is_an_error_with_the_last_words() -> None:
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: oops"):
+        await kit.child.call(called.broken, deadline=20)
+    with pytest.raises(RuntimeError, match="-9"):
+        await kit.child.call(called.die, deadline=20)
+
+
+async def test_after_the_deadline_the_child_is_killed_and_counted_until_it_is_gone(
+    tmp_path: Path,
+) -> None:
+    pid_file = tmp_path / "pid"
+    with pytest.raises(kit.child.DeadlineError, match="no answer within 1.5s"):
+        await kit.child.call(called.own_pid_then_sleep, str(pid_file), deadline=1.5)
+    pid = int(pid_file.read_text())
+    deadline = time.monotonic() + 10
+    while kit.child.abandoned() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    assert kit.child.abandoned() == 0
+    assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_a_cancelled_call_ends_its_child(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    task = asyncio.create_task(
+        kit.child.call(called.own_pid_then_sleep, str(pid_file), deadline=60)
+    )
+    while not (pid_file.exists() and pid_file.read_text()):
+        await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    pid = int(pid_file.read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_many_hanging_calls_do_not_stop_others() -> None:
+    hanging = [asyncio.create_task(kit.child.call(called.sleep, 30, deadline=5)) for _ in range(8)]
+    assert await kit.child.call(called.echo, "still", deadline=20) == ["still"]
+    for task in hanging:
+        task.cancel()
+    await asyncio.gather(*hanging, return_exceptions=True)

@@ -1,0 +1,92 @@
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from linux import mountinfo
+
+LINE = (
+    b"36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 shared:7 - ext4 /dev/root rw,errors=continue"
+)
+
+
+def test_a_line_is_read_as_the_manual_describes_it() -> None:
+    mount = mountinfo.parse_line(LINE)
+    assert (mount.mount_id, mount.parent_id, mount.device) == (36, 35, (98, 0))
+    assert (mount.root, mount.target) == ("/mnt1", "/mnt2")
+    assert mount.options == {"rw", "noatime"}
+    assert (mount.shared, mount.master) == (7, 1)
+    assert (mount.fstype, mount.source) == ("ext4", "/dev/root")
+    assert mount.super_option("errors") == "continue"
+    assert mount.super_option("rw") is None
+    assert not mount.read_only
+    assert not mount.is_private
+
+
+def test_optional_fields_may_be_missing_or_unknown() -> None:
+    mount = mountinfo.parse_line(b"1 0 0:1 / / ro propagate_from:2 unbindable - tmpfs  rw")
+    assert (mount.shared, mount.master, mount.source) == (None, None, "")
+    assert mount.read_only
+    assert mount.is_private
+
+
+@pytest.mark.parametrize("line", [b"", b"garbage", LINE.replace(b" - ", b" "), LINE[:30], b" - "])
+def test_what_is_no_line_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError, match="line of mountinfo|unpack|invalid literal"):
+        mountinfo.parse_line(line)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_line_or_refused(line: bytes) -> None:
+    try:
+        mountinfo.parse_line(line)
+    except ValueError:
+        pass
+
+
+def escaped(path: bytes) -> bytes:
+    """As the kernel's seq_path writes it."""
+    for byte in b"\\ \t\n":
+        path = path.replace(bytes([byte]), b"\\%03o" % byte) if byte == 0x5C else path
+    for byte in b" \t\n":
+        path = path.replace(bytes([byte]), b"\\%03o" % byte)
+    return path
+
+
+paths = st.binary(min_size=1, max_size=60).filter(lambda b: b"\0" not in b).map(lambda b: b"/" + b)
+
+
+@given(paths, paths)
+def test_any_path_comes_through_with_its_octal_escapes(root: bytes, target: bytes) -> None:
+    line = b"1 2 3:4 %s %s rw - fuse.x src rw" % (escaped(root), escaped(target))
+    mount = mountinfo.parse_line(line)
+    assert os.fsencode(mount.root) == root
+    assert os.fsencode(mount.target) == target
+
+
+def mount(number: int, parent: int, target: str) -> mountinfo.Mount:
+    return mountinfo.parse_line(b"%d %d 0:1 / %s rw - tmpfs x rw" % (number, parent, target.encode()))
+
+
+@given(st.permutations([mount(2, 1, "/"), mount(5, 2, "/a"), mount(9, 5, "/a"), mount(7, 9, "/a")]))
+def test_mounts_on_one_target_are_stacked_by_their_parents(
+    mounts: list[mountinfo.Mount],
+) -> None:
+    assert [m.mount_id for m in mountinfo.at("/a", mounts)] == [5, 9, 7]
+    assert mountinfo.at("/b", mounts) == []
+
+
+def test_the_mount_of_a_path_is_the_longest_that_holds_it() -> None:
+    mounts = [mount(1, 0, "/"), mount(2, 1, "/a"), mount(3, 2, "/a/b"), mount(4, 3, "/a/b")]
+    for path, number in (("/", 1), ("/x", 1), ("/a", 2), ("/ab", 1), ("/a/b/c", 4), ("/a/bc", 2)):
+        found = mountinfo.containing(path, mounts)
+        assert found is not None
+        assert found.mount_id == number
+
+
+def test_our_own_mounts_are_read() -> None:
+    found = mountinfo.read()
+    assert mountinfo.containing(str(Path("/proc/self")), found) is not None
+    assert len({m.mount_id for m in found}) == len(found)

@@ -1,0 +1,100 @@
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from nodeagent import configwatch
+
+SOON = 15.0
+
+
+@pytest.fixture(autouse=True)
+def no_slow_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is seen is seen by inotify."""
+    monkeypatch.setattr(configwatch, "SLOW_LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(configwatch, "SETTLE_SECONDS", 0.05)
+
+
+async def begin(path: Path) -> AsyncIterator[None]:
+    """A watch that has its inotify in place."""
+    found = aiter(configwatch.changes(path))
+    return found
+
+
+async def seen(watch: AsyncIterator[None], change: object = None) -> None:
+    task = asyncio.ensure_future(anext(watch))
+    await asyncio.sleep(0.2)
+    if callable(change):
+        change()
+    await asyncio.wait_for(task, SOON)
+
+
+async def test_a_file_written_anew_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("one")
+    watch = await begin(path)
+    await seen(watch, lambda: path.write_text("two"))
+
+
+async def test_a_file_replaced_by_rename_is_noticed_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("one")
+    watch = await begin(path)
+
+    def replace(text: str) -> None:
+        (tmp_path / "new").write_text(text)
+        (tmp_path / "new").rename(path)
+
+    await seen(watch, lambda: replace("two"))
+    await seen(watch, lambda: replace("three"))
+
+
+async def test_a_file_that_appears_later_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    watch = await begin(path)
+    await seen(watch, lambda: path.write_text("here"))
+
+
+async def test_the_symlink_swap_of_a_configmap_is_noticed_each_time(tmp_path: Path) -> None:
+    # As kubelet lays it out: file -> ..data/file, ..data -> ..<time>, replaced by rename.
+    def version(number: int) -> None:
+        folder = tmp_path / f"..2026_{number}"
+        folder.mkdir()
+        (folder / "a.yaml").write_text(f"version {number}")
+        (tmp_path / "..data_tmp").symlink_to(folder.name)
+        (tmp_path / "..data_tmp").rename(tmp_path / "..data")
+        if number > 1:
+            old = tmp_path / f"..2026_{number - 1}"
+            (old / "a.yaml").unlink()
+            old.rmdir()
+
+    version(1)
+    (tmp_path / "a.yaml").symlink_to("..data/a.yaml")
+    watch = await begin(tmp_path / "a.yaml")
+    for number in (2, 3, 4):
+        await seen(watch, lambda number=number: version(number))
+
+
+async def test_a_touch_without_new_bytes_is_no_change(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("one")
+    watch = await begin(path)
+    task = asyncio.ensure_future(anext(watch))
+    await asyncio.sleep(0.2)
+    path.write_text("one")
+    (tmp_path / "other").write_text("x")
+    await asyncio.sleep(0.5)
+    assert not task.done()
+    path.write_text("two")
+    await asyncio.wait_for(task, SOON)
+
+
+async def test_a_change_while_the_last_one_is_being_applied_is_not_missed(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("one")
+    watch = await begin(path)
+    await seen(watch, lambda: path.write_text("two"))
+    path.write_text("three")  # nobody waits just now
+    await asyncio.sleep(0.2)
+    await asyncio.wait_for(anext(watch), SOON)

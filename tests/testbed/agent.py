@@ -1,0 +1,234 @@
+"""A real agent process with folders, settings and a port of its own."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.testbed import leftovers, ports
+
+COMMAND = str(Path(sys.executable).parent / "nodeagent")
+START_SECONDS = 30.0
+DONE = ("complete", "partial")
+
+
+class ApiError(Exception):
+    """An error that the agent answered with."""
+
+    def __init__(self, status: int, body: dict[str, Any]) -> None:
+        super().__init__(f"{status}: {body}")
+        self.status = status
+        self.error = body["error"]
+
+
+class Agent:
+    """``settings`` is what the file holds; change it and ``write`` to reload."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.port = ports.free(1)[0]
+        self.config = folder / "nodeagent.yaml"
+        self.log = folder / "log"
+        self.store = folder / "store"
+        self.views = folder / "views"
+        self.state = folder / "state"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.settings: dict[str, Any] = {
+            "admin": {"listen": f"127.0.0.1:{self.port}"},
+            "state_dir": str(self.state),
+            "cache": {
+                "store": str(self.store),
+                "views": str(self.views),
+                "reserve": "1%",
+                "refresh_interval": "0.5s",
+                "datasets": [],
+            },
+        }
+
+    @property
+    def cache(self) -> dict[str, Any]:
+        section: dict[str, Any] = self.settings["cache"]
+        return section
+
+    def add_dir(self, name: str, path: Path, **more: Any) -> None:
+        dataset = {"name": name, "freshness": "frozen", "source": {"kind": "dir", "path": str(path)}}
+        self.cache["datasets"].append(dataset | more)
+
+    def view(self, name: str) -> Path:
+        return self.views / name / "data"
+
+    def generations(self, name: str) -> list[Path]:
+        return sorted((self.store / name).iterdir()) if (self.store / name).exists() else []
+
+    def tree(self, name: str) -> Path:
+        (generation,) = self.generations(name)
+        return generation / "tree"
+
+    # --- process ----------------------------------------------------------------------------
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, leftovers.MARK: str(self.folder)}
+
+    def write(self) -> None:
+        """As an editor does: beside it, then renamed."""
+        new = self.config.with_suffix(".new")
+        new.write_text(yaml.safe_dump(self.settings))
+        new.rename(self.config)
+
+    def start(self) -> "Agent":
+        self.write()
+        before = self.said().count("agent started")
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [COMMAND, "--config", str(self.config), "run"],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=self.environment,
+                start_new_session=True,
+            )
+
+        def started() -> bool:
+            assert self.process is not None
+            if self.process.poll() is not None:
+                raise AssertionError(f"the agent ended: {self.said()[-2000:]}")
+            return self.said().count("agent started") > before
+
+        self.wait_for(started, START_SECONDS, "the agent to start")
+        return self
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def kill(self) -> None:
+        """SIGKILL, as the OOM killer does."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self) -> int:
+        """SIGTERM; its exit status."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(30)
+
+    def end(self) -> None:
+        """For finalisers: whatever state it is in."""
+        if self.process is not None and self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGCONT)
+            self.kill()
+        leftovers.clear(self.folder, keep=True)
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def passes(self) -> list[int]:
+        """Processes of the fill: passes and their workers."""
+        found = []
+        for pid in leftovers.processes(self.folder):
+            with contextlib.suppress(OSError):
+                if b"cache.fill." in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    # --- the API and the command ----------------------------------------------------------------
+
+    def call(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, named, method=method
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read()
+            answer = json.loads(text)
+            if "error" not in answer:
+                return answer
+            raise ApiError(error.code, answer) from None
+        return json.loads(text)
+
+    def get(self, path: str) -> Any:
+        return self.call("GET", path)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        return self.call("POST", path, body)
+
+    def dataset(self, name: str) -> dict[str, Any]:
+        shown: dict[str, Any] = self.get(f"/v1/datasets/{name}")
+        return shown
+
+    def tell(self, name: str, verb: str, body: Any = None) -> dict[str, Any]:
+        shown: dict[str, Any] = self.post(f"/v1/datasets/{name}/{verb}", body)
+        return shown
+
+    def remove(self, name: str) -> Any:
+        return self.call("DELETE", f"/v1/datasets/{name}")
+
+    def failures(self, name: str) -> dict[str, str]:
+        page = self.get(f"/v1/datasets/{name}/failures?limit=1000")
+        return {each["path"]: each["reason"] for each in page["failures"]}
+
+    def cli(self, *words: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [COMMAND, "--config", str(self.config), *words],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+        )
+
+    # --- waiting ----------------------------------------------------------------------------
+
+    def wait_for(self, true: Callable[[], Any], seconds: float, what: str) -> Any:
+        """The first true value; AssertionError with the log's end after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while True:
+            if value := true():
+                return value
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{what}: not within {seconds:g}s\n{self.said()[-3000:]}")
+            time.sleep(0.05)
+
+    def wait_state(self, name: str, *states: str, seconds: float = 60.0) -> dict[str, Any]:
+        """The dataset once it is in one of ``states`` and its view served accordingly."""
+
+        def there() -> dict[str, Any] | None:
+            shown = self.dataset(name)
+            if shown["state"] not in states:
+                return None
+            if shown["state"] == "complete" and shown["served_by"] != "store":
+                return None
+            return shown
+
+        try:
+            found: dict[str, Any] = self.wait_for(there, seconds, f"{name} to be {states}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\nnow: {self.dataset(name)}") from None
+        return found
+
+    def wait_served(self, name: str, *stages: str, seconds: float = 30.0) -> None:
+        def there() -> bool:
+            return self.dataset(name)["served_by"] in stages
+
+        self.wait_for(there, seconds, f"{name} to be served by {stages}")

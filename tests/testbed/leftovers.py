@@ -1,0 +1,118 @@
+"""Clearing up: what a test, or a run that was killed, left below its folder.
+
+Only things of ours: mounts and loop devices below the folder, and processes that name it in their
+command line or carry it in their environment (``MARK``).
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from linux import mountinfo
+
+MARK = "NODEAGENT_TEST_FOLDER"
+
+
+def processes(folder: Path) -> list[int]:
+    """Processes that belong to ``folder``, our own and those we descend from left out."""
+    text = os.fsencode(folder)
+    return [pid for pid in _others() if _belongs(pid, text)]
+
+
+def _others() -> Iterator[int]:
+    ours = set()
+    pid = os.getpid()
+    while pid > 1:
+        ours.add(pid)
+        status = Path(f"/proc/{pid}/stat").read_text()
+        pid = int(status.rpartition(")")[2].split()[1])
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) not in ours:
+            yield int(entry)
+
+
+def _belongs(pid: int, text: bytes) -> bool:
+    for name, prefix in (("cmdline", b""), ("environ", MARK.encode() + b"=")):
+        try:
+            words = Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        for word in words:
+            if prefix and not word.startswith(prefix):
+                continue
+            at = word.find(text)
+            if at >= 0 and word[at + len(text) : at + len(text) + 1] in (b"", b"/"):
+                return True
+    return False
+
+
+def end(folder: Path, seconds: float = 10.0) -> None:
+    """Continue and kill the processes of ``folder``; those in D state are left to the kernel."""
+    deadline = time.monotonic() + seconds
+    while (pids := processes(folder)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.05)
+
+
+def unmount(folder: Path) -> None:
+    """Every mount at or below ``folder``, the latest first."""
+    for _ in range(5):
+        below = [
+            m.target
+            for m in mountinfo.read()
+            if m.target == str(folder) or m.target.startswith(f"{folder}/")
+        ]
+        if not below:
+            return
+        for target in reversed(below):
+            subprocess.run(["umount", "-l", target], check=False, capture_output=True, timeout=30)
+    raise RuntimeError(f"mounts below {folder} do not go: {below}")
+
+
+def detach_loops(folder: Path) -> None:
+    for block in Path("/sys/block").glob("loop*"):
+        with contextlib.suppress(OSError):
+            backing = (block / "loop" / "backing_file").read_text().strip()
+            if backing.startswith(f"{folder}/"):
+                command = ["losetup", "-d", f"/dev/{block.name}"]
+                subprocess.run(command, check=False, capture_output=True, timeout=30)
+
+
+def clear(folder: Path, *, keep: bool = False) -> None:
+    """Processes, mounts, loops, then the files (unless ``keep``)."""
+    end(folder)
+    unmount(folder)
+    detach_loops(folder)
+    end(folder)  # a FUSE daemon ends with its mount, or now
+    if not keep and folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():  # paths too long for rmtree, immutable files
+            subprocess.run(["rm", "-rf", str(folder)], check=False, timeout=300)
+
+
+def clear_dead_runs(build: Path) -> list[Path]:
+    """Folders test-<pid> whose run is no longer there; returns those that were cleared."""
+    dead = []
+    for folder in sorted(build.glob("test-*")):
+        pid = folder.name.removeprefix("test-")
+        if pid.isdigit() and int(pid) != os.getpid() and not _is_pytest(int(pid)):
+            clear(folder)
+            dead.append(folder)
+    return dead
+
+
+def _is_pytest(pid: int) -> bool:
+    try:
+        return b"pytest" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

@@ -1,0 +1,128 @@
+"""A pod as the cache sees one: a mount namespace of its own that was handed <views>/<name>."""
+
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.testbed import leftovers
+
+REPO = Path(__file__).parent.parent.parent
+READY_SECONDS = 30.0
+
+
+class Pod:
+    """Like hostPath with mountPropagation HostToContainer: a recursive slave bind of the parent."""
+
+    def __init__(self, folder: Path, handed: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        self.volume = folder / "volume"
+        self.volume.mkdir()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        script = (
+            f"mount --rbind {shlex.quote(str(handed))} {shlex.quote(str(self.volume))} && "
+            f"mount --make-rslave {shlex.quote(str(self.volume))} && "
+            f"echo up && exec sleep 3600"
+        )
+        self.holder = subprocess.Popen(
+            ["unshare", "--mount", "--propagation", "slave", "sh", "-c", script],
+            stdout=subprocess.PIPE,
+            env=self._environment,
+            cwd="/",
+        )
+        self._processes.append(self.holder)
+        assert self.holder.stdout is not None
+        if self.holder.stdout.readline() != b"up\n":
+            raise RuntimeError("the pod did not start")
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, leftovers.MARK: str(self.folder), "PYTHONPATH": str(REPO)}
+
+    @property
+    def data(self) -> str:
+        """The dataset as processes in the pod name it."""
+        return f"{self.volume}/data"
+
+    def command(self, *words: str) -> list[str]:
+        return ["nsenter", "--mount", "--target", str(self.holder.pid), "--", *words]
+
+    def run(self, *words: str, seconds: float = 60.0) -> str:
+        """A command in the pod; its output."""
+        done = subprocess.run(
+            self.command(*words), capture_output=True, text=True, timeout=seconds, check=True,
+            env=self._environment,
+        )  # fmt: skip
+        return done.stdout
+
+    def spawn(self, *words: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            self.command(*words),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self._environment,
+            cwd="/",
+        )
+        self._processes.append(process)
+        return process
+
+    def reader(self, manifest: Path, seed: int | str) -> "PodReader":
+        return PodReader(self, manifest, seed)
+
+    def end(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait(10)
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
+        leftovers.end(self.folder)
+
+
+class PodReader:
+    """tests.testbed.reader in a pod."""
+
+    def __init__(self, pod: Pod, manifest: Path, seed: int | str) -> None:
+        self._report = pod.folder / f"report-{seed}"
+        self.process = pod.spawn(
+            sys.executable, "-m", "tests.testbed.reader", pod.data, str(manifest),
+            str(self._report), str(seed),
+        )  # fmt: skip
+        deadline = time.monotonic() + READY_SECONDS
+        while not Path(f"{self._report}.ready").exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("the reader did not start")
+            time.sleep(0.02)
+
+    def begin(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"!")
+        self.process.stdin.flush()
+
+    def stop(self) -> dict[str, Any]:
+        """End a looping reader; what it saw."""
+        self.process.terminate()
+        return self.result(60)
+
+    def result(self, seconds: float) -> dict[str, Any]:
+        self.process.wait(seconds)
+        found: dict[str, Any] = json.loads(self._report.read_text())
+        return found
+
+
+@contextlib.contextmanager
+def pod(folder: Path, handed: Path) -> Iterator[Pod]:
+    made = Pod(folder, handed)
+    try:
+        yield made
+    finally:
+        made.end()
