@@ -66,7 +66,10 @@ class Work:
         reached = self._dataset.reached
         if reached is None:
             return
-        await self._dataset.change(state="filling", why="", left_files=0, left_bytes=0)
+        async with self._dataset.lock:
+            if self._dataset.generation.held or self._dataset.removed:
+                return  # held or removed since it was queued
+            await self._dataset.change(state="filling", why="", left_files=0, left_bytes=0)
         task = {
             "dataset": self._dataset.name,
             "generation": self._dataset.folder,
@@ -91,6 +94,8 @@ class Work:
         try:
             await self.running.start()
             assert self.running.ended is not None
+            if kind == "fill" and (self._dataset.generation.held or self._dataset.removed):
+                await self.running.cancel()  # held before there was a process to tell
             return await self.running.ended
         except BaseException:
             self._rest()
@@ -184,13 +189,13 @@ class Work:
         self.verified |= {"replaced": end.get("replaced", 0), "withdrawn": 0}
         self.verified["at"] = time.time()
         log.info("verify ended", dataset=self._dataset.name, **self.verified)
-        if left := end.get("unreplaced", []):
+        if left := end.get("unreplaced", 0):
             await self._withdraw(left, others)
         self.show_totals()
         self._dataset.want_refresh()
         self._dataset.wake()
 
-    async def _withdraw(self, bad: list[Any], others: int) -> None:
+    async def _withdraw(self, bad: int, others: int) -> None:
         """Take bad files out of the store so that readers get the source's; the rest stays."""
         if self._dataset.reached is None:
             self.verified["why"] = "bad files stay until the source answers: it has the only copy"
@@ -200,14 +205,14 @@ class Work:
             await self._dataset.publish(view.Stage.OVERLAY)
             await self._dataset.change(
                 state="partial",
-                failed=len(bad),
-                why=f"{len(bad)} bad files could not be replaced",
+                failed=bad,
+                why=f"{bad} bad files could not be replaced",
             )
             task = {
                 "dataset": self._dataset.name,
                 "generation": self._dataset.folder,
                 "source": self._dataset.reached.root,
-                "withdraw": bad,
+                "withdraw": True,
                 "immutable": self._dataset.source.immutable,
                 "native": None,
                 "mounted": [],

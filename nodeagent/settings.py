@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 import kit.settings
 from cache import settings as cache_settings
+from preheat import settings as preheat_settings
 from volumes import settings as volumes_settings
 
 
@@ -71,6 +72,10 @@ class Settings(kit.settings.Section):
     )
     volumes: volumes_settings.VolumesSettings | None = Field(
         default=None, description="Volumes kept safe; absent: neither guard nor audit on this node."
+    )
+
+    preheat: preheat_settings.PreheatSettings | None = Field(
+        default=None, description="Images held ready; absent: none on this node."
     )
 
     @field_validator("state_dir")

@@ -1,1 +1,1 @@
-"""Images held ready: image -> plan -> pull -> pin -> heal."""
+"""Image preheating: image -> plan -> pull -> pin -> heal."""

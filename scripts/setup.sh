@@ -68,6 +68,7 @@ environment
 if [ "${1:-base}" = full ]; then
   # shellcheck disable=SC2046
   packages $(grep -v '^#' scripts/packages.txt)
+  scripts/runtimes.sh  # containerds and a registry, unpacked and not installed
 fi
 ceph_bindings
 # The format guard's kernel program; tests need it, an agent without it says so in its status.

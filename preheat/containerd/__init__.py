@@ -1,0 +1,1 @@
+"""The containerd adapter: wire format, guarded calls, leases, pulls, pins."""

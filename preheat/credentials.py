@@ -1,0 +1,265 @@
+"""Logins for registries: dockerconfigjson files and the kubelet's credential provider plugins.
+
+Secrets are read at each use and kept no longer than a plugin says; they are never logged, never
+in an exception and never in an argument list (a plugin gets its question on stdin).
+"""
+
+import asyncio
+import base64
+import fnmatch
+import json
+import os
+import signal
+import time
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import kit.errors
+import kit.units
+from preheat import image, runtime, settings
+
+LARGEST_ANSWER = 1024**2
+MOST_CACHED = 256
+_REQUEST_KIND = "CredentialProviderRequest"
+
+
+class CredentialError(kit.errors.AgentError):
+    """A credential source that cannot be used."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One plugin of the kubelet's CredentialProviderConfig."""
+
+    name: str
+    api_version: str
+    matches: tuple[str, ...]
+    arguments: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+    cache_seconds: float
+
+
+def matches(pattern: str, ref: image.Reference) -> bool:
+    """The kubelet's rule: ``*.host`` by label, port equal, path a prefix by parts."""
+    pattern = pattern.removeprefix("https://").removeprefix("http://").rstrip("/")
+    host, _, path = pattern.partition("/")
+    path = path.removeprefix("v1").removeprefix("v2").strip("/")
+    mine, theirs = urllib.parse.urlsplit(f"//{ref.host}"), urllib.parse.urlsplit(f"//{host}")
+    if mine.port != theirs.port:
+        return False
+    names = (mine.hostname or "").split(".")
+    globs = (theirs.hostname or "").split(".")
+    if len(names) != len(globs):
+        return False
+    if not all(fnmatch.fnmatchcase(n, g) for n, g in zip(names, globs, strict=True)):
+        return False
+    return not path or ref.path == path or ref.path.startswith(f"{path}/")
+
+
+def _best(entries: Mapping[str, Any], ref: image.Reference) -> Any:
+    """The most specific entry, as the kubelet picks it."""
+    fitting = [key for key in entries if matches(key, ref)]
+    return entries[max(fitting, key=lambda key: (len(key), key))] if fitting else None
+
+
+def from_docker_config(data: bytes, ref: image.Reference) -> runtime.Login | None:
+    """The login for ``ref`` in a dockerconfigjson; ValueError when it is none."""
+    content = json.loads(data)
+    auths = content.get("auths") if isinstance(content, dict) else None
+    if not isinstance(auths, dict):
+        raise ValueError("it has no 'auths'")
+    entry = _best(auths, ref)
+    if not isinstance(entry, dict):
+        return None
+    username, password = str(entry.get("username", "")), str(entry.get("password", ""))
+    if not username and isinstance(entry.get("auth"), str) and entry["auth"]:
+        try:
+            plain = base64.b64decode(entry["auth"], validate=True).decode()
+        except ValueError:
+            raise ValueError("an 'auth' that is not base64") from None
+        username, _, password = plain.partition(":")
+    return runtime.Login(
+        username=username,
+        password=password.rstrip("\0"),
+        identity_token=str(entry.get("identitytoken", "")),
+        registry_token=str(entry.get("registrytoken", "")),
+    )
+
+
+def read_providers(data: bytes) -> tuple[Provider, ...]:
+    """The plugins in a CredentialProviderConfig; ValueError when it is none."""
+    content = yaml.safe_load(data)
+    listed = content.get("providers") if isinstance(content, dict) else None
+    if not isinstance(listed, list):
+        raise ValueError("it has no 'providers'")
+    found = []
+    for entry in listed:
+        name = str(entry.get("name", ""))
+        if not name or "/" in name or name in (".", "..") or name != name.strip():
+            raise ValueError(f"provider {name!r} is no file name")
+        environment = tuple((str(e["name"]), str(e["value"])) for e in entry.get("env") or [])
+        found.append(
+            Provider(
+                name=name,
+                api_version=str(entry.get("apiVersion", "")),
+                matches=tuple(str(each) for each in entry.get("matchImages") or []),
+                arguments=tuple(str(each) for each in entry.get("args") or []),
+                environment=environment,
+                cache_seconds=_go_duration(str(entry.get("defaultCacheDuration", "0"))),
+            )
+        )
+    return tuple(found)
+
+
+def _go_duration(text: str) -> float:
+    """Go's ``12h``, ``1h30m0s``; 0 when it is not understood (then nothing is cached)."""
+    total, number = 0.0, ""
+    unit = ""
+    units = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+    for sign in text + "0":
+        if sign.isdigit() or sign == ".":
+            if unit:
+                total += float(number or 0) * units.get(unit, 0.0)
+                number, unit = "", ""
+            number += sign
+        else:
+            unit += sign
+    return total
+
+
+class Credentials:
+    """Finds the login for an image; None when no source has one."""
+
+    def __init__(self) -> None:
+        self._cache: dict[tuple[str, str], tuple[float, runtime.Login | None]] = {}
+
+    async def login(
+        self, ref: image.Reference, where: settings.CredentialSettings
+    ) -> runtime.Login | None:
+        """CredentialError when a source is there and cannot be used."""
+        if where.docker_config is not None:
+            data = await self._file(where.docker_config)
+            try:
+                found = from_docker_config(data, ref)
+            except (ValueError, AttributeError) as error:
+                raise self._unusable(where.docker_config, str(error)) from None
+            if found is not None:
+                return found
+        if where.provider_config is None or where.provider_dir is None:
+            return None
+        try:
+            providers = read_providers(await self._file(where.provider_config))
+        except (ValueError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+            raise self._unusable(where.provider_config, str(error)[:200]) from None
+        for provider in providers:
+            if any(matches(pattern, ref) for pattern in provider.matches):
+                found = await self._ask(provider, ref, where)
+                if found is not None:
+                    return found
+        return None
+
+    @staticmethod
+    def _unusable(file: Path, why: str) -> CredentialError:
+        return CredentialError(str(file), f"not usable ({why})", "correct it (preheat.credentials)")
+
+    async def _file(self, file: Path) -> bytes:
+        try:
+            return await asyncio.to_thread(file.read_bytes)
+        except OSError as error:
+            raise self._unusable(file, error.strerror or str(error)) from None
+
+    async def _ask(
+        self, provider: Provider, ref: image.Reference, where: settings.CredentialSettings
+    ) -> runtime.Login | None:
+        key = (provider.name, ref.repository)
+        known = self._cache.get(key)
+        if known is not None and known[0] > time.monotonic():
+            return known[1]
+        answer = await self._run(provider, ref, where)
+        if answer.get("kind") != "CredentialProviderResponse":
+            raise self._failed(provider, "its answer is no CredentialProviderResponse")
+        auth = answer.get("auth") or {}
+        entry = _best(auth, ref) if isinstance(auth, dict) else None
+        login = None
+        if isinstance(entry, dict):
+            login = runtime.Login(
+                username=str(entry.get("username", "")),
+                password=str(entry.get("password", "")),
+            )
+        told = answer.get("cacheDuration")
+        seconds = provider.cache_seconds if told is None else _go_duration(str(told))
+        if seconds > 0:
+            while len(self._cache) >= MOST_CACHED:
+                self._cache.pop(next(iter(self._cache)))
+            self._cache[key] = (time.monotonic() + seconds, login)
+        return login
+
+    @staticmethod
+    def _failed(provider: Provider, why: str) -> CredentialError:
+        return CredentialError(
+            f"credential provider {provider.name}", why, "run it by hand with the same question"
+        )
+
+    async def _run(
+        self, provider: Provider, ref: image.Reference, where: settings.CredentialSettings
+    ) -> dict[str, Any]:
+        """Ask the plugin; it and its children end with the deadline."""
+        assert where.provider_dir is not None
+        question = {"kind": _REQUEST_KIND, "apiVersion": provider.api_version, "image": ref.text}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                str(where.provider_dir / provider.name),
+                *provider.arguments,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env={**os.environ, **dict(provider.environment)},
+                start_new_session=True,
+                limit=LARGEST_ANSWER,
+            )
+        except OSError as error:
+            raise self._failed(provider, error.strerror or str(error)) from None
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            async with asyncio.timeout(where.provider_timeout):
+                try:
+                    process.stdin.write(json.dumps(question).encode())
+                    process.stdin.close()
+                    data = await self._bounded(process.stdout)
+                except (BrokenPipeError, ConnectionResetError):
+                    data = b""
+                status = await process.wait()
+        except TimeoutError:
+            raise self._failed(provider, f"no answer in {where.provider_timeout:g} s") from None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if status != 0:
+            raise self._failed(provider, f"it ended with status {status}")
+        if len(data) > LARGEST_ANSWER:
+            raise self._failed(provider, "its answer is over 1 MiB")
+        try:
+            answer = json.loads(data)
+        except ValueError:
+            raise self._failed(provider, "its answer is no JSON") from None
+        if not isinstance(answer, dict):
+            raise self._failed(provider, "its answer is no JSON object")
+        return answer
+
+    @staticmethod
+    async def _bounded(stream: asyncio.StreamReader) -> bytes:
+        data = b""
+        while len(data) <= LARGEST_ANSWER:
+            part = await stream.read(65536)
+            if not part:
+                break
+            data += part
+        return data

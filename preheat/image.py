@@ -1,0 +1,195 @@
+"""Images as data: references, targets, and the shape of an image (its layers and their ids)."""
+
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Where a blob's bytes come from: (offset) -> chunks up to its end.
+Blobs = Callable[[int], AsyncIterator[bytes]]
+# Reads a small blob by digest.
+Read = Callable[[str], Awaitable[bytes]]
+
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9a-fA-F:]+\])(?::[0-9]{1,5})?"
+_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+_REFERENCE = re.compile(
+    rf"(?P<host>{_HOST})/(?P<path>{_PART}(?:/{_PART})*)"
+    r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?"
+    r"(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
+)
+MOST_LAYERS = 1024
+
+INDEX_TYPES = frozenset(
+    {
+        "application/vnd.oci.image.index.v1+json",
+        "application/vnd.docker.distribution.manifest.list.v2+json",
+    }
+)
+MANIFEST_TYPES = frozenset(
+    {
+        "application/vnd.oci.image.manifest.v1+json",
+        "application/vnd.docker.distribution.manifest.v2+json",
+    }
+)
+
+
+class BadImageError(ValueError):
+    """A manifest or config that is not what the image specification says."""
+
+
+def is_digest(text: str) -> bool:
+    return _DIGEST.fullmatch(text) is not None
+
+
+def digest_of(data: bytes) -> str:
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """``host/path:tag`` or ``host/path@digest``. The host is always named (see ``parse``)."""
+
+    host: str
+    path: str
+    tag: str | None
+    digest: str | None
+
+    @property
+    def text(self) -> str:
+        """As runtimes name their image records."""
+        if self.digest is not None:
+            return f"{self.host}/{self.path}@{self.digest}"
+        return f"{self.host}/{self.path}:{self.tag}"
+
+    @property
+    def repository(self) -> str:
+        return f"{self.host}/{self.path}"
+
+
+def parse(text: str) -> Reference:
+    """A full reference; ValueError saying what is wrong.
+
+    Short names (``ubuntu``) are refused: which registry they mean depends on the runtime's own
+    settings, and a pin must not. ``host/path:tag@digest`` means the digest. No tag is ``latest``.
+    """
+    match = _REFERENCE.fullmatch(text)
+    if match is None or len(text) > 512:
+        raise ValueError(f"{text[:100]!r} is no image reference; write HOST/PATH:TAG or @sha256:…")
+    host = match["host"]
+    if not (host == "localhost" or "." in host or ":" in host):
+        raise ValueError(
+            f"{text!r} names no registry; write its host in front, as kubectl describe pod shows it"
+        )
+    port = host.rpartition(":")[2] if re.search(r":\d+$", host) else "1"
+    if not 0 < int(port) < 65536:
+        raise ValueError(f"{text!r}: port {port} does not exist")
+    tag = None if match["digest"] else match["tag"] or "latest"
+    return Reference(host, match["path"], tag, match["digest"])
+
+
+@dataclass(frozen=True)
+class Target:
+    """A content descriptor: what an image record points at."""
+
+    media_type: str
+    digest: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    digest: str
+    size: int  # compressed, as it is fetched
+    media_type: str
+    chain_id: str  # name of its unpacked snapshot
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One platform's image: what has to be fetched and what it becomes."""
+
+    top: Target
+    documents: tuple[tuple[str, int], ...]  # index, manifest, config: digest and bytes
+    layers: tuple[Layer, ...]
+    image_id: str  # digest of the config; CRI's image id
+
+    @property
+    def bytes_total(self) -> int:
+        return sum(size for _, size in self.documents) + sum(layer.size for layer in self.layers)
+
+
+def chain_ids(diff_ids: list[str]) -> list[str]:
+    """Snapshot names by the image specification: each is a hash over the layers below it."""
+    chain: list[str] = []
+    for diff_id in diff_ids:
+        chain.append(diff_id if not chain else digest_of(f"{chain[-1]} {diff_id}".encode()))
+    return chain
+
+
+def _load(data: bytes, what: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise BadImageError(f"{what} is no JSON") from error
+    if not isinstance(value, dict):
+        raise BadImageError(f"{what} is no JSON object")
+    return value
+
+
+def _descriptor(value: Any, what: str) -> tuple[str, int, str]:
+    if not isinstance(value, dict):
+        raise BadImageError(f"{what} is no descriptor")
+    digest, size = value.get("digest"), value.get("size")
+    if not isinstance(digest, str) or not is_digest(digest):
+        raise BadImageError(f"{what} has no sha256 digest")
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < 1 << 50:
+        raise BadImageError(f"{what} has no usable size")
+    return digest, size, str(value.get("mediaType", ""))
+
+
+def _for_platform(index: Mapping[str, Any], platform: str) -> Any:
+    """The manifest for ``os/architecture[/variant]``; an index lists the best match first."""
+    wanted = platform.split("/")
+    manifests = index.get("manifests")
+    if not isinstance(manifests, list) or len(manifests) > 1000:
+        raise BadImageError("the index lists no manifests")
+    seen = []
+    for entry in manifests:
+        found = entry.get("platform") if isinstance(entry, dict) else None
+        if not isinstance(found, dict):
+            continue
+        parts = [found.get("os"), found.get("architecture"), found.get("variant")]
+        seen.append("/".join(str(part) for part in parts if part))
+        if parts[: len(wanted)] == wanted:
+            return entry
+    raise BadImageError(f"there is no image for {platform}, only for {', '.join(seen[:8])}")
+
+
+async def shape(top: Target, read: Read, platform: str) -> Shape:
+    """Read what ``top`` consists of. BadImageError when it is not a usable image."""
+    documents = [(top.digest, top.size)]
+    body = _load(await read(top.digest), f"manifest {top.digest}")
+    if top.media_type in INDEX_TYPES or "manifests" in body:
+        digest, size, _ = _descriptor(_for_platform(body, platform), "the platform's manifest")
+        documents.append((digest, size))
+        body = _load(await read(digest), f"manifest {digest}")
+    config_digest, config_size, _ = _descriptor(body.get("config"), "config")
+    documents.append((config_digest, config_size))
+    config = _load(await read(config_digest), f"config {config_digest}")
+    listed = body.get("layers")
+    rootfs = config.get("rootfs")
+    diff_ids = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None
+    if not isinstance(listed, list) or not isinstance(diff_ids, list):
+        raise BadImageError("it has no layers: not a container image")
+    if len(listed) != len(diff_ids) or not 0 < len(listed) <= MOST_LAYERS:
+        raise BadImageError(f"{len(listed)} layers but {len(diff_ids)} unpacked ids")
+    if not all(isinstance(d, str) and is_digest(d) for d in diff_ids):
+        raise BadImageError("an unpacked layer has no sha256 digest")
+    layers = []
+    for entry, chain_id in zip(listed, chain_ids(diff_ids), strict=True):
+        digest, size, media_type = _descriptor(entry, "a layer")
+        layers.append(Layer(digest, size, media_type, chain_id))
+    return Shape(top, tuple(documents), tuple(layers), config_digest)

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# containerd of three Debian releases, runc and docker-registry, unpacked side by side in
+# build/runtimes without installing anything (no service is started, the system's apt is untouched).
+# The mirror is the one this machine's apt already uses. Idempotent; nothing to do = no network.
+#   build/runtimes/<release>/usr/bin/{containerd,containerd-shim-runc-v2,runc,docker-registry}
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+
+base=$PWD/build/runtimes
+keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+
+# The archive that serves this machine's own release (its security and update pockets left out).
+mirror() {
+  apt-get indextargets --format '$(SITE) $(CODENAME)' 'Created-By: Packages' 'Origin: Debian' |
+    awk '$2 !~ /-/ { print $1; exit }'
+}
+
+# fetch RELEASE PACKAGE...: download with lists and a cache of our own, unpack.
+fetch() {
+  local release=$1; shift
+  local root=$base/$release
+  local stamp=$root/.complete
+  [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$*" ] && return 0
+  local site; site=$(mirror)
+  [ -n "$site" ] || { say "apt on this machine names no Debian archive to take $* from"; return 1; }
+  say "unpacking $* of Debian $release into build/runtimes"
+  rm -rf "$root"
+  mkdir -p "$root"/apt/{lists/partial,cache/archives/partial} "$root"/debs
+  printf 'deb [signed-by=%s] %s %s main\n' "$keyring" "$site" "$release" >"$root/apt/sources.list"
+  # "download" takes exactly the named packages; what they depend on is in the base system.
+  local options=(
+    -o "Dir::Etc::SourceList=$root/apt/sources.list" -o "Dir::Etc::SourceParts=/dev/null"
+    -o "Dir::State::Lists=$root/apt/lists" -o "Dir::Cache=$root/apt/cache"
+    -o "Dir::Etc::PreferencesParts=/dev/null" -o "APT::Sandbox::User=root" -qq
+  )
+  apt-get "${options[@]}" update
+  (cd "$root/debs" && apt-get "${options[@]}" download "$@")
+  for deb in "$root"/debs/*.deb; do dpkg -x "$deb" "$root"; done
+  rm -rf "$root/apt" "$root/debs"
+  printf '%s' "$*" >"$stamp"
+}
+
+fetch bookworm containerd runc docker-registry busybox-static  # containerd 1.6.20
+fetch trixie containerd                         # containerd 1.7.24
+fetch sid containerd                            # containerd 2.x

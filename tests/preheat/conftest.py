@@ -1,0 +1,70 @@
+"""Real containerd, real registry, one folder; everything ends with the test that started it."""
+
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from preheat.containerd import adapter
+from tests.testbed import containerd, proxy, registry
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[registry.Registry]:
+    server = registry.Registry(tmp_path_factory.mktemp("registry"))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(server.folder, ignore_errors=True)
+
+
+@pytest.fixture
+def gate(images: registry.Registry) -> Iterator[proxy.Proxy]:
+    """The proxy that everything goes through; counts from zero in each test."""
+    between = proxy.Proxy(images.port)
+    between.start()
+    try:
+        yield between
+    finally:
+        between.stop()
+
+
+@pytest.fixture(params=list(containerd.RELEASES))
+def release(request: pytest.FixtureRequest) -> str:
+    """Each containerd: 1.6, 1.7 and 2.x."""
+    return str(request.param)
+
+
+@pytest.fixture
+def daemon(release: str, tmp_path: Path, gate: proxy.Proxy) -> Iterator[containerd.Containerd]:
+    server = containerd.Containerd(tmp_path / "containerd", release)
+    server.trust(gate.host, gate.url)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.remove()
+
+
+@pytest_asyncio.fixture
+async def kubelet(daemon: containerd.Containerd) -> AsyncIterator[containerd.Kubelet]:
+    hand = containerd.Kubelet(daemon.socket)
+    try:
+        yield hand
+    finally:
+        await hand.close()
+
+
+@pytest_asyncio.fixture
+async def box(daemon: containerd.Containerd) -> AsyncIterator[adapter.Containerd]:
+    """The adapter under test, connected."""
+    runtime = adapter.Containerd(daemon.socket)
+    try:
+        await runtime.connect()
+        yield runtime
+    finally:
+        await runtime.close()

@@ -1,0 +1,254 @@
+"""A real containerd of a chosen Debian release as a plain process, and a kubelet's hand at it."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from preheat.containerd import messages as m
+from preheat.containerd import wire
+
+RUNTIMES = Path(__file__).parents[2] / "build" / "runtimes"
+# Debian release -> what its containerd is; scripts/runtimes.sh unpacks them.
+RELEASES = {"bookworm": "1.6", "trixie": "1.7", "sid": "2"}
+START_SECONDS = 20.0
+
+_CONFIG = """\
+version = 2
+root = "{d}/root"
+state = "{d}/state"
+disabled_plugins = ["io.containerd.internal.v1.opt", "io.containerd.tracing.processor.v1.otlp",
+  "io.containerd.nri.v1.nri"]
+[grpc]
+  address = "{d}/c.sock"
+[ttrpc]
+  address = "{d}/c.sock.ttrpc"
+[plugins."io.containerd.grpc.v1.cri"]
+  stream_server_address = "127.0.0.1"
+  stream_server_port = "0"
+  disable_cgroup = true
+  # Containers of a test machine may lack CAP_SYS_RESOURCE; lowering the score needs it.
+  restrict_oom_score_adj = true
+  sandbox_image = "{sandbox}"
+  [plugins."io.containerd.grpc.v1.cri".containerd]
+    snapshotter = "overlayfs"
+    discard_unpacked_layers = {discard}
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "{d}/cni/bin"
+    conf_dir = "{d}/cni/net.d"
+  [plugins."io.containerd.grpc.v1.cri".registry]
+    config_path = "{d}/certs"
+{newer}
+"""
+# 2.x does not take these over from the names above.
+_NEWER = """\
+[plugins."io.containerd.cri.v1.images"]
+  snapshotter = "overlayfs"
+  discard_unpacked_layers = {discard}
+  [plugins."io.containerd.cri.v1.images".registry]
+    config_path = "{d}/certs"
+  [plugins."io.containerd.cri.v1.images".pinned_images]
+    sandbox = "{sandbox}"
+"""
+
+ResponseT = TypeVar("ResponseT", bound=wire.Message)
+
+
+def _same(data: bytes) -> bytes:
+    return data
+
+
+class Containerd:
+    """One containerd below one folder. ``start`` after ``kill`` goes on with the same root."""
+
+    def __init__(self, folder: Path, release: str, *, discard: bool = False) -> None:
+        self.folder = folder.absolute()
+        self.release = release
+        self.binary = RUNTIMES / release / "usr" / "bin" / "containerd"
+        self._discard = discard
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "c.sock"
+
+    @property
+    def certs(self) -> Path:
+        """The hosts.toml directory that containerd reads, and the agent with it."""
+        return self.folder / "certs"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def trust(self, host: str, url: str) -> None:
+        """Pull images of ``host`` from the plain-http ``url``."""
+        place = self.certs / host
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "hosts.toml").write_text(
+            f'server = "{url}"\n[host."{url}"]\n  capabilities = ["pull", "resolve"]\n'
+        )
+
+    def start(self, sandbox: str = "localhost/none:none") -> None:
+        for name in ("root", "state", "certs", "cni/bin", "cni/net.d"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        discard = "true" if self._discard else "false"
+        newer = (
+            _NEWER.format(d=self.folder, discard=discard, sandbox=sandbox)
+            if self.release == "sid"
+            else ""
+        )
+        config = self.folder / "config.toml"
+        config.write_text(
+            _CONFIG.format(d=self.folder, discard=discard, sandbox=sandbox, newer=newer)
+        )
+        path = f"{self.binary.parent}:{RUNTIMES / 'bookworm' / 'usr' / 'bin'}"
+        path += f":{RUNTIMES / 'bookworm' / 'usr' / 'sbin'}:{os.environ['PATH']}"
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(self.binary), "--config", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"PATH": path},
+                start_new_session=True,
+            )
+        self._wait_ready()
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(grpc.RpcError), self.channel() as channel:
+                path = "/runtime.v1.ImageService/ListImages"
+                call = channel.unary_unary(path, _same, _same)
+                call(b"", timeout=2.0)
+                return
+            if not self.alive or time.monotonic() > deadline:
+                tail = (self.folder / "log").read_text(errors="replace")[-3000:]
+                raise TimeoutError(f"containerd {self.release} does not answer: {tail}")
+            time.sleep(0.02)
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL, as the OOM killer would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(timeout=20)
+
+    def stop(self) -> None:
+        """End it and everything it mounted or started; its folder stays."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        for pid in self._shims():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        for mount in reversed([each for each in mounts if each.startswith(f"{self.folder}/")]):
+            subprocess.run(["umount", "-l", mount], check=False, timeout=20)
+
+    def _shims(self) -> Iterator[int]:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                    if "containerd-shim" in words[0] and str(self.socket) in words:
+                        yield int(entry.name)
+
+    def remove(self) -> None:
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def channel(self) -> Iterator[grpc.Channel]:
+        options = [("grpc.max_receive_message_length", 64 * 2**20), ("grpc.enable_http_proxy", 0)]
+        with grpc.insecure_channel(f"unix://{self.socket}", options=options) as channel:
+            yield channel
+
+
+class Kubelet:
+    """What a kubelet, crictl or ctr would do to the runtime: nothing is checked, nothing held."""
+
+    def __init__(self, socket: Path) -> None:
+        self._channel = grpc.aio.insecure_channel(
+            f"unix://{socket}",
+            options=[("grpc.max_receive_message_length", 64 * 2**20)],
+        )
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def raw(
+        self, path: str, request: bytes, timeout: float = 60.0, lease: str | None = None
+    ) -> bytes:
+        """Any unary call with any bytes."""
+        metadata = [("containerd-namespace", "k8s.io")]
+        if lease is not None:
+            metadata.append(("containerd-lease", lease))
+        call = self._channel.unary_unary(path, _same, _same)
+        return await call(request, timeout=timeout, metadata=tuple(metadata))
+
+    async def _cri(
+        self, method: str, request: wire.Message, response: type[ResponseT], timeout: float = 60.0
+    ) -> ResponseT:
+        path = f"/runtime.v1.ImageService/{method}"
+        return response.decode(await self.raw(path, request.encode(), timeout))
+
+    async def pull(self, ref: str, timeout: float = 300.0) -> str:
+        request = m.PullImageRequest(image=m.ImageSpec(image=ref))
+        return (await self._cri("PullImage", request, m.PullImageResponse, timeout)).image_ref
+
+    async def remove(self, ref: str) -> None:
+        await self._cri("RemoveImage", m.ImageSpecRequest(image=m.ImageSpec(image=ref)), m.Empty)
+
+    async def images(self) -> tuple[m.CriImage, ...]:
+        return (await self._cri("ListImages", m.Empty(), m.CriImages)).images
+
+    async def status(self, ref: str) -> m.CriImage | None:
+        request = m.ImageSpecRequest(image=m.ImageSpec(image=ref))
+        return (await self._cri("ImageStatus", request, m.ImageStatusResponse)).image
+
+    async def leases(self) -> tuple[m.Lease, ...]:
+        path = "/containerd.services.leases.v1.Leases/List"
+        return m.Leases.decode(await self.raw(path, b"")).leases
+
+    async def ingests(self) -> tuple[m.Status, ...]:
+        path = "/containerd.services.content.v1.Content/ListStatuses"
+        return m.Statuses.decode(await self.raw(path, b"")).statuses
+
+    async def _many(self, path: str, request: bytes) -> list[bytes]:
+        metadata = (("containerd-namespace", "k8s.io"),)
+        call = self._channel.unary_stream(path, _same, _same)
+        return [part async for part in call(request, timeout=30.0, metadata=metadata)]
+
+    async def content(self) -> dict[str, m.ContentInfo]:
+        parts = await self._many("/containerd.services.content.v1.Content/List", b"")
+        return {i.digest: i for part in parts for i in m.ContentInfos.decode(part).info}
+
+    async def snapshots(self) -> set[str]:
+        request = m.ListSnapshotsRequest(snapshotter="overlayfs").encode()
+        parts = await self._many("/containerd.services.snapshots.v1.Snapshots/List", request)
+        return {i.name for part in parts for i in m.SnapshotInfos.decode(part).info}
+
+    async def collect(self) -> None:
+        """Make garbage collection run now: delete an empty lease synchronously."""
+        create = m.CreateLeaseRequest(id="test-collect").encode()
+        await self.raw("/containerd.services.leases.v1.Leases/Create", create)
+        delete = m.DeleteLeaseRequest(id="test-collect", sync=True).encode()
+        await self.raw("/containerd.services.leases.v1.Leases/Delete", delete)
