@@ -104,8 +104,12 @@ def _valid(schema: str, value: dict[str, Any]) -> None:
     for name in described["required"]:
         assert name in value, name
     kinds: dict[str, Any] = {
-        "string": str, "integer": int, "number": (int, float), "boolean": bool,
-        "array": list, "object": dict,
+        "string": str,
+        "integer": int,
+        "number": (int, float),
+        "boolean": bool,
+        "array": list,
+        "object": dict,
     }
     for name, field in described["properties"].items():
         if name in value and isinstance(field.get("type"), str):
