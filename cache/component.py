@@ -183,7 +183,9 @@ class Cache:
                 self.get(name)
             await kit.child.call(view.take_down, target, deadline=VIEW_SECONDS)
             for folder in folders:
-                await kit.child.call(store.discard, self._store, folder, deadline=STORE_SECONDS)
+                await kit.child.call(
+                    store.discard, self._store, folder, deadline=STORE_SECONDS
+                )
             await self._look_for_orphans()
         self._empty_trash()
         self._turn.set()
