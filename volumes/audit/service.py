@@ -213,7 +213,7 @@ class Audit:
                 self.settings,
                 time.time(),
                 standing.pending(self._standing, time.time()),
-                any(entry.raised for entry in self._standing.values()),
+                self._youngest(),
             )
             if self.inventory is not None and len(self.inventory.host_spaces) > 1:
                 pause = min(pause, OWN_NAMESPACE_SECONDS)
@@ -225,6 +225,14 @@ class Audit:
             except TimeoutError:
                 pass  # nothing happened, it is time
             await rest  # however many changes: one look in 'settle'
+
+    def _youngest(self) -> float | None:
+        ages = [
+            time.time() - entry.since
+            for entry in self._standing.values()
+            if entry.raised and entry.rule in attention.RECHECKED
+        ]
+        return min(ages, default=None)
 
     async def look(self, *, full: bool = False) -> Inventory | None:
         """One round: look, judge, report, act. None when the node could not be looked at."""
