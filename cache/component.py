@@ -183,9 +183,7 @@ class Cache:
                 self.get(name)
             await kit.child.call(view.take_down, target, deadline=VIEW_SECONDS)
             for folder in folders:
-                await kit.child.call(
-                    store.discard, self._store, folder, deadline=STORE_SECONDS
-                )
+                await kit.child.call(store.discard, self._store, folder, deadline=STORE_SECONDS)
             await self._look_for_orphans()
         self._empty_trash()
         self._turn.set()
@@ -229,6 +227,7 @@ class Cache:
                     await dataset.work.run_fill(others)
             except (kit.errors.AgentError, OSError, RuntimeError, ValueError) as error:
                 log.error("pass could not be run", dataset=dataset.name, why=str(error))
+                dataset.work.verify_failed(str(error))
                 dataset.work.queued = False
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(5.0):

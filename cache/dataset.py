@@ -341,9 +341,7 @@ class Dataset:
         async with self.lock:
             await self.source.release()
             self.reached = None
-            await kit.child.call(
-                store.discard, self._store, self.folder, deadline=STORE_SECONDS
-            )
+            await kit.child.call(store.discard, self._store, self.folder, deadline=STORE_SECONDS)
             self.generation = store.Generation(
                 self.name, self.generation.identity, created=time.time()
             )

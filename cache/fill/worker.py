@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import stat
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -75,6 +74,7 @@ class Worker:
 
         with contextlib.ExitStack() as stack:
             target = stack.enter_context(tree.opened(self.tree, path))
+            dressed = os.fstat(target).st_mtime_ns
             source: int | None = None
             if self.access is None:
                 source = stack.enter_context(tree.opened(self.source, path))
@@ -109,6 +109,7 @@ class Worker:
                     self.throttle.check()
             if job["again"] and not self.immutable:
                 self._drop_extras(target, path)
+            os.utime(target, ns=(dressed, dressed))  # making directories in it changed it
         if batch or folders or failed:
             flush()
         done = {"did": "scan", "directory": number, "stored": stored, "names": names, **counts}
@@ -484,8 +485,8 @@ class Worker:
                 )
 
 
-def main() -> None:
-    """``python -m cache.fill.worker NUMBER PAGE``; PAGE: descriptor of the control page."""
+def serve(number: int, page: int) -> None:
+    """A worker from its start to its end; ``page``: descriptor of the control page."""
     processes.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's to handle
     os.umask(0)
@@ -493,7 +494,7 @@ def main() -> None:
     if setup is None:
         return
     try:
-        worker = Worker(int(sys.argv[1]), int(sys.argv[2]), setup)
+        worker = Worker(number, page, setup)
     except OSError as error:
         messages.send(ANSWERS, {"did": "nothing", "job": "start", "error": reason(error),
                                 "errno": error.errno})  # fmt: skip
@@ -503,7 +504,3 @@ def main() -> None:
         worker.run()
     except BrokenPipeError:
         pass  # the pass has gone
-
-
-if __name__ == "__main__":
-    main()

@@ -116,10 +116,8 @@ def first_mount(where: cell.Cell, folder: Path) -> dict[str, Any]:
     """From attaching a blank device to its lease, and to mounted by kubelet's retries, against the
     same without a guard."""
     leases: list[float] = []
-    guarded = []
     with cell.agent(folder, where) as agent:
-        for number in range(10):
-            guarded.append(_first_mount(folder, number, where.run, agent, leases))
+        guarded = [_first_mount(folder, number, where.run, agent, leases) for number in range(10)]
     plain = [_first_mount(folder, number, _unguarded) for number in range(10, 20)]
     return {
         "lease_after_ms": [round(v * 1e3) for v in sorted(leases)],

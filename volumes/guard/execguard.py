@@ -1,10 +1,9 @@
 """The exec guard: a process that is asked before a formatter runs. Weaker than the kernel program.
 
 Run as a script. Standard input: JSON lines {"mode", "majors", "cgroup", "leases": {"7:0": until}},
-the last one counts. Standard output: a JSON line for each refusal. Dies with its parent, and then nothing is
-guarded (fail-open); it does not see programs that format
-by themselves, copies under other names,
-or files written by redirection.
+the last one counts. Standard output: a JSON line for each refusal. Dies with its parent, and then
+nothing is guarded (fail-open); it does not see programs that format by themselves, copies under
+other names, or files written by redirection.
 """
 
 import json

@@ -98,7 +98,7 @@ def test_groups_of_large_volumes_are_among_the_places() -> None:
         for offset in wanted:
             assert any(start <= offset < start + length for start, length in marks), offset
         assert sum(length for _, length in marks) < 16 * MiB
-        assert all(0 <= start and start + length <= size for start, length in marks)
+        assert all(start >= 0 and start + length <= size for start, length in marks)
 
 
 _UNREADABLE: dict[str, dict[str, Any]] = {
