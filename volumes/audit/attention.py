@@ -55,6 +55,9 @@ class Wish:
         return self.deep or bool(self.users_of)
 
 
+QUICK = Wish(deep=False, users_of=())
+
+
 def merged(new: Inventory, before: Inventory | None) -> Inventory:
     """``new`` with what an earlier look saw and this one did not look for."""
     if before is None:
