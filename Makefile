@@ -1,14 +1,16 @@
 # Every target sets up what it needs; nothing relies on what was installed by hand.
 PY := .venv/bin/python
-.PHONY: setup run stop test test-unit lint format bench lock clean
+.PHONY: setup run stop test test-guest test-unit lint format bench soak lock clean
 
 setup: ; @scripts/setup.sh base
 run: setup ; @scripts/demo.sh
 stop: ; @scripts/stop.sh
 test: ; @scripts/setup.sh full && scripts/test.sh
+test-guest: ; @scripts/setup.sh full && scripts/test.sh -m guest
 test-unit: setup ; @$(PY) -m pytest -q -m "not real"
 lint: setup ; @.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
 format: setup ; @.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
 bench: ; @scripts/setup.sh full && $(PY) -m tests.bench
+soak: ; @scripts/setup.sh full && $(PY) -m tests.bench.volume_audit 600
 lock: setup ; @scripts/lock.sh
 clean: ; rm -rf build .venv

@@ -39,7 +39,10 @@ class Cache:
         self.settings = settings
         self.datasets: dict[str, Dataset] = {}
         self.orphans: dict[str, int] = {}  # folders of no dataset in the settings, and their bytes
-        self._state_dir = state_dir
+        # The mount table knows only real paths: links on the way are followed once, here.
+        self._state_dir = Path(os.path.realpath(state_dir))
+        self._store = os.path.realpath(settings.store)
+        self._views = os.path.realpath(settings.views)
         self._reporter = reporter
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._scheduler: asyncio.Task[None] | None = None
@@ -54,10 +57,9 @@ class Cache:
     async def start(self) -> None:
         if os.geteuid() != 0:
             raise kit.errors.HostError("the cache", "it needs root", "run the agent as root")
-        store_path, views = str(self.settings.store), str(self.settings.views)
         await kit.child.call(view.check_kernel, deadline=VIEW_SECONDS)
-        await kit.child.call(store.prepare, store_path, deadline=STORE_SECONDS)
-        await kit.child.call(view.prepare, views, deadline=VIEW_SECONDS)
+        await kit.child.call(store.prepare, self._store, deadline=STORE_SECONDS)
+        await kit.child.call(view.prepare, self._views, deadline=VIEW_SECONDS)
         await self._add(self.settings.datasets)
         await self._look_for_orphans()
         self._empty_trash()
@@ -176,22 +178,19 @@ class Cache:
             await self.datasets[name].remove()
         else:
             folders = [f for f in self.orphans if Path(f).parent.name == name]
-            target = str(self.settings.views / name / "data")
+            target = f"{self._views}/{name}/data"
             if not folders and not await asyncio.to_thread(os.path.ismount, target):
                 self.get(name)
             await kit.child.call(view.take_down, target, deadline=VIEW_SECONDS)
             for folder in folders:
-                await kit.child.call(
-                    store.discard, str(self.settings.store), folder, deadline=STORE_SECONDS
-                )
+                await kit.child.call(store.discard, self._store, folder, deadline=STORE_SECONDS)
             await self._look_for_orphans()
         self._empty_trash()
         self._turn.set()
 
     async def _look_for_orphans(self) -> None:
         """Generations that no dataset of the settings has: they take space until removed."""
-        path = str(self.settings.store)
-        found = await kit.child.call(store.inventory, path, deadline=STORE_SECONDS)
+        found = await kit.child.call(store.inventory, self._store, deadline=STORE_SECONDS)
         ours = {dataset.folder for dataset in self.datasets.values()}
         self.orphans = {
             item["folder"]: int((item["fields"] or {}).get("used", 0))
@@ -205,9 +204,7 @@ class Cache:
 
     async def _empty(self) -> None:
         try:
-            await kit.child.call(
-                store.empty_trash, str(self.settings.store), deadline=TRASH_SECONDS
-            )
+            await kit.child.call(store.empty_trash, self._store, deadline=TRASH_SECONDS)
         except (kit.errors.AgentError, OSError) as error:
             log.warning("trash could not be emptied", why=str(error))
 
@@ -228,7 +225,7 @@ class Cache:
                     await dataset.work.run_verify(others)
                 else:
                     await dataset.work.run_fill(others)
-            except (kit.errors.AgentError, OSError, RuntimeError) as error:
+            except (kit.errors.AgentError, OSError, RuntimeError, ValueError) as error:
                 log.error("pass could not be run", dataset=dataset.name, why=str(error))
                 dataset.work.queued = False
                 with contextlib.suppress(TimeoutError):

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import os
 import random
 import time
 from collections.abc import Callable
@@ -46,13 +47,14 @@ class Dataset:
         self.settings = settings
         self.cache = cache
         self.source: reach.Source = registry.make(settings, state_dir)
-        self.view = str(cache.views / settings.name / "data")
+        self.view = f"{os.path.realpath(cache.views)}/{settings.name}/data"
         self._state = state_dir / "datasets" / f"{settings.name}.json"
         self._scratch = str(state_dir / "scratch")
         self._woken = woken  # tells the component that the queue of passes may have changed
         identity = json.dumps(self.source.identity, sort_keys=True)
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-        self.folder = str(cache.store / settings.name / f"{settings.freshness}-{digest}")
+        self._store = os.path.realpath(cache.store)
+        self.folder = f"{self._store}/{settings.name}/{settings.freshness}-{digest}"
         self.generation = store.Generation(settings.name, identity, created=time.time())
         self.stage = view.Stage.NONE
         self.reached: reach.Reached | None = None
@@ -127,7 +129,7 @@ class Dataset:
             try:
                 async with self.lock:
                     acted = await self._act(decide.next_action(self.facts()))
-            except (kit.errors.AgentError, OSError) as error:
+            except (kit.errors.AgentError, OSError, RuntimeError) as error:
                 acted = False
                 self._note_trouble(error)
             if not acted:
@@ -196,7 +198,13 @@ class Dataset:
         return True
 
     def _note_trouble(self, error: Exception) -> None:
-        if isinstance(error, OSError):
+        if isinstance(error, RuntimeError):  # a child of ours was killed, by lack of memory say
+            error = kit.errors.HostError(
+                f"dataset {self.name}",
+                f"a helper process failed ({str(error).splitlines()[-1]})",
+                "see the kernel log; it is tried again",
+            )
+        elif isinstance(error, OSError):
             error = kit.errors.HostError(
                 f"dataset {self.name}: view {self.view}",
                 f"{error.strerror or error}",
@@ -333,9 +341,7 @@ class Dataset:
         async with self.lock:
             await self.source.release()
             self.reached = None
-            await kit.child.call(
-                store.discard, str(self.cache.store), self.folder, deadline=STORE_SECONDS
-            )
+            await kit.child.call(store.discard, self._store, self.folder, deadline=STORE_SECONDS)
             self.generation = store.Generation(
                 self.name, self.generation.identity, created=time.time()
             )

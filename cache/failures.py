@@ -1,5 +1,6 @@
 """Entries that could not be copied, read from a generation's index."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import kit.child
@@ -18,7 +19,12 @@ async def page(dataset: "Dataset", limit: int, after: str) -> dict[str, Any]:
     if after and not number.isdigit():
         raise kit.errors.SettingsError("after", f"{after!r} is no 'next' of ours", "leave it out")
     path = f"{dataset.folder}/{engine.INDEX_NAME}"
-    start = [int(number or 0), name]
+    try:
+        start = [int(number or 0), os.fsdecode(bytes.fromhex(name))]
+    except ValueError as error:
+        raise kit.errors.SettingsError(
+            "after", f"{after!r} is no 'next' of ours", "leave it out"
+        ) from error
     found: dict[str, Any] = await kit.child.call(read, path, limit, start, deadline=SECONDS)
     return found
 
@@ -37,7 +43,8 @@ def read(path: str, limit: int, after: list[Any]) -> dict[str, Any]:
         ]
     finally:
         opened.close()
-    more = f"{rows[-1][0]}/{rows[-1][1]}" if len(rows) == limit else None
+    # In hex: a name may have bytes that no URL carries.
+    more = f"{rows[-1][0]}/{os.fsencode(rows[-1][1]).hex()}" if len(rows) == limit else None
     return {"failures": failures, "next": more}
 
 

@@ -104,7 +104,14 @@ def _check_abilities(store: Path) -> None:
 def _check_format(store: Path) -> None:
     marker = store / MARKER
     if marker.exists():
-        found = json.loads(marker.read_text())["format"]
+        try:
+            found = json.loads(marker.read_text())["format"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise kit.errors.HostError(
+                f"cache.store {store}",
+                f"its {MARKER} is damaged",
+                "name an empty directory, or delete what is in this one: it is only a cache",
+            ) from error
         if found != FORMAT:
             raise kit.errors.HostError(
                 f"cache.store {store}",
@@ -112,7 +119,9 @@ def _check_format(store: Path) -> None:
                 "use the agent that made it, or an empty directory",
             )
         return
-    strangers = [entry.name for entry in store.iterdir() if entry.name != "lost+found"]
+    # What an agent killed in its very first moment left is none.
+    ours = ("lost+found", f".{MARKER}.new", _PROBE)
+    strangers = [entry.name for entry in store.iterdir() if entry.name not in ours]
     if strangers:
         raise kit.errors.HostError(
             f"cache.store {store}",

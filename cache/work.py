@@ -62,11 +62,17 @@ class Work:
 
     async def run_fill(self, others: int) -> None:
         """One fill, to its end. Called by the component when it is this dataset's turn."""
-        self.queued = False
         reached = self._dataset.reached
         if reached is None:
+            self.queued = False
             return
-        await self._dataset.change(state="filling", why="", left_files=0, left_bytes=0)
+        async with self._dataset.lock:
+            # It stays queued until it runs: in between, another pass would be asked for, and the
+            # end of this one would not be the end.
+            if self._dataset.generation.held or self._dataset.removed or not self.queued:
+                self.queued = False
+                return  # held or removed since it was queued
+            await self._dataset.change(state="filling", why="", left_files=0, left_bytes=0)
         task = {
             "dataset": self._dataset.name,
             "generation": self._dataset.folder,
@@ -87,10 +93,14 @@ class Work:
         self.kind = kind
         self.progress.restart()
         self.running = passes.Pass(module, task, self._heard)
+        if kind == "fill":
+            self.queued = False
         log.info("pass started", dataset=self._dataset.name, kind=kind)
         try:
             await self.running.start()
             assert self.running.ended is not None
+            if kind == "fill" and (self._dataset.generation.held or self._dataset.removed):
+                await self.running.cancel()  # held before there was a process to tell
             return await self.running.ended
         except BaseException:
             self._rest()
@@ -184,13 +194,13 @@ class Work:
         self.verified |= {"replaced": end.get("replaced", 0), "withdrawn": 0}
         self.verified["at"] = time.time()
         log.info("verify ended", dataset=self._dataset.name, **self.verified)
-        if left := end.get("unreplaced", []):
+        if left := end.get("unreplaced", 0):
             await self._withdraw(left, others)
         self.show_totals()
         self._dataset.want_refresh()
         self._dataset.wake()
 
-    async def _withdraw(self, bad: list[Any], others: int) -> None:
+    async def _withdraw(self, bad: int, others: int) -> None:
         """Take bad files out of the store so that readers get the source's; the rest stays."""
         if self._dataset.reached is None:
             self.verified["why"] = "bad files stay until the source answers: it has the only copy"
@@ -200,14 +210,14 @@ class Work:
             await self._dataset.publish(view.Stage.OVERLAY)
             await self._dataset.change(
                 state="partial",
-                failed=len(bad),
-                why=f"{len(bad)} bad files could not be replaced",
+                failed=bad,
+                why=f"{bad} bad files could not be replaced",
             )
             task = {
                 "dataset": self._dataset.name,
                 "generation": self._dataset.folder,
                 "source": self._dataset.reached.root,
-                "withdraw": bad,
+                "withdraw": True,
                 "immutable": self._dataset.source.immutable,
                 "native": None,
                 "mounted": [],

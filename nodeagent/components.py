@@ -6,20 +6,27 @@ import cache.component
 import kit.component
 import kit.finding
 import preheat.component
+import volumes.component
 from nodeagent.settings import Settings
 
 
 def build(settings: Settings, reporter: kit.finding.Reporter) -> list[kit.component.Component[Any]]:
-    """The components whose section is in the settings, in the order in which they start."""
+    """The components whose section is in the settings, in the order in which they start.
+
+    Volumes come first: the guard is to be in the kernel before anything else takes its time.
+    """
     components: list[kit.component.Component[Any]] = []
+    state_dir = settings.state_dir
+    if settings.volumes is not None:
+        components.append(
+            volumes.component.Volumes(settings.volumes, state_dir=state_dir, reporter=reporter)
+        )
     if settings.cache is not None:
         components.append(
-            cache.component.Cache(settings.cache, state_dir=settings.state_dir, reporter=reporter)
+            cache.component.Cache(settings.cache, state_dir=state_dir, reporter=reporter)
         )
     if settings.preheat is not None:
         components.append(
-            preheat.component.Preheat(
-                settings.preheat, state_dir=settings.state_dir, reporter=reporter
-            )
+            preheat.component.Preheat(settings.preheat, state_dir=state_dir, reporter=reporter)
         )
     return components

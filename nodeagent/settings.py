@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 import kit.settings
 from cache import settings as cache_settings
 from preheat import settings as preheat_settings
+from volumes import settings as volumes_settings
 
 
 class AdminSettings(kit.settings.Section):
@@ -68,6 +69,9 @@ class Settings(kit.settings.Section):
     )
     cache: cache_settings.CacheSettings | None = Field(
         default=None, description="The dataset cache; absent: no cache on this node."
+    )
+    volumes: volumes_settings.VolumesSettings | None = Field(
+        default=None, description="Volumes kept safe; absent: neither guard nor audit on this node."
     )
 
     preheat: preheat_settings.PreheatSettings | None = Field(

@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: a folder on the real disk for each run, one cluster for a session."""
+"""Fixtures of the whole suite: a folder on the real disk a run, one cluster a session."""
 
 import os
 from collections.abc import Iterator

@@ -53,13 +53,12 @@ class Copier:
 
     def keep(self, item: Entry, data: bytes, staging: int) -> int:
         """A file whose bytes are here already; as ``copy``."""
-        copy = os.open(item.name, _STAGED_FLAGS, 0o600, dir_fd=staging)
+        copy = os.open(item.name, _STAGED_FLAGS, stat.S_IMODE(item.mode), dir_fd=staging)
         try:
             if _write(copy, memoryview(data), 0):
                 os.ftruncate(copy, item.size)
-            dress(copy, item.uid, item.gid, item.mode, item.mtime_ns)
             os.setxattr(copy, tree.CHECKSUM, xxhash.xxh3_128_hexdigest(data).encode())
-            return os.fstat(copy).st_blocks * 512
+            return dress(copy, item.uid, item.gid, item.mode, item.mtime_ns)
         except BaseException:
             os.unlink(item.name, dir_fd=staging)
             raise
@@ -78,16 +77,16 @@ class Copier:
             before = os.fstat(origin)
             if not stat.S_ISREG(before.st_mode):
                 raise ChangedError(f"{item.name} is no longer a regular file")
-            copy = os.open(item.name, _STAGED_FLAGS, 0o600, dir_fd=staging)
+            mode = stat.S_IMODE(before.st_mode)
+            copy = os.open(item.name, _STAGED_FLAGS, mode, dir_fd=staging)
             try:
                 checksum = self._copy_bytes(origin, copy, before.st_size)
                 if item.xattrs:
                     tree.copy_xattrs(origin, copy)
                 if not self._immutable and _version(before) != _version(os.fstat(origin)):
                     raise ChangedError(f"{item.name} changed while it was copied")
-                dress(copy, before.st_uid, before.st_gid, before.st_mode, before.st_mtime_ns)
                 os.setxattr(copy, tree.CHECKSUM, checksum)
-                return os.fstat(copy).st_blocks * 512
+                return dress(copy, before.st_uid, before.st_gid, before.st_mode, before.st_mtime_ns)
             finally:
                 os.close(copy)
         finally:
@@ -141,12 +140,19 @@ def _write_all(copy: int, block: memoryview, offset: int) -> None:
         block, offset = block[written:], offset + written
 
 
-def dress(copy: int, uid: int, gid: int, mode: int, mtime_ns: int) -> None:
-    """Owner, mode and times of a staged file; the owner first, as changing it clears mode bits."""
+def dress(copy: int, uid: int, gid: int, mode: int, mtime_ns: int) -> int:
+    """Owner, mode and times of a staged file; bytes it takes on the SSD.
+
+    It was created with its mode (nobody but us gets into staging). That is set again only where a
+    look says so, as a change of the owner clears bits: one journal entry less for most files.
+    """
     if uid or gid:
         os.fchown(copy, uid, gid)
-    os.fchmod(copy, stat.S_IMODE(mode))
     os.utime(copy, ns=(mtime_ns, mtime_ns))
+    status = os.fstat(copy)
+    if stat.S_IMODE(status.st_mode) != stat.S_IMODE(mode):
+        os.fchmod(copy, stat.S_IMODE(mode))
+    return status.st_blocks * 512
 
 
 def _version(status: os.stat_result) -> tuple[int, ...]:

@@ -1,14 +1,19 @@
-"""The workers of a pass: start them, hand out jobs, collect answers, replace the dead."""
+"""The workers of a pass: start them, hand out jobs, collect answers, replace the dead.
+
+Workers are forked from the pass, which has one thread only: an interpreter of their own would cost
+each of them 0.1 s of CPU before its first file.
+"""
 
 import os
 import selectors
-import subprocess
+import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
-from cache.fill import control, messages
+from cache.fill import control, messages, worker
 
 _READ_BYTES = 1024 * 1024
 # A worker that keeps dying is a fault of ours or of the host; the pass ends and says so.
@@ -24,7 +29,7 @@ class Member:
     """One worker process and the job it has."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    pid: int
     jobs: int
     answers: int
     stream: messages.Stream = field(default_factory=messages.Stream)
@@ -40,6 +45,7 @@ class Crew:
         self.setup = setup
         self._selector = selectors.DefaultSelector()
         self._deaths = 0
+        self._gone: list[int] = []  # surplus workers that were told to end
         self.members: dict[int, Member] = {}
 
     def resize(self, workers: int) -> None:
@@ -48,28 +54,21 @@ class Crew:
             if number not in self.members:
                 self._start(number)
         for number in [n for n, m in self.members.items() if n > workers and m.job is None]:
+            self._gone.append(self.members[number].pid)
             self._end(self.members.pop(number))
+        while self._gone and os.waitpid(self._gone[0], os.WNOHANG)[0]:
+            self._gone.pop(0)
 
     def _start(self, number: int) -> None:
         jobs_read, jobs_write = os.pipe()
         answers_read, answers_write = os.pipe()
-        try:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "cache.fill.worker",
-                    str(number),
-                    str(self._page.descriptor),
-                ],
-                stdin=jobs_read,
-                stdout=answers_write,
-                pass_fds=[self._page.descriptor],
-            )
-        finally:
-            os.close(jobs_read)
-            os.close(answers_write)
-        member = Member(number, process, jobs_write, answers_read)
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            _be_worker(number, jobs_read, answers_write, self._page.descriptor)
+        os.close(jobs_read)
+        os.close(answers_write)
+        member = Member(number, pid, jobs_write, answers_read)
         os.set_blocking(answers_read, False)
         self._selector.register(answers_read, selectors.EVENT_READ, member)
         self.members[number] = member
@@ -130,7 +129,7 @@ class Crew:
             else:
                 self._end(member)
                 del self.members[member.number]
-                code = member.process.wait()
+                code = os.waitstatus_to_exitcode(os.waitpid(member.pid, 0)[1])
                 self._deaths += 1
                 yield member, None
                 if self._deaths > MOST_DEATHS:
@@ -140,6 +139,27 @@ class Crew:
     def stop(self) -> None:
         """End all at once; what is staged and not committed is lost, by design only that."""
         for member in self.members.values():
-            member.process.kill()
+            os.kill(member.pid, signal.SIGKILL)  # not waited for yet: the pid is still its own
             self._end(member)
         self.members.clear()
+
+
+def _be_worker(number: int, jobs: int, answers: int, page: int) -> NoReturn:
+    """The rest of a forked process's life. Nothing of the pass is used or finalised in it.
+
+    Descriptors of the pass are closed at once: a copy of another worker's pipe would hide that
+    worker's end, one of the lock would keep the generation locked.
+    """
+    code = 1
+    try:
+        os.dup2(jobs, worker.JOBS)
+        os.dup2(answers, worker.ANSWERS)
+        os.closerange(3, page)
+        os.closerange(page + 1, os.sysconf("SC_OPEN_MAX"))
+        worker.serve(number, page)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

@@ -15,6 +15,7 @@ from cache.fill.engine import End
 from cache.fill.entry import Entry
 
 SEALS_IN_A_BATCH = 2048
+RECHECKS_IN_A_JOB = 256
 MOST_RESCANS = 2
 RESCAN_SECONDS = 1.0
 HINTS_IN_FLIGHT = 4
@@ -38,6 +39,9 @@ class FillPass(engine.Engine):
         self.hints = hintqueue.HintQueue()
         self.hinted = False
         self._no_rescan_before = 0.0
+        # The index of an earlier pass may be ahead of the tree (power cut): before such a
+        # generation is called complete, what it claims is looked for. Behind this directory:
+        self._rechecked_to = 0 if self.resumed else None
         with self.index.transaction():
             # Somebody asked again: what failed before gets new chances.
             self.index.reset_rescans()
@@ -185,7 +189,7 @@ class FillPass(engine.Engine):
             if self.index.next_chunks(1) or self.index.sealable(1):
                 return
             if self.index.directory(index.ROOT).state == index.SEALED:
-                self._finish()
+                self._recheck() if self._rechecked_to is not None else self._finish()
                 return
             if self._rescan_what_failed():
                 return
@@ -217,6 +221,26 @@ class FillPass(engine.Engine):
         self.resumed = True
         self.chunks = []
 
+    def _recheck(self) -> None:
+        assert self._rechecked_to is not None
+        committer = self.crew.committer
+        if committer is None:
+            return
+        numbers = self.index.sealed_directories(self._rechecked_to, RECHECKS_IN_A_JOB)
+        if not numbers:
+            self._rechecked_to = None
+            return
+        found = [self.index.directory(number) for number in numbers]
+        listed = [[d.id, self.index.path(d.id), d.entries] for d in found]
+        self.crew.give(committer, {"do": "recheck", "directories": listed, "_last": numbers[-1]})
+
+    def _rechecked(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
+        self._rechecked_to = job["_last"]
+        with self.index.transaction():
+            for number in answer["missing"]:
+                self.index.unseal(number)
+                self._rescan(number)
+
     def _finish(self) -> None:
         committer = self.crew.committer
         if committer is not None:
@@ -235,6 +259,8 @@ class FillPass(engine.Engine):
                 self._copied(job, answer)
             case "hint":
                 self.batch.add(batch.Staged(None, answer["chunk"], job["_directory"]))
+            case "recheck":
+                self._rechecked(job, answer)
             case "finish":
                 self.totals = self.index.totals()
                 raise End("complete")

@@ -5,16 +5,19 @@ moment without the name, even under a bind of the store. What cannot be replaced
 agent puts the overlay in place and has it withdrawn (the second task of this module).
 """
 
+import json
 import time
+from collections import deque
 from typing import Any
 
-from cache.fill import batch, engine, link
+from cache.fill import batch, engine, index, link
 from cache.fill.engine import End
 from cache.fill.entry import Entry
 
 # Jobs read the same SSD: two readers find bad blocks in good time and leave it to them.
 STORE_WORKERS = 2
 AHEAD = 64
+UNREPLACED = "unreplaced.jsonl"
 
 
 class VerifyPass(engine.Engine):
@@ -49,9 +52,11 @@ class VerifyPass(engine.Engine):
             if not self.directories:
                 return None
         number = self.directories.pop(0)
-        self.after = number
+        self.after = max(self.after, number)
+        directory = self.index.directory(number)
         return {
             "do": "verify",
+            "entries": directory.entries if directory.state == index.SEALED else None,
             "directory": number,
             "path": self.index.path(number),
             "source": self.task["against_source"],
@@ -124,8 +129,14 @@ class VerifyPass(engine.Engine):
             "checked_bytes": self.checked[1],
             "bad": self.found,
             "replaced": self.replaced,
-            "unreplaced": self.unreplaced[:10_000],
+            "unreplaced": self._keep_unreplaced(),
         }
+
+    def _keep_unreplaced(self) -> int:
+        """Written beside the index: millions of paths are no line for a pipe. Their number."""
+        text = "".join(f"{json.dumps(item)}\n" for item in self.unreplaced)
+        (self.generation / UNREPLACED).write_text(text, encoding="ascii")
+        return len(self.unreplaced)
 
     def _phase(self) -> str:
         return "verifying"
@@ -146,7 +157,8 @@ class WithdrawPass(engine.Engine):
     def __init__(self, task: dict[str, Any]) -> None:
         super().__init__(task)
         self.withdrawn = 0
-        self.waiting = list(task["withdraw"])
+        text = (self.generation / UNREPLACED).read_text(encoding="ascii")
+        self.waiting = deque(json.loads(line) for line in text.splitlines())
         self.unsealed: set[int] = set()
 
     def _next_job(self) -> dict[str, Any] | None:
@@ -155,7 +167,7 @@ class WithdrawPass(engine.Engine):
         path, name = self.waiting[0]
         number = self.index.find(path)
         if number is None:
-            self.waiting.pop(0)
+            self.waiting.popleft()
             return None
         if number not in self.unsealed:
             # The marks go first: without a file below its mark, readers would get ENOENT.
@@ -163,7 +175,7 @@ class WithdrawPass(engine.Engine):
             with self.index.transaction():
                 changed = self.index.unseal(number)
             return {"do": "unseal", "paths": [self.index.path(each) for each in changed]}
-        self.waiting.pop(0)
+        self.waiting.popleft()
         self.withdrawn += 1
         with self.index.transaction():
             self.index.restart_listing(number)

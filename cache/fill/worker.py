@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import stat
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -288,6 +287,11 @@ class Worker:
                     self._share(staging, name, key)
                 for name in os.listdir(staging):
                     self._place(staging, name, target)
+                for name, _ in chunk["links"]:
+                    # A pass killed before it noted its commit comes here again: to rename one
+                    # link of a file over another does nothing.
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=staging)
                 os.utime(target, ns=(chunk["mtime_ns"], chunk["mtime_ns"]))
             os.rmdir(folder, dir_fd=self.staging)
         sealed: list[int] = []
@@ -325,6 +329,23 @@ class Worker:
             os.utime(directory, ns=(attributes.mtime_ns, attributes.mtime_ns))
         return True
 
+    def recheck(self, job: dict[str, Any]) -> None:
+        """Answer which of the directories that are said to be sealed lack entries or the mark."""
+        missing = []
+        for number, path, entries in job["directories"]:
+            try:
+                with tree.opened(self.tree, path) as directory:
+                    if path:
+                        os.getxattr(directory, tree.OPAQUE)
+                    if len(os.listdir(directory)) == entries:
+                        continue
+                    if path:  # readers get what is missing from the source again
+                        os.removexattr(directory, tree.OPAQUE)
+            except OSError:
+                pass  # without its mark, or not there at all
+            missing.append(number)
+        messages.send(ANSWERS, {"did": "recheck", "missing": missing})
+
     def unseal(self, job: dict[str, Any]) -> None:
         """Take the mark from directories, so that the source shows below them again."""
         for path in job["paths"]:
@@ -356,8 +377,11 @@ class Worker:
             source = None
             if job["source"]:
                 source = stack.enter_context(tree.opened(self.source, job["path"]))
+            names = os.listdir(directory)
+            if job["entries"] is not None and len(names) != job["entries"]:
+                bad += self._missing(job["path"], set(names))
             try:
-                for name in os.listdir(directory):
+                for name in names:
                     if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
                         fault, size = self._verify_file(directory, name, source)
                         checked[0] += 1
@@ -371,6 +395,17 @@ class Worker:
             {"did": "verify", "directory": job["directory"], "bad": bad, "checked": checked,
              "stopped": stopped},
         )  # fmt: skip
+
+    def _missing(self, path: list[str], names: set[str]) -> list[list[Any]]:
+        """What the source has and a sealed directory has lost."""
+        with tree.opened(self.source, path) as source:
+            return [
+                [item, "is missing in the store"]
+                for item in tree.listing(source)
+                if isinstance(item, Entry)
+                and item.name not in names
+                and (item.is_file or item.is_link or item.is_directory)
+            ]
 
     def _entry_of(self, name: str, path: list[str], directory: int) -> Entry:
         """As the source has it now, else as the store has it."""
@@ -432,7 +467,7 @@ class Worker:
             name: getattr(self, name)
             for name in (
                 *("scan", "copy", "hint", "commit", "unseal", "finish", "prune"),
-                "verify",
+                *("verify", "recheck"),
             )
         }
         while (job := messages.receive(JOBS)) is not None:
@@ -448,8 +483,8 @@ class Worker:
                 )
 
 
-def main() -> None:
-    """``python -m cache.fill.worker NUMBER PAGE``; PAGE: descriptor of the control page."""
+def serve(number: int, page: int) -> None:
+    """A worker from its start to its end; ``page``: descriptor of the control page."""
     processes.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's to handle
     os.umask(0)
@@ -457,7 +492,7 @@ def main() -> None:
     if setup is None:
         return
     try:
-        worker = Worker(int(sys.argv[1]), int(sys.argv[2]), setup)
+        worker = Worker(number, page, setup)
     except OSError as error:
         messages.send(ANSWERS, {"did": "nothing", "job": "start", "error": reason(error),
                                 "errno": error.errno})  # fmt: skip
@@ -467,7 +502,3 @@ def main() -> None:
         worker.run()
     except BrokenPipeError:
         pass  # the pass has gone
-
-
-if __name__ == "__main__":
-    main()

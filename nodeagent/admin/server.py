@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 import cache.component
 import kit.errors
-from nodeagent.admin import datasets, images, openapi, page
+from nodeagent.admin import datasets, images, openapi, page, volume_audit, volumes
 
 if TYPE_CHECKING:
     from nodeagent.app import Agent
@@ -144,6 +144,9 @@ def application(agent: "Agent") -> web.Application:
     for component in agent.components:
         if isinstance(component, cache.component.Cache):
             app.add_routes(datasets.routes(component))
+        elif component.name == "volumes":
+            app.add_routes(volumes.routes(component))
+            app.add_routes(volume_audit.routes(component))
         elif component.name == "preheat":
             app.add_routes(images.routes(component))
     return app

@@ -9,7 +9,7 @@ import click
 
 import kit.errors
 from nodeagent import configfile
-from nodeagent.cli import config, context, dataset, image
+from nodeagent.cli import config, context, dataset, image, volume, volume_audit
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -52,6 +52,8 @@ def run(ctx: context.Context) -> None:
 
 cli.add_command(config.group)
 cli.add_command(dataset.group)
+cli.add_command(volume.group)
+volume_audit.join(volume.group)
 cli.add_command(image.group)
 
 

@@ -20,11 +20,21 @@ def test_the_store_is_published_only_when_it_is_complete() -> None:
             assert facts.complete
 
 
-def test_a_complete_dataset_never_needs_its_source() -> None:
+def test_a_complete_dataset_is_published_without_its_source_and_lets_it_go() -> None:
     for facts in EVERY:
         if facts.complete:
             wanted = Action.NOTHING if facts.stage is Stage.STORE else Action.PUBLISH_STORE
+            if facts.stage is Stage.STORE and facts.source_held and not facts.source_needed:
+                wanted = Action.RELEASE
             assert next_action(facts) is wanted
+
+
+def test_a_source_is_let_go_only_when_nothing_needs_it() -> None:
+    for facts in EVERY:
+        if next_action(facts) is Action.RELEASE:
+            assert facts.complete
+            assert facts.stage is Stage.STORE
+            assert not facts.source_needed
 
 
 def test_an_overlay_comes_only_with_the_skeleton_or_over_an_overlay() -> None:
@@ -77,6 +87,8 @@ def done(facts: Facts, action: Action) -> Facts:
             return replace(facts, pass_there=True)
         case Action.REFRESH:
             return replace(facts, refresh_due=False)
+        case Action.RELEASE:
+            return replace(facts, source_held=False, reached=False)
     return facts
 
 

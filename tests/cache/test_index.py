@@ -28,9 +28,7 @@ def opened(tmp_path: Path) -> index.Index:
 
 
 def listed(known: index.Index, number: int, entries: int, files: int = 0, size: int = 0) -> None:
-    known.listed(
-        number, entries=entries, files=files, size=size, stored=(0, 0, 0), skipped=0
-    )
+    known.listed(number, entries=entries, files=files, size=size, stored=(0, 0, 0), skipped=0)
 
 
 @given(st.lists(names, min_size=1, max_size=20, unique=True))
@@ -82,7 +80,7 @@ def test_a_directory_is_sealable_only_when_nothing_below_it_waits(opened: index.
     opened.sealed(below)
     assert opened.sealable(10) == []
     chunk = opened.chunk(opened.next_chunks(1)[0])
-    opened.committed(chunk, 1, 10, 4096, 0)
+    opened.committed(chunk, 1, 10, 4096, 0, [])
     assert opened.sealable(10) == [index.ROOT]
     opened.sealed(index.ROOT)
     totals = opened.totals()
@@ -94,7 +92,7 @@ def test_a_directory_with_a_failure_is_not_sealed(opened: index.Index) -> None:
     listed(opened, index.ROOT, 1, 1, 10)
     chunk = opened.chunk(opened.next_chunks(1)[0])
     opened.fail(index.ROOT, "f", "denied", lasting=True)
-    opened.committed(chunk, 0, 0, 0, 1)
+    opened.committed(chunk, 0, 0, 0, 1, [])
     assert opened.sealable(10) == []
     assert opened.totals().failed == 1
 
@@ -170,13 +168,12 @@ def test_part_of_a_chunk_can_be_taken_and_the_rest_stays(opened: index.Index) ->
     opened.add_chunk(index.ROOT, [item(f"f{n}", size=n) for n in range(10)])
     listed(opened, index.ROOT, 10, 10, 45)
     chunk = opened.chunk(opened.next_chunks(1)[0])
-    opened.split(chunk, chunk.entries[:4])
-    opened.committed(chunk, 4, 6, 4 * 4096, 0)
+    opened.committed(chunk, 4, 6, 4 * 4096, 0, chunk.entries[4:])
     assert opened.left() == (6, 39)
     assert opened.sealable(1) == []
     rest = opened.chunk(opened.next_chunks(1)[0])
     assert [entry.name for entry in rest.entries] == [f"f{n}" for n in range(4, 10)]
-    opened.committed(rest, 6, 39, 6 * 4096, 0)
+    opened.committed(rest, 6, 39, 6 * 4096, 0, [])
     assert opened.sealable(1) == [index.ROOT]
 
 

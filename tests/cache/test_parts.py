@@ -15,7 +15,9 @@ from cache.fill.index import Index
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
     max_leaves=10,
 )
 names = st.binary(min_size=1, max_size=255).filter(lambda b: b"\0" not in b and b"/" not in b)
@@ -43,7 +45,9 @@ def test_names_of_any_bytes_come_through_a_pipe(name: bytes) -> None:
     reading, writing = os.pipe()
     try:
         messages.send(writing, {"name": os.fsdecode(name)})
-        assert os.fsencode(messages.receive(reading)["name"]) == name
+        received = messages.receive(reading)
+        assert received is not None
+        assert os.fsencode(received["name"]) == name
     finally:
         os.close(reading)
         os.close(writing)

@@ -41,7 +41,9 @@ def test_what_is_no_time_is_refused(text: object) -> None:
         units.parse_duration(text)
 
 
-@pytest.mark.parametrize(("text", "share"), [("10%", 0.1), ("0.25", 0.25), (0, 0.0), ("99.9%", 0.999)])
+@pytest.mark.parametrize(
+    ("text", "share"), [("10%", 0.1), ("0.25", 0.25), (0, 0.0), ("99.9%", 0.999)]
+)
 def test_shares_are_read_as_people_write_them(text: object, share: float) -> None:
     assert units.parse_share(text) == pytest.approx(share)
 
@@ -59,7 +61,9 @@ def test_a_size_in_the_effective_settings_reads_back_exactly(size: int) -> None:
 
 @given(st.floats(0.0, 1e7).map(lambda value: round(value, 3)))
 def test_a_time_in_the_effective_settings_reads_back_exactly(seconds: float) -> None:
-    assert units.parse_duration(units._setting_duration(seconds)) == pytest.approx(seconds, rel=1e-12)
+    assert units.parse_duration(units._setting_duration(seconds)) == pytest.approx(
+        seconds, rel=1e-12
+    )
 
 
 @given(st.integers(0, 9999))

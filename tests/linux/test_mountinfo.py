@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 
 from linux import mountinfo
 
-LINE = (
-    b"36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 shared:7 - ext4 /dev/root rw,errors=continue"
-)
+LINE = b"36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 shared:7 - ext4 /dev/root rw,errors=continue"
 
 
 def test_a_line_is_read_as_the_manual_describes_it() -> None:
@@ -67,7 +65,9 @@ def test_any_path_comes_through_with_its_octal_escapes(root: bytes, target: byte
 
 
 def mount(number: int, parent: int, target: str) -> mountinfo.Mount:
-    return mountinfo.parse_line(b"%d %d 0:1 / %s rw - tmpfs x rw" % (number, parent, target.encode()))
+    return mountinfo.parse_line(
+        b"%d %d 0:1 / %s rw - tmpfs x rw" % (number, parent, target.encode())
+    )
 
 
 @given(st.permutations([mount(2, 1, "/"), mount(5, 2, "/a"), mount(9, 5, "/a"), mount(7, 9, "/a")]))

@@ -18,8 +18,7 @@ def no_slow_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def begin(path: Path) -> AsyncIterator[None]:
     """A watch that has its inotify in place."""
-    found = aiter(configwatch.changes(path))
-    return found
+    return aiter(configwatch.changes(path))
 
 
 async def seen(watch: AsyncIterator[None], change: object = None) -> None:

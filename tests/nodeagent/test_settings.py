@@ -110,9 +110,7 @@ def test_an_empty_file_is_all_defaults() -> None:
         ("just text\n", 1, ["the file"]),
     ],
 )
-def test_an_error_names_file_line_setting_and_cause(
-    text: str, line: int, words: list[str]
-) -> None:
+def test_an_error_names_file_line_setting_and_cause(text: str, line: int, words: list[str]) -> None:
     message = refused(text)
     assert message.startswith(f"file.yaml:{line}: ")
     for word in words:
@@ -265,7 +263,9 @@ def test_every_setting_says_what_it_is_for() -> None:
         value
         for module in (cache_settings, process_settings)
         for value in vars(module).values()
-        if isinstance(value, type) and hasattr(value, "model_fields") and value.__module__ == module.__name__
+        if isinstance(value, type)
+        and hasattr(value, "model_fields")
+        and value.__module__ == module.__name__
     ]
     assert len(models) >= 6
     missing = [name for model in models for name, text in fields(model) if not text]

@@ -62,7 +62,11 @@ class Agent:
         return section
 
     def add_dir(self, name: str, path: Path, **more: Any) -> None:
-        dataset = {"name": name, "freshness": "frozen", "source": {"kind": "dir", "path": str(path)}}
+        dataset = {
+            "name": name,
+            "freshness": "frozen",
+            "source": {"kind": "dir", "path": str(path)},
+        }
         self.cache["datasets"].append(dataset | more)
 
     def view(self, name: str) -> Path:

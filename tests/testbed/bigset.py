@@ -110,7 +110,7 @@ class BigSet:
                 mount.fsetxattr(descriptor, "user.label", xattrs[0][1], 0)
             mount.fchown(descriptor, uid, gid)
             mount.fchmod(descriptor, mode)
-            mount.futimens(descriptor, (moment / 1e9, moment / 1e9))
+            mount.futimens(descriptor, _seconds(moment))
         finally:
             mount.close(descriptor)
         digest = xxhash.xxh3_128_hexdigest(data)
@@ -125,13 +125,18 @@ class BigSet:
             full = PATH.encode() + (b"/" + path if path else b"")
             mount.chown(full, record.uid, record.gid)
             mount.chmod(full, record.mode)
-            seconds = record.mtime_ns / 1e9
-            mount.utimes(full, (seconds, seconds))
+            mount.utimes(full, _seconds(record.mtime_ns))
 
 
 def _moment(number: int) -> int:
     """A time in nanoseconds that survives the bindings, which take times as floats of seconds."""
-    return (1_400_000_000 + number) * 10**9 + number % 512 * 1_953_125
+    return (1_400_000_000 + number) * 10**9 + number % 64 * 15_625_000
+
+
+def _seconds(moment: int) -> tuple[float, float]:
+    """Access and modification time for the bindings, exactly."""
+    whole, part = divmod(moment, 10**9)
+    return (whole + part / 10**9,) * 2
 
 
 def source(cluster: CephCluster, secret: Path, **more: Any) -> dict[str, Any]:

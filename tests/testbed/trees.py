@@ -128,7 +128,10 @@ def _record(
 
 
 def differences(
-    here: dict[bytes, Record], there: dict[bytes, Record], *, without: frozenset[bytes] = frozenset()
+    here: dict[bytes, Record],
+    there: dict[bytes, Record],
+    *,
+    without: frozenset[bytes] = frozenset(),
 ) -> list[str]:
     """What differs, a line each; ``without``: paths that ``there`` must not have."""
     found = []
@@ -191,7 +194,7 @@ def odd(root: Path) -> frozenset[bytes]:
     write(top + b"/" + b"n" * 255, b"long name")
     os.mkdir(top + b"/" + b"\xf0" * 255)
     write(top + b"/" + b"\xf0" * 255 + b"/" + b"\n" * 255, b"longest odd name")
-    for name in (b"\\344", b"\\ud800", b"a\\nb", b"\\\\", b"\"quoted\"", b" ", b"-rf", b"*"):
+    for name in (b"\\344", b"\\ud800", b"a\\nb", b"\\\\", b'"quoted"', b" ", b"-rf", b"*"):
         write(top + b"/plain/" + name, b"name " + name)
         os.mkdir(top + b"/plain/deeper/" + name)
     write(top + b"/plain/.hidden", b"dot")

@@ -1,0 +1,74 @@
+"""libblkid's low-level probe (Debian: libblkid1), which knows "could not read" from "nothing".
+
+The command blkid throws that away: it ends with 2 for both. Imports little, because it runs in a
+short-lived child.
+"""
+
+import ctypes
+import os
+
+FOUND, NOTHING, AMBIVALENT = 0, 1, -2  # results of blkid_do_safeprobe; any other is an error
+# BLKID_SUBLKS_*: label, uuid, type, usage, version, magic, and superblocks with a bad checksum.
+_SUPERBLOCKS = 1 << 1 | 1 << 3 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 9 | 1 << 10
+_MAGIC_OF_TABLES = 1 << 2  # BLKID_PARTS_MAGIC
+
+
+def _library() -> ctypes.CDLL:
+    lib = ctypes.CDLL("libblkid.so.1", use_errno=True)
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    lib.blkid_new_probe.restype = pointer
+    lib.blkid_free_probe.argtypes = [pointer]
+    lib.blkid_probe_set_device.argtypes = [pointer, number, ctypes.c_int64, ctypes.c_int64]
+    for name in (
+        "blkid_probe_enable_superblocks",
+        "blkid_probe_set_superblocks_flags",
+        "blkid_probe_enable_partitions",
+        "blkid_probe_set_partitions_flags",
+    ):
+        getattr(lib, name).argtypes = [pointer, number]
+    lib.blkid_do_safeprobe.argtypes = [pointer]
+    lib.blkid_probe_numof_values.argtypes = [pointer]
+    text = ctypes.POINTER(ctypes.c_char_p)
+    lib.blkid_probe_get_value.argtypes = [
+        *(pointer, number, text),
+        *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)),
+    ]
+    return lib
+
+
+def probe(descriptor: int) -> tuple[int, dict[str, str]]:
+    """(result, values) for the open device. values: TYPE, UUID, LABEL, USAGE, PTTYPE, ...
+
+    result is FOUND, NOTHING, AMBIVALENT (marks of more than one), else a negative errno: something
+    could not be read, and nothing is known. Raises OSError when the device cannot be set up.
+    """
+    lib = _library()
+    handle = lib.blkid_new_probe()
+    if not handle:
+        raise MemoryError("blkid_new_probe")
+    try:
+        ctypes.set_errno(0)
+        if lib.blkid_probe_set_device(handle, descriptor, 0, 0):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), "libblkid")
+        lib.blkid_probe_enable_superblocks(handle, 1)
+        lib.blkid_probe_set_superblocks_flags(handle, _SUPERBLOCKS)
+        lib.blkid_probe_enable_partitions(handle, 1)
+        lib.blkid_probe_set_partitions_flags(handle, _MAGIC_OF_TABLES)
+        ctypes.set_errno(0)
+        result = int(lib.blkid_do_safeprobe(handle))
+        if result == -1 and ctypes.get_errno():  # the documented error; some versions give -errno
+            result = -ctypes.get_errno()
+        return result, _values(lib, handle)
+    finally:
+        lib.blkid_free_probe(handle)
+
+
+def _values(lib: ctypes.CDLL, handle: int) -> dict[str, str]:
+    found = {}
+    for index in range(max(0, lib.blkid_probe_numof_values(handle))):
+        name, data, size = ctypes.c_char_p(), ctypes.c_void_p(), ctypes.c_size_t()
+        if lib.blkid_probe_get_value(handle, index, name, data, size) == 0 and name.value:
+            raw = ctypes.string_at(data, size.value) if data.value else b""
+            found[name.value.decode()] = raw.split(b"\0")[0].decode(errors="replace")
+    return found

@@ -1,0 +1,76 @@
+"""The kernel's log, /dev/kmsg (Documentation/ABI/testing/dev-kmsg)."""
+
+import errno
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Record:
+    time: float  # CLOCK_MONOTONIC seconds, nearly: the kernel's own clock since boot
+    text: str
+    level: int = 6  # 0 emergency ... 7 debug
+    sequence: int = 0
+
+
+class Kmsg:
+    """Reads records as they come, what is still in the buffer first. OSError when not allowed.
+
+    Invariant: what was read plus ``lost`` are all records written since the first one read.
+    """
+
+    def __init__(self, *, from_now: bool = False, user: bool = False) -> None:
+        """``from_now``: without what the buffer holds. ``user``: also what processes wrote there,
+        which is not the kernel's word."""
+        self.fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if from_now:
+            os.lseek(self.fd, 0, os.SEEK_END)
+        self._user = user
+        self._next: int | None = None
+        self.lost = 0  # records that were overwritten before they were read
+
+    def read(self, most: int = 1000) -> list[Record]:
+        """Records that wait, at most ``most``."""
+        found = []
+        for _ in range(most):
+            try:
+                data = os.read(self.fd, 8192)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if error.errno == errno.EPIPE:
+                    continue  # the gap in the sequence says how many
+                raise
+            sequence = _sequence(data)
+            if sequence is not None:
+                if self._next is not None and sequence > self._next:
+                    self.lost += sequence - self._next
+                self._next = sequence + 1
+            record = parse(data, user=self._user)
+            if record is not None:
+                found.append(record)
+        return found
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _sequence(data: bytes) -> int | None:
+    fields = data.split(b",", 2)
+    return int(fields[1]) if len(fields) > 2 and fields[1].isdigit() else None
+
+
+def parse(data: bytes, *, user: bool = False) -> Record | None:
+    """One record: ``prio,seq,microseconds,flags;text``. None for one of user space."""
+    head, _, rest = data.decode(errors="replace").partition(";")
+    fields = head.split(",")
+    if len(fields) < 3 or not all(field.isdigit() for field in fields[:3]):
+        return None
+    if int(fields[0]) >> 3 and not user:  # another facility than the kernel's: root wrote it
+        return None
+    return Record(
+        time=int(fields[2]) / 1e6,
+        text=rest.split("\n")[0],
+        level=int(fields[0]) & 7,
+        sequence=int(fields[1]),
+    )

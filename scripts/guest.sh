@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# The kernel and the initramfs of the test guest: a Debian kernel that has krbd, nbd and the device
+# mapper, which the machines that run the tests lack. Idempotent; needs apt-get, cpio, kmod, busybox.
+#   scripts/guest.sh FOLDER
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-build/guest}
+modules="crc32c_generic crc32_generic libcrc32c virtio_pci virtio_net 9p 9pnet_virtio overlay loop
+  ext4 xfs rbd nbd dm_mod dm_crypt"
+[ -e "$out/initrd.gz" ] && [ "$out/initrd.gz" -nt scripts/guest.sh ] && exit 0
+for tool in cpio depmod modprobe busybox; do
+  command -v "$tool" >/dev/null || { echo "guest: $tool is missing" >&2; exit 1; }
+done
+rm -rf "$out"; mkdir -p "$out"
+out=$(realpath "$out")
+package=$(apt-cache depends linux-image-amd64 | awk '$1 == "Depends:" {print $2; exit}')
+download=$(mktemp -d); trap 'rm -rf "$download" "${tree:-}"' EXIT
+chmod 755 "$download"
+(cd "$download" && apt-get download -qq "$package" 2>/dev/null && dpkg -x ./*.deb root)
+version=$(basename "$download"/root/boot/vmlinuz-* | cut -d- -f2-)
+cp "$download/root/boot/vmlinuz-$version" "$out/vmlinuz"
+source=$download/root
+depmod -b "$source" "$version"
+tree=$(mktemp -d)
+mkdir -p "$tree"/{bin,dev,proc,sys,host,rw,new,"lib/modules/$version"}
+cp "$(command -v busybox)" "$tree/bin/busybox"
+for applet in sh mount modprobe ip mkdir poweroff chroot cat ln; do ln -s busybox "$tree/bin/$applet"; done
+for module in $modules; do
+  modprobe -d "$source" -S "$version" --show-depends "$module" | awk '$1 == "insmod" {print $2}'
+done | sort -u | while read -r file; do
+  target=$tree/lib/modules/${file##*/lib/modules/}
+  mkdir -p "$(dirname "$target")"; cp "$file" "$target"
+done
+cp "$source/lib/modules/$version"/modules.{builtin,order,builtin.modinfo} "$tree/lib/modules/$version/"
+depmod -b "$tree" "$version"
+cp tests/testbed/guest-init.sh "$tree/init"; chmod +x "$tree/init"
+(cd "$tree" && find . | cpio -o -H newc --quiet | gzip -1) >"$out/initrd.new"
+mv "$out/initrd.new" "$out/initrd.gz"

@@ -1,0 +1,97 @@
+"""``python -m tests.bench [ROOM...] [--only GROUP]``: run benchmarks, print a table, keep JSON.
+
+A whole room goes to build/bench/<room>.json. A selection of its groups goes to
+build/bench/<room>.part.json, so that figures of different runs are never mixed in one file.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import pkgutil
+import sys
+import time
+from collections.abc import Mapping
+
+import tests.bench
+from tests.bench import harness
+
+
+def rooms() -> dict[str, Mapping[str, harness.Group]]:
+    """Every module beside this one that has GROUPS."""
+    found: dict[str, Mapping[str, harness.Group]] = {}
+    for module in pkgutil.iter_modules(tests.bench.__path__):
+        if not module.name.startswith(("_", "test_")):
+            groups = getattr(importlib.import_module(f"tests.bench.{module.name}"), "GROUPS", None)
+            if groups is not None:
+                found[module.name] = groups
+    return found
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
+
+
+def _line(name: str, entry: harness.Entry) -> str:
+    bound = "<" if entry.ratio is None else ">="
+    low, high = entry.spread
+    return (
+        f"{name:28} {_number(entry.ratio):>8} {bound + _number(entry.target):>8} "
+        f"{'yes' if entry.reached else 'NO':>7} {_number(entry.ours):>10} "
+        f"{_number(entry.peer):>10} {_number(low)}..{_number(high)}  {entry.unit} {entry.note}"
+    ).rstrip()
+
+
+def _run(room: str, groups: Mapping[str, harness.Group], only: list[str]) -> bool:
+    entries: dict[str, harness.Entry] = {}
+    chosen = {name: group for name, group in groups.items() if not only or name in only}
+    with harness.Workplace(harness.RESULTS / "work") as place:
+        for name, group in chosen.items():
+            harness.say(f"{room}: {name}")
+            for key, entry in group(place):
+                entries[key] = entry
+                harness.say(_line(key, entry))
+    file = harness.RESULTS / f"{room}{'.part' if len(chosen) < len(groups) else ''}.json"
+    kept = {name: dataclasses.asdict(entry) for name, entry in entries.items()}
+    file.write_text(json.dumps(kept, indent=1) + "\n")
+    head = f"{'benchmark':28} {'ratio':>8} {'target':>8} {'reached':>7} {'ours':>10} {'peer':>10}"
+    print(f"\n{head} spread")
+    for name, entry in entries.items():
+        print(_line(name, entry))
+    print(f"written to {file.relative_to(harness.ROOT)}")
+    return all(entry.reached for entry in entries.values())
+
+
+def main() -> int:
+    known = rooms()
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("room", nargs="*", help=f"of {', '.join(known)}; default: all")
+    groups = "; ".join(f"{room}: {', '.join(names)}" for room, names in known.items())
+    parser.add_argument("--only", action="append", default=[], metavar="GROUP", help=groups)
+    options = parser.parse_args()
+    for room in options.room:
+        if room not in known:
+            parser.error(f"no benchmarks of {room!r}; there are: {', '.join(known)}")
+    for group in options.only:
+        if not any(group in named for named in known.values()):
+            parser.error(f"no group {group!r}")
+    if os.geteuid() != 0:
+        parser.error("benchmarks mount file systems and drop caches: run them as root")
+    began = time.monotonic()
+    missed = False
+    for room, named in known.items():
+        if (not options.room or room in options.room) and (
+            not options.only or set(options.only) & set(named)
+        ):
+            missed |= not _run(room, named, options.only)
+    harness.say(f"{time.monotonic() - began:.0f} s")
+    if missed:
+        harness.say("some targets are missed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What the agent itself costs once everything is complete: memory, and CPU as jobs read."""
+
+import contextlib
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.bench import agent, cache_view, harness, reader, trees
+
+FILES = 50_000
+SETTLE_SECONDS = 5.0
+WINDOW_SECONDS = 10.0  # five of each kind
+READERS = 2
+RSS_MIB = 100.0
+CPU_PERCENT = 1.0
+
+
+def run(place: harness.Workplace) -> harness.Results:
+    with place.room("rest") as room:
+        source = room / "source"
+        trees.make(source, FILES, cache_view.SMALLEST, cache_view.LARGEST, skew=cache_view.SKEW)
+        with agent.running(room / "agent", cache_view.settings(source)) as nodeagent:
+            nodeagent.wait_complete(cache_view.NAME, cache_view.FILL_SECONDS)
+            files, size = reader.files_below(source)
+            read = reader.Reader(room, "all", files, size)
+            view = nodeagent.view(cache_view.NAME)
+            read.once(view, READERS, seed=1)
+            time.sleep(SETTLE_SECONDS)
+            memory: list[float] = []
+
+            def rest() -> float:
+                memory.append(nodeagent.rss())
+                return _cpu_percent(nodeagent)
+
+            def readers() -> float:
+                with _looping(read, view):
+                    return _cpu_percent(nodeagent)
+
+            percent = harness.in_turn({"rest": rest, "readers": readers})
+            yield "agent_rss_mib", harness.at_most(memory, RSS_MIB, "MiB")
+            text = "% of a core"
+            yield "agent_cpu_rest_percent", harness.at_most(percent["rest"], CPU_PERCENT, text)
+            yield (
+                "agent_cpu_readers_percent",
+                harness.at_most(percent["readers"], CPU_PERCENT, text),
+            )
+
+
+def _cpu_percent(nodeagent: agent.Agent) -> float:
+    """Of one core, over a window."""
+    before, since = nodeagent.cpu_seconds(), time.monotonic()
+    time.sleep(WINDOW_SECONDS)
+    return 100 * (nodeagent.cpu_seconds() - before) / (time.monotonic() - since)
+
+
+@contextlib.contextmanager
+def _looping(read: reader.Reader, view: Path) -> Iterator[None]:
+    """Readers that go over the view again and again while the block runs."""
+    end = threading.Event()
+    errors: list[Exception] = []
+
+    def loop() -> None:
+        seed = 2
+        while not end.is_set():
+            try:
+                read.once(view, READERS, seed=seed, passes=5)
+            except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+                errors.append(error)
+                return
+            seed += 1
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+    if errors:
+        raise errors[0]

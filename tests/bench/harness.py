@@ -1,0 +1,209 @@
+"""What all benchmarks share: a place to work that is always cleared, sides taken in turn, results.
+
+A room adds ``tests/bench/<room>.py`` with ``GROUPS``, a mapping of a group's name to a function
+that takes a ``Workplace`` and yields ``(name, Entry)``; ``python -m tests.bench`` finds it.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from linux import mountinfo
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "build" / "bench"
+ROUNDS = 5
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Side = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the results. ``ours`` and ``peer`` are medians in ``unit``.
+
+    ``ratio`` is the median of the rounds' own ratios, ``spread`` their least and greatest: the
+    sides of a round are a moment apart, so that what slows the machine down slows both. Where
+    there is no peer, ``ratio`` is None and ``spread`` is that of ``ours``.
+    """
+
+    ratio: float | None
+    target: float
+    reached: bool
+    ours: float
+    peer: float | None
+    spread: tuple[float, float]
+    unit: str
+    note: str = ""
+
+
+Results = Iterator[tuple[str, Entry]]
+Group = Callable[["Workplace"], Results]
+
+
+def at_least(ours: Sequence[float], peer: Sequence[float], target: float, unit: str) -> Entry:
+    """Ours divided by the peer's, round by round; to be ``target`` or more."""
+    ratios = [a / b for a, b in zip(ours, peer, strict=True)]
+    ratio = statistics.median(ratios)
+    return Entry(
+        ratio=ratio,
+        target=target,
+        reached=ratio >= target,
+        ours=statistics.median(ours),
+        peer=statistics.median(peer),
+        spread=(min(ratios), max(ratios)),
+        unit=unit,
+    )
+
+
+def at_most(ours: Sequence[float], target: float, unit: str, note: str = "") -> Entry:
+    """A figure with a bound and no peer; its median must stay below ``target``."""
+    middle = statistics.median(ours)
+    spread = (min(ours), max(ours))
+    return Entry(None, target, middle < target, middle, None, spread, unit, note)
+
+
+def in_turn(sides: Mapping[str, Side], rounds: int = ROUNDS) -> dict[str, list[float]]:
+    """A, B, A, B, ...: what each side answered, round by round."""
+    answers: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name, side in sides.items():
+            answers[name].append(side())
+        say(f"  {number + 1}: " + ", ".join(f"{n} {a[-1]:,.5g}" for n, a in answers.items()))
+    return answers
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def drop_caches() -> None:
+    """Page cache, names and inodes, of everything on the machine; clean pages of our disk first.
+
+    Not sync(2): it would wait for every other file system of the machine too.
+    """
+    disk = os.open(RESULTS, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if _libc.syncfs(disk):
+            raise OSError(ctypes.get_errno(), "syncfs")
+    finally:
+        os.close(disk)
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+class Workplace:
+    """One folder on the real disk; whatever is mounted or runs in it ends with the block."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Workplace":
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        lock = self.stack.enter_context((RESULTS / "lock").open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs on one machine would only measure each other
+        self._clear()  # what a run that was killed has left
+        self.folder.mkdir(parents=True)
+        self.stack.callback(self._clear)
+        signal.signal(signal.SIGTERM, _end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the clearing is not to be cut short
+        self.stack.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    @contextlib.contextmanager
+    def room(self, name: str) -> Iterator[Path]:
+        """A folder that goes, with all that is mounted or runs in it, when the block ends."""
+        folder = self.folder / name
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            clear(folder)
+
+    def _clear(self) -> None:
+        clear(self.folder)
+
+
+def _end(*_: object) -> None:
+    raise SystemExit(143)
+
+
+def clear(folder: Path) -> None:
+    """End the processes that were started for ``folder``, unmount below it, delete it.
+
+    A process is known by the folder in its command line or environment (ceph-mon has it only in
+    CEPH_CONF): only those of a run here have it.
+    """
+    if not folder.exists():
+        return
+    inside = os.fsencode(folder) + b"/"
+    for _ in range(100):
+        pids = [pid for pid in _processes(inside) if pid != os.getpid()]
+        # What serves a mount ends with it; SIGKILL before that would only leave a dead mount.
+        for mount in reversed(mountinfo.read()):
+            if os.fsencode(mount.target).startswith(inside):
+                subprocess.run(["umount", "-l", mount.target], check=False, timeout=60)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not pids:
+            break
+        time.sleep(0.1)
+    shutil.rmtree(folder)
+
+
+def _processes(inside: bytes) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if any(inside in (entry / part).read_bytes() for part in ("cmdline", "environ")):
+                    found.append(int(entry.name))
+    return found
+
+
+def wait_for(what: str, condition: Callable[[], bool], seconds: float, pause: float = 0.05) -> None:
+    """TimeoutError naming ``what`` when it does not come true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {seconds:g}s")
+        time.sleep(pause)
+
+
+@contextlib.contextmanager
+def served(command: Sequence[str], target: Path, **environment: str) -> Iterator[Path]:
+    """A file system by a program in the foreground, mounted at ``target`` while the block runs."""
+    target.mkdir(parents=True, exist_ok=True)
+    with target.with_name(target.name + ".log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    try:
+        wait_for(f"the mount of {command[0]}", lambda: os.path.ismount(target), 30)
+        yield target
+    finally:
+        subprocess.run(["umount", "-l", str(target)], check=False, timeout=60)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(20)

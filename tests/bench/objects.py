@@ -1,0 +1,57 @@
+"""The limit of a fill: list a snapshot and read every object, store nothing.
+
+``python -m tests.bench.objects CONF ROOT`` prints {"files", "bytes", "seconds"}; the clock starts
+when every process is connected.
+"""
+
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from multiprocessing.synchronize import Barrier
+from typing import Any
+
+from cache.fill import native
+from cache.fill.entry import Entry
+
+
+def _read(number: int, processes: int, conf: str, root: str, ready: Barrier, told: Any) -> None:
+    access = native.Access(conf, "admin", "cephfs", root)
+    listing, reader = native.Listing(access), native.Reader(access)
+    ready.wait(60)
+    counted = [0, 0]
+
+    def each(item: Entry, data: bytes | None) -> None:
+        if data is not None:
+            counted[0] += 1
+            counted[1] += len(data)
+
+    folders = [item.name for item in listing.entries([]) if isinstance(item, Entry)]
+    for folder in sorted(folders)[number::processes]:
+        items = [item for item in listing.entries([folder]) if isinstance(item, Entry)]
+        reader.read(listing.location([folder], items[0].name), items, each, math.inf)
+    told.put(counted)
+
+
+def main() -> None:
+    processes = (os.cpu_count() or 1) + 1
+    context = multiprocessing.get_context("spawn")
+    ready, told = context.Barrier(processes + 1), context.Queue()
+    crew = [
+        context.Process(target=_read, args=(n, processes, *sys.argv[1:3], ready, told), daemon=True)
+        for n in range(processes)
+    ]
+    for member in crew:
+        member.start()
+    ready.wait(60)
+    began = time.monotonic()
+    counts = [told.get(timeout=120) for _ in crew]
+    seconds = time.monotonic() - began
+    total = {"files": sum(c[0] for c in counts), "bytes": sum(c[1] for c in counts)}
+    print(json.dumps({**total, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Killed, cut and full: what is in the tree is right, nothing is left lying about, it goes on."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.testbed import trees
+from tests.testbed.agent import Agent
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
+
+ROUNDS = 12
+
+
+def no_litter(node: Agent, name: str) -> None:
+    (generation,) = node.generations(name)
+    assert sorted(p.name for p in generation.iterdir() if not p.name.startswith("index.")) == [
+        "generation.json",
+        "links",
+        "lock",
+        "staging",
+        "tree",
+    ]
+    assert list((generation / "staging").iterdir()) == []
+    assert list((generation / "links").iterdir()) == []
+    assert {p.name for p in node.store.iterdir()} == {"nodeagent.json", ".trash", name}
+
+
+def make_linked(source: Path, files: int) -> None:
+    """Ordinary files and, in every directory, names of files that others share."""
+    trees.plain(source, files, directories=6, mean=3000)
+    for number in range(60):
+        target = source / f"d{number % 6}" / f"shared{number:03}"
+        os.link(source / "d0" / f"f{number % 5 * 6:05}", target)
+    trees.settle(source)
+
+
+@pytest.mark.parametrize("victim", ["agent", "pass", "workers"])
+def test_killed_at_random_points_it_goes_on_and_leaves_nothing_behind(
+    area: Path, node: Agent, victim: str
+) -> None:
+    source = area / "source"
+    make_linked(source, 2400)
+    node.add_dir("a", source)
+    node.cache["fill"] = {"files_per_second": 700, "workers": 3}
+    node.start()
+    generator = random.Random(victim)
+    done = []
+    for _ in range(ROUNDS):
+        time.sleep(generator.uniform(0.05, 0.9))
+        shown = node.dataset("a")
+        if shown["state"] == "complete":
+            break
+        done.append(shown["files"]["done"])
+        if victim == "agent":
+            node.kill()
+            node.start()
+            continue
+        kinds = {"pass": b"cache.fill.fillpass", "workers": b"cache.fill.worker"}
+        victims = [
+            pid
+            for pid in node.passes()
+            if kinds[victim] in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        for pid in generator.sample(victims, min(len(victims), 2)):
+            os.kill(pid, signal.SIGKILL)
+        if victim == "pass":
+            node.tell("a", "warm")  # rather than wait for the next try
+    assert len(done) >= 3, "it was complete too early: nothing was at risk"
+    node.cache["fill"] = {}
+    node.write()
+    node.tell("a", "warm")
+    shown = node.wait_state("a", "complete", seconds=120)
+    trees.assert_equal(source, node.view("a"))
+    assert shown["files"]["done"] == shown["files"]["total"] == 2460
+    no_litter(node, "a")
+
+
+def test_a_second_agent_with_the_same_folders_is_refused(area: Path, node: Agent) -> None:
+    source = area / "source"
+    trees.plain(source, 10)
+    node.add_dir("a", source)
+    node.start()
+    node.wait_state("a", "complete")
+    second = node.cli("run")
+    assert second.returncode == 8
+    assert "another agent runs with it" in second.stderr
+    assert second.stderr.count("\n") == 1
+    trees.assert_equal(source, node.view("a"))
+
+
+def test_a_pass_of_a_killed_agent_that_still_runs_does_not_meet_the_next_one(
+    area: Path, node: Agent
+) -> None:
+    source = area / "source"
+    make_linked(source, 1500)
+    node.add_dir("a", source)
+    node.cache["fill"] = {"files_per_second": 400, "workers": 2}
+    node.start()
+    node.wait_for(lambda: node.dataset("a")["files"]["done"] > 100, 30, "some files")
+    old = node.passes()
+    assert old
+    for pid in old:  # as if they hung in the kernel
+        os.kill(pid, signal.SIGSTOP)
+    node.kill()
+    node.cache["fill"] = {}
+    node.start()
+    time.sleep(2.0)
+    for pid in old:
+        os.kill(pid, signal.SIGCONT)
+    node.wait_for(lambda: not set(old) & set(node.passes()), 20, "the old pass to end")
+    node.tell("a", "warm")
+    node.wait_state("a", "complete", seconds=60)
+    trees.assert_equal(source, node.view("a"))
+    no_litter(node, "a")
+
+
+def test_names_that_the_index_has_and_the_tree_has_not_are_copied_again(
+    area: Path, node: Agent
+) -> None:
+    # An index may be ahead of the tree after a power cut; that costs time, never a file.
+    source = area / "source"
+    trees.plain(source, 300, directories=5)
+    node.add_dir("a", source)
+    node.add_dir("b", area / "not there")
+    node.cache["budget"] = 10**6
+    node.start()
+    node.wait_state("a", "partial")
+    node.kill()
+    tree = node.tree("a")
+    sealed = [p for p in tree.iterdir() if "trusted.overlay.opaque" in os.listxattr(p)]
+    stored = [p for folder in sorted(tree.iterdir()) for p in sorted(folder.iterdir())]
+    assert stored
+    lost = [stored[0], stored[-1], *[next(iter(sorted(s.iterdir()))) for s in sealed]]
+    for path in set(lost):
+        path.unlink()
+    for folder in sealed:
+        os.removexattr(folder, "trusted.overlay.opaque")
+    node.cache["budget"] = "1GiB"
+    node.start()
+    node.tell("a", "warm")
+    node.wait_state("a", "complete")
+    trees.assert_equal(source, node.view("a"))
+
+
+def test_a_lost_or_damaged_index_is_made_anew_from_tree_and_source(area: Path, node: Agent) -> None:
+    source = area / "source"
+    trees.plain(source, 400)
+    node.add_dir("a", source)
+    node.cache["fill"] = {"files_per_second": 150}
+    node.start()
+    node.wait_for(lambda: node.dataset("a")["files"]["done"] > 50, 30, "some files")
+    node.kill()
+    (generation,) = node.generations("a")
+    kept = {p.name: p.stat().st_ino for p in (generation / "tree" / "d0").iterdir()}
+    assert kept
+    index = generation / "index.sqlite"
+    data = index.read_bytes()
+    index.write_bytes(data[:4096] + os.urandom(len(data) - 4096))
+    node.cache["fill"] = {}
+    node.start()
+    node.tell("a", "warm")
+    node.wait_state("a", "complete")
+    trees.assert_equal(source, node.view("a"))
+    assert {n: (generation / "tree" / "d0" / n).stat().st_ino for n in kept} == kept
+
+
+def test_a_stopped_agent_keeps_what_it_has_and_its_views(area: Path, node: Agent) -> None:
+    source = area / "source"
+    trees.plain(source, 600)
+    node.add_dir("a", source)
+    node.cache["fill"] = {"files_per_second": 200}
+    node.start()
+    node.wait_served("a", "overlay")
+    node.wait_for(lambda: node.dataset("a")["files"]["done"] > 50, 30, "some files")
+    assert node.stop() == 0
+    assert node.passes() == []
+    trees.assert_equal(source, node.view("a"))
+    before = node.view("a").stat().st_dev
+    node.cache["fill"] = {}
+    node.start()
+    node.wait_state("a", "complete")
+    trees.assert_equal(source, node.view("a"))
+    assert before  # served all the time

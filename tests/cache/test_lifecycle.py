@@ -1,0 +1,408 @@
+"""Operations on datasets: hold and go on, verify, remove, adopt, reload."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from linux import mountinfo
+from tests.testbed import pod, trees
+from tests.testbed.agent import Agent, ApiError
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+
+
+def some(area: Path, node: Agent, name: str = "a", files: int = 300, **more: object) -> Path:
+    source = area / f"source-{name}"
+    trees.plain(source, files, mean=4000, seed=files)
+    node.add_dir(name, source, **more)
+    return source
+
+
+# --- pause, resume, cancel ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("verb", "state"), [("pause", "paused"), ("cancel", "cancelled")])
+def test_what_is_held_stays_held_over_restarts_until_it_is_told_to_go_on(
+    area: Path, node: Agent, verb: str, state: str
+) -> None:
+    source = some(area, node, files=800)
+    node.cache["fill"] = {"files_per_second": 150}
+    node.start()
+    node.wait_for(lambda: node.dataset("a")["files"]["done"] > 20, 30, "some files")
+    node.tell("a", verb)
+    node.wait_for(lambda: not node.passes(), 20, "the pass to end")
+    node.wait_state("a", state)
+    done = node.dataset("a")["files"]["done"]
+    trees.assert_equal(source, node.view("a"))
+    for end in (node.kill, node.stop):
+        end()
+        node.start()
+        time.sleep(1.5)
+        shown = node.dataset("a")
+        assert (shown["state"], shown["files"]["done"]) == (state, done)
+        assert node.passes() == []
+    node.cache["fill"] = {}
+    node.write()
+    node.tell("a", "resume")
+    node.wait_state("a", "complete")
+    trees.assert_equal(source, node.view("a"))
+    with pytest.raises(ApiError, match="409.*nothing to pause"):
+        node.tell("a", "pause")
+
+
+def test_a_pause_right_after_a_start_holds(area: Path, node: Agent) -> None:
+    some(area, node, files=600, warm=False)
+    node.cache["fill"] = {"files_per_second": 100}
+    node.start()
+    node.wait_served("a", "source")
+    for wait in (0.0, 0.05, 0.1, 0.2, 0.3, 0.4):
+        node.tell("a", "warm")
+        time.sleep(wait)
+        assert node.tell("a", "pause")["state"] in ("paused", "filling", "scanning", "queued")
+        node.wait_for(lambda: not node.passes(), 20, "the pass to end")
+        time.sleep(0.5)
+        assert node.passes() == []
+        assert node.dataset("a")["state"] == "paused"
+
+
+def test_while_one_is_paused_another_goes_on_and_higher_priority_goes_first(
+    area: Path, node: Agent
+) -> None:
+    some(area, node, "a", files=900, priority=5)
+    some(area, node, "b", files=100)
+    node.cache["fill"] = {"files_per_second": 100}
+    node.start()
+    node.wait_for(lambda: node.dataset("a")["files"]["done"] > 0, 30, "the first to begin")
+    assert node.dataset("b")["files"]["done"] == 0
+    node.tell("a", "pause")
+    node.wait_state("b", "complete")
+    assert node.dataset("a")["state"] == "paused"
+
+
+# --- verify -----------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> bytes:
+    """Another byte in the middle, time and size as before; the right content."""
+    right = path.read_bytes()
+    status = path.stat()
+    wrong = bytearray(right)
+    wrong[len(wrong) // 2] ^= 0xFF
+    path.write_bytes(wrong)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return right
+
+
+def verified(node: Agent, name: str = "a", *, source: bool = False) -> dict[str, object]:
+    node.tell(name, "verify", {"source": source})
+
+    def ended() -> dict[str, object] | None:
+        shown = node.dataset(name)["verify"]
+        return None if shown["state"] in ("queued", "running") else shown
+
+    found: dict[str, object] = node.wait_for(ended, 60, "verify to end")
+    return found
+
+
+def test_a_flipped_bit_is_found_and_replaced_also_under_a_reader(area: Path, node: Agent) -> None:
+    source = some(area, node)
+    node.start()
+    node.wait_state("a", "complete")
+    name = "d3/f00003"
+    right = flip(node.tree("a") / name)
+    held = os.open(node.view("a") / name, os.O_RDONLY)
+    try:
+        result = verified(node)
+        assert (result["bad"], result["replaced"], result["withdrawn"]) == (1, 1, 0)
+        assert result["checked_files"] == 300
+        assert (node.view("a") / name).read_bytes() == right
+        assert os.fstat(held).st_size == len(right)  # what was open stays open
+    finally:
+        os.close(held)
+    trees.assert_equal(source, node.view("a"))
+    assert node.dataset("a")["state"] == "complete"
+    assert verified(node)["bad"] == 0
+    findings = node.get("/v1/findings")["findings"]
+    assert all(f["rule"] != "store-bad-files" for f in findings)
+
+
+def test_a_bad_file_that_the_source_no_longer_has_is_withdrawn(area: Path, node: Agent) -> None:
+    source = some(area, node)
+    node.start()
+    node.wait_state("a", "complete")
+    name = "d3/f00003"
+    flip(node.tree("a") / name)
+    (source / name).unlink()
+    result = verified(node)
+    assert (result["bad"], result["replaced"], result["withdrawn"]) == (1, 0, 1)
+    node.wait_served("a", "overlay")
+    assert not (node.view("a") / name).exists(), "better none than a wrong one"
+    assert node.dataset("a")["state"] == "partial"
+    trees.assert_equal(source, node.view("a"))
+
+
+def test_many_bad_files_with_long_names_are_withdrawn_all(area: Path, node: Agent) -> None:
+    source = area / "source"
+    (source / ("d" * 200)).mkdir(parents=True)
+    for number in range(5000):
+        (source / ("d" * 200) / f"{number:05}{'n' * 200}").write_bytes(b"right")
+    (source / "good").write_bytes(b"good")
+    node.add_dir("a", source)
+    node.start()
+    node.wait_state("a", "complete")
+    for path in (node.tree("a") / ("d" * 200)).iterdir():
+        path.write_bytes(b"wrong")
+        (source / ("d" * 200) / path.name).unlink()
+    result = verified(node)
+    assert (result["bad"], result["withdrawn"]) == (5000, 5000), result
+    assert node.get("/healthz")["alive"]
+    assert list((node.view("a") / ("d" * 200)).iterdir()) == []
+    assert (node.view("a") / "good").read_bytes() == b"good"
+
+
+def test_a_file_that_is_gone_from_the_store_is_found_and_put_back(area: Path, node: Agent) -> None:
+    source = some(area, node)
+    node.start()
+    node.wait_state("a", "complete")
+    (node.tree("a") / "d3/f00003").unlink()
+    result = verified(node)
+    assert result["bad"] == 1, result
+    node.wait_state("a", "complete")
+    trees.assert_equal(source, node.view("a"))
+
+
+def test_against_the_source_a_difference_is_found(area: Path, node: Agent) -> None:
+    source = some(area, node)
+    node.start()
+    node.wait_state("a", "complete")
+    path = source / "d1/f00001"
+    status = path.stat()
+    path.write_bytes(bytes(reversed(path.read_bytes())))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert verified(node)["bad"] == 0
+    assert verified(node, source=True)["bad"] == 1
+
+
+def test_verify_is_refused_before_anything_is_finished(area: Path, node: Agent) -> None:
+    some(area, node, warm=False)
+    node.start()
+    with pytest.raises(ApiError, match="409.*warm it first"):
+        node.tell("a", "verify")
+
+
+# --- remove -----------------------------------------------------------------------------------
+
+
+def test_remove_is_refused_while_somebody_reads_and_says_who(area: Path, node: Agent) -> None:
+    some(area, node)
+    node.start()
+    node.wait_state("a", "complete")
+    holders = {
+        "open": f"f = open({str(node.view('a') / 'd0/f00000')!r})",
+        "working directory": f"import os; os.chdir({str(node.view('a') / 'd0')!r})",
+        "mapped": "import mmap, os; "
+        f"d = os.open({str(node.view('a') / 'd0/f00000')!r}, 0); "
+        "m = mmap.mmap(d, 0, prot=1); os.close(d)",
+    }
+    for how, script in holders.items():
+        script += "; print('up', flush=True); input()"
+        job = subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        try:
+            assert job.stdout is not None
+            assert job.stdout.readline() == b"up\n"
+            done = node.cli("dataset", "remove", "a")
+            assert done.returncode == 6
+            assert f"pid {job.pid}" in done.stderr
+            assert how in done.stderr
+            assert done.stderr.count("\n") == 1
+        finally:
+            job.communicate(b"\n", timeout=30)
+    assert node.dataset("a")["state"] == "complete"
+    assert (node.view("a") / "d0/f00000").exists()
+
+
+def test_remove_is_refused_while_a_pod_has_it_and_done_when_the_pod_is_gone(
+    area: Path, node: Agent
+) -> None:
+    some(area, node)
+    node.start()
+    node.wait_state("a", "complete")
+    with pod.pod(area / "pod", node.views / "a") as job:
+        done = node.cli("dataset", "remove", "a")
+        assert done.returncode == 6
+        assert f"pid {job.holder.pid}" in done.stderr
+        assert job.run("ls", job.data).count("\n") == 8
+    done = node.cli("dataset", "remove", "a")
+    assert done.returncode == 0, done.stderr
+    assert "stays removed until" in done.stderr
+    assert not node.view("a").exists()
+    node.wait_for(lambda: not list((node.store / ".trash").iterdir()), 30, "the trash to be empty")
+    assert node.generations("a") == []
+    assert node.dataset("a")["state"] == "removed"
+    node.kill()
+    node.start()
+    time.sleep(1.0)
+    assert node.dataset("a")["state"] == "removed"
+    assert node.generations("a") == []
+    node.tell("a", "warm")
+    node.wait_state("a", "complete")
+
+
+def test_a_dataset_can_be_removed_while_it_fills(area: Path, node: Agent) -> None:
+    source = some(area, node, files=800)
+    node.cache["fill"] = {"files_per_second": 100}
+    node.start()
+    node.wait_served("a", "overlay")
+    node.wait_for(lambda: node.dataset("a")["files"]["done"] > 0, 30, "some files")
+    node.remove("a")
+    assert node.passes() == []
+    time.sleep(1.0)
+    assert node.generations("a") == []
+    assert node.dataset("a")["state"] == "removed"
+    assert not [m for m in mountinfo.read() if m.target == str(node.view("a"))]
+    node.cache["fill"] = {}
+    node.write()
+    node.tell("a", "warm")
+    node.wait_state("a", "complete")
+    trees.assert_equal(source, node.view("a"))
+
+
+# --- restart and settings -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["filling", "complete"])
+def test_a_restarted_agent_adopts_its_views_without_touching_the_mounts(
+    area: Path, node: Agent, state: str
+) -> None:
+    source = some(area, node, files=500)
+    if state == "filling":
+        node.cache["fill"] = {"files_per_second": 20}
+    node.start()
+    node.wait_state("a", state)
+    node.wait_served("a", "store" if state == "complete" else "overlay")
+    before = {m.target: m.mount_id for m in mountinfo.read() if str(node.folder) in m.target}
+    assert len(before) == 2
+    held = os.open(node.view("a") / "d0/f00000", os.O_RDONLY)
+    try:
+        for end in (node.kill, node.stop, node.kill):
+            end()
+            trees.assert_equal(source, node.view("a"))
+            node.start()
+            node.wait_state("a", state)
+            node.wait_served("a", "store" if state == "complete" else "overlay")
+            now = {m.target: m.mount_id for m in mountinfo.read() if str(node.folder) in m.target}
+            assert now == before
+        assert os.pread(held, 10, 0) == (source / "d0/f00000").read_bytes()[:10]
+    finally:
+        os.close(held)
+
+
+def test_datasets_come_and_go_with_the_settings(area: Path, node: Agent) -> None:
+    first = some(area, node, "a")
+    node.start()
+    node.wait_state("a", "complete")
+    second = some(area, node, "b", files=50)
+    node.write()
+    node.wait_for(lambda: len(node.get("/v1/datasets")["datasets"]) == 2, 30, "b to be there")
+    node.wait_state("b", "complete")
+    trees.assert_equal(second, node.view("b"))
+    gone = node.cache["datasets"].pop(0)
+    node.write()
+    node.wait_for(lambda: node.get("/v1/datasets")["orphans"] == ["a"], 30, "a to be an orphan")
+    trees.assert_equal(first, node.view("a"))  # a slip in the file costs nothing
+    assert [f["rule"] for f in node.get("/v1/findings")["findings"]] == ["store-orphan"]
+    node.cache["datasets"].append(gone)
+    node.write()
+    node.wait_for(lambda: node.get("/v1/datasets")["orphans"] == [], 30, "a to be back")
+    assert node.dataset("a")["state"] == "complete"
+    node.cache["datasets"].pop()
+    node.write()
+    node.wait_for(lambda: node.get("/v1/datasets")["orphans"] == ["a"], 30, "a to be an orphan")
+    assert node.cli("dataset", "remove", "a").returncode == 0
+    assert node.generations("a") == []
+    assert not node.view("a").exists()
+    assert node.get("/v1/datasets")["orphans"] == []
+
+
+def test_what_needs_a_restart_is_named_and_a_broken_file_changes_nothing(
+    area: Path, node: Agent
+) -> None:
+    source = some(area, node)
+    other = area / "other"
+    trees.plain(other, 20)
+    node.start()
+    node.wait_state("a", "complete")
+    node.cache["store"] = str(area / "elsewhere")
+    node.cache["datasets"][0]["source"]["path"] = str(other)
+    node.settings["admin"]["listen"] = "127.0.0.1:1"
+    node.write()
+    wanted = ["admin", "cache.datasets.a.source", "cache.store"]
+    node.wait_for(lambda: sorted(node.get("/readyz")["needs_restart"]) == wanted, 30, "its names")
+    trees.assert_equal(source, node.view("a"))
+    assert not (area / "elsewhere").exists()
+    node.config.write_text("cache: {bugdet: 1}\n")
+    node.wait_for(
+        lambda: any("bugdet" in reason for reason in node.get("/readyz")["reasons"]),
+        30,
+        "the error",
+    )
+    assert node.dataset("a")["state"] == "complete"
+
+
+def test_roots_may_lie_behind_symbolic_links(area: Path, node: Agent) -> None:
+    for name in ("store", "views", "state", "source"):
+        (area / f"real-{name}").mkdir()
+        (area / name).symlink_to(f"real-{name}")
+    trees.plain(area / "real-source", 100)
+    node.cache["store"], node.cache["views"] = str(area / "store"), str(area / "views")
+    node.settings["state_dir"] = str(area / "state")
+    node.add_dir("a", area / "source")
+    node.start()
+    node.wait_state("a", "complete")
+    view = area / "views/a/data"
+    trees.assert_equal(area / "real-source", view)
+    mounted = [
+        m for m in mountinfo.read() if m.target.startswith(str(area)) and "a/data" in m.target
+    ]
+    assert len(mounted) == 1
+    node.kill()
+    node.start()
+    node.wait_state("a", "complete")
+    node.remove("a")
+    assert not [
+        m for m in mountinfo.read() if m.target.endswith("a/data") and str(area) in m.target
+    ]
+    assert not view.exists()
+
+
+def test_a_child_that_is_killed_does_not_end_the_work_for_a_dataset(
+    area: Path, node: Agent
+) -> None:
+    missing = area / "later"
+    node.add_dir("a", missing)
+    # Every helper process of the agent dies for a while, as under the OOM killer.
+    switch = area / "die"
+    site = area / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        f"if os.path.exists({str(switch)!r}) and 'kit.child' in ' '.join(sys.orig_argv):\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    os.environ["PYTHONPATH"] = str(site)
+    try:
+        node.start()
+    finally:
+        del os.environ["PYTHONPATH"]
+    switch.touch()
+    time.sleep(7.0)
+    switch.unlink()
+    trees.plain(missing, 30)
+    node.wait_for(lambda: node.get("/healthz")["alive"], 5, "the agent to be alive")
+    node.wait_for(lambda: node.dataset("a")["state"] == "complete", 60, "a to be complete")

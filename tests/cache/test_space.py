@@ -1,0 +1,211 @@
+"""Budget and reserve, by the disk's own count; a full disk; limits that change while it runs."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.testbed import trees
+from tests.testbed.agent import Agent
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
+
+MIB = 2**20
+
+
+@contextmanager
+def disk(area: Path, fstype: str, size: int, *options: str) -> Iterator[Path]:
+    """A file system of its own on a loop device."""
+    image, target = area / f"{fstype}.img", area / f"{fstype}"
+    with image.open("wb") as stream:
+        stream.truncate(size)
+    make = {"ext4": ["mkfs.ext4", "-qF", "-m", "0"], "xfs": ["mkfs.xfs", "-qf"]}[fstype]
+    subprocess.run([*make, *options, str(image)], check=True, timeout=60)
+    target.mkdir()
+    subprocess.run(["mount", "-o", "loop", str(image), str(target)], check=True, timeout=60)
+    try:
+        yield target
+    finally:
+        subprocess.run(["umount", "-l", str(target)], check=False, timeout=60)
+
+
+def test_a_budget_is_never_exceeded_and_more_of_it_is_used_when_it_is_raised(
+    area: Path, node: Agent
+) -> None:
+    source = area / "source"
+    trees.plain(source, 1200, mean=12_000)
+    node.add_dir("a", source)
+    budget = 6 * MIB
+    node.cache["budget"] = budget
+    node.start()
+    shown = node.wait_state("a", "partial")
+    files = [p for p, r in trees.records(source, content=False).items() if r.kind == "file"]
+    stored = [
+        p for p, r in trees.records(node.tree("a"), content=False).items() if r.kind == "file"
+    ]
+    assert 0 < len(stored) < len(files)
+    assert trees.allocated(node.store) <= budget
+    assert shown["files"]["done"] == len(stored)
+    assert shown["files"]["no_room"] == len(files) - len(stored)
+    sizes = {p: r.size for p, r in trees.records(source, content=False).items()}
+    assert shown["bytes"]["no_room"] == sum(sizes[p] for p in files) - sum(sizes[p] for p in stored)
+    assert f"{shown['files']['no_room']} files" in shown["why"]
+    assert trees.allocated(node.store) > budget * 0.7, "most of the budget is used"
+    trees.assert_equal(source, node.view("a"))
+
+    kept = {p: os.stat(os.fsencode(node.tree("a")) + b"/" + p).st_ino for p in stored}
+    for budget in (9 * MIB, 200 * MIB):  # raised live
+        node.cache["budget"] = budget
+        node.write()
+        wanted = "complete" if budget > 100 * MIB else "partial"
+        node.wait_for(
+            lambda: node.dataset("a")["files"]["done"] > len(stored), 60, "more to be stored"
+        )
+        node.wait_state("a", wanted)
+        assert trees.allocated(node.store) <= budget
+        trees.assert_equal(source, node.view("a"))
+    assert kept == {p: os.stat(os.fsencode(node.tree("a")) + b"/" + p).st_ino for p in kept}
+
+
+def test_a_budget_holds_with_large_directories_long_names_and_xattrs(
+    area: Path, node: Agent
+) -> None:
+    source = area / "source"
+    source.mkdir()
+    for number in range(6000):
+        path = source / f"{number:06}{'n' * 200}"
+        path.touch()
+        if number % 3 == 0:
+            os.setxattr(path, "user.label", b"x" * 500)
+    node.add_dir("a", source)
+    node.cache["budget"] = 4 * MIB
+    node.start()
+    node.wait_state("a", "partial", "complete")
+    assert trees.allocated(node.store) <= 4 * MIB
+
+
+def test_a_budget_is_for_all_datasets_together(area: Path, node: Agent) -> None:
+    for name in ("a", "b"):
+        trees.plain(area / name, 300, mean=12_000, seed=ord(name))
+        node.add_dir(name, area / name)
+    node.cache["budget"] = 6 * MIB
+    node.start()
+    node.wait_state("a", "complete", "partial")
+    node.wait_state("b", "partial")
+    assert trees.allocated(node.store) <= 6 * MIB
+    for name in ("a", "b"):
+        trees.assert_equal(area / name, node.view(name))
+
+
+@pytest.mark.parametrize("fstype", ["ext4", "xfs"])
+def test_the_reserve_of_the_disk_is_never_used(area: Path, node: Agent, fstype: str) -> None:
+    source = area / "source"
+    trees.plain(source, 9000, mean=24_000)
+    with disk(area, fstype, 320 * MIB) as ssd:
+        node.cache["store"] = str(ssd / "store")
+        node.cache["reserve"] = "50%"
+        node.add_dir("a", source)
+        node.start()
+        free = []
+        while node.dataset("a")["state"] != "partial":
+            now = os.statvfs(ssd)
+            free.append(now.f_bavail / now.f_blocks)
+            time.sleep(0.05)
+        shown = node.dataset("a")
+        now = os.statvfs(ssd)
+        assert min(free) >= 0.5
+        assert 0.5 <= now.f_bavail / now.f_blocks < 0.6
+        assert shown["files"]["no_room"] > 0
+        trees.assert_equal(source, node.view("a"))
+        node.end()
+
+
+def test_the_reserve_holds_for_inodes_too(area: Path, node: Agent) -> None:
+    source = area / "source"
+    trees.plain(source, 3000, mean=50)
+    with disk(area, "ext4", 128 * MIB, "-N", "4096") as ssd:
+        node.cache["store"] = str(ssd / "store")
+        node.cache["reserve"] = "50%"
+        node.add_dir("a", source)
+        node.start()
+        node.wait_state("a", "partial")
+        now = os.statvfs(ssd)
+        assert now.f_favail >= now.f_files // 2
+        assert now.f_favail < now.f_files * 0.6
+        trees.assert_equal(source, node.view("a"))
+        node.end()
+
+
+def test_a_disk_that_somebody_else_fills_midway_makes_it_partial_and_it_goes_on_later(
+    area: Path, node: Agent
+) -> None:
+    source = area / "source"
+    trees.plain(source, 900, mean=60_000)
+    with disk(area, "ext4", 160 * MIB) as ssd:
+        node.cache["store"] = str(ssd / "store")
+        node.cache["reserve"] = "0%"
+        node.cache["fill"] = {"files_per_second": 400}
+        node.add_dir("a", source)
+        node.start()
+        node.wait_for(lambda: node.dataset("a")["files"]["done"] > 50, 60, "some files")
+        with (ssd / "greedy").open("wb") as stream:
+            try:
+                while True:
+                    stream.write(bytes(MIB))
+                    stream.flush()
+            except OSError:
+                pass
+        shown = node.wait_state("a", "partial", "failed", seconds=90)
+        assert node.get("/healthz")["alive"]
+        assert shown["state"] == "partial", shown
+        trees.assert_equal(source, node.view("a"))
+        (ssd / "greedy").unlink()
+        node.cache["fill"] = {}
+        node.write()
+        node.tell("a", "warm")
+        node.wait_state("a", "complete", seconds=90)
+        trees.assert_equal(source, node.view("a"))
+        node.end()
+
+
+def test_limits_are_kept_and_change_while_it_runs(area: Path, node: Agent) -> None:
+    source = area / "source"
+    trees.plain(source, 2000, mean=4000)
+    node.cache["fill"] = {"files_per_second": 60, "workers": 4}
+    node.add_dir("a", source)
+    node.start()
+    node.wait_for(lambda: node.dataset("a")["files"]["done"] > 0, 30, "the first files")
+    first = node.dataset("a")["files"]["done"]
+    began = time.monotonic()
+    time.sleep(5.0)
+    done = node.dataset("a")["files"]["done"] - first
+    # An upper bound only: a loaded machine may be slower, never faster than the limit. What was
+    # copied before but not yet committed (a batch of up to two seconds) and a burst come on top.
+    assert done <= 60 * (time.monotonic() - began + 3.0)
+    assert node.dataset("a")["state"] == "filling"
+    node.cache["fill"] = {"workers": 2}
+    node.write()
+    node.wait_state("a", "complete", seconds=60)
+    trees.assert_equal(source, node.view("a"))
+
+
+def test_a_limit_in_bytes_is_kept(area: Path, node: Agent) -> None:
+    source = area / "source"
+    source.mkdir()
+    for number in range(8):
+        trees.write(source / f"big{number}", os.urandom(4 * MIB))
+    node.cache["fill"] = {"bytes_per_second": "4MiB", "workers": 2}
+    node.add_dir("a", source)
+    node.start()
+    node.wait_for(lambda: node.dataset("a")["rate"]["bytes"] > 0, 30, "the first bytes")
+    time.sleep(3.0)
+    assert node.dataset("a")["state"] in ("filling", "scanning")
+    assert node.dataset("a")["bytes"]["done"] <= 24 * MIB
+    node.cache["fill"] = {}
+    node.write()
+    node.wait_state("a", "complete", seconds=60)
+    trees.assert_equal(source, node.view("a"))

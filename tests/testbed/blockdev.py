@@ -1,0 +1,150 @@
+"""Real block devices that can be made to fail: loop devices over a fault-injecting FUSE file."""
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MiB = 2**20
+
+
+def run(
+    *command: str, check: bool = True, timeout: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """As kubelet and CSI drivers run them: no terminal, output captured."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout,
+        check=False,
+    )  # fmt: skip
+    if check and done.returncode:
+        raise RuntimeError(f"{command}: rc {done.returncode}: {done.stderr[-2000:]}")
+    return done
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# Loop devices of this run have numbers of their own, so that an agent under test can be told to
+# look at them only (NAMES), and the machine's other loop devices are left alone.
+_PREFIX = random.Random().randrange(1000, 9999)
+NAMES = f"loop{_PREFIX}??"
+_LOOP_CTL_ADD, _LOOP_CTL_REMOVE = 0x4C80, 0x4C81
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def loop(file: Path) -> Iterator[str]:
+    """/dev/loopN over ``file``, read-write; detached and removed afterwards."""
+    number = _PREFIX * 100 + next(_numbers) % 100
+    device = f"/dev/loop{number}"
+    with open("/dev/loop-control", "rb+", buffering=0) as control:
+        fcntl.ioctl(control, _LOOP_CTL_ADD, number)
+        try:
+            run("losetup", device, str(file))
+            yield device
+        finally:
+            run("losetup", "-d", device, check=False)
+            _remove(control, number)
+
+
+def _remove(control: BinaryIO, number: int) -> None:
+    """losetup -d is lazy while something holds the device."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            fcntl.ioctl(control, _LOOP_CTL_REMOVE, number)
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def mounted(device: str, target: Path, *options: str) -> Iterator[Path]:
+    target.mkdir(exist_ok=True)
+    run("mount", *options, device, str(target))
+    try:
+        yield target
+    finally:
+        run("umount", str(target))
+
+
+@dataclass
+class FaultyDisk:
+    """``device`` reads and writes ``backing`` through a FUSE file that fails as told."""
+
+    device: str
+    backing: Path
+    control: Path
+    size: int
+
+    @property
+    def name(self) -> str:
+        return Path(self.device).name
+
+    @property
+    def number(self) -> tuple[int, int]:
+        rdev = os.stat(self.device).st_rdev
+        return os.major(rdev), os.minor(rdev)
+
+    def fault(self, *faults: dict[str, Any]) -> None:
+        """From now on reads fail like this; nothing cached of the device remains."""
+        new = self.control.with_suffix(".new")
+        new.write_text(json.dumps(faults))
+        os.replace(new, self.control)
+        if not any(fault.get("hang") for fault in faults):
+            run("blockdev", "--flushbufs", self.device)
+
+    def clear(self) -> None:
+        self.fault()
+
+
+@contextlib.contextmanager
+def faulty_disk(
+    folder: Path,
+    size: int = 400 * MiB,
+    backing: Path | None = None,
+    faults: Sequence[dict[str, Any]] = (),
+) -> Iterator[FaultyDisk]:
+    """A blank disk of ``size`` bytes (or what ``backing`` holds), without faults at first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if backing is None:
+        backing = folder / "backing"
+        with backing.open("wb") as stream:
+            stream.truncate(size)
+    control, mountpoint = folder / "faults.json", folder / "fuse"
+    control.write_text(json.dumps(list(faults)))
+    mountpoint.mkdir(exist_ok=True)
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("faultfs.py")), str(mountpoint),
+         str(backing), str(control)],
+        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None and server.stdout.readline() == b"ready\n"
+        with loop(mountpoint / "disk") as device:
+            disk = FaultyDisk(device, backing, control, backing.stat().st_size)
+            try:
+                yield disk
+            finally:
+                control.write_text("[]")  # a hanging read must come back before detaching
+    finally:
+        run("umount", "-l", str(mountpoint), check=False)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(timeout=5)
+        server.kill()
+        server.wait()
+        assert server.stdout is not None
+        server.stdout.close()

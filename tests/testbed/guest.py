@@ -1,0 +1,76 @@
+"""A guest machine with a distribution's kernel, under emulation: krbd, nbd, device mapper.
+
+The guest sees the host's root read-only (what it writes goes to memory), so that the host's tools
+and our environment run in it unchanged, and reaches addresses on the host's loopback through
+10.0.2.2's network: give a cluster an address of its own with ``address()``.
+"""
+
+import contextlib
+import os
+import random
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "guest"
+MEMORY_MIB = 1536
+
+
+@dataclass(frozen=True)
+class Result:
+    """``exit`` of the script; None when the guest did not get that far. ``text``: its console."""
+
+    exit: int | None
+    text: str
+
+    def marked(self, name: str) -> list[str]:
+        """What the script said in lines ``name: text``."""
+        return re.findall(rf"^{re.escape(name)}: (.*?)\r?$", self.text, re.MULTILINE)
+
+
+def prepare() -> None:
+    """Fetch the kernel and make the initramfs, once."""
+    subprocess.run([str(ROOT / "scripts" / "guest.sh"), str(FOLDER)], check=True, timeout=300)
+
+
+def run(script: str, folder: Path, timeout: float = 180.0) -> Result:
+    """Run ``script`` (bash) in a fresh guest; ``folder`` is its working folder, seen at /mnt and
+    under its own path, read-only. TimeoutExpired when it takes longer."""
+    prepare()
+    file = folder / "guest-script.sh"
+    file.write_text(script)
+    command = [
+        *("qemu-system-x86_64", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2"),
+        *("-m", str(MEMORY_MIB), "-nodefaults", "-no-user-config", "-display", "none"),
+        *("-serial", "stdio", "-no-reboot", "-kernel", str(FOLDER / "vmlinuz")),
+        *("-initrd", str(FOLDER / "initrd.gz")),
+        *("-append", "console=ttyS0 quiet panic=-1 random.trust_cpu=on script=/mnt/" + file.name),
+        *("-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0"),
+        *("-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap"),
+        *("-virtfs", f"local,path={folder},mount_tag=work,security_model=none,readonly=on"),
+    ]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=False
+    )
+    text = done.stdout.decode(errors="replace") + done.stderr.decode(errors="replace")
+    ended = re.search(r"guest: exit (\d+)", text)
+    return Result(int(ended[1]) if ended else None, text)
+
+
+@contextlib.contextmanager
+def address() -> Iterator[str]:
+    """An address on the host's loopback device that the guest reaches too."""
+    ip = f"10.77.{random.randrange(256)}.{random.randrange(1, 255)}"
+    subprocess.run(["ip", "addr", "add", f"{ip}/32", "dev", "lo"], check=True)
+    try:
+        yield ip
+    finally:
+        subprocess.run(["ip", "addr", "del", f"{ip}/32", "dev", "lo"], check=False)
+
+
+def environment() -> str:
+    """Lines for the head of a script: our environment and this checkout."""
+    return f"export PATH={ROOT}/.venv/bin:{os.environ['PATH']}\ncd {ROOT}\n"

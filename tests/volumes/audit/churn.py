@@ -1,0 +1,181 @@
+"""A node as kubelet keeps it busy: many processes and namespaces, volumes staged, published and
+taken down again all the time. Used by the test and by ``make soak``."""
+
+import asyncio
+import dataclasses
+import os
+import random
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.volumes.audit import stage as stages
+from volumes.audit import faces
+
+# Containers: a namespace each that follows the host's, some with kubelet's directory, two
+# processes in each. One parent starts them all, so that one kill ends them.
+CROWD = """
+import ctypes, os, signal, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+spaces, processes = int(sys.argv[1]), int(sys.argv[2])
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+libc.prctl(1, 9)
+for number in range(processes):
+    read, write = os.pipe()
+    if os.fork() == 0:
+        libc.prctl(1, 9)
+        if number < spaces:
+            if libc.unshare(0x20000): os._exit(1)
+            libc.mount(b'none', b'/', None, (1 << 14) | (1 << 19), None)
+            for extra in range(20):
+                libc.mount(b'tmpfs', b'/mnt', b'tmpfs', 0, b'size=4k')
+        os.write(write, b'x')
+        time.sleep(3600)
+        os._exit(0)
+    os.read(read, 1)
+    os.close(read); os.close(write)
+print('ready', flush=True)
+sys.stdin.read()
+os.killpg(0, 9)
+"""
+
+
+@dataclass
+class Result:
+    seconds: float = 0.0
+    mounts: int = 0
+    looks: int = 0
+    namespaces: int = 0
+    processes: int = 0
+    full_pass_cpu_ms: float = 0.0
+    busy_cpu_percent: float = 0.0  # of one core, agent and children, while the churn runs
+    idle_cpu_percent: float = 0.0
+    leak_found: bool = False
+    leak_seconds: float = 0.0
+    false_findings: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _Pods:
+    """Stages, publishes and removes volumes as fast as one kubelet would."""
+
+    def __init__(self, stage: stages.Stage, devices: list[str]) -> None:
+        self._stage = stage
+        self._devices = devices
+        self.mounts = 0
+
+    async def run(self, until: float) -> None:
+        await asyncio.gather(*(self._one(device, until) for device in self._devices))
+
+    async def _one(self, device: str, until: float) -> None:
+        while time.monotonic() < until:
+            uid = str(uuid.uuid4())
+            target, handle = await asyncio.to_thread(self._stage.staged, device, image=device)
+            await asyncio.sleep(random.uniform(0.0, 1.5))
+            published = await asyncio.to_thread(self._stage.published, target, handle, uid)
+            self.mounts += 2
+            reader = await asyncio.create_subprocess_exec("sleep", "600", cwd=published)
+            await asyncio.sleep(random.uniform(0.1, 2.0))
+            reader.kill()
+            await reader.wait()
+            await self._umount(published)
+            await asyncio.sleep(random.uniform(0.0, 1.0))
+            await self._umount(target)
+            await asyncio.sleep(random.uniform(0.0, 0.5))
+
+    async def _umount(self, path: Path) -> None:
+        process = await asyncio.create_subprocess_exec("umount", str(path))
+        assert await process.wait() == 0, path
+
+
+def cpu(pids: list[int]) -> float:
+    """Seconds of CPU of these processes."""
+    total = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+async def soak(
+    stage: stages.Stage, *, seconds: float, processes: int, spaces: int, idle: float = 0.0
+) -> Result:
+    """Run the churn and watch it; then, for ``idle`` seconds, nothing but the crowd."""
+    stage.share_kubelet()
+    devices = [stage.loop() for _ in range(4)]
+    crowd = subprocess.Popen(
+        [sys.executable, "-c", CROWD, str(spaces), str(processes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    stage.processes.append(crowd)
+    assert crowd.stdout is not None and crowd.stdin is not None
+    result = Result()
+    try:
+        assert crowd.stdout.readline() == "ready\n"
+        defaults = stages.settings(stage, settle="1s", clear_after="5s")
+        async with stages.watching(stage, defaults) as watch:
+            pods = _Pods(stage, devices)
+            seen: dict[str, dict[str, Any]] = {}
+
+            async def look_on(until: float) -> None:
+                while time.monotonic() < until:
+                    for found in faces.findings(watch.audit):
+                        if found["device"] in devices:
+                            seen.setdefault(found["id"], found)
+                    await asyncio.sleep(0.1)
+
+            began, before = time.monotonic(), watch.audit.scanner.cpu_seconds
+            until = began + seconds
+            await asyncio.gather(pods.run(until), look_on(until))
+            result.seconds = time.monotonic() - began
+            result.busy_cpu_percent = (
+                (watch.audit.scanner.cpu_seconds - before) / result.seconds * 100
+            )
+            result.mounts = pods.mounts
+            # Devices are read-only-used, idle and so on by turns; only what claims a leak, a busy
+            # mount or a double mapping would be false here.
+            telling = ("leaked-mount", "busy-mount", "mapped-twice", "unmap-failing")
+            result.false_findings = [f for f in seen.values() if f["rule"] in telling]
+            inventory = await watch.audit.look(full=True)
+            assert inventory is not None
+            result.full_pass_cpu_ms = inventory.cpu * 1000
+            result.namespaces, result.processes = inventory.namespaces, inventory.processes
+            if idle:
+                result.idle_cpu_percent = await _idle(watch, idle)
+            await _leak(stage, watch, devices[0], result)
+            result.looks = watch.audit.scanner.looks
+    finally:
+        crowd.stdin.close()
+        crowd.wait(timeout=30)
+    return result
+
+
+async def _idle(watch: stages.Watching, seconds: float) -> float:
+    """Share of a core that looks and the agent's own loop take while nothing happens."""
+    own = time.process_time()
+    looks = watch.audit.scanner.cpu_seconds
+    await asyncio.sleep(seconds)
+    used = time.process_time() - own + watch.audit.scanner.cpu_seconds - looks
+    return used / seconds * 100
+
+
+async def _leak(stage: stages.Stage, watch: stages.Watching, device: str, result: Result) -> None:
+    target, _ = await asyncio.to_thread(stage.staged, device)
+    empty = stage.folder / "empty"
+    empty.mkdir()
+    pid = await asyncio.to_thread(stage.holder, "chroot", empty, stage.folder)
+    stages.run("umount", target)
+    began = time.monotonic()
+    found = await watch.finding(device, "leaked-mount")
+    result.leak_seconds = time.monotonic() - began
+    result.leak_found = found["pid"] == pid
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    return dataclasses.asdict(result)

@@ -1,0 +1,94 @@
+"""A flood of log lines through the real log child, and how the agent's own loop fares meanwhile."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from volumes.audit.settings import LogSettings
+from volumes.logs import client, patterns
+
+LINE = (
+    b'2026-01-01T00:00:00Z stderr F I1121 kubelet.go:2463] "SyncLoop UPDATE" source="api" n=%07d\n'
+)
+BLOCK = 5000
+
+
+@contextlib.asynccontextmanager
+async def following(
+    settings: LogSettings, told: list[dict[str, Any]], **extra: Any
+) -> AsyncIterator[client.Follower]:
+    """The log child running."""
+    follower = client.Follower(
+        settings, patterns.built_in(), ("rbd", "nbd"), told.extend, extra=extra
+    )
+    task = asyncio.create_task(follower.run())
+    try:
+        yield follower
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition: Any, seconds: float = 40.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not come"
+        await asyncio.sleep(0.05)
+
+
+def sources(path: Path, **changes: Any) -> LogSettings:
+    data = {"kernel": False, "sources": [{"name": "kubelet", "files": str(path)}]}
+    return LogSettings.model_validate(data | changes)
+
+
+def accounted(follower: client.Follower) -> int:
+    counts = follower.counters().get("kubelet", {})
+    return counts.get("seen", 0) + counts.get("dropped", 0)
+
+
+async def flood(folder: Path, lines: int) -> dict[str, Any]:
+    """Write ``lines`` lines as fast as it goes; every line must be accounted for."""
+    path = folder / "kubelet.log"
+    path.touch()
+    told: list[dict[str, Any]] = []
+    longest = 0.0
+    async with following(sources(path), told) as follower:
+        await until(lambda: "kubelet" in follower.counters())
+        await asyncio.sleep(1.0)
+        stop = asyncio.Event()
+
+        async def heartbeat() -> None:
+            nonlocal longest
+            while not stop.is_set():
+                before = time.monotonic()
+                await asyncio.sleep(0.01)
+                longest = max(longest, time.monotonic() - before - 0.01)
+
+        beating = asyncio.create_task(heartbeat())
+        began = time.monotonic()
+        await asyncio.to_thread(_write, path, lines)
+        written = time.monotonic() - began
+        await until(lambda: accounted(follower) >= lines)
+        took = time.monotonic() - began
+        stop.set()
+        await beating
+        counts = follower.counters()["kubelet"]
+    return {
+        "lines": lines,
+        "written_per_second": round(lines / written),
+        "accounted_per_second": round(lines / took),
+        "longest_stall_of_the_loop_ms": round(longest * 1000, 1),
+        **counts,
+    }
+
+
+def _write(path: Path, lines: int) -> None:
+    with path.open("ab", buffering=0) as stream:
+        for first in range(0, lines, BLOCK):
+            count = min(BLOCK, lines - first)
+            stream.write(b"".join(LINE % n for n in range(first, first + count)))
+        os.fsync(stream.fileno())

@@ -1,0 +1,238 @@
+"""The rules about clusters against a real Ceph: skew, other clients, blocklist, a cluster down.
+
+krbd does not exist in this kernel: rbd-fuse shows the images as files, loop devices stand in for
+mappings, and ceph-csi's own record (image-meta.json) says which image a device is.
+"""
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.testbed.ceph import CephCluster
+from tests.volumes.audit import stage as stages
+from tests.volumes.audit.stage import Stage, settings, watching
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+
+# A second client: opens the image for writing, takes the lock, stays.
+WRITER = """
+import rados, rbd, sys, time
+cluster = rados.Rados(conffile=sys.argv[1], name='client.admin'); cluster.connect(timeout=30)
+ioctx = cluster.open_ioctx('rbd')
+image = rbd.Image(ioctx, sys.argv[2])
+image.write(b'x' * 512, 4 << 20)
+print('ready', cluster.get_instance_id(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CephCluster]:
+    cluster = CephCluster(tmp_path_factory.mktemp("ceph"), osd_bytes=4 * 2**30)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def image(ceph: CephCluster, request: pytest.FixtureRequest) -> str:
+    name = f"csi-vol-{abs(hash(request.node.name)) % 10**8}"
+    ceph.run("rbd", "create", "--size", "64M", f"rbd/{name}")
+    return name
+
+
+@pytest.fixture
+def secret(ceph: CephCluster, tmp_path: Path) -> Path:
+    """The least key that the settings' description asks for."""
+    ceph.run(
+        *("ceph", "auth", "get-or-create", "client.nodeagent"),
+        *("mon", "profile rbd-read-only", "osd", "profile rbd-read-only"),
+        *("-o", str(tmp_path / "keyring")),
+    )
+    return tmp_path / "keyring"
+
+
+@contextlib.contextmanager
+def shown_as_files(ceph: CephCluster, folder: Path) -> Iterator[Path]:
+    """The pool's images as files; every one opened counts as a client that writes."""
+    folder.mkdir()
+    ceph.run("rbd-fuse", "-c", str(ceph.conf), "-p", "rbd", str(folder))
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False, timeout=30)
+
+
+@contextlib.contextmanager
+def writer(ceph: CephCluster, image: str) -> Iterator[str]:
+    process = subprocess.Popen(
+        ["/usr/bin/python3", "-c", WRITER, str(ceph.conf), image],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield f"client{process.stdout.readline().split()[1]}"
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def asking(ceph: CephCluster, stage: Stage, secret: Path, **changes: Any) -> Any:
+    cluster = {
+        "name": "c1",
+        "monitors": [ceph.monitor],
+        "user": "nodeagent",
+        "secret_file": str(secret),
+        **changes.pop("cluster", {}),
+    }
+    quick = {
+        "clusters": [cluster],
+        "cluster_interval": "1s",
+        "cluster_timeout": "5s",
+        "rules": {"mapped-elsewhere": {"patience": "0s"}, "audit-blind": {"patience": "0s"}},
+    }
+    return settings(stage, **(quick | changes))
+
+
+def states(watch: stages.Watching) -> dict[str, str]:
+    return {state.name: state.state for state in watch.audit.states}
+
+
+async def test_version_skew_is_found_against_a_doctored_expectation(
+    ceph: CephCluster, stage: Stage, secret: Path
+) -> None:
+    fitting = asking(ceph, stage, secret, cluster={"expected_version": "16.2"})
+    async with watching(stage, fitting) as watch:
+        await watch.until(lambda: states(watch).get("ceph-version-skew") == "ok", "asked")
+        await watch.audit.reconcile(
+            asking(ceph, stage, secret, cluster={"expected_version": "17.2"})
+        )
+        found = await watch.finding("", "ceph-version-skew")
+        assert "expected 17.2, found 16.2.15" in found["message"]
+        assert "this node's client 16.2.15" in found["message"]
+        assert "1 osd" in found["evidence"]["daemons"]
+        view = watch.audit.clusters.views["c1"]
+        assert not isinstance(view, str)
+        assert view.fsid == ceph.run("ceph", "fsid").strip()
+        assert {group.kind for group in view.features} >= {"mon", "osd"}
+        assert view.monitors_v1 and view.monitors_v2
+
+
+async def test_a_second_clients_watcher_and_lock_are_seen_and_go(
+    ceph: CephCluster, stage: Stage, secret: Path, image: str
+) -> None:
+    with shown_as_files(ceph, stage.folder / "rbd") as files:
+        device = stage.attach(files / image)
+        stages.run("mkfs.ext4", "-q", "-F", f"/dev/{device}")
+        stage.staged(device, image=image)
+        try:
+            async with watching(stage, asking(ceph, stage, secret)) as watch:
+                await watch.until(
+                    lambda: states(watch).get("mapped-elsewhere") == "ok", "our own watcher only"
+                )
+                with writer(ceph, image) as other:
+                    found = await watch.finding(device, "mapped-elsewhere")
+                    assert found["severity"] == "critical"
+                    assert other in found["evidence"]["watchers"]
+                    assert other in found["evidence"]["locks"]
+                # It was killed: its watch goes when it times out, 30 s later, and not before.
+        finally:
+            stage.close()
+
+
+async def test_an_image_mapped_twice_here_is_seen(
+    ceph: CephCluster, stage: Stage, image: str
+) -> None:
+    with shown_as_files(ceph, stage.folder / "rbd") as files:
+        first, second = stage.attach(files / image), stage.attach(files / image)
+        stages.run("mkfs.ext4", "-q", "-F", f"/dev/{first}")
+        stage.staged(first, image=image)
+        try:
+            async with watching(stage, settings(stage)) as watch:
+                found = await watch.until(
+                    lambda: [
+                        f
+                        for f in watch.audit.findings
+                        if f.rule == "mapped-twice" and first in f.evidence["devices"]
+                    ],
+                    "mapped-twice",
+                )
+                assert second in found[0].evidence["devices"]
+                assert found[0].evidence["writers"] == "2"
+        finally:
+            stage.close()
+
+
+async def test_a_blocklisted_client_is_seen(
+    ceph: CephCluster, stage: Stage, secret: Path, image: str
+) -> None:
+    with shown_as_files(ceph, stage.folder / "rbd") as files:
+        device = stage.attach(files / image)
+        with open(f"/dev/{device}", "rb") as node:  # makes rbd-fuse open the image
+            node.read(4096)
+        record = stage.kubelet / "plugins/kubernetes.io/csi/rbd.csi.ceph.com/aa"
+        (record / "globalmount").mkdir(parents=True)
+        (record / "vol_data.json").write_text(json.dumps({"volumeHandle": "h"}))
+        meta = {"pool": "rbd", "image": image, "device": f"/dev/{device}"}
+        (record / "globalmount/image-meta.json").write_text(json.dumps(meta))
+        status = json.loads(ceph.run("rbd", "status", f"rbd/{image}", "--format", "json"))
+        address = status["watchers"][0]["address"]
+        try:
+            async with watching(stage, asking(ceph, stage, secret)) as watch:
+                await watch.until(
+                    lambda: address in watch.audit.clusters.watched_by.values(), "our watch seen"
+                )
+                ceph.run("ceph", "osd", "blocklist", "add", address)
+                found = await watch.finding(device, "blocklisted-client")
+                assert found["severity"] == "critical"
+                assert address in found["message"]
+        finally:
+            ceph.run("ceph", "osd", "blocklist", "rm", address)
+            stage.close()
+
+
+async def test_a_cluster_that_is_down_is_unknown_and_not_fine(
+    ceph: CephCluster, stage: Stage, secret: Path
+) -> None:
+    doctored = asking(ceph, stage, secret, cluster={"expected_version": "17.2"})
+    async with watching(stage, doctored) as watch:
+        found = await watch.finding("", "ceph-version-skew")
+        with ceph.frozen("mon"):
+            await watch.until(
+                lambda: states(watch).get("ceph-version-skew") == "unknown", "unknown"
+            )
+            blind = await watch.finding("", "audit-blind")
+            for rule in ("mapped-elsewhere", "cluster-near-full", "blocklisted-client"):
+                assert rule in blind["message"]
+            # What stood still stands, and says that nobody could look.
+            still = watch.found("", "ceph-version-skew")
+            assert [f["id"] for f in still] == [found["id"]]
+            assert still[0]["since"] == found["since"]
+            assert "c1" in still[0]["evidence"]["not_looked_at_again"]
+            await watch.audit.look()  # the node itself is still looked at, at once
+            assert watch.audit.inventory is not None
+        await watch.until(lambda: states(watch)["cluster-near-full"] == "ok", "back")
+        await watch.until(lambda: not watch.found("", "audit-blind"), "sees again")
+
+
+async def test_a_wrong_key_is_said_and_not_shown(
+    ceph: CephCluster, stage: Stage, tmp_path: Path
+) -> None:
+    wrong = tmp_path / "wrong"
+    key = "AQAVUCdhj8DLCBAAKA9WzcQG6u44EeNooNObug=="
+    wrong.write_text(key)
+    async with watching(stage, asking(ceph, stage, wrong, cluster_timeout="20s")) as watch:
+        view = await watch.until(lambda: watch.audit.clusters.views.get("c1"), "asked")
+        assert isinstance(view, str)
+        assert "does not let us in" in view
+        assert key not in view

@@ -1,0 +1,226 @@
+"""The accident and its relatives, rebuilt with real mounts, namespaces and processes."""
+
+import asyncio
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.volumes.audit import stage as stages
+from tests.volumes.audit.stage import Stage, settings, watching
+
+pytestmark = pytest.mark.real
+
+
+async def test_a_private_copy_of_the_host_root_is_found_and_its_holder_named(stage: Stage) -> None:
+    device = stage.loop()
+    cgroup, uid, container = stage.pod_cgroup()
+    target, _ = stage.staged(device, options=("-o", "ro"))
+    rootfs = stage.folder / "exporter"
+    rootfs.mkdir()
+    pid = stage.holder("container", rootfs, "private", stage.folder, cgroup=cgroup)
+    async with watching(stage, settings(stage)) as watch:
+        await asyncio.sleep(1)
+        assert not watch.found(device, "leaked-mount")
+        stages.run("umount", target)
+        found = await watch.finding(device, "leaked-mount")
+        assert found["severity"] == "critical"
+        assert found["pid"] == pid
+        evidence = found["evidence"]
+        assert evidence["cgroup"].endswith(str(cgroup.relative_to(stages.UNIFIED)))
+        assert (evidence["pod_uid"], evidence["container"]) == (uid, container)
+        assert evidence["targets"] == f"/host{target}"
+        assert evidence["propagation"] == "private"
+        assert evidence["read_only"] == "true"
+        # The advice is right: what it says to do frees the device and leaves the holder alone.
+        command = re.search(r"'nodeagent volume act (\S+) --yes'", found["advice"])
+        assert command is not None
+        assert command[1] == found["id"]
+        assert f"nsenter --mount=/proc/{pid}/ns/mnt umount -l /host{target}" in found["advice"]
+        assert (await watch.audit.act(command[1], dry_run=True))["outcome"] == "dry-run"
+        assert stages.active(device)
+        assert (await watch.audit.act(command[1], dry_run=False))["outcome"] == "done"
+        await watch.until(lambda: not watch.found(device, "leaked-mount"), "cleared")
+        assert not stages.active(device)
+        assert stage.is_alive(pid)
+
+
+async def test_the_action_frees_the_device_and_leaves_the_holder_alone(stage: Stage) -> None:
+    device = stage.loop()
+    target, _ = stage.staged(device, options=("-o", "ro"))
+    rootfs = stage.folder / "exporter"
+    rootfs.mkdir()
+    pid = stage.holder("container", rootfs, "private", stage.folder)
+    on = settings(stage, actions={"detach_leaked": "on"})
+    async with watching(stage, on) as watch:
+        stages.run("umount", target)
+        await watch.until(lambda: not stages.active(device), "freed")
+        await watch.until(lambda: not watch.found(device, "leaked-mount"), "cleared")
+        assert stage.is_alive(pid)
+        done = [entry for entry in watch.audit.runner.journal.last if entry["device"] == device]
+        assert [entry["outcome"] for entry in done] == ["done"]
+        journal = (stage.folder / "state/volumes/actions.jsonl").read_text()
+        assert device in journal
+        # Nobody else's mounts went: the holder still sees the host's root.
+        assert os.path.exists(f"/proc/{pid}/root/host/proc/1")
+
+
+@pytest.mark.parametrize("how", ["chroot", "thread"])
+async def test_a_holder_that_the_process_list_does_not_show_is_found(
+    stage: Stage, how: str
+) -> None:
+    device = stage.loop()
+    target, _ = stage.staged(device)
+    empty = stage.folder / "empty"
+    empty.mkdir()
+    arguments: list[str | Path] = [how, *([empty] if how == "chroot" else []), stage.folder]
+    pid = stage.holder(*arguments)
+    if how == "chroot":  # what a look at /proc/<pid>/mountinfo alone would miss
+        with open(f"/proc/{pid}/mountinfo") as table:
+            assert device not in table.read()
+    async with watching(stage, settings(stage)) as watch:
+        stages.run("umount", target)
+        found = await watch.finding(device, "leaked-mount")
+        assert found["pid"] == pid
+        if how == "thread":
+            assert int(found["evidence"]["thread"]) != pid
+            assert "/task/" in found["advice"]
+
+
+async def test_a_namespace_without_processes_is_found_with_what_keeps_it(stage: Stage) -> None:
+    device = stage.loop()
+    target, _ = stage.staged(device)
+    tree = stage.folder / "pins"
+    tree.mkdir()
+    stages.run("mount", "--bind", tree, tree)
+    stages.run("mount", "--make-private", tree)
+    stage._undo.append(lambda: stages.run("umount", "-l", tree, check=False))
+    pin = tree / "namespace"
+    pin.touch()
+    empty = stage.folder / "empty"
+    empty.mkdir()
+    pid = stage.holder("chroot", empty, stage.folder)
+    stages.run("mount", "--bind", f"/proc/{pid}/ns/mnt", pin)
+    stage._undo.append(lambda: stages.run("umount", "-l", pin, check=False))
+    stage.end(pid)
+    on = settings(stage)
+    async with watching(stage, on) as watch:
+        stages.run("umount", target)
+        found = await watch.finding(device, "leaked-mount")
+        assert found["pid"] == 0
+        assert found["evidence"]["processes"] == "0"
+        assert str(pin) in found["evidence"]["kept_by"]
+        assert "No process is in the namespace" in found["advice"]
+        # The action reaches it by its id, there is no process to go through.
+        result = await watch.audit.act(found["id"], dry_run=False)
+        assert result["outcome"] == "done", result
+        await watch.until(lambda: not stages.active(device), "freed")
+
+
+@pytest.mark.parametrize("how", ["fd", "map", "cwd"])
+async def test_a_lazily_unmounted_device_in_use_is_found_by_its_user(
+    stage: Stage, how: str
+) -> None:
+    device = stage.loop()
+    target, _ = stage.staged(device)
+    (target / "file").write_text("x" * 10000)
+    pid = stage.holder(how, target if how == "cwd" else target / "file")
+    async with watching(stage, settings(stage)) as watch:
+        stages.run("umount", "-l", target)
+        found = await watch.finding(device, "leaked-mount")
+        assert found["pid"] == pid
+        assert how in found["evidence"]["uses"]
+        assert not [p for p in watch.audit.plans() if p.device == device]  # nothing it could do
+        stage.end(pid)
+        await watch.until(lambda: not watch.found(device, "leaked-mount"), "cleared")
+
+
+async def test_a_pod_that_sits_on_the_volume_is_named_when_the_unmount_fails(
+    stage: Stage,
+) -> None:
+    device = stage.loop()
+    cgroup, uid, _ = stage.pod_cgroup()
+    stage.share_kubelet()
+    target, _ = stage.staged(device)
+    rootfs = stage.folder / "exporter"
+    rootfs.mkdir()
+    pid = stage.holder("container-cwd", rootfs, "slave", stage.folder, target, cgroup=cgroup)
+    async with watching(stage, settings(stage)) as watch:
+        busy = subprocess.run(["umount", str(target)], capture_output=True, check=False, text=True)
+        assert busy.returncode == 32
+        assert "target is busy" in busy.stderr
+        found = await watch.finding(device, "busy-mount")
+        assert found["pid"] == pid
+        assert found["evidence"]["pod_uid"] == uid
+        assert "cwd" in found["evidence"]["uses"]
+        assert not watch.found(device, "leaked-mount")
+
+
+async def test_an_xfs_volume_is_watched_too(stage: Stage) -> None:
+    device = stage.loop(megabytes=320, fs="xfs")
+    target, _ = stage.staged(device)
+    empty = stage.folder / "empty"
+    empty.mkdir()
+    pid = stage.holder("chroot", empty, stage.folder)
+    async with watching(stage, settings(stage)) as watch:
+        stages.run("umount", target)
+        found = await watch.finding(device, "leaked-mount")
+        assert found["pid"] == pid
+
+
+async def test_a_volume_unmounted_properly_leaves_nothing(stage: Stage) -> None:
+    device = stage.loop()
+    stage.share_kubelet()
+    target, _ = stage.staged(device)
+    rootfs = stage.folder / "exporter"
+    rootfs.mkdir()
+    stage.holder("container", rootfs, "slave", stage.folder)  # HostToContainer, as it should be
+    async with watching(stage, settings(stage)) as watch:
+        stages.run("umount", target)
+        end = time.monotonic() + 4
+        while time.monotonic() < end:
+            assert not watch.found(device, "leaked-mount")
+            assert not watch.found(device, "busy-mount")
+            await asyncio.sleep(0.1)
+
+
+async def test_the_volume_of_a_pod_that_still_owns_it_is_left_alone(stage: Stage) -> None:
+    device = stage.loop()
+    cgroup, uid, _ = stage.pod_cgroup()
+    target, handle = stage.staged(device)
+    published = stage.published(target, handle, uid)
+    rootfs = stage.folder / "pod"
+    rootfs.mkdir()
+    stage.holder("container", rootfs, "private", stage.folder, cgroup=cgroup)
+    async with watching(stage, settings(stage, actions={"detach_leaked": "on"})) as watch:
+        stages.run("umount", published)
+        stages.run("umount", target)
+        found = await watch.finding(device, "leaked-mount")
+        steps: list[Any] = [p for p in watch.audit.plans() if p.device == device]
+        assert steps[0].refusal == f"pod {uid} still owns the volume"
+        result = await watch.audit.act(found["id"], dry_run=False)
+        assert result["outcome"] == "refused"
+        assert stages.active(device)
+
+
+async def test_private_propagation_of_kubelets_directory_is_found(stage: Stage) -> None:
+    stage.share_kubelet()
+    device = stage.loop()
+    stage.staged(device)
+    rootfs = stage.folder / "exporter"
+    rootfs.mkdir()
+    pid = stage.holder("container", rootfs, "private", stage.folder)
+    good = stage.folder / "good"
+    good.mkdir()
+    well = stage.holder("container", good, "slave", stage.folder)
+    quick = settings(stage, rules={"private-propagation": {"patience": "0s"}})
+    async with watching(stage, quick) as watch:
+        found = await watch.finding(device, "private-propagation")
+        assert found["pid"] == pid
+        assert found["severity"] == "warning"
+        every = [f for f in watch.audit.findings if f.rule == "private-propagation"]
+        assert str(well) not in {f.evidence.get("pid") for f in every}

@@ -1,0 +1,283 @@
+"""The pattern file against the exact texts of the programs, and against near misses. Pure."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+import kit.errors
+from tests.volumes.audit.world import place, scene, volume
+from volumes.audit.settings import LogSource
+from volumes.inventory.model import Publish
+from volumes.logs import book, patterns, sieve
+
+PATTERNS = patterns.built_in()
+DEVICES = r"(?:rbd|nbd)\d+"
+
+
+def matched(
+    source: str, line: str, own: tuple[patterns.Pattern, ...] = PATTERNS
+) -> list[sieve.Hit]:
+    each = sieve.Sieve(
+        "test", [p for p in patterns.plain(own) if p["source"] == source], DEVICES, 1000
+    )
+    each.feed(line.encode() + b"\n")
+    return list(each.flush())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [(p, text) for p in PATTERNS for text in p.examples],
+    ids=lambda v: str(v)[:40],
+)
+def test_every_example_is_matched_by_its_pattern(pattern: patterns.Pattern, text: str) -> None:
+    assert pattern.id in [hit.pattern for hit in matched(pattern.source, text)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [(p, text) for p in PATTERNS for text in p.near_misses],
+    ids=lambda v: str(v)[:40],
+)
+def test_no_near_miss_is_matched_by_its_pattern(pattern: patterns.Pattern, text: str) -> None:
+    assert pattern.id not in [hit.pattern for hit in matched(pattern.source, text)]
+
+
+def test_every_pattern_brings_examples_and_near_misses() -> None:
+    for pattern in PATTERNS:
+        assert pattern.examples, pattern.id
+        assert pattern.near_misses, pattern.id
+
+
+# The format strings of the facts, filled in. Kept apart from the pattern file on purpose: a text
+# that is changed there to fit a pattern must still be found here.
+EXACT = {
+    "libceph: mon2 (1)10.1.2.3:6789 feature set mismatch, my 107b86a842aca < server's "
+    "40107b86a842aca, missing 400000000000000": "ceph-feature-mismatch",
+    "libceph: osd1 (1)10.1.2.3:6801 protocol version mismatch, my 24 != server's 10": (
+        "ceph-protocol-mismatch"
+    ),
+    "libceph: mon0 (1)10.1.2.3:6789 protocol feature mismatch, my required 800000 > server's 0, "
+    "need 800000": "ceph-protocol-mismatch",
+    "libceph: no match of type 2 in addrvec": "ceph-messenger-mismatch",
+    "libceph: bad fsid, had 00000000-0000-0000-0000-000000000001 got "
+    "00000000-0000-0000-0000-000000000002": "ceph-wrong-cluster",
+    "libceph: bad authorize reply": "ceph-wrong-cluster",
+    "libceph: osd3 (1)10.1.2.3:6801 socket closed (con state OPEN)": "ceph-session-flaps",
+    "libceph: mon0 (2)10.1.2.3:3300 socket closed (con state CONNECTING)": "ceph-session-flaps",
+    "libceph: mon0 (1)10.1.2.3:6789 session lost, hunting for new mon": "ceph-session-flaps",
+    "libceph: osd3 down": "ceph-session-flaps",
+    "libceph: read_partial_message bad hdr crc 3735928559 != expected 1": "ceph-corrupt-message",
+    "rbd: rbd12: image uses unsupported features: 0x40": "rbd-unsupported-features",
+    "rbd: rbd12: encountered watch error: -107": "rbd-watch-lost",
+    "rbd: rbd12: failed to reregister watch: -108": "rbd-watch-lost",
+    "rbd: rbd12: failed to lock header: -30": "rbd-lock-broken",
+    "rbd: rbd12: breaking header lock owned by client4144": "rbd-lock-broken",
+    "rbd: rbd12: failed to blocklist client4144: -110": "rbd-lock-broken",
+    "rbd: rbd12: blacklist of client4144 failed: -110": "rbd-lock-broken",
+    "rbd: rbd12: read at objno 4 593920~4096 result -108": "rbd-io-error",
+    "rbd: rbd12: read result -108": "rbd-io-error",
+    "blk_update_request: I/O error, dev rbd12": "block-io-error",
+    "I/O error, dev rbd12, sector 0 op 0x0:(READ) flags 0x0 phys_seg 1 prio class 2": (
+        "block-io-error"
+    ),
+    "Buffer I/O error on dev rbd12, logical block 9, async page read": "block-io-error",
+    "EXT4-fs (rbd12): INFO: recovery required on readonly filesystem": "ext4-recovery-refused",
+    "EXT4-fs (rbd12): write access unavailable, cannot proceed (try mounting with noload)": (
+        "ext4-recovery-refused"
+    ),
+    "EXT4-fs error (device rbd12): __ext4_find_entry:1612: inode #2: comm ls: reading directory": (
+        "ext4-error"
+    ),
+    "EXT4-fs (rbd12): Remounting filesystem read-only": "ext4-error",
+    "Aborting journal on device rbd12-8.": "journal-aborted",
+    "VFS: Can't find ext4 filesystem": "no-file-system",
+    "block nbd3: Connection timed out": "nbd-timeout",
+    "INFO: task jbd2/rbd12-8:991 blocked for more than 122 seconds.": "hung-task",
+    "PID 77 (agent) failed to respond to fanotify queue for more than 30 seconds": (
+        "fanotify-silent"
+    ),
+    "rbd: unmap failed: (16) Device or resource busy": "unmap-failed",
+    "rbd: unmap for spec (replicapool/csi-vol-9) failed (exit 16): (rbd: sysfs write failed)": (
+        "unmap-failed"
+    ),
+    "error unmapping volume (0001-0009-rook-ceph-01) from staging path (/s/globalmount): (busy)": (
+        "unmap-failed"
+    ),
+    "rbd image replicapool/csi-vol-9 is still being used": "rbd-in-use",
+    "an operation with the given Volume ID 0001-0009-rook-ceph-01 already exists": (
+        "csi-operation-stuck"
+    ),
+    "rbd: map failed: (110) Connection timed out": "map-failed",
+    "rbd: map failed: (5) Input/output error": "map-failed",
+    "rbd: map failed: (6) No such device or address": "map-failed",
+    'Orphaned pod "1c6f2fcb-2a35-4a3c-a1f0-3d2fd3b0f1aa" found, but volume paths are still present '
+    "on disk : There were a total of 3 errors similar to this.": "orphaned-pod",
+    'UnmountDevice failed for volume "pvc-9" (UniqueName: "x") on node "n"': "unmount-failed",
+    "umount: /var/lib/kubelet/x: target is busy.": "target-busy",
+    "mount: /m: /dev/rbd12 already mounted or mount point busy.": "mount-point-busy",
+    "mount: /m: WARNING: source write-protected, mounted read-only.": "mounted-read-only",
+    'I0101 mount_linux.go:589] Disk "/dev/rbd12" appears to be unformatted, attempting to format '
+    'as type: "ext4" with options: [-F -m0 /dev/rbd12]': "format-attempt",
+    "I01 mount_linux.go:599] Disk successfully formatted (mkfs): ext4 - /dev/rbd12 /s": "formatted",
+    'E0101 format of disk "/dev/rbd12" failed: type:("ext4") target:("/s") options:("rw") '
+    "errcode:(exit status 1) output:(mke2fs 1.47.0 Operation not permitted while setting up "
+    "superblock)": "format-failed",
+    "Configured to mount disk /dev/rbd12 as ext4 but current format is xfs, things might break": (
+        "format-mismatch"
+    ),
+    "'fsck' found errors on device /dev/rbd12 but could not correct them": "fsck-uncorrected",
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), EXACT.items(), ids=lambda v: str(v)[:40])
+def test_the_exact_text_is_matched_by_its_pattern_and_no_other(text: str, expected: str) -> None:
+    source = next(p.source for p in PATTERNS if p.id == expected)
+    found = matched(source, text)
+    assert [hit.pattern for hit in found] == [expected]
+    if "rbd12" in text and expected not in ("journal-aborted", "hung-task"):
+        assert found[0].groups["device"] == "rbd12"
+
+
+def test_every_pattern_is_exercised_by_an_exact_text() -> None:
+    assert {p.id for p in PATTERNS} == set(EXACT.values())
+
+
+def test_ordinary_lines_match_nothing() -> None:
+    lines = (
+        'I1121 kubelet.go:2463] "SyncLoop UPDATE" source="api" pods=["default/web-0"]',
+        'MountVolume.SetUp succeeded for volume "pvc-9"',
+        "libceph: client4144 fsid 6e9f0c4c-1111-2222-3333-0123456789ab",
+        "libceph: mon0 (1)10.0.0.1:6789 session established",
+        "rbd: rbd0: capacity 2147483648 features 0x3d",
+        "EXT4-fs (rbd0): mounted filesystem with ordered data mode. Opts: (null)",
+        "I/O error, dev sda, sector 1",
+        "EXT4-fs error (device sda1): ext4_lookup:1",
+    )
+    for line, source in itertools.product(lines, ("kernel", "userspace")):
+        assert matched(source, line) == []
+
+
+def test_an_operators_pattern_is_added_and_one_with_a_known_id_replaces_that(
+    tmp_path: Path,
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "- {id: my-line, source: userspace, anchor: teapot, regex: 'a teapot (?P<device>\\w+)',\n"
+        "   severity: critical, meaning: m, advice: a}\n"
+        "- {id: rbd-in-use, source: userspace, anchor: never, regex: never, severity: info,\n"
+        "   meaning: m, advice: a}\n"
+    )
+    loaded = patterns.load(own)
+    assert len(loaded) == len(PATTERNS) + 1
+    assert [h.pattern for h in matched("userspace", "a teapot rbd3", loaded)] == ["my-line"]
+    assert matched("userspace", "rbd image rbd/x is still being used", loaded) == []
+
+
+MISFIT = """
+- {id: x, source: kernel, anchor: abc, regex: abc, severity: info, meaning: m, advice: a,
+   examples: [xyz]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("- {id: x, regex: '(', anchor: abc, source: kernel}", "x"),
+        ("- {id: x}", "x"),
+        ("a: b", "list"),
+        ("- [", "YAML"),
+        (MISFIT, "own example"),
+    ],
+)
+def test_a_bad_pattern_file_is_refused_with_the_pattern_named(
+    tmp_path: Path, text: str, named: str
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(text)
+    with pytest.raises(kit.errors.SettingsError, match=named) as caught:
+        patterns.load(own)
+    assert str(own) in str(caught.value)
+
+
+def test_lines_above_the_budget_are_counted_not_lost() -> None:
+    each = sieve.Sieve("x", patterns.plain(PATTERNS), DEVICES, 1000, clock=lambda: 0.0)
+    block = b"some line of no interest\n" * 100
+    for _ in range(500):
+        each.feed(block)
+    assert each.counters.seen + each.counters.dropped == 50_000
+    assert each.counters.seen == 1000
+
+
+def test_lines_cut_anywhere_are_matched_once() -> None:
+    line = b"rbd image rbd/csi-vol-1 is still being used\n"
+    data = b"x\n" + line * 3 + b"y\n"
+    for cut in range(1, 60):
+        each = sieve.Sieve("x", patterns.plain(PATTERNS), DEVICES, 10**6)
+        for at in range(0, len(data), cut):
+            each.feed(data[at : at + cut])
+        assert [h.count for h in each.flush()] == [3], cut
+        assert each.counters.seen == 5
+
+
+def test_a_flood_of_made_up_names_is_bounded() -> None:
+    each = sieve.Sieve("x", patterns.plain(PATTERNS), DEVICES, 10**6)
+    for number in range(1000):
+        each.feed(f"rbd image rbd/i{number} is still being used\n".encode())
+    assert len(list(each.flush())) == sieve.MOST_HITS
+    assert each.counters.squeezed == 1000 - sieve.MOST_HITS
+
+
+def by_id() -> dict[str, patterns.Pattern]:
+    return {p.id: p for p in PATTERNS}
+
+
+def raw(pattern: str, count: int = 1, **groups: str) -> dict[str, object]:
+    return {"pattern": pattern, "source": "s", "text": "t", "groups": groups, "count": count}
+
+
+def test_a_pattern_that_must_come_often_is_quiet_until_it_does() -> None:
+    state = book.note(book.Book(), [raw("ceph-session-flaps", 9)], by_id(), 100.0, 900.0)
+    assert book.telling(state, by_id()) == ()
+    state = book.note(state, [raw("ceph-session-flaps", 1)], by_id(), 150.0, 900.0)
+    assert len(book.telling(state, by_id())) == 1
+    late = book.note(state, [raw("ceph-session-flaps", 1)], by_id(), 250.0, 900.0)
+    assert book.telling(late, by_id()) == ()
+
+
+def test_lines_are_forgotten_after_a_while_and_never_too_many_are_kept() -> None:
+    state = book.note(book.Book(), [raw("rbd-in-use", image="a/b")], by_id(), 100.0, 900.0)
+    assert book.telling(book.note(state, [], by_id(), 999.0, 900.0), by_id())
+    assert not book.telling(book.note(state, [], by_id(), 1001.0, 900.0), by_id())
+    many = [raw("rbd-in-use", image=f"a/{n}") for n in range(1000)]
+    state = book.note(book.Book(), many, by_id(), 100.0, 900.0)
+    assert len(state.hits) == book.MOST
+    assert state.forgotten == 1000 - book.MOST
+
+
+def test_a_line_is_joined_to_the_device_of_its_volume_path_pod_or_image() -> None:
+    uid = "1c6f2fcb-2a35-4a3c-a1f0-3d2fd3b0f1aa"
+    staged = volume(publishes=(Publish(uid, "/p", "pvc-9", mounted=True, read_only=False),))
+    inventory = scene(volumes=(staged,), host=(place("/mnt/x"),)).inventory
+    state = book.note(
+        book.Book(),
+        [
+            raw("unmap-failed", volume="h1"),
+            raw("target-busy", path="/mnt/x"),
+            raw("orphaned-pod", pod=uid),
+            raw("rbd-in-use", image="rbd/csi-vol-1"),
+            raw("rbd-in-use", image="rbd/another"),
+        ],
+        by_id(),
+        100.0,
+        900.0,
+    )
+    hits = book.join(book.telling(state, by_id()), inventory)
+    assert [hit.device for hit in hits] == ["rbd0", "rbd0", "rbd0", "rbd0", ""]
+
+
+def test_default_sources_are_valid() -> None:
+    with pytest.raises(ValueError, match="last two"):
+        LogSource(name="x", files="/var/*/pods/a/b.log")
+    with pytest.raises(ValueError, match="either"):
+        LogSource(name="x")

@@ -1,0 +1,158 @@
+"""The scan child: what hangs is abandoned, what it opens is not kept, gaps are said."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from linux import namespaces, nsmounts
+from tests.volumes.audit.stage import Stage, run, settings, watching
+from tests.volumes.audit.test_logs import _children
+from volumes.inventory import client, scan
+
+pytestmark = pytest.mark.real
+
+
+def request(stage: Stage, **changes: object) -> scan.Request:
+    fields: dict[str, object] = {
+        "drivers": ("loop",),
+        "kubelet": str(stage.kubelet),
+        "proc": "/proc",
+        "sys": "/sys",
+        "containers": "/nonexistent",
+        "deep": True,
+    }
+    return scan.Request(**(fields | changes))  # type: ignore[arg-type]
+
+
+async def test_a_look_that_hangs_is_given_up_and_the_next_one_works(stage: Stage) -> None:
+    scanner = client.Scanner()
+    await scanner.look(request(stage), 20.0)
+    (child,) = _children("volumes.inventory.worker")
+    os.kill(child, signal.SIGSTOP)
+    with pytest.raises(client.BlindError, match=r"no answer within 0\.5s"):
+        await scanner.look(request(stage), 0.5)
+    inventory = await scanner.look(request(stage), 20.0)
+    assert inventory.namespaces > 0
+    assert scanner.failures == 1
+    await scanner.close()
+
+
+async def test_children_that_cannot_be_killed_are_bounded(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL does nothing to a process in an uninterruptible sleep; here it is not sent."""
+    monkeypatch.setattr(asyncio.subprocess.Process, "kill", lambda _: None)
+    scanner = client.Scanner()
+    frozen: list[int] = []
+    try:
+        for _ in range(client.MOST_ABANDONED):
+            await scanner.look(request(stage), 20.0)
+            (child,) = set(_children("volumes.inventory.worker")) - set(frozen)
+            frozen.append(child)
+            os.kill(child, signal.SIGSTOP)
+            with pytest.raises(client.BlindError):
+                await scanner.look(request(stage), 0.2)
+        assert scanner.stuck == client.MOST_ABANDONED
+        with pytest.raises(client.BlindError, match="still hang in the kernel"):
+            await scanner.look(request(stage), 20.0)
+        assert len(_children("volumes.inventory.worker")) == client.MOST_ABANDONED
+    finally:
+        for pid in frozen:
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.gather(*(process.wait() for process in scanner._stuck))
+
+
+async def test_an_audit_that_cannot_look_says_unknown_and_keeps_what_stood(stage: Stage) -> None:
+    device = stage.loop()
+    target, _ = stage.staged(device)
+    empty = stage.folder / "empty"
+    empty.mkdir()
+    stage.holder("chroot", empty, stage.folder)
+    impatient = settings(stage, look_timeout="2s", rules={"audit-blind": {"patience": "0s"}})
+    async with watching(stage, impatient) as watch:
+        run("umount", target)
+        found = await watch.finding(device, "leaked-mount")
+        for _ in range(100):
+            for child in _children("volumes.inventory.worker"):
+                os.kill(child, signal.SIGSTOP)
+            watch.audit.wake()
+            still = watch.found(device, "leaked-mount")
+            if "not_looked_at_again" in still[0]["evidence"]:
+                break
+            await asyncio.sleep(0.1)
+        assert watch.found("", "audit-blind")
+        assert [f["id"] for f in still] == [found["id"]]
+        assert "no answer" in still[0]["evidence"]["not_looked_at_again"]
+        await watch.until(lambda: not watch.found("", "audit-blind"), "sees again")
+
+
+async def test_a_look_keeps_nothing_busy(stage: Stage) -> None:
+    device = stage.loop()
+    target, _ = stage.staged(device)
+    scanner = client.Scanner()
+    for _ in range(3):
+        inventory = await scanner.look(request(stage, users_of=(device,)), 20.0)
+        assert [user for user in inventory.users if user.device[1] == int(device[4:])] == []
+    run("umount", target)  # would fail with 'target is busy' if the child were inside
+    await scanner.close()
+
+
+async def test_without_the_kernels_list_threads_and_processes_still_lead_to_namespaces(
+    stage: Stage,
+) -> None:
+    """Kernels before 6.12: what the walk is replaced by, on the same scene."""
+    device = stage.loop()
+    stage.staged(device)
+    pid = stage.holder("thread", stage.folder)
+    number = os.stat(f"/dev/{device}").st_rdev
+    from volumes.inventory import processes, spaces
+
+    everything = processes.Processes("/proc", "/nonexistent")
+    old = spaces.Scan(
+        everything,
+        "/proc",
+        {everything.host_space()},
+        {(os.major(number), os.minor(number))},
+        None,
+    )
+    walked = old.run(set())
+    saved = namespaces.walk
+    try:
+        namespaces.walk = _not_there  # type: ignore[assignment]
+        again = spaces.Scan(
+            everything,
+            "/proc",
+            {everything.host_space()},
+            {(os.major(number), os.minor(number))},
+            None,
+        ).run(set())
+    finally:
+        namespaces.walk = saved
+    for found in (walked, again):
+        assert [(s.owners[0].pid, s.owners[0].thread != 0) for s in found.spaces] == [(pid, True)]
+    assert walked.spaces[0].inode == again.spaces[0].inode
+
+
+def _not_there(start: str = "") -> object:
+    raise OSError(25, "Inappropriate ioctl for device")
+
+
+def test_statmount_and_mountinfo_say_the_same_of_every_namespace(stage: Stage) -> None:
+    device = stage.loop()
+    target = stage.mount(device, stage.folder / "m")
+    own = os.stat("/proc/self/ns/mnt").st_ino
+    listed = next(each for each in namespaces.walk() if each.inode == own)
+    mounts = list(nsmounts.mounts(listed.id))
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    assert sorted(m.target for m in mounts) == sorted(
+        line.split()[4].replace("\\040", " ") for line in lines
+    )
+    assert [m.fstype for m in mounts if m.target == str(target)] == ["ext4"]
+
+
+def test_a_missing_proc_is_an_error_that_says_what_to_do(stage: Stage) -> None:
+    with pytest.raises(OSError):
+        scan.look(request(stage, proc=str(stage.folder / "none")))

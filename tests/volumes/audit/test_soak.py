@@ -1,0 +1,18 @@
+"""No false findings while pods come and go; about a minute here, ten by ``make soak``."""
+
+import pytest
+
+from tests.volumes.audit import churn
+from tests.volumes.audit.stage import Stage
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+
+
+async def test_kubelet_like_churn_brings_no_false_findings(stage: Stage) -> None:
+    result = await churn.soak(stage, seconds=40, processes=200, spaces=100)
+    assert result.false_findings == []
+    assert result.mounts > 100
+    assert result.namespaces >= 100
+    assert result.processes >= 200
+    # It was not asleep: a leak set up at the end is found.
+    assert result.leak_found

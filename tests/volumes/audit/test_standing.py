@@ -1,0 +1,100 @@
+"""From troubles to findings: patience, clearing, flapping, unknown. Pure."""
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kit.finding import Severity
+from volumes.audit import standing
+from volumes.audit.standing import Judged
+from volumes.rules.base import Trouble
+
+TROUBLE = Trouble(subject="rbd0", message="m", advice="a", key="k", device="rbd0", pid=7)
+SEEN = Judged("leaked-mount", ((TROUBLE, Severity.CRITICAL, 2.0),))
+NOTHING = Judged("leaked-mount", ())
+
+
+def after(*steps: tuple[float, Judged], clear: float = 5.0) -> standing.Standing:
+    state: standing.Standing = {}
+    for now, judged in steps:
+        state = standing.advance(state, [judged], now, clear)
+    return state
+
+
+def raised(state: standing.Standing) -> list[str]:
+    return [finding.id for finding in standing.findings(state)]
+
+
+def test_a_trouble_becomes_a_finding_when_it_lasts() -> None:
+    assert raised(after((100, SEEN), (101, SEEN))) == []
+    assert raised(after((100, SEEN), (102, SEEN))) == ["leaked-mount/rbd0/k"]
+
+
+def test_a_gap_starts_the_patience_anew() -> None:
+    assert raised(after((100, SEEN), (101, NOTHING), (102, SEEN))) == []
+
+
+def test_since_is_when_it_began_and_stays() -> None:
+    state = after((100, SEEN), (102, SEEN), (500, SEEN))
+    assert standing.findings(state)[0].since == 100
+
+
+def test_a_finding_clears_by_itself_after_a_while() -> None:
+    steps = ((100.0, SEEN), (102.0, SEEN), (110.0, NOTHING))
+    assert raised(after(*steps)) == ["leaked-mount/rbd0/k"]
+    assert raised(after(*steps, (114, NOTHING))) == ["leaked-mount/rbd0/k"]
+    assert raised(after(*steps, (115, NOTHING))) == []
+
+
+def test_unknown_clears_nothing_and_says_so() -> None:
+    blind = dataclasses.replace(NOTHING, unknown="the cluster does not answer")
+    state = after((100, SEEN), (102, SEEN), (110, blind), (9999, blind))
+    found = standing.findings(state)[0]
+    assert found.evidence["not_looked_at_again"] == "the cluster does not answer"
+    assert raised(standing.advance(state, [NOTHING], 10_000, 0.0)) == []
+
+
+def test_a_flapping_trouble_keeps_one_finding_up() -> None:
+    state: standing.Standing = {}
+    changes = 0
+    before: list[str] = []
+    for step in range(200):
+        now = 100.0 + step * 10
+        judged = SEEN if step % 3 < 2 else NOTHING
+        state = standing.advance(state, [judged], now, clear_after=5.0)
+        state = standing.advance(state, [judged], now + 6, clear_after=5.0)
+        changes += raised(state) != before
+        before = raised(state)
+    assert changes == 1 + 2 * standing.FLAPS
+    assert before == ["leaked-mount/rbd0/k"]
+    assert "flapping" in standing.findings(state)[0].evidence
+
+
+def test_one_rule_gone_wrong_is_bounded() -> None:
+    many = tuple(
+        (dataclasses.replace(TROUBLE, key=str(n)), Severity.INFO, 0.0) for n in range(10_000)
+    )
+    state = standing.advance({}, [Judged("r", many)], 1.0, 5.0)
+    assert len(state) == standing.MOST_OF_A_RULE
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 100), st.sampled_from(["seen", "gone", "blind"]))))
+def test_a_finding_never_stands_without_having_been_seen(steps: list[tuple[float, str]]) -> None:
+    state: standing.Standing = {}
+    now = 1000.0
+    seen_at: list[float] = []
+    told: dict[str, float] = {}
+    for wait, what in steps:
+        now += wait
+        judged = SEEN if what == "seen" else NOTHING
+        if what == "blind":
+            judged = dataclasses.replace(NOTHING, unknown="x")
+        if what == "seen":
+            seen_at.append(now)
+        state = standing.advance(state, [judged], now, 5.0)
+        for found in standing.findings(state):
+            assert found.since in seen_at
+            assert told.setdefault(found.id, found.since) == found.since
+        if not standing.findings(state):
+            told = {}

@@ -1,0 +1,97 @@
+"""Small inventories and views for the pure tests of the rules."""
+
+import dataclasses
+from typing import Any
+
+from volumes.audit.settings import AuditSettings
+from volumes.inventory.cluster import ClusterView
+from volumes.inventory.model import Client, Device, Image, Inventory, Owner, Place, Space, Volume
+from volumes.rules.base import Outcome, Rule, Scene, Trouble
+
+IMAGE = Image(pool="rbd", name="csi-vol-1", fsid="f1")
+DEVICE = Device(
+    name="rbd0",
+    number=(252, 0),
+    driver="rbd",
+    size=1 << 30,
+    read_only=False,
+    diskseq=7,
+    active=(),
+    holders=(),
+    image=IMAGE,
+    client=Client("0", "client10", "10.0.0.5:0/111"),
+)
+OWNER = Owner(pid=42, started=1, comm="node_exporter", cgroup="/kubepods/x")
+INVENTORY = Inventory(taken=1000.0, took=0.1, cpu=0.1, boot=0.0, deep=True, devices=(DEVICE,))
+
+
+def device(**changes: Any) -> Device:
+    return dataclasses.replace(DEVICE, **changes)
+
+
+def place(target: str = "/mnt", **changes: Any) -> Place:
+    fields: dict[str, Any] = {
+        "namespace": 1,
+        "target": target,
+        "root": "/",
+        "device": DEVICE.number,
+        "fstype": "ext4",
+        "read_only": False,
+        "super_read_only": False,
+        "options": ("rw",),
+        "super_options": ("rw",),
+        "propagation": "shared",
+    }
+    return Place(**(fields | changes))
+
+
+def space(*places: Place, **changes: Any) -> Space:
+    fields: dict[str, Any] = {
+        "inode": 99,
+        "id": 5,
+        "owners": (OWNER,),
+        "processes": 1,
+        "places": places or (place(namespace=99, propagation="private"),),
+    }
+    return Space(**(fields | changes))
+
+
+def volume(**changes: Any) -> Volume:
+    fields: dict[str, Any] = {
+        "driver": "rbd.csi.ceph.com",
+        "handle": "h1",
+        "staging": "/kubelet/s",
+        "mounts": (),
+        "device": "rbd0",
+        "image": IMAGE,
+        "publishes": (),
+    }
+    return Volume(**(fields | changes))
+
+
+def scene(*, settings: dict[str, Any] | None = None, **changes: Any) -> Scene:
+    inventory = changes.pop("inventory", INVENTORY)
+    fields = {name: changes.pop(name) for name in list(changes) if hasattr(INVENTORY, name)}
+    if inventory is not None and fields:
+        inventory = dataclasses.replace(inventory, **fields)
+    return Scene(
+        now=1000.0,
+        settings=AuditSettings.model_validate(settings or {}),
+        inventory=inventory,
+        **changes,
+    )
+
+
+def view(**changes: Any) -> ClusterView:
+    fields: dict[str, Any] = {"name": "c1", "taken": 1000.0, "fsid": "f1"}
+    return ClusterView(**(fields | changes))
+
+
+def judge(rule: Rule, at: Scene) -> Outcome:
+    return rule.judge(at)
+
+
+def only(rule: Rule, at: Scene) -> Trouble:
+    outcome = rule.judge(at)
+    assert len(outcome.troubles) == 1, outcome
+    return outcome.troubles[0]

@@ -1,0 +1,25 @@
+"""A guarded cell and an agent for it, shared by the tests of a module."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.testbed import cell
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cell.Cell]:
+    with cell.cell(tmp_path_factory.mktemp("cell")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def agent(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[cell.Agent]:
+    with cell.agent(tmp_path_factory.mktemp("agent"), where) as made:
+        yield made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path

@@ -1,0 +1,170 @@
+"""Runs inside the guest: the accident on real /dev/rbd devices. Says ``check: text`` lines.
+
+One process without the agent's web server, because starting one takes long under emulation; the
+keeper is the agent's own.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import kit.finding
+from tests.testbed import formatters
+from volumes import devices, settings
+from volumes.guard import keeper, layout, switch
+
+MONITOR, SECRET, CONF = sys.argv[1:4]
+TARGET = "/run/target"
+findings: list[kit.finding.Finding] = []
+
+
+def say(text: str) -> None:
+    print(f"check: {text}", flush=True)
+
+
+class Reporter:
+    def report(self, origin: str, found: list[kit.finding.Finding]) -> None:
+        findings[:] = found
+
+
+def run(*command: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=60
+    )
+
+
+def attach(image: str) -> str:
+    """krbd without the rbd command: it is quicker and needs no udev."""
+    before = set(os.listdir("/sys/bus/rbd/devices"))
+    line = f"{MONITOR} name=admin,secret={SECRET} rbd {image} -"
+    Path("/sys/bus/rbd/add_single_major").write_text(line)
+    (new,) = set(os.listdir("/sys/bus/rbd/devices")) - before
+    return f"/dev/rbd{new}"
+
+
+def detach(device: str) -> None:
+    Path("/sys/bus/rbd/remove_single_major").write_text(device.removeprefix("/dev/rbd"))
+
+
+def zeroed(device: str) -> None:
+    """The primary superblock reads as zeros: written past the guard, as a broken backend would."""
+    with open(device, "r+b", buffering=0) as stream:
+        stream.write(bytes(64 * 1024))
+        os.fsync(stream.fileno())
+
+
+async def until(what: str, condition: object, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        if time.monotonic() > deadline:
+            raise SystemExit(f"not within {seconds:g}s: {what}; {findings}")
+        await asyncio.sleep(0.05)
+
+
+async def in_thread(*command: str) -> "subprocess.CompletedProcess[str]":
+    return await asyncio.to_thread(run, *command)
+
+
+async def main() -> None:
+    Path(TARGET).mkdir()
+    # Control, nothing attached yet: superblock gone, kubelet formats, the data is lost.
+    device = attach("control")
+    run("mkfs.ext4", "-q", device)
+    zeroed(device)
+    lost = formatters.kubelet(run, device, "ext4", TARGET, lambda: None)
+    say(f"control mkfs {lost.mkfs} mounted {lost.mounted} {lost.error}".strip())
+    run("umount", TARGET)
+    detach(device)
+
+    wanted = settings.GuardSettings(
+        mode="enforce",
+        quiet=0,  # pydantic takes seconds
+        pins=Path("/sys/fs/bpf/nodeagent"),
+        clusters=(settings.ClusterSettings(conf=Path(CONF), user="admin"),),
+        cluster_timeout=60,  # python starts slowly here
+        probe_timeout=30,
+        lease=20,
+    )
+    guard = keeper.Keeper(wanted, state_dir=Path("/run/state"), reporter=Reporter())
+    await guard.start()
+    kernel = guard.guard
+    assert kernel is not None
+    status = switch.status(wanted, Path("/run/state"))
+    say(f"status {status['mode']} {status['proof']} whole {status['whole_node']}")
+
+    # A new, blank image: leased by itself, formatted and mounted by kubelet's sequence.
+    began = time.monotonic()
+    device = attach("blank")
+    name = Path(device).name
+    for _ in range(60):
+        outcome = await asyncio.to_thread(
+            formatters.kubelet, run, device, "ext4", TARGET, lambda: None
+        )
+        if outcome.mounted:
+            break
+        await asyncio.sleep(0.5)
+    say(f"blank mounted {outcome.mounted} after {time.monotonic() - began:.1f}s {outcome.error}")
+    Path(TARGET, "data").write_text("precious")
+    run("sync")
+    identity = devices.identify(name)
+    assert identity is not None and identity.rbd is not None
+    say(f"volume {identity.volume}")
+    await until("the ledger", lambda: (guard.ledger.get(identity.volume) or identity).title
+                and (e := guard.ledger.get(identity.volume)) and e.type == "ext4")  # fmt: skip
+    online = await in_thread("resize2fs", device)
+    say(f"resize2fs while mounted {online.returncode}")
+    run("umount", TARGET)
+    await until("the lease's end", lambda: not kernel.leases()
+                or kernel.leases()[identity.number].until < time.monotonic())  # fmt: skip
+
+    # The core of the matrix.
+    os.mknod("/run/node", 0o60600, os.stat(device).st_rdev)
+    for words in (
+        ("mkfs.ext4", "-F", device), ("mkfs.xfs", "-f", device), ("wipefs", "-a", "-f", device),
+        ("dd", "if=/dev/zero", f"of={device}", "count=1"), ("mkswap", "-f", device),
+        ("blkdiscard", "-f", device), ("mkfs.ext4", "-F", "/run/node"),
+        ("unshare", "-m", "mkfs.ext4", "-F", device),
+    ):  # fmt: skip
+        done = await in_thread(*words)
+        say(f"denied {' '.join(words[:2])} {done.returncode != 0}")
+    done = await in_thread("fsck.ext4", "-f", "-y", device)
+    say(f"allowed fsck {done.returncode}")
+    detach(device)
+    say("allowed unmap 0")
+
+    # The accident: the superblock reads as zeros (blkid: nothing there), kubelet wants mkfs.
+    kernel.set_mode(layout.Mode.DRY_RUN)
+    device = attach("blank")
+    with open(device, "rb") as stream:
+        kept = stream.read(64 * 1024)
+    zeroed(device)
+    await guard.apply(wanted)
+    accident = await asyncio.to_thread(
+        formatters.ceph_csi, run, device, "ext4", TARGET, lambda: None
+    )
+    say(f"accident found {accident.found!r} mkfs {accident.mkfs} "
+        f"EPERM {'Operation not permitted' in accident.mkfs_error}")  # fmt: skip
+    await until("the finding", lambda: any(f.rule == "content-missing" for f in findings))
+    say("finding content-missing True")
+    kernel.set_mode(layout.Mode.DRY_RUN)
+    with open(device, "r+b", buffering=0) as stream:  # the fault clears
+        stream.write(kept)
+        os.fsync(stream.fileno())
+    await guard.apply(wanted)
+    run("mount", device, TARGET)
+    say(f"data {Path(TARGET, 'data').read_text() == 'precious'}")
+    run("umount", TARGET)
+
+    # Another node without memory of its own: the image's metadata tells it.
+    answer = await guard.clusters.look(identity.rbd, extents=True)
+    say(f"metadata {answer.mirror} extents {answer.extents}")
+    await guard.stop()
+    detach(device)
+
+
+asyncio.run(main())

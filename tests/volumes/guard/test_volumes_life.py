@@ -1,0 +1,231 @@
+"""The life of volumes under an enforcing agent: new ones, hanging ones, changed ones."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.testbed import blockdev, cell, formatters
+
+pytestmark = pytest.mark.real
+
+SIZE = 320 * blockdev.MiB
+
+
+def _blank(path: Path) -> Path:
+    with path.open("wb") as stream:
+        stream.truncate(SIZE)
+    return path
+
+
+def _rules(agent: cell.Agent, device: str) -> set[str]:
+    return {
+        f["rule"] for f in agent.findings() if device.endswith(f["evidence"].get("device", "?"))
+    }
+
+
+@pytest.fixture(scope="module")
+def short(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[cell.Agent]:
+    """An agent whose leases are short."""
+    with cell.agent(tmp_path_factory.mktemp("short"), where, lease="3s") as made:
+        yield made
+
+
+@pytest.mark.parametrize("fstype", ["ext4", "xfs"])
+def test_a_blank_volume_is_formatted_and_mounted_by_the_sequence_that_kubelet_repeats(
+    where: cell.Cell, short: cell.Agent, fstype: str, tmp_path: Path
+) -> None:
+    target = tmp_path / "mnt"
+    target.mkdir()
+    with blockdev.loop(_blank(tmp_path / "image")) as device:
+        for _ in range(6):  # kubelet: at once, then after 0.5 s, 1 s, ...
+            outcome = formatters.kubelet(where.run, device, fstype, str(target), lambda: None)
+            if outcome.mounted:
+                break
+            time.sleep(0.5)
+        assert outcome.mounted, outcome
+        where.run("umount", str(target))
+        cell.wait_for(
+            "its content to be in the ledger",
+            10,
+            lambda: (short.device(device).get("verdict") or {}).get("type") == fstype,
+        )
+        entries = short.cli("volume", "ledger")["volumes"]
+        mine = [e for e in entries if e["volume"] == f"loop:{tmp_path}/image"]
+        assert mine[0]["type"] == fstype and mine[0]["permitted"] == 0
+        assert not any(device.endswith(f["evidence"].get("device", "?"))
+                       or str(tmp_path) in f["subject"] for f in short.findings())  # fmt: skip
+        cell.wait_for(
+            "the lease to be over",
+            12,
+            lambda: where.run("wipefs", "-a", "-f", device).returncode != 0,
+        )
+
+
+def test_a_lease_that_nobody_used_leaves_no_trace_and_is_given_again(
+    where: cell.Cell, short: cell.Agent, tmp_path: Path
+) -> None:
+    volume = f"loop:{tmp_path}/image"
+
+    def permitted() -> Any:
+        found = [e for e in short.cli("volume", "ledger")["volumes"] if e["volume"] == volume]
+        return found and found[0]["permitted"]
+
+    with blockdev.loop(_blank(tmp_path / "image")) as device:
+        cell.wait_for("a lease", 10, lambda: short.device(device).get("may_be_formatted"))
+        cell.wait_for("its end", 10, lambda: not short.device(device)["may_be_formatted"])
+        cell.wait_for("the permission to be closed", 5, lambda: permitted() == 0)
+        assert where.run("mkfs.ext4", "-q", device).returncode != 0
+        cell.wait_for(
+            "the lease again", 5, lambda: where.run("mkfs.ext4", "-q", device).returncode == 0
+        )
+
+
+def test_a_format_that_was_begun_under_a_lease_is_not_permitted_again_on_local_word_alone(
+    where: cell.Cell, short: cell.Agent, tmp_path: Path
+) -> None:
+    """A backend that swallows writes: formatted, and reads still zeros. Only its cluster could
+    tell; without one the answer is no."""
+    with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
+        disk.fault({"offset": 0, "length": SIZE, "zero": True})
+        cell.wait_for("a lease", 10, lambda: short.device(disk.device).get("may_be_formatted"))
+        where.run("mkfs.ext4", "-q", "-F", disk.device)
+        cell.wait_for("its end", 10, lambda: not short.device(disk.device)["may_be_formatted"])
+        assert where.run("mkfs.ext4", "-q", disk.device).returncode != 0
+        cell.wait_for(
+            "the refusal",
+            5,
+            lambda: any(
+                "permitted before" in reason for reason in short.device(disk.device)["reasons"]
+            ),
+        )
+        assert where.run("mkfs.ext4", "-q", disk.device).returncode != 0
+
+
+def test_a_device_that_hangs_is_timed_out_in_three_seconds_and_not_probed_twice(
+    where: cell.Cell, agent: cell.Agent, tmp_path: Path
+) -> None:
+    with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
+        blockdev.run("mkfs.ext4", "-q", disk.device)
+        cell.wait_for("the first look", 10, lambda: agent.device(disk.device).get("verdict"))
+        disk.fault({"offset": 0, "length": SIZE, "hang": True})
+
+        began = time.monotonic()
+        slowest = 0.0
+        for _ in range(20):  # everyone wants to know at once
+            # mkfs would read first, and hang in that
+            assert where.run("dd", "if=/dev/zero", f"of={disk.device}", "count=1").returncode == 1
+            asked = time.monotonic()
+            assert agent.get("/healthz")["alive"]
+            slowest = max(slowest, time.monotonic() - asked)
+        verdict = agent.cli("volume", "probe", disk.device)["verdict"]
+        assert verdict == "timeout"
+        assert time.monotonic() - began < 15  # a deadline of the test, not a measurement
+        assert slowest < 3
+
+        status = agent.get("/v1/volumes/guard")
+        assert status["probes_hanging"] == [disk.device]
+        children = blockdev.run("pgrep", "-P", str(agent.process.pid))  # type: ignore[union-attr]
+        assert len(children.stdout.split()) <= 2  # the one that hangs, and the spare
+        assert "probe-hangs" in {f["rule"] for f in agent.findings()}
+
+        disk.clear()
+        cell.wait_for(
+            "the child to be gone", 10, lambda: not agent.get("/v1/volumes/guard")["probes_hanging"]
+        )
+        assert agent.cli("volume", "probe", disk.device)["type"] == "ext4"
+
+
+def test_a_volume_that_was_formatted_somewhere_else_is_a_finding_until_it_is_accepted(
+    agent: cell.Agent, tmp_path: Path
+) -> None:
+    image = _blank(tmp_path / "image")
+
+    def seen(device: str) -> Any:
+        return (agent.device(device).get("verdict") or {}).get("uuid")
+
+    with blockdev.loop(image) as device:
+        blockdev.run("mkfs.ext4", "-q", device)
+        agent.cli("volume", "probe", device)
+    with blockdev.loop(image) as device:
+        first = cell.wait_for("the first content", 10, lambda: seen(device))
+    blockdev.run("mkfs.ext4", "-q", "-F", str(image))  # another node
+    with blockdev.loop(image) as device:
+        cell.wait_for("the other content", 10, lambda: seen(device) not in (None, first))
+        changed = cell.wait_for(
+            "the finding",
+            5,
+            lambda: [f for f in agent.findings() if f["rule"] == "content-changed"],
+        )
+        assert first in changed[0]["message"]
+        agent.cli("volume", "ledger", "--accept", f"loop:{image}")
+        cell.wait_for(
+            "the finding to clear",
+            5,
+            lambda: not [f for f in agent.findings() if f["rule"] == "content-changed"],
+        )
+
+
+def test_content_that_is_missing_is_a_finding_at_once(agent: cell.Agent, tmp_path: Path) -> None:
+    with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
+        blockdev.run("mkfs.ext4", "-q", disk.device)
+    with blockdev.faulty_disk(tmp_path / "disk", backing=disk.backing) as disk:
+        cell.wait_for(
+            "it to be known",
+            10,
+            lambda: (agent.device(disk.device).get("verdict") or {}).get("type"),
+        )
+    disk.control.write_text("[]")
+    with blockdev.faulty_disk(
+        tmp_path / "disk", backing=disk.backing,
+        faults=[{"offset": 0, "length": SIZE, "zero": True}],
+    ) as disk:  # fmt: skip
+        found = cell.wait_for(
+            "the finding",
+            10,
+            lambda: [f for f in agent.findings() if f["rule"] == "content-missing"],
+        )
+        assert "blank_verified" in found[0]["message"]
+        assert not agent.device(disk.device)["may_be_formatted"]
+
+
+def test_an_operator_can_permit_it_by_the_volumes_name_and_only_by_that(
+    where: cell.Cell, agent: cell.Agent, tmp_path: Path
+) -> None:
+    with blockdev.loop(_blank(tmp_path / "image")) as device:
+        blockdev.run("mkfs.ext4", "-q", device)
+        volume = agent.cli("volume", "probe", device)["volume"]
+        words = ("volume", "allow-format", device, "--reason", "it is scratch", "--volume-id")
+
+        wrong = agent.cli(*words, "loop:/another", check=False)
+        assert wrong["exit"] == 8 and "holds volume" in wrong["stderr"]
+        assert where.run("mkfs.ext4", "-F", device).returncode != 0
+
+        agent.cli(*words, volume)
+        assert where.run("mkfs.ext4", "-F", device).returncode == 0
+        log = agent.cli("volume", "guard", "status")["operator_log"]
+        assert log[-1]["action"] == "allow-format" and log[-1]["reason"] == "it is scratch"
+
+
+def test_a_denial_tells_who_it_was(where: cell.Cell, agent: cell.Agent, tmp_path: Path) -> None:
+    uid = "0f8fad5b-d9cb-469f-a165-70867728950e"
+    container = "c" * 64
+    pod = where.path / f"kubepods/pod{uid}/{container}"
+    pod.mkdir(parents=True)
+    with blockdev.loop(_blank(tmp_path / "image")) as device:
+        blockdev.run("mkfs.ext4", "-q", device)
+        where.run("mkfs.xfs", "-f", device, cgroup=pod)
+        found = cell.wait_for(
+            "the finding",
+            10,
+            lambda: [f for f in agent.findings() if str(tmp_path) in f["subject"]],
+        )[0]
+    assert found["rule"] == "format-denied" and found["severity"] == "critical"
+    evidence = found["evidence"]
+    assert evidence["command"] == f"mkfs.xfs -f {device}"
+    assert (evidence["pod"], evidence["container"]) == (uid, container)
+    assert evidence["pid"].isdigit() and "has_fs ext4" in evidence["verdict"]
+    metrics = agent.get("/metrics")
+    assert 'nodeagent_volumes_guard_mode{mode="enforce"} 1.0' in metrics

@@ -1,0 +1,1 @@
+"""What the audit may do by itself: opt-in, re-checked just before, journalled."""

@@ -1,0 +1,71 @@
+"""Carrying a plan out. Each function runs in a child process (kit.child) and checks again there."""
+
+import subprocess
+from pathlib import Path
+
+import kit.errors
+from linux import blockioctl, nsmounts
+
+_UNMAP_SECONDS = 20
+
+
+def detach(way: str, namespace_id: int, inode: int, device: list[int], targets: list[str]) -> int:
+    """How many copies were unmounted; 0 when nothing was there any more. OSError."""
+    number = (device[0], device[1])
+    if _mounted_on_host(number):
+        raise kit.errors.RefusedError(
+            "detach-leaked", "the host has the device mounted again", "nothing was done"
+        )
+    if way:
+        return nsmounts.detach(way, inode, number, targets)
+    return nsmounts.detach_by_id(namespace_id, inode, number, targets)
+
+
+def _mounted_on_host(number: tuple[int, int]) -> bool:
+    wanted = f"{number[0]}:{number[1]}"
+    lines = Path("/proc/1/mountinfo").read_text(errors="replace").splitlines()
+    return any(line.split(" ", 3)[2] == wanted for line in lines)
+
+
+def unmap(name: str, driver: str, device: list[int], diskseq: int, mapping: str) -> int:
+    """Unmap a device that is still the same and still idle. OSError (EBUSY) when it is not."""
+    home = Path("/sys/block", name)
+    number = f"{device[0]}:{device[1]}"
+    if (home / "dev").read_text().strip() != number or _sequence(home) not in (0, diskseq):
+        raise kit.errors.RefusedError(f"unmap {name}", "another device by now", "nothing was done")
+    if any(Path("/sys/fs", fs, name).exists() for fs in ("ext4", "xfs", "f2fs")) or list(
+        (home / "holders").iterdir()
+    ):
+        raise kit.errors.RefusedError(f"unmap {name}", "it is in use again", "nothing was done")
+    if driver == "rbd":
+        # The kernel refuses with EBUSY while anything has it open; 'force' is never used.
+        single = Path("/sys/bus/rbd/remove_single_major")
+        target = single if single.exists() else Path("/sys/bus/rbd/remove")
+        target.write_text(mapping)
+    elif driver == "nbd":
+        subprocess.run(
+            ("rbd-nbd", "unmap", f"/dev/{name}"),
+            check=True,
+            timeout=_UNMAP_SECONDS,
+            capture_output=True,
+        )
+    elif driver == "loop":
+        blockioctl.detach_loop(f"/dev/{name}", (device[0], device[1]))
+    else:
+        raise kit.errors.RefusedError(
+            f"unmap {name}", f"nothing is known of driver {driver}", "unmap it by hand"
+        )
+    return 1
+
+
+def _sequence(home: Path) -> int:
+    try:
+        return int((home / "diskseq").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def set_read_only(path: str, device: list[int]) -> int:
+    """OSError."""
+    blockioctl.set_read_only(path, (device[0], device[1]))
+    return 1

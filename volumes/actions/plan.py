@@ -1,0 +1,143 @@
+"""What could be done about what stands, and what must not be. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kit.finding import Finding
+from volumes.inventory.model import Device, Inventory, Space
+from volumes.rules import leaked_mount, mapped_unmounted
+from volumes.rules.base import GuardView
+
+DETACH, UNMAP, READ_ONLY, TAINT = "detach-leaked", "unmap-orphan", "set-readonly", "taint"
+# Where kubelet and CSI drivers mount volumes: a copy of such a path is a copy of the host's mount.
+_HOST_PATHS = ("/kubernetes.io/csi/", "/volumes/kubernetes.io~")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step. ``refusal``: why it must not be done; then nothing else holds."""
+
+    action: str
+    finding: str  # id
+    device: str
+    what: str  # for people
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    refusal: str = ""
+
+
+def plans(
+    found: list[Finding],
+    inventory: Inventory,
+    guard: GuardView | None,
+    former: Mapping[str, frozenset[str]],
+    orphan_after: float,
+) -> list[Plan]:
+    """Every step that the standing findings call for. ``former``: where the host had a device."""
+    steps = []
+    for finding in found:
+        device = inventory.device(finding.evidence.get("device", ""))
+        if device is None:
+            continue
+        if finding.rule == leaked_mount.RULE.name and finding.evidence.get("kind") == "mount":
+            steps.append(_detach(finding, device, inventory, former.get(device.name, frozenset())))
+        elif finding.rule == mapped_unmounted.RULE.name:
+            steps.append(_unmap(finding, device, inventory, orphan_after))
+    for name in guard.unreadable if guard else ():
+        device = inventory.device(name)
+        if device is not None:
+            steps.append(_read_only(device, inventory))
+    return steps
+
+
+def _detach(finding: Finding, device: Device, inventory: Inventory, former: frozenset[str]) -> Plan:
+    inode = finding.evidence.get("namespace", "")
+    space = next((s for s in inventory.spaces if str(s.inode) == inode), None)
+    places = [p for p in space.places if p.device == device.number] if space else []
+    targets = sorted({place.target for place in places})
+    what = f"unmount {', '.join(targets)} ({device.name}) in mount namespace {inode}"
+    refusal = ""
+    if space is None or not places:
+        refusal = "it is no longer mounted there"
+    elif inventory.on_host(device):
+        refusal = "the host has it mounted again"
+    elif any(not place.is_private for place in places):
+        refusal = "it is not a private copy: an unmount there would reach other namespaces"
+    elif owners := _owning(space, device, inventory):
+        refusal = f"pod {owners[0]} still owns the volume"
+    elif strange := [t for t in targets if not _is_copy(t, former)]:
+        refusal = (
+            f"{strange[0]} is not a copy of a host mount: it is what that container works with; "
+            "end the container instead"
+        )
+    owner = space.owners[0] if space and space.owners else None
+    way = ""
+    if owner is not None:
+        task = f"/task/{owner.thread}" if owner.thread else ""
+        way = f"/proc/{owner.pid}{task}/ns/mnt"
+    arguments: dict[str, object] = {
+        "way": way,
+        "namespace_id": space.id if space else 0,
+        "inode": space.inode if space else 0,
+        "device": list(device.number),
+        "targets": targets,
+    }
+    return Plan(DETACH, finding.id, device.name, what, arguments, refusal)
+
+
+def _is_copy(target: str, former: frozenset[str]) -> bool:
+    if any(path in target for path in _HOST_PATHS):
+        return True
+    return any(target == path or target.endswith(path) for path in former)
+
+
+def _owning(space: Space, device: Device, inventory: Inventory) -> list[str]:
+    volume = inventory.volume_of(device)
+    holders = {owner.pod_uid for owner in space.owners if owner.pod_uid}
+    if volume is None:
+        return []
+    return [publish.pod_uid for publish in volume.publishes if publish.pod_uid in holders]
+
+
+def _unmap(finding: Finding, device: Device, inventory: Inventory, orphan_after: float) -> Plan:
+    refusal = ""
+    age = inventory.taken - finding.since
+    if not mapped_unmounted.is_idle(inventory, device):
+        refusal = "it is in use again"
+    elif volume := inventory.volume_of(device):
+        refusal = f"kubelet still has a record of it ({volume.staging})"
+    elif not inventory.deep or device.number not in inventory.users_of:
+        refusal = "its users have not been looked for yet"
+    elif users := inventory.users_on(device):
+        refusal = f"{users[0].owner.label} has it open"
+    elif age < orphan_after:
+        refusal = f"it is idle for {age:.0f}s only, less than orphan_after"
+    return Plan(
+        UNMAP,
+        finding.id,
+        device.name,
+        f"unmap {device.label}",
+        {
+            "name": device.name,
+            "driver": device.driver,
+            "device": list(device.number),
+            "diskseq": device.diskseq,
+            "mapping": device.client.mapping_id if device.client else "",
+        },
+        refusal,
+    )
+
+
+def _read_only(device: Device, inventory: Inventory) -> Plan:
+    refusal = ""
+    if device.read_only:
+        refusal = "it is read-only already"
+    elif inventory.on_host(device) or inventory.elsewhere(device) or device.active:
+        refusal = "it is mounted: a flag would turn its writes into errors"
+    return Plan(
+        READ_ONLY,
+        f"set-readonly/{device.name}",
+        device.name,
+        f"flag {device.label} read-only",
+        {"path": f"/dev/{device.name}", "device": list(device.number)},
+        refusal,
+    )

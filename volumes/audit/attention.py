@@ -1,0 +1,133 @@
+"""What to look at next. Pure: an inventory and a memory in, a wish out.
+
+The quick look (sysfs and the host's mounts, 2 ms) comes after every change. Namespaces are visited
+when something does not add up, or when it is time; open files are looked for only where a device
+is held and no mount explains it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from volumes.audit.settings import AuditSettings
+from volumes.inventory.model import Device, Inventory, Number
+from volumes.rules import busy_mount, leaked_mount, mapped_unmounted, unmap_failing
+from volumes.rules.base import Scene
+
+# A staged volume is between staging and publishing for moments.
+BUSY_AFTER_SECONDS = 1.0
+ASK_AGAIN_SECONDS = (2.0, 60.0)  # first and longest wait between two looks for open files
+RECHECK_SECONDS = 5.0  # while a finding stands
+
+Key = tuple[str, Number, int]
+
+
+def key(device: Device) -> Key:
+    """A device until it is detached."""
+    return device.name, device.number, device.diskseq
+
+
+@dataclass(frozen=True)
+class Suspect:
+    since: float
+    asked: float | None = None
+    wait: float = ASK_AGAIN_SECONDS[0]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Between two looks. Bounded by the number of devices."""
+
+    deep_at: float = 0.0
+    changed: bool = False  # mounts came or went since the last visit to the namespaces
+    suspects: Mapping[Key, Suspect] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Wish:
+    deep: bool
+    users_of: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return self.deep or bool(self.users_of)
+
+
+def merged(new: Inventory, before: Inventory | None) -> Inventory:
+    """``new`` with what an earlier look saw and this one did not look for."""
+    if before is None:
+        return new
+    if not new.deep:
+        new = dataclasses.replace(
+            new,
+            spaces=before.spaces,
+            namespaces=before.namespaces,
+            processes=new.processes or before.processes,
+            host_spaces=before.host_spaces if len(before.host_spaces) > 1 else new.host_spaces,
+        )
+    same = {key(device) for device in before.devices} & {key(device) for device in new.devices}
+    numbers = {number for _, number, _ in same} - set(new.users_of)
+    kept = tuple(user for user in before.users if user.device in numbers)
+    asked = tuple(number for number in before.users_of if number in numbers)
+    return dataclasses.replace(new, users=new.users + kept, users_of=new.users_of + asked)
+
+
+def _questionable(scene: Scene, inventory: Inventory) -> dict[Key, float]:
+    """Devices whose users matter -> how long they must have been so."""
+    found: dict[Key, float] = {}
+    for device in inventory.devices:
+        if leaked_mount.is_leaked(inventory, device) and not inventory.elsewhere(device):
+            found[key(device)] = 0.0
+        elif mapped_unmounted.is_idle(inventory, device):
+            found[key(device)] = 60.0
+    for device in busy_mount.suspects(scene, inventory):
+        found[key(device)] = BUSY_AFTER_SECONDS
+    for failing, _ in unmap_failing.failing(scene, inventory):
+        if failing is not None:
+            found[key(failing)] = 0.0
+    return found
+
+
+def consider(
+    scene: Scene, inventory: Inventory, memory: Memory, settings: AuditSettings, *, fresh: bool
+) -> tuple[Wish, Memory]:
+    """What else to look at now. ``fresh``: this inventory's namespaces were just visited."""
+    now = scene.now
+    interval = settings.busy_interval if memory.changed else settings.interval
+    leaked = any(leaked_mount.is_leaked(inventory, device) for device in inventory.devices)
+    deep = not fresh and (leaked or now - memory.deep_at >= interval)
+    questionable = _questionable(scene, inventory)
+    suspects: dict[Key, Suspect] = {}
+    names = []
+    for each, after in questionable.items():
+        suspect = memory.suspects.get(each) or Suspect(since=now)
+        due = suspect.asked is None or now - suspect.asked >= suspect.wait
+        # Users are asked for when the namespaces did not explain the device.
+        if not deep and due and now - suspect.since >= after:
+            names.append(each[0])
+            wait = ASK_AGAIN_SECONDS[0]
+            if suspect.asked is not None:
+                wait = min(suspect.wait * 2, ASK_AGAIN_SECONDS[1])
+            suspect = dataclasses.replace(suspect, asked=now, wait=wait)
+        suspects[each] = suspect
+    memory = dataclasses.replace(
+        memory,
+        suspects=suspects,
+        deep_at=now if deep else memory.deep_at,
+        changed=False if deep else memory.changed,
+    )
+    return Wish(deep, tuple(names)), memory
+
+
+def next_look(
+    memory: Memory, settings: AuditSettings, now: float, pending: float | None, raised: bool
+) -> float:
+    """Seconds to wait when nothing happens."""
+    interval = settings.busy_interval if memory.changed else settings.interval
+    waits = [max(0.0, memory.deep_at + interval - now)]
+    if pending is not None:
+        waits.append(pending)
+    if raised:
+        waits.append(RECHECK_SECONDS)
+    if any(suspect.asked is None for suspect in memory.suspects.values()):
+        waits.append(BUSY_AFTER_SECONDS)
+    return max(settings.settle, min(waits))

@@ -1,0 +1,269 @@
+"""Settings of the volume audit."""
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+import kit.settings
+import kit.units
+from kit.finding import Severity
+
+_RULE = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
+
+
+class ClusterSettings(kit.settings.Section):
+    """One Ceph cluster that is asked about versions, health, blocklist and mapped images."""
+
+    name: str = Field(description="How findings call it.")
+    monitors: tuple[str, ...] = Field(
+        default=(), description="HOST:PORT of each monitor, or [v2:HOST:PORT,v1:HOST:PORT]."
+    )
+    conf: Path | None = Field(
+        default=None, description="ceph.conf that names the monitors, instead of 'monitors'."
+    )
+    user: str = Field(
+        default="nodeagent",
+        description="cephx user without 'client.'; mon 'profile rbd-read-only' and osd 'profile "
+        "rbd-read-only' are enough.",
+    )
+    secret_file: Path | None = Field(
+        default=None,
+        description="The user's key: the bare secret, or a keyring file; default: what conf says. "
+        "Never logged or put on a command line.",
+    )
+    expected_version: str | None = Field(
+        default=None,
+        description="What every daemon of it and this node's client should be, like '18.2' or "
+        "'18.2.4'. Default: all alike, the node at most two releases apart.",
+    )
+
+    @field_validator("name", "user")
+    @classmethod
+    def _word(cls, value: str) -> str:
+        if not re.fullmatch(r"[\w.+-]{1,63}", value):
+            raise ValueError(f"{value!r} is not a plain name")
+        return value.removeprefix("client.")
+
+    @field_validator("monitors")
+    @classmethod
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for monitor in value:
+            if not re.fullmatch(r"[\w.:,\[\]/-]+", monitor):
+                raise ValueError(f"{monitor!r} is no monitor address, like 10.0.0.1:6789")
+        return value
+
+    @field_validator("secret_file", "conf")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else kit.settings.absolute(value)
+
+    @model_validator(mode="after")
+    def _reachable(self) -> "ClusterSettings":
+        if (self.conf is None) == (not self.monitors):
+            raise ValueError("give either 'monitors' or 'conf'")
+        if self.conf is None and self.secret_file is None:
+            raise ValueError("'monitors' need a 'secret_file'")
+        return self
+
+
+class LogSource(kit.settings.Section):
+    """A log to follow: files by a pattern, or units of the journal."""
+
+    name: str = Field(description="How findings call it: kubelet, ceph-csi, containerd.")
+    files: str | None = Field(
+        default=None,
+        description="Absolute path, '*' allowed in its last two parts. Followed across rotation.",
+    )
+    unit: str | None = Field(default=None, description="A systemd unit, read by journalctl.")
+
+    @field_validator("name")
+    @classmethod
+    def _word(cls, value: str) -> str:
+        if not _RULE.match(value):
+            raise ValueError(f"{value!r} is no name: lower-case letters, digits and '-'")
+        return value
+
+    @field_validator("unit")
+    @classmethod
+    def _unit(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[\w@.:-]{1,255}", value):
+            raise ValueError(f"{value!r} is no unit name")
+        return value
+
+    @model_validator(mode="after")
+    def _one(self) -> "LogSource":
+        if (self.files is None) == (self.unit is None):
+            raise ValueError("give either 'files' or 'unit'")
+        if self.files is not None:
+            parts = Path(self.files).parts
+            if not self.files.startswith("/") or any("*" in part for part in parts[:-2]):
+                raise ValueError(
+                    f"{self.files!r}: give an absolute path with '*' in its last two parts at most"
+                )
+        return self
+
+
+class LogSettings(kit.settings.Section):
+    """What is read of logs, and how much of it."""
+
+    kernel: bool = Field(default=True, description="Follow the kernel's log.")
+    sources: tuple[LogSource, ...] = Field(
+        default=(
+            LogSource(name="kubelet", unit="kubelet.service"),
+            LogSource(name="containerd", unit="containerd.service"),
+            LogSource(name="ceph-csi", files="/var/log/containers/*csi-rbdplugin*.log"),
+        ),
+        max_length=32,
+        description="Logs beside the kernel's. A source that is not there is looked for again.",
+    )
+    patterns: Path | None = Field(
+        default=None,
+        description="A YAML file of patterns of your own; one with a known id replaces that one.",
+    )
+    lines_per_second: int = Field(
+        default=20_000,
+        ge=100,
+        le=100_000,
+        description="Most lines matched per second and source; what is above is counted as "
+        "dropped. 20000 a second cost 2 % of a core while they last.",
+    )
+    hold: kit.units.Seconds = Field(
+        default=900.0,
+        ge=1,
+        description="A finding from a log clears when the line stays away so long.",
+    )
+
+    @field_validator("patterns")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else kit.settings.absolute(value)
+
+
+Mode = Literal["off", "dry-run", "on"]
+
+
+class ActionSettings(kit.settings.Section):
+    """What the audit may do by itself. off: only on command; dry-run: says what it would do."""
+
+    detach_leaked: Mode = Field(
+        default="off", description="Unmount a private leaked copy inside its holder's namespace."
+    )
+    unmap_orphan: Mode = Field(
+        default="off", description="Unmap a mapping that nothing uses and kubelet knows nothing of."
+    )
+    set_readonly: Mode = Field(
+        default="off", description="Flag a device read-only while the guard cannot read it."
+    )
+    taint: Mode = Field(
+        default="off", description="Taint the node while a critical finding stands (Kubernetes)."
+    )
+    orphan_after: kit.units.Seconds = Field(
+        default=1800.0, ge=1, description="How long a mapping must be idle before it is an orphan."
+    )
+    per_hour: int = Field(
+        default=10, ge=1, le=1000, description="Most actions of one kind in an hour."
+    )
+
+
+class RuleSettings(kit.settings.Section):
+    """Changes to one rule."""
+
+    enabled: bool = Field(default=True, description="false: the rule is not asked.")
+    severity: Severity | None = Field(default=None, description="Other than the rule's own.")
+    patience: kit.units.Seconds | None = Field(
+        default=None, ge=0, description="How long a trouble must last, other than the rule's own."
+    )
+    ignore: tuple[str, ...] = Field(
+        default=(),
+        max_length=100,
+        description="Words that must not be in a finding's subject, cgroup, pod or device.",
+    )
+
+
+class RequiredMount(kit.settings.Section):
+    """Options that mounts of watched devices need."""
+
+    target: str = Field(description="Mount points, '*' allowed.")
+    options: tuple[str, ...] = Field(min_length=1, description="Options that must be there.")
+    fstype: str | None = Field(default=None, description="Only this file system.")
+
+
+class AuditSettings(kit.settings.Section):
+    """The volume audit: leaked mounts, bad mappings, version skew, telling log lines."""
+
+    enabled: bool = Field(default=True, description="false: the audit is left out.")
+    kubelet: Path = Field(
+        default=Path("/var/lib/kubelet"), description="kubelet's root directory on the host."
+    )
+    containers: Path = Field(
+        default=Path("/run/containerd/io.containerd.runtime.v2.task/k8s.io"),
+        description="containerd's bundles; pods are named from there when it is mounted.",
+    )
+    interval: kit.units.Seconds = Field(
+        default=300.0, ge=5, le=86400, description="From one full pass to the next when idle."
+    )
+    busy_interval: kit.units.Seconds = Field(
+        default=60.0, ge=1, le=3600, description="The same while mounts come and go."
+    )
+    settle: kit.units.Seconds = Field(
+        default=1.0,
+        ge=0.1,
+        le=60,
+        description="Least time between two looks, however many mounts change.",
+    )
+    look_timeout: kit.units.Seconds = Field(
+        default=10.0, gt=0, le=300, description="After this a look is given up and called unknown."
+    )
+    clear_after: kit.units.Seconds = Field(
+        default=5.0, ge=0, description="A finding clears when its trouble was away so long."
+    )
+    clusters: tuple[ClusterSettings, ...] = Field(
+        default=(), max_length=16, description="Clusters."
+    )
+    cluster_interval: kit.units.Seconds = Field(
+        default=300.0,
+        ge=1,
+        le=86400,
+        description="From one question to a cluster to the next: 7,500 nodes make 25 a second.",
+    )
+    cluster_timeout: kit.units.Seconds = Field(
+        default=15.0, gt=0, le=300, description="After this a cluster's answer is unknown."
+    )
+    near_full: kit.units.Share = Field(
+        default=0.8, description="Share of a cluster's raw space; the monitors warn later."
+    )
+    mount_options: tuple[RequiredMount, ...] = Field(
+        default=(), max_length=100, description="Options that mounts need."
+    )
+    rules: dict[str, RuleSettings] = Field(
+        default_factory=dict, max_length=200, description="Changes to rules, by rule name."
+    )
+    logs: LogSettings = Field(default_factory=LogSettings, description="Logs.")
+    actions: ActionSettings = Field(default_factory=ActionSettings, description="Actions.")
+
+    @field_validator("kubelet", "containers")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return kit.settings.absolute(value)
+
+    @field_validator("clusters")
+    @classmethod
+    def _unique(cls, value: tuple[ClusterSettings, ...]) -> tuple[ClusterSettings, ...]:
+        names = [cluster.name for cluster in value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"cluster {name!r} is there twice; names are unique")
+        return value
+
+
+def host_of(monitor: str) -> str | None:
+    """The address in ``10.0.0.1:6789`` or ``[v2:10.0.0.1:3300/0,v1:...]``; None for a name."""
+    first = monitor.strip("[]").split(",")[0].removeprefix("v2:").removeprefix("v1:")
+    host = first.split("/")[0].rpartition(":")[0].strip("[]")
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return None

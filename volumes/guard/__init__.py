@@ -1,0 +1,1 @@
+"""The format guard: what the kernel enforces, and who may format when."""

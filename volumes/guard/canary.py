@@ -1,0 +1,53 @@
+"""Prove what the kernel enforces: open a guarded device that no driver can have.
+
+Run as a script, in a child: CGROUP-or-dash DIRECTORY. It joins the cgroup, makes a block node with
+major 4095 in the directory and opens it for writing: EPERM is the guard's answer, ENXIO means that
+the open was let through. No device is touched either way.
+"""
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+DEADLINE_SECONDS = 10.0
+_MAJOR = 4095  # layout.CANARY_MAJOR; written again because the script imports nothing of ours
+
+
+def prove(cgroup: Path, root: bool, directory: Path) -> str:
+    """``enforced``, ``let through``, or ``unknown: why`` for a process in ``cgroup``."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-S", "-E", __file__, "-" if root else str(cgroup), str(directory)],
+            capture_output=True, text=True, stdin=subprocess.DEVNULL,
+            timeout=DEADLINE_SECONDS, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown: {error}"
+    return done.stdout.strip() or f"unknown: {done.stderr.strip()[-200:]}"
+
+
+def attempt(cgroup: str, directory: str) -> str:
+    if cgroup != "-":
+        (Path(cgroup) / "cgroup.procs").write_text("0")
+    with tempfile.TemporaryDirectory(prefix=".guard-", dir=directory) as folder:
+        node = Path(folder) / "canary"
+        try:
+            os.mknod(node, 0o60600, os.makedev(_MAJOR, 0))
+        except OSError as error:
+            return f"unknown: cannot make a device node in {directory} ({error.strerror})"
+        try:
+            os.close(os.open(node, os.O_WRONLY | os.O_CLOEXEC))
+        except OSError as error:
+            if error.errno == errno.EPERM:
+                return "enforced"
+            if error.errno in (errno.ENXIO, errno.ENODEV):
+                return "let through"
+            return f"unknown: opening the node in {directory}: {error.strerror}"
+        return "unknown: the node could be opened"
+
+
+if __name__ == "__main__":
+    print(attempt(*sys.argv[1:3]))  # noqa: T201

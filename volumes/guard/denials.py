@@ -1,0 +1,159 @@
+"""Who was refused: from the kernel's event to a process, a container and a pod."""
+
+import re
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import kit.finding
+from linux import cgroups
+from volumes.guard import layout
+
+KEPT = 256  # last denials, for the status
+MOST_GROUPS = 128  # (device, program) pairs with a finding of their own
+FINDING_SECONDS = 3600.0  # a finding stands this long after the last denial
+
+_POD = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12})")
+_CONTAINER = re.compile(r"([0-9a-f]{64})")
+
+
+@dataclass(frozen=True)
+class Denial:
+    """``at``: Unix seconds. ``reasons``: why there was no lease; empty while that is undecided."""
+
+    at: float
+    device: str
+    volume: str
+    title: str
+    denied: bool  # False: dry-run
+    pid: int
+    program: str
+    parent: str
+    command: str
+    cgroup: str
+    pod: str
+    container: str
+    verdict: str = ""
+    reasons: tuple[str, ...] = ()
+    count: int = 1
+
+
+def owner(path: str) -> tuple[str, str]:
+    """(pod uid, container id) from a cgroup's path; empty where it has none."""
+    pods, containers = _POD.findall(path), _CONTAINER.findall(path)
+    return (pods[-1].replace("_", "-") if pods else "", containers[-1] if containers else "")
+
+
+def _of_process(pid: int) -> str:
+    """The process's cgroups, v1 hierarchies too; empty when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError:
+        return ""
+
+
+def resolve(event: layout.Event, mount: int | None, device: str, volume: str, title: str) -> Denial:
+    """The event with names. ``mount``: the cgroup hierarchy, open; a process that has ended already
+    is still found through its cgroup. On hosts with cgroup v1 containers only /proc knows."""
+    path = ""
+    if mount is not None:
+        try:
+            path = cgroups.path_of(mount, event.cgroup)
+        except OSError:
+            pass  # not permitted, or the hierarchy is another: /proc must do
+    pod, container = owner(path)
+    if not pod:
+        pod, container = owner(_of_process(event.pid))
+    command = " ".join(event.arguments)
+    if not command:
+        try:
+            raw = Path(f"/proc/{event.pid}/cmdline").read_bytes()[:256]
+            command = raw.replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            pass  # ended already
+    return Denial(
+        at=time.time() - max(0.0, time.monotonic() - event.time),
+        device=device,
+        volume=volume,
+        title=title,
+        denied=event.denied,
+        pid=event.pid,
+        program=event.program,
+        parent=event.parent,
+        command=command,
+        cgroup=path,
+        pod=pod,
+        container=container,
+    )
+
+
+@dataclass
+class Denials:
+    """The last ones, and one finding per device and program. All bounded."""
+
+    last: deque[Denial] = field(default_factory=lambda: deque(maxlen=KEPT))
+    waiting: dict[str, list[Denial]] = field(default_factory=dict)  # by device: no decision yet
+    delayed: int = 0  # denied once, then leased: the way of every new volume
+    _groups: OrderedDict[tuple[str, str], Denial] = field(default_factory=OrderedDict)
+
+    def add(self, denial: Denial) -> None:
+        """A denial whose device is about to be decided on."""
+        waiting = self.waiting.setdefault(denial.device, [])
+        if len(waiting) < KEPT:
+            waiting.append(denial)
+
+    def decided(self, device: str, verdict: str, reasons: tuple[str, ...]) -> None:
+        """The decision on the device: no reasons means that it may be formatted now."""
+        for denial in self.waiting.pop(device, []):
+            final = replace(denial, verdict=verdict, reasons=reasons)
+            self.last.append(final)
+            if not reasons:
+                self.delayed += 1
+                continue
+            key = (denial.device, denial.program)
+            before = self._groups.pop(key, None)
+            self._groups[key] = replace(final, count=before.count + 1 if before else 1)
+            if len(self._groups) > MOST_GROUPS:
+                self._groups.popitem(last=False)
+
+    def forget(self, device: str) -> None:
+        """The device is gone; its findings stay for their time."""
+        self.decided(device, "the device is gone", ("the device is gone",))
+
+    def findings(self, now: float) -> list[kit.finding.Finding]:
+        """``now``: Unix seconds."""
+        found = []
+        for key, denial in list(self._groups.items()):
+            if now - denial.at > FINDING_SECONDS:
+                del self._groups[key]
+                continue
+            found.append(_finding(denial))
+        return found
+
+
+def _finding(denial: Denial) -> kit.finding.Finding:
+    rule = "format-denied" if denial.denied else "format-would-be-denied"
+    did = "was refused" if denial.denied else "would have been refused (dry-run)"
+    subject = denial.title or denial.device
+    return kit.finding.Finding(
+        id=f"{rule}:{denial.volume or denial.device}:{denial.program}",
+        rule=rule,
+        severity=kit.finding.Severity.CRITICAL,
+        subject=subject,
+        message=f"{denial.program} {did} a write open of {denial.device} ({subject}): "
+        f"{'; '.join(denial.reasons)}",
+        advice="Do not force it. Find out why the volume could not be read; it is as it was. When "
+        "it is certain that its content may go: nodeagent volume allow-format "
+        f"/dev/{denial.device} --volume-id {denial.volume or 'ID'} --reason TEXT",
+        evidence={
+            "pid": str(denial.pid),
+            "command": denial.command,
+            "parent": denial.parent,
+            "pod": denial.pod,
+            "container": denial.container,
+            "verdict": denial.verdict,
+            "volume": denial.volume,
+            "times": str(denial.count),
+        },
+    )

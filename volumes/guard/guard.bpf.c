@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+// The format guard. Attached to a cgroup v2 directory, the kernel asks it about every open of a
+// device node by any process below: 1 lets the open go on, 0 makes it fail with EPERM.
+//
+// A write open of a guarded block device passes only
+//   1. while the device has an unexpired lease (the agent found it blank, or an operator said so),
+//   2. for a named program that mounts, checks or grows a file system, or connects the device,
+//   3. for a named program with a named first argument (cryptsetup luksOpen, never luksFormat).
+// Everything else is reported and, in mode enforce, refused. Reads, mknod, unmap: never touched.
+// Nothing here waits, and nothing here needs the agent to be alive.
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+#include <bpf/bpf_core_read.h>
+
+enum { MODE_OFF, MODE_DRY_RUN, MODE_ENFORCE };
+enum { BY_LEASE, BY_NAME, BY_WORD, WOULD_DENY, DENIED, LOST, COUNTERS };
+#define NAME 16             // of a task, as the kernel keeps it, and of a first argument
+#define PATH 128            // bytes of a program's path, before its first argument
+#define ARGS 256            // bytes of the command line kept for the report
+#define CANARY_MAJOR 4095   // no driver can have it: status opens such a node to prove the mode
+
+struct mm_struct { unsigned long arg_start, arg_end; } __attribute__((preserve_access_index));
+struct task_struct {
+	struct task_struct *real_parent;
+	struct mm_struct *mm;
+	int tgid;
+	char comm[NAME];
+} __attribute__((preserve_access_index));
+
+struct device { __u32 major, minor; };
+struct lease { __u64 until_ns, opens; };            // CLOCK_MONOTONIC; write opens it let pass
+struct word { char name[NAME], first[NAME]; };
+struct event {
+	__u64 time_ns, cgroup;
+	__u32 pid, ppid, major, minor, mode, args_len;
+	char name[NAME], parent[NAME], args[ARGS];
+};
+
+#define MAP(what, kind, k, v, n) struct { __uint(type, kind); __uint(max_entries, n); \
+	__type(key, k); __type(value, v); } what SEC(".maps")
+MAP(majors, BPF_MAP_TYPE_HASH, __u32, __u8, 64);
+MAP(devices, BPF_MAP_TYPE_HASH, struct device, __u8, 4096);  // partitions with an extended major
+MAP(config, BPF_MAP_TYPE_ARRAY, __u32, __u32, 1);
+MAP(leases, BPF_MAP_TYPE_HASH, struct device, struct lease, 4096);
+MAP(openers, BPF_MAP_TYPE_HASH, char[NAME], __u8, 128);
+MAP(words, BPF_MAP_TYPE_HASH, struct word, __u8, 128);
+MAP(counters, BPF_MAP_TYPE_PERCPU_ARRAY, __u32, __u64, COUNTERS);
+struct { __uint(type, BPF_MAP_TYPE_RINGBUF); __uint(max_entries, 256 * 1024); } events SEC(".maps");
+
+static __always_inline int count(__u32 which, int answer)
+{
+	__u64 *counter = bpf_map_lookup_elem(&counters, &which);
+
+	if (counter)
+		*counter += 1;
+	return answer;
+}
+
+// Whether the named program's first argument is one that it may have.
+static __always_inline int word_allowed(struct task_struct *task, const char *name)
+{
+	struct word key = {};
+	char start[PATH] = {};
+	unsigned long args = BPF_CORE_READ(task, mm, arg_start);
+	int at;
+
+	if (bpf_probe_read_user(start, sizeof(start), (void *)args))
+		return 0;
+	for (at = 0; at < (int)sizeof(start) - 1; at++)
+		if (!start[at])
+			break;
+	__builtin_memcpy(key.name, name, NAME);
+	if (bpf_probe_read_user_str(key.first, NAME, (void *)(args + at + 1)) <= 0)
+		return 0;
+	return bpf_map_lookup_elem(&words, &key) != 0;
+}
+
+static __always_inline void report(struct device *dev, struct task_struct *task, char *name, __u32 mode)
+{
+	struct event *e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
+
+	if (!e)
+		return (void)count(LOST, 0);
+	e->time_ns = bpf_ktime_get_ns();
+	e->cgroup = bpf_get_current_cgroup_id();
+	e->pid = bpf_get_current_pid_tgid() >> 32;
+	e->major = dev->major;
+	e->minor = dev->minor;
+	e->mode = mode;
+	e->ppid = e->args_len = 0;
+	__builtin_memcpy(e->name, name, NAME);
+	__builtin_memset(e->parent, 0, NAME);
+	if (task) {
+		unsigned long from = BPF_CORE_READ(task, mm, arg_start);
+		unsigned long size = BPF_CORE_READ(task, mm, arg_end) - from;
+
+		size = size > ARGS ? ARGS : size;
+		e->ppid = BPF_CORE_READ(task, real_parent, tgid);
+		bpf_probe_read_kernel(e->parent, NAME, BPF_CORE_READ(task, real_parent, comm));
+		if (!bpf_probe_read_user(e->args, size, (void *)from))
+			e->args_len = size;
+	}
+	bpf_ringbuf_submit(e, 0);
+}
+
+static __always_inline int decide(struct bpf_cgroup_dev_ctx *ctx, int know_task)
+{
+	struct device dev = { .major = ctx->major, .minor = ctx->minor };
+	struct task_struct *task = 0;
+	char name[NAME] = {};
+	__u32 zero = 0, *mode;
+	struct lease *lease;
+
+	if ((ctx->access_type & 0xffff) != BPF_DEVCG_DEV_BLOCK ||
+	    !((ctx->access_type >> 16) & BPF_DEVCG_ACC_WRITE))
+		return 1;
+	mode = bpf_map_lookup_elem(&config, &zero);
+	if (!mode || *mode == MODE_OFF)
+		return 1;
+	if (dev.major == CANARY_MAJOR)
+		return *mode != MODE_ENFORCE;
+	if (!bpf_map_lookup_elem(&majors, &dev.major) && !bpf_map_lookup_elem(&devices, &dev))
+		return 1;
+	lease = bpf_map_lookup_elem(&leases, &dev);
+	if (lease && bpf_ktime_get_ns() < lease->until_ns) {
+		__sync_fetch_and_add(&lease->opens, 1);
+		return count(BY_LEASE, 1);
+	}
+	if (know_task) {
+		task = (struct task_struct *)bpf_get_current_task();
+		BPF_CORE_READ_INTO(&name, task, comm);
+	} else {
+		bpf_get_current_comm(name, sizeof(name));
+	}
+	if (bpf_map_lookup_elem(&openers, name))
+		return count(BY_NAME, 1);
+	if (task && word_allowed(task, name))
+		return count(BY_WORD, 1);
+	report(&dev, task, name, *mode);
+	return *mode == MODE_ENFORCE ? count(DENIED, 0) : count(WOULD_DENY, 1);
+}
+
+// With the kernel's own type information (BTF): command lines and arguments are known.
+SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx) { return decide(ctx, 1); }
+
+// Without it: names only. Needs bpf_get_current_comm for this program type (about Linux 6.1).
+SEC("cgroup/dev") int nodeagent_plain(struct bpf_cgroup_dev_ctx *ctx) { return decide(ctx, 0); }
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";

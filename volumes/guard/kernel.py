@@ -1,0 +1,411 @@
+"""The guard program in the kernel: attach, adopt, upgrade, read, detach.
+
+The truth is what is attached to the cgroup: programs are found by asking the kernel, their maps by
+the programs' own list, so that a lost bpf file system or state directory loses nothing. Pins are a
+second hold, and names for people with bpftool. All calls are short and never wait for a device;
+loading takes tens of milliseconds. Errors are OSError from the kernel and HostError.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import kit.errors
+from linux import bpf, mountinfo, mounts
+from volumes import settings
+from volumes.guard import layout
+
+_BPF_FS_MAGIC = 0xCAFE4A11
+_LOCK_SECONDS = 10.0
+_OURS = (layout.FULL, layout.PLAIN)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What shall be in force. ``words``: (program, first argument) pairs."""
+
+    mode: layout.Mode
+    majors: frozenset[int]
+    devices: frozenset[layout.Number] = frozenset()
+    openers: frozenset[str] = frozenset()
+    words: frozenset[tuple[str, str]] = frozenset()
+
+
+def wanted(
+    guard: settings.GuardSettings,
+    mode: layout.Mode,
+    majors: Mapping[int, str],
+    parts: frozenset[layout.Number] = frozenset(),
+) -> Wanted:
+    """The settings in the kernel's terms. ``majors``: as devices.majors() gives them."""
+    pairs = (pair.split() for pair in guard.words)
+    return Wanted(
+        mode=mode,
+        majors=frozenset(major for major, name in majors.items() if name in guard.drivers),
+        devices=parts,
+        openers=frozenset(layout.text(layout.name(name)) for name in guard.openers),
+        words=frozenset((layout.text(layout.name(name)), word) for name, word in pairs),
+    )
+
+
+@dataclass(frozen=True)
+class Present:
+    """What the kernel says is in force."""
+
+    cgroup: str
+    whole_node: bool  # the cgroup is the root of the hierarchy
+    programs: Sequence[bpf.ProgramInfo] = ()
+    mode: layout.Mode = layout.Mode.OFF
+    majors: frozenset[int] = frozenset()
+    devices: frozenset[layout.Number] = frozenset()
+    openers: frozenset[str] = frozenset()
+    words: frozenset[tuple[str, str]] = frozenset()
+    leases: Mapping[layout.Number, layout.Lease] = field(default_factory=dict)
+    counters: Mapping[str, int] = field(default_factory=dict)
+    pinned: bool = False
+
+    @property
+    def attached(self) -> bool:
+        return bool(self.programs)
+
+
+def find_cgroup() -> Path:
+    """Where the whole cgroup v2 hierarchy is mounted. HostError when nowhere."""
+    for mount in mountinfo.read():
+        # Not mount.root: in a cgroup namespace of its own, a pod sees the host's root as /../..
+        if mount.fstype == "cgroup2" and is_root(Path(mount.target)):
+            return Path(mount.target)
+    raise kit.errors.HostError(
+        "cgroup v2",
+        "its root is not mounted here",
+        "in a pod, mount the host's /sys/fs/cgroup and use the host's cgroup namespace; on a node "
+        "with cgroup v1 only: mount -t cgroup2 none /sys/fs/cgroup/unified; or set "
+        "volumes.guard.cgroup",
+    )
+
+
+def is_root(cgroup: Path) -> bool:
+    """Only the real root has no cgroup.events; a container's root has one."""
+    return not (cgroup / "cgroup.events").exists()
+
+
+def below_root(cgroup: Path | None) -> str:
+    """The cgroup's path as /proc/<pid>/cgroup shows it; ``/`` for the root."""
+    if cgroup is None:
+        return "/"
+    mount = mountinfo.containing(str(cgroup), mountinfo.read())
+    return "/" + str(cgroup.relative_to(mount.target if mount else "/")).strip(".")
+
+
+class Kernel:
+    """Handles on one cgroup's guard. ``maps`` are those of the attached program."""
+
+    def __init__(self, cgroup: Path, pins: Path, object_file: Path = layout.OBJECT) -> None:
+        self.cgroup = cgroup
+        self.pins = pins
+        self.object_file = object_file
+        self.maps: dict[str, bpf.Map] = {}
+        self._program_id: int | None = None
+        # apply() may run in a thread beside grant() and revoke(): nobody uses a closed map.
+        self._hold = threading.RLock()
+
+    # --- reading
+
+    @contextlib.contextmanager
+    def _directory(self, lock: bool = False) -> Iterator[int]:
+        try:
+            fd = os.open(self.cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise kit.errors.HostError(
+                f"cgroup {self.cgroup}", str(error.strerror), "correct volumes.guard.cgroup"
+            ) from error
+        try:
+            if lock:
+                self._lock(fd)
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _lock(self, fd: int) -> None:
+        """Agent and command line may both be about to change what is attached."""
+        end = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise kit.errors.InUseError(
+                        f"guard of {self.cgroup}",
+                        f"another process has been changing it for {_LOCK_SECONDS:g}s",
+                        "find it with: fuser " + str(self.cgroup),
+                    ) from None
+                time.sleep(0.02)
+
+    def _ours(self, fd: int) -> list[tuple[bpf.Program, bpf.ProgramInfo]]:
+        """Our programs attached there, the newest first. The caller closes them."""
+        found = []
+        for number in bpf.attached(fd):
+            try:
+                program = bpf.Program.by_id(number)
+            except OSError as error:
+                if error.errno == errno.ENOENT:
+                    continue  # detached meanwhile
+                raise
+            info = program.info()
+            if info.name in _OURS:
+                found.append((program, info))
+            else:
+                program.close()
+        found.sort(key=lambda each: -each[1].loaded_ns)
+        return found
+
+    def _open(self, info: bpf.ProgramInfo) -> None:
+        """Have ``maps`` be those of the program, for as long as it is the same one."""
+        if self._program_id == info.id:
+            return
+        opened = {}
+        for number in info.map_ids:
+            each = bpf.Map.by_id(number)
+            if each.info.name.startswith("."):
+                each.close()
+            else:
+                opened[each.info.name] = each
+        with self._hold:
+            self.close()
+            self.maps = opened
+            self._program_id = info.id
+
+    def close(self) -> None:
+        """Give back descriptors; what is attached stays."""
+        with self._hold:
+            for each in self.maps.values():
+                each.close()
+            self.maps = {}
+            self._program_id = None
+
+    def read(self) -> Present:
+        """What is attached and in force now."""
+        with self._directory() as fd:
+            ours = self._ours(fd)
+            for program, _ in ours:
+                program.close()
+        present = Present(str(self.cgroup), is_root(self.cgroup))
+        if not ours:
+            self.close()
+            return present
+        self._open(ours[0][1])
+        return Present(
+            cgroup=present.cgroup,
+            whole_node=present.whole_node,
+            programs=[info for _, info in ours],
+            mode=self._mode(),
+            majors=frozenset(struct.unpack("=I", k)[0] for k in self.maps["majors"].snapshot()),
+            devices=frozenset(layout.device_of(k) for k in self.maps["devices"].snapshot()),
+            openers=frozenset(layout.text(k) for k in self.maps["openers"].snapshot()),
+            words=frozenset(
+                (layout.text(k[:16]), layout.text(k[16:])) for k in self.maps["words"].snapshot()
+            ),
+            leases=self.leases(),
+            counters=self._counters(),
+            pinned=(self.pins / "program").exists(),
+        )
+
+    def _mode(self) -> layout.Mode:
+        raw = self.maps["config"].get(layout.u32(0)) or layout.u32(0)
+        number = struct.unpack("=I", raw)[0]
+        return list(layout.Mode)[number] if number < len(layout.Mode) else layout.Mode.OFF
+
+    def _counters(self) -> dict[str, int]:
+        found = {}
+        for index, name in enumerate(layout.COUNTERS):
+            raw = self.maps["counters"].get(layout.u32(index)) or b""
+            found[name] = sum(struct.unpack(f"={len(raw) // 8}Q", raw))
+        return found
+
+    # --- changing
+
+    def apply(self, wanted: Wanted) -> Present:
+        """Bring the kernel to ``wanted``: attach, adopt what an earlier agent left, or replace it
+        without a gap (the new program is asked before the old one is taken away)."""
+        if wanted.mode is layout.Mode.OFF:
+            self.detach()
+            return self.read()
+        with self._directory(lock=True) as fd:
+            ours = self._ours(fd)
+            try:
+                self._adopt_or_replace(fd, ours, wanted)
+            finally:
+                for program, _ in ours:
+                    program.close()
+        return self.read()
+
+    def _adopt_or_replace(
+        self, fd: int, ours: list[tuple[bpf.Program, bpf.ProgramInfo]], wanted: Wanted
+    ) -> None:
+        if ours:
+            self._open(ours[0][1])
+        program, maps = self._load()
+        try:
+            same = [i for _, i in ours if i.tag == program.info().tag]
+            kept = {n: m.info.id for n, m in maps.items()} == {
+                n: m.info.id for n, m in self.maps.items()
+            }
+            if same and kept and same[0].id == ours[0][1].id:
+                self.configure(wanted)
+                keep = ours[0][1].id
+            else:
+                _fill(maps, wanted)
+                if "leases" in self.maps and not kept:
+                    _copy(self.maps["leases"], maps["leases"])
+                program.attach(fd)
+                keep = program.info().id
+                self._pin(program, maps)
+            for old, info in ours:
+                if info.id != keep:
+                    old.detach(fd)
+        finally:
+            program.close()
+            for each in maps.values():
+                each.close()
+
+    def _load(self) -> tuple[bpf.Program, dict[str, bpf.Map]]:
+        """The better of the two programs that this kernel takes. HostError with its reason."""
+        if not self.object_file.exists():
+            raise kit.errors.HostError(
+                f"guard program {self.object_file}",
+                "is not there",
+                "build it: scripts/bpf.sh (needs clang and libbpf's headers)",
+            )
+        causes = []
+        for name in _OURS:
+            for reuse in (dict(self.maps), {}):
+                try:
+                    with bpf.loaded(self.object_file, name, reuse) as (program, maps):
+                        return program, maps
+                except OSError as error:
+                    causes.append(f"{name}: {error.strerror}")
+                    if not reuse:
+                        break
+        raise kit.errors.HostError(
+            "guard program",
+            f"this kernel ({os.uname().release}) does not take it ({'; '.join(causes)[:1500]})",
+            "Linux 5.8 with BTF, or 6.1, CONFIG_CGROUP_BPF, and CAP_SYS_ADMIN are needed",
+        )
+
+    def configure(self, wanted: Wanted) -> None:
+        """The maps of the attached program, entry by entry; nothing is ever taken out that is
+        still wanted, so there is no moment without it."""
+        _fill(self.maps, wanted)
+
+    def set_mode(self, mode: layout.Mode) -> None:
+        """One map write. RefusedError when nothing is attached."""
+        if not self.read().attached:
+            raise kit.errors.RefusedError(
+                f"guard of {self.cgroup}", "is not attached", "start the agent, which attaches it"
+            )
+        self.maps["config"].set(layout.u32(0), layout.u32(mode.number))
+
+    def detach(self) -> int:
+        """The kill switch: take away every guard program there, and the pins. How many."""
+        with self._directory(lock=True) as fd:
+            ours = self._ours(fd)
+            for program, _ in ours:
+                program.detach(fd)
+                program.close()
+        self.close()
+        if self.pins.is_dir():
+            for pin in self.pins.iterdir():
+                pin.unlink()
+            self.pins.rmdir()
+        return len(ours)
+
+    # --- leases
+
+    def grant(self, number: layout.Number, until: float) -> None:
+        """Let write opens of the device pass until CLOCK_MONOTONIC ``until`` (seconds).
+        RefusedError when nothing is attached."""
+        with self._hold:
+            if "leases" not in self.maps:
+                raise kit.errors.RefusedError(
+                    f"guard of {self.cgroup}", "is not attached", "attach it first"
+                )
+            self.maps["leases"].set(layout.device(number), layout.Lease(until, 0).pack())
+
+    def revoke(self, number: layout.Number) -> layout.Lease | None:
+        """End the lease now; what it was."""
+        key = layout.device(number)
+        with self._hold:
+            if "leases" not in self.maps:
+                return None
+            raw = self.maps["leases"].get(key)
+            self.maps["leases"].delete(key)
+        return layout.Lease.unpack(raw) if raw else None
+
+    def leases(self) -> dict[layout.Number, layout.Lease]:
+        """All that are written down, expired ones too."""
+        found = {}
+        with self._hold:
+            for key in self.maps["leases"].snapshot() if "leases" in self.maps else ():
+                raw = self.maps["leases"].get(key)
+                if raw is not None:
+                    found[layout.device_of(key)] = layout.Lease.unpack(raw)
+        return found
+
+    # --- pins
+
+    def _pin(self, program: bpf.Program, maps: Mapping[str, bpf.Map]) -> None:
+        """Names in a bpf file system, mounted where there is none. Failure is no failure of the
+        guard: an attached program stays without a pin."""
+        with contextlib.suppress(OSError):
+            if not _is_bpf(self.pins.parent):
+                self.pins.parent.mkdir(parents=True, exist_ok=True)
+                mounts.mount("bpf", self.pins.parent, "bpf", 0)
+            self.pins.mkdir(mode=0o700, exist_ok=True)
+            for old in list(self.pins.iterdir()):
+                old.unlink()
+            program.pin(self.pins / "program")
+            for name, each in maps.items():
+                each.pin(self.pins / name)
+
+
+def _fill(maps: Mapping[str, bpf.Map], wanted: Wanted) -> None:
+    one = b"\1"
+    _replace(maps["majors"], {layout.u32(n): one for n in wanted.majors})
+    _replace(maps["devices"], {layout.device(n): one for n in wanted.devices})
+    _replace(maps["openers"], {layout.name(n): one for n in wanted.openers})
+    _replace(maps["words"], {layout.name(n) + layout.name(w): one for n, w in wanted.words})
+    maps["config"].set(layout.u32(0), layout.u32(wanted.mode.number))
+
+
+def _replace(where: bpf.Map, wanted: Mapping[bytes, bytes]) -> None:
+    before = set(where.snapshot())
+    for key, value in wanted.items():
+        if key not in before:
+            where.set(key, value)
+    for key in before - wanted.keys():
+        where.delete(key)
+
+
+def _copy(source: bpf.Map, target: bpf.Map) -> None:
+    if source.info.value_size == target.info.value_size:
+        for key in source.snapshot():
+            value = source.get(key)
+            if value is not None:
+                target.set(key, value)
+
+
+def _is_bpf(path: Path) -> bool:
+    """statfs(2): f_type is the first long."""
+    buffer = ctypes.create_string_buffer(256)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.statfs(os.fsencode(path), buffer):
+        return False
+    return bool(struct.unpack_from("=Q", buffer, 0)[0] & 0xFFFFFFFF == _BPF_FS_MAGIC)

@@ -1,0 +1,135 @@
+"""What kubelet and ceph-csi have written down about staged volumes. In the scan child only.
+
+kubelet: plugins/kubernetes.io/csi/<driver>/<hash>/vol_data.json (before 1.24: csi/pv/<name>) and
+pods/<uid>/volumes/kubernetes.io~csi/<name>/vol_data.json. ceph-csi: image-meta.json in the staging
+directory. Files inside a mounted volume are never read.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from linux import mountinfo
+from volumes.inventory.model import Device, Image, Publish, Volume
+
+MOST_VOLUMES = 2048
+_LARGEST_RECORD = 1 << 16
+
+
+def _json(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as stream:  # noqa: PTH123
+            value = json.loads(stream.read(_LARGEST_RECORD))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _names(path: str) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except OSError:
+        return []
+
+
+def _staged(kubelet: str) -> Iterator[tuple[str, str]]:
+    """(directory with vol_data.json, staging directory)."""
+    base = f"{kubelet}/plugins/kubernetes.io/csi"
+    for driver in _names(base):
+        if driver == "volumeDevices":
+            continue  # raw block volumes; seen by the mount of their node
+        for volume in _names(f"{base}/{driver}"):
+            home = f"{base}/{driver}/{volume}"
+            yield home, f"{home}/globalmount"
+
+
+def _published(kubelet: str) -> Iterator[tuple[str, str, str]]:
+    """(pod uid, volume name, directory)."""
+    for uid in _names(f"{kubelet}/pods"):
+        base = f"{kubelet}/pods/{uid}/volumes/kubernetes.io~csi"
+        for name in _names(base):
+            yield uid, name, f"{base}/{name}"
+
+
+def volumes(
+    kubelet: str, host: list[mountinfo.Mount], devices: list[Device]
+) -> tuple[list[Volume], list[str]]:
+    """Every staged volume, joined to its publishes and its device; and what could not be read."""
+    real = os.path.realpath(kubelet)
+    by_target = {mount.target: mount for mount in host if _below(mount.target, real)}
+    publishes: dict[str, list[Publish]] = {}
+    for uid, name, home in _published(real):
+        record = _json(f"{home}/vol_data.json")
+        mount = by_target.get(f"{home}/mount")
+        handle = str(record.get("volumeHandle", ""))
+        publishes.setdefault(handle, []).append(
+            Publish(
+                pod_uid=uid,
+                path=f"{home}/mount",
+                volume=str(record.get("specVolID", name)),
+                mounted=mount is not None,
+                read_only=mount is not None and mount.read_only,
+                handle=handle,
+            )
+        )
+    found: list[Volume] = []
+    gaps: list[str] = []
+    for home, staging in _staged(real):
+        if len(found) >= MOST_VOLUMES:
+            gaps.append(f"{kubelet}: more than {MOST_VOLUMES} staged volumes, the rest left out")
+            break
+        record = _json(f"{home}/vol_data.json")
+        handle = str(record.get("volumeHandle", ""))
+        mounts = [target for target in by_target if _below(target, staging)]
+        meta = {} if staging in mounts else _json(f"{staging}/image-meta.json")
+        image = _image(meta)
+        device = _device(meta, image, [by_target[target] for target in mounts], devices)
+        published = publishes.get(handle, []) if handle else []
+        found.append(
+            Volume(
+                driver=str(record.get("driverName", "")),
+                handle=handle,
+                staging=staging,
+                mounts=tuple(sorted(mounts)),
+                device=device.name if device else "",
+                image=(device.image if device else None) or image,
+                publishes=tuple(published),
+                name=published[0].volume if published else str(record.get("specVolID", "")),
+            )
+        )
+    return found, gaps
+
+
+def _below(path: str, upper: str) -> bool:
+    return path == upper or path.startswith(upper + "/")
+
+
+def _image(meta: dict[str, Any]) -> Image | None:
+    pool, name = meta.get("pool"), meta.get("image")
+    if not isinstance(pool, str) or not isinstance(name, str) or not name:
+        return None
+    return Image(pool=pool, name=name, namespace=str(meta.get("radosNamespace") or ""))
+
+
+def _device(
+    meta: dict[str, Any],
+    image: Image | None,
+    mounts: list[mountinfo.Mount],
+    devices: list[Device],
+) -> Device | None:
+    """By what is mounted, by the driver's own note, by the image: in this order."""
+    numbers = {mount.device for mount in mounts}
+    for device in devices:
+        if device.number in numbers:
+            return device
+    noted = os.path.basename(str(meta.get("device") or ""))
+    for device in devices:
+        if device.name == noted or (
+            image
+            and device.image
+            and (device.image.pool, device.image.name, device.image.namespace)
+            == (image.pool, image.name, image.namespace)
+        ):
+            return device
+    return None

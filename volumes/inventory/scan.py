@@ -1,0 +1,137 @@
+"""One look at the node, from a request to an inventory. Runs in the scan child only."""
+
+import dataclasses
+import os
+import time
+from dataclasses import dataclass
+
+from linux import mountinfo
+from volumes.inventory import blocks, records, spaces, users
+from volumes.inventory.model import Device, Inventory, Number, Place, Space, User, Volume
+from volumes.inventory.processes import Processes, host_space
+
+
+@dataclass(frozen=True)
+class Request:
+    drivers: tuple[str, ...]
+    kubelet: str
+    proc: str
+    sys: str
+    containers: str  # containerd's bundles, for the pods' names
+    deep: bool  # visit every namespace
+    users_of: tuple[str, ...] = ()  # devices whose open files are looked for
+
+
+def look(request: Request) -> Inventory:
+    """What is there now. OSError only when /proc or /sys themselves cannot be read."""
+    began, cpu = time.monotonic(), time.process_time()
+    devices = blocks.devices(list(request.drivers), request.sys, request.proc)
+    watched = {device.number for device in devices}
+    processes: Processes | None = None
+    gaps: list[str] = []
+    host_spaces: dict[int, int] = {}
+    if not (request.deep or request.users_of):
+        host_spaces[host_space(request.proc, [])] = 1
+    else:
+        processes = Processes(request.proc, request.containers)
+        host_spaces[processes.host_space()] = 1
+        if processes.hidden > 1:
+            gaps.append(
+                f"{processes.hidden} processes may not be looked at; is CAP_SYS_PTRACE held?"
+            )
+        # kubelet may run in a namespace of its own, where it then mounts volumes
+        for pid in processes.named("kubelet"):
+            host_spaces.setdefault(Processes.space(f"{request.proc}/{pid}/ns/mnt"), pid)
+    tables: dict[int, list[mountinfo.Mount]] = {}
+    for inode, pid in host_spaces.items():
+        try:
+            with open(f"{request.proc}/{pid}/mountinfo", "rb") as stream:  # noqa: PTH123
+                tables[inode] = mountinfo.parse(stream.read())
+        except OSError as error:
+            gaps.append(f"mount table of pid {pid}: {error.strerror}")
+    everything = [mount for table in tables.values() for mount in table]
+    host = _on_host(tables, watched)
+    devices = _with_raw(devices, everything)
+    kubelet = _kubelet(request.kubelet, tables)
+    volumes, missing = records.volumes(request.kubelet, everything, devices)
+    gaps += missing
+    found = spaces.Found()
+    using: list[User] = []
+    numbers: list[Number] = []
+    if processes is not None:
+        if request.deep:
+            unexplained = {d.number for d in devices if d.active} - {p.device for p in host}
+            scan = spaces.Scan(processes, request.proc, set(host_spaces), watched, kubelet)
+            found = scan.run(unexplained)
+        numbers = [d.number for d in devices if d.name in request.users_of]
+        using = users.find(processes, request.proc, set(numbers), set(host_spaces))
+    return Inventory(
+        taken=time.time(),
+        took=time.monotonic() - began,
+        cpu=time.process_time() - cpu,
+        boot=time.time() - time.monotonic(),
+        deep=request.deep,
+        devices=tuple(_named(devices, volumes)),
+        host=tuple(host),
+        host_spaces=tuple(host_spaces),
+        kubelet=kubelet[0] if kubelet else None,
+        spaces=tuple(_without_idle(found.spaces)),
+        users=tuple(using),
+        users_of=tuple(numbers),
+        volumes=tuple(volumes),
+        supported_features=blocks.supported_features(request.sys),
+        kernel=os.uname().release,
+        namespaces=found.count,
+        processes=processes.count if processes else 0,
+        gaps=tuple((gaps + found.gaps)[:50]),
+    )
+
+
+def _on_host(tables: dict[int, list[mountinfo.Mount]], watched: set[Number]) -> list[Place]:
+    return [
+        spaces.place(inode, mount)
+        for inode, table in tables.items()
+        for mount in table
+        if mount.device in watched
+    ]
+
+
+def _with_raw(devices: list[Device], host: list[mountinfo.Mount]) -> list[Device]:
+    bound: dict[str, list[str]] = {}
+    for mount in host:
+        if mount.fstype == "devtmpfs" and mount.root != "/":
+            bound.setdefault(mount.root.removeprefix("/"), []).append(mount.target)
+    return [
+        dataclasses.replace(device, raw=tuple(bound[device.name]))
+        if device.name in bound
+        else device
+        for device in devices
+    ]
+
+
+def _kubelet(path: str, tables: dict[int, list[mountinfo.Mount]]) -> tuple[Place, str] | None:
+    """The host mount that kubelet's directory lies on, and where in its file system it lies."""
+    real = os.path.realpath(path)
+    if not os.path.isdir(real):
+        return None
+    for inode, table in tables.items():
+        mount = mountinfo.containing(real, table)
+        if mount is not None:
+            below = real[len(mount.target.rstrip("/")) :]
+            return spaces.place(inode, mount), (mount.root.rstrip("/") + below).rstrip("/") or "/"
+    return None
+
+
+def _named(devices: list[Device], volumes: list[Volume]) -> list[Device]:
+    """Devices whose driver tells no image get it from ceph-csi's own note."""
+    images = {v.device: v.image for v in volumes if v.device and v.image}
+    return [
+        dataclasses.replace(device, image=images[device.name])
+        if device.image is None and device.name in images
+        else device
+        for device in devices
+    ]
+
+
+def _without_idle(found: list[Space]) -> list[Space]:
+    return [space for space in found if space.places]

@@ -1,0 +1,1 @@
+"""An independent verdict on what a block device holds."""
