@@ -189,22 +189,26 @@ class Work:
         self.verified = {"state": "running", "source": against_source}
         end = await self._run("verify", "cache.fill.verifypass", task)
         self._rest()
-        self.verified = {"source": against_source, "state": end["result"], "why": end["why"]}
-        self.verified |= {k: end.get(k, 0) for k in ("checked_files", "checked_bytes", "bad")}
-        self.verified |= {"replaced": end.get("replaced", 0), "withdrawn": 0}
-        self.verified["at"] = time.time()
-        log.info("verify ended", dataset=self._dataset.name, **self.verified)
+        result = {"source": against_source, "state": end["result"], "why": end["why"]}
+        result |= {k: end.get(k, 0) for k in ("checked_files", "checked_bytes", "bad")}
+        result |= {"replaced": end.get("replaced", 0), "withdrawn": 0}
         if left := end.get("unreplaced", 0):
-            await self._withdraw(left, others)
+            result |= await self._withdraw(left, others)
+        self.verified = {**result, "at": time.time()}  # only now it has ended
+        log.info("verify ended", dataset=self._dataset.name, **self.verified)
         self.show_totals()
         self._dataset.want_refresh()
         self._dataset.wake()
 
-    async def _withdraw(self, bad: int, others: int) -> None:
+    def verify_failed(self, why: str) -> None:
+        """One that was under way will not end by itself any more."""
+        if self.verified.get("state") == "running":
+            self.verified = {"state": "failed", "why": why}
+
+    async def _withdraw(self, bad: int, others: int) -> dict[str, Any]:
         """Take bad files out of the store so that readers get the source's; the rest stays."""
         if self._dataset.reached is None:
-            self.verified["why"] = "bad files stay until the source answers: it has the only copy"
-            return
+            return {"why": "bad files stay until the source answers: it has the only copy"}
         async with self._dataset.lock:
             # Never unlink under a bind of the store: first the overlay, which falls through.
             await self._dataset.publish(view.Stage.OVERLAY)
@@ -226,8 +230,8 @@ class Work:
             end = await self._run("withdraw", "cache.fill.verifypass", task)
             self._rest()
             self.not_before = time.monotonic() + PARTIAL_SECONDS
-            self.verified["withdrawn"] = end.get("withdrawn", 0)
             await self._dataset.refresh()
+            return {"withdrawn": end.get("withdrawn", 0)}
 
     def show_totals(self) -> None:
         """Figures of generation.json, while no pass gives fresher ones."""

@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: a folder on the real disk a run, one cluster a session."""
+"""Fixtures of the suite: a folder on the real disk for each run, one cluster for a session."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,12 @@ REPO = Path(__file__).parent.parent
 BUILD = REPO / "build"
 
 # A small shared machine: an example may be slow without being wrong.
-hypothesis.settings.register_profile("suite", deadline=None, max_examples=150)
+hypothesis.settings.register_profile(
+    "suite",
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("suite")
 
 

@@ -17,6 +17,7 @@ from cache.fill.entry import Entry
 # Jobs read the same SSD: two readers find bad blocks in good time and leave it to them.
 STORE_WORKERS = 2
 AHEAD = 64
+MOST_NOTES = 100  # bad files named in the log
 UNREPLACED = "unreplaced.jsonl"
 
 
@@ -95,7 +96,9 @@ class VerifyPass(engine.Engine):
         for fields, fault in answer["bad"]:
             item = Entry(*fields)
             self.found += 1
-            self.link.say("note", text=f"bad file {'/'.join([*path, item.name])!r}: {fault}")
+            if self.found <= MOST_NOTES:
+                name = "/".join([*path, item.name])
+                self.link.say("note", text=f"bad file {name!r}: {fault}")
             if self.task["reachable"]:
                 self.bad.append((answer["directory"], item))
             else:
@@ -131,6 +134,11 @@ class VerifyPass(engine.Engine):
             "replaced": self.replaced,
             "unreplaced": self._keep_unreplaced(),
         }
+
+    def _rescan(self, number: int) -> None:
+        path = self.index.path(number)
+        if path:  # the whole directory is missing in the tree
+            self.unreplaced.append([path[:-1], path[-1]])
 
     def _keep_unreplaced(self) -> int:
         """Written beside the index: millions of paths are no line for a pipe. Their number."""

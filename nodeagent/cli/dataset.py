@@ -87,7 +87,7 @@ def show(ctx: context.Context, name: str, failures: bool, as_json: bool) -> None
     for line in _lines(shown):
         click.echo(line)
     for failure in shown.get("failures", ()):
-        click.echo(f"  {failure['path']}: {failure['reason']}")
+        click.echo(f"  {output.plain(failure['path'])}: {failure['reason']}")
 
 
 def _failures(ctx: context.Context, name: str) -> Any:

@@ -22,3 +22,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def on_terminal() -> bool:
     return sys.stderr.isatty()
+
+
+def plain(text: str) -> str:
+    """On one line and without what a terminal would act on: a name may hold any character."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -45,9 +45,9 @@ def test_names_of_any_bytes_come_through_a_pipe(name: bytes) -> None:
     reading, writing = os.pipe()
     try:
         messages.send(writing, {"name": os.fsdecode(name)})
-        received = messages.receive(reading)
-        assert received is not None
-        assert os.fsencode(received["name"]) == name
+        got = messages.receive(reading)
+        assert got is not None
+        assert os.fsencode(got["name"]) == name
     finally:
         os.close(reading)
         os.close(writing)

@@ -41,7 +41,7 @@ async def test_after_the_deadline_the_child_is_killed_and_counted_until_it_is_go
     tmp_path: Path,
 ) -> None:
     pid_file = tmp_path / "pid"
-    with pytest.raises(kit.child.DeadlineError, match="no answer within 1.5s"):
+    with pytest.raises(kit.child.DeadlineError, match=r"no answer within 1\.5s"):
         await kit.child.call(called.own_pid_then_sleep, str(pid_file), deadline=1.5)
     pid = int(pid_file.read_text())
     deadline = time.monotonic() + 10

@@ -44,7 +44,7 @@ def test_a_save_that_was_killed_in_the_middle_leaves_the_old_file(tmp_path: Path
 
 
 def test_each_class_of_error_has_an_exit_code_of_its_own() -> None:
-    classes = errors.AgentError.__subclasses__()
+    classes: list[type[errors.AgentError]] = errors.AgentError.__subclasses__()
     ours = [c for c in classes if c.__module__ == "kit.errors"]
     codes = [errors.AgentError.exit_code, *(c.exit_code for c in ours)]
     assert len(set(codes)) == len(codes)

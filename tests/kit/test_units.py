@@ -37,7 +37,7 @@ def test_times_are_read_as_people_write_them(text: object, seconds: float) -> No
 
 @pytest.mark.parametrize("text", ["-5s", "5 seconds", "s", False, "5sm"])
 def test_what_is_no_time_is_refused(text: object) -> None:
-    with pytest.raises(ValueError, match="write it like|unknown unit|expected"):
+    with pytest.raises(ValueError, match=r"write it like|unknown unit|expected"):
         units.parse_duration(text)
 
 

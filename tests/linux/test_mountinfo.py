@@ -32,7 +32,7 @@ def test_optional_fields_may_be_missing_or_unknown() -> None:
 
 @pytest.mark.parametrize("line", [b"", b"garbage", LINE.replace(b" - ", b" "), LINE[:30], b" - "])
 def test_what_is_no_line_is_refused(line: bytes) -> None:
-    with pytest.raises(ValueError, match="line of mountinfo|unpack|invalid literal"):
+    with pytest.raises(ValueError, match=r"line of mountinfo|unpack|invalid literal"):
         mountinfo.parse_line(line)
 
 

@@ -1,0 +1,207 @@
+"""CephFS as a source: odd trees at a snapshot, unflushed writers, a client that dies."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cephfs
+import pytest
+
+from linux import mountinfo
+from tests.testbed import ceph, leftovers, trees
+from tests.testbed.agent import Agent
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def fs(run_folder: Path, cluster: ceph.CephCluster) -> Iterator[Path]:
+    """The root of the session's CephFS, mounted for writing."""
+    target = run_folder / f"fs-{os.urandom(3).hex()}"
+    with cluster.mounted(target) as mounted:
+        yield mounted
+
+
+def dataset(cluster: ceph.CephCluster, area: Path, path: str, **more: Any) -> dict[str, Any]:
+    secret = area / "secret"
+    secret.write_text(cluster.secret())
+    source = {
+        "kind": "cephfs", "monitors": [cluster.monitor], "path": path, "snapshot": "v1",
+        "secret_file": str(secret), **more,
+    }  # fmt: skip
+    return {"name": "a", "freshness": "snapshot", "source": source}
+
+
+def snapshot(fs: Path, path: str) -> Path:
+    made = fs / path / ".snap" / "v1"
+    made.mkdir()
+    return made
+
+
+def test_an_odd_tree_of_a_snapshot_arrives_as_it_was(
+    area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
+) -> None:
+    top = fs / "odd"
+    top.mkdir()
+    trees.plain(top, 200, directories=3, mean=9000)
+    raw = os.fsencode(top)
+    trees.write(raw + b"/not utf-8 \xff", b"bytes")
+    os.mkdir(raw + b"/dir \x80")
+    trees.write(raw + b"/dir \x80/new\nline", b"odd")
+    trees.write(raw + b"/" + b"n" * 255, b"long name")
+    trees.write(raw + b"/empty", b"")
+    os.mkdir(raw + b"/empty dir")
+    os.symlink(b"d0/f00000", raw + b"/link")
+    os.symlink(b"/dangling \xff", raw + b"/dangling")
+    trees.write(raw + b"/one", b"linked" * 1000)
+    os.link(raw + b"/one", raw + b"/two")
+    trees.write(raw + b"/xattr", b"x" * 5000)
+    os.setxattr(raw + b"/xattr", "user.label", b"\x00\xff")
+    os.setxattr(raw + b"/d1", "user.label", b"directory")
+    for name, size in ((b"4MiB", 4 * 2**20), (b"4MiB+1", 4 * 2**20 + 1), (b"9MiB", 9 * 2**20)):
+        trees.write(raw + b"/" + name, os.urandom(size))
+    with open(raw + b"/hole", "wb") as stream:
+        stream.truncate(3 * 2**20)
+    with open(raw + b"/end hole", "wb") as stream:
+        stream.write(b"begin")
+        stream.truncate(100_000)
+    striped = raw + b"/striped"
+    trees.write(striped, b"")
+    os.setxattr(
+        striped, "ceph.file.layout", b"stripe_unit=65536 stripe_count=2 object_size=1048576"
+    )
+    trees.write(striped, os.urandom(900_000))
+    os.mkfifo(raw + b"/fifo")
+    os.chmod(raw + b"/one", 0o4710)
+    os.chown(raw + b"/xattr", 1001, 1002)
+    trees.settle(top)
+    frozen = snapshot(fs, "odd")
+    node.cache["datasets"] = [dataset(cluster, area, "/odd")]
+    # What changes after the snapshot is not part of it.
+    trees.write(raw + b"/d0/f00000", b"later")
+    trees.write(raw + b"/later", b"later")
+    os.unlink(raw + b"/d0/f00003")
+    node.start()
+    shown = node.wait_state("a", "complete", seconds=120)
+    assert shown["files"]["skipped"] == 1
+    trees.assert_equal(frozen, node.view("a"), without=frozenset({b"fifo"}))
+
+
+def test_data_that_a_writer_has_not_flushed_is_in_the_copy_of_its_snapshot(
+    area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
+) -> None:
+    (fs / "dirty").mkdir()
+    old, new = b"old " * 2000, b"new " * 2000
+    names = [f"f{number}" for number in range(40)]
+    for name in names:
+        (fs / "dirty" / name).write_bytes(old)
+    os.sync()
+    writer = cephfs.LibCephFS(conffile=str(cluster.conf), auth_id="admin")
+    # Holds what is written for as long as it may.
+    for key in ("client_oc_max_dirty_age", "client_caps_release_delay"):
+        writer.conf_set(key, "300")
+    writer.mount()
+    try:
+        held = []
+        for name in names:
+            descriptor = writer.open(f"/dirty/{name}", os.O_WRONLY, 0o644)
+            writer.write(descriptor, new, 0)  # in place, of the same length
+            held.append(descriptor)
+        appended = writer.open("/dirty/fresh", os.O_WRONLY | os.O_CREAT, 0o644)
+        writer.write(appended, new, 0)
+        writer.mksnap("/dirty", "v1", 0o755)
+        node.cache["datasets"] = [dataset(cluster, area, "/dirty")]
+        node.start()
+        node.wait_state("a", "complete", seconds=120)
+        stored = {name: (node.view("a") / name).read_bytes() for name in [*names, "fresh"]}
+    finally:
+        for descriptor in [*held, appended]:
+            writer.close(descriptor)
+        writer.shutdown()
+    truth = fs / "dirty" / ".snap" / "v1"
+    for name, data in stored.items():
+        assert data == (truth / name).read_bytes(), f"{name}: {data[:8]!r}"
+    assert stored["f0"] == new, "the writer had flushed nothing that mattered: no proof"
+
+
+def test_a_ceph_fuse_that_dies_is_replaced_and_the_view_heals(
+    area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
+) -> None:
+    top = fs / "killed"
+    trees.plain(top, 400)
+    frozen = snapshot(fs, "killed")
+    node.cache["datasets"] = [dataset(cluster, area, "/killed")]
+    node.cache["fill"] = {"files_per_second": 40}
+    node.start()
+    node.wait_served("a", "overlay")
+    daemons = [
+        pid
+        for pid in leftovers.processes(node.state)
+        if Path(f"/proc/{pid}/comm").read_text().startswith("ceph-fuse")
+    ]
+    assert len(daemons) == 1
+    os.kill(daemons[0], signal.SIGKILL)
+    node.tell("a", "warm")
+
+    def healed() -> bool:
+        try:
+            return trees.differences(trees.records(frozen), trees.records(node.view("a"))) == []
+        except OSError:
+            return False
+
+    node.wait_for(healed, 90, "the view to heal")
+    node.cache["fill"] = {}
+    node.write()
+    node.wait_state("a", "complete", seconds=90)
+
+
+def test_the_source_mount_outlives_the_agent_and_is_adopted(
+    area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
+) -> None:
+    trees.plain(fs / "adopted", 300)
+    frozen = snapshot(fs, "adopted")
+    node.cache["datasets"] = [dataset(cluster, area, "/adopted")]
+    node.cache["fill"] = {"files_per_second": 20}
+    node.start()
+    node.wait_served("a", "overlay")
+
+    def source_mounts() -> dict[str, int]:
+        return {m.target: m.mount_id for m in mountinfo.read() if str(node.state) in m.target}
+
+    before = source_mounts()
+    assert len(before) == 1
+    for end in (node.kill, node.stop):
+        end()
+        trees.assert_equal(frozen, node.view("a"))
+        node.start()
+        node.wait_state("a", "filling", "scanning")
+        assert source_mounts() == before
+
+
+def test_the_secret_is_on_no_command_line_in_no_log_and_in_no_answer(
+    area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
+) -> None:
+    trees.plain(fs / "secret", 50)
+    snapshot(fs, "secret")
+    node.cache["datasets"] = [dataset(cluster, area, "/secret")]
+    node.cache["fill"] = {"files_per_second": 10}
+    node.start()
+    node.wait_served("a", "overlay")
+    secret = cluster.secret().encode()
+    for pid in leftovers.processes(node.folder):
+        for name in ("cmdline", "environ"):
+            assert secret not in Path(f"/proc/{pid}/{name}").read_bytes()
+    assert (
+        secret.decode()
+        not in subprocess.run(["ps", "auxwwwe"], capture_output=True, text=True, check=True).stdout
+    )
+    assert secret.decode() not in node.said()
+    answers = [node.get("/v1/datasets"), node.dataset("a"), node.get("/v1/findings")]
+    assert secret.decode() not in str(answers)
+    for file in node.state.rglob("*"):
+        ours = file.is_file() and not file.is_symlink() and "mount" not in file.parts
+        if ours and secret in file.read_bytes():
+            assert file.stat().st_mode & 0o077 == 0

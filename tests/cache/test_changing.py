@@ -1,0 +1,224 @@
+"""Sources that misbehave while they are copied, and a view whose layers change under readers."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from linux import mounts
+from tests.testbed import leftovers, trees
+from tests.testbed.agent import Agent
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+
+
+def test_a_file_that_changes_while_it_is_copied_is_never_published(area: Path, node: Agent) -> None:
+    source = area / "source"
+    trees.plain(source, 50)
+    victims = [source / "d0" / f"changing{n}" for n in range(4)]
+    stop = threading.Event()
+
+    def version(number: int) -> bytes:
+        return number.to_bytes(4, "big") * (256 * 1024)  # every part says which version it is
+
+    def change() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            for victim in victims:
+                with victim.open("r+b", buffering=0) as stream:  # in place: no second inode
+                    data = version(number)
+                    for at in range(0, len(data), 65536):
+                        stream.write(data[at : at + 65536])
+
+    for victim in victims:
+        victim.write_bytes(version(0))
+    writer = threading.Thread(target=change)
+    writer.start()
+    try:
+        node.add_dir("a", source)
+        node.start()
+        shown = node.wait_state("a", "partial", seconds=90)
+        assert shown["files"]["failed"] >= 1
+        reasons = node.failures("a")
+        assert any("changed while it was copied" in reason for reason in reasons.values()), reasons
+        failed = {Path(path).name for path in reasons}
+        for stored in (node.tree("a") / "d0").iterdir():
+            data = stored.read_bytes()
+            if stored.name.startswith("changing"):
+                assert stored.name not in failed
+                assert data == data[:4] * (len(data) // 4), "torn between two versions"
+    finally:
+        stop.set()
+        writer.join()
+    node.tell("a", "warm")
+    node.wait_state("a", "complete", seconds=60)
+    assert node.failures("a") == {}
+
+
+def test_what_vanishes_between_listing_and_copying_is_no_failure_in_the_end(
+    area: Path, node: Agent
+) -> None:
+    source = area / "source"
+    trees.plain(source, 900)
+    node.cache["fill"] = {"files_per_second": 150, "workers": 1}
+    node.add_dir("a", source)
+    node.start()
+    node.wait_served("a", "overlay")
+    gone = [source / "d7" / f"f{number:05}" for number in range(7, 900, 80)]
+    for path in gone:
+        path.unlink(missing_ok=True)
+    node.cache["fill"] = {}
+    node.write()
+    node.wait_state("a", "complete", seconds=60)
+    stored = trees.records(node.tree("a"), content=False)
+    listed = trees.records(source, content=False)
+    assert {p for p in listed if p not in stored} == set()
+    # Those copied before they went are in the frozen set, those after are not: none is half there.
+    extra = {p for p in stored if p not in listed}
+    assert extra <= {os.fsencode(p.relative_to(source)) for p in gone}
+
+
+def test_permission_denied_is_listed_with_its_reason_and_the_rest_is_stored(
+    area: Path, node: Agent
+) -> None:
+    # Root is refused nothing by modes; a FUSE daemon without CAP_DAC_OVERRIDE is.
+    source = area / "source"
+    trees.plain(source, 40)
+    os.chmod(area, 0o755)
+    denied = source / "d1" / "f00001"
+    os.chmod(denied, 0o600)
+    (source / "locked").mkdir(mode=0o700)
+    (source / "locked" / "in").write_bytes(b"x")
+    mounted = area / "mounted"
+    mounted.mkdir()
+    mount_denied(source, mounted)
+    node.add_dir("a", mounted)
+    node.start()
+    shown = node.wait_state("a", "partial", seconds=60)
+    assert shown["files"]["failed"] == 2
+    reasons = node.failures("a")
+    assert reasons["d1/f00001"] == "Permission denied"
+    assert any("locked" in path and "ermission denied" in why for path, why in reasons.items())
+    assert shown["files"]["done"] == 39
+    assert "2 entries could not be copied" in shown["why"]
+    assert (node.view("a") / "d0/f00000").read_bytes() == (source / "d0/f00000").read_bytes()
+
+
+def mount_denied(below: Path, target: Path) -> None:
+    """A FUSE mount whose daemon has no right to pass over modes."""
+    for path in (below, *below.rglob("*")):
+        os.chown(path, 12345, 12345)
+    subprocess.run(
+        ["setpriv", "--bounding-set", "-dac_override,-dac_read_search",
+         "--inh-caps", "-dac_override,-dac_read_search",
+         "bindfs", "-o", "allow_other", str(below), str(target)],
+        check=True, timeout=30,
+    )  # fmt: skip
+
+
+def test_a_dead_fuse_source_is_reported_and_the_dataset_heals_when_it_is_back(
+    area: Path, node: Agent
+) -> None:
+    below, mounted = area / "below", area / "mounted"
+    trees.plain(below, 600)
+    mounted.mkdir()
+    subprocess.run(["bindfs", str(below), str(mounted)], check=True, timeout=30)
+    node.cache["fill"] = {"files_per_second": 60}
+    node.cache["source_timeout"] = "3s"
+    node.add_dir("a", mounted)
+    node.start()
+    node.wait_for(lambda: node.dataset("a")["files"]["done"] > 20, 30, "some files")
+    for pid in leftovers.processes(mounted):
+        os.kill(pid, signal.SIGKILL)
+    node.wait_for(lambda: "died" in node.dataset("a")["why"], 60, "the cause to be told")
+    assert node.get("/healthz")["alive"]
+    subprocess.run(["umount", "-l", str(mounted)], check=True, timeout=30)
+    subprocess.run(["bindfs", str(below), str(mounted)], check=True, timeout=30)
+    node.cache["fill"] = {}
+    node.write()
+    node.tell("a", "warm")
+    node.wait_state("a", "complete", seconds=90)
+    trees.assert_equal(below, node.view("a"))
+
+
+def test_a_mount_inside_a_source_is_not_crossed(area: Path, node: Agent) -> None:
+    source, other = area / "source", area / "other"
+    trees.plain(source, 20)
+    trees.plain(other, 20)
+    (source / "mountpoint").mkdir()
+    subprocess.run(["mount", "--bind", str(other), str(source / "mountpoint")], check=True)
+    node.add_dir("a", source)
+    node.start()
+    node.wait_state("a", "partial")
+    assert "another file system" in node.failures("a")["mountpoint"]
+    assert not (node.tree("a") / "mountpoint" / "d0").exists()
+
+
+def test_layers_that_change_by_rename_and_unlink_never_show_a_wrong_byte(area: Path) -> None:
+    """The stress test that cache.md asks for: adds, removals, 30 % mmap reads, refreshes."""
+    files = 400
+    source, store, view = area / "source", area / "store", area / "view"
+    trees.plain(source, files, directories=4, mean=6000)
+    for number in range(4):
+        (store / f"d{number}").mkdir(parents=True)
+    staging = area / "staging"
+    staging.mkdir()
+    view.mkdir()
+    tree = mounts.overlay([store, source], area)
+    mounts.attach(tree, view)
+    os.close(tree)
+    manifest = area / "manifest.json"
+    names = [f"d{n % 4}/f{n:05}" for n in range(files)]
+    facts = {}
+    for name in names:
+        data = (source / name).read_bytes()
+        facts[name] = [len(data), xxhash.xxh3_128_hexdigest(data)]
+    manifest.write_text(json.dumps(facts))
+    generator = random.Random(3)
+    adds = removals = 0
+    readers = []
+    try:
+        for seed in range(3):
+            reader = subprocess.Popen(
+                [sys.executable, "-m", "tests.testbed.reader", str(view), str(manifest),
+                 str(area / f"report{seed}"), str(seed)],
+                cwd=Path(__file__).parents[2],
+            )  # fmt: skip
+            readers.append(reader)
+        deadline = time.monotonic() + 12.0
+        while time.monotonic() < deadline:
+            name = generator.choice(names)
+            target = store / name
+            if target.exists():
+                target.unlink()
+                removals += 1
+            else:
+                staged = staging / "x"
+                staged.write_bytes((source / name).read_bytes())
+                staged.rename(target)
+                adds += 1
+            if (adds + removals) % 200 == 0:
+                mounts.refresh(view)
+            if (adds + removals) % 1000 == 0:
+                Path("/proc/sys/vm/drop_caches").write_text("2")
+    finally:
+        for reader in readers:
+            reader.terminate()
+            reader.wait(30)
+        mounts.detach(view)
+    assert adds > 500
+    assert removals > 300
+    for seed in range(3):
+        report = json.loads((area / f"report{seed}").read_text())
+        assert (report["errors"], report["wrong"]) == (0, 0), report
+        assert report["reads"] > 500
+        assert report["mapped"] > report["reads"] // 5

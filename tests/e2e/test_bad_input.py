@@ -1,0 +1,249 @@
+"""Bad input: a one-line cause and remedy, an exit code, nothing half made ("It must show" 7)."""
+
+import base64
+import functools
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linux import mountinfo
+from tests.testbed import ceph, ports, trees
+from tests.testbed.agent import COMMAND, Agent
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+
+
+def refused(node: Agent, *words: str, code: int) -> str:
+    """``run`` ends by itself with ``code`` and one line, which it returns."""
+    done = node.cli("run", seconds=60)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("{")]
+    assert done.returncode == code, done.stderr
+    assert len(lines) == 1, done.stderr
+    for word in words:
+        assert word in lines[0]
+    assert lines[0].startswith("nodeagent: ")
+    assert "; " in lines[0], "no remedy"
+    return lines[0]
+
+
+def nothing_made(node: Agent) -> None:
+    assert not node.store.exists() or list(node.store.iterdir()) == []
+    assert not node.views.exists() or list(node.views.iterdir()) == []
+    assert [m for m in mountinfo.read() if m.target.startswith(str(node.views))] == []
+
+
+@pytest.fixture
+def source(area: Path) -> Path:
+    trees.plain(area / "source", 10)
+    return area / "source"
+
+
+def test_not_root_is_said_and_nothing_is_made(area: Path, node: Agent, source: Path) -> None:
+    node.add_dir("a", source)
+    node.write()
+    os.chmod(node.folder, 0o777)
+    os.chmod(node.config, 0o644)
+    script = "import sys; sys.argv[0] = 'nodeagent'; from nodeagent.cli.main import main; main()"
+    if not os.access("/root", os.X_OK):
+        raise AssertionError("this test runs as root")
+    done = subprocess.run(
+        ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--bounding-set=-all",
+         sys.executable, "-c", script, "--config", str(node.config), "run"],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    if "Permission denied" in done.stderr and done.returncode in (126, 127):
+        # The interpreter lies where only root may look (a home directory): CAP_DAC_READ_SEARCH
+        # lets nobody read it, and gives no right that the agent asks for.
+        done = subprocess.run(
+            ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups",
+             "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search",
+             sys.executable, "-c", script, "--config", str(node.config), "run"],
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 4, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "not root" in done.stderr
+    assert "run it as root" in done.stderr
+    nothing_made(node)
+
+
+def test_a_store_that_cannot_hold_the_xattrs_is_refused(
+    area: Path, node: Agent, source: Path
+) -> None:
+    (area / "below").mkdir()
+    (area / "plain").mkdir()
+    command = ["bindfs", "--xattr-none", str(area / "below"), str(area / "plain")]
+    subprocess.run(command, check=True, timeout=30)
+    node.cache["store"] = str(area / "plain" / "store")
+    node.add_dir("a", source)
+    node.write()
+    refused(node, str(area / "plain" / "store"), "xattrs", "ext4 or XFS", code=4)
+    assert list((area / "below").iterdir()) == []
+    nothing_made(node)
+
+
+def test_a_store_that_is_not_ours_is_refused(area: Path, node: Agent, source: Path) -> None:
+    node.store.mkdir()
+    (node.store / "precious").write_bytes(b"data")
+    node.add_dir("a", source)
+    node.write()
+    refused(node, "not a store of ours", "precious", code=4)
+    assert (node.store / "precious").read_bytes() == b"data"
+    assert os.listdir(node.store) == ["precious"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}', '{"format": "x"}'])
+def test_a_damaged_or_newer_store_is_refused(
+    area: Path, node: Agent, source: Path, content: str
+) -> None:
+    node.store.mkdir()
+    (node.store / "nodeagent.json").write_text(content)
+    node.add_dir("a", source)
+    node.write()
+    refused(node, "cache.store", code=4)
+
+
+def test_a_store_whose_first_agent_was_killed_at_once_is_used(
+    area: Path, node: Agent, source: Path
+) -> None:
+    (node.store / ".probe").mkdir(parents=True)
+    (node.store / ".nodeagent.json.new").write_bytes(b"{")
+    node.add_dir("a", source)
+    node.start()
+    node.wait_state("a", "complete")
+
+
+def test_a_kernel_without_overlayfs_is_refused(area: Path, node: Agent, source: Path) -> None:
+    # /proc/filesystems is what the kernel says of itself; a doctored one stands in for a kernel.
+    told = Path("/proc/filesystems").read_text()
+    assert "\toverlay\n" in told
+    (area / "filesystems").write_text(told.replace("nodev\toverlay\n", ""))
+    node.add_dir("a", source)
+    node.write()
+    script = (
+        f"mount --bind {shlex.quote(str(area / 'filesystems'))} /proc/filesystems && "
+        f"PATH=/nowhere exec {shlex.quote(COMMAND)} --config {shlex.quote(str(node.config))} run"
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "slave", "sh", "-c", script],
+        capture_output=True, text=True, check=False, timeout=60, env=node.environment,
+    )  # fmt: skip
+    assert done.returncode == 4, done.stderr
+    assert "no overlayfs" in done.stderr
+    assert "modprobe overlay" in done.stderr
+    assert done.stderr.count("\n") == 1
+    nothing_made(node)
+
+
+def test_an_address_in_use_is_refused(area: Path, node: Agent, source: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", node.port))
+        taken.listen()
+        node.add_dir("a", source)
+        node.write()
+        refused(node, f"127.0.0.1:{node.port}", "in use", code=4)
+    nothing_made(node)
+
+
+# --- sources: reported and tried again, the agent goes on -------------------------------------
+
+
+@pytest.fixture
+def secret(area: Path, cluster: ceph.CephCluster) -> Path:
+    path = area / "secret"
+    path.write_text(cluster.secret())
+    return path
+
+
+def ceph_source(cluster: ceph.CephCluster, secret: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "kind": "cephfs", "monitors": [cluster.monitor], "path": "/", "snapshot": "none",
+        "secret_file": str(secret), **more,
+    }  # fmt: skip
+
+
+def wrong_secret(text: str) -> str:
+    """A key of the right form that is not the user's."""
+    raw = bytearray(base64.b64decode(text))
+    raw[-1] ^= 0xFF
+    return base64.b64encode(bytes(raw)).decode()
+
+
+@pytest.fixture
+def cases(area: Path, cluster: ceph.CephCluster, secret: Path) -> Iterator[dict[str, Any]]:
+    other = area / "wrong"
+    other.write_text(wrong_secret(secret.read_text()))
+    noise = area / "noise"
+    noise.write_text("not a key")
+    port = ports.free(1)[0]
+    yield {
+        "wrong secret": (ceph_source(cluster, other), ["client.admin", "refused", "secret_file"]),
+        "no key": (ceph_source(cluster, noise), ["holds no Ceph key", "auth print-key"]),
+        "no file": (ceph_source(cluster, area / "nowhere"), ["cannot be read", "put the user's"]),
+        "no monitor": (
+            ceph_source(cluster, secret, monitors=[f"127.0.0.1:{port}"]),
+            [f"127.0.0.1:{port}", "no monitor", "network"],
+        ),
+        "no path": (ceph_source(cluster, secret, path="/not/there"), ["/not/there", "no path"]),
+        "no snapshot": (ceph_source(cluster, secret), ["no snapshot 'none'", "make it"]),
+        "no user": (ceph_source(cluster, secret, user="nobody"), ["client.nobody", "refused"]),
+        "no directory": ({"kind": "dir", "path": str(area / "nowhere")}, ["no such directory"]),
+        "empty directory": ({"kind": "dir", "path": str(area / "empty")}, ["it is empty", "mount"]),
+    }
+
+
+def test_each_bad_source_is_told_in_one_line_with_cause_and_remedy_and_leaves_nothing(
+    area: Path, node: Agent, cases: dict[str, Any], source: Path
+) -> None:
+    (area / "empty").mkdir()
+    node.cache["source_timeout"] = "6s"
+    names = {}
+    for number, (case, (settings, _)) in enumerate(cases.items()):
+        names[case] = f"case{number}"
+        freshness = "snapshot" if settings["kind"] == "cephfs" else "frozen"
+        node.cache["datasets"].append(
+            {"name": f"case{number}", "freshness": freshness, "source": settings}
+        )
+    node.add_dir("good", source)
+    node.start()
+
+    def why(name: str) -> str:
+        return str(node.dataset(name)["why"])
+
+    node.wait_state("good", "complete")  # the others do not keep it back
+    for case, (_, words) in cases.items():
+        name = names[case]
+        node.wait_for(functools.partial(why, name), 60, f"{case} to be told")
+        shown = node.dataset(name)
+        assert shown["state"] == "waiting", case
+        assert "\n" not in shown["why"], case
+        for word in words:
+            assert word in shown["why"], (case, shown["why"])
+        done = node.cli("dataset", "warm", name, "--wait")
+        assert done.returncode == 5, (case, done.stderr)
+        assert [w for w in words if w not in done.stderr] == [], (case, done.stderr)
+        assert node.generations(name) == [], case
+        assert not node.view(name).exists(), case
+    ready = node.get("/readyz")
+    assert not ready["ready"]
+    assert len([r for r in ready["reasons"] if "not published" in r]) == len(cases)
+    said = node.said()
+    for file in ("secret", "wrong"):
+        assert (area / file).read_text() not in said
+
+
+def test_a_source_that_comes_later_is_taken_up_by_itself(area: Path, node: Agent) -> None:
+    node.add_dir("a", area / "later")
+    node.start()
+    node.wait_for(lambda: "no such directory" in node.dataset("a")["why"], 30, "the cause")
+    trees.plain(area / "later", 20)
+    node.wait_state("a", "complete", seconds=60)
+    trees.assert_equal(area / "later", node.view("a"))
