@@ -1,9 +1,10 @@
 """Image preheating as the process sees it, and what operators may ask of it."""
 
 import asyncio
+import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import structlog
@@ -143,8 +144,7 @@ class Preheat:
     async def preheat(self, text: str, keep: str = "always") -> status.Status:
         """Bring an image here now, before what the settings want; pinned unless ``never``."""
         ref = _reference(text)
-        self._usable()
-        async with self.core.lock:
+        async with self._asking():
             await self._drop_notes(ref)
             await self.core.box.begin(
                 runtime.Hold(
@@ -163,8 +163,7 @@ class Preheat:
     async def pin(self, text: str) -> status.Status:
         """Pin an image; when it is not here it is pulled first. RefusedError over the budget."""
         ref = _reference(text)
-        self._usable()
-        async with self.core.lock:
+        async with self._asking():
             inventory = await self.core.box.inventory()
             target = next((r.target for r in inventory.records if r.name == ref), None)
             if target is not None:
@@ -199,8 +198,7 @@ class Preheat:
         or ``pin``. NotFoundError when there is nothing to let go of.
         """
         ref = _reference(text)
-        self._usable()
-        async with self.core.lock:
+        async with self._asking():
             await self.core.halt(ref)
             inventory = await self.core.box.inventory()
             mine = [hold for hold in inventory.holds if hold.ref == ref and hold.role != "note"]
@@ -223,8 +221,7 @@ class Preheat:
     async def pause(self, text: str) -> status.Status:
         """Stop pulling; every byte stays (for ``partial_keep``)."""
         ref = self.show(text).ref
-        self._usable()
-        async with self.core.lock:
+        async with self._asking():
             await self.core.note(ref, "operator", "paused")
             await self.core.halt(ref)
         return await self._after(ref)
@@ -232,8 +229,7 @@ class Preheat:
     async def resume(self, text: str) -> status.Status:
         """Go on after ``pause``, or try again at once after a failure."""
         ref = self.show(text).ref
-        self._usable()
-        async with self.core.lock:
+        async with self._asking():
             await self._drop_notes(ref)
             self.core.failures.pop(ref, None)
             self.core.looks.again(ref)
@@ -254,6 +250,27 @@ class Preheat:
             if hold.role == "note" and hold.ref == ref:
                 await self.core.box.end(hold)
 
+    @contextlib.asynccontextmanager
+    async def _asking(self) -> AsyncIterator[None]:
+        """A request at work: alone, on a runtime that answers, its errors as the API's."""
+        self._usable()
+        async with self.core.lock:
+            with self._translated():
+                yield
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except runtime.InvalidCallError as error:
+            raise kit.errors.SettingsError(error.thing, error.cause, error.remedy) from error
+        except runtime.RuntimeCallError as error:
+            if isinstance(error, runtime.RuntimeGoneError):
+                self.core.trouble = str(error)
+                self.core.wake()
+            remedy = error.remedy or "try again; see the runtime's log"
+            raise kit.errors.SourceError(error.thing, error.cause, remedy) from error
+
     def _usable(self) -> None:
         if self.core.trouble:
             raise kit.errors.SourceError(
@@ -262,7 +279,8 @@ class Preheat:
 
     async def _after(self, ref: str, must_be_there: bool = True) -> status.Status:
         """What is shown once the loop has taken the request in."""
-        await self.core.cycle()
+        with self._translated():
+            await self.core.cycle()
         want = self.core.view.wanted.get(ref)
         if want is None:
             want = wants.Want(ref, "operator", "never", released=not must_be_there)

@@ -115,7 +115,7 @@ class Engine:
                 finally:
                     gap.cancel()
                     await asyncio.gather(gap, return_exceptions=True)
-            except runtime.RuntimeCallError as error:
+            except kit.errors.AgentError as error:
                 log.debug("event stream ended", error=str(error))
             await asyncio.sleep(wait)
             wait = min(wait * 2, RECONNECT_LONGEST)
@@ -124,7 +124,7 @@ class Engine:
         """Events of the gap are lost: look at everything, now and once the stream surely runs."""
         for wait in (0.0, 0.5):
             await asyncio.sleep(wait)
-            with contextlib.suppress(runtime.RuntimeCallError):
+            with contextlib.suppress(kit.errors.AgentError):
                 async with self.lock:
                     inventory = await self.box.inventory()
                     self.healer.learn(inventory.holds)
@@ -437,11 +437,11 @@ class Engine:
             log.warning("pull failed", image=ref, kind=str(error.kind), error=str(error))
             if error.kind in (Kind.NOT_FOUND, Kind.AUTH):
                 self.looks.again(ref)  # the tag or the login may have changed
-        except kit.errors.AgentError as error:
-            self.failures[ref] = failure.after(
-                PullError(ref, Kind.RUNTIME, str(error)), 1, time.time()
-            )
-            self.failed[Kind.RUNTIME.value] += 1
+        except Exception as error:  # a bug must not become a loop of pulls
+            log.exception("pull failed unexpectedly", image=ref)
+            unexpected = PullError(ref, Kind.BAD_IMAGE, f"{type(error).__name__}, see the log")
+            self.failures[ref] = failure.after(unexpected, 1, time.time())
+            self.failed[Kind.BAD_IMAGE.value] += 1
         finally:
             self.running.pop(ref, None)
             self._later(ref)

@@ -10,9 +10,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import structlog
+
 import kit.errors
 from preheat import credentials, estimate, failure, image, registry, runtime, settings
 from preheat.failure import Kind, PullError
+
+log = structlog.get_logger("preheat")
 
 LOOKS_AT_ONCE = 4
 MOST_SIZES = 8192
@@ -96,6 +100,9 @@ class Looks:
             self._failed(look, error)
         except kit.errors.AgentError as error:  # a credential source
             self._failed(look, PullError(look.ref.text, Kind.AUTH, str(error)))
+        except Exception:  # a bug must not become a loop of requests
+            log.exception("looking at an image failed", image=look.ref.text)
+            self._failed(look, PullError(look.ref.text, Kind.BAD_IMAGE, "see the agent's log"))
         finally:
             look.task = None
             self._changed()

@@ -332,8 +332,9 @@ class Containerd:
         records = await self._records(f"target.digest=={digest}")
         names = [each.name for each in records]
         image_id = hold.image_id or next((n for n in names if image.is_digest(n)), "")
-        # The names that matter first; the list in the lease is bounded.
-        names.sort(key=lambda name: (name != hold.ref, not image.is_digest(name), name))
+        # The image-id record first: healed before the others, it brings the mark with it. The list
+        # in the lease is bounded, so the names that matter least come last.
+        names.sort(key=lambda name: (not image.is_digest(name), name != hold.ref, name))
         hold = dataclasses.replace(hold, image_id=image_id, names=tuple(names[: holds.MOST_NAMES]))
         hold = await self.begin(hold)
         await self._add(hold.id, m.Resource(id=digest, type="content"))

@@ -59,7 +59,9 @@ def _check_labels(labels: Any) -> None:
     for key, value in labels.items():
         _require(isinstance(key, str) and isinstance(value, str), "a label that is no text")
         _require(_plain(key), "a label without a proper key")
-        _require(len(key.encode()) + len(value.encode()) <= LARGEST_LABEL, "a label over 4 KiB")
+        # "replace": a value that is no proper text is refused when the request is encoded.
+        size = len(key.encode(errors="replace")) + len(value.encode(errors="replace"))
+        _require(size <= LARGEST_LABEL, "a label over 4 KiB")
 
 
 def _check_image(value: m.Image | None) -> None:

@@ -13,7 +13,11 @@ import pytest
 from tests.preheat import rig
 from tests.testbed import containerd, proxy, registry
 
-pytestmark = pytest.mark.real
+# The oldest and the newest: what registries do is told apart by their words.
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.parametrize("release", ["bookworm", "sid"], indirect=True),
+]
 
 MB = 1_000_000
 LOGIN = ("team", "correct horse")
