@@ -3,7 +3,6 @@
 import os
 from dataclasses import dataclass
 
-
 # For what grows beside the files: the index's log, directories, the file system's own tables.
 HEADROOM_BYTES = 4 * 1024 * 1024
 
