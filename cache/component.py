@@ -174,18 +174,22 @@ class Cache:
 
     async def remove(self, name: str) -> None:
         """Take a dataset down: one of the settings, or what is left of one that was there."""
+        folders = [f for f in self.orphans if Path(f).parent.name == name]
         if name in self.datasets:
             await self.datasets[name].remove()
         else:
-            folders = [f for f in self.orphans if Path(f).parent.name == name]
             target = f"{self._views}/{name}/data"
             if not folders and not await asyncio.to_thread(os.path.ismount, target):
                 self.get(name)
             await kit.child.call(view.take_down, target, deadline=VIEW_SECONDS)
-            for folder in folders:
-                await kit.child.call(store.discard, self._store, folder, deadline=STORE_SECONDS)
-            await self._look_for_orphans()
+        for folder in folders:
+            await kit.child.call(store.discard, self._store, folder, deadline=STORE_SECONDS)
+        await self._look_for_orphans()
         self._empty_trash()
+        for dataset in self.datasets.values():
+            if dataset.generation.left_files:  # there is room now
+                dataset.work.forgive()
+                dataset.wake()
         self._turn.set()
 
     async def _look_for_orphans(self) -> None:

@@ -150,9 +150,9 @@ class Dataset:
         now = time.monotonic()
         generation = self.generation
         wanted = self.settings.warm or generation.wanted
-        # What failed may work later; what did not fit waits for room.
+        # What failed may work later, and there may be room for what did not fit.
         unfinished = generation.state in ("new", "filling") or (
-            generation.state == "partial" and generation.failed > 0 and not generation.left_files
+            generation.state == "partial" and (generation.failed > 0 or generation.left_files > 0)
         )
         return decide.Facts(
             stage=self.stage,
@@ -185,7 +185,7 @@ class Dataset:
             case decide.Action.PUBLISH_OVERLAY:
                 await self.publish(view.Stage.OVERLAY)
             case decide.Action.PUBLISH_STORE:
-                await self.publish(view.Stage.STORE)
+                await self._publish_store()
             case decide.Action.QUEUE:
                 self.work.queued = True
                 self._woken()
@@ -252,6 +252,16 @@ class Dataset:
         if not clean:
             self.notes = ["this kernel (before 6.5) keeps earlier mounts of the view below it"]
         log.info("view published", dataset=self.name, before=str(before), now=str(stage))
+
+    async def _publish_store(self) -> None:
+        """The store itself; where that is gone or unreadable, back to the source (OSError then)."""
+        try:
+            await self.publish(view.Stage.STORE)
+        except OSError:
+            if self.stage is not view.Stage.STORE:
+                log.error("store of a complete dataset is unreadable", dataset=self.name)
+                await self.change(state="filling", skeleton=False, why="the store lost its tree")
+            raise
 
     async def refresh(self) -> None:
         self._refresh_wanted = False
@@ -381,6 +391,8 @@ class Dataset:
             )
         if self.generation.held and self.generation.state != "complete":
             return self.generation.held
+        if self.generation.state == "complete" and self.stage is not view.Stage.STORE:
+            return "failed" if self.trouble is not None else "queued"
         if self.generation.state in ("complete", "partial"):
             return self.generation.state
         if self.reached is None:

@@ -109,8 +109,8 @@ def findings(cache: "Cache") -> list[kit.finding.Finding]:
                 rule="store-orphan",
                 severity=kit.finding.Severity.INFO,
                 subject=f"dataset {name}",
-                message=f"{folder} belongs to no dataset of the settings",
-                advice=f"'nodeagent dataset remove {name}' deletes it",
+                message=f"{folder} is of no dataset of the settings, or of one's earlier source",
+                advice=f"'nodeagent dataset remove {name}' deletes everything of that name",
             )
         )
     return found

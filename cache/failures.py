@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import kit.child
 import kit.errors
-from cache.fill import engine, index
+from cache.fill import index
 
 if TYPE_CHECKING:
     from cache.dataset import Dataset
@@ -18,7 +18,7 @@ async def page(dataset: "Dataset", limit: int, after: str) -> dict[str, Any]:
     number, _, name = after.partition("/")
     if after and not number.isdigit():
         raise kit.errors.SettingsError("after", f"{after!r} is no 'next' of ours", "leave it out")
-    path = f"{dataset.folder}/{engine.INDEX_NAME}"
+    path = f"{dataset.folder}/{index.NAME}"
     try:
         start = [int(number or 0), os.fsdecode(bytes.fromhex(name))]
     except ValueError as error:

@@ -74,7 +74,7 @@ class Pass:
 
     def _note(self, event: dict[str, Any]) -> None:
         keys = ("files_total", "files_done", "copied_files", "copied_bytes", "directories_sealed",
-                "checked_bytes")  # fmt: skip
+                "checked_bytes", "beats")  # fmt: skip
         now = {key: event.get(key) for key in keys}
         if event["event"] != "progress" or now != self._progress:
             self._moved = time.monotonic()

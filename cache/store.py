@@ -20,7 +20,7 @@ from typing import Any
 
 import kit.errors
 import kit.files
-from cache.fill import tree
+from cache.fill import index, tree
 from linux import processes
 
 FORMAT = 1
@@ -159,6 +159,8 @@ def _adopt(folder: str) -> dict[str, Any] | None:
                 os.close(directory)
         except OSError:
             pass  # the next pass clears it too, and says what is wrong
+        if fields.get("state") == "filling":  # its totals are those of before the pass
+            fields |= index.totals_of(Path(folder))
     return fields
 
 

@@ -5,6 +5,7 @@ Everything here runs in a child process (kit.child): looking up a source may han
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -57,7 +58,9 @@ def stage_of(view: str, layer: str | None, all_mounts: Sequence[mountinfo.Mount]
         return Stage.NONE
     top = stacked[-1]
     if top.fstype == "overlay" and top.source == "nodeagent":
-        return Stage.OVERLAY
+        # One over another generation (the source was changed in the settings) only shows a source.
+        ours = layer is not None and mounts.shows_layer(top.super_options, layer)
+        return Stage.OVERLAY if ours else Stage.SOURCE
     if layer is not None:
         disk = mountinfo.containing(layer, [m for m in all_mounts if m.target != view])
         if disk is not None and disk.device == top.device:
@@ -77,8 +80,7 @@ def publish(view: str, stage: str, source: str, layer: str, scratch: str) -> boo
     target.mkdir(parents=True, exist_ok=True, mode=0o755)
     match Stage(stage):
         case Stage.OVERLAY:
-            Path(scratch).mkdir(parents=True, exist_ok=True, mode=0o700)
-            tree = mounts.overlay([layer, source], Path(scratch))
+            tree = _overlay([layer, source], Path(scratch))
         case Stage.SOURCE | Stage.STORE:
             tree = mounts.clone_tree(source if stage == Stage.SOURCE else layer)
             mounts.set_attributes(tree, mounts.READ_ONLY_DATA)
@@ -91,6 +93,16 @@ def publish(view: str, stage: str, source: str, layer: str, scratch: str) -> boo
         return True
     finally:
         os.close(tree)
+
+
+def _overlay(layers: list[str], scratch: Path) -> int:
+    """Other datasets do the same at the same time: each in a folder of its own."""
+    scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
+    own = tempfile.mkdtemp(dir=scratch)
+    try:
+        return mounts.overlay(layers, Path(own))
+    finally:
+        os.rmdir(own)
 
 
 def refresh(view: str) -> None:

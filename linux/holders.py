@@ -87,9 +87,12 @@ def _uses(pid: int, held: list[mountinfo.Mount]) -> str:
     base = f"/proc/{pid}"
     try:
         for number in os.listdir(f"{base}/fdinfo"):
-            match = _MNT_ID.search(Path(f"{base}/fdinfo/{number}").read_bytes())
-            if match and int(match[1]) in ids:
-                return f"has {os.readlink(f'{base}/fd/{number}')} open"
+            try:
+                match = _MNT_ID.search(Path(f"{base}/fdinfo/{number}").read_bytes())
+                if match and int(match[1]) in ids:
+                    return f"has {os.readlink(f'{base}/fd/{number}')} open"
+            except OSError:
+                continue  # just closed
         for link, text in (("cwd", "its working directory is"), ("root", "its root is")):
             path = os.readlink(f"{base}/{link}")
             if any(path == m.target or path.startswith(m.target + "/") for m in held):

@@ -109,6 +109,15 @@ def escape_layer(path: str) -> str:
     return path.replace("\\", "\\\\").replace(":", "\\:")
 
 
+def shows_layer(super_options: str, layer: str) -> bool:
+    """Whether an overlay's options, as mountinfo has them, name ``layer`` as its first."""
+    first = escape_layer(layer)
+    return any(
+        f"lowerdir={name}:" in super_options or f"lowerdir+={name}," in f"{super_options},"
+        for name in (first, first.replace("\\", "\\\\"), first.replace(",", "\\,"))
+    )
+
+
 def overlay(layers: Sequence[str | Path], scratch: Path) -> int:
     """A detached read-only overlay, the first layer wins; a descriptor.
 

@@ -109,10 +109,12 @@ class Visitor:
     def __init__(self, proc: str = "/proc") -> None:
         self._proc = os.open(proc, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._home = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        self._root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self) -> None:
         os.close(self._proc)
         os.close(self._home)
+        os.close(self._root)
 
     def table(self, descriptor: int) -> bytes:
         """mountinfo of the namespace behind ``descriptor``. OSError, also when it may not."""
@@ -124,7 +126,13 @@ class Visitor:
                     chunks.append(chunk)
                 return b"".join(chunks)
         finally:
-            enter(self._home)
+            self._come_back()
+
+    def _come_back(self) -> None:
+        """setns moves the root to the namespace's own; ours may be another (a chroot)."""
+        enter(self._home)
+        os.fchdir(self._root)
+        os.chroot(".")
 
 
 def enter(descriptor: int) -> None:

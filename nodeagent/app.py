@@ -123,7 +123,7 @@ class Agent:
                 refused = await component.reconcile(section)
                 failures = 0
                 self._note_refused(component.name, refused)
-            except kit.errors.AgentError as error:
+            except (kit.errors.AgentError, OSError, RuntimeError) as error:
                 failures += 1
                 if failures == 1:
                     log.error("reconcile failed", component=component.name, error=str(error))

@@ -61,8 +61,13 @@ def parse(text: str, origin: str) -> Settings:
         raise _readable(error, root, origin) from error
 
 
-def _refuse_duplicates(node: yaml.Node, origin: str) -> None:
-    """YAML would silently keep the last of two equal keys."""
+def _refuse_duplicates(node: yaml.Node, origin: str, above: tuple[yaml.Node, ...] = ()) -> None:
+    """YAML would silently keep the last of two equal keys. An alias into itself has no end."""
+    if node in above:
+        raise kit.errors.SettingsError(
+            f"{origin}:{node.start_mark.line + 1}", "it contains itself", "write it out"
+        )
+    above = (*above, node)
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -74,10 +79,10 @@ def _refuse_duplicates(node: yaml.Node, origin: str) -> None:
                         "keep one of them",
                     )
                 seen.add(key.value)
-            _refuse_duplicates(value, origin)
+            _refuse_duplicates(value, origin, above)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            _refuse_duplicates(value, origin)
+            _refuse_duplicates(value, origin, above)
 
 
 def _readable(

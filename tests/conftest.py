@@ -17,7 +17,12 @@ REPO = Path(__file__).parent.parent
 BUILD = REPO / "build"
 
 # A small shared machine: an example may be slow without being wrong.
-hypothesis.settings.register_profile("suite", deadline=None, max_examples=150)
+hypothesis.settings.register_profile(
+    "suite",
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("suite")
 
 

@@ -6,7 +6,7 @@ effect at once and costs no message.
     offset  0  u64  cancel (1: stop soon)
     offset 16  f64  bytes per second for one worker, 0: no limit
     offset 24  f64  files per second for one worker, 0: no limit
-    offset 64 + 64 * n: worker n's   u64 files copied, u64 bytes copied
+    offset 64 + 64 * n: worker n's   u64 files copied, u64 bytes copied, u64 signs of life
 """
 
 import mmap
@@ -65,6 +65,16 @@ class Control:
         _U64.pack_into(self._page, at, _U64.unpack_from(self._page, at)[0] + files)
         _U64.pack_into(self._page, at + 8, _U64.unpack_from(self._page, at + 8)[0] + size)
 
+    def beat(self, worker: int) -> None:
+        """A sign of life where nothing is copied: an entry was listed, a limit was waited for."""
+        at = _SLOT * (1 + worker) + 16
+        _U64.pack_into(self._page, at, _U64.unpack_from(self._page, at)[0] + 1)
+
+    def beats(self) -> int:
+        """Signs of life of all workers of this pass."""
+        slots = (_SLOT * (1 + worker) + 16 for worker in range(MOST_WORKERS))
+        return sum(int(_U64.unpack_from(self._page, at)[0]) for at in slots)
+
     def counted(self) -> tuple[int, int]:
         """Files and bytes copied by all workers of this pass, staged ones included."""
         slots = [_SLOT * (1 + worker) for worker in range(MOST_WORKERS)]
@@ -102,6 +112,7 @@ class Throttle:
             if self._control.limits() != rates:
                 self._ready = [0.0, 0.0]  # due times of the old limits say nothing
                 return
+            self._control.beat(self._worker)
             time.sleep(min(left, _NAP_SECONDS))
 
     def check(self) -> None:

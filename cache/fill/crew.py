@@ -45,15 +45,22 @@ class Crew:
         self.setup = setup
         self._selector = selectors.DefaultSelector()
         self._deaths = 0
+        self._wanted = 0
         self._gone: list[int] = []  # surplus workers that were told to end
         self.members: dict[int, Member] = {}
 
     def resize(self, workers: int) -> None:
         """Have this many beside the committer; surplus ones leave when they are idle."""
+        self._wanted = workers
         for number in range(workers + 1):
             if number not in self.members:
                 self._start(number)
-        for number in [n for n, m in self.members.items() if n > workers and m.job is None]:
+        self._retire()
+
+    def _retire(self) -> None:
+        """Let surplus workers go as they become idle."""
+        surplus = [n for n, m in self.members.items() if n > self._wanted and m.job is None]
+        for number in surplus:
             self._gone.append(self.members[number].pid)
             self._end(self.members.pop(number))
         while self._gone and os.waitpid(self._gone[0], os.WNOHANG)[0]:
@@ -82,6 +89,7 @@ class Crew:
 
     def idle(self) -> list[Member]:
         """Those that can take a scan or a copy now, within the wanted number."""
+        self._retire()
         return [m for n, m in sorted(self.members.items()) if n > 0 and m.job is None]
 
     @property
@@ -134,7 +142,8 @@ class Crew:
                 yield member, None
                 if self._deaths > MOST_DEATHS:
                     raise CrewError(f"workers keep ending (the last one with {code})")
-                self._start(member.number)
+                if member.number <= self._wanted:
+                    self._start(member.number)
 
     def stop(self) -> None:
         """End all at once; what is staged and not committed is lost, by design only that."""

@@ -15,7 +15,6 @@ from cache.fill.entry import Entry
 from linux import processes
 
 PROGRESS_SECONDS = 0.5
-INDEX_NAME = "index.sqlite"
 LOCK_SECONDS = 10.0
 # Jobs without which a pass cannot go on.
 ESSENTIAL = ("commit", "finish", "start")
@@ -43,7 +42,9 @@ class Engine:
         # The pass of an agent that was killed may need a moment to end.
         self._lock = processes.lock(self.generation / "lock", LOCK_SECONDS)
         self.resumed = self._prepare()
-        self.index = index.Index.open(self.generation / INDEX_NAME)
+        if not self.resumed:
+            index.Index.discard(self.generation / index.NAME)  # it is about another tree
+        self.index = index.Index.open(self.generation / index.NAME)
         self.page = control.Control.create()
         self.workers = 1
         self.crew = crew.Crew(
@@ -182,6 +183,7 @@ class Engine:
                 "chunks": [
                     {
                         "chunk": staged.folder,
+                        "directory": staged.directory,
                         "path": self.index.path(staged.directory),
                         "links": staged.links,
                         "mtime_ns": Entry(
@@ -205,7 +207,7 @@ class Engine:
     def _committed(self, answer: dict[str, Any]) -> None:
         with self.index.transaction():
             for staged in self.batch.committing:
-                if staged.chunk is None:
+                if staged.chunk is None or staged.directory in answer["lost"]:
                     continue
                 for name, why, lasting in staged.failed:
                     self.index.fail(staged.directory, name, why, lasting=lasting)
@@ -215,7 +217,7 @@ class Engine:
                 )  # fmt: skip
             for number in answer["sealed"]:
                 self.index.sealed(number)
-            for number in answer["missing"]:
+            for number in {*answer["missing"], *answer["lost"]}:
                 self._rescan(number)
         if self.batch.committing or answer["sealed"]:
             self.commits += 1
@@ -290,7 +292,7 @@ class Engine:
         of_index = sum(
             file.stat().st_size
             for suffix in ("", "-wal")
-            if (file := self.generation / (INDEX_NAME + suffix)).exists()
+            if (file := self.generation / (index.NAME + suffix)).exists()
         )
         return self.totals.allocated + self.totals.directories * 4096 + of_index
 
@@ -337,6 +339,7 @@ class Engine:
             directories_sealed=self.totals.sealed,
             copied_files=copied_files,
             copied_bytes=copied_bytes,
+            beats=self.page.beats(),
             commits=self.commits,
             used=self._used(),
         )

@@ -73,6 +73,7 @@ class FillPass(engine.Engine):
         path = self.index.path(number)
         with self.index.transaction():
             self.index.restart_listing(number)
+        self.chunks = []
         self.scanning.add(number)
         return {
             "do": "scan",
@@ -80,6 +81,8 @@ class FillPass(engine.Engine):
             "path": path,
             "mounted": self.mounted.get(tuple(path), []),
             "again": self.resumed,
+            "extras": self.resumed
+            and (not self.task["immutable"] or self.index.directory(number).rescans > 0),
         }
 
     def _skeleton_stands(self) -> None:
@@ -126,6 +129,9 @@ class FillPass(engine.Engine):
         if not self.chunks:
             return None
         chunk = self.index.chunk(self.chunks[0])
+        if chunk is None:  # its directory is being listed anew
+            self.chunks = []
+            return None
         items = self._that_fit(chunk)
         if len(items) < len(chunk.entries) and self._may_take_less():
             return None
@@ -221,12 +227,24 @@ class FillPass(engine.Engine):
         return True
 
     def _rescan(self, number: int) -> None:
-        """List a directory again: what failed may have changed or gone."""
+        """List a directory and its parent again: what failed may have changed or gone.
+
+        A bounded number of times in a pass; then it is a failure like any other.
+        """
+        directory = self.index.directory(number)
+        self.chunks = []
+        if directory.rescans >= MOST_RESCANS:
+            self.index.fail(
+                number, ".", "it differs from the source after several tries", lasting=True
+            )
+            self.index.count_failure(number)
+            return
         self.index.count_rescan(number)
-        self.index.restart_listing(number)
+        for each in (number, directory.parent):
+            if each is not None and each not in self.scanning:
+                self.index.restart_listing(each)
         self.skeleton = False
         self.resumed = True
-        self.chunks = []
 
     def _recheck(self) -> None:
         assert self._rechecked_to is not None
@@ -274,10 +292,22 @@ class FillPass(engine.Engine):
 
     def _failed(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
         no_room = answer.get("errno") in (errno.ENOSPC, errno.EDQUOT)
-        if job["do"] == "scan" and not answer.get("cancelled") and not no_room:
+        if answer.get("cancelled") or job["do"] in engine.ESSENTIAL:
+            super()._failed(job, answer)
+        elif no_room:
+            self._forget(job)
+            if job["do"] == "scan":
+                self.cramped = True
+            else:
+                self.full = True
+        elif job["do"] == "scan":
             self._scan_failed(job, str(answer["error"]))
         else:
-            super()._failed(job, answer)
+            # Its directory cannot be opened any more. A hint is only a hint; else look again.
+            self._forget(job)
+            if job["do"] == "copy":
+                with self.index.transaction():
+                    self._rescan(job["_directory"])
 
     def _scan_failed(self, job: dict[str, Any], why: str) -> None:
         self._forget(job)
@@ -286,8 +316,15 @@ class FillPass(engine.Engine):
             self.index.restart_listing(number)
             self.index.fail(number, ".", f"cannot be listed: {why}", lasting=False)
             self.index.listed(number, entries=0, files=0, size=0, stored=(0, 0, 0), skipped=0)
+            parent = self.index.directory(number).parent
+            if parent is not None and parent not in self.scanning and self._may_rescan(number):
+                self.index.restart_listing(parent)  # it may have gone from there
+                self.skeleton = False
         if number == index.ROOT:
             raise End("failed", f"the root of the source cannot be listed: {why}")
+
+    def _may_rescan(self, number: int) -> bool:
+        return self.index.directory(number).rescans < MOST_RESCANS
 
     def _no_room(self) -> None:
         self.full = True
@@ -297,6 +334,7 @@ class FillPass(engine.Engine):
         if job["do"] == "scan":
             self.scanning.discard(job["directory"])
             self.resumed = True
+            self.chunks = []  # its chunks will be others
         if job["do"] == "copy":
             self.copying.discard(job["chunk"])
 

@@ -21,6 +21,7 @@ from typing import Any
 from cache.fill.entry import Entry
 
 FORMAT = 1
+NAME = "index.sqlite"
 CHUNK_ENTRIES = 256
 ROOT = 1
 
@@ -38,9 +39,9 @@ CREATE TABLE directories (
     rescans INTEGER NOT NULL DEFAULT 0, location TEXT, UNIQUE (parent, name));
 CREATE INDEX directories_found ON directories (id) WHERE state = 0;
 CREATE TABLE chunks (
-    id INTEGER PRIMARY KEY, directory INTEGER NOT NULL, priority INTEGER NOT NULL DEFAULT 0,
-    files INTEGER NOT NULL, bytes INTEGER NOT NULL, allocated INTEGER NOT NULL,
-    entries BLOB NOT NULL);
+    id INTEGER PRIMARY KEY AUTOINCREMENT, directory INTEGER NOT NULL,
+    priority INTEGER NOT NULL DEFAULT 0, files INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    allocated INTEGER NOT NULL, entries BLOB NOT NULL);
 CREATE INDEX chunks_order ON chunks (priority DESC, id);
 CREATE INDEX chunks_directory ON chunks (directory);
 CREATE TABLE failures (
@@ -104,9 +105,14 @@ class Index:
         try:
             return cls(cls._connect(path))
         except sqlite3.DatabaseError:
-            for suffix in ("", "-wal", "-shm"):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            cls.discard(path)
             return cls(cls._connect(path))
+
+    @staticmethod
+    def discard(path: Path) -> None:
+        """Delete it; a scan makes it anew."""
+        for suffix in ("", "-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
 
     @classmethod
     def read_only(cls, path: str) -> "Index":
@@ -307,6 +313,10 @@ class Index:
     def count_rescan(self, directory: int) -> None:
         self._db.execute("UPDATE directories SET rescans = rescans + 1 WHERE id = ?", (directory,))
 
+    def count_failure(self, directory: int) -> None:
+        """One more that keeps it from being sealed."""
+        self._db.execute("UPDATE directories SET failed = failed + 1 WHERE id = ?", (directory,))
+
     def reset_rescans(self) -> None:
         self._db.execute("UPDATE directories SET rescans = 0")
 
@@ -371,11 +381,14 @@ class Index:
         )
         return [int(row[0]) for row in rows]
 
-    def chunk(self, number: int) -> Chunk:
+    def chunk(self, number: int) -> Chunk | None:
+        """None when there is none any more."""
         row = self._db.execute(
             "SELECT id, directory, files, bytes, allocated, entries FROM chunks WHERE id = ?",
             (number,),
         ).fetchone()
+        if row is None:
+            return None
         entries = [Entry(*fields) for fields in json.loads(zlib.decompress(row[5]))]
         return Chunk(row[0], row[1], row[2], row[3], row[4], entries)
 
@@ -402,6 +415,24 @@ class Index:
         ).fetchone()
         failed = self._db.execute("SELECT count(*) FROM failures").fetchone()[0]
         return Totals(*(int(value) for value in (*row, failed)))
+
+
+def totals_of(generation: Path) -> dict[str, int]:
+    """Figures of a generation whose pass was killed, named as in generation.json; {} if unknown."""
+    path = generation / NAME
+    try:
+        opened = Index.read_only(str(path))
+        try:
+            found = opened.totals()
+        finally:
+            opened.close()
+    except (OSError, sqlite3.Error):
+        return {}
+    used = found.allocated + found.directories * 4096 + path.stat().st_size
+    return {
+        "used": used, "files": found.files, "bytes": found.bytes, "done_files": found.done_files,
+        "done_bytes": found.done_bytes, "failed": found.failed, "skipped": found.skipped,
+    }  # fmt: skip
 
 
 def _packed(entries: list[Entry]) -> tuple[int, int, int, bytes]:

@@ -1,6 +1,7 @@
 """Directories and entries by descriptors: paths may be longer than 4096 bytes, names any bytes."""
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -69,12 +70,20 @@ def copy_xattrs(source: int | str, target: int | str, *, links: bool = True) -> 
     try:
         names = os.listxattr(source, follow_symlinks=links) if links else []
     except OSError as error:
-        if error.errno == 95:  # EOPNOTSUPP: the file system has none
+        if error.errno == errno.EOPNOTSUPP:
             return False
         raise
     kept = [name for name in names if name.startswith("user.") or name in _ACLS]
     for name in kept:
-        os.setxattr(target, name, os.getxattr(source, name))
+        try:
+            os.setxattr(target, name, os.getxattr(source, name))
+        except OSError as error:
+            # ext4 says ENOSPC of an xattr above a block; the disk is not full.
+            if error.errno in (errno.ENOSPC, errno.ERANGE):
+                raise OSError(
+                    errno.E2BIG, "its xattrs are larger than the store's file system takes"
+                ) from error
+            raise
     return bool(kept)
 
 

@@ -135,6 +135,11 @@ class VerifyPass(engine.Engine):
             "unreplaced": self._keep_unreplaced(),
         }
 
+    def _rescan(self, number: int) -> None:
+        path = self.index.path(number)
+        if path:  # the whole directory is missing in the tree
+            self.unreplaced.append([path[:-1], path[-1]])
+
     def _keep_unreplaced(self) -> int:
         """Written beside the index: millions of paths are no line for a pipe. Their number."""
         text = "".join(f"{json.dumps(item)}\n" for item in self.unreplaced)

@@ -6,6 +6,7 @@ the tree except ``commit`` and ``seal``, which only ever rename whole, durable f
 """
 
 import contextlib
+import errno
 import os
 import signal
 import stat
@@ -31,13 +32,14 @@ def reason(error: OSError) -> str:
 
 def is_lasting(error: OSError) -> bool:
     """Whether trying again soon is pointless."""
-    return error.errno in (1, 13, 36)  # EPERM, EACCES, ENAMETOOLONG
+    return error.errno in (errno.EPERM, errno.EACCES, errno.ENAMETOOLONG, errno.E2BIG)
 
 
 class Worker:
     """Holds the roots open: what is mounted over them later cannot be taken for the dataset."""
 
     def __init__(self, number: int, page: int, setup: dict[str, Any]) -> None:
+        self.number = number
         self.page = control.Control(page)
         self.throttle = control.Throttle(self.page, number)
         self.immutable = bool(setup["immutable"])
@@ -92,8 +94,14 @@ class Worker:
                     else:
                         if source is None and item.xattrs:
                             source = stack.enter_context(tree.opened(self.source, path))
-                        tree.make_directory(target, item, source)
-                        folders.append(item)
+                        try:
+                            tree.make_directory(target, item, source)
+                        except OSError as error:
+                            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                                raise
+                            failed.append([item.name, reason(error), is_lasting(error)])
+                        else:
+                            folders.append(item)
                 elif item.is_file or item.is_link:
                     if source is None and "location" not in answer:
                         self._locate(path, item, answer)
@@ -104,10 +112,11 @@ class Worker:
                         batch.append(item)
                 else:
                     counts["skipped"] += 1  # a socket, fifo or device
+                self.page.beat(self.number)
                 if len(batch) + len(folders) + len(failed) >= index.CHUNK_ENTRIES:
                     flush()
                     self.throttle.check()
-            if job["again"] and not self.immutable:
+            if job["extras"]:
                 self._drop_extras(target, path)
             os.utime(target, ns=(dressed, dressed))  # making directories in it changed it
         if batch or folders or failed:
@@ -190,7 +199,7 @@ class Worker:
                             if item.is_file and item.nlink > 1:
                                 links.append([item.name, self._link_key(staging, item)])
                         except OSError as error:
-                            if error.errno in (28, 122):  # ENOSPC, EDQUOT
+                            if error.errno in (errno.ENOSPC, errno.EDQUOT):
                                 stopped = "full"
                                 break
                             failed.append([item.name, reason(error), is_lasting(error)])
@@ -279,29 +288,41 @@ class Worker:
         whose renames an earlier commit made: this one's syncfs made them durable before the mark.
         """
         syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
+        lost: list[int] = []
         for chunk in job["chunks"]:
             folder = str(chunk["chunk"])
-            with (
-                tree.opened(self.staging, [folder]) as staging,
-                tree.opened(self.tree, chunk["path"]) as target,
-            ):
-                for name, key in chunk["links"]:
-                    self._share(staging, name, key)
-                for name in os.listdir(staging):
-                    self._place(staging, name, target)
-                for name, _ in chunk["links"]:
-                    # A pass killed before it noted its commit comes here again: to rename one
-                    # link of a file over another does nothing.
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(name, dir_fd=staging)
-                os.utime(target, ns=(chunk["mtime_ns"], chunk["mtime_ns"]))
+            try:
+                target = tree.open_below(self.tree, chunk["path"])
+            except OSError:
+                lost.append(chunk["directory"])  # the index was ahead of the tree
+                tree.remove(self.staging, folder)
+                continue
+            try:
+                self._place_all(folder, chunk, target)
+            finally:
+                os.close(target)
             os.rmdir(folder, dir_fd=self.staging)
         sealed: list[int] = []
         missing: list[int] = []
         for directory in job["seal"]:
             done = self._seal(directory["path"], directory["entries"], Entry(*directory["as"]))
             (sealed if done else missing).append(directory["directory"])
-        messages.send(ANSWERS, {"did": "commit", "sealed": sealed, "missing": missing})
+        messages.send(
+            ANSWERS, {"did": "commit", "sealed": sealed, "missing": missing, "lost": lost}
+        )
+
+    def _place_all(self, folder: str, chunk: dict[str, Any], target: int) -> None:
+        with tree.opened(self.staging, [folder]) as staging:
+            for name, key in chunk["links"]:
+                self._share(staging, name, key)
+            for name in os.listdir(staging):
+                self._place(staging, name, target)
+            for name, _ in chunk["links"]:
+                # A pass killed before it noted its commit comes here again: to rename one
+                # link of a file over another does nothing.
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=staging)
+        os.utime(target, ns=(chunk["mtime_ns"], chunk["mtime_ns"]))
 
     def _place(self, staging: int, name: str, target: int) -> None:
         try:
@@ -315,20 +336,35 @@ class Worker:
         try:
             os.link(name, key, src_dir_fd=staging, dst_dir_fd=self.links)
         except FileExistsError:
-            os.unlink(name, dir_fd=staging)
-            os.link(key, name, src_dir_fd=self.links, dst_dir_fd=staging)
+            spare = f"{name[:200]}.link"
+            try:
+                os.link(key, spare, src_dir_fd=self.links, dst_dir_fd=staging)
+            except OSError as error:
+                if error.errno != errno.EMLINK:
+                    raise
+                # The file system takes no more names for one file: this copy is the next to share.
+                os.rename(name, key, src_dir_fd=staging, dst_dir_fd=self.links)
+                os.link(key, name, src_dir_fd=self.links, dst_dir_fd=staging)
+            else:
+                os.rename(spare, name, src_dir_fd=staging, dst_dir_fd=staging)
 
     def _seal(self, path: list[str], entries: int, attributes: Entry) -> bool:
         """Mark a directory opaque if the tree has all its entries; whether it has.
 
         The index could be ahead of the tree after a power cut; counting makes sure.
         """
-        with tree.opened(self.tree, path) as directory:
+        try:
+            directory = tree.open_below(self.tree, path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        try:
             if len(os.listdir(directory)) != entries:
                 return False
             if path:  # the root of a layer cannot be opaque
                 os.setxattr(directory, tree.OPAQUE, b"y")
             os.utime(directory, ns=(attributes.mtime_ns, attributes.mtime_ns))
+        finally:
+            os.close(directory)
         return True
 
     def recheck(self, job: dict[str, Any]) -> None:

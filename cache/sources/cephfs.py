@@ -147,7 +147,7 @@ class Cephfs:
                 "filesystem": self._source.filesystem,
                 "root": f"{self._source.path.rstrip('/')}/.snap/{self._source.snapshot}",
             }
-        device = f"{mounted.major}:{mounted.minor}" if mounted else ""
+        device = f"{mounted.major}:{mounted.minor} {self._root}" if mounted else ""
         client = "kernel" if kernel else "ceph-fuse"
         return reach.Reached(self._root, device, client, found["files"], found["bytes"], native)
 

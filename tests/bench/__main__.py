@@ -18,14 +18,18 @@ import tests.bench
 from tests.bench import harness
 
 
-def rooms() -> dict[str, Mapping[str, harness.Group]]:
-    """Every module beside this one that has GROUPS."""
+def rooms(wanted: list[str]) -> dict[str, Mapping[str, harness.Group]]:
+    """Every module beside this one that has GROUPS; only the ``wanted`` ones if any are named.
+
+    Others are not even imported: what one room needs may be missing where another can run.
+    """
     found: dict[str, Mapping[str, harness.Group]] = {}
     for module in pkgutil.iter_modules(tests.bench.__path__):
-        if not module.name.startswith(("_", "test_")):
-            groups = getattr(importlib.import_module(f"tests.bench.{module.name}"), "GROUPS", None)
-            if groups is not None:
-                found[module.name] = groups
+        if module.name.startswith(("_", "test_")) or (wanted and module.name not in wanted):
+            continue
+        groups = getattr(importlib.import_module(f"tests.bench.{module.name}"), "GROUPS", None)
+        if groups is not None:
+            found[module.name] = groups
     return found
 
 
@@ -66,26 +70,24 @@ def _run(room: str, groups: Mapping[str, harness.Group], only: list[str]) -> boo
 
 
 def main() -> int:
-    known = rooms()
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("room", nargs="*", help=f"of {', '.join(known)}; default: all")
-    groups = "; ".join(f"{room}: {', '.join(names)}" for room, names in known.items())
-    parser.add_argument("--only", action="append", default=[], metavar="GROUP", help=groups)
+    parser.add_argument("room", nargs="*", help="default: all")
+    parser.add_argument("--only", action="append", default=[], metavar="GROUP")
     options = parser.parse_args()
+    known = rooms(options.room)
     for room in options.room:
         if room not in known:
-            parser.error(f"no benchmarks of {room!r}; there are: {', '.join(known)}")
+            parser.error(f"no benchmarks of {room!r}; there are: {', '.join(rooms([]))}")
     for group in options.only:
         if not any(group in named for named in known.values()):
-            parser.error(f"no group {group!r}")
+            names = "; ".join(f"{room}: {', '.join(named)}" for room, named in known.items())
+            parser.error(f"no group {group!r}; there are: {names}")
     if os.geteuid() != 0:
         parser.error("benchmarks mount file systems and drop caches: run them as root")
     began = time.monotonic()
     missed = False
     for room, named in known.items():
-        if (not options.room or room in options.room) and (
-            not options.only or set(options.only) & set(named)
-        ):
+        if not options.only or set(options.only) & set(named):
             missed |= not _run(room, named, options.only)
     harness.say(f"{time.monotonic() - began:.0f} s")
     if missed:

@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.bench import agent, harness, reader, trees
 from tests.testbed import ceph
 
-FILES = 9_000
+FILES = 8_000
 SMALLEST, LARGEST = 4096, 128 * 1024
 NAME = "ceph"
 SNAPSHOT = "v1"

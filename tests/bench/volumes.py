@@ -117,7 +117,7 @@ def first_mount(where: cell.Cell, folder: Path) -> dict[str, Any]:
     same without a guard."""
     leases: list[float] = []
     with cell.agent(folder, where) as agent:
-        guarded = [_first_mount(folder, number, where.run, agent, leases) for number in range(10)]
+        guarded = [_first_mount(folder, n, where.run, agent, leases) for n in range(10)]
     plain = [_first_mount(folder, number, _unguarded) for number in range(10, 20)]
     return {
         "lease_after_ms": [round(v * 1e3) for v in sorted(leases)],

@@ -12,6 +12,12 @@ from cache.fill.entry import Entry
 names = st.binary(min_size=1, max_size=255).filter(lambda b: b"\0" not in b and b"/" not in b)
 
 
+def _chunk(of: index.Index, number: int) -> index.Chunk:
+    found = of.chunk(number)
+    assert found is not None
+    return found
+
+
 def item(name: str, size: int = 10, mode: int = 0o100644) -> Entry:
     return Entry(name, mode, 1, 2, size, 3, 4, 1, False)
 
@@ -44,7 +50,7 @@ def test_names_of_any_bytes_are_kept_and_found(raw: list[bytes]) -> None:
         assert known.path(number) == [name]
         known.fail(number, name, "reason", lasting=False)
     (chunk,) = known.next_chunks(10)
-    assert [entry.name for entry in known.chunk(chunk).entries] == texts
+    assert [entry.name for entry in _chunk(known, chunk).entries] == texts
     assert {name for _, name, _ in known.failures(100)} == set(texts)
     assert known.drop_vanished(index.ROOT, set(texts[1:])) == [texts[0]]
     assert known.find([texts[0]]) is None
@@ -79,7 +85,7 @@ def test_a_directory_is_sealable_only_when_nothing_below_it_waits(opened: index.
     assert opened.sealable(10) == [below]
     opened.sealed(below)
     assert opened.sealable(10) == []
-    chunk = opened.chunk(opened.next_chunks(1)[0])
+    chunk = _chunk(opened, opened.next_chunks(1)[0])
     opened.committed(chunk, 1, 10, 4096, 0, [])
     assert opened.sealable(10) == [index.ROOT]
     opened.sealed(index.ROOT)
@@ -90,7 +96,7 @@ def test_a_directory_is_sealable_only_when_nothing_below_it_waits(opened: index.
 def test_a_directory_with_a_failure_is_not_sealed(opened: index.Index) -> None:
     opened.add_chunk(index.ROOT, [item("f")])
     listed(opened, index.ROOT, 1, 1, 10)
-    chunk = opened.chunk(opened.next_chunks(1)[0])
+    chunk = _chunk(opened, opened.next_chunks(1)[0])
     opened.fail(index.ROOT, "f", "denied", lasting=True)
     opened.committed(chunk, 0, 0, 0, 1, [])
     assert opened.sealable(10) == []
@@ -158,7 +164,7 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str) -> None:
     again.add_root(folder(""))
     assert again.totals().directories >= 1
     for chunk in again.next_chunks(10_000):
-        again.chunk(chunk)
+        _chunk(again, chunk)
     again.add_chunk(index.ROOT, [item("new")])
     assert again.left()[0] >= 1
     again.close()
@@ -167,11 +173,11 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str) -> None:
 def test_part_of_a_chunk_can_be_taken_and_the_rest_stays(opened: index.Index) -> None:
     opened.add_chunk(index.ROOT, [item(f"f{n}", size=n) for n in range(10)])
     listed(opened, index.ROOT, 10, 10, 45)
-    chunk = opened.chunk(opened.next_chunks(1)[0])
+    chunk = _chunk(opened, opened.next_chunks(1)[0])
     opened.committed(chunk, 4, 6, 4 * 4096, 0, chunk.entries[4:])
     assert opened.left() == (6, 39)
     assert opened.sealable(1) == []
-    rest = opened.chunk(opened.next_chunks(1)[0])
+    rest = _chunk(opened, opened.next_chunks(1)[0])
     assert [entry.name for entry in rest.entries] == [f"f{n}" for n in range(4, 10)]
     opened.committed(rest, 6, 39, 6 * 4096, 0, [])
     assert opened.sealable(1) == [index.ROOT]
@@ -184,6 +190,6 @@ def test_directories_preferred_are_copied_first(opened: index.Index) -> None:
     assert second is not None
     for number in (first, second):
         opened.add_chunk(number, [item("x")])
-    assert opened.chunk(opened.next_chunks(1)[0]).directory == first
+    assert _chunk(opened, opened.next_chunks(1)[0]).directory == first
     opened.prefer(second, 1)
-    assert opened.chunk(opened.next_chunks(1)[0]).directory == second
+    assert _chunk(opened, opened.next_chunks(1)[0]).directory == second

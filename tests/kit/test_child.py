@@ -1,6 +1,7 @@
 import asyncio
 import os
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,16 @@ import pytest
 import kit.child
 import kit.errors
 from tests.kit import called
+
+
+@pytest.fixture(autouse=True)
+async def settled() -> AsyncIterator[None]:
+    """No transport outlives its loop: what was killed gets the moments that its pipes need."""
+    yield
+    while kit.child.abandoned():
+        await asyncio.sleep(0.02)
+    for _ in range(10):
+        await asyncio.sleep(0.01)
 
 
 async def test_arguments_and_results_come_through_unchanged_any_byte_names_too() -> None:

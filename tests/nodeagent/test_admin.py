@@ -23,6 +23,8 @@ def agent(tmp_path: Path) -> app.Agent:
         f"admin: {{listen: '127.0.0.1:1', token_file: {tmp_path}/token}}\n"
         f"state_dir: {tmp_path}/state\n"
         f"cache: {{store: {tmp_path}/store, views: {tmp_path}/views}}\n"
+        "volumes: {guard: {mode: 'off'}}\n"
+        "preheat: {images: []}\n"
     )
     (tmp_path / "a.yaml").write_text(text)
     return app.Agent(tmp_path / "a.yaml", configfile.load(tmp_path / "a.yaml"))
@@ -78,9 +80,9 @@ def test_every_operation_says_what_it_does_and_what_it_answers() -> None:
             if method in METHODS:
                 assert operation.get("summary"), f"{method} {path}"
                 assert operation.get("responses"), f"{method} {path}"
-        if "{" in path:
-            named = {p["name"] for p in item.get("parameters", [])}
-            assert set(re.findall(r"{(\w+)}", path)) <= named, path
+                both = [*item.get("parameters", []), *operation.get("parameters", [])]
+                named = {p["name"] for p in both}
+                assert set(re.findall(r"{(\w+)}", path)) <= named, path
 
 
 async def test_changes_need_the_token_and_reads_do_not(client: TestClient[Any, Any]) -> None:

@@ -56,9 +56,20 @@ class Cell:
         return kernel.Kernel(self.path, self.pins, object_file)
 
 
+def _clear_stale(root: Path) -> None:
+    """What a killed run left behind an hour ago or longer: its program with its cgroup."""
+    for old in root.glob("nodeagent-test-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > 3600 and not (old / "cgroup.procs").read_text():
+                kernel.Kernel(old, Path("/nonexistent")).detach()
+                for child in sorted(old.glob("**/"), reverse=True):
+                    child.rmdir()
+
+
 @contextlib.contextmanager
 def cell(folder: Path) -> Iterator[Cell]:
     """A fresh child cgroup; whatever was attached to it is detached at the end."""
+    _clear_stale(kernel.find_cgroup())
     path = kernel.find_cgroup() / f"nodeagent-test-{uuid.uuid4().hex[:8]}"
     path.mkdir()
     pins = folder / "bpf" / "nodeagent"

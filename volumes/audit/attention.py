@@ -17,7 +17,10 @@ from volumes.rules.base import Scene
 # A staged volume is between staging and publishing for moments.
 BUSY_AFTER_SECONDS = 1.0
 ASK_AGAIN_SECONDS = (2.0, 60.0)  # first and longest wait between two looks for open files
-RECHECK_SECONDS = 5.0  # while a finding stands
+# While a finding about holders stands: the end of a process is no event. First and later wait.
+RECHECK_SECONDS = (5.0, 30.0)
+RECHECK_SLOWER_AFTER_SECONDS = 60.0
+RECHECKED = ("leaked-mount", "busy-mount", "unmap-failing")
 
 Key = tuple[str, Number, int]
 
@@ -50,6 +53,9 @@ class Wish:
 
     def __bool__(self) -> bool:
         return self.deep or bool(self.users_of)
+
+
+QUICK = Wish(deep=False, users_of=())
 
 
 def merged(new: Inventory, before: Inventory | None) -> Inventory:
@@ -119,15 +125,19 @@ def consider(
 
 
 def next_look(
-    memory: Memory, settings: AuditSettings, now: float, pending: float | None, raised: bool
+    memory: Memory,
+    settings: AuditSettings,
+    now: float,
+    pending: float | None,
+    raised: float | None,
 ) -> float:
-    """Seconds to wait when nothing happens."""
+    """Seconds to wait when nothing happens. ``raised``: age of the youngest of RECHECKED."""
     interval = settings.busy_interval if memory.changed else settings.interval
     waits = [max(0.0, memory.deep_at + interval - now)]
     if pending is not None:
         waits.append(pending)
-    if raised:
-        waits.append(RECHECK_SECONDS)
+    if raised is not None:
+        waits.append(RECHECK_SECONDS[raised > RECHECK_SLOWER_AFTER_SECONDS])
     if any(suspect.asked is None for suspect in memory.suspects.values()):
         waits.append(BUSY_AFTER_SECONDS)
     return max(settings.settle, min(waits))

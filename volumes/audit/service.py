@@ -213,7 +213,7 @@ class Audit:
                 self.settings,
                 time.time(),
                 standing.pending(self._standing, time.time()),
-                any(entry.raised for entry in self._standing.values()),
+                self._youngest(),
             )
             if self.inventory is not None and len(self.inventory.host_spaces) > 1:
                 pause = min(pause, OWN_NAMESPACE_SECONDS)
@@ -225,6 +225,14 @@ class Audit:
             except TimeoutError:
                 pass  # nothing happened, it is time
             await rest  # however many changes: one look in 'settle'
+
+    def _youngest(self) -> float | None:
+        ages = [
+            time.time() - entry.since
+            for entry in self._standing.values()
+            if entry.raised and entry.rule in attention.RECHECKED
+        ]
+        return min(ages, default=None)
 
     async def look(self, *, full: bool = False) -> Inventory | None:
         """One round: look, judge, report, act. None when the node could not be looked at."""
@@ -244,8 +252,7 @@ class Audit:
         await self.runner.taint(self.findings, self.settings.actions)
         return None if self._blind else self.inventory
 
-    async def _see(self) -> None:
-        wish = attention.Wish(deep=False, users_of=())
+    async def _see(self, wish: attention.Wish = attention.QUICK) -> None:
         fresh = False
         try:
             for _ in range(MOST_LOOKS):
@@ -260,7 +267,8 @@ class Audit:
                 )
                 new = await self.scanner.look(request, self.settings.look_timeout)
                 fresh = fresh or new.deep
-                self.inventory = attention.merged(new, self.inventory)
+                merged = attention.merged(new, self.inventory)
+                self.inventory = dataclasses.replace(merged, deep=fresh)  # of this round
                 self._blind = ""
                 self._remember(self.inventory)
                 scene = self._scene()
@@ -342,8 +350,8 @@ class Audit:
 
     async def _plans_afresh(self) -> list[plan.Plan]:
         async with self._round:
-            self._memory = dataclasses.replace(self._memory, deep_at=0.0, suspects={})
-            await self._see()
+            names = {step.device for step in self._plans() if step.device}
+            await self._see(attention.Wish(deep=True, users_of=tuple(sorted(names))))
             self._judge()
             return self._plans() if self.inventory is not None and not self._blind else []
 

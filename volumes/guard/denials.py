@@ -36,6 +36,9 @@ class Denial:
     container: str
     verdict: str = ""
     reasons: tuple[str, ...] = ()
+    # Before the device was decided on, and the ledger knew nothing on it. In dry-run mkfs of a new
+    # volume comes before its lease, and what it made is what the decision then sees.
+    early: bool = False
     count: int = 1
 
 
@@ -108,7 +111,7 @@ class Denials:
         for denial in self.waiting.pop(device, []):
             final = replace(denial, verdict=verdict, reasons=reasons)
             self.last.append(final)
-            if not reasons:
+            if not reasons or (final.early and not final.denied):
                 self.delayed += 1
                 continue
             key = (denial.device, denial.program)

@@ -3,6 +3,7 @@ makes a device worth a look: uevents, refused opens, the kernel's log, the clock
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import fnmatch
 import os
@@ -256,7 +257,10 @@ class Keeper:
             device.volume if device else "",
             device.title if device else "",
         )
-        self._denied(denial, device)
+        undecided = known is None or known.reasons is None
+        remembered = self.ledger.get(denial.volume)
+        early = undecided and not (remembered and remembered.type)
+        self._denied(dataclasses.replace(denial, early=early), device)
 
     def _denied(self, denial: denials.Denial, device: devices.BlockDevice | None) -> None:
         log.warning(

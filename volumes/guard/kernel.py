@@ -262,7 +262,7 @@ class Kernel:
                 self.configure(wanted)
                 keep = ours[0][1].id
             else:
-                _fill(maps, wanted)
+                fill(maps, wanted)
                 if "leases" in self.maps and not kept:
                     _copy(self.maps["leases"], maps["leases"])
                 program.attach(fd)
@@ -303,7 +303,7 @@ class Kernel:
     def configure(self, wanted: Wanted) -> None:
         """The maps of the attached program, entry by entry; nothing is ever taken out that is
         still wanted, so there is no moment without it."""
-        _fill(self.maps, wanted)
+        fill(self.maps, wanted)
 
     def set_mode(self, mode: layout.Mode) -> None:
         """One map write. RefusedError when nothing is attached."""
@@ -376,7 +376,8 @@ class Kernel:
                 each.pin(self.pins / name)
 
 
-def _fill(maps: Mapping[str, bpf.Map], wanted: Wanted) -> None:
+def fill(maps: Mapping[str, bpf.Map], wanted: Wanted) -> None:
+    """The maps as wanted; the mode last, so that it never meets half of them."""
     one = b"\1"
     _replace(maps["majors"], {layout.u32(n): one for n in wanted.majors})
     _replace(maps["devices"], {layout.device(n): one for n in wanted.devices})

@@ -27,9 +27,9 @@ def _found(scene: Scene) -> Iterator[Trouble]:
 def _judge(scene: Scene) -> Outcome:
     if scene.claims is None:
         return Outcome(off="no Kubernetes API")
-    if scene.inventory is None:
+    if scene.inventory is None or scene.blind:
         return Outcome(unknown=scene.blind or "the node has not been looked at yet")
-    return Outcome(tuple(_found(scene)), unknown=scene.blind)
+    return Outcome(tuple(_found(scene)))
 
 
 RULE = Rule(

@@ -67,7 +67,7 @@ def _judge_view(scene: Scene, inventory: Inventory, view: ClusterView) -> Iterat
 
 
 def _judge(scene: Scene) -> Outcome:
-    if scene.inventory is None:
+    if scene.inventory is None or scene.blind:
         return Outcome(unknown=scene.blind or "the node has not been looked at yet")
     if not scene.clusters:
         return Outcome(off="no cluster is set (volumes.audit.clusters)")
@@ -77,9 +77,7 @@ def _judge(scene: Scene) -> Outcome:
         if isinstance(view, ClusterView):
             troubles += _judge_view(scene, scene.inventory, view)
             unknown += [f"image {i.pool}/{i.name}: {i.error}" for i in view.images if i.error]
-    return Outcome(
-        tuple(troubles), unknown="; ".join(unknown + ([scene.blind] * bool(scene.blind)))
-    )
+    return Outcome(tuple(troubles), unknown="; ".join(unknown))
 
 
 RULE = Rule(

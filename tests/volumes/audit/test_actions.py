@@ -27,9 +27,16 @@ async def test_an_orphan_is_unmapped_only_when_asked_to(stage: Stage) -> None:
     async with watching(stage, settings(stage, **SOON)) as watch:
         found = await watch.finding(device, "mapped-unmounted")
         result = await watch.audit.act(found["id"], dry_run=True)
-        # The users of an idle device are looked for after a minute: not known is not nobody.
-        assert result["outcome"] in ("dry-run", "refused")
+        assert result["outcome"] == "refused"
+        assert "orphan_after" in result["detail"]
         assert size(device) > 0
+        short = settings(stage, **SOON, actions={"orphan_after": "1s"})
+        await watch.audit.reconcile(short)
+        assert (await watch.audit.act(found["id"], dry_run=True))["outcome"] == "dry-run"
+        assert size(device) > 0
+        result = await watch.audit.act(found["id"], dry_run=False)
+        assert result["outcome"] == "done", result
+        assert size(device) == 0
 
 
 async def test_a_mapping_that_kubelet_has_a_record_of_is_no_orphan(stage: Stage) -> None:

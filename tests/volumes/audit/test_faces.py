@@ -107,6 +107,7 @@ def _valid(schema: str, value: dict[str, Any]) -> None:
         "string": str,
         "integer": int,
         "number": (int, float),
+        "boolean": bool,
         "array": list,
         "object": dict,
     }

@@ -285,6 +285,29 @@ def test_a_lease_lets_the_device_be_formatted_and_ends_by_itself(
         guard.close()
 
 
+def test_the_variant_for_kernels_without_type_information_refuses_too(
+    guarded: cell.Cell, device: str
+) -> None:
+    """In a cgroup of its own beside the full program's, with maps of its own."""
+    child = kernel.find_cgroup() / f"{guarded.path.name}-plain"
+    child.mkdir()
+    directory = os.open(child, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with bpf.loaded(layout.OBJECT, layout.PLAIN, {}) as (program, maps):
+            enforce = settings.GuardSettings(drivers=("loop",))
+            kernel.fill(maps, kernel.wanted(enforce, layout.Mode.ENFORCE, {7: "loop"}))
+            program.attach(directory)
+            formatted = guarded.run("mkfs.ext4", "-F", device, cgroup=child)
+            checked = guarded.run("fsck.ext4", "-y", device, cgroup=child)
+            for each in (program, *maps.values()):
+                each.close()
+    finally:
+        os.close(directory)
+        child.rmdir()
+    assert formatted.returncode != 0 and "not permitted" in formatted.stderr
+    assert checked.returncode == 0
+
+
 def test_dry_run_lets_everything_pass_and_counts_it(guarded: cell.Cell, tmp_path: Path) -> None:
     image = tmp_path / "image"
     with image.open("wb") as stream:

@@ -214,8 +214,9 @@ def test_a_denial_tells_who_it_was(where: cell.Cell, agent: cell.Agent, tmp_path
     container = "c" * 64
     pod = where.path / f"kubepods/pod{uid}/{container}"
     pod.mkdir(parents=True)
-    with blockdev.loop(_blank(tmp_path / "image")) as device:
-        blockdev.run("mkfs.ext4", "-q", device)
+    image = _blank(tmp_path / "image")
+    blockdev.run("mkfs.ext4", "-q", str(image))
+    with blockdev.loop(image) as device:
         where.run("mkfs.xfs", "-f", device, cgroup=pod)
         found = cell.wait_for(
             "the finding",

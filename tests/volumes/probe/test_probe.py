@@ -137,14 +137,13 @@ async def test_random_bytes_are_unknown_content_with_the_first_offset(
 
 
 async def test_two_file_systems_at_once_are_ambivalent(look: prober.Prober, tmp_path: Path) -> None:
-    image = _image(tmp_path / "image")
+    image, other = _image(tmp_path / "image"), _image(tmp_path / "other")
     blockdev.run("mkfs.ext4", "-q", str(image))
+    blockdev.run("mkfs.xfs", "-q", str(other))
+    with other.open("rb") as stream:
+        head = stream.read(512)  # ext4 begins at 1024
     with image.open("r+b") as stream:
-        stream.seek(4096 - 10)
-        stream.write(b"SWAPSPACE2")
-        stream.seek(1024)
-        head = stream.read(8)
-    assert head != bytes(8)
+        stream.write(head)
     with blockdev.loop(image) as device:
         found = await look.probe(device)
     assert found.verdict is Kind.AMBIVALENT

@@ -1,0 +1,163 @@
+"""Runs inside the guest (see test_guest.py): the audit on real kernel RBD mappings.
+
+    guest_audit.py CEPH_CONF MONITOR SECRET_FILE
+
+Says ``check: ...`` lines; the test on the outside compares them.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from linux import kmsg
+from nodeagent import reporting
+from volumes.audit import faces, service
+from volumes.audit.settings import AuditSettings
+from volumes.logs import patterns, sieve
+from volumes.rules.base import GuardView
+
+CONF, MONITOR, SECRET = sys.argv[1:4]
+KUBELET = Path("/tmp/kubelet")
+LOG = Path("/tmp/csi.log")
+
+
+def say(text: object) -> None:
+    print(f"check: {text}", flush=True)
+
+
+def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if check and done.returncode:
+        raise RuntimeError(f"{command}: {done.returncode}: {done.stderr}")
+    return done
+
+
+def rbd(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return run("rbd", "-c", CONF, *arguments, check=check)
+
+
+async def until(condition: Any, what: str, seconds: float = 90.0) -> Any:
+    for _ in range(int(seconds / 0.1)):
+        value = condition()
+        if value:
+            return value
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"did not come: {what}")
+
+
+async def main() -> None:
+    kernel = kmsg.Kmsg(from_now=True)
+    node = rbd("map", "-o", "noudev", "rbd/vol1").stdout.strip()
+    run("mkfs.ext4", "-q", "-F", node)
+    rbd("snap", "create", "rbd/vol1@s1")
+    readonly = rbd("map", "-o", "noudev", "--read-only", "rbd/vol2").stdout.strip()
+    snapshot = rbd("map", "-o", "noudev", "rbd/vol1@s1").stdout.strip()
+    names = [each.removeprefix("/dev/") for each in (node, readonly, snapshot)]
+    KUBELET.mkdir()
+    LOG.touch()
+    cluster = {"name": "c1", "monitors": [MONITOR], "user": "admin", "secret_file": SECRET}
+    audit = service.Audit(
+        AuditSettings.model_validate(
+            {
+                "kubelet": str(KUBELET),
+                "settle": "500ms",
+                "look_timeout": "60s",
+                "cluster_timeout": "60s",
+                "cluster_interval": "5s",
+                "clusters": [cluster],
+                "logs": {"sources": [{"name": "ceph-csi", "files": str(LOG)}]},
+                "rules": {"audit-blind": {"enabled": False}},
+            }
+        ),
+        drivers=("rbd",),
+        state_dir=Path("/tmp/state"),
+        reporter=reporting.Findings(),
+        guard=lambda: GuardView(enforcing=True),
+    )
+
+    def found(rule: str) -> list[dict[str, Any]]:
+        return [f for f in faces.findings(audit) if f["rule"] == rule]
+
+    await audit.start()
+    inventory = await until(lambda: audit.inventory, "the first look")
+    for name in names:
+        device = inventory.device(name)
+        spec = device.image.spec
+        fsid = "fsid" if device.image.fsid else "no fsid"
+        client = device.client.client.startswith("client")
+        say(f"device {spec} read-only {device.read_only} {fsid} client {client}")
+    say(f"features known {inventory.supported_features > 0}")
+    view = await until(
+        lambda: next((v for v in audit.clusters.views.values() if not isinstance(v, str)), None),
+        "the cluster",
+    )
+    await until(
+        lambda: any(i.name == "vol1" and i.watchers for i in _view(audit).images), "our watcher"
+    )
+    ours = {w.client for i in _view(audit).images if i.name == "vol1" for w in i.watchers}
+    say(f"our watcher is our mapping {ours == {inventory.device(names[0]).client.client}}")
+    quiet = [i for i in _view(audit).images if i.name == "vol2"]
+    say(f"a read-only mapping leaves {len(quiet[0].watchers)} watchers")
+    say(f"clients in features {sorted({g.release for g in view.features if g.kind == 'client'})}")
+    say(f"mapped-elsewhere {len(found('mapped-elsewhere'))}")
+    say(f"mapped-twice {len(found('mapped-twice'))}")
+
+    # The accident: a private copy, the host unmounts, the unmap fails.
+    target = Path("/tmp/kubelet/plugins/kubernetes.io/csi/rbd.csi.ceph.com/aa/globalmount")
+    target.mkdir(parents=True)
+    run("mount", node, str(target))
+    holder = subprocess.Popen(["unshare", "-m", "--propagation", "private", "sleep", "600"])
+    await asyncio.sleep(2)
+    run("umount", str(target))
+    (leak,) = await until(lambda: found("leaked-mount"), "leaked-mount")
+    say(f"leak {leak['device'] == names[0]} pid {leak['pid'] == holder.pid}")
+    failed = rbd("unmap", "-o", "noudev", node, check=False)
+    say(f"unmap {failed.returncode} {failed.stderr.strip().splitlines()[-1]}")
+    with LOG.open("a") as stream:
+        stream.write(failed.stderr)
+    (failing,) = await until(lambda: found("unmap-failing"), "unmap-failing")
+    say(f"unmap-failing {failing['device'] == names[0]} {'sleep' in failing['advice']}")
+    result = await audit.act(leak["id"], dry_run=False)
+    say(f"act {result['outcome']} holder alive {holder.poll() is None}")
+    await until(lambda: not Path("/sys/fs/ext4", names[0]).exists(), "freed")
+    say(f"unmap after {rbd('unmap', '-o', 'noudev', node).returncode}")
+
+    # Kernel lines as this kernel prints them: a blocklisted client's reads and watch.
+    node = rbd("map", "-o", "noudev", "rbd/vol1").stdout.strip()
+    name = node.removeprefix("/dev/")
+    run("mount", node, str(target))
+    (target / "file").write_text("x" * 100)
+    device = await until(
+        lambda: audit.inventory and audit.inventory.device(name), "the new mapping"
+    )
+    address = device.client.address
+    run("ceph", "-c", CONF, "osd", "blocklist", "add", address)
+    run("dd", f"if={node}", "of=/dev/null", "bs=4096", "count=1", "skip=5000", "iflag=direct",
+        check=False)  # fmt: skip
+    await until(lambda: found("blocklisted-client"), "blocklisted-client")
+    say("blocklisted-client found")
+    await until(lambda: found("log-rbd-io-error"), "log-rbd-io-error")
+    say(f"log-rbd-io-error {found('log-rbd-io-error')[0]['device'] == name}")
+    holder.kill()
+    await audit.stop()
+
+    each = sieve.Sieve(
+        "kernel", [p for p in patterns.plain(patterns.built_in()) if p["source"] == "kernel"],
+        r"rbd\d+", 10**6,
+    )  # fmt: skip
+    lines = [record.text for record in kernel.read(10_000)]
+    for line in lines:
+        if line.startswith(("rbd:", "libceph:", "EXT4", "I/O error", "Buffer", "blk_")):
+            print(f"kernel: {line}", flush=True)
+    each.feed("".join(f"{line}\n" for line in lines).encode())
+    say(f"patterns {json.dumps(sorted({hit.pattern for hit in each.flush()}))}")
+
+
+def _view(audit: service.Audit) -> Any:
+    return next(v for v in audit.clusters.views.values() if not isinstance(v, str))
+
+
+asyncio.run(main())

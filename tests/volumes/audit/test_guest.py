@@ -1,0 +1,54 @@
+"""Real krbd, in a guest with Debian's kernel (6.1: before the kernel listed mount namespaces)."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.testbed import ceph, guest
+
+pytestmark = [pytest.mark.real, pytest.mark.guest, pytest.mark.timeout(600)]
+
+_SCRIPT = Path(__file__).with_name("guest_audit.py")
+
+
+def test_the_audit_on_real_kernel_mappings(tmp_path: Path) -> None:
+    with guest.address() as ip:
+        backend = ceph.CephCluster(tmp_path / "ceph", ip=ip, osd_bytes=4 * 2**30)
+        try:
+            backend.start()
+            backend.run("rbd", "pool", "init", "rbd")
+            for image in ("vol1", "vol2"):
+                backend.run("rbd", "create", "--size", "128M", f"rbd/{image}")
+            folder = tmp_path / "guest"
+            folder.mkdir()
+            (folder / "ceph.conf").write_text(
+                backend.conf.read_text().replace(f"{backend.folder}/keyring", "/mnt/keyring")
+            )
+            (folder / "keyring").write_bytes((backend.folder / "keyring").read_bytes())
+            script = (
+                f"{guest.environment()}modprobe -a rbd ext4\nexport PYTHONPATH={guest.ROOT}\n"
+                f"python {_SCRIPT} /mnt/ceph.conf {backend.monitor} /mnt/keyring\n"
+            )
+            result = guest.run(script, folder, timeout=420)
+        finally:
+            backend.stop()
+    said = result.marked("check")
+    assert result.exit == 0, result.text[-4000:]
+    assert "device rbd/vol1 read-only False fsid client True" in said
+    assert "device rbd/vol2 read-only True fsid client True" in said
+    assert "device rbd/vol1@s1 read-only True fsid client True" in said
+    assert "features known True" in said
+    assert "our watcher is our mapping True" in said
+    assert "a read-only mapping leaves 0 watchers" in said
+    assert "mapped-elsewhere 0" in said
+    assert "mapped-twice 0" in said
+    assert "leak True pid True" in said
+    assert "unmap 16 rbd: unmap failed: (16) Device or resource busy" in said
+    assert "unmap-failing True True" in said
+    assert "act done holder alive True" in said
+    assert "unmap after 0" in said
+    assert "blocklisted-client found" in said
+    assert "log-rbd-io-error True" in said
+    patterns = next(line for line in said if line.startswith("patterns "))
+    for expected in ("rbd-io-error", "block-io-error"):
+        assert expected in patterns, result.marked("kernel")
