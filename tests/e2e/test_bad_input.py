@@ -227,10 +227,10 @@ def test_each_bad_source_is_told_in_one_line_with_cause_and_remedy_and_leaves_no
         assert "\n" not in shown["why"], case
         for word in words:
             assert word in shown["why"], (case, shown["why"])
+        assert node.generations(name) == [], case
         done = node.cli("dataset", "warm", name, "--wait")
         assert done.returncode == 5, (case, done.stderr)
         assert [w for w in words if w not in done.stderr] == [], (case, done.stderr)
-        assert node.generations(name) == [], case
         assert not node.view(name).exists(), case
     ready = node.get("/readyz")
     assert not ready["ready"]

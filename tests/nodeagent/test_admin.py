@@ -158,17 +158,20 @@ async def test_a_body_that_is_not_understood_is_refused(
 async def test_probes_metrics_and_page_answer(client: TestClient[Any, Any]) -> None:
     for path in ("/healthz", "/readyz", "/metrics", "/", "/openapi.json", "/v1/findings"):
         answer = await client.get(path)
-        assert answer.status == 200, path
+        # Nothing is started here: probes may say so, and nothing else.
+        assert answer.status == 200 or (answer.status == 503 and path.endswith("z")), path
         assert await answer.read()
 
 
 def test_what_can_change_live_does_and_what_cannot_is_named(agent: app.Agent) -> None:
     old = agent.settings
     assert old.cache is not None
-    new = configfile.parse(
-        "admin: {listen: '127.0.0.1:2'}\nstate_dir: /elsewhere\n"
-        f"cache: {{store: {old.cache.store}, views: {old.cache.views}, budget: 1GiB}}\n",
-        "x",
+    new = old.model_copy(
+        update={
+            "admin": old.admin.model_copy(update={"listen": "127.0.0.1:2"}),
+            "state_dir": Path("/elsewhere"),
+            "cache": old.cache.model_copy(update={"budget": 2**30}),
+        }
     )
     agent._apply(new)
     assert agent.settings.cache is not None
@@ -187,8 +190,7 @@ def test_a_section_that_appears_or_goes_needs_a_restart(agent: app.Agent) -> Non
 
 
 def test_metrics_have_no_label_but_fixed_ones(agent: app.Agent) -> None:
-    component = agent.components[0]
-    assert isinstance(component, cache.component.Cache)
+    (component,) = [c for c in agent.components if isinstance(c, cache.component.Cache)]
     families = list(component.metrics())
     allowed = {"dataset", "kind", "state", "stage", "result"}
     for family in families:
