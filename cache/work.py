@@ -210,28 +210,35 @@ class Work:
         if self._dataset.reached is None:
             return {"why": "bad files stay until the source answers: it has the only copy"}
         async with self._dataset.lock:
-            # Never unlink under a bind of the store: first the overlay, which falls through.
-            await self._dataset.publish(view.Stage.OVERLAY)
             await self._dataset.change(
                 state="partial",
                 failed=bad,
                 why=f"{bad} bad files could not be replaced",
             )
-            task = {
-                "dataset": self._dataset.name,
-                "generation": self._dataset.folder,
-                "source": self._dataset.reached.root,
-                "withdraw": True,
-                "immutable": self._dataset.source.immutable,
-                "native": None,
-                "mounted": [],
-                **self.limits(others),
-            }
-            end = await self._run("withdraw", "cache.fill.verifypass", task)
-            self._rest()
+            await self._withdraw_pass("marks", others)
+            # Never unlink under a bind of the store: first the overlay, which falls through.
+            await self._dataset.publish(view.Stage.OVERLAY)
+            end = await self._withdraw_pass("files", others)
             self.not_before = time.monotonic() + PARTIAL_SECONDS
             await self._dataset.refresh()
             return {"withdrawn": end.get("withdrawn", 0)}
+
+    async def _withdraw_pass(self, what: str, others: int) -> dict[str, Any]:
+        assert self._dataset.reached is not None
+        task = {
+            "dataset": self._dataset.name,
+            "generation": self._dataset.folder,
+            "source": self._dataset.reached.root,
+            "withdraw": what,
+            "immutable": self._dataset.source.immutable,
+            "native": None,
+            "mounted": [],
+            **self.limits(others),
+        }
+        try:
+            return await self._run("withdraw", "cache.fill.verifypass", task)
+        finally:
+            self._rest()
 
     def show_totals(self) -> None:
         """Figures of generation.json, while no pass gives fresher ones."""

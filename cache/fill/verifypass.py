@@ -160,7 +160,11 @@ class VerifyPass(engine.Engine):
 
 
 class WithdrawPass(engine.Engine):
-    """Takes bad files out of the tree, and the marks off the directories above them."""
+    """Takes the marks off the directories above bad files, then the files out of the tree.
+
+    Two passes, for the overlay is published in between: without a file below its mark, or below a
+    directory that was looked up with it, readers would get ENOENT.
+    """
 
     def __init__(self, task: dict[str, Any]) -> None:
         super().__init__(task)
@@ -170,24 +174,24 @@ class WithdrawPass(engine.Engine):
         self.unsealed: set[int] = set()
 
     def _next_job(self) -> dict[str, Any] | None:
-        if self.crew.busy("unseal", "prune") or not self.waiting:
+        if self.crew.busy("unseal", "prune"):
             return None
-        path, name = self.waiting[0]
-        number = self.index.find(path)
-        if number is None:
-            self.waiting.popleft()
-            return None
-        if number not in self.unsealed:
-            # The marks go first: without a file below its mark, readers would get ENOENT.
-            self.unsealed.add(number)
-            with self.index.transaction():
-                changed = self.index.unseal(number)
-            return {"do": "unseal", "paths": [self.index.path(each) for each in changed]}
-        self.waiting.popleft()
-        self.withdrawn += 1
-        with self.index.transaction():
-            self.index.restart_listing(number)
-        return {"do": "prune", "directory": number, "path": path, "names": [name]}
+        while self.waiting:
+            path, name = self.waiting.popleft()
+            number = self.index.find(path)
+            if number is None:
+                continue
+            if self.task["withdraw"] == "files":
+                self.withdrawn += 1
+                with self.index.transaction():
+                    self.index.restart_listing(number)
+                return {"do": "prune", "directory": number, "path": path, "names": [name]}
+            if number not in self.unsealed:
+                self.unsealed.add(number)
+                with self.index.transaction():
+                    changed = self.index.unseal(number)
+                return {"do": "unseal", "paths": [self.index.path(each) for each in changed]}
+        return None
 
     def _end_if_done(self) -> None:
         if not self.waiting:
