@@ -144,7 +144,15 @@ async def test_a_second_clients_watcher_and_lock_are_seen_and_go(
                     found = await watch.finding(device, "mapped-elsewhere")
                     assert found["severity"] == "critical"
                     assert other in found["evidence"]["watchers"]
-                    assert other in found["evidence"]["locks"]
+                    # The lock follows with the second client's first write.
+                    await watch.until(
+                        lambda: [
+                            f
+                            for f in watch.audit.findings
+                            if f.rule == "mapped-elsewhere" and other in f.evidence["locks"]
+                        ],
+                        "the second client's lock",
+                    )
                 # It was killed: its watch goes when it times out, 30 s later, and not before.
         finally:
             stage.close()

@@ -120,15 +120,16 @@ def test_a_device_that_hangs_is_timed_out_in_three_seconds_and_not_probed_twice(
             asked = time.monotonic()
             assert agent.get("/healthz")["alive"]
             slowest = max(slowest, time.monotonic() - asked)
-        verdict = agent.cli("volume", "probe", disk.device)["verdict"]
-        assert verdict == "timeout"
+        found = agent.cli("volume", "probe", disk.device)
+        assert found["verdict"] == "timeout", found
         assert time.monotonic() - began < 15  # a deadline of the test, not a measurement
         assert slowest < 3
 
         status = agent.get("/v1/volumes/guard")
         assert status["probes_hanging"] == [disk.device]
         children = blockdev.run("pgrep", "-P", str(agent.process.pid))  # type: ignore[union-attr]
-        assert len(children.stdout.split()) <= 2  # the one that hangs, and the spare
+        # the one that hangs, the spare, and the audit's look
+        assert len(children.stdout.split()) <= 3
         assert "probe-hangs" in {f["rule"] for f in agent.findings()}
 
         disk.clear()
