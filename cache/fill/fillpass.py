@@ -10,7 +10,7 @@ import stat
 import time
 from typing import Any
 
-from cache.fill import batch, engine, entry, hintqueue, index, link, native, tree
+from cache.fill import batch, engine, entry, hintqueue, index, link, native, tree, worker
 from cache.fill.engine import End
 from cache.fill.entry import Entry
 
@@ -292,7 +292,8 @@ class FillPass(engine.Engine):
 
     def _failed(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
         no_room = answer.get("errno") in (errno.ENOSPC, errno.EDQUOT)
-        if answer.get("cancelled") or job["do"] in engine.ESSENTIAL:
+        gone = answer.get("errno") in worker.SOURCE_GONE and job["do"] != "hint"
+        if answer.get("cancelled") or gone or job["do"] in engine.ESSENTIAL:
             super()._failed(job, answer)
         elif no_room:
             self._forget(job)

@@ -22,6 +22,9 @@ JOBS, ANSWERS = 0, 1
 # A chunk is left for another time after so long: what is staged gets committed, hints get a turn.
 CHUNK_SECONDS = 2.0
 
+# Not one file but the whole mount: its FUSE daemon died, or the cluster shut this client out.
+SOURCE_GONE = (errno.ENOTCONN, errno.ESHUTDOWN)
+
 
 def reason(error: OSError) -> str:
     """For people, without paths of ours."""
@@ -83,6 +86,8 @@ class Worker:
             for item in self._entries(path, source):
                 if not isinstance(item, Entry):
                     name, error = item
+                    if error.errno in SOURCE_GONE:
+                        raise error
                     counts["entries"] += 1
                     failed.append([name, reason(error), is_lasting(error)])
                 elif item.is_directory:
@@ -199,6 +204,8 @@ class Worker:
                             if item.is_file and item.nlink > 1:
                                 links.append([item.name, self._link_key(staging, item)])
                         except OSError as error:
+                            if error.errno in SOURCE_GONE:
+                                raise
                             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                                 stopped = "full"
                                 break

@@ -50,11 +50,10 @@ def test_a_file_that_changes_while_it_is_copied_is_never_published(area: Path, n
         assert shown["files"]["failed"] >= 1
         reasons = node.failures("a")
         assert any("changed while it was copied" in reason for reason in reasons.values()), reasons
-        failed = {Path(path).name for path in reasons}
         for stored in (node.tree("a") / "d0").iterdir():
             data = stored.read_bytes()
             if stored.name.startswith("changing"):
-                assert stored.name not in failed
+                # One that failed may be there as it was at an earlier listing, but never torn.
                 assert data == data[:4] * (len(data) // 4), "torn between two versions"
     finally:
         stop.set()
