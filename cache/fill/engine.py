@@ -291,7 +291,7 @@ class Engine:
         """Bytes of the SSD that this generation takes, its directories and index included."""
         of_index = sum(
             file.stat().st_size
-            for suffix in ("", "-wal")
+            for suffix in ("", "-wal", "-shm")
             if (file := self.generation / (index.NAME + suffix)).exists()
         )
         return self.totals.allocated + self.totals.directories * 4096 + of_index

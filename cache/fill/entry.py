@@ -32,8 +32,13 @@ class Entry(NamedTuple):
 
     @property
     def allocated(self) -> int:
-        """Bytes it will at most take on the SSD: whole blocks, and one for long xattrs."""
-        return -(-self.size // 4096) * 4096 + (4096 if self.xattrs else 0)
+        """Bytes it will at most take on the SSD: whole blocks, one for long xattrs, its name."""
+        return -(-self.size // 4096) * 4096 + (4096 if self.xattrs else 0) + self.name_bytes
+
+    @property
+    def name_bytes(self) -> int:
+        """What its name takes in its directory, whose blocks may be half empty."""
+        return 2 * (8 + len(os.fsencode(self.name)))
 
 
 def of(name: str, status: os.stat_result) -> Entry:

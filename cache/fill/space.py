@@ -3,8 +3,8 @@
 import os
 from dataclasses import dataclass
 
-# For what grows beside the files: the index's log, directories, the file system's own tables.
-HEADROOM_BYTES = 4 * 1024 * 1024
+# For what grows beside the files: the index's log, directories, what XFS holds ahead of writes.
+HEADROOM_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,9 @@ class Worker:
                             failed.append([item.name, reason(error), is_lasting(error)])
                         else:
                             folders.append(item)
+                            # Beyond the block that every directory is reckoned with.
+                            made = os.stat(item.name, dir_fd=target, follow_symlinks=False)
+                            stored[2] += max(0, made.st_blocks * 512 - 4096) + item.name_bytes
                 elif item.is_file or item.is_link:
                     if source is None and "location" not in answer:
                         self._locate(path, item, answer)
@@ -166,7 +169,7 @@ class Worker:
             return False
         stored[0] += 1
         stored[1] += item.size if item.is_file else 0
-        stored[2] += status.st_blocks * 512
+        stored[2] += status.st_blocks * 512 + item.name_bytes
         return True
 
     def copy(self, job: dict[str, Any]) -> None:
@@ -185,7 +188,7 @@ class Worker:
             finished.add(item.name)
             staged[0] += 1
             staged[1] += item.size if item.is_file else 0
-            staged[2] += allocated
+            staged[2] += allocated + item.name_bytes
 
         with contextlib.ExitStack() as stack:
             staging = stack.enter_context(tree.opened(self.staging, [folder]))
@@ -229,7 +232,7 @@ class Worker:
             for item in items:
                 stored = [0, 0, 0]
                 if self._has(target, item, stored):
-                    took(item, stored[2])
+                    took(item, stored[2] - item.name_bytes)
                 else:
                     rest.append(item)
         return rest
