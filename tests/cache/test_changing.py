@@ -27,7 +27,7 @@ def test_a_file_that_changes_while_it_is_copied_is_never_published(area: Path, n
     stop = threading.Event()
 
     def version(number: int) -> bytes:
-        return number.to_bytes(4, "big") * (256 * 1024)  # every part says which version it is
+        return number.to_bytes(4, "big") * (1024 * 1024)  # every part says which version it is
 
     def change() -> None:
         number = 0
@@ -45,6 +45,8 @@ def test_a_file_that_changes_while_it_is_copied_is_never_published(area: Path, n
     writer.start()
     try:
         node.add_dir("a", source)
+        # Slow enough that every copy of a victim meets the writer, on any machine.
+        node.cache["fill"] = {"bytes_per_second": "16MiB"}
         node.start()
         shown = node.wait_state("a", "partial", seconds=90)
         assert shown["files"]["failed"] >= 1
