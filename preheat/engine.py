@@ -58,7 +58,8 @@ class Engine:
         self.local = local.Local(box)
         self.healer = heal.Healer(box, self.pressed, section.heal.per_hour)
         self.totals = view.Totals()
-        self.view = view.View()
+        # Before the first look at the runtime, the policy is known all the same.
+        self.view = view.View(wanted=wants.gather(section, ()))
         self.running: dict[str, view.Running] = {}
         self.failures: dict[str, failure.Failure] = {}
         self.failed: dict[str, int] = {kind.value: 0 for kind in Kind}

@@ -37,6 +37,8 @@ def row(core: engine.Engine, want: wants.Want) -> status.Status:
         state, reason = "paused", "an operator paused it"
     elif present:
         state, reason = "ready", skip.text if skip is not None else ""
+    elif not seen.at:
+        reason = core.trouble or "the runtime is being asked"
     elif failed is not None and (failed.retry_at is None or skip is None or skip.reason != "disk"):
         state, reason = "failed", failed.message
     elif look is not None and look.private and not want.share_private:

@@ -91,7 +91,9 @@ class Prober:
     async def _run(self, device: str) -> verdict.Verdict:
         self.started += 1
         process = await self._take()
-        timer = asyncio.get_running_loop().call_later(self.deadline, self._kill, process)
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + self.deadline
+        timer = loop.call_at(ends, self._kill, process)
         request = json.dumps([device, random.getrandbits(32)]).encode()
         try:
             out, err = await process.communicate(request)
@@ -104,6 +106,8 @@ class Prober:
         try:
             return verdict.Verdict.from_json(json.loads(out))
         except (ValueError, KeyError):
+            if loop.time() >= ends:  # our own kill ended it, not the device
+                return self._timeout(device)
             words = err.decode(errors="replace")[-_LAST_WORDS:].strip()
             where = f"probe ended with {process.returncode}: {words}"
             return verdict.Verdict(verdict.Kind.UNREADABLE, device, where=where, errno=5)

@@ -190,6 +190,22 @@ async def test_a_hanging_device_costs_one_child_however_often_it_is_asked_about(
         await look.close()
 
 
+async def test_who_asks_while_a_probe_hangs_hears_timeout_though_the_child_can_be_killed(
+    tmp_path: Path,
+) -> None:
+    look = prober.Prober(deadline=0.6)
+    silent = tmp_path / "device"
+    os.mkfifo(silent)  # opening it waits for a writer, until SIGKILL: as a buffered read does
+    try:
+        first = asyncio.create_task(look.probe(str(silent)))
+        await asyncio.sleep(0.3)
+        answers = [await look.probe(str(silent)), await first]
+        assert [a.verdict for a in answers] == [Kind.TIMEOUT, Kind.TIMEOUT]
+        assert look.started == 1
+    finally:
+        await look.close()
+
+
 def test_a_verdict_survives_its_json_form() -> None:
     verdict = Verdict(Kind.UNREADABLE, "/dev/rbd0", where="offset 0", errno=5, content_at=4096)
     assert Verdict.from_json(verdict.as_json()) == verdict
