@@ -6,14 +6,13 @@ the function needs.
 """
 
 import asyncio
-import importlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import kit.errors
+from kit import errand
 
 # Children that outlived their deadline and cannot be killed (D state). Counted, never waited for.
 _abandoned: set[asyncio.Task[Any]] = set()
@@ -37,7 +36,7 @@ async def call(function: Callable[..., Any], *arguments: Any, deadline: float) -
     """
     name = f"{function.__module__}:{function.__qualname__}"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kit.child", name,
+        sys.executable, "-m", errand.__name__, name,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -78,22 +77,3 @@ def _result(answer: dict[str, Any]) -> Any:
     if "oserror" in answer:
         raise OSError(*answer["oserror"])
     return answer["result"]
-
-
-def main() -> None:
-    """The child: module:function as argument, JSON arguments on standard input."""
-    module, _, qualname = sys.argv[1].partition(":")
-    arguments = json.load(sys.stdin)
-    answer: dict[str, Any]
-    try:
-        answer = {"result": getattr(importlib.import_module(module), qualname)(*arguments)}
-    except kit.errors.AgentError as error:
-        answer = {"error": [error.thing, error.cause, error.remedy, error.exit_code]}
-    except OSError as error:
-        number = error.errno or 0
-        answer = {"oserror": [number, error.strerror or os.strerror(number), error.filename]}
-    json.dump(answer, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,8 @@ Invariants (tests/preheat/test_plan.py drives them with thousands of cases):
 * under disk pressure nothing is pulled or pinned.
 """
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -174,7 +175,7 @@ def decide(
 ) -> Plan:
     """The plan for one moment. ``slots``: pulls that may run at a time."""
     wants = sorted(wanted, key=lambda want: (want.rank, want.ref), reverse=True)
-    budget = _Budget(node.pin_budget, pinned)
+    budget = _Budget(node.pin_budget, _as_ranked_now(pinned, wants))
     _let_go(budget, wants, now)
     if node.pressed:
         return _under_pressure(node, budget, wants)
@@ -194,6 +195,14 @@ def decide(
         skips=tuple(skips),
         pinned_bytes=budget.bytes(),
     )
+
+
+def _as_ranked_now(pinned: Iterable[Pinned], wants: Iterable[Wanted]) -> Iterator[Pinned]:
+    """A pin counts as much as the want that it serves: else it went, only to be made again."""
+    ranks = {(want.ref, want.digest): want.rank for want in wants if want.keep}
+    for pin in pinned:
+        rank = max(pin.rank, ranks.get((pin.ref, pin.digest), pin.rank))
+        yield dataclasses.replace(pin, rank=rank)
 
 
 def _let_go(budget: _Budget, wants: list[Wanted], now: float) -> None:

@@ -48,7 +48,7 @@ environment() {
   if ! "$python" -m venv --help >/dev/null 2>&1; then packages python3-venv; fi
   [ -x .venv/bin/python ] || "$python" -m venv .venv
   .venv/bin/python -m pip install -q --disable-pip-version-check 'uv>=0.7'
-  VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install -q --require-hashes -r locks/dev.txt
+  VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install -q --compile-bytecode --require-hashes -r locks/dev.txt
   VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install -q --no-deps -e .
   printf '%s' "$want" >"$stamp"
 }
@@ -71,5 +71,7 @@ if [ "${1:-base}" = full ]; then
   scripts/runtimes.sh  # containerds and a registry, unpacked and not installed
 fi
 ceph_bindings
+# An environment that forbids writing bytecode would compile every module at each start.
+.venv/bin/python -m compileall -q cache kit linux nodeagent preheat volumes tests
 # The format guard's kernel program; tests need it, an agent without it says so in its status.
 if [ "${1:-base}" = full ] || command -v clang >/dev/null; then scripts/bpf.sh; fi

@@ -25,6 +25,13 @@ class ChangedError(OSError):
     """The source changed while it was read; nothing was kept."""
 
 
+def reason(error: OSError) -> str:
+    """For people, without paths of ours."""
+    if isinstance(error, ChangedError):
+        return str(error)
+    return error.strerror or str(error)
+
+
 class Copier:
     """Reuses one buffer; one for each worker."""
 

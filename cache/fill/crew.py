@@ -161,8 +161,8 @@ def _be_worker(number: int, jobs: int, answers: int, page: int) -> NoReturn:
     """
     code = 1
     try:
-        os.dup2(jobs, worker.JOBS)
-        os.dup2(answers, worker.ANSWERS)
+        os.dup2(jobs, messages.JOBS)
+        os.dup2(answers, messages.ANSWERS)
         os.closerange(3, page)
         os.closerange(page + 1, os.sysconf("SC_OPEN_MAX"))
         worker.serve(number, page)

@@ -8,6 +8,8 @@ import os
 import struct
 from typing import Any
 
+# Where a worker gets its jobs and says its answers: standard input and output.
+JOBS, ANSWERS = 0, 1
 _LENGTH = struct.Struct("<I")
 # A chunk of entries with 255-byte names is below 1 MiB; anything beyond this is a broken stream.
 LONGEST = 64 * 1024 * 1024
@@ -23,6 +25,11 @@ def send(descriptor: int, message: Any) -> None:
     view = memoryview(pack(message))
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def answer(message: Any) -> None:
+    """A worker's answer to its pass."""
+    send(ANSWERS, message)
 
 
 def receive(descriptor: int) -> Any | None:

@@ -9,28 +9,19 @@ import contextlib
 import errno
 import os
 import signal
-import stat
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cache.fill import control, copying, entry, index, messages, native, tree
+from cache.fill import checks, control, copying, entry, index, messages, native, tree
 from cache.fill.entry import Entry
 from linux import processes, syscalls
 
-JOBS, ANSWERS = 0, 1
 # A chunk is left for another time after so long: what is staged gets committed, hints get a turn.
 CHUNK_SECONDS = 2.0
 
 # Not one file but the whole mount: its FUSE daemon died, or the cluster shut this client out.
 SOURCE_GONE = (errno.ENOTCONN, errno.ESHUTDOWN)
-
-
-def reason(error: OSError) -> str:
-    """For people, without paths of ours."""
-    if isinstance(error, copying.ChangedError):
-        return str(error)
-    return error.strerror or str(error)
 
 
 def is_lasting(error: OSError) -> bool:
@@ -56,7 +47,7 @@ class Worker:
         self.no_objects = False
         self._listing: native.Listing | None = None
         self._reader: native.Reader | None = None
-        self._buffer = memoryview(bytearray(copying.BLOCK))
+        self.checks = checks.Checks(self.source, self.tree, self.throttle)
 
     def scan(self, job: dict[str, Any]) -> None:
         """List a directory: make its subdirectories, answer what is to copy in chunks."""
@@ -72,7 +63,7 @@ class Worker:
         names: list[str] = []
 
         def flush() -> None:
-            messages.send(ANSWERS, {**answer, "chunk": batch, "folders": folders, "failed": failed})
+            messages.answer({**answer, "chunk": batch, "folders": folders, "failed": failed})
             batch.clear()
             folders.clear()
             failed.clear()
@@ -89,7 +80,7 @@ class Worker:
                     if error.errno in SOURCE_GONE:
                         raise error
                     counts["entries"] += 1
-                    failed.append([name, reason(error), is_lasting(error)])
+                    failed.append([name, copying.reason(error), is_lasting(error)])
                 elif item.is_directory:
                     counts["entries"] += 1
                     names.append(item.name)
@@ -104,7 +95,7 @@ class Worker:
                         except OSError as error:
                             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                                 raise
-                            failed.append([item.name, reason(error), is_lasting(error)])
+                            failed.append([item.name, copying.reason(error), is_lasting(error)])
                         else:
                             folders.append(item)
                             # Beyond the block that every directory is reckoned with.
@@ -130,7 +121,7 @@ class Worker:
         if batch or folders or failed:
             flush()
         done = {"did": "scan", "directory": number, "stored": stored, "names": names, **counts}
-        messages.send(ANSWERS, done)
+        messages.answer(done)
 
     def _locate(self, path: Sequence[str], item: Entry, answer: dict[str, Any]) -> None:
         """Say where the objects of this directory's files are, as soon as one shows it."""
@@ -212,16 +203,14 @@ class Worker:
                             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                                 stopped = "full"
                                 break
-                            failed.append([item.name, reason(error), is_lasting(error)])
+                            failed.append([item.name, copying.reason(error), is_lasting(error)])
                             finished.add(item.name)
             except control.Cancelled:
                 stopped = "cancelled"
         left = [item.name for item in items if item.name not in finished] if stopped else []
-        messages.send(
-            ANSWERS,
-            {"did": "copy", "chunk": job["chunk"], "staged": staged, "failed": failed,
-             "links": links, "left": left, "stopped": stopped},
-        )  # fmt: skip
+        told = {"staged": staged, "failed": failed, "links": links}
+        answer = {"did": "copy", "chunk": job["chunk"], "left": left, "stopped": stopped}
+        messages.answer(answer | told)
 
     def _not_stored(self, job: dict[str, Any], items: list[Entry], took: Any) -> list[Entry]:
         """Those that a hint has not brought into the tree before their chunk came."""
@@ -253,7 +242,7 @@ class Worker:
                         self.copier.copy(source, item, staging)
                 except (OSError, control.Cancelled):
                     pass  # only a hint: the chunk itself will say what is wrong
-        messages.send(ANSWERS, {"did": "hint", "chunk": folder})
+        messages.answer({"did": "hint", "chunk": folder})
 
     def _copy_objects(
         self, job: dict[str, Any], items: list[Entry], staging: int, deadline: float, took: Any
@@ -295,9 +284,11 @@ class Worker:
         """Make everything staged durable with one syncfs, then rename it into the tree.
 
         Invariant: a name in the tree implies durable bytes. Also seals the directories of the job,
-        whose renames an earlier commit made: this one's syncfs made them durable before the mark.
+        whose renames an earlier commit made. Names and marks are both metadata, which a journalled
+        file system makes durable in the order it was changed: a mark is never there without them.
         """
-        syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
+        if job["chunks"]:
+            syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
         lost: list[int] = []
         for chunk in job["chunks"]:
             folder = str(chunk["chunk"])
@@ -317,9 +308,7 @@ class Worker:
         for directory in job["seal"]:
             done = self._seal(directory["path"], directory["entries"], Entry(*directory["as"]))
             (sealed if done else missing).append(directory["directory"])
-        messages.send(
-            ANSWERS, {"did": "commit", "sealed": sealed, "missing": missing, "lost": lost}
-        )
+        messages.answer({"did": "commit", "sealed": sealed, "missing": missing, "lost": lost})
 
     def _place_all(self, folder: str, chunk: dict[str, Any], target: int) -> None:
         with tree.opened(self.staging, [folder]) as staging:
@@ -377,36 +366,19 @@ class Worker:
             os.close(directory)
         return True
 
-    def recheck(self, job: dict[str, Any]) -> None:
-        """Answer which of the directories that are said to be sealed lack entries or the mark."""
-        missing = []
-        for number, path, entries in job["directories"]:
-            try:
-                with tree.opened(self.tree, path) as directory:
-                    if path:
-                        os.getxattr(directory, tree.OPAQUE)
-                    if len(os.listdir(directory)) == entries:
-                        continue
-                    if path:  # readers get what is missing from the source again
-                        os.removexattr(directory, tree.OPAQUE)
-            except OSError:
-                pass  # without its mark, or not there at all
-            missing.append(number)
-        messages.send(ANSWERS, {"did": "recheck", "missing": missing})
-
     def unseal(self, job: dict[str, Any]) -> None:
         """Take the mark from directories, so that the source shows below them again."""
         for path in job["paths"]:
             with tree.opened(self.tree, path) as directory, contextlib.suppress(OSError):
                 os.removexattr(directory, tree.OPAQUE)
-        messages.send(ANSWERS, {"did": "unseal"})
+        messages.answer({"did": "unseal"})
 
     def finish(self, job: dict[str, Any]) -> None:
         """The last words of a complete generation: drop the spare links, make all durable."""
         for name in os.listdir(self.links):
             os.unlink(name, dir_fd=self.links)
         syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
-        messages.send(ANSWERS, {"did": "finish"})
+        messages.answer({"did": "finish"})
 
     def prune(self, job: dict[str, Any]) -> None:
         """Remove names of the tree that the source no longer has."""
@@ -415,111 +387,25 @@ class Worker:
             for name in job["names"]:
                 tree.remove(directory, name)
             os.utime(directory, ns=(dressed, dressed))
-        messages.send(ANSWERS, {"did": "prune", "directory": job["directory"]})
-
-    def verify(self, job: dict[str, Any]) -> None:
-        """Read a directory of the tree against its checksums, on request against the source."""
-        bad: list[list[Any]] = []
-        checked = [0, 0]
-        stopped = False
-        with contextlib.ExitStack() as stack:
-            directory = stack.enter_context(tree.opened(self.tree, job["path"]))
-            source = None
-            if job["source"]:
-                source = stack.enter_context(tree.opened(self.source, job["path"]))
-            names = os.listdir(directory)
-            if job["entries"] is not None and len(names) != job["entries"]:
-                lost = tree.missing(self.source, job["path"], set(names))
-                bad += [[item, "is missing in the store"] for item in lost]
-            try:
-                for name in names:
-                    if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-                        fault, size = self._verify_file(directory, name, source)
-                        checked[0] += 1
-                        checked[1] += size
-                        if fault:
-                            bad.append([self._entry_of(name, job["path"], directory), fault])
-            except control.Cancelled:
-                stopped = True
-        messages.send(
-            ANSWERS,
-            {"did": "verify", "directory": job["directory"], "bad": bad, "checked": checked,
-             "stopped": stopped},
-        )  # fmt: skip
-
-    def _entry_of(self, name: str, path: list[str], directory: int) -> Entry:
-        """As the source has it now, else as the store has it."""
-        try:
-            with tree.opened(self.source, path) as source:
-                return entry.of(name, os.stat(name, dir_fd=source, follow_symlinks=False))
-        except OSError:
-            return entry.of(name, os.stat(name, dir_fd=directory, follow_symlinks=False))
-
-    def _verify_file(self, directory: int, name: str, source: int | None) -> tuple[str, int]:
-        """What is wrong with a stored file ('' when nothing is), and its size."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        size = 0
-        try:
-            stored = os.open(name, flags, dir_fd=directory)
-        except OSError as error:
-            return f"cannot be opened in the store: {reason(error)}", 0
-        try:
-            size = os.fstat(stored).st_size
-            try:
-                kept = os.getxattr(stored, tree.CHECKSUM).decode()
-            except OSError:
-                return "has no checksum in the store", size
-            try:
-                if copying.checksum(stored, self.throttle, self._buffer) != kept:
-                    return "its bytes are not those that were stored", size
-            except OSError as error:
-                return f"cannot be read in the store: {reason(error)}", size
-            if source is not None:
-                return self._compare(stored, kept, name, source), size
-            return "", size
-        finally:
-            os.close(stored)
-
-    def _compare(self, stored: int, kept: str, name: str, source: int) -> str:
-        """What differs between a stored file and the source's; '' when nothing does."""
-        try:
-            origin = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=source)
-        except OSError as error:
-            return f"cannot be opened in the source: {reason(error)}"
-        try:
-            here, there = os.fstat(stored), os.fstat(origin)
-            for what in ("st_size", "st_mode", "st_uid", "st_gid", "st_mtime_ns"):
-                if getattr(here, what) != getattr(there, what):
-                    return f"differs from the source in {what.removeprefix('st_')}"
-            if tree.xattrs_of(stored) != tree.xattrs_of(origin):
-                return "differs from the source in its xattrs"
-            if copying.checksum(origin, self.throttle, self._buffer) != kept:
-                return "differs from the source in its bytes"
-        except OSError as error:
-            return f"cannot be read in the source: {reason(error)}"
-        finally:
-            os.close(origin)
-        return ""
+        messages.answer({"did": "prune", "directory": job["directory"]})
 
     def run(self) -> None:
         """Do jobs until there are none. An error of a job is answered, the worker lives on."""
         jobs = {
             name: getattr(self, name)
-            for name in (
-                *("scan", "copy", "hint", "commit", "unseal", "finish", "prune"),
-                *("verify", "recheck"),
-            )
+            for name in ("scan", "copy", "hint", "commit", "unseal", "finish", "prune")
         }
-        while (job := messages.receive(JOBS)) is not None:
+        jobs |= {"verify": self.checks.verify, "recheck": self.checks.recheck}
+        while (job := messages.receive(messages.JOBS)) is not None:
             try:
                 jobs[job["do"]](job)
             except control.Cancelled:
-                messages.send(ANSWERS, {"did": "nothing", "job": job["do"], "cancelled": True})
+                messages.answer({"did": "nothing", "job": job["do"], "cancelled": True})
             except Exception as error:
-                text = reason(error) if isinstance(error, OSError) else repr(error)
+                text = copying.reason(error) if isinstance(error, OSError) else repr(error)
                 number = error.errno if isinstance(error, OSError) else None
-                messages.send(
-                    ANSWERS, {"did": "nothing", "job": job["do"], "error": text, "errno": number}
+                messages.answer(
+                    {"did": "nothing", "job": job["do"], "error": text, "errno": number},
                 )
 
 
@@ -528,16 +414,16 @@ def serve(number: int, page: int) -> None:
     processes.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's to handle
     os.umask(0)
-    setup = messages.receive(JOBS)
+    setup = messages.receive(messages.JOBS)
     if setup is None:
         return
     try:
         worker = Worker(number, page, setup)
     except OSError as error:
-        messages.send(ANSWERS, {"did": "nothing", "job": "start", "error": reason(error),
-                                "errno": error.errno})  # fmt: skip
+        answer = {"error": copying.reason(error), "errno": error.errno}
+        messages.answer({"did": "nothing", "job": "start"} | answer)
         return
-    messages.send(ANSWERS, {"did": "start"})
+    messages.answer({"did": "start"})
     try:
         worker.run()
     except BrokenPipeError:

@@ -397,7 +397,7 @@ def test_a_child_that_is_killed_does_not_end_the_work_for_a_dataset(
     site.mkdir()
     (site / "sitecustomize.py").write_text(
         "import os, sys\n"
-        f"if os.path.exists({str(switch)!r}) and 'kit.child' in ' '.join(sys.orig_argv):\n"
+        f"if os.path.exists({str(switch)!r}) and 'kit.errand' in ' '.join(sys.orig_argv):\n"
         "    os.kill(os.getpid(), 9)\n"
     )
     os.environ["PYTHONPATH"] = str(site)
