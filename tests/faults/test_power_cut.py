@@ -52,13 +52,23 @@ def empty_or_wrong(tree: Path) -> list[str]:
     return bad
 
 
+def marked(tree: Path, source: Path) -> int:
+    """How many directories hide the source; each of them must have every name of it."""
+    found = 0
+    for folder in tree.iterdir():
+        if "trusted.overlay.opaque" in os.listxattr(folder):
+            assert sorted(os.listdir(folder)) == sorted(os.listdir(source / folder.name))
+            found += 1
+    return found
+
+
 @pytest.mark.parametrize("flag", [LOG_FLUSHED, LOG_LOST])
 @pytest.mark.parametrize("fstype", ["ext4", "xfs"])
 def test_after_a_power_cut_every_name_has_its_bytes_and_the_fill_goes_on(
     area: Path, node: Agent, fstype: str, flag: int
 ) -> None:
     source = area / "source"
-    trees.plain(source, 1500, mean=20_000)
+    trees.plain(source, 1500, directories=60, mean=20_000)
     with disk(area, fstype, 400 * 2**20) as ssd:
         image = area / f"{fstype}.img"
         node.put_store(ssd / "store")
@@ -66,7 +76,7 @@ def test_after_a_power_cut_every_name_has_its_bytes_and_the_fill_goes_on(
         node.add_dir("a", source)
         node.start()
         node.wait_for(lambda: node.dataset("a")["files"]["done"] > 20, 60, "some files")
-        survived = 0
+        survived = sealed = 0
         for round_ in range(3):
             time.sleep(2.2 + 0.4 * round_)  # some batches, the last one under way
             # What is not synced when the power goes must be seen to be lost, or nothing is shown.
@@ -82,11 +92,12 @@ def test_after_a_power_cut_every_name_has_its_bytes_and_the_fill_goes_on(
             bait.unlink(missing_ok=True)
             tree = node.tree("a")
             assert empty_or_wrong(tree) == []
+            sealed += marked(tree, source)
             node.start()
             node.wait_served("a", "source", "overlay")
             assert trees.differences(trees.records(source), trees.records(node.view("a"))) == []
             survived += sum(r.kind == "file" for r in trees.records(tree, content=False).values())
-        assert survived, "nothing was there to be checked"
+        assert survived and sealed, "nothing was there to be checked"
         node.cache["fill"] = {}
         node.write()
         node.wait_state("a", "complete", seconds=90)
