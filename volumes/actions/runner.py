@@ -114,6 +114,8 @@ class Runner:
 
     async def _carry_out(self, step: Plan, entry: dict[str, Any]) -> dict[str, Any]:
         arguments = [step.arguments[name] for name in _ORDER[step.action]]
+        # An agent that ends in the middle of it must not leave a deed that nobody wrote down.
+        await self.journal.write(entry | {"outcome": "begun", "detail": ""})
         try:
             done = await kit.child.call(_HANDS[step.action], *arguments, deadline=DEADLINE_SECONDS)
         except (kit.errors.AgentError, OSError, RuntimeError) as error:

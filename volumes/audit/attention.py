@@ -33,6 +33,7 @@ def key(device: Device) -> Key:
 @dataclass(frozen=True)
 class Suspect:
     since: float
+    first: float  # when its users are asked for the first time
     asked: float | None = None
     wait: float = ASK_AGAIN_SECONDS[0]
 
@@ -105,10 +106,12 @@ def consider(
     suspects: dict[Key, Suspect] = {}
     names = []
     for each, after in questionable.items():
-        suspect = memory.suspects.get(each) or Suspect(since=now)
+        known = memory.suspects.get(each)
+        since = known.since if known is not None else now
+        suspect = dataclasses.replace(known or Suspect(since, 0.0), first=since + after)
         due = suspect.asked is None or now - suspect.asked >= suspect.wait
         # Users are asked for when the namespaces did not explain the device.
-        if not deep and due and now - suspect.since >= after:
+        if not deep and due and now >= suspect.first:
             names.append(each[0])
             wait = ASK_AGAIN_SECONDS[0]
             if suspect.asked is not None:
@@ -138,6 +141,5 @@ def next_look(
         waits.append(pending)
     if raised is not None:
         waits.append(RECHECK_SECONDS[raised > RECHECK_SLOWER_AFTER_SECONDS])
-    if any(suspect.asked is None for suspect in memory.suspects.values()):
-        waits.append(BUSY_AFTER_SECONDS)
+    waits += [s.first - now for s in memory.suspects.values() if s.asked is None]
     return max(settings.settle, min(waits))

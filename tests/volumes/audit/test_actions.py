@@ -1,5 +1,6 @@
 """Actions on real devices: orphans, panic flags, taints; what they refuse, and their journal."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 import kit.errors
 from tests.volumes.audit.stage import Stage, run, settings, watching
-from volumes.actions import journal, runner
+from volumes.actions import journal, plan, runner
 from volumes.audit.settings import ActionSettings
 from volumes.rules.base import GuardView
 
@@ -71,7 +72,11 @@ async def test_an_unreadable_device_is_flagged_read_only(stage: Stage) -> None:
         try:
             await watch.until(lambda: flag.read_text().strip() == "1", "flagged")
             entries = await watch.until(
-                lambda: [e for e in watch.audit.runner.journal.last if e["device"] == device]
+                lambda: [
+                    e
+                    for e in watch.audit.runner.journal.last
+                    if e["device"] == device and e["outcome"] != "begun"
+                ]
             )
             assert entries[0]["outcome"] == "done"
         finally:
@@ -119,6 +124,33 @@ async def test_the_journal_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     last = [json.loads(line) for line in (tmp_path / "a/actions.jsonl").read_text().splitlines()]
     assert last[-1]["number"] == 199
     assert len(book.last) == journal.LAST
+
+
+async def test_a_deed_that_is_cut_off_is_in_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way = asyncio.Event()
+
+    async def for_ever(*_: object, **__: object) -> int:
+        under_way.set()
+        await asyncio.sleep(3600)
+        return 1
+
+    monkeypatch.setattr("kit.child.call", for_ever)
+    arguments = {"path": "/dev/x", "device": (7, 0)}
+    step = plan.Plan(plan.READ_ONLY, "unreadable/x", "x", "set x read-only", arguments)
+
+    async def again() -> list[plan.Plan]:
+        return [step]
+
+    hands = runner.Runner(tmp_path)
+    task = asyncio.create_task(hands.run(step, ActionSettings(set_readonly="on"), again))
+    await under_way.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    (line,) = (tmp_path / "volumes/actions.jsonl").read_text().splitlines()
+    assert json.loads(line)["outcome"] == "begun"
 
 
 async def test_actions_of_one_kind_are_limited(stage: Stage) -> None:
