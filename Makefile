@@ -11,6 +11,6 @@ test-unit: setup ; @$(PY) -m pytest -q -m "not real"
 lint: setup ; @.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
 format: setup ; @.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
 bench: ; @scripts/setup.sh full && $(PY) -m tests.bench
-soak: ; @scripts/setup.sh full && $(PY) -m tests.bench.volume_audit 600
+soak: ; @scripts/setup.sh full && SOAK_SECONDS=600 $(PY) -m tests.bench volume_audit
 lock: setup ; @scripts/lock.sh
 clean: ; rm -rf build .venv

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The kernel and the initramfs of the test guest: a Debian kernel that has krbd, nbd and the device
-# mapper, which the machines that run the tests lack. Idempotent; needs apt-get, cpio, kmod, busybox.
+# The kernel and the initramfs of the test guest: a Debian kernel that has krbd, CephFS, nbd and the
+# device mapper, which the machines that run the tests lack. Idempotent; needs apt-get, cpio, kmod, busybox.
 #   scripts/guest.sh FOLDER
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-build/guest}
 modules="crc32c_generic crc32_generic libcrc32c virtio_pci virtio_net 9p 9pnet_virtio overlay loop
-  ext4 xfs rbd nbd dm_mod dm_crypt"
+  ext4 xfs rbd ceph nbd dm_mod dm_crypt"
 [ -e "$out/initrd.gz" ] && [ "$out/initrd.gz" -nt scripts/guest.sh ] && exit 0
 for tool in cpio depmod modprobe busybox; do
   command -v "$tool" >/dev/null || { echo "guest: $tool is missing" >&2; exit 1; }

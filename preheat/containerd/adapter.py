@@ -255,15 +255,7 @@ class Containerd:
     async def pull(
         self, ref: str, login: runtime.Login | None, hold: runtime.Hold, deadline: float
     ) -> str:
-        auth = None
-        if login is not None:
-            auth = m.AuthConfig(
-                username=login.username,
-                password=login.password,
-                identity_token=login.identity_token,
-                registry_token=login.registry_token,
-            )
-        request = m.PullImageRequest(image=m.ImageSpec(image=ref), auth=auth)
+        request = calls.pull_request(ref, login)
         answer = await self.calls.long_change(
             calls.CRI_PULL, request, lease=hold.id, deadline=deadline
         )

@@ -161,6 +161,19 @@ def _check_pull(request: m.PullImageRequest) -> None:
         _require(fits, "credentials of more than 64 KiB")
 
 
+def pull_request(ref: str, login: runtime.Login | None) -> m.PullImageRequest:
+    """CRI's request for ``ref``, with the login if there is one."""
+    auth = None
+    if login is not None:
+        auth = m.AuthConfig(
+            username=login.username,
+            password=login.password,
+            identity_token=login.identity_token,
+            registry_token=login.registry_token,
+        )
+    return m.PullImageRequest(image=m.ImageSpec(image=ref), auth=auth)
+
+
 @dataclass(frozen=True)
 class Method(Generic[RequestT, ResponseT]):
     """A remote method. ``check`` is there exactly when the method changes something."""

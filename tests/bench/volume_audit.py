@@ -1,37 +1,28 @@
-"""Figures of the volume audit: ``python -m tests.bench.volume_audit [SECONDS]`` (root).
+"""The volume audit: no false findings under churn, its cost, how soon a leak is found and freed.
 
-Writes build/bench/volume_audit.json: the soak (ten minutes by default, ``make soak``), the full
-pass, idle cost, how soon a leak is found and freed, and a flood of log lines.
+SOAK_SECONDS (60) is how long the churn lasts; ``make soak`` asks for ten minutes.
 """
 
 import asyncio
-import json
-import sys
-import tempfile
+import os
 import time
 from pathlib import Path
 from typing import Any
 
-import structlog
-
+from tests.bench import harness
 from tests.volumes.audit import churn, flood
 from tests.volumes.audit import stage as stages
 
-OUT = Path("build/bench/volume_audit.json")
+PROCESSES, SPACES = 300, 100
 IDLE_SECONDS = 120.0
+ROUNDS = 5
+LINES = 1_000_000
 
 
-async def _soak(folder: Path, seconds: float) -> dict[str, Any]:
-    with stages.staged(folder) as stage:
-        idle = IDLE_SECONDS if seconds >= 300 else 20.0
-        return churn.as_json(
-            await churn.soak(stage, seconds=seconds, processes=300, spaces=100, idle=idle)
-        )
-
-
-async def _accident(folder: Path, rounds: int) -> dict[str, Any]:
+async def _accident(folder: Path, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds from the host's unmount to the finding, and to the freed device with the action."""
-    found, freed = [], []
+    found: list[float] = []
+    freed: list[float] = []
     for number in range(rounds):
         with stages.staged(folder / str(number)) as stage:
             rootfs = stage.folder / "exporter"
@@ -52,22 +43,47 @@ async def _accident(folder: Path, rounds: int) -> dict[str, Any]:
 
                 await watch.until(is_free, "freed")
                 freed.append(time.monotonic() - began)
-    return {"found_seconds": sorted(found), "freed_seconds": sorted(freed)}
+    return found, freed
 
 
-def main() -> None:
-    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 600.0
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    with tempfile.TemporaryDirectory() as folder:
-        figures = {
-            "soak": asyncio.run(_soak(Path(folder, "soak"), seconds)),
-            "accident": asyncio.run(_accident(Path(folder, "accident"), 5)),
-            "flood": asyncio.run(flood.flood(Path(folder), lines=1_000_000)),
-        }
-    OUT.parent.mkdir(parents=True, exist_ok=True)
-    OUT.write_text(json.dumps(figures, indent=2) + "\n")
-    print(json.dumps(figures, indent=2))
+def soak(place: harness.Workplace) -> harness.Results:
+    seconds = float(os.environ.get("SOAK_SECONDS", "60"))
+
+    async def measured(folder: Path) -> churn.Result:
+        with stages.staged(folder) as stage:
+            return await churn.soak(
+                stage, seconds=seconds, processes=PROCESSES, spaces=SPACES, idle=IDLE_SECONDS
+            )
+
+    with place.room("audit") as folder:
+        told = asyncio.run(measured(folder / "soak"))
+    if not told.leak_found:
+        raise RuntimeError("a leak after the churn was not found")
+    note = f"{told.seconds:.0f} s, {told.mounts} mounts, {told.looks} looks"
+    false = len(told.false_findings)
+    yield "audit_false_findings", harness.at_most([false], 1, "findings", note)
+    note = f"{told.processes} processes, {told.namespaces} namespaces"
+    yield "audit_full_pass", harness.at_most([told.full_pass_cpu_ms], 500, "ms of CPU", note)
+    note = f"over {IDLE_SECONDS:.0f} s; {told.busy_cpu_percent:.1f} under churn"
+    yield "audit_idle", harness.at_most([told.idle_cpu_percent], 0.5, "% of a core", note)
 
 
-if __name__ == "__main__":
-    main()
+def accident(place: harness.Workplace) -> harness.Results:
+    with place.room("audit") as folder:
+        found, freed = asyncio.run(_accident(folder, ROUNDS))
+    yield "leak_found_after", harness.at_most(found, 5, "s", "after the host's unmount")
+    yield "leak_freed_after", harness.at_most(freed, 5, "s", "with the action on")
+
+
+def lines(place: harness.Workplace) -> harness.Results:
+    with place.room("audit") as folder:
+        told = asyncio.run(flood.flood(folder, lines=LINES))
+    rate = told["accounted_per_second"]
+    if told["seen"] + told["dropped"] != LINES:
+        raise RuntimeError(f"of {LINES} lines not all were accounted for: {told}")
+    note = f"{rate:,} lines/s, every one accounted for"
+    stall = told["longest_stall_of_the_loop_ms"]
+    yield "log_flood_stall", harness.at_most([stall], 500, "ms", note)
+
+
+GROUPS = {"soak": soak, "accident": accident, "lines": lines}

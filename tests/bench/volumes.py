@@ -1,24 +1,22 @@
-"""What the guard costs: device opens with and without it, probes, and the delay of a new volume.
-
-python -m tests.bench.volumes [OUTPUT]      (root; default output build/bench/volumes.json)
-"""
+"""What the guard costs: device opens with and without it, probes, and the delay of a new volume."""
 
 import asyncio
-import json
 import os
-import platform
 import statistics
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.bench import harness
 from tests.testbed import blockdev, cell, formatters
 from volumes import settings
 from volumes.guard import kernel, layout
-from volumes.probe import prober
+from volumes.probe import prober, verdict
 
+MOST_ADDED_US = 1.0
+KUBELET_RETRY_SECONDS = 0.5
+PROBE_SECONDS = 3.0  # then it would be a timeout
+MOUNTS = 10
 OPENS = 20_000
 ROUNDS = 9
 SIZE = 320 * blockdev.MiB
@@ -58,16 +56,16 @@ def _opens_at_all(path: str) -> bool:
     return True
 
 
-def cost_of_opens(where: cell.Cell, device: str) -> dict[str, Any]:
+def _cost_of_opens(where: cell.Cell, device: str) -> harness.Results:
     """With and without the program, alternately in one run, so that both see the same machine."""
     enforce = kernel.wanted(
         settings.GuardSettings(drivers=("loop",)), layout.Mode.ENFORCE, {7: "loop"}
     )
     kinds = {
-        "guarded device, write open by a named program": (device, os.O_RDWR),
-        "guarded device, read open": (device, os.O_RDONLY),
-        "unguarded device (/dev/zram0), read open": ("/dev/zram0", os.O_RDONLY),
-        "character device (/dev/null), write open": ("/dev/null", os.O_WRONLY),
+        "open_guarded_write": (device, os.O_RDWR),  # by a named program
+        "open_guarded_read": (device, os.O_RDONLY),
+        "open_unguarded_read": ("/dev/zram0", os.O_RDONLY),
+        "open_character_write": ("/dev/null", os.O_WRONLY),
     }
     kinds = {name: value for name, value in kinds.items() if _opens_at_all(value[0])}
     times: dict[str, dict[str, list[float]]] = {name: {"without": [], "with": []} for name in kinds}
@@ -82,18 +80,15 @@ def cost_of_opens(where: cell.Cell, device: str) -> dict[str, Any]:
                 times[name][state].append(_opens_inside(where, path, flags))
     guard.detach()
     guard.close()
-    # The least of each: other work on the machine only ever adds.
-    return {
-        name: {
-            "without_us": round(min(each["without"]) * 1e6, 3),
-            "with_us": round(min(each["with"]) * 1e6, 3),
-            "added_us": round((min(each["with"]) - min(each["without"])) * 1e6, 3),
-        }
-        for name, each in times.items()
-    }
+    for name, each in times.items():
+        without, with_it = (1e6 * min(each[state]) for state in ("without", "with"))
+        # The least of each: other work on the machine only ever adds.
+        note = f"added; {without:.2f} without, {with_it:.2f} with the program, least of {ROUNDS}"
+        yield name, harness.at_most([with_it - without], MOST_ADDED_US, "us", note)
 
 
-async def probe_times(device: str) -> dict[str, Any]:
+async def _probes(device: str) -> list[float]:
+    """Seconds for each of ten verdicts on a blank device."""
     look = prober.Prober(deadline=30)
     try:
         await look.warm()
@@ -102,29 +97,24 @@ async def probe_times(device: str) -> dict[str, Any]:
             began = time.perf_counter()
             found = await look.probe(device)
             times.append(time.perf_counter() - began)
-        return {
-            "verdict": str(found.verdict),
-            "bytes_read": found.bytes_read,
-            "median_ms": round(statistics.median(times) * 1e3, 1),
-            "max_ms": round(max(times) * 1e3, 1),
-        }
+        if found.verdict is not verdict.Kind.BLANK_VERIFIED:
+            raise RuntimeError(f"a blank device was called {found}")
+        return times
     finally:
         await look.close()
 
 
-def first_mount(where: cell.Cell, folder: Path) -> dict[str, Any]:
+def _first_mounts(where: cell.Cell, folder: Path) -> harness.Results:
     """From attaching a blank device to its lease, and to mounted by kubelet's retries, against the
     same without a guard."""
     leases: list[float] = []
     with cell.agent(folder, where) as agent:
-        guarded = [_first_mount(folder, n, where.run, agent, leases) for n in range(10)]
-    plain = [_first_mount(folder, number, _unguarded) for number in range(10, 20)]
-    return {
-        "lease_after_ms": [round(v * 1e3) for v in sorted(leases)],
-        "mounted_after_ms_guarded_median": round(statistics.median(guarded) * 1e3),
-        "mounted_after_ms_guarded_max": round(max(guarded) * 1e3),
-        "mounted_after_ms_unguarded_median": round(statistics.median(plain) * 1e3),
-    }
+        guarded = [_first_mount(folder, n, where.run, agent, leases) for n in range(MOUNTS)]
+    plain = [_first_mount(folder, MOUNTS + n, _unguarded) for n in range(MOUNTS)]
+    note = "kubelet comes again after 0.5"
+    yield "blank_lease_after", harness.at_most(leases, KUBELET_RETRY_SECONDS, "s", note)
+    note = f"one retry; {statistics.median(plain):.3f} without a guard"
+    yield "blank_mounted_after", harness.at_most(guarded, 2 * KUBELET_RETRY_SECONDS, "s", note)
 
 
 def _unguarded(*command: str) -> Any:
@@ -160,23 +150,16 @@ def _first_mount(
     return took
 
 
-def main() -> None:
-    output = Path(sys.argv[1] if len(sys.argv) > 1 else "build/bench/volumes.json")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with cell.cell(folder) as where:
-            image = folder / "image"
-            with image.open("wb") as stream:
-                stream.truncate(SIZE)
-            result: dict[str, Any] = {"kernel": platform.release(), "cpus": os.cpu_count()}
-            with blockdev.loop(image) as device:
-                result["opens"] = cost_of_opens(where, device)
-                result["probe of a blank 320 MiB device"] = asyncio.run(probe_times(device))
-            result["first mount"] = first_mount(where, folder)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+def run(place: harness.Workplace) -> harness.Results:
+    with place.room("volumes") as folder, cell.cell(folder) as where:
+        image = folder / "image"
+        with image.open("wb") as stream:
+            stream.truncate(SIZE)
+        with blockdev.loop(image) as device:
+            yield from _cost_of_opens(where, device)
+            seconds = asyncio.run(_probes(device))
+            yield "probe_blank", harness.at_most(seconds, PROBE_SECONDS, "s", "320 MiB")
+        yield from _first_mounts(where, folder)
 
 
-if __name__ == "__main__":
-    main()
+GROUPS = {"guard": run}

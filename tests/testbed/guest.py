@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.testbed import ceph
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "guest"
 MEMORY_MIB = 1536
@@ -71,6 +73,25 @@ def address() -> Iterator[str]:
         subprocess.run(["ip", "addr", "del", f"{ip}/32", "dev", "lo"], check=False)
 
 
+@contextlib.contextmanager
+def with_cluster(folder: Path) -> Iterator[tuple[ceph.CephCluster, Path]]:
+    """A cluster that the guest reaches, and the guest's working folder with what a client needs:
+    ``/mnt/ceph.conf`` and ``/mnt/keyring``."""
+    with address() as ip:
+        cluster = ceph.CephCluster(folder / "ceph", ip=ip, osd_bytes=4 * 2**30)
+        try:
+            cluster.start()
+            seen = folder / "guest"
+            seen.mkdir()
+            text = cluster.conf.read_text().replace(f"{cluster.folder}/keyring", "/mnt/keyring")
+            (seen / "ceph.conf").write_text(text)
+            (seen / "keyring").write_bytes((cluster.folder / "keyring").read_bytes())
+            yield cluster, seen
+        finally:
+            cluster.stop()
+
+
 def environment() -> str:
     """Lines for the head of a script: our environment and this checkout."""
-    return f"export PATH={ROOT}/.venv/bin:{os.environ['PATH']}\ncd {ROOT}\n"
+    path = f"{ROOT}/.venv/bin:{os.environ['PATH']}"
+    return f"export PATH={path} PYTHONPATH={ROOT}\ncd {ROOT}\n"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import ceph, guest
+from tests.testbed import guest
 
 pytestmark = [pytest.mark.real, pytest.mark.guest, pytest.mark.timeout(600)]
 
@@ -12,26 +12,16 @@ _SCRIPT = Path(__file__).with_name("guest_audit.py")
 
 
 def test_the_audit_on_real_kernel_mappings(tmp_path: Path) -> None:
-    with guest.address() as ip:
-        backend = ceph.CephCluster(tmp_path / "ceph", ip=ip, osd_bytes=4 * 2**30)
-        try:
-            backend.start()
-            backend.run("rbd", "pool", "init", "rbd")
-            for image in ("vol1", "vol2"):
-                backend.run("rbd", "create", "--size", "128M", f"rbd/{image}")
-            folder = tmp_path / "guest"
-            folder.mkdir()
-            (folder / "ceph.conf").write_text(
-                backend.conf.read_text().replace(f"{backend.folder}/keyring", "/mnt/keyring")
-            )
-            (folder / "keyring").write_bytes((backend.folder / "keyring").read_bytes())
-            script = (
-                f"{guest.environment()}modprobe -a rbd ext4\nexport PYTHONPATH={guest.ROOT}\n"
-                f"python {_SCRIPT} /mnt/ceph.conf {backend.monitor} /mnt/keyring\n"
-            )
-            result = guest.run(script, folder, timeout=420)
-        finally:
-            backend.stop()
+    with guest.with_cluster(tmp_path) as (backend, folder):
+        backend.run("rbd", "pool", "init", "rbd")
+        for image in ("vol1", "vol2"):
+            backend.run("rbd", "create", "--size", "128M", f"rbd/{image}")
+        script = (
+            f"{guest.environment()}modprobe -a rbd ext4\n"
+            f"python {_SCRIPT} /mnt/ceph.conf {backend.monitor} /mnt/keyring\n"
+        )
+        result = guest.run(script, folder, timeout=420)
+
     said = result.marked("check")
     assert result.exit == 0, result.text[-4000:]
     assert "device rbd/vol1 read-only False fsid client True" in said

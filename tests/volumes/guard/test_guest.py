@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import ceph, guest
+from tests.testbed import guest
 
 pytestmark = [pytest.mark.real, pytest.mark.guest, pytest.mark.timeout(600)]
 
@@ -13,26 +13,15 @@ _SCRIPT = Path(__file__).with_name("guest_replay.py")
 
 
 def test_the_accident_and_the_matrix_on_real_krbd(tmp_path: Path) -> None:
-    with guest.address() as ip:
-        backend = ceph.CephCluster(tmp_path / "ceph", ip=ip, osd_bytes=4 * 2**30)
-        try:
-            backend.start()
-            backend.run("rbd", "pool", "init", "rbd")
-            for image in ("control", "blank"):
-                backend.run(*("rbd", "create", "--size", "320M", f"rbd/{image}"))
-            folder = tmp_path / "guest"
-            folder.mkdir()
-            (folder / "ceph.conf").write_text(
-                backend.conf.read_text().replace(f"{backend.folder}/keyring", "/mnt/keyring")
-            )
-            (folder / "keyring").write_bytes((backend.folder / "keyring").read_bytes())
-            script = (
-                f"{guest.environment()}modprobe -a rbd ext4 xfs\n"
-                f"python {_SCRIPT} {backend.monitor} {backend.secret()} /mnt/ceph.conf\n"
-            )
-            result = guest.run(script, folder, timeout=420)
-        finally:
-            backend.stop()
+    with guest.with_cluster(tmp_path) as (backend, folder):
+        backend.run("rbd", "pool", "init", "rbd")
+        for image in ("control", "blank"):
+            backend.run("rbd", "create", "--size", "320M", f"rbd/{image}")
+        script = (
+            f"{guest.environment()}modprobe -a rbd ext4 xfs\n"
+            f"python {_SCRIPT} {backend.monitor} {backend.secret()} /mnt/ceph.conf\n"
+        )
+        result = guest.run(script, folder, timeout=420)
 
     said = result.marked("check")
     assert result.exit == 0, result.text[-4000:]
