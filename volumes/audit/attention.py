@@ -17,6 +17,7 @@ from volumes.rules.base import Scene
 # A staged volume is between staging and publishing for moments.
 BUSY_AFTER_SECONDS = 1.0
 ASK_AGAIN_SECONDS = (2.0, 60.0)  # first and longest wait between two looks for open files
+JOIN_SHARE = 0.1  # of the first wait
 # While a finding about holders stands: the end of a process is no event. First and later wait.
 RECHECK_SECONDS = (5.0, 30.0)
 RECHECK_SLOWER_AFTER_SECONDS = 60.0
@@ -94,6 +95,27 @@ def _questionable(scene: Scene, inventory: Inventory) -> dict[Key, float]:
     return found
 
 
+def _due(suspects: Mapping[Key, Suspect], now: float) -> tuple[Key, ...]:
+    """Whose users are asked for now. One visit to all processes answers for many devices: those
+    that have nearly waited long enough come along."""
+
+    def is_due(suspect: Suspect, ahead: float) -> bool:
+        if suspect.asked is None:
+            waited = suspect.first - suspect.since
+            return now >= suspect.first - waited * ahead
+        return now - suspect.asked >= suspect.wait
+
+    if not any(is_due(suspect, 0.0) for suspect in suspects.values()):
+        return ()
+    return tuple(each for each, suspect in suspects.items() if is_due(suspect, JOIN_SHARE))
+
+
+def _asked(suspect: Suspect, now: float) -> Suspect:
+    shortest, longest = ASK_AGAIN_SECONDS
+    wait = shortest if suspect.asked is None else min(suspect.wait * 2, longest)
+    return dataclasses.replace(suspect, asked=now, wait=wait)
+
+
 def consider(
     scene: Scene, inventory: Inventory, memory: Memory, settings: AuditSettings, *, fresh: bool
 ) -> tuple[Wish, Memory]:
@@ -104,27 +126,20 @@ def consider(
     deep = not fresh and (leaked or now - memory.deep_at >= interval)
     questionable = _questionable(scene, inventory)
     suspects: dict[Key, Suspect] = {}
-    names = []
     for each, after in questionable.items():
         known = memory.suspects.get(each)
         since = known.since if known is not None else now
-        suspect = dataclasses.replace(known or Suspect(since, 0.0), first=since + after)
-        due = suspect.asked is None or now - suspect.asked >= suspect.wait
-        # Users are asked for when the namespaces did not explain the device.
-        if not deep and due and now >= suspect.first:
-            names.append(each[0])
-            wait = ASK_AGAIN_SECONDS[0]
-            if suspect.asked is not None:
-                wait = min(suspect.wait * 2, ASK_AGAIN_SECONDS[1])
-            suspect = dataclasses.replace(suspect, asked=now, wait=wait)
-        suspects[each] = suspect
+        suspects[each] = dataclasses.replace(known or Suspect(since, 0.0), first=since + after)
+    # Users are asked for when the namespaces did not explain the device.
+    due = () if deep else _due(suspects, now)
+    suspects |= {each: _asked(suspects[each], now) for each in due}
     memory = dataclasses.replace(
         memory,
         suspects=suspects,
         deep_at=now if deep else memory.deep_at,
         changed=False if deep else memory.changed,
     )
-    return Wish(deep, tuple(names)), memory
+    return Wish(deep, tuple(name for name, _, _ in due)), memory
 
 
 def next_look(
