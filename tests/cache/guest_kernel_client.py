@@ -55,7 +55,7 @@ def main() -> None:
         truth = pickle.load(stream)
     node = Agent(AREA / "node")
     node.put_store(AREA / "ssd" / "store")
-    node.cache["fill"] = {"files_per_second": 15}
+    node.cache["fill"] = {"files_per_second": 4}
     node.cache["datasets"] = [dataset("v1", V1), dataset("v2", V2)]
     node.start()
     for name in ("v1", "v2"):
@@ -70,9 +70,12 @@ def main() -> None:
     before = {name: m.mount_id for name, m in sources(node).items()}
     node.kill()
     say(f"without an agent {trees.differences(truth, trees.records(node.view('v1')))}")
-    node.cache["fill"] = {}
     node.start()
+    for name in ("v1", "v2"):
+        node.wait_state(name, "filling", seconds=PATIENCE)
     say(f"adopted {({name: m.mount_id for name, m in sources(node).items()}) == before}")
+    node.cache["fill"] = {}
+    node.write()
     for name in ("v1", "v2"):
         node.wait_state(name, "complete", seconds=PATIENCE)
         say(f"{name} complete {trees.differences(truth, trees.records(node.view(name)))}")
