@@ -9,8 +9,11 @@ _LOOP_CLR_FD = 0x4C01
 
 
 def set_read_only(path: str, device: tuple[int, int]) -> None:
-    """Refuse writes from now on; any privileged process can take it back."""
-    descriptor = _open(path, device)
+    """Refuse writes from now on; any privileged process can take it back.
+
+    EBUSY while the device is mounted or claimed: O_EXCL holds off both until the flag is set.
+    """
+    descriptor = _open(path, device, os.O_EXCL)
     try:
         fcntl.ioctl(descriptor, _BLKROSET, array.array("i", [1]))
     finally:
@@ -26,8 +29,8 @@ def detach_loop(path: str, device: tuple[int, int]) -> None:
         os.close(descriptor)
 
 
-def _open(path: str, device: tuple[int, int]) -> int:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def _open(path: str, device: tuple[int, int], more: int = 0) -> int:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | more)
     if os.fstat(descriptor).st_rdev != os.makedev(*device):
         os.close(descriptor)
         raise OSError(0, f"{path} is no longer device {device[0]}:{device[1]}")

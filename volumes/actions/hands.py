@@ -65,7 +65,10 @@ def _sequence(home: Path) -> int:
         return 0
 
 
-def set_read_only(path: str, device: list[int]) -> int:
-    """OSError."""
+def set_read_only(path: str, device: list[int], diskseq: int) -> int:
+    """OSError, EBUSY among them: while it is mounted, or claimed by what is stacked on it."""
+    name = path.rpartition("/")[2]
+    if _sequence(Path("/sys/block", name)) not in (0, diskseq):
+        raise kit.errors.RefusedError(f"flag {name}", "another device by now", "nothing was done")
     blockioctl.set_read_only(path, (device[0], device[1]))
     return 1

@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kit.finding import Finding
-from volumes.inventory.model import Device, Inventory, Space
+from volumes.inventory.model import Device, Inventory
 from volumes.rules import leaked_mount, mapped_unmounted
 from volumes.rules.base import GuardView
 
 DETACH, UNMAP, READ_ONLY, TAINT = "detach-leaked", "unmap-orphan", "set-readonly", "taint"
-# Where kubelet and CSI drivers mount volumes: a copy of such a path is a copy of the host's mount.
-_HOST_PATHS = ("/kubernetes.io/csi/", "/volumes/kubernetes.io~")
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,10 @@ def _detach(finding: Finding, device: Device, inventory: Inventory, former: froz
         refusal = "it is no longer mounted there"
     elif inventory.on_host(device):
         refusal = "the host has it mounted again"
-    elif any(not place.is_private for place in places):
-        refusal = "it is not a private copy: an unmount there would reach other namespaces"
-    elif owners := _owning(space, device, inventory):
-        refusal = f"pod {owners[0]} still owns the volume"
-    elif strange := [t for t in targets if not _is_copy(t, former)]:
-        refusal = (
-            f"{strange[0]} is not a copy of a host mount: it is what that container works with; "
-            "end the container instead"
-        )
+    elif inventory.kubelet is None:
+        refusal = "kubelet's directory is not seen, so nobody can say whose volume it is"
+    else:
+        refusal = leaked_mount.why_not_detach(inventory, device, space, former)
     owner = space.owners[0] if space and space.owners else None
     way = ""
     if owner is not None:
@@ -84,25 +77,13 @@ def _detach(finding: Finding, device: Device, inventory: Inventory, former: froz
     return Plan(DETACH, finding.id, device.name, what, arguments, refusal)
 
 
-def _is_copy(target: str, former: frozenset[str]) -> bool:
-    if any(path in target for path in _HOST_PATHS):
-        return True
-    return any(target == path or target.endswith(path) for path in former)
-
-
-def _owning(space: Space, device: Device, inventory: Inventory) -> list[str]:
-    volume = inventory.volume_of(device)
-    holders = {owner.pod_uid for owner in space.owners if owner.pod_uid}
-    if volume is None:
-        return []
-    return [publish.pod_uid for publish in volume.publishes if publish.pod_uid in holders]
-
-
 def _unmap(finding: Finding, device: Device, inventory: Inventory, orphan_after: float) -> Plan:
     refusal = ""
     age = inventory.taken - finding.since
     if not mapped_unmounted.is_idle(inventory, device):
         refusal = "it is in use again"
+    elif inventory.kubelet is None:
+        refusal = "kubelet's directory is not seen, so nobody can say that it has no record of it"
     elif volume := inventory.volume_of(device):
         refusal = f"kubelet still has a record of it ({volume.staging})"
     elif not inventory.deep or device.number not in inventory.users_of:
@@ -133,11 +114,18 @@ def _read_only(device: Device, inventory: Inventory) -> Plan:
         refusal = "it is read-only already"
     elif inventory.on_host(device) or inventory.elsewhere(device) or device.active:
         refusal = "it is mounted: a flag would turn its writes into errors"
+    elif device.raw or device.holders:
+        above = (*device.raw, *device.holders)[0]
+        refusal = f"it is in use by {above}: a flag would turn its writes into errors"
     return Plan(
         READ_ONLY,
         f"set-readonly/{device.name}",
         device.name,
         f"flag {device.label} read-only",
-        {"path": f"/dev/{device.name}", "device": list(device.number)},
+        {
+            "path": f"/dev/{device.name}",
+            "device": list(device.number),
+            "diskseq": device.diskseq,
+        },
         refusal,
     )

@@ -30,7 +30,7 @@ _HANDS: Mapping[str, Callable[..., int]] = {
 _ORDER = {
     plan.DETACH: ("way", "namespace_id", "inode", "device", "targets"),
     plan.UNMAP: ("name", "driver", "device", "diskseq", "mapping"),
-    plan.READ_ONLY: ("path", "device"),
+    plan.READ_ONLY: ("path", "device", "diskseq"),
 }
 
 
@@ -47,7 +47,8 @@ class Runner:
     def __init__(self, state_dir: Path, taints: Taints | None = None) -> None:
         self.journal = Journal(state_dir / "volumes" / "actions.jsonl")
         self._taints = taints
-        self._tainted: bool | None = None
+        # What the taint was last said or made to be, and in which mode; None: not known yet.
+        self._tainted: tuple[str, bool] | None = None
         self._tried: dict[tuple[str, str], float] = {}
         self._done: dict[str, list[float]] = {}
         self.counts: dict[tuple[str, str], int] = {}
@@ -139,34 +140,41 @@ class Runner:
         return entry
 
     async def taint(self, found: list[Finding], settings: ActionSettings) -> None:
-        """Keep the node's taint as the critical findings are. Never raises."""
+        """Keep the node's taint as the critical findings are. Never raises.
+
+        Called after a round that saw the node. What an earlier agent left is not known: the first
+        round sets it either way.
+        """
         critical = [f for f in found if f.severity is Severity.CRITICAL]
-        wanted = bool(critical) and settings.taint == "on"
-        if settings.taint == "off" and not self._tainted:
-            return
-        if wanted == self._tainted or (self._tainted is None and not critical):
+        mode = str(settings.taint)
+        was_on = self._tainted == ("on", True)
+        wanted = bool(critical) and mode != "off"
+        if self._tainted == (mode, wanted) or (mode == "off" and not was_on):
             return
         entry: dict[str, Any] = {
             "time": time.time(),
             "action": plan.TAINT,
             "finding": critical[0].id if critical else "",
             "device": "",
-            "what": f"{'put on' if critical else 'take off'} the taint {TAINT_KEY}",
+            "what": f"{'put on' if wanted else 'take off'} the taint {TAINT_KEY}",
             "by": "audit",
-            "dry_run": settings.taint == "dry-run",
+            "dry_run": mode == "dry-run",
         }
-        self._tainted = wanted
-        if settings.taint == "dry-run":
-            self._tainted = bool(critical)
-            await self._tell(entry, "dry-run", "would be done")
-        elif self._taints is None:
-            self._tainted = bool(critical)  # said once
-            await self._tell(entry, "failed", "no Kubernetes API: the node cannot be tainted")
-        else:
-            try:
-                async with asyncio.timeout(DEADLINE_SECONDS):
-                    await self._taints.set(TAINT_KEY, wanted, entry["finding"])
-                await self._tell(entry, "done", "")
-            except (kit.errors.AgentError, TimeoutError) as error:
-                self._tainted = None  # tried again with the next look
-                await self._tell(entry, "failed", str(error))
+        first, self._tainted = self._tainted is None, (mode, wanted)
+        if mode == "dry-run" or self._taints is None:
+            if first and not wanted:
+                return  # nothing would be done
+            if mode == "dry-run":
+                await self._tell(entry, "dry-run", "would be done")
+            else:
+                await self._tell(entry, "failed", "no Kubernetes API: the node cannot be tainted")
+            return
+        try:
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                await self._taints.set(TAINT_KEY, wanted, entry["finding"])
+        except (kit.errors.AgentError, TimeoutError) as error:
+            self._tainted = None  # tried again with the next look
+            await self._tell(entry, "failed", str(error))
+            return
+        if wanted or not first:
+            await self._tell(entry, "done", "")

@@ -43,7 +43,9 @@ def view(guard: "Keeper") -> GuardView:
         unreadable=tuple(
             each.device.name
             for each in known
-            if each.seen is not None and each.seen.verdict is verdict.Kind.UNREADABLE
+            if each.seen is not None
+            and each.seen.verdict is verdict.Kind.UNREADABLE
+            and not each.raw  # its pod writes to it, and got it for that
         ),
     )
 

@@ -249,7 +249,8 @@ class Audit:
         for step in due:
             await self.runner.run(step, self.settings.actions, self._plans_afresh)
             self.wake()
-        await self.runner.taint(self.findings, self.settings.actions)
+        if not self._blind:
+            await self.runner.taint(self.findings, self.settings.actions)
         return None if self._blind else self.inventory
 
     async def _see(self, wish: attention.Wish = attention.QUICK) -> None:
@@ -313,7 +314,11 @@ class Audit:
             claims=self._claims(),
             clock=ticking,
             logs=book.join(book.telling(self._book, self._patterns), self.inventory),
+            former=self._mounted_before(),
         )
+
+    def _mounted_before(self) -> dict[str, frozenset[str]]:
+        return {name: targets for (name, _, _), targets in self._former.items()}
 
     def _judge(self) -> None:
         now = time.time()
@@ -344,7 +349,7 @@ class Audit:
             self.findings,
             self.inventory,
             self._guard(),
-            {name: targets for (name, _, _), targets in self._former.items()},
+            self._mounted_before(),
             self.settings.actions.orphan_after,
         )
 

@@ -169,6 +169,7 @@ class Judge:
         known = self._meet(device, began)
         if self.settings.raw_block and rawblock.published(device, rawblock.host_mounts()):
             return self._raw(known)
+        known.raw = False
         known.seen = first = await self._probe(device)
         known.looked = time.monotonic()
         blank = first.verdict is verdict.Kind.BLANK_VERIFIED

@@ -77,6 +77,8 @@ class Scene:
     clock: ClockState | None = None
     logs: tuple[LogHit, ...] = ()
     lost_lines: int = 0
+    # device -> where the host had it mounted; what tells a copy of that from a mount of its own
+    former: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def cluster_of(self, device: Device) -> ClusterView | None:
         """The cluster a mapping belongs to: by fsid, or the only one there is."""

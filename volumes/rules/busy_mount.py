@@ -13,10 +13,16 @@ def left_over(inventory: Inventory, device: Device) -> Volume | None:
     volume = inventory.volume_of(device)
     if volume is None or not volume.mounts or not inventory.on_host(device):
         return None
-    if any(publish.mounted for publish in volume.publishes):
+    if is_published(inventory, device):
         return None
     at = {place.target for place in inventory.on_host(device)}
     return volume if at <= set(volume.mounts) else None
+
+
+def is_published(inventory: Inventory, device: Device) -> bool:
+    """Whether a pod has it, so that an earlier failure to unmount it is over."""
+    volume = inventory.volume_of(device)
+    return volume is not None and any(publish.mounted for publish in volume.publishes)
 
 
 def suspects(scene: Scene, inventory: Inventory) -> list[Device]:
@@ -25,7 +31,9 @@ def suspects(scene: Scene, inventory: Inventory) -> list[Device]:
     return [
         device
         for device in inventory.devices
-        if inventory.on_host(device) and (left_over(inventory, device) or device.name in named)
+        if inventory.on_host(device)
+        and not is_published(inventory, device)
+        and (left_over(inventory, device) or device.name in named)
     ]
 
 

@@ -9,6 +9,8 @@ from volumes.rules.base import Rule, Scene, Trouble, needs_inventory
 # A file system that is being shut down writes back first and has no holder: not at once.
 UNEXPLAINED_SECONDS = 60.0
 MOST_PER_DEVICE = 20
+# Where kubelet and CSI drivers mount volumes: a copy of such a path is a copy of the host's mount.
+_HOST_PATHS = ("/kubernetes.io/csi/", "/volumes/kubernetes.io~")
 # Copies are seen by themselves, but a container runtime passes through such a state for moments.
 PATIENCE_SECONDS = 1.5
 
@@ -47,16 +49,53 @@ def identity(device: Device, space: Space) -> str:
     return f"{NAME}/{device.name}/mnt-{space.inode}"
 
 
-def _advice(space: Space, places: list[Place], device: Device) -> str:
-    owner = _owner(space)
-    targets = " ".join(place.target for place in places[:4])
+def why_not_detach(
+    inventory: Inventory, device: Device, space: Space, former: frozenset[str]
+) -> str:
+    """Why its mounts in ``space`` are not for us to undo; '' when they are copies of the host's.
+
+    ``former``: where the host had the device. One decision for the advice and for the action.
+    """
+    places = [place for place in space.places if place.device == device.number]
     if any(not place.is_private for place in places):
-        cause = "its mounts follow another namespace's; find the one they come from"
-    else:
-        cause = (
-            "it copied the host's mounts with private propagation, so that the host's unmount "
-            "never reached it"
+        return "it is not a private copy: an unmount there would reach other namespaces"
+    volume = inventory.volume_of(device)
+    pods = {owner.pod_uid for owner in space.owners if owner.pod_uid}
+    for publish in volume.publishes if volume is not None else ():
+        if publish.pod_uid in pods:
+            return f"pod {publish.pod_uid} still owns the volume"
+    for place in places:
+        if not _is_copy(place.target, former):
+            return (
+                f"{place.target} is not a copy of a host mount: it is what that container works "
+                "with; end the container instead"
+            )
+    return ""
+
+
+def _is_copy(target: str, former: frozenset[str]) -> bool:
+    if any(path in target for path in _HOST_PATHS):
+        return True
+    return any(target == path or target.endswith(path) for path in former)
+
+
+def _advice(space: Space, places: list[Place], device: Device, refusal: str) -> str:
+    owner = _owner(space)
+    if any(not place.is_private for place in places):
+        return (
+            "its mounts follow another namespace's; find the one they come from, or end "
+            f"{who(space)}"
         )
+    if refusal:
+        return (
+            f"{refusal}. Its host mount is gone, so its data can no longer be unmapped or moved "
+            f"safely: end {who(space)} (delete its pod) and let kubelet begin anew"
+        )
+    targets = " ".join(place.target for place in places[:4])
+    cause = (
+        "it copied the host's mounts with private propagation, so that the host's unmount "
+        "never reached it"
+    )
     act = f"'nodeagent volume act {identity(device, space)} --yes'"
     if owner is not None:
         way = f"/proc/{owner.pid}/task/{owner.thread}" if owner.thread else f"/proc/{owner.pid}"
@@ -73,7 +112,7 @@ def _advice(space: Space, places: list[Place], device: Device) -> str:
     )
 
 
-def _mounts(inventory: Inventory, device: Device) -> Iterator[Trouble]:
+def _mounts(inventory: Inventory, device: Device, former: frozenset[str]) -> Iterator[Trouble]:
     spaces: dict[int, tuple[Space, list[Place]]] = {}
     for space, place in inventory.elsewhere(device):
         spaces.setdefault(space.inode, (space, []))[1].append(place)
@@ -86,7 +125,7 @@ def _mounts(inventory: Inventory, device: Device) -> Iterator[Trouble]:
             pid=owner.pid if owner else 0,
             message=f"{device.label} is not mounted on the host, but {who(space)} still has it "
             f"mounted at {places[0].target}",
-            advice=_advice(space, places, device),
+            advice=_advice(space, places, device, why_not_detach(inventory, device, space, former)),
             evidence={
                 "kind": "mount",
                 "namespace": str(space.inode),
@@ -142,7 +181,8 @@ def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
     for device in inventory.devices:
         if not is_leaked(inventory, device):
             continue
-        found = list(_mounts(inventory, device)) or list(_users(inventory, device))
+        former = scene.former.get(device.name, frozenset())
+        found = list(_mounts(inventory, device, former)) or list(_users(inventory, device))
         yield from found
         if not found:
             yield Trouble(

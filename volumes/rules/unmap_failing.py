@@ -4,8 +4,11 @@ from collections.abc import Iterator
 
 from kit.finding import Severity
 from volumes.inventory.model import Device, Inventory
-from volumes.rules import leaked_mount
+from volumes.rules import busy_mount, leaked_mount
 from volumes.rules.base import LogHit, Rule, Scene, Trouble, needs_inventory
+
+# kubelet tries again after two minutes at the latest: a line without a name that is older is over.
+NAMELESS_SECONDS = 150.0
 
 
 def device_of(inventory: Inventory, hit: LogHit) -> Device | None:
@@ -21,7 +24,14 @@ def device_of(inventory: Inventory, hit: LogHit) -> Device | None:
 
 
 def failing(scene: Scene, inventory: Inventory) -> list[tuple[Device | None, LogHit]]:
-    return [(device_of(inventory, h), h) for h in scene.logs if h.hint == "unmap-failed"]
+    """What still fails: not where a pod has the device again, nor what has not failed lately."""
+    found = [(device_of(inventory, h), h) for h in scene.logs if h.hint == "unmap-failed"]
+    return [
+        (device, hit)
+        for device, hit in found
+        if (device is None or not busy_mount.is_published(inventory, device))
+        and (hit.device or hit.image or scene.now - hit.last < NAMELESS_SECONDS)
+    ]
 
 
 def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import kit.errors
+from kit.finding import Finding, Severity
 from tests.volumes.audit.stage import Stage, run, settings, watching
 from volumes.actions import journal, plan, runner
 from volumes.audit.settings import ActionSettings
@@ -101,16 +102,32 @@ class _Taints:
 
 
 async def test_the_node_is_tainted_while_a_critical_finding_stands(tmp_path: Path) -> None:
-    from kit.finding import Finding, Severity
-
     taints = _Taints()
     hands = runner.Runner(tmp_path, taints)
     on = ActionSettings(taint="on")
     critical = Finding("leaked-mount/x", "leaked-mount", Severity.CRITICAL, "x", "m", "a")
     for found in ([], [critical], [critical], []):
         await hands.taint(found, on)
-    assert taints.calls == [(runner.TAINT_KEY, True), (runner.TAINT_KEY, False)]
+    # What an earlier agent left is not known: the first round sets it either way.
+    assert taints.calls == [(runner.TAINT_KEY, wanted) for wanted in (False, True, False)]
     assert [e["outcome"] for e in hands.journal.last] == ["done", "done"]
+
+
+async def test_a_taint_of_an_earlier_agent_is_taken_off_and_a_dry_run_is_no_taint(
+    tmp_path: Path,
+) -> None:
+    critical = Finding("leaked-mount/x", "leaked-mount", Severity.CRITICAL, "x", "m", "a")
+    taints = _Taints()
+    await runner.Runner(tmp_path, taints).taint([], ActionSettings(taint="on"))
+    assert taints.calls == [(runner.TAINT_KEY, False)]
+
+    taints = _Taints()
+    hands = runner.Runner(tmp_path, taints)
+    await hands.taint([critical], ActionSettings(taint="dry-run"))
+    assert taints.calls == []
+    for mode in ("on", "off"):
+        await hands.taint([critical], ActionSettings(taint=mode))
+    assert taints.calls == [(runner.TAINT_KEY, True), (runner.TAINT_KEY, False)]
 
 
 async def test_the_journal_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +154,7 @@ async def test_a_deed_that_is_cut_off_is_in_the_journal(
         return 1
 
     monkeypatch.setattr("kit.child.call", for_ever)
-    arguments = {"path": "/dev/x", "device": (7, 0)}
+    arguments = {"path": "/dev/x", "device": (7, 0), "diskseq": 1}
     step = plan.Plan(plan.READ_ONLY, "unreadable/x", "x", "set x read-only", arguments)
 
     async def again() -> list[plan.Plan]:

@@ -1,15 +1,17 @@
 """Every rule: what it finds, and what it must not find. Pure."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kit.finding import Severity
+from kit.finding import Finding, Severity
 from linux.clock import ClockState
 from tests.volumes.audit.world import (
     DEVICE,
     IMAGE,
+    OWNER,
     device,
     judge,
     only,
@@ -19,6 +21,7 @@ from tests.volumes.audit.world import (
     view,
     volume,
 )
+from volumes.actions import plan
 from volumes.inventory import model
 from volumes.inventory.cluster import (
     Check,
@@ -48,8 +51,10 @@ from volumes.rules import (
     unmap_failing,
     version_skew,
 )
-from volumes.rules.base import Claim, GuardView, LedgerMismatch, LogHit
+from volumes.rules.base import Claim, GuardView, LedgerMismatch, LogHit, Scene, Trouble
 
+COPY = "/host/var/lib/kubelet/plugins/kubernetes.io/csi/rbd.csi.ceph.com/1/globalmount"
+USER = model.User(OWNER, DEVICE.number, ("fd 3",), 1)
 CLUSTER = {"name": "c1", "monitors": ["10.0.0.1:6789"], "secret_file": "/k"}
 
 
@@ -59,8 +64,8 @@ def hit(**changes: object) -> LogHit:
         "severity": Severity.WARNING,
         "source": "kubelet",
         "text": "rbd: unmap failed: (16) Device or resource busy",
-        "first": 1.0,
-        "last": 2.0,
+        "first": 900.0,
+        "last": 990.0,
         "count": 3,
         "meaning": "m",
         "advice": "a",
@@ -72,6 +77,60 @@ def hit(**changes: object) -> LogHit:
 def test_a_mounted_device_is_not_leaked_whatever_others_do() -> None:
     at = scene(devices=(device(active=("ext4",)),), host=(place(),), spaces=(space(),))
     assert judge(leaked_mount.RULE, at).troubles == ()
+
+
+def detaching(at: Scene, trouble: Trouble) -> plan.Plan:
+    """What the action would do about a leaked mount."""
+    finding = Finding(
+        f"leaked-mount/rbd0/{trouble.key}", "leaked-mount", Severity.CRITICAL, "rbd0",
+        trouble.message, trouble.advice, {**trouble.evidence, "device": "rbd0"},
+    )  # fmt: skip
+    assert at.inventory is not None
+    (step,) = plan.plans([finding], at.inventory, None, {}, 0.0)
+    return step
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (space(place("/data", namespace=99, propagation="private")), "end the container instead"),
+        (space(place(COPY, namespace=99, propagation="slave")), "find the one they come from"),
+        (
+            space(
+                place(COPY, namespace=99, propagation="private"),
+                owners=(dataclasses.replace(OWNER, pod_uid="uid"),),
+            ),
+            "pod uid still owns the volume",
+        ),
+    ],
+)
+def test_the_advice_never_says_to_do_what_the_action_refuses(held: model.Space, said: str) -> None:
+    published = volume(publishes=(Publish("uid", "/p", "pv", False, False),))
+    at = scene(spaces=(held,), volumes=(published,), kubelet=place("/", device=(8, 1)))
+    trouble = only(leaked_mount.RULE, at)
+    assert said in trouble.advice
+    assert "volume act" not in trouble.advice and "umount" not in trouble.advice
+    assert detaching(at, trouble).refusal
+
+
+def test_without_kubelets_directory_nothing_is_detached_or_unmapped() -> None:
+    held = space(place(COPY, namespace=99, propagation="private"))
+    at = scene(spaces=(held,))
+    step = detaching(at, only(leaked_mount.RULE, at))
+    assert "kubelet's directory is not seen" in step.refusal
+    seen = scene(spaces=(held,), kubelet=place("/", device=(8, 1)))
+    assert detaching(seen, only(leaked_mount.RULE, seen)).refusal == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [({}, False), ({"raw": ("/pods/x/dev",)}, True), ({"holders": ("dm-0",)}, True)],
+)
+def test_what_is_in_use_is_not_flagged_read_only(changes: dict[str, Any], refused: bool) -> None:
+    at = scene(devices=(device(**changes),))
+    assert at.inventory is not None
+    (step,) = plan.plans([], at.inventory, GuardView(True, unreadable=("rbd0",)), {}, 0.0)
+    assert bool(step.refusal) is refused
 
 
 def test_an_active_device_without_any_holder_waits_for_the_write_back() -> None:
@@ -356,6 +415,19 @@ def test_a_failing_unmap_is_joined_to_its_device_and_its_holder() -> None:
     assert judge(unmap_failing.RULE, gone).troubles == ()
     nameless = scene(logs=(hit(),), spaces=(space(),))  # 'rbd: unmap failed: (16)' names none
     assert only(unmap_failing.RULE, nameless).device == "rbd0"
+    over = scene(logs=(hit(last=1000.0 - unmap_failing.NAMELESS_SECONDS),), spaces=(space(),))
+    assert judge(unmap_failing.RULE, over).troubles == ()
+
+
+def test_a_volume_that_a_pod_has_again_no_longer_fails_to_go() -> None:
+    """The retried job came back to this node, and kubelet published what was staged still."""
+    published = volume(mounts=("/mnt",), publishes=(Publish("uid", "/p", "pv", True, False),))
+    base: dict[str, Any] = {"host": (place(),), "volumes": (published,), "users": (USER,)}
+    base["users_of"] = (DEVICE.number,)
+    failed = scene(logs=(hit(image="rbd/csi-vol-1"),), **base)
+    busy = scene(logs=(hit(hint="busy", device="rbd0"),), **base)
+    assert judge(unmap_failing.RULE, failed).troubles == ()
+    assert judge(busy_mount.RULE, busy).troubles == ()
 
 
 def test_rules_are_named_once_and_documented() -> None:
