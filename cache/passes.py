@@ -15,6 +15,8 @@ log = structlog.get_logger("pass")
 # A pass that neither lists, copies nor commits for so long hangs on its source: it is ended and
 # tried again later, so that another dataset can go on.
 STALL_SECONDS = 60.0
+# Making a batch durable waits for all that is dirty on the SSD, somebody else's writes included.
+SYNC_SECONDS = 600.0
 # What a cancelled pass may take to commit what it has staged.
 CANCEL_SECONDS = 8.0
 _LONGEST_LINE = 1024 * 1024
@@ -31,6 +33,7 @@ class Pass:
         self._last_words: dict[str, Any] = {"event": "end", "result": "failed", "why": ""}
         self._progress: dict[str, Any] = {}
         self._moved = time.monotonic()
+        self._patience = STALL_SECONDS
         self.ended: asyncio.Task[dict[str, Any]] | None = None
 
     async def start(self) -> None:
@@ -80,15 +83,16 @@ class Pass:
             self._moved = time.monotonic()
         if event["event"] == "progress":
             self._progress = now
+            self._patience = SYNC_SECONDS if event.get("syncing") else STALL_SECONDS
 
     async def _watch_for_stall(self) -> None:
         # Not an event: every line heard moves the deadline, waking for each would cost more.
-        while (left := self._moved + STALL_SECONDS - time.monotonic()) > 0:  # noqa: ASYNC110
-            await asyncio.sleep(left)
+        while (left := self._moved + self._patience - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(min(left, STALL_SECONDS))
         self._last_words = {
             "event": "end",
             "result": "failed",
-            "why": f"no progress for {STALL_SECONDS:g}s: the source or the disk hangs",
+            "why": f"no progress for {self._patience:g}s: the source or the disk hangs",
         }
         log.warning("pass stalls, ending it", dataset=self._task.get("dataset"))
         await self._kill()

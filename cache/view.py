@@ -111,8 +111,10 @@ def refresh(view: str) -> None:
 
 
 def users(view: str) -> list[str]:
-    """Who reads the view, a line each; empty when nobody does."""
-    return [str(holder) for holder in holders.of_mount(view)]
+    """Who reads the view, a line each; empty when nobody does. In a child of the agent."""
+    agent = os.getppid()
+    ours = agent if agent > 1 else 0  # 1: it has just died, everything descends from that
+    return [str(holder) for holder in holders.of_mount(view, ours=ours)]
 
 
 def take_down(view: str) -> None:

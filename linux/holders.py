@@ -31,8 +31,13 @@ class Holder:
         return f"pid {self.pid} ({self.command}{where}): {self.how}"
 
 
-def of_mount(target: str) -> list[Holder]:
-    """Holders of what is mounted at ``target``, our own process left out."""
+def of_mount(target: str, *, ours: int = 0) -> list[Holder]:
+    """Holders of what is mounted at ``target``; this process, and ``ours`` (a pid) with all that
+    descends from it, are left out.
+
+    A bind mount cannot be told from its source by device and root: our own workers, which read the
+    source, would seem to use a view of it.
+    """
     visible = mountinfo.at(target, mountinfo.read())
     if not visible:
         return []
@@ -41,7 +46,10 @@ def of_mount(target: str) -> list[Holder]:
     own = os.stat("/proc/self/ns/mnt").st_ino
     found: list[Holder] = []
     by_namespace: dict[tuple[int, str], list[mountinfo.Mount]] = {}
+    left_out = _family(ours) | {os.getpid()} if ours else {os.getpid()}
     for pid in _pids():
+        if pid in left_out:
+            continue
         try:
             namespace = os.stat(f"/proc/{pid}/ns/mnt").st_ino
             root = os.readlink(f"/proc/{pid}/root")
@@ -81,7 +89,7 @@ def _parent_directory(target: str) -> tuple[tuple[int, int], str] | None:
 
 def _uses(pid: int, held: list[mountinfo.Mount]) -> str:
     """How a process uses one of the mounts right now; '' when it does not."""
-    if not held or pid == os.getpid():
+    if not held:
         return ""
     ids = {mount.mount_id for mount in held}
     base = f"/proc/{pid}"
@@ -137,6 +145,25 @@ def describe(pid: int, how: str) -> Holder:
         pod[1].replace("_", "-") if pod else "",
         container[1] if container else "",
     )
+
+
+def _family(root: int) -> set[int]:
+    """A process and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for pid in _pids():
+        try:
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it has just ended
+        children.setdefault(parent, []).append(pid)
+    found: set[int] = set()
+    waiting = [root]
+    while waiting:
+        pid = waiting.pop()
+        if pid not in found:
+            found.add(pid)
+            waiting += children.get(pid, [])
+    return found
 
 
 def _pids() -> Iterator[int]:

@@ -23,16 +23,19 @@ class Checks:
         """Answer which of the directories that are said to be sealed lack entries or the mark."""
         missing = []
         for number, path, entries in job["directories"]:
+            self.throttle.beat()
             try:
                 with tree.opened(self.tree, path) as directory:
                     if path:
                         os.getxattr(directory, tree.OPAQUE)
                     if len(os.listdir(directory)) == entries:
                         continue
-                    if path:  # readers get what is missing from the source again
-                        os.removexattr(directory, tree.OPAQUE)
             except OSError:
                 pass  # without its mark, or not there at all
+            for depth in range(1, len(path) + 1):
+                # Readers get what is missing from the source again, through every directory above.
+                with contextlib.suppress(OSError), tree.opened(self.tree, path[:depth]) as above:
+                    os.removexattr(above, tree.OPAQUE)
             missing.append(number)
         messages.answer({"did": "recheck", "missing": missing})
 

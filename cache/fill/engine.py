@@ -342,4 +342,5 @@ class Engine:
             beats=self.page.beats(),
             commits=self.commits,
             used=self._used(),
+            syncing=bool(self.crew.busy("commit", "finish")),
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 from cache.fill import checks, control, copying, entry, index, messages, native, tree
 from cache.fill.entry import Entry
-from linux import processes, syscalls
+from linux import journal, processes, syscalls
 
 # A chunk is left for another time after so long: what is staged gets committed, hints get a turn.
 CHUNK_SECONDS = 2.0
@@ -43,6 +43,7 @@ class Worker:
         self.tree = os.open("tree", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
         self.staging = os.open("staging", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
         self.links = os.open("links", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
+        self.ordered = journal.keeps_order(self.generation)
         self.access = native.Access(**setup["native"]) if setup["native"] else None
         self.no_objects = False
         self._listing: native.Listing | None = None
@@ -139,6 +140,7 @@ class Worker:
                     os.stat(name, dir_fd=source, follow_symlinks=False)
                 except FileNotFoundError:
                     tree.remove(target, name)
+                self.page.beat(self.number)
 
     def _entries(
         self, path: Sequence[str], source: int | None
@@ -284,10 +286,10 @@ class Worker:
         """Make everything staged durable with one syncfs, then rename it into the tree.
 
         Invariant: a name in the tree implies durable bytes. Also seals the directories of the job,
-        whose renames an earlier commit made. Names and marks are both metadata, which a journalled
-        file system makes durable in the order it was changed: a mark is never there without them.
+        whose renames an earlier commit made: they must be durable before the mark, which a journal
+        sees to by its order, and else this syncfs.
         """
-        if job["chunks"]:
+        if job["chunks"] or not self.ordered:
             syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
         lost: list[int] = []
         for chunk in job["chunks"]:
