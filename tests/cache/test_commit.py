@@ -79,3 +79,42 @@ def test_a_directory_is_sealed_only_with_all_its_entries(
     assert (answers[-1]["sealed"], answers[-1]["missing"]) == ([7], [])
     assert os.getxattr(area / "generation" / "tree" / "d", tree.OPAQUE) == b"y"
     assert (area / "generation" / "tree" / "d").stat().st_mtime_ns == 10**18
+
+
+def test_what_a_sealed_directory_lacks_shows_again_through_every_directory_above(
+    area: Path, worker: Worker, answers: list[Any]
+) -> None:
+    folders = [area / "generation" / "tree" / path for path in ("d", "d/e", "d/e/f", "d/other")]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+        os.setxattr(folder, tree.OPAQUE, b"y")
+    (folders[2] / "one").write_bytes(b"1")
+    worker.checks.recheck({"directories": [[3, ["d", "e", "f"], 2], [4, ["d", "other"], 0]]})
+    assert answers[-1]["missing"] == [3]
+    marked = [tree.OPAQUE in os.listxattr(folder) for folder in folders]
+    assert marked == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("ordered", "chunks", "syncs"), [(True, 0, 0), (False, 0, 1), (True, 1, 1)]
+)
+def test_a_seal_waits_for_a_sync_unless_a_journal_keeps_the_order(
+    area: Path,
+    worker: Worker,
+    monkeypatch: pytest.MonkeyPatch,
+    ordered: bool,
+    chunks: int,
+    syncs: int,
+) -> None:
+    seen: list[int] = []
+
+    def syncfs(descriptor: int) -> int:
+        seen.append(descriptor)
+        return 0
+
+    monkeypatch.setattr("linux.syscalls.libc.syncfs", syncfs)
+    worker.ordered = ordered
+    stage(area, "1", "one")
+    job = commit("1", [])
+    worker.commit({**job, "chunks": job["chunks"][:chunks]})
+    assert len(seen) == syncs
