@@ -72,7 +72,12 @@ def _abandon(process: asyncio.subprocess.Process, talk: asyncio.Task[Any]) -> No
 def _result(answer: dict[str, Any]) -> Any:
     if "error" in answer:
         thing, cause, remedy, code = answer["error"]
-        kinds = {kind.exit_code: kind for kind in kit.errors.AgentError.__subclasses__()}
+        # Elsewhere classes share these codes, and some are made from other things than these three.
+        kinds = {
+            kind.exit_code: kind
+            for kind in kit.errors.AgentError.__subclasses__()
+            if kind.__module__ == kit.errors.__name__
+        }
         raise kinds.get(code, kit.errors.AgentError)(thing, cause, remedy)
     if "oserror" in answer:
         raise OSError(*answer["oserror"])

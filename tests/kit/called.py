@@ -32,6 +32,14 @@ def refused() -> None:
     raise kit.errors.RefusedError("a", "b", "c")
 
 
+def source() -> None:
+    raise kit.errors.SourceError("a", "b", "c")
+
+
+def plain() -> None:
+    raise kit.errors.AgentError("a", "b", "c")
+
+
 def broken() -> None:
     raise ZeroDivisionError("oops")
 

@@ -41,6 +41,27 @@ async def test_errors_come_back_as_what_they_were() -> None:
         await kit.child.call(called.refused, deadline=20)
 
 
+class StrangerError(kit.errors.AgentError):
+    """Of another module: a code of ours, and a signature of its own."""
+
+    exit_code = kit.errors.SourceError.exit_code
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind, kind, kind)
+
+
+class AnotherError(kit.errors.AgentError):
+    """With the code of the base class."""
+
+
+async def test_an_error_is_never_taken_for_one_of_another_module_with_the_same_code() -> None:
+    with pytest.raises(kit.errors.SourceError, match="a: b; c"):
+        await kit.child.call(called.source, deadline=20)
+    with pytest.raises(kit.errors.AgentError, match="a: b; c") as raised:
+        await kit.child.call(called.plain, deadline=20)
+    assert type(raised.value) is kit.errors.AgentError
+
+
 async def test_any_other_end_is_an_error_with_the_last_words() -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError: oops"):
         await kit.child.call(called.broken, deadline=20)
