@@ -2,11 +2,12 @@
 
 A thread in an uninterruptible sleep can neither be cancelled nor left behind (it keeps the
 interpreter from ending); a process can. The child is a fresh interpreter that imports only what
-the function needs.
+the function needs, and is killed with the agent: nothing goes on beside the agent's successor.
 """
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,7 @@ async def call(function: Callable[..., Any], *arguments: Any, deadline: float) -
     """
     name = f"{function.__module__}:{function.__qualname__}"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", errand.__name__, name,
+        sys.executable, "-m", errand.__name__, name, str(os.getpid()),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

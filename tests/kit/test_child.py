@@ -1,5 +1,7 @@
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -98,6 +100,44 @@ async def test_a_cancelled_call_ends_its_child(tmp_path: Path) -> None:
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_a_child_dies_with_a_killed_parent(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = (
+        "import asyncio, kit.child; from tests.kit import called; "
+        f"asyncio.run(kit.child.call(called.own_pid_then_sleep, {str(pid_file)!r}, deadline=60))"
+    )
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    deadline = time.monotonic() + 30
+    while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    pid = int(pid_file.read_text())
+    parent.kill()
+    await parent.wait()
+    deadline = time.monotonic() + 10
+    while _lives(pid) and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    assert not _lives(pid)
+
+
+def _lives(pid: int) -> bool:
+    """An orphan may stay a zombie where nobody is there to reap it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_child_that_begins_after_its_parents_end_does_nothing(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    name = f"{called.__name__}:{called.own_pid_then_sleep.__name__}"
+    done = subprocess.run(
+        [sys.executable, "-m", "kit.errand", name, "1" if os.getpid() != 1 else "2"],
+        input=f'["{pid_file}"]', capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert not pid_file.exists()
 
 
 async def test_many_hanging_calls_do_not_stop_others() -> None:
