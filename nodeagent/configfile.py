@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+            return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise yaml.constructor.ConstructorError(
                 None, None, f"{node.value!r} is not a value of its kind: {error}", node.start_mark

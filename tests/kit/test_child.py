@@ -140,6 +140,41 @@ def test_a_child_that_begins_after_its_parents_end_does_nothing(tmp_path: Path) 
     assert not pid_file.exists()
 
 
+async def test_while_a_call_hangs_no_more_of_its_kind_are_begun(tmp_path: Path) -> None:
+    free = tmp_path / "free"
+    with pytest.raises(kit.child.DeadlineError, match="no answer within"):
+        await kit.child.call(called.hang_until, str(free), 1, deadline=2)
+    for argument in (2, 3, 4):
+        with pytest.raises(kit.child.DeadlineError, match="earlier call still hangs"):
+            await kit.child.call(called.hang_until, str(free), argument, deadline=0.2)
+    assert kit.child.abandoned() == 1
+    # What is about something else goes on.
+    assert await kit.child.call(called.echo, str(free), deadline=20) == [str(free)]
+    with pytest.raises(kit.child.DeadlineError, match="no answer within"):
+        await kit.child.call(called.hang_until, f"{free}2", deadline=1)
+    Path(f"{free}2").touch()
+    free.touch()
+    while kit.child.abandoned():
+        await asyncio.sleep(0.02)
+    # It is gone: the next one is begun again.
+    with pytest.raises(kit.child.DeadlineError, match="no answer within"):
+        await kit.child.call(called.hang_until, str(free), deadline=0.5)
+
+
+async def test_a_call_right_after_a_cancelled_one_of_its_kind_is_done(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    task = asyncio.create_task(
+        kit.child.call(called.own_pid_then_sleep, str(pid_file), deadline=60)
+    )
+    while not (pid_file.exists() and pid_file.read_text()):
+        await asyncio.sleep(0.02)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert kit.child.abandoned() == 1
+    with pytest.raises(kit.child.DeadlineError, match="no answer within"):
+        await kit.child.call(called.own_pid_then_sleep, str(pid_file), deadline=1.5)
+
+
 async def test_many_hanging_calls_do_not_stop_others() -> None:
     hanging = [asyncio.create_task(kit.child.call(called.sleep, 30, deadline=5)) for _ in range(8)]
     assert await kit.child.call(called.echo, "still", deadline=20) == ["still"]
