@@ -206,8 +206,11 @@ class Engine:
 
     def _committed(self, answer: dict[str, Any]) -> None:
         with self.index.transaction():
-            for staged in self.batch.committing:
-                if staged.chunk is None or staged.directory in answer["lost"]:
+            kept = [s for s in self.batch.committing if s.directory not in answer["lost"]]
+            for staged in kept:
+                self.index.brought_ahead(staged.directory, staged.ahead)
+            for staged in kept:  # only now: a chunk counts what was brought ahead of it
+                if staged.chunk is None:
                     continue
                 for name, why, lasting in staged.failed:
                     self.index.fail(staged.directory, name, why, lasting=lasting)

@@ -227,8 +227,13 @@ class Worker:
         return rest
 
     def hint(self, job: dict[str, Any]) -> None:
-        """Copy single names that a reader opened, ahead of their chunk."""
+        """Copy single names that a reader opened, ahead of their chunk.
+
+        ``allowance``: bytes of the SSD that they may take; what does not fit waits for its chunk.
+        """
         folder = str(job["chunk"])
+        left: int = job["allowance"]
+        taken: dict[str, int] = {}
         os.mkdir(folder, 0o700, dir_fd=self.staging)
         with (
             tree.opened(self.staging, [folder]) as staging,
@@ -238,11 +243,13 @@ class Worker:
             for name in job["names"]:
                 try:
                     item = entry.of(name, os.stat(name, dir_fd=source, follow_symlinks=False))
-                    if item.is_file and item.nlink == 1 and not self._has(target, item, [0, 0, 0]):
-                        self.copier.copy(source, item, staging)
+                    fits = item.is_file and item.nlink == 1 and item.allocated <= left
+                    if fits and not self._has(target, item, [0, 0, 0]):
+                        taken[name] = self.copier.copy(source, item, staging) + item.name_bytes
+                        left -= max(item.allocated, taken[name])
                 except (OSError, control.Cancelled):
                     pass  # only a hint: the chunk itself will say what is wrong
-        messages.answer({"did": "hint", "chunk": folder})
+        messages.answer({"did": "hint", "chunk": folder, "staged": taken})
 
     def _copy_objects(
         self, job: dict[str, Any], items: list[Entry], staging: int, deadline: float, took: Any
