@@ -45,11 +45,14 @@ class FillPass(engine.Engine):
         # The index of an earlier pass may be ahead of the tree (power cut): before such a
         # generation is called complete, what it claims is looked for. Behind this directory:
         self._rechecked_to = 0 if self.resumed else None
+        if self.resumed:
+            # The index may be new, or a pass was killed while it listed directories anew.
+            self.before = max(self._used(), int(task["used"]))
         with self.index.transaction():
             # Somebody asked again: what failed before gets new chances.
             self.index.reset_rescans()
             for number in self.index.failing():
-                self.index.restart_listing(number)
+                self._list_anew(number)
 
     def _next_job(self) -> dict[str, Any] | None:
         if self.cancelled:
@@ -59,7 +62,7 @@ class FillPass(engine.Engine):
     # --- scan -----------------------------------------------------------------------------
 
     def _scan_job(self) -> dict[str, Any] | None:
-        if self.skeleton:
+        if self.skeleton or self.cramped:
             return None
         # One whose listing is begun again waits until its chunks under way are committed.
         # A hint too: what the tree has is counted by the listing, or ahead of its chunk, not both.
@@ -70,13 +73,19 @@ class FillPass(engine.Engine):
             if not self.scanning and not self.index.found(1):
                 self._skeleton_stands()
             return None
-        if not self._room(inodes=1).holds(4096, 1):
-            self.cramped = not self._may_take_less()
-            return None
+        room = self._room(inodes=1).holds(4096, 1)
+        if not room:
+            if self._may_take_less():
+                return None
+            if not self.resumed:
+                self.cramped = True
+                return None
+        # Without room, one that was listed before can be listed anew: it has its directories.
+        self.page.set_cramped(not room)
         number = waiting[0]
         path = self.index.path(number)
         with self.index.transaction():
-            self.index.restart_listing(number)
+            self._list_anew(number)
         self.chunks = []
         self.scanning.add(number)
         return {
@@ -92,6 +101,7 @@ class FillPass(engine.Engine):
     def _skeleton_stands(self) -> None:
         self.skeleton = True
         self.totals = self.index.totals()
+        self.before = self.added = 0  # the totals have all again
         self.link.say("skeleton")
 
     def _scanned_part(self, answer: dict[str, Any]) -> None:
@@ -105,6 +115,10 @@ class FillPass(engine.Engine):
                 self.index.add_chunk(number, [Entry(*e) for e in answer["chunk"]])
             for name, why, lasting in answer["failed"]:
                 self.index.fail(number, name, why, lasting=lasting)
+        if answer["made"]:
+            self.added += answer["made"]
+            if not self._room(inodes=1).holds(4096, 1):
+                self.page.set_cramped(True)
 
     def _scanned(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
         number = answer["directory"]
@@ -140,7 +154,9 @@ class FillPass(engine.Engine):
             return None
         costs = self._costs(chunk)
         items = self._that_fit(chunk, costs)
-        if len(items) < len(chunk.entries) and self._may_take_less():
+        # While directories are listed, what is used may be reckoned too high as well.
+        listing = not self.skeleton and not self.cramped
+        if len(items) < len(chunk.entries) and (listing or self._may_take_less()):
             return None
         self.chunks.pop(0)
         if not items:
@@ -254,7 +270,7 @@ class FillPass(engine.Engine):
         self.index.count_rescan(number)
         for each in (number, directory.parent):
             if each is not None and each not in self.scanning:
-                self.index.restart_listing(each)
+                self._list_anew(each)
         self.skeleton = False
         self.resumed = True
 
@@ -310,7 +326,8 @@ class FillPass(engine.Engine):
         elif no_room:
             self._forget(job)
             if job["do"] == "scan":
-                self.cramped = True
+                # Told by us to stop: once what is under way is counted there may be room again.
+                self.cramped = not (self.page.cramped and self._may_take_less())
             else:
                 self.full = True
         elif job["do"] == "scan":
@@ -326,12 +343,12 @@ class FillPass(engine.Engine):
         self._forget(job)
         number = job["directory"]
         with self.index.transaction():
-            self.index.restart_listing(number)
+            self._list_anew(number)
             self.index.fail(number, ".", f"cannot be listed: {why}", lasting=False)
             self.index.listed(number, entries=0, files=0, size=0, stored=(0, 0, 0), skipped=0)
             parent = self.index.directory(number).parent
             if parent is not None and parent not in self.scanning and self._may_rescan(number):
-                self.index.restart_listing(parent)  # it may have gone from there
+                self._list_anew(parent)  # it may have gone from there
                 self.skeleton = False
         if number == index.ROOT:
             raise End("failed", f"the root of the source cannot be listed: {why}")

@@ -61,9 +61,13 @@ class Worker:
         folders: list[Entry] = []
         failed: list[list[Any]] = []
         names: list[str] = []
+        made = 0  # bytes of the SSD that new directories of this part take
 
         def flush() -> None:
-            messages.answer({**answer, "chunk": batch, "folders": folders, "failed": failed})
+            nonlocal made
+            part = {"chunk": batch, "folders": folders, "failed": failed, "made": made}
+            messages.answer(answer | part)
+            made = 0
             batch.clear()
             folders.clear()
             failed.clear()
@@ -90,8 +94,11 @@ class Worker:
                     else:
                         if source is None and item.xattrs:
                             source = stack.enter_context(tree.opened(self.source, path))
+                        if self.page.cramped and not tree.has(target, item.name):
+                            flush()  # what was made is known, and counted
+                            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                         try:
-                            tree.make_directory(target, item, source)
+                            new = tree.make_directory(target, item, source)
                         except OSError as error:
                             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                                 raise
@@ -99,8 +106,11 @@ class Worker:
                         else:
                             folders.append(item)
                             # Beyond the block that every directory is reckoned with.
-                            made = os.stat(item.name, dir_fd=target, follow_symlinks=False)
-                            stored[2] += max(0, made.st_blocks * 512 - 4096) + item.name_bytes
+                            status = os.stat(item.name, dir_fd=target, follow_symlinks=False)
+                            beyond = max(0, status.st_blocks * 512 - 4096) + item.name_bytes
+                            stored[2] += beyond
+                            if new:
+                                made += 4096 + beyond
                 elif item.is_file or item.is_link:
                     if source is None and "location" not in answer:
                         self._locate(path, item, answer)

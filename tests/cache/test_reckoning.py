@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cache.fill import engine, fillpass
+from cache.fill import engine, fillpass, index
 from tests.testbed import trees
 
 pytestmark = pytest.mark.real  # trusted xattrs
@@ -38,7 +38,7 @@ class Fill:
             {
                 "dataset": "a", "generation": str(self.generation),
                 "source": str(area / "source"), "immutable": True, "native": None, "mounted": [],
-                "workers": 1, "bytes_per_second": 0, "files_per_second": 0,
+                "used": 0, "workers": 1, "bytes_per_second": 0, "files_per_second": 0,
                 "space": {"reserve": 0.0, "budget": budget, "others": 0}, **more,
             }
         )  # fmt: skip
@@ -154,5 +154,76 @@ def test_a_budget_that_just_holds_all_is_enough_with_hints_too(
     fill = begin(budget=8 * MIB + MIB // 2)
     hinted(fill, names[:6])
     assert fill.taken() >= 6 * MIB
-    del fill.made._copy_job  # type: ignore[method-assign]
+    del fill.made._copy_job
     assert fill.end().result == "complete"
+
+
+# --- listings that are begun again ----------------------------------------------------------------
+
+
+def test_what_a_directory_takes_is_reckoned_with_while_it_is_listed_anew(
+    area: Path, begin: Callable[..., Fill]
+) -> None:
+    names = files(area, 20, MIB // 2)
+    fill = begin(budget=6 * MIB)
+    assert fill.end().result == "partial"
+    taken, used = fill.taken(), fill.made._used()
+    assert used >= taken
+    fill.made.index.fail(index.ROOT, names[0], "for the test", lasting=False)
+    fill.stop()
+    fill = begin(budget=6 * MIB)
+    assert fill.made.totals.allocated >= taken - 4096, "the totals are those of before"
+    fill.made._list_anew(index.ROOT)
+    fill.made.totals = fill.made.index.totals()
+    assert fill.made.totals.allocated == 0
+    assert fill.made._used() >= taken
+    assert fill.end().result == "partial"
+    assert fill.made.skeleton, "full as it is, it is listed to its end"
+    assert fill.taken() <= 6 * MIB
+    assert taken <= fill.made._used() <= used + MIB // 4, "nothing is counted twice in the end"
+
+
+def test_a_lost_index_does_not_make_room(area: Path, begin: Callable[..., Fill]) -> None:
+    files(area, 20, MIB // 2)
+    fill = begin(budget=6 * MIB)
+    fill.end()
+    taken = fill.taken()
+    used = fill.made._used()
+    fill.stop()
+    index.Index.discard(fill.generation / index.NAME)
+    fill = begin(budget=6 * MIB, used=used)
+    assert fill.made._used() >= taken
+    fill.end()
+    assert fill.taken() <= 6 * MIB
+
+
+def test_a_budget_that_just_holds_all_is_enough_for_a_listing_anew_too(
+    area: Path, begin: Callable[..., Fill]
+) -> None:
+    names = files(area, 8, MIB)
+    fill = begin(budget=8 * MIB + MIB // 2)
+    fill.until(lambda: fill.made.index.totals().done_files >= 4)
+    fill.made.index.fail(index.ROOT, names[0], "for the test", lasting=False)
+    used = fill.made._used()
+    fill.stop()
+    assert begin(budget=8 * MIB + MIB // 2, used=used).end().result == "complete"
+
+
+# --- directories ----------------------------------------------------------------------------------
+
+
+def test_one_listing_makes_no_more_directories_than_there_is_room_for(
+    area: Path, begin: Callable[..., Fill]
+) -> None:
+    for number in range(3000):
+        (area / "source" / f"d{number:04}").mkdir(parents=True)
+    fill = begin(budget=4 * MIB)
+    assert fill.end().result == "partial"
+    assert MIB < fill.taken() <= 4 * MIB + index.CHUNK_ENTRIES * 4096
+    fill.stop()
+    known = fill.taken()
+    again = begin(budget=4 * MIB)
+    assert again.end().result == "partial"
+    assert again.taken() <= known + 4096, "trying again takes no more"
+    again.stop()
+    assert begin().end().result == "complete"
