@@ -160,8 +160,18 @@ def _adopt(folder: str) -> dict[str, Any] | None:
         except OSError:
             pass  # the next pass clears it too, and says what is wrong
         if fields.get("state") == "filling":  # its totals are those of before the pass
-            fields |= index.totals_of(Path(folder))
+            _take_totals(fields, folder)
     return fields
+
+
+def _take_totals(fields: dict[str, Any], folder: str) -> None:
+    """Figures of a generation whose pass did not come to write its own.
+
+    Its index knows less of what is used while directories are listed anew.
+    """
+    used = int(fields.get("used", 0))
+    fields |= index.totals_of(Path(folder))
+    fields["used"] = max(used, int(fields.get("used", 0)))
 
 
 def save(folder: str, fields: dict[str, Any]) -> None:
@@ -178,12 +188,17 @@ def generation_of(fields: dict[str, Any]) -> Generation:
 
 
 def inventory(path: str) -> list[dict[str, Any]]:
-    """Every generation in the store: its generation.json and its folder. Runs in a child."""
+    """Every generation in the store: its generation.json and its folder. Runs in a child.
+
+    Of one whose pass was ended, the figures are those of its index.
+    """
     found = []
     for dataset in sorted(Path(path).iterdir()):
         if dataset.is_dir() and not dataset.name.startswith(".") and dataset.name != "lost+found":
             for folder in sorted(dataset.iterdir()):
                 fields = load(str(folder))
+                if fields is not None and fields.get("state") == "filling":
+                    _take_totals(fields, str(folder))
                 found.append({"dataset": dataset.name, "folder": str(folder), "fields": fields})
     return found
 

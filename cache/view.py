@@ -57,7 +57,7 @@ def stage_of(view: str, layer: str | None, all_mounts: Sequence[mountinfo.Mount]
     if not stacked:
         return Stage.NONE
     top = stacked[-1]
-    if top.fstype == "overlay" and top.source == "nodeagent":
+    if _is_overlay(top):
         # One over another generation (the source was changed in the settings) only shows a source.
         ours = layer is not None and mounts.shows_layer(top.super_options, layer)
         return Stage.OVERLAY if ours else Stage.SOURCE
@@ -68,6 +68,10 @@ def stage_of(view: str, layer: str | None, all_mounts: Sequence[mountinfo.Mount]
             if top.root == os.path.normpath(os.path.join(disk.root, below)):
                 return Stage.STORE
     return Stage.SOURCE
+
+
+def _is_overlay(mount: mountinfo.Mount) -> bool:
+    return mount.fstype == "overlay" and mount.source == "nodeagent"
 
 
 def publish(view: str, stage: str, source: str, layer: str, scratch: str) -> bool:
@@ -106,8 +110,14 @@ def _overlay(layers: list[str], scratch: Path) -> int:
 
 
 def refresh(view: str) -> None:
-    """See mounts.refresh; only an overlay has something to forget."""
-    mounts.refresh(view)
+    """See mounts.refresh. Nothing unless an overlay of ours is on top.
+
+    Only an overlay has something to forget; of a bind of the store or the source, the whole file
+    system would be remounted read-only.
+    """
+    stacked = mountinfo.at(view, mountinfo.read())
+    if stacked and _is_overlay(stacked[-1]):
+        mounts.refresh(view)
 
 
 def users(view: str) -> list[str]:

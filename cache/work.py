@@ -80,6 +80,7 @@ class Work:
             "immutable": self._dataset.source.immutable,
             "native": reached.native,
             "mounted": _mounted_below(reached.root),
+            "used": self._dataset.generation.used,
             **self.limits(others),
         }
         end = await self._run("fill", "cache.fill.fillpass", task)

@@ -36,27 +36,42 @@ def load(path: Path) -> Settings:
     return parse(text, str(path))
 
 
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that says where a value is that looks like a date or a number and is none."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{node.value!r} is not a value of its kind: {error}", node.start_mark
+            ) from error
+
+
 def parse(text: str, origin: str) -> Settings:
     """The settings in ``text``; ``origin`` names it in errors. Raises SettingsError."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is None:
+            return Settings()
+        _refuse_duplicates(root, origin)
+        plain = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         raise kit.errors.SettingsError(
             f"{origin}{line}", f"is not valid YAML ({error.problem})", "correct the line"
         ) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise kit.errors.SettingsError(
             origin, f"is not valid YAML ({error})", "correct the file"
         ) from error
-    if root is None:
-        return Settings()
-    _refuse_duplicates(root, origin)
+    except RecursionError as error:
+        raise kit.errors.SettingsError(
+            origin, "is nested too deeply", "write it out in fewer levels"
+        ) from error
     try:
-        return Settings.model_validate(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise kit.errors.SettingsError(origin, str(error), "correct the file") from error
+        return Settings.model_validate(plain)
     except pydantic.ValidationError as error:
         raise _readable(error, root, origin) from error
 

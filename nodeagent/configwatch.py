@@ -4,7 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import structlog
 from asyncinotify import Inotify, Mask
+
+log = structlog.get_logger("settings")
 
 # kubelet replaces a ConfigMap in two steps within milliseconds; editors write several times.
 SETTLE_SECONDS = 0.2
@@ -37,21 +40,41 @@ def _read(path: Path) -> bytes | None:
         return None
 
 
+async def _something(path: Path, last: bytes | None) -> None:
+    """Back when something happened to ``path``, or it is time for the slow look.
+
+    OSError when the kernel gives no watch.
+    """
+    with Inotify() as inotify:
+        for directory in _directories(path):
+            inotify.add_watch(directory, _CHANGES)
+        # What changed before the watches were there raises no event.
+        if _read(path) in (last, None):
+            try:
+                async with asyncio.timeout(SLOW_LOOK_SECONDS):
+                    await inotify.get()
+            except TimeoutError:
+                return  # the slow look
+        await asyncio.sleep(SETTLE_SECONDS)
+
+
 async def changes(path: Path) -> AsyncIterator[None]:
     """One item whenever the bytes of ``path`` are other than they were at the last item."""
     last = _read(path)
+    watched = True
     while True:
-        with Inotify() as inotify:
-            for directory in _directories(path):
-                inotify.add_watch(directory, _CHANGES)
-            # What changed before the watches were there raises no event.
-            if _read(path) in (last, None):
-                try:
-                    async with asyncio.timeout(SLOW_LOOK_SECONDS):
-                        await inotify.get()
-                except TimeoutError:
-                    pass  # the slow look
-            await asyncio.sleep(SETTLE_SECONDS)
+        try:
+            await _something(path, last)
+            watched = True
+        except OSError as error:
+            # No descriptors or watches left, or a directory went just now.
+            if watched:
+                log.warning(
+                    "settings file cannot be watched; it is looked at now and then",
+                    path=str(path), every_seconds=SLOW_LOOK_SECONDS, why=str(error),
+                )  # fmt: skip
+            watched = False
+            await asyncio.sleep(SLOW_LOOK_SECONDS)
         now = _read(path)
         if now is not None and now != last:
             last = now

@@ -16,7 +16,7 @@ BATCH_SECONDS = 1.0
 class Staged:
     """One folder of the staging directory, copied and not yet committed."""
 
-    chunk: index.Chunk | None  # None: a hint or a repair, which count nowhere
+    chunk: index.Chunk | None  # None: a hint, or a repair, which counts nowhere
     folder: str
     directory: int
     files: int = 0
@@ -25,6 +25,7 @@ class Staged:
     failed: list[list[Any]] = field(default_factory=list)
     links: list[list[str]] = field(default_factory=list)
     left: set[str] = field(default_factory=set)  # names of the chunk that were not copied
+    ahead: dict[str, int] = field(default_factory=dict)  # of a hint: names, bytes of the SSD
 
 
 class Batch:

@@ -4,6 +4,7 @@ Workers look at it between files and between blocks of a file, so that a limit o
 effect at once and costs no message.
 
     offset  0  u64  cancel (1: stop soon)
+    offset  8  u64  cramped (1: there is no room for more directories)
     offset 16  f64  bytes per second for one worker, 0: no limit
     offset 24  f64  files per second for one worker, 0: no limit
     offset 64 + 64 * n: worker n's   u64 files copied, u64 bytes copied, u64 signs of life
@@ -15,7 +16,7 @@ import struct
 import time
 
 _U64, _F64 = struct.Struct("<Q"), struct.Struct("<d")
-_CANCEL, _BYTES_RATE, _FILES_RATE = 0, 16, 24
+_CANCEL, _CRAMPED, _BYTES_RATE, _FILES_RATE = 0, 8, 16, 24
 _SLOT = 64
 MOST_WORKERS = 65  # as many as settings allow, and the one that commits
 
@@ -58,6 +59,14 @@ class Control:
     @property
     def cancelled(self) -> bool:
         return bool(_U64.unpack_from(self._page, _CANCEL)[0])
+
+    def set_cramped(self, cramped: bool) -> None:
+        """Scans make no new directories, and end with ENOSPC where they would."""
+        _U64.pack_into(self._page, _CRAMPED, int(cramped))
+
+    @property
+    def cramped(self) -> bool:
+        return bool(_U64.unpack_from(self._page, _CRAMPED)[0])
 
     def count(self, worker: int, files: int, size: int) -> None:
         """Add to a worker's counters; only that worker calls it."""

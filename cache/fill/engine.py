@@ -60,6 +60,10 @@ class Engine:
         self.link = link.Link()
         self.cancelled = False
         self.totals = self.index.totals()
+        # While a directory is listed anew the totals lack what the tree has of it. Until all is
+        # listed: what was known to be taken before, and what has been added since.
+        self.before = 0
+        self.added = 0
         self.commits = 0
         self._told = 0.0
 
@@ -205,9 +209,12 @@ class Engine:
         )
 
     def _committed(self, answer: dict[str, Any]) -> None:
+        kept = [s for s in self.batch.committing if s.directory not in answer["lost"]]
         with self.index.transaction():
-            for staged in self.batch.committing:
-                if staged.chunk is None or staged.directory in answer["lost"]:
+            for staged in kept:
+                self.index.brought_ahead(staged.directory, staged.ahead)
+            for staged in kept:  # only now: a chunk counts what was brought ahead of it
+                if staged.chunk is None:
                     continue
                 for name, why, lasting in staged.failed:
                     self.index.fail(staged.directory, name, why, lasting=lasting)
@@ -223,6 +230,7 @@ class Engine:
             self.commits += 1
         self.batch.end_commit()
         self.totals = self.index.totals()
+        self.added += sum(staged.allocated for staged in kept)
 
     # --- answers ----------------------------------------------------------------------------
 
@@ -294,7 +302,13 @@ class Engine:
             for suffix in ("", "-wal", "-shm")
             if (file := self.generation / (index.NAME + suffix)).exists()
         )
-        return self.totals.allocated + self.totals.directories * 4096 + of_index
+        known = self.totals.allocated + self.totals.directories * 4096 + of_index
+        return max(known, self.before + self.added)
+
+    def _list_anew(self, number: int) -> None:
+        """A directory's figures go until it is listed; what it takes is still reckoned with."""
+        self.before, self.added = self._used(), 0
+        self.index.restart_listing(number)
 
     # --- the agent --------------------------------------------------------------------------
 

@@ -19,6 +19,9 @@ RECHECKS_IN_A_JOB = 256
 MOST_RESCANS = 2
 RESCAN_SECONDS = 1.0
 HINTS_IN_FLIGHT = 4
+# Bytes of the SSD for one hint. A file larger than this is not worth an own turn: its directory
+# is preferred, and it comes with its chunk.
+HINT_BYTES = 64 * 1024 * 1024
 
 
 class FillPass(engine.Engine):
@@ -37,16 +40,19 @@ class FillPass(engine.Engine):
         self.cramped = False  # no room even for directories
         self.skeleton = False  # every directory is in the tree
         self.hints = hintqueue.HintQueue()
-        self.hinted = False
+        self.hinted = self.index.any_ahead()
         self._no_rescan_before = 0.0
         # The index of an earlier pass may be ahead of the tree (power cut): before such a
         # generation is called complete, what it claims is looked for. Behind this directory:
         self._rechecked_to = 0 if self.resumed else None
+        if self.resumed:
+            # The index may be new, or a pass was killed while it listed directories anew.
+            self.before = max(self._used(), int(task["used"]))
         with self.index.transaction():
             # Somebody asked again: what failed before gets new chances.
             self.index.reset_rescans()
             for number in self.index.failing():
-                self.index.restart_listing(number)
+                self._list_anew(number)
 
     def _next_job(self) -> dict[str, Any] | None:
         if self.cancelled:
@@ -56,23 +62,30 @@ class FillPass(engine.Engine):
     # --- scan -----------------------------------------------------------------------------
 
     def _scan_job(self) -> dict[str, Any] | None:
-        if self.skeleton:
+        if self.skeleton or self.cramped:
             return None
         # One whose listing is begun again waits until its chunks under way are committed.
-        taken = self.scanning | {job["_directory"] for job in self.crew.busy("copy")}
+        # A hint too: what the tree has is counted by the listing, or ahead of its chunk, not both.
+        taken = self.scanning | {job["_directory"] for job in self.crew.busy("copy", "hint")}
         taken |= {staged.directory for staged in self.batch.all()}
         waiting = [n for n in self.index.found(len(taken) + 1) if n not in taken]
         if not waiting:
             if not self.scanning and not self.index.found(1):
                 self._skeleton_stands()
             return None
-        if not self._room(inodes=1).holds(4096, 1):
-            self.cramped = not self._may_take_less()
-            return None
+        room = self._room(inodes=1).holds(4096, 1)
+        if not room:
+            if self._may_take_less():
+                return None
+            if not self.resumed:
+                self.cramped = True
+                return None
+        # Without room, one that was listed before can be listed anew: it has its directories.
+        self.page.set_cramped(not room)
         number = waiting[0]
         path = self.index.path(number)
         with self.index.transaction():
-            self.index.restart_listing(number)
+            self._list_anew(number)
         self.chunks = []
         self.scanning.add(number)
         return {
@@ -80,7 +93,7 @@ class FillPass(engine.Engine):
             "directory": number,
             "path": path,
             "mounted": self.mounted.get(tuple(path), []),
-            "again": self.resumed,
+            "again": self.resumed,  # what the tree has already is looked for and counted
             "extras": self.resumed
             and (not self.task["immutable"] or self.index.directory(number).rescans > 0),
         }
@@ -88,6 +101,7 @@ class FillPass(engine.Engine):
     def _skeleton_stands(self) -> None:
         self.skeleton = True
         self.totals = self.index.totals()
+        self.before = self.added = 0  # the totals have all again
         self.link.say("skeleton")
 
     def _scanned_part(self, answer: dict[str, Any]) -> None:
@@ -101,13 +115,19 @@ class FillPass(engine.Engine):
                 self.index.add_chunk(number, [Entry(*e) for e in answer["chunk"]])
             for name, why, lasting in answer["failed"]:
                 self.index.fail(number, name, why, lasting=lasting)
+        if answer["made"]:
+            self.added += answer["made"]
+            if not self._room(inodes=1).holds(4096, 1):
+                self.page.set_cramped(True)
 
-    def _scanned(self, answer: dict[str, Any]) -> None:
+    def _scanned(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
         number = answer["directory"]
         self.scanning.discard(number)
         with self.index.transaction():
             if self.resumed:
                 self.index.drop_vanished(number, set(answer["names"]))
+            if job["again"]:
+                self.index.none_ahead(number)
             self.index.listed(
                 number,
                 entries=answer["entries"],
@@ -132,8 +152,11 @@ class FillPass(engine.Engine):
         if chunk is None:  # its directory is being listed anew
             self.chunks = []
             return None
-        items = self._that_fit(chunk)
-        if len(items) < len(chunk.entries) and self._may_take_less():
+        costs = self._costs(chunk)
+        items = self._that_fit(chunk, costs)
+        # While directories are listed, what is used may be reckoned too high as well.
+        listing = not self.skeleton and not self.cramped
+        if len(items) < len(chunk.entries) and (listing or self._may_take_less()):
             return None
         self.chunks.pop(0)
         if not items:
@@ -149,24 +172,29 @@ class FillPass(engine.Engine):
             "hinted": self.hinted,
             "_chunk": chunk,
             "_directory": chunk.directory,
-            "_allocated": sum(item.allocated for item in items),
+            "_allocated": sum(costs[: len(items)]),
             "_inodes": len(items),
         }
+
+    def _costs(self, chunk: index.Chunk) -> list[int]:
+        """Bytes that each of its entries will at most take beyond what is counted already."""
+        ahead = self.index.ahead(chunk.directory) if self.hinted else {}
+        return [max(0, item.allocated - ahead.get(item.name, 0)) for item in chunk.entries]
 
     def _may_take_less(self) -> bool:
         """Whether something is under way: reckoned high, and twice once it is on the disk."""
         return bool(self.crew.busy("copy", "hint") or self.batch.all())
 
-    def _that_fit(self, chunk: index.Chunk) -> list[Entry]:
+    def _that_fit(self, chunk: index.Chunk, costs: list[int]) -> list[Entry]:
         room = self._room(inodes=len(chunk.entries))
-        if room.holds(chunk.allocated, len(chunk.entries)):
+        if room.holds(sum(costs), len(chunk.entries)):
             return chunk.entries
         taken: list[Entry] = []
         size = 0
-        for item in chunk.entries:
-            if not room.holds(size + item.allocated, len(taken) + 1):
+        for item, cost in zip(chunk.entries, costs, strict=True):
+            if not room.holds(size + cost, len(taken) + 1):
                 break
-            size += item.allocated
+            size += cost
             taken.append(item)
         return taken
 
@@ -242,7 +270,7 @@ class FillPass(engine.Engine):
         self.index.count_rescan(number)
         for each in (number, directory.parent):
             if each is not None and each not in self.scanning:
-                self.index.restart_listing(each)
+                self._list_anew(each)
         self.skeleton = False
         self.resumed = True
 
@@ -279,11 +307,11 @@ class FillPass(engine.Engine):
     def _take(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
         match answer["did"]:
             case "scan":
-                self._scanned(answer)
+                self._scanned(job, answer)
             case "copy":
                 self._copied(job, answer)
             case "hint":
-                self.batch.add(batch.Staged(None, answer["chunk"], job["_directory"]))
+                self._hinted(job, answer["staged"])
             case "recheck":
                 self._rechecked(job, answer)
             case "finish":
@@ -298,7 +326,8 @@ class FillPass(engine.Engine):
         elif no_room:
             self._forget(job)
             if job["do"] == "scan":
-                self.cramped = True
+                # Told by us to stop: once what is under way is counted there may be room again.
+                self.cramped = not (self.page.cramped and self._may_take_less())
             else:
                 self.full = True
         elif job["do"] == "scan":
@@ -314,12 +343,12 @@ class FillPass(engine.Engine):
         self._forget(job)
         number = job["directory"]
         with self.index.transaction():
-            self.index.restart_listing(number)
+            self._list_anew(number)
             self.index.fail(number, ".", f"cannot be listed: {why}", lasting=False)
             self.index.listed(number, entries=0, files=0, size=0, stored=(0, 0, 0), skipped=0)
             parent = self.index.directory(number).parent
             if parent is not None and parent not in self.scanning and self._may_rescan(number):
-                self.index.restart_listing(parent)  # it may have gone from there
+                self._list_anew(parent)  # it may have gone from there
                 self.skeleton = False
         if number == index.ROOT:
             raise End("failed", f"the root of the source cannot be listed: {why}")
@@ -351,6 +380,12 @@ class FillPass(engine.Engine):
         with self.index.transaction():
             self.index.prefer(number, 1)
         self.chunks = []
+        if number in self.scanning and self.resumed:
+            return None  # see _scan_job; what is left of it is preferred at least
+        room = self._room(inodes=0)
+        allowance = min(room.bytes, HINT_BYTES)
+        if not allowance or not room.holds(allowance, len(names)):
+            return None
         self.hinted = True
         folder = f"h{time.monotonic_ns()}"
         return {
@@ -358,10 +393,17 @@ class FillPass(engine.Engine):
             "path": path,
             "names": names,
             "chunk": folder,
+            "allowance": allowance,
             "_directory": number,
-            "_allocated": 0,
+            "_allocated": allowance,
             "_inodes": len(names),
         }
+
+    def _hinted(self, job: dict[str, Any], taken: dict[str, int]) -> None:
+        size = sum(taken.values())
+        self.batch.add(
+            batch.Staged(None, job["chunk"], job["_directory"], len(taken), size, size, ahead=taken)
+        )
 
     # --- what it says ---------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ counted in the tree, and when the file is lost or damaged a scan makes it anew.
                  committed plus its subdirectories not yet sealed.
     chunks       up to CHUNK_ENTRIES entries of one directory still to copy, zlib of JSON
     failures     entries that could not be copied, with the reason
+    ahead        files that a hint brought into the tree before their chunk was committed, with the
+                 bytes of the SSD that they take; once the chunk counts them they are here no more
 """
 
 import json
@@ -48,6 +50,12 @@ CREATE TABLE failures (
     directory INTEGER NOT NULL, name TEXT NOT NULL, reason TEXT NOT NULL, lasting INTEGER NOT NULL,
     PRIMARY KEY (directory, name)) WITHOUT ROWID;
 """
+# Younger than the first index of this format.
+_AHEAD = """
+CREATE TABLE IF NOT EXISTS ahead (
+    directory INTEGER NOT NULL, name TEXT NOT NULL, bytes INTEGER NOT NULL,
+    PRIMARY KEY (directory, name)) WITHOUT ROWID;
+"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ class Totals:
     directories: int
     listed: int
     sealed: int
-    allocated: int  # bytes of the SSD that the done files take
+    allocated: int  # bytes of the SSD that the done files take, and those ahead of their chunk
     skipped: int
     failed: int
 
@@ -135,6 +143,7 @@ class Index:
                 raise sqlite3.DatabaseError(f"index of format {version}")
             elif (said := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
                 raise sqlite3.DatabaseError(said)
+            db.execute(_AHEAD)
         except BaseException:
             db.close()
             raise
@@ -231,10 +240,38 @@ class Index:
             "allocated = allocated + ?, failed = failed + ?, waiting = waiting - ? WHERE id = ?",
             (files, size, allocated, failed, 0 if left else 1, chunk.directory),
         )
+        stays = {entry.name for entry in left}
+        self._db.executemany(
+            "DELETE FROM ahead WHERE directory = ? AND name = ?",
+            [
+                (chunk.directory, _encode(entry.name))
+                for entry in chunk.entries
+                if entry.name not in stays
+            ],
+        )
+
+    def brought_ahead(self, directory: int, taken: dict[str, int]) -> None:
+        """Files that are in the tree before their chunk: names, and bytes of the SSD."""
+        self._db.executemany(
+            "INSERT OR REPLACE INTO ahead VALUES (?, ?, ?)",
+            [(directory, _encode(name), size) for name, size in taken.items()],
+        )
+
+    def ahead(self, directory: int) -> dict[str, int]:
+        rows = self._db.execute("SELECT name, bytes FROM ahead WHERE directory = ?", (directory,))
+        return {_decode(row[0]): int(row[1]) for row in rows}
+
+    def any_ahead(self) -> bool:
+        return self._db.execute("SELECT 1 FROM ahead LIMIT 1").fetchone() is not None
+
+    def none_ahead(self, directory: int) -> None:
+        """All that the tree has of it is counted otherwise."""
+        self._db.execute("DELETE FROM ahead WHERE directory = ?", (directory,))
 
     def sealed(self, directory: int) -> None:
         """Mark it, and tell its parent that one less is waited for."""
         self._db.execute("UPDATE directories SET state = 2 WHERE id = ?", (directory,))
+        self.none_ahead(directory)
         self._db.execute(
             "UPDATE directories SET waiting = waiting - 1 "
             "WHERE id = (SELECT parent FROM directories WHERE id = ?)",
@@ -275,7 +312,8 @@ class Index:
                 "JOIN below ON d.parent = below.id) "
             )
             for table, key in (
-                ("chunks", "directory"), ("failures", "directory"), ("directories", "id"),
+                ("chunks", "directory"), ("failures", "directory"), ("ahead", "directory"),
+                ("directories", "id"),
             ):  # fmt: skip
                 self._db.execute(
                     f"{below} DELETE FROM {table} WHERE {key} IN (SELECT id FROM below)", (number,)
@@ -410,7 +448,8 @@ class Index:
         row = self._db.execute(
             "SELECT coalesce(sum(files), 0), coalesce(sum(bytes), 0), coalesce(sum(done_files), 0),"
             " coalesce(sum(done_bytes), 0), count(*), coalesce(sum(state > 0), 0),"
-            " coalesce(sum(state > 1), 0), coalesce(sum(allocated), 0), coalesce(sum(skipped), 0)"
+            " coalesce(sum(state > 1), 0), coalesce(sum(allocated), 0)"
+            " + (SELECT coalesce(sum(bytes), 0) FROM ahead), coalesce(sum(skipped), 0)"
             " FROM directories"
         ).fetchone()
         failed = self._db.execute("SELECT count(*) FROM failures").fetchone()[0]

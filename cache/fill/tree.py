@@ -102,8 +102,21 @@ def xattrs_of(source: int) -> dict[str, bytes]:
     }
 
 
-def make_directory(parent: int, item: Entry, source: int | None) -> None:
-    """``item`` as a directory of the store. ``source``: its parent in the source, for xattrs."""
+def has(parent: int, name: str) -> bool:
+    """Whether there is such a name in a directory of the store."""
+    try:
+        os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def make_directory(parent: int, item: Entry, source: int | None) -> bool:
+    """``item`` as a directory of the store; whether there was none before.
+
+    ``source``: its parent in the source, for xattrs.
+    """
+    new = True
     try:
         os.mkdir(item.name, 0o700, dir_fd=parent)
     except FileExistsError:
@@ -111,6 +124,8 @@ def make_directory(parent: int, item: Entry, source: int | None) -> None:
         if not stat.S_ISDIR(status.st_mode):  # the source had a file there before
             os.unlink(item.name, dir_fd=parent)
             os.mkdir(item.name, 0o700, dir_fd=parent)
+        else:
+            new = False
     descriptor = os.open(item.name, _DIRECTORY, dir_fd=parent)
     try:
         origin = None
@@ -123,6 +138,7 @@ def make_directory(parent: int, item: Entry, source: int | None) -> None:
                 os.close(origin)
     finally:
         os.close(descriptor)
+    return new
 
 
 def dress_directory(directory: int, item: Entry, source: int | None) -> None:

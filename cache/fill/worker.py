@@ -62,9 +62,13 @@ class Worker:
         folders: list[Entry] = []
         failed: list[list[Any]] = []
         names: list[str] = []
+        made = 0  # bytes of the SSD that new directories of this part take
 
         def flush() -> None:
-            messages.answer({**answer, "chunk": batch, "folders": folders, "failed": failed})
+            nonlocal made
+            part = {"chunk": batch, "folders": folders, "failed": failed, "made": made}
+            messages.answer(answer | part)
+            made = 0
             batch.clear()
             folders.clear()
             failed.clear()
@@ -91,8 +95,11 @@ class Worker:
                     else:
                         if source is None and item.xattrs:
                             source = stack.enter_context(tree.opened(self.source, path))
+                        if self.page.cramped and not tree.has(target, item.name):
+                            flush()  # what was made is known, and counted
+                            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                         try:
-                            tree.make_directory(target, item, source)
+                            new = tree.make_directory(target, item, source)
                         except OSError as error:
                             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                                 raise
@@ -100,8 +107,11 @@ class Worker:
                         else:
                             folders.append(item)
                             # Beyond the block that every directory is reckoned with.
-                            made = os.stat(item.name, dir_fd=target, follow_symlinks=False)
-                            stored[2] += max(0, made.st_blocks * 512 - 4096) + item.name_bytes
+                            status = os.stat(item.name, dir_fd=target, follow_symlinks=False)
+                            beyond = max(0, status.st_blocks * 512 - 4096) + item.name_bytes
+                            stored[2] += beyond
+                            if new:
+                                made += 4096 + beyond
                 elif item.is_file or item.is_link:
                     if source is None and "location" not in answer:
                         self._locate(path, item, answer)
@@ -229,8 +239,13 @@ class Worker:
         return rest
 
     def hint(self, job: dict[str, Any]) -> None:
-        """Copy single names that a reader opened, ahead of their chunk."""
+        """Copy single names that a reader opened, ahead of their chunk.
+
+        ``allowance``: bytes of the SSD that they may take; what does not fit waits for its chunk.
+        """
         folder = str(job["chunk"])
+        left: int = job["allowance"]
+        taken: dict[str, int] = {}
         os.mkdir(folder, 0o700, dir_fd=self.staging)
         with (
             tree.opened(self.staging, [folder]) as staging,
@@ -240,11 +255,13 @@ class Worker:
             for name in job["names"]:
                 try:
                     item = entry.of(name, os.stat(name, dir_fd=source, follow_symlinks=False))
-                    if item.is_file and item.nlink == 1 and not self._has(target, item, [0, 0, 0]):
-                        self.copier.copy(source, item, staging)
+                    fits = item.is_file and item.nlink == 1 and item.allocated <= left
+                    if fits and not self._has(target, item, [0, 0, 0]):
+                        taken[name] = self.copier.copy(source, item, staging) + item.name_bytes
+                        left -= max(item.allocated, taken[name])
                 except (OSError, control.Cancelled):
                     pass  # only a hint: the chunk itself will say what is wrong
-        messages.answer({"did": "hint", "chunk": folder})
+        messages.answer({"did": "hint", "chunk": folder, "staged": taken})
 
     def _copy_objects(
         self, job: dict[str, Any], items: list[Entry], staging: int, deadline: float, took: Any

@@ -20,6 +20,15 @@ def own_pid_then_sleep(path: str) -> None:
     time.sleep(60)
 
 
+def hang_until(path: str, *_: object) -> None:
+    """Like a child in an uninterruptible sleep: killing it does not close its pipes."""
+    if os.fork() == 0:
+        while not os.path.exists(path):
+            time.sleep(0.02)
+        os._exit(0)
+    time.sleep(60)
+
+
 def missing() -> None:
     os.stat("/no/such/file")
 
@@ -30,6 +39,14 @@ def in_use() -> None:
 
 def refused() -> None:
     raise kit.errors.RefusedError("a", "b", "c")
+
+
+def source() -> None:
+    raise kit.errors.SourceError("a", "b", "c")
+
+
+def plain() -> None:
+    raise kit.errors.AgentError("a", "b", "c")
 
 
 def broken() -> None:

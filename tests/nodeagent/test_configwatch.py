@@ -1,8 +1,11 @@
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 
 from nodeagent import configwatch
 
@@ -97,3 +100,23 @@ async def test_a_change_while_the_last_one_is_being_applied_is_not_missed(tmp_pa
     path.write_text("three")  # nobody waits just now
     await asyncio.sleep(0.2)
     await asyncio.wait_for(anext(watch), SOON)
+
+
+async def test_without_watches_the_bytes_are_compared_and_it_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    path = tmp_path / "a.yaml"
+    path.write_text("one")
+    monkeypatch.setattr(configwatch, "SLOW_LOOK_SECONDS", 0.05)
+    with monkeypatch.context() as full, structlog.testing.capture_logs() as said:
+        full.setattr(configwatch, "Inotify", none_left)
+        watch = await begin(path)
+        await seen(watch, lambda: path.write_text("two"))
+        await seen(watch, lambda: path.write_text("three"))
+    assert len(said) == 1
+    assert "Too many open files" in said[0]["why"]
+    monkeypatch.setattr(configwatch, "SLOW_LOOK_SECONDS", 3600.0)
+    await seen(watch, lambda: path.write_text("four"))  # by inotify again

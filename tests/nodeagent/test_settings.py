@@ -117,6 +117,26 @@ def test_an_error_names_file_line_setting_and_cause(text: str, line: int, words:
         assert word in message
 
 
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("state_dir: /x\ncache:\n  store: 2024-13-45\n", "file.yaml:3"),
+        ("state_dir: /x\ncache: {store: !!int abc}\n", "file.yaml:2"),
+        ("state_dir: !!bool 7\n", "file.yaml:1"),
+        ("state_dir: !!timestamp noon\n", "file.yaml:1"),
+        ("state_dir: !!int ''\n", "file.yaml:1"),
+        (f"a: {'9' * 5000}\n", "file.yaml:1"),
+        ("[" * 5000 + "]" * 5000, "file.yaml"),
+        ("{2024-13-45: 1}\n", "file.yaml:1"),
+    ],
+)
+def test_a_value_that_yaml_cannot_make_is_told_with_its_line(text: str, place: str) -> None:
+    with pytest.raises(kit.errors.SettingsError) as raised:
+        configfile.parse(text, "file.yaml")
+    assert raised.value.thing == place
+    assert "\n" not in raised.value.cause
+
+
 def test_all_errors_of_a_file_are_told_at_once() -> None:
     message = refused("cache:\n  bugdet: 1\n  reserve: 2\nadmn: {}\n")
     assert [int(n) for n in re.findall(r"file\.yaml:(\d+)", message)] == [2, 3, 4]

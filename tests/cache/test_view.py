@@ -1,0 +1,57 @@
+"""What a refresh may touch, with real mounts."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cache import view
+from linux import mountinfo, mounts
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture
+def disk(area: Path) -> Iterator[Path]:
+    """A file system of its own, and the place of a view on it."""
+    target = area / "disk"
+    target.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(target)], check=True, timeout=60)
+    for name in ("store", "source", "view", "scratch"):
+        (target / name).mkdir()
+    try:
+        yield target
+    finally:
+        while mountinfo.at(str(target / "view"), mountinfo.read()):
+            mounts.detach(target / "view")
+        subprocess.run(["umount", "-l", str(target)], check=False, timeout=60)
+
+
+@pytest.mark.parametrize("stage", [view.Stage.STORE, view.Stage.SOURCE])
+def test_a_refresh_of_what_is_no_overlay_leaves_the_disk_writable(
+    disk: Path, stage: view.Stage
+) -> None:
+    shown = str(disk / "view")
+    view.publish(shown, stage, str(disk / "source"), str(disk / "store"), str(disk / "scratch"))
+    view.refresh(shown)
+    (disk / "store" / "still").write_text("writable")
+    assert "ro" not in mountinfo.at(str(disk), mountinfo.read())[-1].super_options.split(",")
+
+
+def test_a_refresh_where_nothing_is_mounted_does_nothing(disk: Path) -> None:
+    view.refresh(str(disk / "view"))
+    (disk / "still").write_text("writable")
+
+
+def test_an_overlay_is_refreshed(disk: Path) -> None:
+    shown = disk / "view"
+    view.publish(
+        str(shown), view.Stage.OVERLAY, str(disk / "source"), str(disk / "store"),
+        str(disk / "scratch"),
+    )  # fmt: skip
+    assert not (shown / "new").exists()
+    (disk / "store" / "new").write_text("x")
+    assert not (shown / "new").exists(), "the kernel remembers that it was not there"
+    view.refresh(str(shown))
+    assert (shown / "new").read_text() == "x"
