@@ -24,6 +24,24 @@ def open_root(path: str) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
+def stamp(status: os.stat_result) -> str:
+    """Which directory of which mount a root is."""
+    return f"{status.st_dev}:{status.st_ino}"
+
+
+def open_source(path: str, expected: str) -> int:
+    """A descriptor of a source's root if it is the one that was looked at (its ``stamp``).
+
+    ESHUTDOWN when it is another one: unmounted since then, it shows the empty directory beneath,
+    and whatever the store has would look as if the source had lost it. '' expects nothing.
+    """
+    descriptor = open_root(path)
+    if expected and stamp(os.fstat(descriptor)) != expected:
+        os.close(descriptor)
+        raise OSError(errno.ESHUTDOWN, "the source is not the one that was looked at", path)
+    return descriptor
+
+
 def open_below(root: int, path: Sequence[str]) -> int:
     """The directory ``path`` (names) below ``root``; no link is followed. The caller closes it."""
     current = os.dup(root)

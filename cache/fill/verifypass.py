@@ -6,11 +6,12 @@ agent puts the overlay in place and has it withdrawn (the second task of this mo
 """
 
 import json
+import os
 import time
 from collections import deque
 from typing import Any
 
-from cache.fill import batch, engine, index, link
+from cache.fill import batch, engine, index, link, tree
 from cache.fill.engine import End
 from cache.fill.entry import Entry
 
@@ -214,6 +215,7 @@ class WithdrawPass(engine.Engine):
 
 def start(task: dict[str, Any]) -> engine.Engine:
     """A pass ready to run. The tree keeps its dress: nothing of it changes but bad files."""
+    os.close(tree.open_source(task["source"], task["stamp"]))  # before anything is reckoned bad
     made: engine.Engine = WithdrawPass(task) if "withdraw" in task else VerifyPass(task)
     if made.index.totals().directories == 0:
         raise OSError(2, "the index of this generation is lost; warm it again to rebuild it")

@@ -20,7 +20,8 @@ from linux import processes, syscalls
 # A chunk is left for another time after so long: what is staged gets committed, hints get a turn.
 CHUNK_SECONDS = 2.0
 
-# Not one file but the whole mount: its FUSE daemon died, or the cluster shut this client out.
+# Not one file but the whole mount: its FUSE daemon died, the cluster shut this client out, or
+# something else is mounted there now (tree.open_source).
 SOURCE_GONE = (errno.ENOTCONN, errno.ESHUTDOWN)
 
 
@@ -38,7 +39,7 @@ class Worker:
         self.throttle = control.Throttle(self.page, number)
         self.immutable = bool(setup["immutable"])
         self.copier = copying.Copier(self.throttle, immutable=self.immutable)
-        self.source = tree.open_root(setup["source"])
+        self.source = tree.open_source(setup["source"], setup["stamp"])
         self.generation = tree.open_root(setup["generation"])
         self.tree = os.open("tree", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
         self.staging = os.open("staging", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)

@@ -187,7 +187,9 @@ class Cephfs:
         if mounted is not None:
             device = f"{mounted.major}:{mounted.minor} {self._root} {self._shows}"
         client = "kernel" if kernel else "ceph-fuse"
-        return reach.Reached(self._root, device, client, found["files"], found["bytes"], native)
+        return reach.Reached(
+            self._root, device, found["stamp"], client, found["files"], found["bytes"], native
+        )
 
     async def _mount(self, deadline: float) -> None:
         source = self._source
