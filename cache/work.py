@@ -192,7 +192,9 @@ class Work:
         end = await self._run("verify", "cache.fill.verifypass", task)
         self._rest()
         result = {"source": against_source, "state": end["result"], "why": end["why"]}
-        result |= {k: end.get(k, 0) for k in ("checked_files", "checked_bytes", "bad")}
+        result |= {
+            k: end.get(k, 0) for k in ("checked_files", "checked_bytes", "bad", "not_compared")
+        }
         result |= {"replaced": end.get("replaced", 0), "withdrawn": 0}
         if left := end.get("unreplaced", 0):
             result |= await self._withdraw(left, others)

@@ -9,7 +9,7 @@ import os
 import time
 from typing import Any
 
-from cache.fill import batch, engine, entry, hintqueue, index, link, native, tree, worker
+from cache.fill import batch, engine, entry, hintqueue, index, link, native, tree
 from cache.fill.engine import End
 from cache.fill.entry import Entry
 
@@ -291,7 +291,7 @@ class FillPass(engine.Engine):
 
     def _failed(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
         no_room = answer.get("errno") in (errno.ENOSPC, errno.EDQUOT)
-        gone = answer.get("errno") in worker.SOURCE_GONE and job["do"] != "hint"
+        gone = answer.get("errno") in tree.SOURCE_GONE and job["do"] != "hint"
         if answer.get("cancelled") or gone or job["do"] in engine.ESSENTIAL:
             super()._failed(job, answer)
         elif no_room:

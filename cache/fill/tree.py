@@ -15,6 +15,10 @@ OPAQUE = "trusted.overlay.opaque"
 # Kept beside user xattrs: without the lists a job could be refused what the source allows.
 _ACLS = ("system.posix_acl_access", "system.posix_acl_default")
 
+# Not one file but the whole mount: its FUSE daemon died, the cluster shut this client out, or
+# something else is mounted there now (open_source).
+SOURCE_GONE = (errno.ENOTCONN, errno.ESHUTDOWN)
+
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LONGEST_STEP = 3000
 

@@ -33,6 +33,7 @@ class VerifyPass(engine.Engine):
         self.repairs: dict[str, list[Entry]] = {}
         self.checked = [0, 0]
         self.found = 0
+        self.uncompared = 0  # good, but the source's file could not be read
         self.replaced = 0
         self.unreplaced: list[list[Any]] = []
         self.stopped = False
@@ -93,7 +94,10 @@ class VerifyPass(engine.Engine):
         self.checked[0] += answer["checked"][0]
         self.checked[1] += answer["checked"][1]
         self.stopped = self.stopped or answer["stopped"]
-        path = self.index.path(answer["directory"]) if answer["bad"] else []
+        path = self.index.path(answer["directory"])
+        for name, why in answer["named"][: max(0, MOST_NOTES - self.uncompared)]:
+            self.link.say("note", text=f"not compared {'/'.join([*path, name])!r}: {why}")
+        self.uncompared += answer["uncompared"]
         for fields, fault in answer["bad"]:
             item = Entry(*fields)
             self.found += 1
@@ -125,13 +129,15 @@ class VerifyPass(engine.Engine):
             raise End("cancelled")
         if self.bad or self.index.sealed_directories(self.after, 1):
             return
-        raise End("bad" if self.unreplaced else "good")
+        why = f"{self.uncompared} files could not be compared" if self.uncompared else ""
+        raise End("bad" if self.unreplaced else "good", why)
 
     def _last_words(self) -> dict[str, Any]:
         return {
             "checked_files": self.checked[0],
             "checked_bytes": self.checked[1],
             "bad": self.found,
+            "not_compared": self.uncompared,
             "replaced": self.replaced,
             "unreplaced": self._keep_unreplaced(),
         }

@@ -20,10 +20,6 @@ from linux import processes, syscalls
 # A chunk is left for another time after so long: what is staged gets committed, hints get a turn.
 CHUNK_SECONDS = 2.0
 
-# Not one file but the whole mount: its FUSE daemon died, the cluster shut this client out, or
-# something else is mounted there now (tree.open_source).
-SOURCE_GONE = (errno.ENOTCONN, errno.ESHUTDOWN)
-
 
 def is_lasting(error: OSError) -> bool:
     """Whether trying again soon is pointless."""
@@ -78,7 +74,7 @@ class Worker:
             for item in self._entries(path, source):
                 if not isinstance(item, Entry):
                     name, error = item
-                    if error.errno in SOURCE_GONE:
+                    if error.errno in tree.SOURCE_GONE:
                         raise error
                     counts["entries"] += 1
                     failed.append([name, copying.reason(error), is_lasting(error)])
@@ -199,7 +195,7 @@ class Worker:
                             if item.is_file and item.nlink > 1:
                                 links.append([item.name, self._link_key(staging, item)])
                         except OSError as error:
-                            if error.errno in SOURCE_GONE:
+                            if error.errno in tree.SOURCE_GONE:
                                 raise
                             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                                 stopped = "full"
