@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+import kit.child
 import kit.errors
 from cache import passes, progress, view
+from cache.fill import unreplaced
 from linux import mountinfo
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ log = structlog.get_logger("pass")
 
 # Entries that could not be copied are tried again by themselves after so long.
 PARTIAL_SECONDS = 900.0
+LOOK_SECONDS = 30.0  # one look at the store
+NOT_WITHDRAWN = "bad files could not be withdrawn"
 
 
 class Work:
@@ -62,16 +66,17 @@ class Work:
 
     async def run_fill(self, others: int) -> None:
         """One fill, to its end. Called by the component when it is this dataset's turn."""
-        reached = self._dataset.reached
-        if reached is None:
-            self.queued = False
-            return
         async with self._dataset.lock:
             # It stays queued until it runs: in between, another pass would be asked for, and the
             # end of this one would not be the end.
-            if self._dataset.generation.held or self._dataset.removed or not self.queued:
+            reached = self._dataset.reached
+            held = self._dataset.generation.held or self._dataset.removed
+            if reached is None or held or not self.queued:
                 self.queued = False
-                return  # held or removed since it was queued
+                return  # held, removed or lost its source since it was queued
+            if not await self._withdrawn_before(others):
+                self.queued = False
+                return
             await self._dataset.change(state="filling", why="", left_files=0, left_bytes=0)
         task = {
             "dataset": self._dataset.name,
@@ -209,23 +214,63 @@ class Work:
         if self.verified.get("state") == "running":
             self.verified = {"state": "failed", "why": why}
 
+    async def _withdrawn_before(self, others: int) -> bool:
+        """Finish what an agent that was killed, or a pass that failed, left of a withdrawal.
+
+        A fill would take the bad files for good ones. False when they are still there; it is tried
+        again. The lock is held.
+        """
+        folder = self._dataset.folder
+        if not await kit.child.call(unreplaced.waiting, folder, deadline=LOOK_SECONDS):
+            return True
+        log.info("bad files of an earlier verify are withdrawn first", dataset=self._dataset.name)
+        _, why = await self._take_out(others)
+        if why:
+            await self._dataset.change(state="partial", why=f"{NOT_WITHDRAWN}: {why}")
+            self._try_withdrawing_again()
+        return not why
+
     async def _withdraw(self, bad: int, others: int) -> dict[str, Any]:
         """Take bad files out of the store so that readers get the source's; the rest stays."""
-        if self._dataset.reached is None:
-            return {"why": "bad files stay until the source answers: it has the only copy"}
         async with self._dataset.lock:
+            if self._dataset.reached is None:
+                return {"why": "bad files stay until the source answers: it has the only copy"}
+            # Before anything else: an agent that is killed from here on knows that it must go on.
             await self._dataset.change(
                 state="partial",
                 failed=bad,
                 why=f"{bad} bad files could not be replaced",
             )
-            await self._withdraw_pass("marks", others)
-            # Never unlink under a bind of the store: first the overlay, which falls through.
-            await self._dataset.publish(view.Stage.OVERLAY)
-            end = await self._withdraw_pass("files", others)
+            withdrawn, why = await self._take_out(others)
+            if why:
+                await self._dataset.change(why=f"{NOT_WITHDRAWN}: {why}")
+                self._try_withdrawing_again()
+                return {"withdrawn": withdrawn, "why": f"{NOT_WITHDRAWN}: {why}"}
             self.not_before = time.monotonic() + PARTIAL_SECONDS
+            return {"withdrawn": withdrawn}
+
+    def _try_withdrawing_again(self) -> None:
+        self.not_before = time.monotonic() + self._dataset.wait_after(self._failures)
+        self._failures += 1
+
+    async def _take_out(self, others: int) -> tuple[int, str]:
+        """Both passes of a withdrawal: how many files went, and why not all did ('' if all).
+
+        Nothing is unlinked unless every mark above it is off and the view knows it.
+        """
+        end = await self._withdraw_pass("marks", others)
+        if end["result"] != "withdrawn":
+            return 0, end["why"] or end["result"]
+        shows_store = self._dataset.stage in (view.Stage.OVERLAY, view.Stage.STORE)
+        if shows_store:
+            # Never unlink under a bind of the store: first the overlay, which falls through. One
+            # that is there already may have looked the directories up with their marks.
+            await self._dataset.publish(view.Stage.OVERLAY)
+        end = await self._withdraw_pass("files", others)
+        if shows_store:
             await self._dataset.refresh()
-            return {"withdrawn": end.get("withdrawn", 0)}
+        why = "" if end["result"] == "withdrawn" else end["why"] or end["result"]
+        return end.get("withdrawn", 0), why
 
     async def _withdraw_pass(self, what: str, others: int) -> dict[str, Any]:
         assert self._dataset.reached is not None

@@ -9,7 +9,7 @@ import os
 import time
 from typing import Any
 
-from cache.fill import batch, engine, entry, hintqueue, index, link, native, tree
+from cache.fill import batch, engine, entry, hintqueue, index, link, native, tree, unreplaced
 from cache.fill.engine import End
 from cache.fill.entry import Entry
 
@@ -391,8 +391,11 @@ class FillPass(engine.Engine):
 def start(task: dict[str, Any]) -> FillPass:
     """A pass ready to run: the root of the tree dressed as the source's.
 
-    OSError when the source is not there, ESHUTDOWN when another one is.
+    OSError when the source is not there, ESHUTDOWN when another one is, EBUSY when there are bad
+    files in the tree: they look like good ones and would be sealed.
     """
+    if unreplaced.waiting(task["generation"]):
+        raise OSError(errno.EBUSY, "bad files that a verify found are to be withdrawn first")
     source = tree.open_source(task["source"], task["stamp"])
     try:
         root = entry.of("", os.fstat(source))

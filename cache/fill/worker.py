@@ -364,10 +364,18 @@ class Worker:
         return True
 
     def unseal(self, job: dict[str, Any]) -> None:
-        """Take the mark from directories, so that the source shows below them again."""
+        """Take the mark from directories, so that the source shows below them again.
+
+        OSError when a mark stays: what is unlinked below it then would be gone for readers.
+        """
         for path in job["paths"]:
-            with tree.opened(self.tree, path) as directory, contextlib.suppress(OSError):
-                os.removexattr(directory, tree.OPAQUE)
+            try:
+                with tree.opened(self.tree, path) as directory:
+                    os.removexattr(directory, tree.OPAQUE)
+            except OSError as error:
+                # Without a mark, or not there at all.
+                if error.errno not in (errno.ENODATA, errno.ENOENT, errno.ENOTDIR):
+                    raise
         messages.answer({"did": "unseal"})
 
     def finish(self, job: dict[str, Any]) -> None:
@@ -378,8 +386,11 @@ class Worker:
         messages.answer({"did": "finish"})
 
     def prune(self, job: dict[str, Any]) -> None:
-        """Remove names of the tree that the source no longer has."""
-        with tree.opened(self.tree, job["path"]) as directory:
+        """Remove names of the tree; done already where their directory is not there."""
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            tree.opened(self.tree, job["path"]) as directory,
+        ):
             dressed = os.fstat(directory).st_mtime_ns
             for name in job["names"]:
                 tree.remove(directory, name)
