@@ -44,6 +44,11 @@ class Work:
     def verify_queued(self) -> bool:
         return self.verified.get("state") == "queued"
 
+    @property
+    def verifying(self) -> bool:
+        """From when it is asked for until its result is written down, withdrawal included."""
+        return self.verified.get("state") in ("queued", "running")
+
     def forgive(self) -> None:
         """Somebody asked for it: earlier failures delay nothing."""
         self.not_before = 0.0
@@ -175,12 +180,23 @@ class Work:
 
     async def run_verify(self, others: int) -> None:
         """One verify pass to its end; bad files are replaced, or withdrawn."""
-        if self._dataset.reached is None:
-            try:
-                await self._dataset.reach()
-            except kit.errors.SourceError as error:
-                self._dataset.trouble = error  # without it bad files are found but not replaced
         against_source = bool(self.verified["source"])
+        # From here to the pass there is no gap in which the source could be let go.
+        self.verified = {"state": "running", "source": against_source}
+        why = ""
+        async with self._dataset.lock:  # the source is mounted and let go by one at a time
+            if self._dataset.removed:
+                why = "the dataset was removed"
+            elif self._dataset.reached is None:
+                try:
+                    await self._dataset.reach()
+                except kit.errors.SourceError as error:
+                    self._dataset.trouble = error  # bad files are found but not replaced
+                    why = str(error) if against_source else ""
+        if why:  # the store against itself would be no comparison
+            self.verified = {"state": "failed", "source": against_source, "why": why}
+            self._dataset.wake()
+            return
         task = {
             "dataset": self._dataset.name,
             "generation": self._dataset.folder,
@@ -193,7 +209,6 @@ class Work:
             "mounted": [],
             **self.limits(others),
         }
-        self.verified = {"state": "running", "source": against_source}
         end = await self._run("verify", "cache.fill.verifypass", task)
         self._rest()
         result = {"source": against_source, "state": end["result"], "why": end["why"]}

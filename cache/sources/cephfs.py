@@ -310,10 +310,10 @@ class Cephfs:
                         log.warning("ceph-fuse stays in the agent's cgroup", error=str(error))
 
     async def release(self) -> None:
-        """Unmount; what still reads through a view of it is InUseError's business, not ours."""
-        if self._mounted() is not None:
-            with contextlib.suppress(OSError):
-                await kit.child.call(unmount, str(self._target), deadline=15.0)
+        """Unmount all that is there; who reads through a view of it is InUseError's business."""
+        with contextlib.suppress(OSError):
+            while self._mounted() is not None:  # mounts that were made at one time are stacked
+                await kit.child.call(unmount, str(self._target), deadline=DETACH_SECONDS)
         if self._mounted() is None:
             for name in ("keyring", "ceph.conf", self._shown.name):
                 (self._folder / name).unlink(missing_ok=True)
