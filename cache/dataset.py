@@ -169,7 +169,7 @@ class Dataset:
             pass_there=self.work.queued or self.work.running is not None,
             refresh_due=self._refresh_wanted and now >= self._refresh_at,
             source_held=self._source_held,
-            source_needed=self.work.verify_queued or self.work.running is not None,
+            source_needed=self.work.verifying or self.work.running is not None,
         )
 
     async def _act(self, action: decide.Action) -> bool:
@@ -323,9 +323,10 @@ class Dataset:
 
     async def verify(self, *, source: bool) -> None:
         """Ask for a verify pass; its result shows in ``describe``."""
-        if self.work.running is not None:
+        if self.work.running is not None or (self.work.verifying and not self.work.verify_queued):
+            kind = self.work.kind or "verify"
             raise kit.errors.RefusedError(
-                f"dataset {self.name}", f"a {self.work.kind} pass is under way", "wait or cancel it"
+                f"dataset {self.name}", f"a {kind} pass is under way", "wait or cancel it"
             )
         if self.generation.state not in ("complete", "partial"):
             raise kit.errors.RefusedError(
@@ -333,9 +334,18 @@ class Dataset:
                 f"it is {self.state()}, nothing is finished yet",
                 "warm it first",
             )
-        if source and self.reached is None:
-            await self.reach()
-        self.work.verified = {"state": "queued", "source": source}
+        # Queued first: from here on a complete dataset does not let go of its source.
+        before = self.work.verified
+        self.work.verified = queued = {"state": "queued", "source": source}
+        try:
+            async with self.lock:
+                if source and self.reached is None and not self.removed:
+                    await self.reach()
+        except BaseException:
+            if self.work.verified is queued:  # not begun meanwhile
+                self.work.verified = before
+            self.wake()  # what was mounted by half is let go
+            raise
         self._woken()
 
     async def remove(self) -> None:

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+import kit.child
 import kit.errors
 from cache import passes, progress, view
+from cache.fill import unreplaced
 from linux import mountinfo
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ log = structlog.get_logger("pass")
 
 # Entries that could not be copied are tried again by themselves after so long.
 PARTIAL_SECONDS = 900.0
+LOOK_SECONDS = 30.0  # one look at the store
+NOT_WITHDRAWN = "bad files could not be withdrawn"
 
 
 class Work:
@@ -40,6 +44,11 @@ class Work:
     def verify_queued(self) -> bool:
         return self.verified.get("state") == "queued"
 
+    @property
+    def verifying(self) -> bool:
+        """From when it is asked for until its result is written down, withdrawal included."""
+        return self.verified.get("state") in ("queued", "running")
+
     def forgive(self) -> None:
         """Somebody asked for it: earlier failures delay nothing."""
         self.not_before = 0.0
@@ -62,21 +71,23 @@ class Work:
 
     async def run_fill(self, others: int) -> None:
         """One fill, to its end. Called by the component when it is this dataset's turn."""
-        reached = self._dataset.reached
-        if reached is None:
-            self.queued = False
-            return
         async with self._dataset.lock:
             # It stays queued until it runs: in between, another pass would be asked for, and the
             # end of this one would not be the end.
-            if self._dataset.generation.held or self._dataset.removed or not self.queued:
+            reached = self._dataset.reached
+            held = self._dataset.generation.held or self._dataset.removed
+            if reached is None or held or not self.queued:
                 self.queued = False
-                return  # held or removed since it was queued
+                return  # held, removed or lost its source since it was queued
+            if not await self._withdrawn_before(others):
+                self.queued = False
+                return
             await self._dataset.change(state="filling", why="", left_files=0, left_bytes=0)
         task = {
             "dataset": self._dataset.name,
             "generation": self._dataset.folder,
             "source": reached.root,
+            "stamp": reached.stamp,
             "immutable": self._dataset.source.immutable,
             "native": reached.native,
             "mounted": _mounted_below(reached.root),
@@ -170,16 +181,28 @@ class Work:
 
     async def run_verify(self, others: int) -> None:
         """One verify pass to its end; bad files are replaced, or withdrawn."""
-        if self._dataset.reached is None:
-            try:
-                await self._dataset.reach()
-            except kit.errors.SourceError as error:
-                self._dataset.trouble = error  # without it bad files are found but not replaced
         against_source = bool(self.verified["source"])
+        # From here to the pass there is no gap in which the source could be let go.
+        self.verified = {"state": "running", "source": against_source}
+        why = ""
+        async with self._dataset.lock:  # the source is mounted and let go by one at a time
+            if self._dataset.removed:
+                why = "the dataset was removed"
+            elif self._dataset.reached is None:
+                try:
+                    await self._dataset.reach()
+                except kit.errors.SourceError as error:
+                    self._dataset.trouble = error  # bad files are found but not replaced
+                    why = str(error) if against_source else ""
+        if why:  # the store against itself would be no comparison
+            self.verified = {"state": "failed", "source": against_source, "why": why}
+            self._dataset.wake()
+            return
         task = {
             "dataset": self._dataset.name,
             "generation": self._dataset.folder,
             "source": self._dataset.reached.root if self._dataset.reached else self._dataset.tree,
+            "stamp": self._dataset.reached.stamp if self._dataset.reached else "",
             "reachable": self._dataset.reached is not None,
             "against_source": against_source,
             "immutable": self._dataset.source.immutable,
@@ -187,11 +210,12 @@ class Work:
             "mounted": [],
             **self.limits(others),
         }
-        self.verified = {"state": "running", "source": against_source}
         end = await self._run("verify", "cache.fill.verifypass", task)
         self._rest()
         result = {"source": against_source, "state": end["result"], "why": end["why"]}
-        result |= {k: end.get(k, 0) for k in ("checked_files", "checked_bytes", "bad")}
+        result |= {
+            k: end.get(k, 0) for k in ("checked_files", "checked_bytes", "bad", "not_compared")
+        }
         result |= {"replaced": end.get("replaced", 0), "withdrawn": 0}
         if left := end.get("unreplaced", 0):
             result |= await self._withdraw(left, others)
@@ -206,23 +230,63 @@ class Work:
         if self.verified.get("state") == "running":
             self.verified = {"state": "failed", "why": why}
 
+    async def _withdrawn_before(self, others: int) -> bool:
+        """Finish what an agent that was killed, or a pass that failed, left of a withdrawal.
+
+        A fill would take the bad files for good ones. False when they are still there; it is tried
+        again. The lock is held.
+        """
+        folder = self._dataset.folder
+        if not await kit.child.call(unreplaced.waiting, folder, deadline=LOOK_SECONDS):
+            return True
+        log.info("bad files of an earlier verify are withdrawn first", dataset=self._dataset.name)
+        _, why = await self._take_out(others)
+        if why:
+            await self._dataset.change(state="partial", why=f"{NOT_WITHDRAWN}: {why}")
+            self._try_withdrawing_again()
+        return not why
+
     async def _withdraw(self, bad: int, others: int) -> dict[str, Any]:
         """Take bad files out of the store so that readers get the source's; the rest stays."""
-        if self._dataset.reached is None:
-            return {"why": "bad files stay until the source answers: it has the only copy"}
         async with self._dataset.lock:
+            if self._dataset.reached is None:
+                return {"why": "bad files stay until the source answers: it has the only copy"}
+            # Before anything else: an agent that is killed from here on knows that it must go on.
             await self._dataset.change(
                 state="partial",
                 failed=bad,
                 why=f"{bad} bad files could not be replaced",
             )
-            await self._withdraw_pass("marks", others)
-            # Never unlink under a bind of the store: first the overlay, which falls through.
-            await self._dataset.publish(view.Stage.OVERLAY)
-            end = await self._withdraw_pass("files", others)
+            withdrawn, why = await self._take_out(others)
+            if why:
+                await self._dataset.change(why=f"{NOT_WITHDRAWN}: {why}")
+                self._try_withdrawing_again()
+                return {"withdrawn": withdrawn, "why": f"{NOT_WITHDRAWN}: {why}"}
             self.not_before = time.monotonic() + PARTIAL_SECONDS
+            return {"withdrawn": withdrawn}
+
+    def _try_withdrawing_again(self) -> None:
+        self.not_before = time.monotonic() + self._dataset.wait_after(self._failures)
+        self._failures += 1
+
+    async def _take_out(self, others: int) -> tuple[int, str]:
+        """Both passes of a withdrawal: how many files went, and why not all did ('' if all).
+
+        Nothing is unlinked unless every mark above it is off and the view knows it.
+        """
+        end = await self._withdraw_pass("marks", others)
+        if end["result"] != "withdrawn":
+            return 0, end["why"] or end["result"]
+        shows_store = self._dataset.stage in (view.Stage.OVERLAY, view.Stage.STORE)
+        if shows_store:
+            # Never unlink under a bind of the store: first the overlay, which falls through. One
+            # that is there already may have looked the directories up with their marks.
+            await self._dataset.publish(view.Stage.OVERLAY)
+        end = await self._withdraw_pass("files", others)
+        if shows_store:
             await self._dataset.refresh()
-            return {"withdrawn": end.get("withdrawn", 0)}
+        why = "" if end["result"] == "withdrawn" else end["why"] or end["result"]
+        return end.get("withdrawn", 0), why
 
     async def _withdraw_pass(self, what: str, others: int) -> dict[str, Any]:
         assert self._dataset.reached is not None
@@ -230,6 +294,7 @@ class Work:
             "dataset": self._dataset.name,
             "generation": self._dataset.folder,
             "source": self._dataset.reached.root,
+            "stamp": self._dataset.reached.stamp,
             "withdraw": what,
             "immutable": self._dataset.source.immutable,
             "native": None,

@@ -51,6 +51,7 @@ class Engine:
             self.page,
             {
                 "source": task["source"],
+                "stamp": task["stamp"],
                 "generation": str(self.generation),
                 "immutable": task["immutable"],
                 "native": task["native"],

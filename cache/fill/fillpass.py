@@ -6,11 +6,10 @@ the first listing, and a directory is sealed when all below it is.
 
 import errno
 import os
-import stat
 import time
 from typing import Any
 
-from cache.fill import batch, engine, entry, hintqueue, index, link, native, tree, worker
+from cache.fill import batch, engine, entry, hintqueue, index, link, native, tree, unreplaced
 from cache.fill.engine import End
 from cache.fill.entry import Entry
 
@@ -320,7 +319,7 @@ class FillPass(engine.Engine):
 
     def _failed(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
         no_room = answer.get("errno") in (errno.ENOSPC, errno.EDQUOT)
-        gone = answer.get("errno") in worker.SOURCE_GONE and job["do"] != "hint"
+        gone = answer.get("errno") in tree.SOURCE_GONE and job["do"] != "hint"
         if answer.get("cancelled") or gone or job["do"] in engine.ESSENTIAL:
             super()._failed(job, answer)
         elif no_room:
@@ -431,30 +430,28 @@ class FillPass(engine.Engine):
         }
 
 
-def root_entry(source: str) -> Entry:
-    """The root of the source as a directory entry. OSError when it is not there."""
-    descriptor = tree.open_root(source)
-    try:
-        return entry.of("", os.fstat(descriptor))
-    finally:
-        os.close(descriptor)
-
-
 def start(task: dict[str, Any]) -> FillPass:
-    """A pass ready to run: the root of the tree dressed as the source's."""
-    root = root_entry(task["source"])
-    if not stat.S_ISDIR(root.mode):
-        raise NotADirectoryError(20, "the source is not a directory")
-    if task["native"] is not None and not native.available():
-        task["native"] = None
-    made = FillPass(task)
-    made.index.add_root(root)
-    source, top = tree.open_root(task["source"]), tree.open_root(str(made.generation / "tree"))
+    """A pass ready to run: the root of the tree dressed as the source's.
+
+    OSError when the source is not there, ESHUTDOWN when another one is, EBUSY when there are bad
+    files in the tree: they look like good ones and would be sealed.
+    """
+    if unreplaced.waiting(task["generation"]):
+        raise OSError(errno.EBUSY, "bad files that a verify found are to be withdrawn first")
+    source = tree.open_source(task["source"], task["stamp"])
     try:
-        tree.dress_directory(top, root, source)
+        root = entry.of("", os.fstat(source))
+        if task["native"] is not None and not native.available():
+            task["native"] = None
+        made = FillPass(task)
+        made.index.add_root(root)
+        top = tree.open_root(str(made.generation / "tree"))
+        try:
+            tree.dress_directory(top, root, source)
+        finally:
+            os.close(top)
     finally:
         os.close(source)
-        os.close(top)
     return made
 
 

@@ -1,5 +1,6 @@
 """A pass's line to the agent: commands on standard input, events on standard output, JSON lines."""
 
+import errno
 import json
 import os
 import signal
@@ -53,9 +54,10 @@ def serve(begin: Callable[[dict[str, Any]], Runnable]) -> None:
         line += byte
     try:
         begin(json.loads(line)).run()
-    except BrokenPipeError:
-        pass  # the agent has gone
     except (OSError, crew.CrewError) as error:
+        # By number: Python makes a BrokenPipeError of ESHUTDOWN too, which a source may give.
+        if isinstance(error, OSError) and error.errno == errno.EPIPE:
+            return  # the agent has gone
         why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         _failed(why)
     except sqlite3.DatabaseError as error:

@@ -15,6 +15,10 @@ OPAQUE = "trusted.overlay.opaque"
 # Kept beside user xattrs: without the lists a job could be refused what the source allows.
 _ACLS = ("system.posix_acl_access", "system.posix_acl_default")
 
+# Not one file but the whole mount: its FUSE daemon died, the cluster shut this client out, or
+# something else is mounted there now (open_source).
+SOURCE_GONE = (errno.ENOTCONN, errno.ESHUTDOWN)
+
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LONGEST_STEP = 3000
 
@@ -22,6 +26,24 @@ _LONGEST_STEP = 3000
 def open_root(path: str) -> int:
     """A descriptor of a root directory; links on the way to it are followed."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def stamp(status: os.stat_result) -> str:
+    """Which directory of which mount a root is."""
+    return f"{status.st_dev}:{status.st_ino}"
+
+
+def open_source(path: str, expected: str) -> int:
+    """A descriptor of a source's root if it is the one that was looked at (its ``stamp``).
+
+    ESHUTDOWN when it is another one: unmounted since then, it shows the empty directory beneath,
+    and whatever the store has would look as if the source had lost it. '' expects nothing.
+    """
+    descriptor = open_root(path)
+    if expected and stamp(os.fstat(descriptor)) != expected:
+        os.close(descriptor)
+        raise OSError(errno.ESHUTDOWN, "the source is not the one that was looked at", path)
+    return descriptor
 
 
 def open_below(root: int, path: Sequence[str]) -> int:

@@ -5,12 +5,12 @@ moment without the name, even under a bind of the store. What cannot be replaced
 agent puts the overlay in place and has it withdrawn (the second task of this module).
 """
 
-import json
+import os
 import time
 from collections import deque
 from typing import Any
 
-from cache.fill import batch, engine, index, link
+from cache.fill import batch, engine, index, link, tree, unreplaced
 from cache.fill.engine import End
 from cache.fill.entry import Entry
 
@@ -18,7 +18,7 @@ from cache.fill.entry import Entry
 STORE_WORKERS = 2
 AHEAD = 64
 MOST_NOTES = 100  # bad files named in the log
-UNREPLACED = "unreplaced.jsonl"
+BAD = "its copy in the store was bad and could not be replaced"
 
 
 class VerifyPass(engine.Engine):
@@ -32,9 +32,11 @@ class VerifyPass(engine.Engine):
         self.repairs: dict[str, list[Entry]] = {}
         self.checked = [0, 0]
         self.found = 0
+        self.uncompared = 0  # good, but the source's file could not be read
         self.replaced = 0
         self.unreplaced: list[list[Any]] = []
         self.stopped = False
+        self.whole = False  # every directory was looked at
 
     def _limits(self, limits: dict[str, Any]) -> None:
         if not self.task["against_source"]:  # limits are for reading from sources
@@ -92,7 +94,10 @@ class VerifyPass(engine.Engine):
         self.checked[0] += answer["checked"][0]
         self.checked[1] += answer["checked"][1]
         self.stopped = self.stopped or answer["stopped"]
-        path = self.index.path(answer["directory"]) if answer["bad"] else []
+        path = self.index.path(answer["directory"])
+        for name, why in answer["named"][: max(0, MOST_NOTES - self.uncompared)]:
+            self.link.say("note", text=f"not compared {'/'.join([*path, name])!r}: {why}")
+        self.uncompared += answer["uncompared"]
         for fields, fault in answer["bad"]:
             item = Entry(*fields)
             self.found += 1
@@ -124,13 +129,16 @@ class VerifyPass(engine.Engine):
             raise End("cancelled")
         if self.bad or self.index.sealed_directories(self.after, 1):
             return
-        raise End("bad" if self.unreplaced else "good")
+        self.whole = True
+        why = f"{self.uncompared} files could not be compared" if self.uncompared else ""
+        raise End("bad" if self.unreplaced else "good", why)
 
     def _last_words(self) -> dict[str, Any]:
         return {
             "checked_files": self.checked[0],
             "checked_bytes": self.checked[1],
             "bad": self.found,
+            "not_compared": self.uncompared,
             "replaced": self.replaced,
             "unreplaced": self._keep_unreplaced(),
         }
@@ -142,8 +150,14 @@ class VerifyPass(engine.Engine):
 
     def _keep_unreplaced(self) -> int:
         """Written beside the index: millions of paths are no line for a pipe. Their number."""
-        text = "".join(f"{json.dumps(item)}\n" for item in self.unreplaced)
-        (self.generation / UNREPLACED).write_text(text, encoding="ascii")
+        if not self.whole:  # what was not looked at again is as bad as it was
+            known = {(tuple(path), name) for path, name in self.unreplaced}
+            self.unreplaced += [
+                [path, name]
+                for path, name in unreplaced.read(self.generation)
+                if (tuple(path), name) not in known
+            ]
+        unreplaced.keep(self.generation, self.unreplaced)
         return len(self.unreplaced)
 
     def _phase(self) -> str:
@@ -163,45 +177,55 @@ class WithdrawPass(engine.Engine):
     """Takes the marks off the directories above bad files, then the files out of the tree.
 
     Two passes, for the overlay is published in between: without a file below its mark, or below a
-    directory that was looked up with it, readers would get ENOENT.
+    directory that was looked up with it, readers would get ENOENT. It goes by the list, not by the
+    index, and may be killed anywhere: done again it does what is left.
     """
 
     def __init__(self, task: dict[str, Any]) -> None:
         super().__init__(task)
         self.withdrawn = 0
-        text = (self.generation / UNREPLACED).read_text(encoding="ascii")
-        self.waiting = deque(json.loads(line) for line in text.splitlines())
-        self.unsealed: set[int] = set()
+        self.waiting = deque(unreplaced.by_directory(unreplaced.read(self.generation)))
 
     def _next_job(self) -> dict[str, Any] | None:
-        if self.crew.busy("unseal", "prune"):
+        if self.cancelled or not self.waiting or self.crew.busy("unseal", "prune"):
             return None
-        while self.waiting:
-            path, name = self.waiting.popleft()
-            number = self.index.find(path)
-            if number is None:
-                continue
-            if self.task["withdraw"] == "files":
-                self.withdrawn += 1
-                with self.index.transaction():
-                    self.index.restart_listing(number)
-                return {"do": "prune", "directory": number, "path": path, "names": [name]}
-            if number not in self.unsealed:
-                self.unsealed.add(number)
-                with self.index.transaction():
-                    changed = self.index.unseal(number)
-                return {"do": "unseal", "paths": [self.index.path(each) for each in changed]}
-        return None
+        path, names = self.waiting.popleft()
+        number = self.index.find(path)
+        if self.task["withdraw"] == "files":
+            return {"do": "prune", "directory": number, "path": path, "names": names}
+        if number is not None:
+            with self.index.transaction():
+                self.index.unseal(number)
+                for name in names:  # known to be incomplete, whatever becomes of this pass
+                    self.index.fail(number, name, BAD, lasting=True)
+                self.index.count_failure(number)
+        above = [path[:length] for length in range(len(path), 0, -1)]
+        return {"do": "unseal", "path": path, "names": names, "paths": above}
 
     def _end_if_done(self) -> None:
+        if self.cancelled:
+            raise End("cancelled")
         if not self.waiting:
+            if self.task["withdraw"] == "files":
+                unreplaced.keep(self.generation, [])
             raise End("withdrawn")
 
     def _last_words(self) -> dict[str, Any]:
         return {"withdrawn": self.withdrawn}
 
+    def _lost(self, job: dict[str, Any] | None) -> None:
+        if job is not None and job["do"] in ("unseal", "prune"):
+            self.waiting.appendleft((job["path"], job["names"]))
+        else:
+            super()._lost(job)
+
     def _take(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
-        """The marks are off, or the file is gone; the next job follows."""
+        """The marks are off, or the files are gone; the next job follows."""
+        if job["do"] == "prune":
+            self.withdrawn += len(job["names"])
+            if job["directory"] is not None:
+                with self.index.transaction():
+                    self.index.restart_listing(job["directory"])
 
     def _phase(self) -> str:
         return "withdrawing"
@@ -214,7 +238,10 @@ class WithdrawPass(engine.Engine):
 
 def start(task: dict[str, Any]) -> engine.Engine:
     """A pass ready to run. The tree keeps its dress: nothing of it changes but bad files."""
-    made: engine.Engine = WithdrawPass(task) if "withdraw" in task else VerifyPass(task)
+    os.close(tree.open_source(task["source"], task["stamp"]))  # before anything is reckoned bad
+    if "withdraw" in task:
+        return WithdrawPass(task)
+    made = VerifyPass(task)
     if made.index.totals().directories == 0:
         raise OSError(2, "the index of this generation is lost; warm it again to rebuild it")
     return made

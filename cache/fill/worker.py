@@ -20,9 +20,6 @@ from linux import journal, processes, syscalls
 # A chunk is left for another time after so long: what is staged gets committed, hints get a turn.
 CHUNK_SECONDS = 2.0
 
-# Not one file but the whole mount: its FUSE daemon died, or the cluster shut this client out.
-SOURCE_GONE = (errno.ENOTCONN, errno.ESHUTDOWN)
-
 
 def is_lasting(error: OSError) -> bool:
     """Whether trying again soon is pointless."""
@@ -38,7 +35,7 @@ class Worker:
         self.throttle = control.Throttle(self.page, number)
         self.immutable = bool(setup["immutable"])
         self.copier = copying.Copier(self.throttle, immutable=self.immutable)
-        self.source = tree.open_root(setup["source"])
+        self.source = tree.open_source(setup["source"], setup["stamp"])
         self.generation = tree.open_root(setup["generation"])
         self.tree = os.open("tree", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
         self.staging = os.open("staging", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
@@ -82,7 +79,7 @@ class Worker:
             for item in self._entries(path, source):
                 if not isinstance(item, Entry):
                     name, error = item
-                    if error.errno in SOURCE_GONE:
+                    if error.errno in tree.SOURCE_GONE:
                         raise error
                     counts["entries"] += 1
                     failed.append([name, copying.reason(error), is_lasting(error)])
@@ -210,7 +207,7 @@ class Worker:
                             if item.is_file and item.nlink > 1:
                                 links.append([item.name, self._link_key(staging, item)])
                         except OSError as error:
-                            if error.errno in SOURCE_GONE:
+                            if error.errno in tree.SOURCE_GONE:
                                 raise
                             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                                 stopped = "full"
@@ -386,10 +383,18 @@ class Worker:
         return True
 
     def unseal(self, job: dict[str, Any]) -> None:
-        """Take the mark from directories, so that the source shows below them again."""
+        """Take the mark from directories, so that the source shows below them again.
+
+        OSError when a mark stays: what is unlinked below it then would be gone for readers.
+        """
         for path in job["paths"]:
-            with tree.opened(self.tree, path) as directory, contextlib.suppress(OSError):
-                os.removexattr(directory, tree.OPAQUE)
+            try:
+                with tree.opened(self.tree, path) as directory:
+                    os.removexattr(directory, tree.OPAQUE)
+            except OSError as error:
+                # Without a mark, or not there at all.
+                if error.errno not in (errno.ENODATA, errno.ENOENT, errno.ENOTDIR):
+                    raise
         messages.answer({"did": "unseal"})
 
     def finish(self, job: dict[str, Any]) -> None:
@@ -400,8 +405,11 @@ class Worker:
         messages.answer({"did": "finish"})
 
     def prune(self, job: dict[str, Any]) -> None:
-        """Remove names of the tree that the source no longer has."""
-        with tree.opened(self.tree, job["path"]) as directory:
+        """Remove names of the tree; done already where their directory is not there."""
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            tree.opened(self.tree, job["path"]) as directory,
+        ):
             dressed = os.fstat(directory).st_mtime_ns
             for name in job["names"]:
                 tree.remove(directory, name)

@@ -6,6 +6,7 @@ out of the agent's cgroup, so that neither the agent's end nor its service's tak
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 from pathlib import Path
@@ -26,6 +27,7 @@ log = structlog.get_logger("source")
 # for each file again; one inode costs it about 1.5 KiB.
 CLIENT_CACHE_INODES = 400_000
 _CGROUP = "nodeagent-sources"
+DETACH_SECONDS = 15.0
 
 _CONF = """\
 [global]
@@ -92,6 +94,7 @@ class Cephfs:
         self._source = source
         self._folder = folder
         self._target = folder / "mount"
+        self._shown = folder / "shows.json"  # what was asked of the mount at the target
         self._thing = f"dataset {dataset.name}: CephFS {source.filesystem}:{source.path}"
         self.immutable = dataset.freshness == "snapshot"
 
@@ -115,7 +118,40 @@ class Cephfs:
         stacked = mountinfo.at(str(self._target), mountinfo.read())
         return stacked[-1] if stacked else None
 
+    @property
+    def _shows(self) -> str:
+        """What a mount of ours is of: one line of JSON. An adopted mount must say the same."""
+        source = self._source
+        shows = {"filesystem": source.filesystem, "path": source.path, "user": source.user}
+        return json.dumps(shows, sort_keys=True)
+
+    def _is_ours(self) -> bool:
+        """Whether the mount at the target was made for these settings."""
+        try:
+            return self._shown.read_text(encoding="ascii") == self._shows
+        except (OSError, UnicodeDecodeError):
+            return False
+
+    async def _let_go_of_another(self) -> None:
+        """Detach a mount that an agent with other settings left; its view keeps what it shows.
+
+        SourceError while it does not go: nothing may be read from it as if it were ours.
+        """
+        while self._mounted() is not None and not self._is_ours():
+            log.warning("source mount is of other settings, mounting anew", source=self._thing)
+            before = self._mounted()
+            # Out of the tree at once; what waits for the cluster after that waits in the child.
+            with contextlib.suppress(OSError, kit.child.DeadlineError):
+                await kit.child.call(mounts.detach, str(self._target), deadline=DETACH_SECONDS)
+            if self._mounted() == before:
+                raise kit.errors.SourceError(
+                    self._thing,
+                    f"an earlier mount at {self._target} does not go",
+                    "see the kernel log; it is tried again",
+                )
+
     async def reach(self, deadline: float) -> reach.Reached:
+        await self._let_go_of_another()
         if self._mounted() is None:
             await self._mount(deadline)
         try:
@@ -147,9 +183,13 @@ class Cephfs:
                 "filesystem": self._source.filesystem,
                 "root": f"{self._source.path.rstrip('/')}/.snap/{self._source.snapshot}",
             }
-        device = f"{mounted.major}:{mounted.minor} {self._root}" if mounted else ""
+        device = ""
+        if mounted is not None:
+            device = f"{mounted.major}:{mounted.minor} {self._root} {self._shows}"
         client = "kernel" if kernel else "ceph-fuse"
-        return reach.Reached(self._root, device, client, found["files"], found["bytes"], native)
+        return reach.Reached(
+            self._root, device, found["stamp"], client, found["files"], found["bytes"], native
+        )
 
     async def _mount(self, deadline: float) -> None:
         source = self._source
@@ -166,6 +206,8 @@ class Cephfs:
                 "this kernel has no CephFS client (client: kernel)",
                 "load the ceph module, or set client: auto",
             )
+        # Before the mount: one whose maker was killed in between is known for what it is.
+        kit.files.save(self._shown, self._shows.encode("ascii"))
         if kernel_has_it and source.client != "fuse":
             try:
                 await kit.child.call(
@@ -268,12 +310,12 @@ class Cephfs:
                         log.warning("ceph-fuse stays in the agent's cgroup", error=str(error))
 
     async def release(self) -> None:
-        """Unmount; what still reads through a view of it is InUseError's business, not ours."""
-        if self._mounted() is not None:
-            with contextlib.suppress(OSError):
-                await kit.child.call(unmount, str(self._target), deadline=15.0)
+        """Unmount all that is there; who reads through a view of it is InUseError's business."""
+        with contextlib.suppress(OSError):
+            while self._mounted() is not None:  # mounts that were made at one time are stacked
+                await kit.child.call(unmount, str(self._target), deadline=DETACH_SECONDS)
         if self._mounted() is None:
-            for name in ("keyring", "ceph.conf"):
+            for name in ("keyring", "ceph.conf", self._shown.name):
                 (self._folder / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self._target.rmdir()

@@ -35,7 +35,12 @@ class Directory:
                 self._thing, "it is empty", "mount or fill it; it is tried again"
             )
         return reach.Reached(
-            self._path, found["device"], "directory", found["files"], found["bytes"]
+            self._path,
+            found["stamp"],
+            found["stamp"],
+            "directory",
+            found["files"],
+            found["bytes"],
         )
 
     async def release(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import kit.errors
+from cache.fill import tree
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class Reached:
 
     root: str  # directory to read
     device: str  # changes when the mount behind it is another one
+    stamp: str  # st_dev:st_ino of the root; a pass that opens another one must not read it
     client: str  # how it is read, for people
     files: int | None = None  # estimates where the source keeps count (CephFS)
     bytes: int | None = None
@@ -48,7 +50,7 @@ def look(root: str) -> dict[str, Any]:
         status = os.fstat(descriptor)
         with os.scandir(descriptor) as entries:
             empty = next(entries, None) is None
-        found: dict[str, Any] = {"device": f"{status.st_dev}:{status.st_ino}", "empty": empty}
+        found: dict[str, Any] = {"stamp": tree.stamp(status), "empty": empty}
         for key, name in (("files", "rfiles"), ("bytes", "rbytes")):
             try:
                 found[key] = int(os.getxattr(descriptor, f"ceph.dir.{name}"))

@@ -126,6 +126,7 @@ def _lines(d: dict[str, Any]) -> list[str]:
             + (
                 f": {verify['checked_files']} files, {verify['bad']} bad, "
                 f"{verify['replaced']} replaced, {verify['withdrawn']} withdrawn"
+                + (f", {left} not compared" if (left := verify.get("not_compared")) else "")
                 if "checked_files" in verify
                 else ""
             )

@@ -181,6 +181,32 @@ def test_the_source_mount_outlives_the_agent_and_is_adopted(
         assert source_mounts() == before
 
 
+def test_a_source_mount_of_an_earlier_path_is_not_taken_for_the_new_one(
+    area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
+) -> None:
+    for name, files in (("before", 300), ("after", 120)):
+        trees.plain(fs / name, files, seed=files)
+        snapshot(fs, name)
+    node.cache["datasets"] = [dataset(cluster, area, "/before")]
+    node.cache["fill"] = {"files_per_second": 20}
+    node.start()
+    node.wait_served("a", "overlay")
+    node.kill()
+    assert [m for m in mountinfo.read() if m.target.startswith(f"{node.state}/")]
+    node.cache["datasets"] = [dataset(cluster, area, "/after")]
+    node.cache["fill"] = {}
+    node.start()
+    shown = node.wait_state("a", "complete", seconds=90)
+    assert shown["files"]["done"] == 120
+    trees.assert_equal(fs / "after" / ".snap" / "v1", node.view("a"))
+
+    def released() -> bool:
+        left = [m for m in mountinfo.read() if m.target.startswith(f"{node.state}/")]
+        return not left and not (node.state / "sources" / "a").exists()
+
+    node.wait_for(released, 30, "the source to be let go, with what was noted of it")
+
+
 def test_the_secret_is_on_no_command_line_in_no_log_and_in_no_answer(
     area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
 ) -> None:

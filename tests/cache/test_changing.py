@@ -114,6 +114,36 @@ def test_permission_denied_is_listed_with_its_reason_and_the_rest_is_stored(
     assert (node.view("a") / "d0/f00000").read_bytes() == (source / "d0/f00000").read_bytes()
 
 
+def test_a_good_copy_stays_when_the_source_file_cannot_be_read_to_compare(
+    area: Path, node: Agent
+) -> None:
+    source, mounted = area / "source", area / "mounted"
+    trees.plain(source, 40, directories=4)
+    os.chmod(area, 0o755)
+    mounted.mkdir()
+    mount_denied(source, mounted)
+    node.add_dir("a", mounted)
+    node.start()
+    node.wait_state("a", "complete")
+    before = trees.records(node.view("a"))
+    os.chmod(source / "d1" / "f00001", 0)
+    os.chmod(source / "d2", 0)
+    gone = source / "d3" / "f00003"
+    moment = gone.parent.stat().st_mtime_ns
+    gone.unlink()
+    os.utime(gone.parent, ns=(moment, moment))
+    done = node.cli("dataset", "verify", "a", "--source")
+    verify = node.dataset("a")["verify"]
+    assert (verify["checked_files"], verify["not_compared"]) == (40, 11), verify
+    assert (verify["bad"], verify["withdrawn"]) == (1, 1), verify  # only what is known to be gone
+    assert "11 not compared" in done.stdout
+    assert (node.tree("a") / "d1" / "f00001").exists()
+    assert "not compared 'd1/f00001'" in node.said()
+    stored = trees.records(node.tree("a"))
+    kept = {path: what for path, what in before.items() if path != b"d3/f00003"}
+    assert {path: stored[path].digest for path in kept} == {p: r.digest for p, r in kept.items()}
+
+
 def mount_denied(below: Path, target: Path) -> None:
     """A FUSE mount whose daemon has no right to pass over modes."""
     for path in (below, *below.rglob("*")):

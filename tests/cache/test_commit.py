@@ -19,6 +19,7 @@ def worker(area: Path) -> Worker:
     page = control.Control.create()
     setup = {
         "source": str(area / "source"),
+        "stamp": "",
         "generation": str(area / "generation"),
         "immutable": False,
         "native": None,
