@@ -21,6 +21,8 @@ JOIN_SHARE = 0.1  # of the first wait
 # While a finding about holders stands: the end of a process is no event. First and later wait.
 RECHECK_SECONDS = (5.0, 30.0)
 RECHECK_SLOWER_AFTER_SECONDS = 60.0
+# After a look that failed: a wish that was not fulfilled is wished for again.
+RETRY_SECONDS = 5.0
 RECHECKED = ("leaked-mount", "busy-mount", "unmap-failing")
 
 Key = tuple[str, Number, int]
@@ -41,11 +43,19 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Memory:
-    """Between two looks. Bounded by the number of devices."""
+    """Between two looks. Bounded by the number of devices.
 
-    deep_at: float = 0.0
-    changed: bool = False  # mounts came or went since the last visit to the namespaces
+    Invariant: ``deep_at`` and a suspect's ``asked`` tell of looks that were done, never of wishes.
+    """
+
+    deep_at: float = 0.0  # Unix time at which the last visit to the namespaces began
+    changed_at: float = 0.0  # when mounts came or went last
     suspects: Mapping[Key, Suspect] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> bool:
+        """Mounts came or went since the last visit to the namespaces."""
+        return self.changed_at > self.deep_at
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,10 @@ def _asked(suspect: Suspect, now: float) -> Suspect:
 def consider(
     scene: Scene, inventory: Inventory, memory: Memory, settings: AuditSettings, *, fresh: bool
 ) -> tuple[Wish, Memory]:
-    """What else to look at now. ``fresh``: this inventory's namespaces were just visited."""
+    """What else to look at now. ``fresh``: this inventory's namespaces were just visited.
+
+    The memory knows the suspects; what is wished for counts only when it was done (``fulfilled``).
+    """
     now = scene.now
     interval = settings.busy_interval if memory.changed else settings.interval
     leaked = any(leaked_mount.is_leaked(inventory, device) for device in inventory.devices)
@@ -132,14 +145,18 @@ def consider(
         suspects[each] = dataclasses.replace(known or Suspect(since, 0.0), first=since + after)
     # Users are asked for when the namespaces did not explain the device.
     due = () if deep else _due(suspects, now)
-    suspects |= {each: _asked(suspects[each], now) for each in due}
-    memory = dataclasses.replace(
-        memory,
-        suspects=suspects,
-        deep_at=now if deep else memory.deep_at,
-        changed=False if deep else memory.changed,
-    )
+    memory = dataclasses.replace(memory, suspects=suspects)
     return Wish(deep, tuple(name for name, _, _ in due)), memory
+
+
+def fulfilled(memory: Memory, wish: Wish, began: float) -> Memory:
+    """The memory after ``wish`` was looked at with success; the look began at ``began``."""
+    suspects = {
+        each: _asked(suspect, began) if each[0] in wish.users_of else suspect
+        for each, suspect in memory.suspects.items()
+    }
+    deep_at = began if wish.deep else memory.deep_at
+    return dataclasses.replace(memory, suspects=suspects, deep_at=deep_at)
 
 
 def next_look(
@@ -148,8 +165,13 @@ def next_look(
     now: float,
     pending: float | None,
     raised: float | None,
+    *,
+    blind: bool = False,
 ) -> float:
-    """Seconds to wait when nothing happens. ``raised``: age of the youngest of RECHECKED."""
+    """Seconds to wait when nothing happens. ``raised``: age of the youngest of RECHECKED;
+    ``blind``: the last look failed, whatever it was for."""
+    if blind:
+        return max(settings.settle, RETRY_SECONDS)
     interval = settings.busy_interval if memory.changed else settings.interval
     waits = [max(0.0, memory.deep_at + interval - now)]
     if pending is not None:
