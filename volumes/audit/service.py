@@ -337,7 +337,7 @@ class Audit:
         waiting = [
             e
             for e in self._standing.values()
-            if not e.dormant and (not e.raised or e.gone is not None)
+            if not e.dormant and not e.stale and (not e.raised or e.gone is not None)
         ]
         if any(entry.rule == "mapped-elsewhere" for entry in waiting):
             self.clusters.ask_soon()
