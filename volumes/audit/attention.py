@@ -79,6 +79,8 @@ def merged(new: Inventory, before: Inventory | None) -> Inventory:
             new,
             spaces=before.spaces,
             namespaces=before.namespaces,
+            deep_gaps=before.deep_gaps,
+            space_gaps=before.space_gaps,
             processes=new.processes or before.processes,
             host_spaces=before.host_spaces if len(before.host_spaces) > 1 else new.host_spaces,
         )

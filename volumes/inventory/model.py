@@ -181,7 +181,10 @@ class Inventory:
     kernel: str = ""
     namespaces: int = 0  # how many there are
     processes: int = 0
-    gaps: tuple[str, ...] = ()  # what could not be looked at, and why
+    gaps: tuple[str, ...] = ()  # what this look could not look at, and why
+    # The same of the last deep look, kept until the next one; and which of these may hide mounts.
+    deep_gaps: tuple[str, ...] = ()
+    space_gaps: tuple[str, ...] = ()
 
     @functools.cached_property
     def by_number(self) -> dict[Number, Device]:

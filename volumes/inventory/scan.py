@@ -10,6 +10,8 @@ from volumes.inventory import blocks, records, spaces, users
 from volumes.inventory.model import Device, Inventory, Number, Place, Space, User, Volume
 from volumes.inventory.processes import Processes, host_space
 
+MOST_GAPS = 50
+
 
 @dataclass(frozen=True)
 class Request:
@@ -29,6 +31,7 @@ def look(request: Request) -> Inventory:
     watched = {device.number for device in devices}
     processes: Processes | None = None
     gaps: list[str] = []
+    hidden: list[str] = []
     host_spaces: dict[int, int] = {}
     if not (request.deep or request.users_of):
         host_spaces[host_space(request.proc, [])] = 1
@@ -36,7 +39,7 @@ def look(request: Request) -> Inventory:
         processes = Processes(request.proc, request.containers)
         host_spaces[processes.host_space()] = 1
         if processes.hidden > 1:
-            gaps.append(
+            hidden.append(
                 f"{processes.hidden} processes may not be looked at; is CAP_SYS_PTRACE held?"
             )
         # kubelet may run in a namespace of its own, where it then mounts volumes
@@ -83,7 +86,9 @@ def look(request: Request) -> Inventory:
         kernel=os.uname().release,
         namespaces=found.count,
         processes=processes.count if processes else 0,
-        gaps=tuple((gaps + found.gaps)[:50]),
+        gaps=tuple((gaps + ([] if request.deep else hidden))[:MOST_GAPS]),
+        deep_gaps=tuple((hidden + found.gaps)[:MOST_GAPS]) if request.deep else (),
+        space_gaps=tuple((found.gaps + (hidden if found.by_processes else []))[:MOST_GAPS]),
     )
 
 

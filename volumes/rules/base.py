@@ -135,6 +135,22 @@ def needs_inventory(judge: Callable[[Scene, Inventory], Iterable[Trouble]]) -> J
     return wrapped
 
 
+def needs_namespaces(judge: Callable[[Scene, Inventory], Iterable[Trouble]]) -> Judge:
+    """As ``needs_inventory``, for what may hide in any mount namespace: where nothing is found,
+    it is fine only when all of them could be looked at."""
+    of_the_node = needs_inventory(judge)
+
+    def wrapped(scene: Scene) -> Outcome:
+        outcome = of_the_node(scene)
+        gaps = scene.inventory.space_gaps if scene.inventory is not None else ()
+        if outcome.troubles or outcome.unknown or not gaps:
+            return outcome
+        more = f" and {len(gaps) - 3} more" if len(gaps) > 3 else ""
+        return Outcome(unknown="not looked at: " + "; ".join(gaps[:3]) + more)
+
+    return wrapped
+
+
 def needs_clusters(judge: Callable[[Scene, ClusterView], Iterable[Trouble]]) -> Judge:
     """A rule asked of each cluster: unknown while any of them does not answer."""
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from kit.finding import Severity
 from volumes.inventory.model import Device, Inventory, Owner, Place, Space, User
-from volumes.rules.base import Rule, Scene, Trouble, needs_inventory
+from volumes.rules.base import Rule, Scene, Trouble, needs_namespaces
 
 # A file system that is being shut down writes back first and has no holder: not at once.
 UNEXPLAINED_SECONDS = 60.0
@@ -166,5 +166,5 @@ RULE = Rule(
     summary="a device is in use by somebody, but not mounted on the host any more",
     severity=Severity.CRITICAL,
     patience=PATIENCE_SECONDS,
-    judge=needs_inventory(_judge),
+    judge=needs_namespaces(_judge),
 )

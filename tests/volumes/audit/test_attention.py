@@ -8,7 +8,7 @@ import pytest
 
 from nodeagent import reporting
 from tests.volumes.audit import world
-from volumes.audit import attention, service
+from volumes.audit import attention, faces, service
 from volumes.inventory import client, model, scan
 
 IDLE = world.device(name="rbd0", number=(252, 0), diskseq=1)
@@ -95,6 +95,15 @@ def test_what_was_wished_for_but_not_done_is_wished_for_again() -> None:
     assert not consider(1005.0, memory, LEAKED, fresh=True)[0]
 
 
+def test_gaps_of_a_visit_to_the_namespaces_stand_until_the_next_one() -> None:
+    gaps = ("mount namespace 7: Operation not permitted",)
+    deep = dataclasses.replace(world.INVENTORY, deep_gaps=gaps, space_gaps=gaps, gaps=("old",))
+    quick = dataclasses.replace(world.INVENTORY, deep=False, gaps=("new",))
+    seen = attention.merged(attention.merged(quick, deep), deep)
+    assert (seen.gaps, seen.deep_gaps, seen.space_gaps) == (("new",), gaps, gaps)
+    assert attention.merged(world.INVENTORY, seen).space_gaps == ()
+
+
 def test_a_mount_during_a_visit_is_a_change_after_it() -> None:
     memory = attention.Memory(deep_at=1000.0, changed_at=1001.0)
     assert not attention.fulfilled(memory, attention.Wish(True, ()), 1002.0).changed
@@ -119,7 +128,8 @@ async def test_a_visit_that_fails_keeps_the_rules_unknown_until_one_is_done(
         looks.append(request.deep)
         if request.deep and looks.count(True) <= failures:
             raise client.BlindError("volume audit", "no answer", "")
-        return dataclasses.replace(world.INVENTORY, deep=request.deep, devices=())
+        hidden = ("3 processes may not be looked at",) if request.deep else ()
+        return dataclasses.replace(world.INVENTORY, deep=request.deep, devices=(), deep_gaps=hidden)
 
     audit = service.Audit(
         world.scene().settings, drivers=("rbd",), state_dir=tmp_path, reporter=reporting.Findings()
@@ -133,3 +143,4 @@ async def test_a_visit_that_fails_keeps_the_rules_unknown_until_one_is_done(
     assert {s.name: s.state for s in audit.states}["leaked-mount"] == "ok"
     assert await audit.look() is not None
     assert looks == [False, True] * (failures + 1) + [False]
+    assert faces.overview(audit)["gaps"] == ["3 processes may not be looked at"]

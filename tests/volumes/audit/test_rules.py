@@ -48,7 +48,7 @@ from volumes.rules import (
     unmap_failing,
     version_skew,
 )
-from volumes.rules.base import Claim, GuardView, LedgerMismatch, LogHit
+from volumes.rules.base import Claim, GuardView, LedgerMismatch, LogHit, Outcome, Rule
 
 CLUSTER = {"name": "c1", "monitors": ["10.0.0.1:6789"], "secret_file": "/k"}
 
@@ -78,6 +78,17 @@ def test_an_active_device_without_any_holder_waits_for_the_write_back() -> None:
     trouble = only(leaked_mount.RULE, scene(devices=(device(active=("ext4",)),)))
     assert trouble.patience == leaked_mount.UNEXPLAINED_SECONDS
     assert trouble.severity is Severity.WARNING
+
+
+@pytest.mark.parametrize("rule", [leaked_mount.RULE, propagation.RULE])
+def test_namespaces_that_could_not_be_looked_at_make_nothing_found_unknown(rule: Rule) -> None:
+    kubelet = place("/", device=(8, 1))
+    gaps = ("mount namespace 7: Operation not permitted",)
+    assert judge(rule, scene(kubelet=kubelet)) == Outcome()
+    assert "namespace 7" in judge(rule, scene(kubelet=kubelet, space_gaps=gaps)).unknown
+    private = space(place("/host", device=(8, 1), propagation="private"), place("/host/v"))
+    outcome = judge(rule, scene(kubelet=kubelet, spaces=(private,), space_gaps=gaps))
+    assert outcome.troubles and not outcome.unknown  # what is seen is judged and can clear
 
 
 def test_a_file_system_that_sysfs_does_not_show_is_leaked_by_its_mount_alone() -> None:
