@@ -78,6 +78,7 @@ def merged(new: Inventory, before: Inventory | None) -> Inventory:
         new = dataclasses.replace(
             new,
             spaces=before.spaces,
+            spaces_at=before.spaces_at,
             namespaces=before.namespaces,
             deep_gaps=before.deep_gaps,
             space_gaps=before.space_gaps,
@@ -129,16 +130,23 @@ def _asked(suspect: Suspect, now: float) -> Suspect:
 
 
 def consider(
-    scene: Scene, inventory: Inventory, memory: Memory, settings: AuditSettings, *, fresh: bool
+    scene: Scene,
+    inventory: Inventory,
+    memory: Memory,
+    settings: AuditSettings,
+    *,
+    fresh: bool,
+    unconfirmed: bool = False,
 ) -> tuple[Wish, Memory]:
-    """What else to look at now. ``fresh``: this inventory's namespaces were just visited.
+    """What else to look at now. ``fresh``: this inventory's namespaces were just visited;
+    ``unconfirmed``: a trouble has lasted, but only one visit to the namespaces saw it.
 
     The memory knows the suspects; what is wished for counts only when it was done (``fulfilled``).
     """
     now = scene.now
     interval = settings.busy_interval if memory.changed else settings.interval
     leaked = any(leaked_mount.is_leaked(inventory, device) for device in inventory.devices)
-    deep = not fresh and (leaked or now - memory.deep_at >= interval)
+    deep = not fresh and (leaked or unconfirmed or now - memory.deep_at >= interval)
     questionable = _questionable(scene, inventory)
     suspects: dict[Key, Suspect] = {}
     for each, after in questionable.items():

@@ -276,7 +276,12 @@ class Audit:
                 self._remember(self.inventory)
                 scene = self._scene()
                 wish, self._memory = attention.consider(
-                    scene, self.inventory, self._memory, self.settings, fresh=fresh
+                    scene,
+                    self.inventory,
+                    self._memory,
+                    self.settings,
+                    fresh=fresh,
+                    unconfirmed=standing.unconfirmed(self._standing, scene.now),
                 )
                 if not wish:
                     break

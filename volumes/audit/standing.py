@@ -98,17 +98,18 @@ def advance(
 
 
 def _seen(before: Entry | None, fresh: Entry, now: float) -> Entry:
+    at = now if fresh.trouble.seen is None else fresh.trouble.seen
     if before is None:
-        return dataclasses.replace(fresh, raised=fresh.patience <= 0, since=now)
+        return dataclasses.replace(fresh, first=at, raised=fresh.patience <= 0, since=at)
     returns = tuple(t for t in before.returns if now - t < FLAP_WINDOW_SECONDS)
     first, dark = before.first, before.dark
     if before.gone is not None:
         returns = (*returns, now)[-16:]
         if not before.raised:
-            first, dark = now, 0.0  # patience counts without a gap
+            first, dark = at, 0.0  # patience counts without a gap
     elif before.stale:
         dark += now - before.stale_since
-    lasted = now - first - dark
+    lasted = at - first - dark
     raised = before.raised or lasted >= fresh.patience
     return dataclasses.replace(
         fresh,
@@ -150,6 +151,15 @@ def pending(standing: Standing, now: float) -> float | None:
         if entry.raised and entry.gone is not None and not entry.flapping and not entry.stale
     ]
     return min(waits, default=None)
+
+
+def unconfirmed(standing: Standing, now: float) -> bool:
+    """Whether something has lasted long enough and only the look that may raise it is missing."""
+    return any(
+        entry.trouble.seen is not None and now - entry.first - entry.dark >= entry.patience
+        for entry in standing.values()
+        if not entry.raised and not entry.dormant and not entry.stale
+    )
 
 
 def findings(standing: Standing) -> list[Finding]:

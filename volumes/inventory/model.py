@@ -174,6 +174,7 @@ class Inventory:
     host_spaces: tuple[int, ...] = ()
     kubelet: Place | None = None  # the host mount that kubelet's directory lies on
     spaces: tuple[Space, ...] = ()
+    spaces_at: float = 0.0  # Unix time of the deep look that ``spaces`` come from
     users: tuple[User, ...] = ()
     users_of: tuple[Number, ...] = ()  # devices whose users were looked for
     volumes: tuple[Volume, ...] = ()

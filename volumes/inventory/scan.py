@@ -79,6 +79,7 @@ def look(request: Request) -> Inventory:
         host_spaces=tuple(host_spaces),
         kubelet=kubelet[0] if kubelet else None,
         spaces=tuple(_without_idle(found.spaces)),
+        spaces_at=time.time() if request.deep else 0.0,
         users=tuple(using),
         users_of=tuple(numbers),
         volumes=tuple(volumes),

@@ -101,6 +101,9 @@ class Trouble:
     evidence: Mapping[str, str] = field(default_factory=dict)
     severity: Severity | None = None  # other than the rule's own
     patience: float | None = None  # seconds it must last, other than the rule's own
+    # Unix time of the look that saw it, where that may be older than this round: patience counts
+    # from one look to another, not over what is only remembered.
+    seen: float | None = None
 
 
 @dataclass(frozen=True)

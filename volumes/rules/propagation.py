@@ -24,7 +24,9 @@ def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         holds = f" and holds copies of {', '.join(names)}" if names else ""
         yield Trouble(
             subject=owner.pod or owner.pod_uid or owner.comm if owner else f"mnt:[{space.inode}]",
-            key=f"mnt-{space.inode}",
+            # An inode is given again at once: a second short-lived namespace is not the first.
+            key=f"mnt-{space.inode}" + (f"-{space.id}" if space.id else ""),
+            seen=inventory.spaces_at,
             pid=owner.pid if owner else 0,
             device=names[0] if names else "",
             # Without a copy of a volume nothing is pinned yet: the next restart of it pins some.

@@ -95,6 +95,51 @@ def test_what_was_wished_for_but_not_done_is_wished_for_again() -> None:
     assert not consider(1005.0, memory, LEAKED, fresh=True)[0]
 
 
+async def test_a_short_lived_private_copy_is_looked_for_again_before_it_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``unshare -m`` of two seconds, just when the namespaces are visited."""
+    kubelet = world.place("/", device=(8, 1))
+    copy = world.space(world.place("/", device=(8, 1), propagation="private"))
+    deep_looks = 0
+    lasts = False
+    now = 1000.0
+
+    async def look(request: scan.Request, deadline: float) -> model.Inventory:
+        nonlocal deep_looks
+        deep_looks += request.deep
+        return dataclasses.replace(
+            world.INVENTORY,
+            deep=request.deep,
+            devices=(),
+            kubelet=kubelet,
+            spaces=(copy,) if request.deep and (deep_looks == 1 or lasts) else (),
+            spaces_at=now if request.deep else 0.0,
+        )
+
+    def found() -> list[str]:
+        return [f.rule for f in audit.findings if f.rule == "private-propagation"]
+
+    monkeypatch.setattr("time.time", lambda: now)
+    for lasts in (False, True):
+        deep_looks = 0
+        audit = service.Audit(
+            world.scene().settings,
+            drivers=("rbd",),
+            state_dir=tmp_path,
+            reporter=reporting.Findings(),
+        )
+        monkeypatch.setattr(audit.scanner, "look", look)
+        for after, looks in ((0.0, 1), (10.0, 1), (6.0, 2), (20.0, 2)):
+            now += after
+            assert found() == []
+            await audit.look()
+            assert deep_looks == looks
+            if looks == 2:
+                break
+        assert found() == (["private-propagation"] if lasts else [])
+
+
 def test_gaps_of_a_visit_to_the_namespaces_stand_until_the_next_one() -> None:
     gaps = ("mount namespace 7: Operation not permitted",)
     deep = dataclasses.replace(world.INVENTORY, deep_gaps=gaps, space_gaps=gaps, gaps=("old",))

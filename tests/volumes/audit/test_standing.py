@@ -82,6 +82,24 @@ def test_what_waits_while_a_rule_is_unknown_is_bounded() -> None:
     assert len(state) == 2 * standing.MOST_OF_A_RULE
 
 
+def remembered(seen: float) -> Judged:
+    trouble = dataclasses.replace(TROUBLE, seen=seen)
+    return Judged("private-propagation", ((trouble, Severity.WARNING, 15.0),))
+
+
+def test_what_only_one_look_saw_is_not_raised_however_long_it_is_remembered() -> None:
+    state = after((100, remembered(99.0)), (110, remembered(99.0)))
+    assert not standing.unconfirmed(state, 110)
+    state = standing.advance(state, [remembered(99.0)], 500, 5.0)
+    assert raised(state) == []
+    assert standing.unconfirmed(state, 500)  # another look is asked for
+    seen = standing.advance(state, [remembered(501.0)], 502, 5.0)
+    assert raised(seen) == ["private-propagation/rbd0/k"]
+    assert not standing.unconfirmed(seen, 502)
+    gone = standing.advance(state, [Judged("private-propagation", ())], 502, 5.0)
+    assert raised(gone) == [] and not standing.unconfirmed(gone, 502)
+
+
 def test_a_flapping_trouble_keeps_one_finding_up() -> None:
     state: standing.Standing = {}
     changes = 0
