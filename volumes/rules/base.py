@@ -154,8 +154,11 @@ def needs_namespaces(judge: Callable[[Scene, Inventory], Iterable[Trouble]]) -> 
     return wrapped
 
 
-def needs_clusters(judge: Callable[[Scene, ClusterView], Iterable[Trouble]]) -> Judge:
-    """A rule asked of each cluster: unknown while any of them does not answer."""
+def needs_clusters(
+    judge: Callable[[Scene, ClusterView], Iterable[Trouble]], *commands: str
+) -> Judge:
+    """A rule asked of each cluster: unknown while any of them does not answer, or does not let
+    the key run one of the ``commands`` that the rule lives on."""
 
     def wrapped(scene: Scene) -> Outcome:
         if not scene.clusters:
@@ -167,6 +170,7 @@ def needs_clusters(judge: Callable[[Scene, ClusterView], Iterable[Trouble]]) -> 
                 unknown.append(f"cluster {name}: {view}")
             else:
                 troubles += judge(scene, view)
+                unknown += view.refused(commands)
         return Outcome(tuple(troubles), unknown="; ".join(unknown))
 
     return wrapped

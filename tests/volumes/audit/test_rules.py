@@ -1,5 +1,6 @@
 """Every rule: what it finds, and what it must not find. Pure."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from tests.volumes.audit.world import (
     view,
     volume,
 )
-from volumes.inventory import model
+from volumes.audit import clusters
+from volumes.audit.settings import ClusterSettings
+from volumes.inventory import ceph, model
 from volumes.inventory.cluster import (
     Check,
     FeatureGroup,
@@ -342,6 +345,68 @@ def test_a_smaller_path_mtu_is_found() -> None:
     assert judge(network.MTU, scene(paths=(fine,), settings=settings)).troubles == ()
 
 
+def test_a_cluster_whose_monitors_no_way_is_known_to_is_unknown() -> None:
+    settings = {"clusters": [{"name": "c1", "conf": "/etc/ceph/ceph.conf"}]}
+    outcomes = {
+        "not asked yet": {},
+        "no answer": {"c1": "no answer"},
+        "'ceph mon dump' is not allowed": {"c1": view(denied=("mon dump",))},
+        "no way to any": {"c1": view()},
+    }
+    for why, views in outcomes.items():
+        outcome = judge(network.MTU, scene(settings=settings, clusters=views))
+        assert why in outcome.unknown and "c1" in outcome.unknown
+    path = NetworkPath("c1", "10.0.0.1", 1500, "eth0", 1500)
+    at = scene(settings=settings, clusters={"c1": view()}, paths=(path,))
+    assert judge(network.MTU, at) == Outcome()
+
+
+def test_monitors_of_a_cluster_with_only_a_conf_are_those_it_names_itself() -> None:
+    by_conf = ClusterSettings.model_validate({"name": "c1", "conf": "/etc/ceph/ceph.conf"})
+    told = view(monitors_v1=("10.0.0.1:6789",), monitors_v2=("10.0.0.1:3300", "[fd00::1]:3300"))
+    assert clusters.addresses(by_conf, told) == ["10.0.0.1", "fd00::1"]
+    assert clusters.addresses(by_conf, "no answer") == []
+    by_name = ClusterSettings.model_validate(CLUSTER | {"monitors": ["mon-a:6789"]})
+    assert clusters.addresses(by_name, told) == ["10.0.0.1", "fd00::1"]
+
+
+@pytest.mark.parametrize(
+    ("command", "rules"),
+    [
+        ("versions", (version_skew.VERSIONS,)),
+        ("features", (version_skew.FEATURE,)),
+        ("osd dump", (version_skew.FEATURE, blocklisted_client.RULE)),
+        ("health", (cluster_health.NEAR_FULL, cluster_health.CLOCK)),
+        ("df", (cluster_health.NEAR_FULL,)),
+        ("mon dump", (network.MESSENGER,)),
+    ],
+)
+def test_what_the_key_may_not_ask_is_unknown(command: str, rules: tuple[Rule, ...]) -> None:
+    for denied in ((), (command,)):
+        at = scene(clusters={"c1": view(denied=denied)}, clock=ClockState(True, 0.0))
+        for rule in rules:
+            assert (f"'ceph {command}' is not allowed" in judge(rule, at).unknown) is bool(denied)
+
+
+class _Rados:
+    """A key that may run nothing but ``versions``."""
+
+    def mon_command(self, command: str, _: bytes, *, timeout: int) -> tuple[int, bytes, str]:
+        if json.loads(command)["prefix"] == "versions":
+            return 0, b'{"mon": {"ceph version 16.2.15": 1}}', ""
+        return -13, b"", "access denied"
+
+    def get_fsid(self) -> str:
+        return "f1"
+
+
+def test_commands_that_are_refused_are_kept_with_the_view() -> None:
+    seen = ceph._view("c1", _Rados(), None, [], 1.0)
+    assert set(seen.denied) == {"health", "df", "osd dump", "mon dump", "features"}
+    assert "'ceph df' is not allowed to this key" in seen.gaps
+    assert seen.versions
+
+
 @pytest.mark.parametrize(
     ("config", "v1", "v2", "found"),
     [
@@ -378,7 +443,6 @@ def test_rules_are_named_once_and_documented() -> None:
 
 
 def test_the_model_survives_the_pipe() -> None:
-    import json
 
     from tests.volumes.audit.world import INVENTORY
 
