@@ -1,10 +1,12 @@
 """Carrying a plan out. Each function runs in a child process (kit.child) and checks again there."""
 
+import os
 import subprocess
 from pathlib import Path
 
 import kit.errors
 from linux import blockioctl, nsmounts
+from volumes.inventory import processes, users
 
 _UNMAP_SECONDS = 20
 
@@ -43,12 +45,15 @@ def unmap(name: str, driver: str, device: list[int], diskseq: int, mapping: str)
         target = single if single.exists() else Path("/sys/bus/rbd/remove")
         target.write_text(mapping)
     elif driver == "nbd":
-        subprocess.run(
-            ("rbd-nbd", "unmap", f"/dev/{name}"),
-            check=True,
-            timeout=_UNMAP_SECONDS,
-            capture_output=True,
-        )
+        # rbd-nbd takes the device away from whoever has it open: nobody may.
+        with blockioctl.claimed(f"/dev/{name}", (device[0], device[1])):
+            _refuse_users(name, (device[0], device[1]))
+            subprocess.run(
+                ("rbd-nbd", "unmap", f"/dev/{name}"),
+                check=True,
+                timeout=_UNMAP_SECONDS,
+                capture_output=True,
+            )
     elif driver == "loop":
         blockioctl.detach_loop(f"/dev/{name}", (device[0], device[1]))
     else:
@@ -56,6 +61,17 @@ def unmap(name: str, driver: str, device: list[int], diskseq: int, mapping: str)
             f"unmap {name}", f"nothing is known of driver {driver}", "unmap it by hand"
         )
     return 1
+
+
+def _refuse_users(name: str, number: tuple[int, int]) -> None:
+    everything = processes.Processes("/proc", "")
+    for user in users.find(everything, "/proc", {number}, set()):
+        if user.owner.pid != os.getpid():  # the claim
+            raise kit.errors.RefusedError(
+                f"unmap {name}",
+                f"{user.owner.label} has it open ({', '.join(user.ways)})",
+                "nothing was done",
+            )
 
 
 def _sequence(home: Path) -> int:

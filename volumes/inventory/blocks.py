@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+from volumes.inventory import nbd
 from volumes.inventory.model import Client, Device, Image, Number
 
 _SECTOR = 512
@@ -57,7 +58,10 @@ def devices(drivers: list[str], sys: str, proc: str) -> list[Device]:
         if size == 0:
             continue  # a free loop or nbd minor
         backing = _text(f"{home}/loop/backing_file")
+        diskseq = _number(_text(f"{home}/diskseq"))
         image, client = mapped.get(number, (None, None))
+        if wanted[number[0]] == "nbd":
+            image = nbd.image(proc, home, diskseq)
         found.append(
             Device(
                 name=name,
@@ -65,7 +69,7 @@ def devices(drivers: list[str], sys: str, proc: str) -> list[Device]:
                 driver=wanted[number[0]],
                 size=size,
                 read_only=_text(f"{home}/ro") == "1",
-                diskseq=_number(_text(f"{home}/diskseq")),
+                diskseq=diskseq,
                 active=tuple(live.get(name, ())),
                 holders=tuple(_holders(home, name)),
                 backing=backing,
