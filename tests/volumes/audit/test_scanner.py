@@ -41,6 +41,19 @@ async def test_a_look_that_hangs_is_given_up_and_the_next_one_works(stage: Stage
     await scanner.close()
 
 
+async def test_a_child_whose_look_was_cut_off_by_the_end_is_waited_for(stage: Stage) -> None:
+    scanner = client.Scanner()
+    await scanner.look(request(stage), 20.0)
+    (child,) = _children("volumes.inventory.worker")
+    os.kill(child, signal.SIGSTOP)
+    task = asyncio.create_task(scanner.look(request(stage), 20.0))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await scanner.close()
+    assert not Path(f"/proc/{child}").exists()
+
+
 async def test_children_that_cannot_be_killed_are_bounded(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
