@@ -11,22 +11,25 @@ from volumes.inventory import processes, users
 _UNMAP_SECONDS = 20
 
 
-def detach(way: str, namespace_id: int, inode: int, device: list[int], targets: list[str]) -> int:
-    """How many copies were unmounted; 0 when nothing was there any more. OSError."""
-    number = (device[0], device[1])
-    if _mounted_on_host(number):
+def detach(way: str, namespace_id: int, inode: int, copies: list[tuple[int, int, str]]) -> int:
+    """How many copies were unmounted; 0 when nothing was there any more. OSError.
+
+    ``copies``: major and minor of each mount itself, and where it is in that namespace.
+    """
+    wanted = [nsmounts.Copy((major, minor), target) for major, minor, target in copies]
+    if _mounted_on_host({copy.device for copy in wanted}):
         raise kit.errors.RefusedError(
             "detach-leaked", "the host has the device mounted again", "nothing was done"
         )
     if way:
-        return nsmounts.detach(way, inode, number, targets)
-    return nsmounts.detach_by_id(namespace_id, inode, number, targets)
+        return nsmounts.detach(way, inode, wanted)
+    return nsmounts.detach_by_id(namespace_id, inode, wanted)
 
 
-def _mounted_on_host(number: tuple[int, int]) -> bool:
-    wanted = f"{number[0]}:{number[1]}"
+def _mounted_on_host(numbers: set[tuple[int, int]]) -> bool:
+    wanted = {f"{major}:{minor}" for major, minor in numbers}
     lines = Path("/proc/1/mountinfo").read_text(errors="replace").splitlines()
-    return any(line.split(" ", 3)[2] == wanted for line in lines)
+    return any(line.split(" ", 3)[2] in wanted for line in lines)
 
 
 def unmap(name: str, driver: str, device: list[int], diskseq: int, mapping: str) -> int:
@@ -35,8 +38,10 @@ def unmap(name: str, driver: str, device: list[int], diskseq: int, mapping: str)
     number = f"{device[0]}:{device[1]}"
     if (home / "dev").read_text().strip() != number or _sequence(home) not in (0, diskseq):
         raise kit.errors.RefusedError(f"unmap {name}", "another device by now", "nothing was done")
-    if any(Path("/sys/fs", fs, name).exists() for fs in ("ext4", "xfs", "f2fs")) or list(
-        (home / "holders").iterdir()
+    if (
+        any(Path("/sys/fs", fs, name).exists() for fs in ("ext4", "xfs", "f2fs"))
+        or any((home / "holders").iterdir())
+        or any(home.glob("*/partition"))
     ):
         raise kit.errors.RefusedError(f"unmap {name}", "it is in use again", "nothing was done")
     if driver == "rbd":

@@ -85,8 +85,9 @@ def merged(new: Inventory, before: Inventory | None) -> Inventory:
             processes=new.processes or before.processes,
             host_spaces=before.host_spaces if len(before.host_spaces) > 1 else new.host_spaces,
         )
-    same = {key(device) for device in before.devices} & {key(device) for device in new.devices}
-    numbers = {number for _, number, _ in same} - set(new.users_of)
+    known = {key(device): device.numbers for device in before.devices}
+    same = [d.numbers & known[key(d)] for d in new.devices if key(d) in known]
+    numbers = frozenset[Number]().union(*same) - set(new.users_of)
     kept = tuple(user for user in before.users if user.device in numbers)
     asked = tuple(number for number in before.users_of if number in numbers)
     return dataclasses.replace(new, users=new.users + kept, users_of=new.users_of + asked)
@@ -96,7 +97,7 @@ def _questionable(scene: Scene, inventory: Inventory) -> dict[Key, float]:
     """Devices whose users matter -> how long they must have been so."""
     found: dict[Key, float] = {}
     for device in inventory.devices:
-        if leaked_mount.is_leaked(inventory, device) and not inventory.elsewhere(device):
+        if leaked_mount.is_leaked(inventory, device) and not leaked_mount.copies(inventory, device):
             found[key(device)] = 0.0
         elif mapped_unmounted.is_idle(inventory, device):
             found[key(device)] = 60.0

@@ -28,7 +28,7 @@ def look(request: Request) -> Inventory:
     """What is there now. OSError only when /proc or /sys themselves cannot be read."""
     began, cpu = time.monotonic(), time.process_time()
     devices = blocks.devices(list(request.drivers), request.sys, request.proc)
-    watched = {device.number for device in devices}
+    watched = {number for device in devices for number in device.numbers}
     processes: Processes | None = None
     gaps: list[str] = []
     hidden: list[str] = []
@@ -63,10 +63,10 @@ def look(request: Request) -> Inventory:
     numbers: list[Number] = []
     if processes is not None:
         if request.deep:
-            unexplained = {d.number for d in devices if d.active} - {p.device for p in host}
+            unexplained = {n for d in devices for n in d.live} - {p.device for p in host}
             scan = spaces.Scan(processes, request.proc, set(host_spaces), watched, kubelet)
             found = scan.run(unexplained)
-        numbers = [d.number for d in devices if d.name in request.users_of]
+        numbers = [n for d in devices if d.name in request.users_of for n in sorted(d.numbers)]
         using = users.find(processes, request.proc, set(numbers), set(host_spaces))
     return Inventory(
         taken=time.time(),
@@ -107,12 +107,12 @@ def _with_raw(devices: list[Device], host: list[mountinfo.Mount]) -> list[Device
     for mount in host:
         if mount.fstype == "devtmpfs" and mount.root != "/":
             bound.setdefault(mount.root.removeprefix("/"), []).append(mount.target)
-    return [
-        dataclasses.replace(device, raw=tuple(bound[device.name]))
-        if device.name in bound
-        else device
-        for device in devices
-    ]
+    named = []
+    for device in devices:
+        names = (device.name, *(layer.name for layer in device.layers))
+        raw = tuple(target for name in names for target in bound.get(name, ()))
+        named.append(dataclasses.replace(device, raw=raw) if raw else device)
+    return named
 
 
 def _kubelet(path: str, tables: dict[int, list[mountinfo.Mount]]) -> tuple[Place, str] | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kit.finding import Severity
-from volumes.inventory.model import Device, Inventory, Owner, Place, Space, User
+from volumes.inventory.model import Device, Inventory, Number, Owner, Place, Space, User
 from volumes.rules.base import Rule, Scene, Trouble, needs_namespaces
 
 # A file system that is being shut down writes back first and has no holder: not at once.
@@ -73,9 +73,20 @@ def _advice(space: Space, places: list[Place], device: Device) -> str:
     )
 
 
+def on_host(inventory: Inventory, device: Device) -> set[Number]:
+    """Which numbers of the device the host has mounted."""
+    return {place.device for place in inventory.on_host(device)}
+
+
+def copies(inventory: Inventory, device: Device) -> list[tuple[Space, Place]]:
+    """Mounts outside the host's namespaces of what the host does not have mounted."""
+    at_home = on_host(inventory, device)
+    return [each for each in inventory.elsewhere(device) if each[1].device not in at_home]
+
+
 def _mounts(inventory: Inventory, device: Device) -> Iterator[Trouble]:
     spaces: dict[int, tuple[Space, list[Place]]] = {}
-    for space, place in inventory.elsewhere(device):
+    for space, place in copies(inventory, device):
         spaces.setdefault(space.inode, (space, []))[1].append(place)
     for space, places in list(spaces.values())[:MOST_PER_DEVICE]:
         owner = _owner(space)
@@ -94,6 +105,7 @@ def _mounts(inventory: Inventory, device: Device) -> Iterator[Trouble]:
                 "processes": str(space.processes),
                 "targets": ", ".join(place.target for place in places[:8]),
                 "propagation": places[0].propagation,
+                "on": ", ".join(sorted({device.name_of(place.device) for place in places})),
                 "read_only": str(all(p.read_only or p.super_read_only for p in places)).lower(),
                 "kept_by": "; ".join(space.kept_by),
                 "size": str(device.size),
@@ -120,7 +132,9 @@ def user_trouble(device: Device, user: User, message: str, advice: str) -> Troub
 
 
 def _users(inventory: Inventory, device: Device) -> Iterator[Trouble]:
-    for user in inventory.users_on(device)[:MOST_PER_DEVICE]:
+    at_home = on_host(inventory, device)
+    users = [user for user in inventory.users_on(device) if user.device not in at_home]
+    for user in users[:MOST_PER_DEVICE]:
         yield user_trouble(
             device,
             user,
@@ -132,10 +146,8 @@ def _users(inventory: Inventory, device: Device) -> Iterator[Trouble]:
 
 
 def is_leaked(inventory: Inventory, device: Device) -> bool:
-    """Something outside the host's namespaces has it, and the host does not."""
-    if inventory.on_host(device):
-        return False
-    return bool(device.active or inventory.elsewhere(device))
+    """Something outside the host's namespaces has it or a layer of it, and the host does not."""
+    return bool(device.live - on_host(inventory, device) or copies(inventory, device))
 
 
 def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:

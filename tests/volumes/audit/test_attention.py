@@ -140,6 +140,20 @@ async def test_a_short_lived_private_copy_is_looked_for_again_before_it_is_raise
         assert found() == (["private-propagation"] if lasts else [])
 
 
+def test_users_of_a_layer_are_kept_until_the_device_is_asked_about_again() -> None:
+    layered = world.device(layers=(model.Layer("dm-0", (253, 0)),))
+    user = model.User(world.OWNER, (253, 0), ("fd 3",), 99)
+    asked = dataclasses.replace(
+        world.INVENTORY, devices=(layered,), users=(user,), users_of=((252, 0), (253, 0))
+    )
+    quick = dataclasses.replace(world.INVENTORY, devices=(layered,), deep=False)
+    kept = attention.merged(quick, asked)
+    assert (kept.users, kept.users_of) == ((user,), ((252, 0), (253, 0)))
+    again = dataclasses.replace(quick, users_of=((252, 0), (253, 0)))
+    assert attention.merged(again, kept).users == ()
+    assert attention.merged(world.INVENTORY, kept).users == ()  # the layer went
+
+
 def test_gaps_of_a_visit_to_the_namespaces_stand_until_the_next_one() -> None:
     gaps = ("mount namespace 7: Operation not permitted",)
     deep = dataclasses.replace(world.INVENTORY, deep_gaps=gaps, space_gaps=gaps, gaps=("old",))

@@ -1,12 +1,13 @@
 """Every rule: what it finds, and what it must not find. Pure."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kit.finding import Severity
+from kit.finding import Finding, Severity
 from linux.clock import ClockState
 from tests.volumes.audit.world import (
     DEVICE,
@@ -20,6 +21,7 @@ from tests.volumes.audit.world import (
     view,
     volume,
 )
+from volumes.actions import plan
 from volumes.audit import clusters
 from volumes.audit.settings import ClusterSettings
 from volumes.inventory import ceph, model
@@ -32,7 +34,7 @@ from volumes.inventory.cluster import (
     VersionCount,
     Watcher,
 )
-from volumes.inventory.model import Client, Image, Publish
+from volumes.inventory.model import Client, Image, Layer, Publish
 from volumes.rules import (
     attachment,
     blocklisted_client,
@@ -75,6 +77,64 @@ def hit(**changes: object) -> LogHit:
 def test_a_mounted_device_is_not_leaked_whatever_others_do() -> None:
     at = scene(devices=(device(active=("ext4",)),), host=(place(),), spaces=(space(),))
     assert judge(leaked_mount.RULE, at).troubles == ()
+
+
+PARTITIONED = device(
+    active=("ext4",),
+    holders=("rbd0p1", "rbd0p2"),
+    layers=(Layer("rbd0p1", (259, 1), ("ext4",)), Layer("rbd0p2", (259, 2), ("ext4",))),
+)
+
+
+def test_a_layer_that_the_host_does_not_have_is_leaked_and_one_that_it_has_is_not() -> None:
+    first = place("/mnt/1", device=(259, 1))
+    copies = space(
+        place("/host/1", device=(259, 1), propagation="private"),
+        place("/host/2", device=(259, 2), propagation="private"),
+    )
+    both = (first, place("/mnt/2", device=(259, 2)))
+    mounted = scene(devices=(PARTITIONED,), host=both, spaces=(copies,))
+    assert judge(leaked_mount.RULE, mounted).troubles == ()
+    assert judge(mapped_unmounted.RULE, mounted).troubles == ()
+    leaked = scene(devices=(PARTITIONED,), host=(first,), spaces=(copies,))
+    trouble = only(leaked_mount.RULE, leaked)
+    assert (trouble.device, trouble.evidence["on"]) == ("rbd0", "rbd0p2")
+    assert trouble.evidence["targets"] == "/host/2"
+    assert only(leaked_mount.RULE, scene(devices=(PARTITIONED,), host=(first,))).key == "nobody"
+
+
+def test_a_users_file_on_a_layer_is_the_devices() -> None:
+    user = model.User(space().owners[0], (259, 2), ("fd 3",), 99)
+    host = (place("/mnt/1", device=(259, 1)),)
+    at = scene(devices=(PARTITIONED,), host=host, users=(user,))
+    assert only(leaked_mount.RULE, at).pid == 42
+    elsewhere = model.User(space().owners[0], (259, 1), ("fd 3",), 99)
+    at = scene(devices=(PARTITIONED,), host=host, users=(elsewhere,))
+    assert only(leaked_mount.RULE, at).key == "nobody"  # it uses what the host has mounted
+
+
+def test_a_copy_is_unmounted_by_the_number_of_its_mount() -> None:
+    target = "/host/plugins/kubernetes.io/csi/x/globalmount"
+    copies = space(
+        place("/host/1", device=(259, 1), propagation="private"),
+        place(target, device=(259, 2), propagation="private"),
+    )
+    host = (place("/mnt/1", device=(259, 1)),)
+    inventory = scene(devices=(PARTITIONED,), host=host, spaces=(copies,)).inventory
+    assert inventory is not None
+    finding = Finding(
+        "leaked-mount/rbd0/mnt-99",
+        "leaked-mount",
+        Severity.CRITICAL,
+        *("rbd0", "m", "a"),
+        evidence={"device": "rbd0", "kind": "mount", "namespace": "99"},
+    )
+    (step,) = plan.plans([finding], inventory, None, {}, 60.0)
+    assert step.refusal == ""
+    assert step.arguments["copies"] == [[259, 2, target]]
+    again = dataclasses.replace(inventory, host=(*host, place("/mnt/2", device=(259, 2))))
+    (step,) = plan.plans([finding], again, None, {}, 60.0)
+    assert "the host has it mounted again" in step.refusal
 
 
 def test_an_active_device_without_any_holder_waits_for_the_write_back() -> None:
