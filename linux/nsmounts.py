@@ -81,11 +81,19 @@ def mounts(namespace: int) -> Iterator[Mounted]:
             yield found
 
 
-def detach(namespace_path: str, inode: int, device: tuple[int, int], targets: list[str]) -> int:
-    """Lazily unmount ``device`` from ``targets`` in one namespace; how many were detached.
+@dataclass(frozen=True)
+class Copy:
+    """A mount that is to go."""
+
+    device: tuple[int, int]
+    target: str
+
+
+def detach(namespace_path: str, inode: int, copies: list[Copy]) -> int:
+    """Lazily unmount ``copies`` in one namespace; how many were detached.
 
     For a child process: it moves into the namespace. Checked again right there: the namespace has
-    this ``inode``, the topmost mount on each target is of this device and private (others would
+    this ``inode``, the topmost mount on each target is of its device and private (others would
     be unmounted elsewhere too). What no longer matches is left alone. OSError.
     """
     visitor = namespaces.Visitor()
@@ -94,27 +102,28 @@ def detach(namespace_path: str, inode: int, device: tuple[int, int], targets: li
             return 0  # another namespace by now
         table = mountinfo.parse(visitor.table(descriptor))
         namespaces.enter(descriptor)
-    return _detach_here(table, device, targets)
+    return _detach_here(table, copies)
 
 
-def detach_by_id(namespace: int, inode: int, device: tuple[int, int], targets: list[str]) -> int:
+def detach_by_id(namespace: int, inode: int, copies: list[Copy]) -> int:
     """As ``detach``, for a namespace without processes: found again by its id (6.12)."""
     visitor = namespaces.Visitor()
     for listed in namespaces.walk():
         if listed.id == namespace and listed.inode == inode:
             table = mountinfo.parse(visitor.table(listed.descriptor))
             namespaces.enter(listed.descriptor)
-            return _detach_here(table, device, targets)
+            return _detach_here(table, copies)
     return 0
 
 
-def _detach_here(table: list[mountinfo.Mount], device: tuple[int, int], targets: list[str]) -> int:
+def _detach_here(table: list[mountinfo.Mount], copies: list[Copy]) -> int:
     done = 0
-    for target in sorted(targets, key=len, reverse=True):  # the deepest first
-        stack = mountinfo.at(target, table)
-        if not stack or stack[-1].device != device or not stack[-1].is_private:
+    # The deepest first; of what is stacked on one target only the topmost is looked at.
+    for copy in sorted(set(copies), key=lambda copy: len(copy.target), reverse=True):
+        stack = mountinfo.at(copy.target, table)
+        if not stack or stack[-1].device != copy.device or not stack[-1].is_private:
             continue
-        result = syscalls.libc.umount2(os.fsencode(target), _MNT_DETACH | _UMOUNT_NOFOLLOW)
-        syscalls.checked(result, f"umount {target}")
+        result = syscalls.libc.umount2(os.fsencode(copy.target), _MNT_DETACH | _UMOUNT_NOFOLLOW)
+        syscalls.checked(result, f"umount {copy.target}")
         done += 1
     return done

@@ -50,18 +50,20 @@ def plans(
 def _detach(finding: Finding, device: Device, inventory: Inventory, former: frozenset[str]) -> Plan:
     inode = finding.evidence.get("namespace", "")
     space = next((s for s in inventory.spaces if str(s.inode) == inode), None)
-    places = [p for p in space.places if p.device == device.number] if space else []
+    every = [p for p in space.places if p.device in device.numbers] if space else []
+    at_home = leaked_mount.on_host(inventory, device)
+    places = [place for place in every if place.device not in at_home]
     targets = sorted({place.target for place in places})
     what = f"unmount {', '.join(targets)} ({device.name}) in mount namespace {inode}"
     refusal = ""
-    if space is None or not places:
+    if space is None or not every:
         refusal = "it is no longer mounted there"
-    elif inventory.on_host(device):
+    elif not places:
         refusal = "the host has it mounted again"
     elif inventory.kubelet is None:
         refusal = "kubelet's directory is not seen, so nobody can say whose volume it is"
     else:
-        refusal = leaked_mount.why_not_detach(inventory, device, space, former)
+        refusal = leaked_mount.why_not_detach(inventory, device, space, places, former)
     owner = space.owners[0] if space and space.owners else None
     way = ""
     if owner is not None:
@@ -71,8 +73,8 @@ def _detach(finding: Finding, device: Device, inventory: Inventory, former: froz
         "way": way,
         "namespace_id": space.id if space else 0,
         "inode": space.inode if space else 0,
-        "device": list(device.number),
-        "targets": targets,
+        # By the numbers of the mounts: a file system on a layer does not have the device's.
+        "copies": [[*place.device, place.target] for place in places],
     }
     return Plan(DETACH, finding.id, device.name, what, arguments, refusal)
 

@@ -28,7 +28,7 @@ _HANDS: Mapping[str, Callable[..., int]] = {
     plan.READ_ONLY: hands.set_read_only,
 }
 _ORDER = {
-    plan.DETACH: ("way", "namespace_id", "inode", "device", "targets"),
+    plan.DETACH: ("way", "namespace_id", "inode", "copies"),
     plan.UNMAP: ("name", "driver", "device", "diskseq", "mapping"),
     plan.READ_ONLY: ("path", "device", "diskseq"),
 }

@@ -21,6 +21,8 @@ JOIN_SHARE = 0.1  # of the first wait
 # While a finding about holders stands: the end of a process is no event. First and later wait.
 RECHECK_SECONDS = (5.0, 30.0)
 RECHECK_SLOWER_AFTER_SECONDS = 60.0
+# After a look that failed: a wish that was not fulfilled is wished for again.
+RETRY_SECONDS = 5.0
 RECHECKED = ("leaked-mount", "busy-mount", "unmap-failing")
 
 Key = tuple[str, Number, int]
@@ -41,11 +43,19 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Memory:
-    """Between two looks. Bounded by the number of devices."""
+    """Between two looks. Bounded by the number of devices.
 
-    deep_at: float = 0.0
-    changed: bool = False  # mounts came or went since the last visit to the namespaces
+    Invariant: ``deep_at`` and a suspect's ``asked`` tell of looks that were done, never of wishes.
+    """
+
+    deep_at: float = 0.0  # Unix time at which the last visit to the namespaces began
+    changed_at: float = 0.0  # when mounts came or went last
     suspects: Mapping[Key, Suspect] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> bool:
+        """Mounts came or went since the last visit to the namespaces."""
+        return self.changed_at > self.deep_at
 
 
 @dataclass(frozen=True)
@@ -68,12 +78,16 @@ def merged(new: Inventory, before: Inventory | None) -> Inventory:
         new = dataclasses.replace(
             new,
             spaces=before.spaces,
+            spaces_at=before.spaces_at,
             namespaces=before.namespaces,
+            deep_gaps=before.deep_gaps,
+            space_gaps=before.space_gaps,
             processes=new.processes or before.processes,
             host_spaces=before.host_spaces if len(before.host_spaces) > 1 else new.host_spaces,
         )
-    same = {key(device) for device in before.devices} & {key(device) for device in new.devices}
-    numbers = {number for _, number, _ in same} - set(new.users_of)
+    known = {key(device): device.numbers for device in before.devices}
+    same = [d.numbers & known[key(d)] for d in new.devices if key(d) in known]
+    numbers = frozenset[Number]().union(*same) - set(new.users_of)
     kept = tuple(user for user in before.users if user.device in numbers)
     asked = tuple(number for number in before.users_of if number in numbers)
     return dataclasses.replace(new, users=new.users + kept, users_of=new.users_of + asked)
@@ -83,7 +97,7 @@ def _questionable(scene: Scene, inventory: Inventory) -> dict[Key, float]:
     """Devices whose users matter -> how long they must have been so."""
     found: dict[Key, float] = {}
     for device in inventory.devices:
-        if leaked_mount.is_leaked(inventory, device) and not inventory.elsewhere(device):
+        if leaked_mount.is_leaked(inventory, device) and not leaked_mount.copies(inventory, device):
             found[key(device)] = 0.0
         elif mapped_unmounted.is_idle(inventory, device):
             found[key(device)] = 60.0
@@ -117,13 +131,23 @@ def _asked(suspect: Suspect, now: float) -> Suspect:
 
 
 def consider(
-    scene: Scene, inventory: Inventory, memory: Memory, settings: AuditSettings, *, fresh: bool
+    scene: Scene,
+    inventory: Inventory,
+    memory: Memory,
+    settings: AuditSettings,
+    *,
+    fresh: bool,
+    unconfirmed: bool = False,
 ) -> tuple[Wish, Memory]:
-    """What else to look at now. ``fresh``: this inventory's namespaces were just visited."""
+    """What else to look at now. ``fresh``: this inventory's namespaces were just visited;
+    ``unconfirmed``: a trouble has lasted, but only one visit to the namespaces saw it.
+
+    The memory knows the suspects; what is wished for counts only when it was done (``fulfilled``).
+    """
     now = scene.now
     interval = settings.busy_interval if memory.changed else settings.interval
     leaked = any(leaked_mount.is_leaked(inventory, device) for device in inventory.devices)
-    deep = not fresh and (leaked or now - memory.deep_at >= interval)
+    deep = not fresh and (leaked or unconfirmed or now - memory.deep_at >= interval)
     questionable = _questionable(scene, inventory)
     suspects: dict[Key, Suspect] = {}
     for each, after in questionable.items():
@@ -132,14 +156,18 @@ def consider(
         suspects[each] = dataclasses.replace(known or Suspect(since, 0.0), first=since + after)
     # Users are asked for when the namespaces did not explain the device.
     due = () if deep else _due(suspects, now)
-    suspects |= {each: _asked(suspects[each], now) for each in due}
-    memory = dataclasses.replace(
-        memory,
-        suspects=suspects,
-        deep_at=now if deep else memory.deep_at,
-        changed=False if deep else memory.changed,
-    )
+    memory = dataclasses.replace(memory, suspects=suspects)
     return Wish(deep, tuple(name for name, _, _ in due)), memory
+
+
+def fulfilled(memory: Memory, wish: Wish, began: float) -> Memory:
+    """The memory after ``wish`` was looked at with success; the look began at ``began``."""
+    suspects = {
+        each: _asked(suspect, began) if each[0] in wish.users_of else suspect
+        for each, suspect in memory.suspects.items()
+    }
+    deep_at = began if wish.deep else memory.deep_at
+    return dataclasses.replace(memory, suspects=suspects, deep_at=deep_at)
 
 
 def next_look(
@@ -148,8 +176,13 @@ def next_look(
     now: float,
     pending: float | None,
     raised: float | None,
+    *,
+    blind: bool = False,
 ) -> float:
-    """Seconds to wait when nothing happens. ``raised``: age of the youngest of RECHECKED."""
+    """Seconds to wait when nothing happens. ``raised``: age of the youngest of RECHECKED;
+    ``blind``: the last look failed, whatever it was for."""
+    if blind:
+        return max(settings.settle, RETRY_SECONDS)
     interval = settings.busy_interval if memory.changed else settings.interval
     waits = [max(0.0, memory.deep_at + interval - now)]
     if pending is not None:

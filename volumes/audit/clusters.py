@@ -53,9 +53,13 @@ class Clusters:
         """All clusters once."""
         names = {each.name for each in settings.clusters}
         self.views = {name: view for name, view in self.views.items() if name in names}
-        self.paths = tuple(path for each in settings.clusters for path in _paths(each))
         await asyncio.gather(
             *(self._ask_one(each, settings.cluster_timeout) for each in settings.clusters)
+        )
+        self.paths = tuple(
+            path
+            for each in settings.clusters
+            for path in _paths(each, self.views.get(each.name, ""))
         )
         self._changed()
 
@@ -111,12 +115,19 @@ class Clusters:
             self._wake.clear()
 
 
-def _paths(settings: ClusterSettings) -> list[cluster.NetworkPath]:
+def addresses(settings: ClusterSettings, view: cluster.ClusterView | str) -> list[str]:
+    """Numeric addresses of the monitors: from the settings, and what the cluster says itself.
+
+    Names are left out: resolving one could hang.
+    """
+    told = () if isinstance(view, str) else (*view.monitors_v2, *view.monitors_v1)
+    hosts = [host_of(monitor) for monitor in (*settings.monitors, *told)]
+    return [host for host in dict.fromkeys(hosts) if host is not None]
+
+
+def _paths(settings: ClusterSettings, view: cluster.ClusterView | str) -> list[cluster.NetworkPath]:
     found = []
-    for monitor in settings.monitors:
-        host = host_of(monitor)
-        if host is None:
-            continue  # a name: resolving it could hang
+    for host in addresses(settings, view):
         try:
             path = pathmtu.to(host)
         except OSError:

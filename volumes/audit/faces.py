@@ -105,7 +105,7 @@ def overview(audit: "Audit") -> dict[str, Any]:
         "looked_at": inventory.taken if inventory else None,
         "devices": len(inventory.devices) if inventory else 0,
         "mount_namespaces": inventory.namespaces if inventory else 0,
-        "gaps": list(inventory.gaps) if inventory else [],
+        "gaps": list(dict.fromkeys(inventory.gaps + inventory.deep_gaps)) if inventory else [],
         "reasons": list(health.reasons),
         "look_cpu_seconds": round(inventory.cpu, 4) if inventory else None,
         "rules": [{"rule": s.name, "state": s.state, "why": s.why} for s in audit.states],

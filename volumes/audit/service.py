@@ -186,7 +186,7 @@ class Audit:
         self._wake.set()
 
     def _mounts_changed(self) -> None:
-        self._memory = dataclasses.replace(self._memory, changed=True)
+        self._memory = dataclasses.replace(self._memory, changed_at=time.time())
         self._wake.set()
 
     def _devices_changed(self) -> None:
@@ -214,6 +214,7 @@ class Audit:
                 time.time(),
                 standing.pending(self._standing, time.time()),
                 self._youngest(),
+                blind=bool(self._blind),
             )
             if self.inventory is not None and len(self.inventory.host_spaces) > 1:
                 pause = min(pause, OWN_NAMESPACE_SECONDS)
@@ -254,6 +255,7 @@ class Audit:
         return None if self._blind else self.inventory
 
     async def _see(self, wish: attention.Wish = attention.QUICK) -> None:
+        """The look that is wished for and those that follow from it; blind until all are done."""
         fresh = False
         try:
             for _ in range(MOST_LOOKS):
@@ -266,18 +268,25 @@ class Audit:
                     deep=wish.deep,
                     users_of=wish.users_of,
                 )
+                began = time.time()
                 new = await self.scanner.look(request, self.settings.look_timeout)
+                self._memory = attention.fulfilled(self._memory, wish, began)
                 fresh = fresh or new.deep
                 merged = attention.merged(new, self.inventory)
                 self.inventory = dataclasses.replace(merged, deep=fresh)  # of this round
-                self._blind = ""
                 self._remember(self.inventory)
                 scene = self._scene()
                 wish, self._memory = attention.consider(
-                    scene, self.inventory, self._memory, self.settings, fresh=fresh
+                    scene,
+                    self.inventory,
+                    self._memory,
+                    self.settings,
+                    fresh=fresh,
+                    unconfirmed=standing.unconfirmed(self._standing, scene.now),
                 )
                 if not wish:
                     break
+            self._blind = ""
         except client.BlindError as error:
             if not self._blind:
                 log.warning("the node cannot be looked at", cause=str(error))
@@ -338,7 +347,7 @@ class Audit:
         waiting = [
             e
             for e in self._standing.values()
-            if not e.dormant and (not e.raised or e.gone is not None)
+            if not e.dormant and not e.stale and (not e.raised or e.gone is not None)
         ]
         if any(entry.rule == "mapped-elsewhere" for entry in waiting):
             self.clusters.ask_soon()

@@ -1,6 +1,7 @@
 """What stands: troubles that last become findings, findings whose trouble is gone clear.
 
-Pure. Invariants: a finding keeps its ``since`` while it stands; an unknown rule clears nothing;
+Pure. Invariants: a finding keeps its ``since`` while it stands; an unknown rule clears nothing
+and raises nothing, and time that it was unknown is no patience;
 a trouble that comes and goes keeps its finding up (it must stay away for longer each time), so
 that nothing is said again and again.
 """
@@ -36,6 +37,8 @@ class Entry:
     gone: float | None = None  # since when it is no longer seen
     returns: tuple[float, ...] = ()  # when it came back
     stale: str = ""  # why it could not be looked at again
+    stale_since: float = 0.0
+    dark: float = 0.0  # seconds since ``first`` in which nobody could see whether it was there
 
     @property
     def dormant(self) -> bool:
@@ -71,6 +74,7 @@ def advance(
     after: dict[str, Entry] = {}
     for result in judged:
         seen: set[str] = set()
+        waiting = 0
         for trouble, severity, patience in result.troubles[:MOST_OF_A_RULE]:
             name = identity(result.rule, trouble)
             seen.add(name)
@@ -80,8 +84,13 @@ def advance(
             if entry.rule != result.rule or name in seen:
                 continue
             kept = _unseen(entry, result.unknown, now, clear_after)
-            if kept is not None:
-                after[name] = kept
+            if kept is None:
+                continue
+            if not (kept.raised or kept.dormant):
+                waiting += 1
+                if waiting > MOST_OF_A_RULE:
+                    continue
+            after[name] = kept
     dormant = sorted((e.gone or 0.0, name) for name, e in after.items() if e.dormant)
     for _, name in dormant[: max(0, len(dormant) - MOST_DORMANT)]:
         del after[name]
@@ -89,19 +98,23 @@ def advance(
 
 
 def _seen(before: Entry | None, fresh: Entry, now: float) -> Entry:
+    at = now if fresh.trouble.seen is None else fresh.trouble.seen
     if before is None:
-        return dataclasses.replace(fresh, raised=fresh.patience <= 0, since=now)
+        return dataclasses.replace(fresh, first=at, raised=fresh.patience <= 0, since=at)
     returns = tuple(t for t in before.returns if now - t < FLAP_WINDOW_SECONDS)
-    first = before.first
+    first, dark = before.first, before.dark
     if before.gone is not None:
         returns = (*returns, now)[-16:]
         if not before.raised:
-            first = now  # patience counts without a gap
-    lasted = now - first
+            first, dark = at, 0.0  # patience counts without a gap
+    elif before.stale:
+        dark += now - before.stale_since
+    lasted = at - first - dark
     raised = before.raised or lasted >= fresh.patience
     return dataclasses.replace(
         fresh,
         first=first,
+        dark=dark,
         raised=raised,
         since=before.since if before.raised else first,
         returns=returns,
@@ -110,9 +123,10 @@ def _seen(before: Entry | None, fresh: Entry, now: float) -> Entry:
 
 def _unseen(entry: Entry, unknown: str, now: float, clear_after: float) -> Entry | None:
     if unknown:
-        if entry.raised or entry.dormant:
-            return dataclasses.replace(entry, stale=unknown if entry.raised else "")
-        return None
+        if entry.dormant:
+            return entry
+        since = entry.stale_since if entry.stale else now
+        return dataclasses.replace(entry, stale=unknown, stale_since=since)
     gone = entry.gone if entry.gone is not None else now
     wait = FLAP_CLEAR_SECONDS if entry.flapping else clear_after
     if entry.dormant:
@@ -127,16 +141,25 @@ def _unseen(entry: Entry, unknown: str, now: float, clear_after: float) -> Entry
 def pending(standing: Standing, now: float) -> float | None:
     """Seconds until the next entry may be raised or cleared; None when none is waiting."""
     waits = [
-        max(0.0, entry.first + entry.patience - now)
+        max(0.0, entry.first + entry.dark + entry.patience - now)
         for entry in standing.values()
-        if not entry.raised and not entry.dormant
+        if not entry.raised and not entry.dormant and not entry.stale  # waits for a look, not time
     ]
     waits += [
         0.0
         for entry in standing.values()
-        if entry.raised and entry.gone is not None and not entry.flapping
+        if entry.raised and entry.gone is not None and not entry.flapping and not entry.stale
     ]
     return min(waits, default=None)
+
+
+def unconfirmed(standing: Standing, now: float) -> bool:
+    """Whether something has lasted long enough and only the look that may raise it is missing."""
+    return any(
+        entry.trouble.seen is not None and now - entry.first - entry.dark >= entry.patience
+        for entry in standing.values()
+        if not entry.raised and not entry.dormant and not entry.stale
+    )
 
 
 def findings(standing: Standing) -> list[Finding]:

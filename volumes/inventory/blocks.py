@@ -4,10 +4,12 @@ import os
 import re
 from pathlib import Path
 
-from volumes.inventory.model import Client, Device, Image, Number
+from volumes.inventory import nbd
+from volumes.inventory.model import Client, Device, Image, Layer, Number
 
 _SECTOR = 512
 MOST_DEVICES = 4096
+MOST_LAYERS = 256  # of one device
 
 
 def _text(path: str) -> str:
@@ -57,7 +59,12 @@ def devices(drivers: list[str], sys: str, proc: str) -> list[Device]:
         if size == 0:
             continue  # a free loop or nbd minor
         backing = _text(f"{home}/loop/backing_file")
+        diskseq = _number(_text(f"{home}/diskseq"))
         image, client = mapped.get(number, (None, None))
+        if wanted[number[0]] == "nbd":
+            image = nbd.image(proc, home, diskseq)
+        holders, layers = _stacked(sys, name, live)
+        active = (*live.get(name, ()), *(fs for layer in layers for fs in layer.active))
         found.append(
             Device(
                 name=name,
@@ -65,13 +72,14 @@ def devices(drivers: list[str], sys: str, proc: str) -> list[Device]:
                 driver=wanted[number[0]],
                 size=size,
                 read_only=_text(f"{home}/ro") == "1",
-                diskseq=_number(_text(f"{home}/diskseq")),
-                active=tuple(live.get(name, ())),
-                holders=tuple(_holders(home, name)),
+                diskseq=diskseq,
+                active=tuple(dict.fromkeys(active)),
+                holders=holders,
                 backing=backing,
                 backing_id=_identity(backing),
                 image=image,
                 client=client,
+                layers=layers,
             )
         )
     return found
@@ -82,14 +90,39 @@ def _device_number(text: str) -> Number | None:
     return (int(major), int(minor)) if colon and major.isdigit() and minor.isdigit() else None
 
 
-def _holders(home: str, name: str) -> list[str]:
+def _stacked(
+    sys: str, name: str, live: dict[str, list[str]]
+) -> tuple[tuple[str, ...], tuple[Layer, ...]]:
+    """What lies right on top of a device, and every layer above it, each once."""
+    first: list[str] = []
+    found: dict[str, Layer] = {}
+    ahead = [(name, f"{sys}/block/{name}")]
+    for below, home in ahead:
+        for above, its_home in _on_top(sys, below, home):
+            if below == name:
+                first.append(above)
+            number = _device_number(_text(f"{its_home}/dev"))
+            if above == name or above in found or number is None or len(found) >= MOST_LAYERS:
+                continue
+            found[above] = Layer(above, number, tuple(live.get(above, ())))
+            ahead.append((above, its_home))
+    return tuple(first), tuple(found.values())
+
+
+def _on_top(sys: str, name: str, home: str) -> list[tuple[str, str]]:
+    """(name, directory) of the holders and partitions of a disk, the holders of a partition."""
     try:
-        stacked = sorted(os.listdir(f"{home}/holders"))
-        return stacked + sorted(
-            part for part in os.listdir(home) if re.fullmatch(f"{re.escape(name)}p?\\d+", part)
-        )
+        stacked = [(h, f"{sys}/block/{h}") for h in sorted(os.listdir(f"{home}/holders"))]
+        if home != f"{sys}/block/{name}":
+            return stacked
+        parts = [
+            part
+            for part in os.listdir(home)
+            if part.startswith(name) and part.removeprefix(name).removeprefix("p").isdecimal()
+        ]
     except OSError:
-        return []
+        return []  # it went
+    return stacked + [(part, f"{home}/{part}") for part in sorted(parts)]
 
 
 def _live(sys: str) -> dict[str, list[str]]:

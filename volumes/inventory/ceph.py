@@ -72,13 +72,13 @@ def look(
 def _view(
     name: str, client: Any, rados: Any, images: list[list[str]], patience: float
 ) -> cluster.ClusterView:
-    gaps: list[str] = []
+    denied: list[str] = []
 
     def ask(prefix: str) -> Any:
         command = json.dumps({"prefix": prefix, "format": "json"})
         code, out, text = client.mon_command(command, b"", timeout=math.ceil(patience))
         if code in (-1, -13):  # EPERM, EACCES: this key may not
-            gaps.append(f"'ceph {prefix}' is not allowed to this key")
+            denied.append(prefix)
             return {}
         if code:
             raise kit.errors.SourceError(
@@ -87,6 +87,7 @@ def _view(
         return json.loads(out)
 
     versions = ask("versions")
+    features = ask("features")
     health = ask("health")
     stats = ask("df").get("stats", {})
     dump = ask("osd dump")
@@ -106,7 +107,7 @@ def _view(
             cluster.FeatureGroup(
                 kind, group["release"], int(str(group["features"]), 16), int(group["num"])
             )
-            for kind, groups in ask("features").items()
+            for kind, groups in features.items()
             if isinstance(groups, list)
             for group in groups
         ),
@@ -121,7 +122,8 @@ def _view(
         monitors_v2=_addresses(monitors, "v2"),
         images=tuple(_image(client, rados, *image) for image in images),
         node_client=_node_client(),
-        gaps=tuple(gaps),
+        denied=tuple(denied),
+        gaps=tuple(cluster.refusal(prefix) for prefix in denied),
     )
 
 

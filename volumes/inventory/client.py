@@ -115,11 +115,13 @@ class Scanner:
             self._stuck.append(process)
 
     async def close(self) -> None:
-        """End the child; one that hangs is left to the kernel."""
-        process = self._process
+        """End the children; those that hang are left to the kernel."""
         self._abandon()
-        if process is not None:
-            try:
-                await asyncio.wait_for(process.wait(), 1.0)
-            except TimeoutError:
-                log.warning("scan child hangs in the kernel and is left behind", pid=process.pid)
+        ending = [asyncio.create_task(process.wait()) for process in self._stuck]
+        if not ending:
+            return
+        _, hanging = await asyncio.wait(ending, timeout=1.0)
+        for task in hanging:
+            task.cancel()
+        if hanging:
+            log.warning("scan children hang in the kernel and are left behind", count=len(hanging))

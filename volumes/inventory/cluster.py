@@ -55,6 +55,10 @@ class Check:
     summary: str
 
 
+def refusal(command: str) -> str:
+    return f"'ceph {command}' is not allowed to this key"
+
+
 @dataclass(frozen=True)
 class ClusterView:
     """One look at one cluster."""
@@ -72,7 +76,12 @@ class ClusterView:
     monitors_v2: tuple[str, ...] = ()
     images: tuple[ImageView, ...] = ()
     node_client: str = ""  # version of librados here: "16.2.15"
-    gaps: tuple[str, ...] = ()  # what this key may not ask
+    denied: tuple[str, ...] = ()  # commands that this key may not run: what they tell is missing
+    gaps: tuple[str, ...] = ()  # the same for people
+
+    def refused(self, commands: tuple[str, ...]) -> list[str]:
+        """Why what these commands tell is not known."""
+        return [f"cluster {self.name}: {refusal(c)}" for c in commands if c in self.denied]
 
     def image(self, pool: str, namespace: str, name: str) -> ImageView | None:
         return next((i for i in self.images if i.key == (pool, namespace, name)), None)

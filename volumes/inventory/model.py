@@ -48,6 +48,15 @@ class Client:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """A partition of a device or what is stacked on it (dm-crypt, LVM, md), at whatever height."""
+
+    name: str  # kernel name, "rbd0p1", "dm-0"
+    number: Number
+    active: tuple[str, ...] = ()  # file system drivers with a live superblock right on it
+
+
+@dataclass(frozen=True)
 class Device:
     """A guarded block device that has a medium."""
 
@@ -57,13 +66,31 @@ class Device:
     size: int  # bytes
     read_only: bool
     diskseq: int  # other for each attach; 0 when the kernel does not count
-    active: tuple[str, ...]  # file system drivers with a live superblock on it
-    holders: tuple[str, ...]  # dm, md or partitions on top of it
+    active: tuple[str, ...]  # file system drivers with a live superblock on it or a layer
+    holders: tuple[str, ...]  # dm, md or partitions right on top of it
     backing: str = ""  # loop: the file
     backing_id: str = ""  # loop: what tells the file from others
     raw: tuple[str, ...] = ()  # where its node is bound for a pod's raw block volume
     image: Image | None = None
     client: Client | None = None
+    layers: tuple[Layer, ...] = ()  # everything on top of it
+
+    @functools.cached_property
+    def numbers(self) -> frozenset[Number]:
+        """Its own number and those of its layers: a mount of any of them is a use of it."""
+        return frozenset((self.number, *(layer.number for layer in self.layers)))
+
+    @functools.cached_property
+    def live(self) -> frozenset[Number]:
+        """The numbers that have a live superblock. A file system claims what it is on: where a
+        layer has one, the device below it has none of its own."""
+        above = frozenset(layer.number for layer in self.layers if layer.active)
+        told = {fs for layer in self.layers for fs in layer.active}
+        return above | {self.number} if set(self.active) - told else above
+
+    def name_of(self, number: Number) -> str:
+        """Kernel name of the device or layer with that number."""
+        return next((each.name for each in self.layers if each.number == number), self.name)
 
     @property
     def label(self) -> str:
@@ -174,6 +201,7 @@ class Inventory:
     host_spaces: tuple[int, ...] = ()
     kubelet: Place | None = None  # the host mount that kubelet's directory lies on
     spaces: tuple[Space, ...] = ()
+    spaces_at: float = 0.0  # Unix time of the deep look that ``spaces`` come from
     users: tuple[User, ...] = ()
     users_of: tuple[Number, ...] = ()  # devices whose users were looked for
     volumes: tuple[Volume, ...] = ()
@@ -181,17 +209,22 @@ class Inventory:
     kernel: str = ""
     namespaces: int = 0  # how many there are
     processes: int = 0
-    gaps: tuple[str, ...] = ()  # what could not be looked at, and why
+    gaps: tuple[str, ...] = ()  # what this look could not look at, and why
+    # The same of the last deep look, kept until the next one; and which of these may hide mounts.
+    deep_gaps: tuple[str, ...] = ()
+    space_gaps: tuple[str, ...] = ()
 
     @functools.cached_property
     def by_number(self) -> dict[Number, Device]:
-        return {device.number: device for device in self.devices}
+        """Every watched device by its number and those of its layers."""
+        layers = {number: device for device in self.devices for number in device.numbers}
+        return layers | {device.number: device for device in self.devices}
 
     def device(self, name: str) -> Device | None:
         return next((device for device in self.devices if device.name == name), None)
 
     def on_host(self, device: Device) -> tuple[Place, ...]:
-        return tuple(place for place in self.host if place.device == device.number)
+        return tuple(place for place in self.host if place.device in device.numbers)
 
     def elsewhere(self, device: Device) -> list[tuple[Space, Place]]:
         """Mounts of the device outside the host's namespaces."""
@@ -199,11 +232,11 @@ class Inventory:
             (space, place)
             for space in self.spaces
             for place in space.places
-            if place.device == device.number
+            if place.device in device.numbers
         ]
 
     def users_on(self, device: Device) -> tuple[User, ...]:
-        return tuple(user for user in self.users if user.device == device.number)
+        return tuple(user for user in self.users if user.device in device.numbers)
 
     def volume_of(self, device: Device) -> Volume | None:
         return next((volume for volume in self.volumes if volume.device == device.name), None)

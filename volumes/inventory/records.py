@@ -121,7 +121,7 @@ def _device(
     """By what is mounted, by the driver's own note, by the image: in this order."""
     numbers = {mount.device for mount in mounts}
     for device in devices:
-        if device.number in numbers:
+        if not device.numbers.isdisjoint(numbers):
             return device
     noted = os.path.basename(str(meta.get("device") or ""))
     for device in devices:

@@ -10,6 +10,8 @@ from volumes.inventory import blocks, records, spaces, users
 from volumes.inventory.model import Device, Inventory, Number, Place, Space, User, Volume
 from volumes.inventory.processes import Processes, host_space
 
+MOST_GAPS = 50
+
 
 @dataclass(frozen=True)
 class Request:
@@ -26,9 +28,10 @@ def look(request: Request) -> Inventory:
     """What is there now. OSError only when /proc or /sys themselves cannot be read."""
     began, cpu = time.monotonic(), time.process_time()
     devices = blocks.devices(list(request.drivers), request.sys, request.proc)
-    watched = {device.number for device in devices}
+    watched = {number for device in devices for number in device.numbers}
     processes: Processes | None = None
     gaps: list[str] = []
+    hidden: list[str] = []
     host_spaces: dict[int, int] = {}
     if not (request.deep or request.users_of):
         host_spaces[host_space(request.proc, [])] = 1
@@ -36,7 +39,7 @@ def look(request: Request) -> Inventory:
         processes = Processes(request.proc, request.containers)
         host_spaces[processes.host_space()] = 1
         if processes.hidden > 1:
-            gaps.append(
+            hidden.append(
                 f"{processes.hidden} processes may not be looked at; is CAP_SYS_PTRACE held?"
             )
         # kubelet may run in a namespace of its own, where it then mounts volumes
@@ -60,10 +63,10 @@ def look(request: Request) -> Inventory:
     numbers: list[Number] = []
     if processes is not None:
         if request.deep:
-            unexplained = {d.number for d in devices if d.active} - {p.device for p in host}
+            unexplained = {n for d in devices for n in d.live} - {p.device for p in host}
             scan = spaces.Scan(processes, request.proc, set(host_spaces), watched, kubelet)
             found = scan.run(unexplained)
-        numbers = [d.number for d in devices if d.name in request.users_of]
+        numbers = [n for d in devices if d.name in request.users_of for n in sorted(d.numbers)]
         using = users.find(processes, request.proc, set(numbers), set(host_spaces))
     return Inventory(
         taken=time.time(),
@@ -76,6 +79,7 @@ def look(request: Request) -> Inventory:
         host_spaces=tuple(host_spaces),
         kubelet=kubelet[0] if kubelet else None,
         spaces=tuple(_without_idle(found.spaces)),
+        spaces_at=time.time() if request.deep else 0.0,
         users=tuple(using),
         users_of=tuple(numbers),
         volumes=tuple(volumes),
@@ -83,7 +87,9 @@ def look(request: Request) -> Inventory:
         kernel=os.uname().release,
         namespaces=found.count,
         processes=processes.count if processes else 0,
-        gaps=tuple((gaps + found.gaps)[:50]),
+        gaps=tuple((gaps + ([] if request.deep else hidden))[:MOST_GAPS]),
+        deep_gaps=tuple((hidden + found.gaps)[:MOST_GAPS]) if request.deep else (),
+        space_gaps=tuple((found.gaps + (hidden if found.by_processes else []))[:MOST_GAPS]),
     )
 
 
@@ -101,12 +107,12 @@ def _with_raw(devices: list[Device], host: list[mountinfo.Mount]) -> list[Device
     for mount in host:
         if mount.fstype == "devtmpfs" and mount.root != "/":
             bound.setdefault(mount.root.removeprefix("/"), []).append(mount.target)
-    return [
-        dataclasses.replace(device, raw=tuple(bound[device.name]))
-        if device.name in bound
-        else device
-        for device in devices
-    ]
+    named = []
+    for device in devices:
+        names = (device.name, *(layer.name for layer in device.layers))
+        raw = tuple(target for name in names for target in bound.get(name, ()))
+        named.append(dataclasses.replace(device, raw=raw) if raw else device)
+    return named
 
 
 def _kubelet(path: str, tables: dict[int, list[mountinfo.Mount]]) -> tuple[Place, str] | None:

@@ -36,9 +36,19 @@ def place(inode: int, mount: mountinfo.Mount) -> Place:
 
 @dataclass
 class Found:
+    """``gaps``: namespaces that could not be looked at. ``by_processes``: the kernel does not list
+    namespaces, those of hidden processes were not seen."""
+
     spaces: list[Space] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
     count: int = 0
+    by_processes: bool = False
+
+
+def _note(found: Found, inode: int, error: OSError) -> None:
+    """A namespace that ended meanwhile is no gap: nothing is mounted in it any more."""
+    if error.errno not in (errno.ESRCH, errno.ENOENT):
+        found.gaps.append(f"mount namespace {inode}: {error.strerror}")
 
 
 @dataclass
@@ -89,12 +99,12 @@ class Scan:
         found = Found()
         sights: list[_Sight] = []
         bound: dict[int, list[str]] = {}
-        for inode, identity, descriptor in self._all():
+        for inode, identity, descriptor in self._all(found):
             found.count += 1
             try:
                 sight = self._look(inode, identity, self._visitor.table(descriptor))
             except OSError as error:
-                found.gaps.append(f"mount namespace {inode}: {error.strerror}")
+                _note(found, inode, error)
                 continue
             for other, targets in sight.bound.items():
                 bound.setdefault(other, []).extend(targets)
@@ -107,7 +117,7 @@ class Scan:
         self._visitor.close()
         return found
 
-    def _all(self) -> Iterator[tuple[int, int, int]]:
+    def _all(self, found: Found) -> Iterator[tuple[int, int, int]]:
         """(inode, id, descriptor) of each namespace; the descriptor only until the next."""
         try:
             for listed in namespaces.walk():
@@ -116,6 +126,7 @@ class Scan:
         except OSError as error:
             if error.errno not in (errno.ENOTTY, errno.EINVAL):
                 raise
+        found.by_processes = True
         self._threads = self._processes.threads_apart()
         homes = {inode: f"{pids[0]}" for inode, pids in self._processes.by_space.items()}
         homes |= {i: f"{pid}/task/{tid}" for i, ((pid, tid), *_) in self._threads.items()}
@@ -124,8 +135,8 @@ class Scan:
                 with namespaces.opened(f"{self._proc}/{home}/ns/mnt") as descriptor:
                     if os.fstat(descriptor).st_ino == inode:
                         yield inode, 0, descriptor
-            except OSError:
-                continue  # it ended
+            except OSError as error:
+                _note(found, inode, error)
 
     def _look(self, inode: int, identity: int, table: bytes) -> _Sight:
         places: list[Place] = []

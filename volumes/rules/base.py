@@ -103,6 +103,9 @@ class Trouble:
     evidence: Mapping[str, str] = field(default_factory=dict)
     severity: Severity | None = None  # other than the rule's own
     patience: float | None = None  # seconds it must last, other than the rule's own
+    # Unix time of the look that saw it, where that may be older than this round: patience counts
+    # from one look to another, not over what is only remembered.
+    seen: float | None = None
 
 
 @dataclass(frozen=True)
@@ -137,8 +140,27 @@ def needs_inventory(judge: Callable[[Scene, Inventory], Iterable[Trouble]]) -> J
     return wrapped
 
 
-def needs_clusters(judge: Callable[[Scene, ClusterView], Iterable[Trouble]]) -> Judge:
-    """A rule asked of each cluster: unknown while any of them does not answer."""
+def needs_namespaces(judge: Callable[[Scene, Inventory], Iterable[Trouble]]) -> Judge:
+    """As ``needs_inventory``, for what may hide in any mount namespace: where nothing is found,
+    it is fine only when all of them could be looked at."""
+    of_the_node = needs_inventory(judge)
+
+    def wrapped(scene: Scene) -> Outcome:
+        outcome = of_the_node(scene)
+        gaps = scene.inventory.space_gaps if scene.inventory is not None else ()
+        if outcome.troubles or outcome.unknown or not gaps:
+            return outcome
+        more = f" and {len(gaps) - 3} more" if len(gaps) > 3 else ""
+        return Outcome(unknown="not looked at: " + "; ".join(gaps[:3]) + more)
+
+    return wrapped
+
+
+def needs_clusters(
+    judge: Callable[[Scene, ClusterView], Iterable[Trouble]], *commands: str
+) -> Judge:
+    """A rule asked of each cluster: unknown while any of them does not answer, or does not let
+    the key run one of the ``commands`` that the rule lives on."""
 
     def wrapped(scene: Scene) -> Outcome:
         if not scene.clusters:
@@ -150,6 +172,7 @@ def needs_clusters(judge: Callable[[Scene, ClusterView], Iterable[Trouble]]) -> 
                 unknown.append(f"cluster {name}: {view}")
             else:
                 troubles += judge(scene, view)
+                unknown += view.refused(commands)
         return Outcome(tuple(troubles), unknown="; ".join(unknown))
 
     return wrapped

@@ -55,5 +55,5 @@ RULE = Rule(
     summary="the cluster refuses the I/O of a mapping on this node",
     severity=Severity.CRITICAL,
     patience=0.0,
-    judge=needs_clusters(_judge),
+    judge=needs_clusters(_judge, "osd dump"),
 )

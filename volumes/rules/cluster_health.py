@@ -59,6 +59,7 @@ def _clock(scene: Scene) -> Outcome:
         if isinstance(view, str):
             unknown.append(f"cluster {name}: {view}")
             continue
+        unknown += view.refused(("health",))
         troubles += [
             Trouble(
                 subject=name,
@@ -78,7 +79,7 @@ NEAR_FULL = Rule(
     summary="a cluster runs out of space",
     severity=Severity.WARNING,
     patience=0.0,
-    judge=needs_clusters(_near_full),
+    judge=needs_clusters(_near_full, "health", "df"),
 )
 CLOCK = Rule(
     name="clock-skew",

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from kit.finding import Severity
-from volumes.inventory.model import Device, Inventory, Owner, Place, Space, User
-from volumes.rules.base import Rule, Scene, Trouble, needs_inventory
+from volumes.inventory.model import Device, Inventory, Number, Owner, Place, Space, User
+from volumes.rules.base import Rule, Scene, Trouble, needs_namespaces
 
 # A file system that is being shut down writes back first and has no holder: not at once.
 UNEXPLAINED_SECONDS = 60.0
@@ -50,13 +50,16 @@ def identity(device: Device, space: Space) -> str:
 
 
 def why_not_detach(
-    inventory: Inventory, device: Device, space: Space, former: frozenset[str]
+    inventory: Inventory,
+    device: Device,
+    space: Space,
+    places: list[Place],
+    former: frozenset[str],
 ) -> str:
-    """Why its mounts in ``space`` are not for us to undo; '' when they are copies of the host's.
+    """Why ``places`` of ``space`` are not for us to undo; '' when they are copies of the host's.
 
     ``former``: where the host had the device. One decision for the advice and for the action.
     """
-    places = [place for place in space.places if place.device == device.number]
     if any(not place.is_private for place in places):
         return "it is not a private copy: an unmount there would reach other namespaces"
     volume = inventory.volume_of(device)
@@ -112,9 +115,20 @@ def _advice(space: Space, places: list[Place], device: Device, refusal: str) -> 
     )
 
 
+def on_host(inventory: Inventory, device: Device) -> set[Number]:
+    """Which numbers of the device the host has mounted."""
+    return {place.device for place in inventory.on_host(device)}
+
+
+def copies(inventory: Inventory, device: Device) -> list[tuple[Space, Place]]:
+    """Mounts outside the host's namespaces of what the host does not have mounted."""
+    at_home = on_host(inventory, device)
+    return [each for each in inventory.elsewhere(device) if each[1].device not in at_home]
+
+
 def _mounts(inventory: Inventory, device: Device, former: frozenset[str]) -> Iterator[Trouble]:
     spaces: dict[int, tuple[Space, list[Place]]] = {}
-    for space, place in inventory.elsewhere(device):
+    for space, place in copies(inventory, device):
         spaces.setdefault(space.inode, (space, []))[1].append(place)
     for space, places in list(spaces.values())[:MOST_PER_DEVICE]:
         owner = _owner(space)
@@ -125,7 +139,10 @@ def _mounts(inventory: Inventory, device: Device, former: frozenset[str]) -> Ite
             pid=owner.pid if owner else 0,
             message=f"{device.label} is not mounted on the host, but {who(space)} still has it "
             f"mounted at {places[0].target}",
-            advice=_advice(space, places, device, why_not_detach(inventory, device, space, former)),
+            advice=_advice(
+                *(space, places, device),
+                refusal=why_not_detach(inventory, device, space, places, former),
+            ),
             evidence={
                 "kind": "mount",
                 "namespace": str(space.inode),
@@ -133,6 +150,7 @@ def _mounts(inventory: Inventory, device: Device, former: frozenset[str]) -> Ite
                 "processes": str(space.processes),
                 "targets": ", ".join(place.target for place in places[:8]),
                 "propagation": places[0].propagation,
+                "on": ", ".join(sorted({device.name_of(place.device) for place in places})),
                 "read_only": str(all(p.read_only or p.super_read_only for p in places)).lower(),
                 "kept_by": "; ".join(space.kept_by),
                 "size": str(device.size),
@@ -159,7 +177,9 @@ def user_trouble(device: Device, user: User, message: str, advice: str) -> Troub
 
 
 def _users(inventory: Inventory, device: Device) -> Iterator[Trouble]:
-    for user in inventory.users_on(device)[:MOST_PER_DEVICE]:
+    at_home = on_host(inventory, device)
+    users = [user for user in inventory.users_on(device) if user.device not in at_home]
+    for user in users[:MOST_PER_DEVICE]:
         yield user_trouble(
             device,
             user,
@@ -171,10 +191,8 @@ def _users(inventory: Inventory, device: Device) -> Iterator[Trouble]:
 
 
 def is_leaked(inventory: Inventory, device: Device) -> bool:
-    """Something outside the host's namespaces has it, and the host does not."""
-    if inventory.on_host(device):
-        return False
-    return bool(device.active or inventory.elsewhere(device))
+    """Something outside the host's namespaces has it or a layer of it, and the host does not."""
+    return bool(device.live - on_host(inventory, device) or copies(inventory, device))
 
 
 def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
@@ -206,5 +224,5 @@ RULE = Rule(
     summary="a device is in use by somebody, but not mounted on the host any more",
     severity=Severity.CRITICAL,
     patience=PATIENCE_SECONDS,
-    judge=needs_inventory(_judge),
+    judge=needs_namespaces(_judge),
 )

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from kit.finding import Severity
-from volumes.inventory.cluster import ClusterView
+from volumes.inventory.cluster import ClusterView, refusal
 from volumes.rules.base import Outcome, Rule, Scene, Trouble, needs_clusters
 
 LARGEST_PACKET = 65535  # of IP; the loopback interface takes one byte more
@@ -44,7 +44,21 @@ def _mtu(scene: Scene) -> Outcome:
                     evidence={"cluster": cluster},
                 )
             )
-    return Outcome(tuple(troubles))
+    unknown = [
+        f"cluster {each.name}: {_why_no_path(scene, each.name)}"
+        for each in scene.settings.clusters
+        if each.name not in by_cluster
+    ]
+    return Outcome(tuple(troubles), unknown="; ".join(unknown))
+
+
+def _why_no_path(scene: Scene, cluster: str) -> str:
+    view = scene.clusters.get(cluster, "not asked yet")
+    if isinstance(view, str):
+        return view
+    if "mon dump" in view.denied:
+        return refusal("mon dump")
+    return "the kernel knows no way to any of its monitors"
 
 
 def _messenger(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
@@ -85,5 +99,5 @@ MESSENGER = Rule(
     summary="a mapping speaks a protocol that the cluster has given up",
     severity=Severity.WARNING,
     patience=0.0,
-    judge=needs_clusters(_messenger),
+    judge=needs_clusters(_messenger, "mon dump"),
 )

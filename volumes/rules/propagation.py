@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from kit.finding import Severity
 from volumes.inventory.model import Inventory
 from volumes.rules import leaked_mount
-from volumes.rules.base import Rule, Scene, Trouble, needs_inventory
+from volumes.rules.base import Rule, Scene, Trouble, needs_namespaces
 
 
 def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
@@ -24,7 +24,9 @@ def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         holds = f" and holds copies of {', '.join(names)}" if names else ""
         yield Trouble(
             subject=owner.pod or owner.pod_uid or owner.comm if owner else f"mnt:[{space.inode}]",
-            key=f"mnt-{space.inode}",
+            # An inode is given again at once: a second short-lived namespace is not the first.
+            key=f"mnt-{space.inode}" + (f"-{space.id}" if space.id else ""),
+            seen=inventory.spaces_at,
             pid=owner.pid if owner else 0,
             device=names[0] if names else "",
             # Without a copy of a volume nothing is pinned yet: the next restart of it pins some.
@@ -48,5 +50,5 @@ RULE = Rule(
     summary="a container has the host's volume directories without receiving unmounts",
     severity=Severity.WARNING,
     patience=15.0,  # runtimes pass through private mounts while a container starts
-    judge=needs_inventory(_judge),
+    judge=needs_namespaces(_judge),
 )

@@ -148,12 +148,12 @@ VERSIONS = Rule(
     summary="versions of the cluster and of this node's client do not fit",
     severity=Severity.WARNING,
     patience=0.0,
-    judge=needs_clusters(_versions),
+    judge=needs_clusters(_versions, "versions"),
 )
 FEATURE = Rule(
     name="ceph-feature-skew",
     summary="a client lacks features that the cluster or an image requires",
     severity=Severity.WARNING,
     patience=0.0,
-    judge=needs_clusters(_features),
+    judge=needs_clusters(_features, "features", "osd dump"),
 )

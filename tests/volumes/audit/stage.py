@@ -68,10 +68,18 @@ class Stage:
             file.truncate(megabytes << 20)
         return self.attach(image, read_only=read_only, fs=fs)
 
-    def attach(self, image: Path, *, read_only: bool = False, fs: str | None = None) -> str:
+    def attach(
+        self,
+        image: Path,
+        *,
+        read_only: bool = False,
+        fs: str | None = None,
+        partitions: bool = False,
+    ) -> str:
+        options = [*(["-r"] if read_only else []), *(["-P"] if partitions else [])]
         for _ in range(20):
             try:
-                node = run("losetup", "-f", "--show", *(["-r"] if read_only else []), image)
+                node = run("losetup", "-f", "--show", *options, image)
                 break
             except RuntimeError:
                 time.sleep(0.1)  # another test took the minor in between
@@ -81,6 +89,18 @@ class Stage:
         elif fs == "xfs":
             run("mkfs.xfs", "-q", "-f", node)
         return node.removeprefix("/dev/")
+
+    def partition(self, *, megabytes: int = 32) -> tuple[str, str]:
+        """A loop device with an ext4 partition: their kernel names. The kernel is told by ioctl:
+        it need not know a partition table."""
+        image = self.folder / f"image-{len(self._undo)}"
+        with image.open("wb") as file:
+            file.truncate(megabytes << 20)
+        device = self.attach(image, partitions=True)
+        run("addpart", f"/dev/{device}", "1", "2048", str((megabytes - 2) << 11))
+        self._undo.append(lambda: run("delpart", f"/dev/{device}", "1", check=False))
+        run("mkfs.ext4", "-q", "-F", f"/dev/{device}p1")
+        return device, f"{device}p1"
 
     def mount(self, device: str, target: Path, *options: str) -> Path:
         target.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import kit.errors
 from kit.finding import Finding, Severity
 from tests.volumes.audit.stage import Stage, run, settings, watching
-from volumes.actions import journal, plan, runner
+from volumes.actions import hands, journal, plan, runner
 from volumes.audit.settings import ActionSettings
 from volumes.rules.base import GuardView
 
@@ -62,6 +63,36 @@ async def test_a_mapping_that_a_process_has_open_is_not_unmapped(stage: Stage) -
         assert result["outcome"] in ("refused", "gone"), result
         assert size(device) > 0
         assert stage.is_alive(pid)
+
+
+def test_an_nbd_device_is_unmapped_only_when_nobody_claims_it_or_has_it_open(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No nbd in this kernel: a loop device stands in, and a script for rbd-nbd."""
+    device = stage.loop(fs=None)
+    called = stage.folder / "called"
+    tool = stage.folder / "rbd-nbd"
+    tool.write_text(f"#!/bin/sh\necho $* >> {called}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(stage.folder), prepend=":")
+    home = Path("/sys/block", device)
+    major, minor = (home / "dev").read_text().strip().split(":")
+    number, sequence = [int(major), int(minor)], int((home / "diskseq").read_text())
+
+    def unmap() -> int:
+        return hands.unmap(device, "nbd", number, sequence, "")
+
+    claim = os.open(f"/dev/{device}", os.O_RDONLY | os.O_EXCL)
+    with pytest.raises(OSError, match="busy"):
+        unmap()
+    os.close(claim)
+    pid = stage.holder("fd", f"/dev/{device}")
+    with pytest.raises(kit.errors.RefusedError, match=rf"pid {pid} .*has it open"):
+        unmap()
+    assert not called.exists()
+    stage.end(pid)
+    assert unmap() == 1
+    assert called.read_text() == f"unmap /dev/{device}\n"
 
 
 async def test_an_unreadable_device_is_flagged_read_only(stage: Stage) -> None:

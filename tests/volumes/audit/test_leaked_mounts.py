@@ -172,6 +172,38 @@ async def test_an_xfs_volume_is_watched_too(stage: Stage) -> None:
         assert found["pid"] == pid
 
 
+async def test_a_leak_of_a_partition_is_the_devices_and_is_freed(stage: Stage) -> None:
+    device, part = stage.partition()
+    target, _ = stage.staged(part)
+    empty = stage.folder / "empty"
+    empty.mkdir()
+    pid = stage.holder("chroot", empty, stage.folder)
+    async with watching(stage, settings(stage)) as watch:
+        assert watch.audit.inventory is not None
+        seen = watch.audit.inventory.device(device)
+        assert seen is not None
+        assert [p.target for p in watch.audit.inventory.on_host(seen)] == [str(target)]
+        assert watch.audit.inventory.volume_of(seen) is not None
+        stages.run("umount", target)
+        found = await watch.finding(device, "leaked-mount")
+        assert (found["pid"], found["evidence"]["on"]) == (pid, part)
+        result = await watch.audit.act(found["id"], dry_run=False)
+        assert result["outcome"] == "done", result
+        await watch.until(lambda: not stages.active(part), "freed")
+        await watch.until(lambda: not watch.found(device, "leaked-mount"), "cleared")
+        assert stage.is_alive(pid)
+
+
+async def test_a_file_open_on_a_partition_after_a_lazy_unmount_is_found(stage: Stage) -> None:
+    device, part = stage.partition()
+    target, _ = stage.staged(part)
+    (target / "file").write_text("x")
+    pid = stage.holder("fd", target / "file")
+    async with watching(stage, settings(stage)) as watch:
+        stages.run("umount", "-l", target)
+        assert (await watch.finding(device, "leaked-mount"))["pid"] == pid
+
+
 async def test_a_volume_unmounted_properly_leaves_nothing(stage: Stage) -> None:
     device = stage.loop()
     stage.share_kubelet()

@@ -1,6 +1,7 @@
 """Every rule: what it finds, and what it must not find. Pure."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from tests.volumes.audit.world import (
     volume,
 )
 from volumes.actions import plan
-from volumes.inventory import model
+from volumes.audit import clusters
+from volumes.audit.settings import ClusterSettings
+from volumes.inventory import ceph, model
 from volumes.inventory.cluster import (
     Check,
     FeatureGroup,
@@ -32,7 +35,7 @@ from volumes.inventory.cluster import (
     VersionCount,
     Watcher,
 )
-from volumes.inventory.model import Client, Image, Publish
+from volumes.inventory.model import Client, Image, Layer, Publish
 from volumes.rules import (
     attachment,
     blocklisted_client,
@@ -51,7 +54,16 @@ from volumes.rules import (
     unmap_failing,
     version_skew,
 )
-from volumes.rules.base import Claim, GuardView, LedgerMismatch, LogHit, Scene, Trouble
+from volumes.rules.base import (
+    Claim,
+    GuardView,
+    LedgerMismatch,
+    LogHit,
+    Outcome,
+    Rule,
+    Scene,
+    Trouble,
+)
 
 COPY = "/host/var/lib/kubelet/plugins/kubernetes.io/csi/rbd.csi.ceph.com/1/globalmount"
 USER = model.User(OWNER, DEVICE.number, ("fd 3",), 1)
@@ -133,10 +145,81 @@ def test_what_is_in_use_is_not_flagged_read_only(changes: dict[str, Any], refuse
     assert bool(step.refusal) is refused
 
 
+PARTITIONED = device(
+    active=("ext4",),
+    holders=("rbd0p1", "rbd0p2"),
+    layers=(Layer("rbd0p1", (259, 1), ("ext4",)), Layer("rbd0p2", (259, 2), ("ext4",))),
+)
+
+
+def test_a_layer_that_the_host_does_not_have_is_leaked_and_one_that_it_has_is_not() -> None:
+    first = place("/mnt/1", device=(259, 1))
+    copies = space(
+        place("/host/1", device=(259, 1), propagation="private"),
+        place("/host/2", device=(259, 2), propagation="private"),
+    )
+    both = (first, place("/mnt/2", device=(259, 2)))
+    mounted = scene(devices=(PARTITIONED,), host=both, spaces=(copies,))
+    assert judge(leaked_mount.RULE, mounted).troubles == ()
+    assert judge(mapped_unmounted.RULE, mounted).troubles == ()
+    leaked = scene(devices=(PARTITIONED,), host=(first,), spaces=(copies,))
+    trouble = only(leaked_mount.RULE, leaked)
+    assert (trouble.device, trouble.evidence["on"]) == ("rbd0", "rbd0p2")
+    assert trouble.evidence["targets"] == "/host/2"
+    assert only(leaked_mount.RULE, scene(devices=(PARTITIONED,), host=(first,))).key == "nobody"
+
+
+def test_a_users_file_on_a_layer_is_the_devices() -> None:
+    user = model.User(space().owners[0], (259, 2), ("fd 3",), 99)
+    host = (place("/mnt/1", device=(259, 1)),)
+    at = scene(devices=(PARTITIONED,), host=host, users=(user,))
+    assert only(leaked_mount.RULE, at).pid == 42
+    elsewhere = model.User(space().owners[0], (259, 1), ("fd 3",), 99)
+    at = scene(devices=(PARTITIONED,), host=host, users=(elsewhere,))
+    assert only(leaked_mount.RULE, at).key == "nobody"  # it uses what the host has mounted
+
+
+def test_a_copy_is_unmounted_by_the_number_of_its_mount() -> None:
+    target = "/host/plugins/kubernetes.io/csi/x/globalmount"
+    copies = space(
+        place("/host/1", device=(259, 1), propagation="private"),
+        place(target, device=(259, 2), propagation="private"),
+    )
+    host = (place("/mnt/1", device=(259, 1)),)
+    inventory = scene(
+        devices=(PARTITIONED,), host=host, spaces=(copies,), kubelet=place("/", device=(8, 1))
+    ).inventory
+    assert inventory is not None
+    finding = Finding(
+        "leaked-mount/rbd0/mnt-99",
+        "leaked-mount",
+        Severity.CRITICAL,
+        *("rbd0", "m", "a"),
+        evidence={"device": "rbd0", "kind": "mount", "namespace": "99"},
+    )
+    (step,) = plan.plans([finding], inventory, None, {}, 60.0)
+    assert step.refusal == ""
+    assert step.arguments["copies"] == [[259, 2, target]]
+    again = dataclasses.replace(inventory, host=(*host, place("/mnt/2", device=(259, 2))))
+    (step,) = plan.plans([finding], again, None, {}, 60.0)
+    assert "the host has it mounted again" in step.refusal
+
+
 def test_an_active_device_without_any_holder_waits_for_the_write_back() -> None:
     trouble = only(leaked_mount.RULE, scene(devices=(device(active=("ext4",)),)))
     assert trouble.patience == leaked_mount.UNEXPLAINED_SECONDS
     assert trouble.severity is Severity.WARNING
+
+
+@pytest.mark.parametrize("rule", [leaked_mount.RULE, propagation.RULE])
+def test_namespaces_that_could_not_be_looked_at_make_nothing_found_unknown(rule: Rule) -> None:
+    kubelet = place("/", device=(8, 1))
+    gaps = ("mount namespace 7: Operation not permitted",)
+    assert judge(rule, scene(kubelet=kubelet)) == Outcome()
+    assert "namespace 7" in judge(rule, scene(kubelet=kubelet, space_gaps=gaps)).unknown
+    private = space(place("/host", device=(8, 1), propagation="private"), place("/host/v"))
+    outcome = judge(rule, scene(kubelet=kubelet, spaces=(private,), space_gaps=gaps))
+    assert outcome.troubles and not outcome.unknown  # what is seen is judged and can clear
 
 
 def test_a_file_system_that_sysfs_does_not_show_is_leaked_by_its_mount_alone() -> None:
@@ -390,6 +473,68 @@ def test_a_smaller_path_mtu_is_found() -> None:
     assert judge(network.MTU, scene(paths=(fine,), settings=settings)).troubles == ()
 
 
+def test_a_cluster_whose_monitors_no_way_is_known_to_is_unknown() -> None:
+    settings = {"clusters": [{"name": "c1", "conf": "/etc/ceph/ceph.conf"}]}
+    outcomes = {
+        "not asked yet": {},
+        "no answer": {"c1": "no answer"},
+        "'ceph mon dump' is not allowed": {"c1": view(denied=("mon dump",))},
+        "no way to any": {"c1": view()},
+    }
+    for why, views in outcomes.items():
+        outcome = judge(network.MTU, scene(settings=settings, clusters=views))
+        assert why in outcome.unknown and "c1" in outcome.unknown
+    path = NetworkPath("c1", "10.0.0.1", 1500, "eth0", 1500)
+    at = scene(settings=settings, clusters={"c1": view()}, paths=(path,))
+    assert judge(network.MTU, at) == Outcome()
+
+
+def test_monitors_of_a_cluster_with_only_a_conf_are_those_it_names_itself() -> None:
+    by_conf = ClusterSettings.model_validate({"name": "c1", "conf": "/etc/ceph/ceph.conf"})
+    told = view(monitors_v1=("10.0.0.1:6789",), monitors_v2=("10.0.0.1:3300", "[fd00::1]:3300"))
+    assert clusters.addresses(by_conf, told) == ["10.0.0.1", "fd00::1"]
+    assert clusters.addresses(by_conf, "no answer") == []
+    by_name = ClusterSettings.model_validate(CLUSTER | {"monitors": ["mon-a:6789"]})
+    assert clusters.addresses(by_name, told) == ["10.0.0.1", "fd00::1"]
+
+
+@pytest.mark.parametrize(
+    ("command", "rules"),
+    [
+        ("versions", (version_skew.VERSIONS,)),
+        ("features", (version_skew.FEATURE,)),
+        ("osd dump", (version_skew.FEATURE, blocklisted_client.RULE)),
+        ("health", (cluster_health.NEAR_FULL, cluster_health.CLOCK)),
+        ("df", (cluster_health.NEAR_FULL,)),
+        ("mon dump", (network.MESSENGER,)),
+    ],
+)
+def test_what_the_key_may_not_ask_is_unknown(command: str, rules: tuple[Rule, ...]) -> None:
+    for denied in ((), (command,)):
+        at = scene(clusters={"c1": view(denied=denied)}, clock=ClockState(True, 0.0))
+        for rule in rules:
+            assert (f"'ceph {command}' is not allowed" in judge(rule, at).unknown) is bool(denied)
+
+
+class _Rados:
+    """A key that may run nothing but ``versions``."""
+
+    def mon_command(self, command: str, _: bytes, *, timeout: int) -> tuple[int, bytes, str]:
+        if json.loads(command)["prefix"] == "versions":
+            return 0, b'{"mon": {"ceph version 16.2.15": 1}}', ""
+        return -13, b"", "access denied"
+
+    def get_fsid(self) -> str:
+        return "f1"
+
+
+def test_commands_that_are_refused_are_kept_with_the_view() -> None:
+    seen = ceph._view("c1", _Rados(), None, [], 1.0)
+    assert set(seen.denied) == {"health", "df", "osd dump", "mon dump", "features"}
+    assert "'ceph df' is not allowed to this key" in seen.gaps
+    assert seen.versions
+
+
 @pytest.mark.parametrize(
     ("config", "v1", "v2", "found"),
     [
@@ -439,7 +584,6 @@ def test_rules_are_named_once_and_documented() -> None:
 
 
 def test_the_model_survives_the_pipe() -> None:
-    import json
 
     from tests.volumes.audit.world import INVENTORY
 

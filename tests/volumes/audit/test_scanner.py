@@ -1,6 +1,7 @@
 """The scan child: what hangs is abandoned, what it opens is not kept, gaps are said."""
 
 import asyncio
+import errno
 import os
 import signal
 from pathlib import Path
@@ -38,6 +39,19 @@ async def test_a_look_that_hangs_is_given_up_and_the_next_one_works(stage: Stage
     assert inventory.namespaces > 0
     assert scanner.failures == 1
     await scanner.close()
+
+
+async def test_a_child_whose_look_was_cut_off_by_the_end_is_waited_for(stage: Stage) -> None:
+    scanner = client.Scanner()
+    await scanner.look(request(stage), 20.0)
+    (child,) = _children("volumes.inventory.worker")
+    os.kill(child, signal.SIGSTOP)
+    task = asyncio.create_task(scanner.look(request(stage), 20.0))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await scanner.close()
+    assert not Path(f"/proc/{child}").exists()
 
 
 async def test_children_that_cannot_be_killed_are_bounded(
@@ -134,6 +148,35 @@ async def test_without_the_kernels_list_threads_and_processes_still_lead_to_name
     for found in (walked, again):
         assert [(s.owners[0].pid, s.owners[0].thread != 0) for s in found.spaces] == [(pid, True)]
     assert walked.spaces[0].inode == again.spaces[0].inode
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["listed", "by processes"])
+async def test_a_namespace_that_may_not_be_entered_is_a_gap_and_one_that_ended_is_none(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    from volumes.inventory import processes, spaces
+
+    stage.holder("chroot", stage.kubelet, stage.folder)
+    refused = OSError(errno.EPERM, "Operation not permitted")
+    ended = OSError(errno.ESRCH, "No such process")
+    own = os.stat("/proc/self/ns/mnt").st_ino
+
+    def found_with(error: OSError) -> spaces.Found:
+        def table(visitor: namespaces.Visitor, descriptor: int) -> bytes:
+            if os.fstat(descriptor).st_ino != own:
+                raise error
+            return b""
+
+        monkeypatch.setattr(namespaces.Visitor, "table", table)
+        everything = processes.Processes("/proc", "/nonexistent")
+        return spaces.Scan(everything, "/proc", {own}, set(), None).run(set())
+
+    if not listed:
+        monkeypatch.setattr(namespaces, "walk", _not_there)
+    found = found_with(refused)
+    assert found.gaps and all("not permitted" in gap for gap in found.gaps)
+    assert found.by_processes is not listed
+    assert found_with(ended).gaps == []
 
 
 def _not_there(start: str = "") -> object:

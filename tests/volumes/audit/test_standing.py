@@ -13,6 +13,7 @@ from volumes.rules.base import Trouble
 TROUBLE = Trouble(subject="rbd0", message="m", advice="a", key="k", device="rbd0", pid=7)
 SEEN = Judged("leaked-mount", ((TROUBLE, Severity.CRITICAL, 2.0),))
 NOTHING = Judged("leaked-mount", ())
+BLIND = Judged("leaked-mount", (), unknown="the look gave no answer")
 
 
 def after(*steps: tuple[float, Judged], clear: float = 5.0) -> standing.Standing:
@@ -53,6 +54,50 @@ def test_unknown_clears_nothing_and_says_so() -> None:
     found = standing.findings(state)[0]
     assert found.evidence["not_looked_at_again"] == "the cluster does not answer"
     assert raised(standing.advance(state, [NOTHING], 10_000, 0.0)) == []
+
+
+def test_unknown_neither_forgets_nor_ripens_what_waits() -> None:
+    waiting = after((100, SEEN), (101, BLIND), (160, BLIND))
+    assert raised(waiting) == []
+    assert standing.pending(waiting, 160) is None  # a look is what it waits for, not time
+    waiting = standing.advance(waiting, [SEEN], 161, 5.0)
+    assert raised(waiting) == []  # 1 s of its 2 s: the minute in the dark does not count
+    assert standing.pending(waiting, 161) == 1.0
+    assert raised(standing.advance(waiting, [SEEN], 162, 5.0)) == ["leaked-mount/rbd0/k"]
+
+
+def test_what_is_gone_after_an_unknown_round_starts_anew() -> None:
+    assert raised(after((100, SEEN), (101, BLIND), (102, NOTHING), (103, SEEN), (104, SEEN))) == []
+
+
+def test_what_waits_while_a_rule_is_unknown_is_bounded() -> None:
+    state: standing.Standing = {}
+    for round_ in range(3):
+        many = tuple(
+            (dataclasses.replace(TROUBLE, key=f"{round_}-{n}"), Severity.INFO, 9.0)
+            for n in range(standing.MOST_OF_A_RULE)
+        )
+        judged = Judged("leaked-mount", many, unknown="one image cannot be asked")
+        state = standing.advance(state, [judged], 100.0 + round_, 5.0)
+    assert len(state) == 2 * standing.MOST_OF_A_RULE
+
+
+def remembered(seen: float) -> Judged:
+    trouble = dataclasses.replace(TROUBLE, seen=seen)
+    return Judged("private-propagation", ((trouble, Severity.WARNING, 15.0),))
+
+
+def test_what_only_one_look_saw_is_not_raised_however_long_it_is_remembered() -> None:
+    state = after((100, remembered(99.0)), (110, remembered(99.0)))
+    assert not standing.unconfirmed(state, 110)
+    state = standing.advance(state, [remembered(99.0)], 500, 5.0)
+    assert raised(state) == []
+    assert standing.unconfirmed(state, 500)  # another look is asked for
+    seen = standing.advance(state, [remembered(501.0)], 502, 5.0)
+    assert raised(seen) == ["private-propagation/rbd0/k"]
+    assert not standing.unconfirmed(seen, 502)
+    gone = standing.advance(state, [Judged("private-propagation", ())], 502, 5.0)
+    assert raised(gone) == [] and not standing.unconfirmed(gone, 502)
 
 
 def test_a_flapping_trouble_keeps_one_finding_up() -> None:
