@@ -28,6 +28,7 @@ class _File:
     descriptor: int
     identity: tuple[int, int]
     offset: int
+    begun: bytes = b""  # of a line that is not finished yet
 
     def size(self) -> int:
         return os.fstat(self.descriptor).st_size
@@ -35,13 +36,14 @@ class _File:
 
 @dataclass
 class Follower:
-    """All files that a pattern names. ``feed`` gets their bytes, ``lost`` is told of losses.
+    """All files that a pattern names. ``feed`` gets bytes and the line they go on with, and gives
+    back the line they leave unfinished; ``lost`` is told of losses.
 
     Invariant: of a renamed file what was written before its successor appeared is read first.
     """
 
     pattern: str
-    feed: Callable[[bytes], None]
+    feed: Callable[[bytes, bytes], bytes]
     lost: Callable[[int], None]
     files: dict[str, _File] = field(default_factory=dict)
     # Renamed away, read until nothing comes for a while: their writer may still have them open.
@@ -133,11 +135,11 @@ class Follower:
     def _read(self, file: _File) -> bool:
         if file.size() < file.offset:
             self.lost(1)  # cut to nothing in place: what was not read yet is gone
-            file.offset = 0
+            file.offset, file.begun = 0, b""
         for _ in range(BLOCKS_AT_ONCE):
             block = os.pread(file.descriptor, BLOCK, file.offset)
             if not block:
                 return False
             file.offset += len(block)
-            self.feed(block)
+            file.begun = self.feed(block, file.begun)
         return True

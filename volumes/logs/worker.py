@@ -121,9 +121,10 @@ class Worker:
             stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         assert process.stdout is not None
+        begun = b""
         try:
             while block := await process.stdout.read(follow.BLOCK):
-                matcher.feed(block)
+                begun = matcher.feed(block, begun)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

@@ -214,8 +214,9 @@ def test_lines_cut_anywhere_are_matched_once() -> None:
     data = b"x\n" + line * 3 + b"y\n"
     for cut in range(1, 60):
         each = sieve.Sieve("x", patterns.plain(PATTERNS), DEVICES, 10**6)
+        rest = b""
         for at in range(0, len(data), cut):
-            each.feed(data[at : at + cut])
+            rest = each.feed(data[at : at + cut], rest)
         assert [h.count for h in each.flush()] == [3], cut
         assert each.counters.seen == 5
 
