@@ -101,6 +101,8 @@ EXACT = {
     "rbd: unmap for spec (replicapool/csi-vol-9) failed (exit 16): (rbd: sysfs write failed)": (
         "unmap-failed"
     ),
+    "rbd: unmap for spec (/dev/rbd12) failed (an error (exit status 16) occurred while running rbd "
+    "args: [unmap /dev/rbd12]): (rbd: unmap failed)": "unmap-failed",
     "error unmapping volume (0001-0009-rook-ceph-01) from staging path (/s/globalmount): (busy)": (
         "unmap-failed"
     ),
@@ -137,6 +139,22 @@ def test_the_exact_text_is_matched_by_its_pattern_and_no_other(text: str, expect
     assert [hit.pattern for hit in found] == [expected]
     if "rbd12" in text and expected not in ("journal-aborted", "hung-task"):
         assert found[0].groups["device"] == "rbd12"
+
+
+@pytest.mark.parametrize(
+    ("spec", "groups"),
+    [
+        ("/dev/rbd0", {"device": "rbd0"}),
+        ("/dev/nbd3", {"device": "nbd3"}),
+        ("/dev/rbd/replicapool/csi-vol-9", {"image": "replicapool/csi-vol-9"}),
+        ("replicapool/csi-vol-9", {"image": "replicapool/csi-vol-9"}),
+        ("pool/ns/csi-vol-9", {"image": "pool/ns/csi-vol-9"}),
+    ],
+)
+def test_what_is_unmapped_is_a_device_or_an_image(spec: str, groups: dict[str, str]) -> None:
+    """ceph-csi unmaps by the device's path where it knows it (rbd_attach.go)."""
+    text = f"rbd: unmap for spec ({spec}) failed (an error (exit status 16)): (sysfs write failed)"
+    assert [hit.groups for hit in matched("userspace", text)] == [groups]
 
 
 def test_every_pattern_is_exercised_by_an_exact_text() -> None:
