@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,25 @@ SILENCE_SECONDS = 30.0
 RESTART_SECONDS = 10.0
 END_SECONDS = 2.0
 LONGEST_LINE = 8 * 2**20
+
+
+# Kernel names of drivers whose devices are not called like the driver and a number.
+_NAMES = {
+    "sd": r"sd[a-z]+\d*",
+    "virtblk": r"vd[a-z]+\d*",
+    "device-mapper": r"dm-\d+",
+    "mmc": r"mmcblk\d+(?:p\d+)?",
+    "blkext": r"nvme\d+n\d+(?:p\d+)?",  # partitions of the others go by the other names
+}
+
+
+def device_names(drivers: tuple[str, ...]) -> str:
+    """Regex of the kernel names that devices of these drivers (as in /proc/devices) have.
+
+    By names and not by what is there now: a line may be about a device that has just gone.
+    """
+    each = (_NAMES.get(driver, rf"{re.escape(driver)}\d+(?:p\d+)?") for driver in drivers)
+    return f"(?:{'|'.join(each)})"
 
 
 class Follower:
@@ -38,7 +58,7 @@ class Follower:
                 {"name": s.name, "files": s.files, "unit": s.unit} for s in settings.sources
             ],
             "patterns": plain(patterns),
-            "devices": rf"(?:{'|'.join(drivers)})\d+(?:p\d+)?",
+            "devices": device_names(drivers),
             "lines_per_second": settings.lines_per_second,
             **(extra or {}),
         }

@@ -9,17 +9,20 @@ import kit.errors
 from tests.volumes.audit.world import place, scene, volume
 from volumes.audit.settings import LogSource
 from volumes.inventory.model import Publish
-from volumes.logs import book, patterns, sieve
+from volumes.logs import book, client, patterns, sieve
 
 PATTERNS = patterns.built_in()
-DEVICES = r"(?:rbd|nbd)\d+"
+DEVICES = client.device_names(("rbd", "nbd"))
 
 
 def matched(
-    source: str, line: str, own: tuple[patterns.Pattern, ...] = PATTERNS
+    source: str,
+    line: str,
+    own: tuple[patterns.Pattern, ...] = PATTERNS,
+    devices: str = DEVICES,
 ) -> list[sieve.Hit]:
     each = sieve.Sieve(
-        "test", [p for p in patterns.plain(own) if p["source"] == source], DEVICES, 1000
+        "test", [p for p in patterns.plain(own) if p["source"] == source], devices, 1000
     )
     each.feed(line.encode() + b"\n")
     return list(each.flush())
@@ -159,6 +162,39 @@ def test_what_is_unmapped_is_a_device_or_an_image(spec: str, groups: dict[str, s
 
 def test_every_pattern_is_exercised_by_an_exact_text() -> None:
     assert {p.id for p in PATTERNS} == set(EXACT.values())
+
+
+ABOUT_A_DEVICE = (
+    "I/O error, dev {}, sector 8 op 0x0:(READ) flags 0x0 phys_seg 1 prio class 2",
+    "Buffer I/O error on dev {}, logical block 9, async page read",
+    "EXT4-fs ({}): INFO: recovery required on readonly filesystem",
+    "EXT4-fs ({}): Remounting filesystem read-only",
+    "EXT4-fs error (device {}): ext4_find_entry:1682: inode #2: comm ls: reading directory",
+    "EXT4-fs ({}): VFS: Can't find ext4 filesystem",
+    "Aborting journal on device {}-8.",
+)
+
+
+@pytest.mark.parametrize(
+    ("driver", "name", "another"),
+    [
+        ("sd", "sdb", "sr0"),
+        ("sd", "sdaa3", "vda"),
+        ("virtblk", "vda", "sda"),
+        ("device-mapper", "dm-3", "sda"),
+        ("blkext", "nvme0n1", "sda"),
+        ("loop", "loop4", "dm-4"),
+        ("nbd", "nbd0p1", "rbd0"),
+    ],
+)
+@pytest.mark.parametrize("text", ABOUT_A_DEVICE)
+def test_lines_about_guarded_devices_of_any_driver_are_matched(
+    text: str, driver: str, name: str, another: str
+) -> None:
+    devices = client.device_names((driver,))
+    hits = matched("kernel", text.format(name), devices=devices)
+    assert [hit.groups["device"] for hit in hits] == [name]
+    assert matched("kernel", text.format(another), devices=devices) == []
 
 
 def test_ordinary_lines_match_nothing() -> None:
