@@ -312,6 +312,7 @@ class Audit:
             guard=self._guard(),
             claims=self._claims(),
             clock=ticking,
+            unread_logs=self.follower.states() if self.follower else {},
             logs=book.join(book.telling(self._book, self._patterns), self.inventory),
         )
 

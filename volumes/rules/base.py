@@ -76,6 +76,7 @@ class Scene:
     claims: Mapping[str, Claim] | None = None
     clock: ClockState | None = None
     logs: tuple[LogHit, ...] = ()
+    unread_logs: Mapping[str, str] = field(default_factory=dict)  # source -> why
     lost_lines: int = 0
 
     def cluster_of(self, device: Device) -> ClusterView | None:
