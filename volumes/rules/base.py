@@ -81,12 +81,20 @@ class Scene:
 
     def cluster_of(self, device: Device) -> ClusterView | None:
         """The cluster a mapping belongs to: by fsid, or the only one there is."""
-        if device.image is None:
-            return None
-        views = [view for view in self.clusters.values() if isinstance(view, ClusterView)]
-        if device.image.fsid:
-            return next((view for view in views if view.fsid == device.image.fsid), None)
-        return views[0] if len(self.clusters) == 1 and views else None
+        return cluster_of(self.clusters, device)
+
+
+def cluster_of(clusters: Mapping[str, ClusterView | str], device: Device) -> ClusterView | None:
+    """See ``Scene.cluster_of``. ``clusters``: every one that is set, also those that do not answer.
+
+    An image of the same name in another cluster is another image.
+    """
+    if device.image is None:
+        return None
+    views = [view for view in clusters.values() if isinstance(view, ClusterView)]
+    if device.image.fsid:
+        return next((view for view in views if view.fsid == device.image.fsid), None)
+    return views[0] if len(clusters) == 1 and views else None
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,9 @@ def _features(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
     if inventory is None or not inventory.supported_features:
         return
     for device in inventory.devices:
+        owner = scene.cluster_of(device)
+        if owner is None or owner.name != view.name:
+            continue
         image = device.image and view.image(
             device.image.pool, device.image.namespace, device.image.name
         )

@@ -48,7 +48,7 @@ from volumes.rules import (
     unmap_failing,
     version_skew,
 )
-from volumes.rules.base import Claim, GuardView, LedgerMismatch, LogHit
+from volumes.rules.base import Claim, GuardView, LedgerMismatch, LogHit, Outcome, cluster_of
 
 CLUSTER = {"name": "c1", "monitors": ["10.0.0.1:6789"], "secret_file": "/k"}
 
@@ -173,6 +173,35 @@ def test_a_driver_that_does_not_tell_its_client_counts_as_one_watcher() -> None:
     assert judge(mapped_elsewhere.RULE, one).troubles == ()
     two = scene(devices=(nbd,), clusters={"c1": view(images=(watched(OURS, THEIRS),))})
     assert len(judge(mapped_elsewhere.RULE, two).troubles) == 1
+
+
+def missing(**changes: Any) -> ImageView:
+    return ImageView("rbd", "", "csi-vol-1", error="RBD image not found", **changes)
+
+
+def test_an_image_that_only_the_other_cluster_lacks_is_known() -> None:
+    """Each cluster is asked for every image; DEVICE is of the cluster with fsid f1."""
+    rule = mapped_elsewhere.RULE
+    other = view(name="c2", fsid="f2", images=(missing(),))
+    at = scene(clusters={"c1": view(images=(watched(OURS),)), "c2": other})
+    assert judge(rule, at) == Outcome()
+    trouble = only(rule, scene(clusters={"c2": other, "c1": view(images=(watched(THEIRS),))}))
+    assert trouble.evidence["cluster"] == "c1"
+    lacking = scene(clusters={"c1": view(images=(missing(),)), "c2": view(name="c2", fsid="f2")})
+    assert "not found" in judge(rule, lacking).unknown
+
+
+def test_an_image_of_the_same_name_in_another_cluster_is_another_image() -> None:
+    rule, kernel = version_skew.FEATURE, 0x3D
+    modern = view(name="c2", fsid="f2", images=(watched(features=kernel | 0x2),))
+    own = view(images=(watched(features=kernel),))
+    at = scene(supported_features=kernel, clusters={"c2": modern, "c1": own})
+    assert judge(rule, at).troubles == ()
+    assert cluster_of(at.clusters, DEVICE) is own
+    nameless = device(image=Image("rbd", "csi-vol-1"))  # a driver that does not tell the cluster
+    assert cluster_of(at.clusters, nameless) is None
+    assert cluster_of({"c1": own}, nameless) is own
+    assert cluster_of({"c1": own, "c2": "not asked yet"}, nameless) is None
 
 
 def test_a_cluster_that_does_not_answer_makes_its_rules_unknown() -> None:
