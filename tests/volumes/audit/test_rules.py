@@ -234,11 +234,23 @@ def test_without_an_inventory_every_rule_about_the_node_is_unknown() -> None:
         ("10.0.0.5:0/112", False),
         ("10.0.0.55:0/0", False),
         ("10.0.0.6:0/111", False),
+        ("cidr:10.0.0.0:0/24", True),
+        ("cidr:10.0.0.5:0/32", True),
+        ("cidr:10.0.1.0:0/24", False),
+        ("10.0.0.0:0/24", False),  # one client with the nonce 24, not a range
+        ("cidr:[fd00::]:0/64", False),
     ],
 )
 def test_a_blocklist_entry_is_matched_by_address_and_nonce(entry: str, found: bool) -> None:
     at = scene(clusters={"c1": view(blocklist=(entry,))})
     assert bool(judge(blocklisted_client.RULE, at).troubles) is found
+
+
+def test_a_blocklisted_range_of_ipv6_is_matched() -> None:
+    ours = device(client=Client("0", "client10", "[fd00::5]:0/111"))
+    for entry, found in (("cidr:[fd00::]:0/64", True), ("cidr:[fd01::]:0/64", False)):
+        at = scene(devices=(ours,), clusters={"c1": view(blocklist=(entry,))})
+        assert bool(judge(blocklisted_client.RULE, at).troubles) is found
 
 
 def test_a_read_only_claim_mapped_read_write_is_found() -> None:
