@@ -70,6 +70,8 @@ def merged(new: Inventory, before: Inventory | None) -> Inventory:
             spaces=before.spaces,
             namespaces=before.namespaces,
             processes=new.processes or before.processes,
+            # Whether there is a kubelet that must have a directory, only its process tells.
+            no_records=before.no_records if new.kubelet is None else "",
             host_spaces=before.host_spaces if len(before.host_spaces) > 1 else new.host_spaces,
         )
     same = {key(device) for device in before.devices} & {key(device) for device in new.devices}

@@ -265,6 +265,7 @@ class Audit:
                     containers=str(self.settings.containers),
                     deep=wish.deep,
                     users_of=wish.users_of,
+                    kubelet_set="kubelet" in self.settings.model_fields_set,
                 )
                 new = await self.scanner.look(request, self.settings.look_timeout)
                 fresh = fresh or new.deep

@@ -173,6 +173,7 @@ class Inventory:
     host: tuple[Place, ...] = ()  # watched devices in the host's namespaces
     host_spaces: tuple[int, ...] = ()
     kubelet: Place | None = None  # the host mount that kubelet's directory lies on
+    no_records: str = ""  # why kubelet's records could not be read; then 'volumes' says nothing
     spaces: tuple[Space, ...] = ()
     users: tuple[User, ...] = ()
     users_of: tuple[Number, ...] = ()  # devices whose users were looked for

@@ -1,5 +1,6 @@
 """What a rule is: a scene in, troubles out, nothing else touched."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -140,6 +141,19 @@ def needs_inventory(judge: Callable[[Scene, Inventory], Iterable[Trouble]]) -> J
         if scene.inventory is None or scene.blind:  # what an old look saw is not seen now
             return Outcome(unknown=scene.blind or "the node has not been looked at yet")
         return Outcome(tuple(judge(scene, scene.inventory)))
+
+    return wrapped
+
+
+def needs_records(judge: Callable[[Scene, Inventory], Iterable[Trouble]]) -> Judge:
+    """As needs_inventory; unknown also while kubelet's directory is not there."""
+    plain = needs_inventory(judge)
+
+    def wrapped(scene: Scene) -> Outcome:
+        outcome = plain(scene)
+        if outcome.unknown or scene.inventory is None or not scene.inventory.no_records:
+            return outcome
+        return dataclasses.replace(outcome, unknown=scene.inventory.no_records)
 
     return wrapped
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from kit.finding import Severity
 from volumes.inventory.model import Inventory
 from volumes.rules import leaked_mount
-from volumes.rules.base import Rule, Scene, Trouble, needs_inventory
+from volumes.rules.base import Rule, Scene, Trouble, needs_records
 
 
 def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
@@ -48,5 +48,5 @@ RULE = Rule(
     summary="a container has the host's volume directories without receiving unmounts",
     severity=Severity.WARNING,
     patience=15.0,  # runtimes pass through private mounts while a container starts
-    judge=needs_inventory(_judge),
+    judge=needs_records(_judge),
 )

@@ -225,6 +225,25 @@ def test_without_an_inventory_every_rule_about_the_node_is_unknown() -> None:
         assert "no answer" in judge(rule, at).unknown
 
 
+def test_without_kubelets_directory_rules_that_need_its_records_are_unknown() -> None:
+    at = scene(no_records="no kubelet directory at /var/lib/kubelet", claims={})
+    rules = (
+        busy_mount.RULE,
+        propagation.RULE,
+        mapped_unmounted.RULE,
+        read_only_claim.RULE,
+        attachment.RULE,
+        mount_options.RULE,
+    )
+    for rule in rules:
+        outcome = judge(rule, at)
+        assert outcome.unknown == "no kubelet directory at /var/lib/kubelet", rule.name
+        assert outcome.troubles == (), rule.name  # DEVICE is idle, and nobody knows for whom
+    assert not judge(leaked_mount.RULE, at).unknown
+    by_log = scene(no_records="x", host=(place(read_only=True),))
+    assert only(read_only_claim.RULE, by_log).severity is Severity.INFO  # what is seen is told
+
+
 @pytest.mark.parametrize(
     ("entry", "found"),
     [
