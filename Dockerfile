@@ -9,8 +9,11 @@ COPY . .
 RUN /opt/nodeagent/bin/pip install --no-cache-dir --no-deps .
 
 FROM debian:bookworm-slim
+# ceph-common: rados (the client's version for ceph-version-skew); rbd-nbd: unmapping its orphans;
+# systemd: journalctl, nothing of it runs here.
 RUN apt-get update && apt-get install -y --no-install-recommends \
-        python3 ceph-fuse libcephfs2 python3-rados python3-rbd python3-cephfs kmod \
+        python3 ceph-fuse ceph-common libcephfs2 python3-rados python3-rbd python3-cephfs kmod \
+        rbd-nbd systemd \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/nodeagent /opt/nodeagent
 RUN for module in rados rbd cephfs; do \

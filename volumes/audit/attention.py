@@ -83,6 +83,8 @@ def merged(new: Inventory, before: Inventory | None) -> Inventory:
             deep_gaps=before.deep_gaps,
             space_gaps=before.space_gaps,
             processes=new.processes or before.processes,
+            # Whether there is a kubelet that must have a directory, only its process tells.
+            no_records=before.no_records if new.kubelet is None else "",
             host_spaces=before.host_spaces if len(before.host_spaces) > 1 else new.host_spaces,
         )
     known = {key(device): device.numbers for device in before.devices}

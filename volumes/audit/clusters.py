@@ -14,8 +14,9 @@ from volumes.inventory import ceph, cluster, model
 
 log = structlog.get_logger("audit.clusters")
 
-# New mappings are asked about soon, but a burst of them makes one question.
-SOON_SECONDS = 5.0
+# New mappings are asked about soon, but a burst of them makes one question. The time between is
+# drawn: a job that starts on a thousand nodes maps everywhere at one moment.
+SOON_SECONDS = (5.0, 30.0)
 
 
 class Clusters:
@@ -109,7 +110,7 @@ class Clusters:
             try:
                 async with asyncio.timeout(wait):
                     await self._wake.wait()
-                await asyncio.sleep(min(SOON_SECONDS, now.cluster_interval))
+                await asyncio.sleep(soon(now.cluster_interval))
             except TimeoutError:
                 pass  # it is time
             self._wake.clear()
@@ -123,6 +124,12 @@ def addresses(settings: ClusterSettings, view: cluster.ClusterView | str) -> lis
     told = () if isinstance(view, str) else (*view.monitors_v2, *view.monitors_v1)
     hosts = [host_of(monitor) for monitor in (*settings.monitors, *told)]
     return [host for host in dict.fromkeys(hosts) if host is not None]
+
+
+def soon(interval: float) -> float:
+    """Seconds from a reason to ask to the question; never longer than ``interval``."""
+    least, most = (min(seconds, interval) for seconds in SOON_SECONDS)
+    return random.uniform(least, most)
 
 
 def _paths(settings: ClusterSettings, view: cluster.ClusterView | str) -> list[cluster.NetworkPath]:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.finding import Finding
 from volumes.inventory.model import Device, Inventory, to_json
+from volumes.rules.base import cluster_of
 
 if TYPE_CHECKING:
     from volumes.audit.service import Audit
@@ -72,13 +73,9 @@ def devices(audit: "Audit") -> list[dict[str, Any]]:
 def detail(audit: "Audit", inventory: Inventory, found: Device) -> dict[str, Any]:
     """Everything known of one device."""
     volume = inventory.volume_of(found)
-    view = None
-    if found.image is not None:
-        for cluster in audit.clusters.views.values():
-            if not isinstance(cluster, str):
-                view = view or cluster.image(
-                    found.image.pool, found.image.namespace, found.image.name
-                )
+    owner = cluster_of(audit.cluster_views(), found)
+    image = found.image
+    view = owner.image(image.pool, image.namespace, image.name) if owner and image else None
     return {
         **device(audit, inventory, found),
         "details": to_json(found),

@@ -19,6 +19,7 @@ from volumes.actions import plan, runner
 from volumes.audit import attention, clusters, figures, judging, standing
 from volumes.audit.settings import AuditSettings
 from volumes.inventory import client, scan
+from volumes.inventory.cluster import ClusterView
 from volumes.inventory.model import Inventory
 from volumes.logs import book, patterns
 from volumes.logs import client as log_client
@@ -267,6 +268,7 @@ class Audit:
                     containers=str(self.settings.containers),
                     deep=wish.deep,
                     users_of=wish.users_of,
+                    kubelet_set="kubelet" in self.settings.model_fields_set,
                 )
                 began = time.time()
                 new = await self.scanner.look(request, self.settings.look_timeout)
@@ -303,6 +305,12 @@ class Audit:
         self._former = former
         self.clusters.want(inventory)
 
+    def cluster_views(self) -> dict[str, ClusterView | str]:
+        """Every cluster that is set: what it said last, or why it says nothing."""
+        return {
+            c.name: self.clusters.views.get(c.name, "not asked yet") for c in self.settings.clusters
+        }
+
     def _scene(self) -> Scene:
         try:
             ticking = clock.state()
@@ -313,15 +321,13 @@ class Audit:
             settings=self.settings,
             inventory=self.inventory,
             blind=self._blind,
-            clusters={
-                c.name: self.clusters.views.get(c.name, "not asked yet")
-                for c in self.settings.clusters
-            },
+            clusters=self.cluster_views(),
             watched_by=self.clusters.watched_by,
             paths=self.clusters.paths,
             guard=self._guard(),
             claims=self._claims(),
             clock=ticking,
+            unread_logs=self.follower.states() if self.follower else {},
             logs=book.join(book.telling(self._book, self._patterns), self.inventory),
             former=self._mounted_before(),
         )

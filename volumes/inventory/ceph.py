@@ -1,6 +1,7 @@
 """Asking a Ceph cluster. ``look`` runs in a child process (kit.child): librados can hang."""
 
 import contextlib
+import errno
 import importlib
 import json
 import math
@@ -74,25 +75,32 @@ def _view(
 ) -> cluster.ClusterView:
     denied: list[str] = []
 
-    def ask(prefix: str) -> Any:
+    def told(prefix: str, *, older: str = "") -> bytes:
+        """The answer; empty when this key may not ask. ``older``: the command's former name."""
         command = json.dumps({"prefix": prefix, "format": "json"})
         code, out, text = client.mon_command(command, b"", timeout=math.ceil(patience))
-        if code in (-1, -13):  # EPERM, EACCES: this key may not
+        if code == -errno.EINVAL and older:
+            return told(older)
+        if code in (-errno.EPERM, -errno.EACCES):
             denied.append(prefix)
-            return {}
+            return b""
         if code:
             raise kit.errors.SourceError(
                 f"cluster {name}", f"'ceph {prefix}' failed: {text or code}", "see its monitors"
             )
-        return json.loads(out)
+        return bytes(out)
+
+    def ask(prefix: str) -> Any:
+        return json.loads(told(prefix) or b"{}")
 
     versions = ask("versions")
     features = ask("features")
     health = ask("health")
     stats = ask("df").get("stats", {})
-    dump = ask("osd dump")
     monitors = ask("mon dump").get("mons", [])
-    blocked = dump.get("blocklist", {})
+    # Not 'osd dump', which has both: it is megabytes on a large cluster, from every node.
+    blocked = told("osd blocklist ls", older="osd blacklist ls")  # before Ceph 16
+    min_client = told("osd get-require-min-compat-client")  # one word, whatever format is asked
     return cluster.ClusterView(
         name=name,
         taken=time.time(),
@@ -111,13 +119,13 @@ def _view(
             if isinstance(groups, list)
             for group in groups
         ),
-        min_client=str(dump.get("require_min_compat_client", "")),
+        min_client=min_client.decode().strip().strip('"'),
         checks=tuple(
             cluster.Check(code, check.get("severity", ""), check["summary"]["message"])
             for code, check in health.get("checks", {}).items()
         ),
         used=float(stats.get("total_used_raw_ratio", 0.0)),
-        blocklist=tuple(list(blocked)[:_SLOW_BLOCKLIST]),
+        blocklist=blocklist(blocked.decode())[:_SLOW_BLOCKLIST],
         monitors_v1=_addresses(monitors, "v1"),
         monitors_v2=_addresses(monitors, "v2"),
         images=tuple(_image(client, rados, *image) for image in images),
@@ -125,6 +133,26 @@ def _view(
         denied=tuple(denied),
         gaps=tuple(cluster.refusal(prefix) for prefix in denied),
     )
+
+
+def blocklist(text: str) -> tuple[str, ...]:
+    """Entries of 'osd blocklist ls': addresses, and ranges as ``cidr:10.1.0.0:0/24``.
+
+    Since Ceph 16.2 the answer is two JSON arrays, one behind the other. Ranges come first here:
+    one of them counts for many addresses.
+    """
+    addresses, ranges = [], []
+    decoder, text = json.JSONDecoder(), text.strip()
+    while text:
+        entries, end = decoder.raw_decode(text)
+        addresses += [str(entry["addr"]) for entry in entries if "addr" in entry]
+        ranges += [
+            f"cidr:{str(entry['range']).removeprefix('cidr:')}"
+            for entry in entries
+            if "range" in entry
+        ]
+        text = text[end:].lstrip()
+    return (*ranges, *addresses)
 
 
 def _addresses(monitors: list[dict[str, Any]], kind: str) -> tuple[str, ...]:

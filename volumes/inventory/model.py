@@ -200,6 +200,7 @@ class Inventory:
     host: tuple[Place, ...] = ()  # watched devices in the host's namespaces
     host_spaces: tuple[int, ...] = ()
     kubelet: Place | None = None  # the host mount that kubelet's directory lies on
+    no_records: str = ""  # why kubelet's records could not be read; then 'volumes' says nothing
     spaces: tuple[Space, ...] = ()
     spaces_at: float = 0.0  # Unix time of the deep look that ``spaces`` come from
     users: tuple[User, ...] = ()

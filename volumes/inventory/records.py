@@ -33,34 +33,36 @@ def _names(path: str) -> list[str]:
         return []
 
 
-def _staged(kubelet: str) -> Iterator[tuple[str, str]]:
+def _staged(kubelet: str, root: str) -> Iterator[tuple[str, str]]:
     """(directory with vol_data.json, staging directory)."""
     base = f"{kubelet}/plugins/kubernetes.io/csi"
-    for driver in _names(base):
+    for driver in _names(root + base):
         if driver == "volumeDevices":
             continue  # raw block volumes; seen by the mount of their node
-        for volume in _names(f"{base}/{driver}"):
+        for volume in _names(f"{root}{base}/{driver}"):
             home = f"{base}/{driver}/{volume}"
             yield home, f"{home}/globalmount"
 
 
-def _published(kubelet: str) -> Iterator[tuple[str, str, str]]:
+def _published(kubelet: str, root: str) -> Iterator[tuple[str, str, str]]:
     """(pod uid, volume name, directory)."""
-    for uid in _names(f"{kubelet}/pods"):
+    for uid in _names(f"{root}{kubelet}/pods"):
         base = f"{kubelet}/pods/{uid}/volumes/kubernetes.io~csi"
-        for name in _names(base):
+        for name in _names(root + base):
             yield uid, name, f"{base}/{name}"
 
 
 def volumes(
-    kubelet: str, host: list[mountinfo.Mount], devices: list[Device]
+    kubelet: str, host: list[mountinfo.Mount], devices: list[Device], *, root: str = ""
 ) -> tuple[list[Volume], list[str]]:
-    """Every staged volume, joined to its publishes and its device; and what could not be read."""
-    real = os.path.realpath(kubelet)
-    by_target = {mount.target: mount for mount in host if _below(mount.target, real)}
+    """Every staged volume, joined to its publishes and its device; and what could not be read.
+
+    ``kubelet``: without links, as mount tables have it; ``root``: where that path is read.
+    """
+    by_target = {mount.target: mount for mount in host if _below(mount.target, kubelet)}
     publishes: dict[str, list[Publish]] = {}
-    for uid, name, home in _published(real):
-        record = _json(f"{home}/vol_data.json")
+    for uid, name, home in _published(kubelet, root):
+        record = _json(f"{root}{home}/vol_data.json")
         mount = by_target.get(f"{home}/mount")
         handle = str(record.get("volumeHandle", ""))
         publishes.setdefault(handle, []).append(
@@ -75,14 +77,14 @@ def volumes(
         )
     found: list[Volume] = []
     gaps: list[str] = []
-    for home, staging in _staged(real):
+    for home, staging in _staged(kubelet, root):
         if len(found) >= MOST_VOLUMES:
             gaps.append(f"{kubelet}: more than {MOST_VOLUMES} staged volumes, the rest left out")
             break
-        record = _json(f"{home}/vol_data.json")
+        record = _json(f"{root}{home}/vol_data.json")
         handle = str(record.get("volumeHandle", ""))
         mounts = [target for target in by_target if _below(target, staging)]
-        meta = {} if staging in mounts else _json(f"{staging}/image-meta.json")
+        meta = {} if staging in mounts else _json(f"{root}{staging}/image-meta.json")
         image = _image(meta)
         device = _device(meta, image, [by_target[target] for target in mounts], devices)
         published = publishes.get(handle, []) if handle else []

@@ -11,6 +11,9 @@ from volumes.inventory.model import Device, Inventory, Number, Place, Space, Use
 from volumes.inventory.processes import Processes, host_space
 
 MOST_GAPS = 50
+# Names of the process that is kubelet, or has it inside.
+KUBELETS = ("kubelet", "k3s-server", "k3s-agent")
+MOST_LINKS = 40  # as the kernel
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Request:
     containers: str  # containerd's bundles, for the pods' names
     deep: bool  # visit every namespace
     users_of: tuple[str, ...] = ()  # devices whose open files are looked for
+    kubelet_set: bool = False  # somebody has said where kubelet's directory is
 
 
 def look(request: Request) -> Inventory:
@@ -55,9 +59,15 @@ def look(request: Request) -> Inventory:
     everything = [mount for table in tables.values() for mount in table]
     host = _on_host(tables, watched)
     devices = _with_raw(devices, everything)
-    kubelet = _kubelet(request.kubelet, tables)
-    volumes, missing = records.volumes(request.kubelet, everything, devices)
+    root = _root(request.proc)
+    directory = _host_path(request.kubelet, root)
+    kubelet = _kubelet(directory, root, tables)
+    volumes, missing = records.volumes(directory, everything, devices, root=root)
     gaps += missing
+    no_records = ""
+    if kubelet is None and _has_kubelet(request, processes):
+        no_records = f"no kubelet directory at {request.kubelet}"
+        gaps.append(f"{no_records}: mount it, or set volumes.audit.kubelet to where it is")
     found = spaces.Found()
     using: list[User] = []
     numbers: list[Number] = []
@@ -78,6 +88,7 @@ def look(request: Request) -> Inventory:
         host=tuple(host),
         host_spaces=tuple(host_spaces),
         kubelet=kubelet[0] if kubelet else None,
+        no_records=no_records,
         spaces=tuple(_without_idle(found.spaces)),
         spaces_at=time.time() if request.deep else 0.0,
         users=tuple(using),
@@ -115,10 +126,54 @@ def _with_raw(devices: list[Device], host: list[mountinfo.Mount]) -> list[Device
     return named
 
 
-def _kubelet(path: str, tables: dict[int, list[mountinfo.Mount]]) -> tuple[Place, str] | None:
+def _root(proc: str) -> str:
+    """Where the host's files are. The agent's own view (empty) where pid 1's may not be entered."""
+    try:
+        os.stat(f"{proc}/1/root/.")
+    except OSError:
+        return ""
+    return f"{proc}/1/root"
+
+
+def _host_path(path: str, root: str) -> str:
+    """``path`` without links as the host sees it: mount tables have it so.
+
+    realpath would follow the host's absolute links into the agent's own file system.
+    """
+    todo, done, links = path.split("/")[::-1], "", 0
+    while todo:
+        part = todo.pop()
+        if part in ("", "."):
+            continue
+        if part == "..":
+            done = done.rpartition("/")[0]
+            continue
+        try:
+            target = os.readlink(f"{root}{done}/{part}")
+        except OSError:  # no link, or nothing there
+            done = f"{done}/{part}"
+            continue
+        links += 1
+        if links > MOST_LINKS:
+            return path
+        if target.startswith("/"):
+            done = ""
+        todo += target.split("/")[::-1]
+    return done or "/"
+
+
+def _has_kubelet(request: Request, processes: Processes | None) -> bool:
+    """Whether its directory must be there. A node without kubelet misses nothing."""
+    if request.kubelet_set:
+        return True
+    return processes is not None and any(processes.named(name) for name in KUBELETS)
+
+
+def _kubelet(
+    real: str, root: str, tables: dict[int, list[mountinfo.Mount]]
+) -> tuple[Place, str] | None:
     """The host mount that kubelet's directory lies on, and where in its file system it lies."""
-    real = os.path.realpath(path)
-    if not os.path.isdir(real):
+    if not os.path.isdir(root + real):
         return None
     for inode, table in tables.items():
         mount = mountinfo.containing(real, table)

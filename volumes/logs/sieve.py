@@ -61,22 +61,28 @@ class Sieve:
             compiled = _Compiled(pattern["id"], re.compile(pattern["regex"]))
             self._anchors.setdefault(pattern["anchor"].encode(), []).append(compiled)
         self._devices = re.compile(self.devices)
-        self._partial = b""
         self._tokens = float(self.budget)
         self._last = self.clock()
         self._hits: dict[tuple[str, ...], Hit] = {}
 
-    def feed(self, block: bytes) -> None:
-        """Bytes as they were read; a line may go on in the next block."""
-        data = self._partial + block
+    def feed(self, block: bytes, begun: bytes = b"") -> bytes:
+        """Bytes as they were read, after ``begun``: what the same stream's last feed gave back.
+
+        Gives back the line that is not finished yet. It is the stream's and not the sieve's: a
+        source may have many files, and the tail of one must not begin a line of another.
+        """
+        data = begun + block
         end = data.rfind(b"\n") + 1
-        self._partial = data[end:]
-        if len(self._partial) > LONGEST_PARTIAL:  # no line that matters is so long
-            self._partial = b""
+        rest = data[end:]
+        if len(rest) > LONGEST_PARTIAL:  # no line that matters is so long
+            rest = b""
             self.counters.lost += 1
         lines = data.count(b"\n", 0, end)
-        if not lines:
-            return
+        if lines:
+            self._take(data, end, lines)
+        return rest
+
+    def _take(self, data: bytes, end: int, lines: int) -> None:
         allowed = self._allow(lines)
         if allowed < lines:
             head = data[:end].split(b"\n", allowed)

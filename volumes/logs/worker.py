@@ -5,16 +5,14 @@ second it writes one JSON line: hits and counters. A flood or a hung disk stays 
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import sys
 from typing import Any
 
 from linux import kmsg
-from volumes.logs import follow, sieve
+from volumes.logs import follow, journal, sieve
 
 FLUSH_SECONDS = 0.5
 RETRY_SECONDS = 30.0
@@ -25,6 +23,7 @@ class Worker:
     def __init__(self, configuration: dict[str, Any]) -> None:
         self._configuration = configuration
         self._sieves: dict[str, sieve.Sieve] = {}
+        # Why a source cannot be read; "" when it can; not there while that is not known yet.
         self._states: dict[str, str] = {}
         self._kernel: kmsg.Kmsg | None = None
 
@@ -63,7 +62,7 @@ class Worker:
             answer = {
                 "hits": [vars(hit) for each in self._sieves.values() for hit in each.flush()],
                 "sources": {
-                    name: {**dataclasses.asdict(each.counters), "state": self._states.get(name, "")}
+                    name: {**dataclasses.asdict(each.counters), "state": self._states.get(name)}
                     for name, each in self._sieves.items()
                 },
             }
@@ -77,6 +76,7 @@ class Worker:
         except OSError as error:
             self._states["kernel"] = f"/dev/kmsg: {error.strerror}"
             return
+        self._states["kernel"] = ""
         wake = asyncio.Event()
         asyncio.get_running_loop().add_reader(log.fd, wake.set)
         while True:
@@ -94,8 +94,11 @@ class Worker:
         def lost(count: int) -> None:
             matcher.counters.lost += count
 
+        def state(text: str) -> None:
+            self._states[name] = text
+
+        follower = follow.Follower(pattern, matcher.feed, lost, state)
         while True:
-            follower = follow.Follower(pattern, matcher.feed, lost)
             try:
                 await follower.run()
             except OSError as error:
@@ -104,30 +107,18 @@ class Worker:
 
     async def _follow_unit(self, name: str, unit: str) -> None:
         matcher = self._sieve(name, "userspace")
-        while True:
-            program = shutil.which("journalctl")
-            if program is None:
-                self._states[name] = "journalctl is not there: mount the logs as files instead"
-            else:
-                self._states[name] = await self._journal(program, unit, matcher)
-            await asyncio.sleep(RETRY_SECONDS)
 
-    async def _journal(self, program: str, unit: str, matcher: sieve.Sieve) -> str:
-        process = await asyncio.create_subprocess_exec(
-            program, "--follow", "--lines=0", "--output=cat", "--quiet", f"--unit={unit}",
-            *self._configuration.get("journal_options", []),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
-        assert process.stdout is not None
-        try:
-            while block := await process.stdout.read(follow.BLOCK):
-                matcher.feed(block)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        return f"journalctl for {unit} ended with {await process.wait()}"
+        def state(text: str) -> None:
+            self._states[name] = text
+
+        directories = tuple(self._configuration.get("journals", journal.DIRECTORIES))
+        unit_log = journal.Journal(unit, matcher.feed, state, directories)
+        while True:
+            try:
+                await unit_log.run()
+            except OSError as error:
+                state(f"journalctl: {error.strerror}")
+            await asyncio.sleep(RETRY_SECONDS)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def _judge(scene: Scene) -> Outcome:
         return Outcome(off="no Kubernetes API")
     if scene.inventory is None or scene.blind:
         return Outcome(unknown=scene.blind or "the node has not been looked at yet")
-    return Outcome(tuple(_found(scene)))
+    return Outcome(tuple(_found(scene)), unknown=scene.inventory.no_records)
 
 
 RULE = Rule(

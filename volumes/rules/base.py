@@ -1,5 +1,6 @@
 """What a rule is: a scene in, troubles out, nothing else touched."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -76,18 +77,27 @@ class Scene:
     claims: Mapping[str, Claim] | None = None
     clock: ClockState | None = None
     logs: tuple[LogHit, ...] = ()
+    unread_logs: Mapping[str, str] = field(default_factory=dict)  # source -> why
     lost_lines: int = 0
     # device -> where the host had it mounted; what tells a copy of that from a mount of its own
     former: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def cluster_of(self, device: Device) -> ClusterView | None:
         """The cluster a mapping belongs to: by fsid, or the only one there is."""
-        if device.image is None:
-            return None
-        views = [view for view in self.clusters.values() if isinstance(view, ClusterView)]
-        if device.image.fsid:
-            return next((view for view in views if view.fsid == device.image.fsid), None)
-        return views[0] if len(self.clusters) == 1 and views else None
+        return cluster_of(self.clusters, device)
+
+
+def cluster_of(clusters: Mapping[str, ClusterView | str], device: Device) -> ClusterView | None:
+    """See ``Scene.cluster_of``. ``clusters``: every one that is set, also those that do not answer.
+
+    An image of the same name in another cluster is another image.
+    """
+    if device.image is None:
+        return None
+    views = [view for view in clusters.values() if isinstance(view, ClusterView)]
+    if device.image.fsid:
+        return next((view for view in views if view.fsid == device.image.fsid), None)
+    return views[0] if len(clusters) == 1 and views else None
 
 
 @dataclass(frozen=True)
@@ -140,13 +150,25 @@ def needs_inventory(judge: Callable[[Scene, Inventory], Iterable[Trouble]]) -> J
     return wrapped
 
 
-def needs_namespaces(judge: Callable[[Scene, Inventory], Iterable[Trouble]]) -> Judge:
-    """As ``needs_inventory``, for what may hide in any mount namespace: where nothing is found,
-    it is fine only when all of them could be looked at."""
-    of_the_node = needs_inventory(judge)
+def needs_records(judge: Callable[[Scene, Inventory], Iterable[Trouble]]) -> Judge:
+    """As needs_inventory; unknown also while kubelet's directory is not there."""
+    plain = needs_inventory(judge)
 
     def wrapped(scene: Scene) -> Outcome:
-        outcome = of_the_node(scene)
+        outcome = plain(scene)
+        if outcome.unknown or scene.inventory is None or not scene.inventory.no_records:
+            return outcome
+        return dataclasses.replace(outcome, unknown=scene.inventory.no_records)
+
+    return wrapped
+
+
+def needs_namespaces(judge: Judge) -> Judge:
+    """For what may hide in any mount namespace: where nothing is found, it is fine only when all
+    of them could be looked at."""
+
+    def wrapped(scene: Scene) -> Outcome:
+        outcome = judge(scene)
         gaps = scene.inventory.space_gaps if scene.inventory is not None else ()
         if outcome.troubles or outcome.unknown or not gaps:
             return outcome

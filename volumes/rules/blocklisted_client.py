@@ -1,5 +1,6 @@
 """blocklisted-client: the cluster refuses a client of this node; its reads fail with -108."""
 
+import ipaddress
 from collections.abc import Iterator
 
 from kit.finding import Severity
@@ -8,10 +9,14 @@ from volumes.rules.base import Rule, Scene, Trouble, needs_clusters
 
 
 def _matches(address: str, entry: str) -> bool:
-    """Entries are ip:port/nonce; port 0 stands for all of the ip's, nonce 0 for all its clients."""
+    """Entries are ip:port/nonce; port 0 stands for all of the ip's, nonce 0 for all its clients.
+    Ranges are cidr:ip:port/bits.
+    """
     entry, address = (
         text.split(":", 1)[1] if text[:3] in ("v1:", "v2:") else text for text in (entry, address)
     )
+    if entry.startswith("cidr:"):
+        return _in_range(address, entry.removeprefix("cidr:"))
     if entry == address:
         return True
     where, _, nonce = entry.rpartition("/")
@@ -20,6 +25,17 @@ def _matches(address: str, entry: str) -> bool:
         and where.rpartition(":")[2] == "0"
         and (where.rpartition(":")[0] == address.rpartition("/")[0].rpartition(":")[0])
     )
+
+
+def _in_range(address: str, entry: str) -> bool:
+    where, _, bits = entry.rpartition("/")
+    ip, network = (
+        text.rpartition(":")[0].strip("[]") for text in (address.rpartition("/")[0], where)
+    )
+    try:
+        return ipaddress.ip_address(ip) in ipaddress.ip_network(f"{network}/{bits}", strict=False)
+    except ValueError:
+        return False  # no address: a name that nobody resolves here
 
 
 def _judge(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
@@ -55,5 +71,5 @@ RULE = Rule(
     summary="the cluster refuses the I/O of a mapping on this node",
     severity=Severity.CRITICAL,
     patience=0.0,
-    judge=needs_clusters(_judge, "osd dump"),
+    judge=needs_clusters(_judge, "osd blocklist ls", "osd blacklist ls"),
 )

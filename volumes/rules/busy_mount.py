@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from kit.finding import Severity
 from volumes.inventory.model import Device, Inventory, Volume
 from volumes.rules import leaked_mount
-from volumes.rules.base import Rule, Scene, Trouble, needs_inventory
+from volumes.rules.base import Rule, Scene, Trouble, needs_records
 
 
 def left_over(inventory: Inventory, device: Device) -> Volume | None:
@@ -60,5 +60,5 @@ RULE = Rule(
     summary="a volume that is to go cannot be unmounted: a process has files open on it",
     severity=Severity.WARNING,
     patience=2.0,
-    judge=needs_inventory(_judge),
+    judge=needs_records(_judge),
 )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from kit.finding import Severity
 from volumes.inventory.model import Device, Inventory, Number, Owner, Place, Space, User
-from volumes.rules.base import Rule, Scene, Trouble, needs_namespaces
+from volumes.rules.base import Rule, Scene, Trouble, needs_inventory, needs_namespaces
 
 # A file system that is being shut down writes back first and has no holder: not at once.
 UNEXPLAINED_SECONDS = 60.0
@@ -224,5 +224,5 @@ RULE = Rule(
     summary="a device is in use by somebody, but not mounted on the host any more",
     severity=Severity.CRITICAL,
     patience=PATIENCE_SECONDS,
-    judge=needs_namespaces(_judge),
+    judge=needs_namespaces(needs_inventory(_judge)),
 )

@@ -72,11 +72,17 @@ def _judge(scene: Scene) -> Outcome:
     if not scene.clusters:
         return Outcome(off="no cluster is set (volumes.audit.clusters)")
     troubles: list[Trouble] = []
+    mapped = _mapped(scene, scene.inventory)
     unknown = [f"cluster {n}: {v}" for n, v in scene.clusters.items() if isinstance(v, str)]
     for view in scene.clusters.values():
         if isinstance(view, ClusterView):
             troubles += _judge_view(scene, scene.inventory, view)
-            unknown += [f"image {i.pool}/{i.name}: {i.error}" for i in view.images if i.error]
+            # Every cluster is asked for every image; only its own cluster must know it.
+            unknown += [
+                f"image {image.pool}/{image.name}: {image.error}"
+                for image in view.images
+                if image.error and (view.name, *image.key) in mapped
+            ]
     return Outcome(tuple(troubles), unknown="; ".join(unknown))
 
 

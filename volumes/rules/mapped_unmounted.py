@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from kit.finding import Severity
 from volumes.inventory.model import Device, Inventory
-from volumes.rules.base import Rule, Scene, Trouble, needs_inventory
+from volumes.rules.base import Rule, Scene, Trouble, needs_records
 
 
 def is_idle(inventory: Inventory, device: Device) -> bool:
@@ -19,6 +19,8 @@ def is_idle(inventory: Inventory, device: Device) -> bool:
 
 
 def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    if inventory.no_records:
+        return  # 'no record of it' would be a reason to unmap what a pod waits for
     for device in inventory.devices:
         if not is_idle(inventory, device):
             continue
@@ -54,5 +56,5 @@ RULE = Rule(
     summary="a device stays mapped although nothing uses it",
     severity=Severity.WARNING,
     patience=300.0,
-    judge=needs_inventory(_judge),
+    judge=needs_records(_judge),
 )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from kit.finding import Severity
 from volumes.inventory.model import Inventory
-from volumes.rules.base import Rule, Scene, Trouble, needs_inventory
+from volumes.rules.base import Rule, Scene, Trouble, needs_records
 
 
 def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
@@ -44,5 +44,5 @@ RULE = Rule(
     summary="a host mount lacks options that it needs",
     severity=Severity.WARNING,
     patience=10.0,
-    judge=needs_inventory(_judge),
+    judge=needs_records(_judge),
 )

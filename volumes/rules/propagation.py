@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from kit.finding import Severity
 from volumes.inventory.model import Inventory
 from volumes.rules import leaked_mount
-from volumes.rules.base import Rule, Scene, Trouble, needs_namespaces
+from volumes.rules.base import Rule, Scene, Trouble, needs_namespaces, needs_records
 
 
 def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
@@ -50,5 +50,5 @@ RULE = Rule(
     summary="a container has the host's volume directories without receiving unmounts",
     severity=Severity.WARNING,
     patience=15.0,  # runtimes pass through private mounts while a container starts
-    judge=needs_namespaces(_judge),
+    judge=needs_namespaces(needs_records(_judge)),
 )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from kit.finding import Severity
 from volumes.inventory.model import Inventory
-from volumes.rules.base import Rule, Scene, Trouble, needs_inventory
+from volumes.rules.base import Rule, Scene, Trouble, needs_records
 
 
 def _judge(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
@@ -41,5 +41,5 @@ RULE = Rule(
     summary="a volume used read-only is mapped read-write",
     severity=Severity.WARNING,
     patience=30.0,
-    judge=needs_inventory(_judge),
+    judge=needs_records(_judge),
 )

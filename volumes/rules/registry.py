@@ -15,6 +15,7 @@ from volumes.rules import (
     propagation,
     read_only_claim,
     unmap_failing,
+    unread_log,
     version_skew,
 )
 from volumes.rules.base import Rule
@@ -39,5 +40,6 @@ RULES: tuple[Rule, ...] = (
     cluster_health.NEAR_FULL,
     network.MTU,
     network.MESSENGER,
+    unread_log.RULE,
 )
 BY_NAME = {rule.name: rule for rule in RULES}

@@ -123,6 +123,9 @@ def _features(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
     if inventory is None or not inventory.supported_features:
         return
     for device in inventory.devices:
+        owner = scene.cluster_of(device)
+        if owner is None or owner.name != view.name:
+            continue
         image = device.image and view.image(
             device.image.pool, device.image.namespace, device.image.name
         )
@@ -155,5 +158,5 @@ FEATURE = Rule(
     summary="a client lacks features that the cluster or an image requires",
     severity=Severity.WARNING,
     patience=0.0,
-    judge=needs_clusters(_features, "features", "osd dump"),
+    judge=needs_clusters(_features, "features", "osd get-require-min-compat-client"),
 )

@@ -233,6 +233,28 @@ async def test_a_cluster_that_is_down_is_unknown_and_not_fine(
         await watch.until(lambda: not watch.found("", "audit-blind"), "sees again")
 
 
+async def test_the_blocklist_its_ranges_and_the_least_client_are_told_without_the_whole_map(
+    ceph: CephCluster, stage: Stage, secret: Path
+) -> None:
+    ceph.run("ceph", "osd", "blocklist", "range", "add", "10.123.0.0/16")
+    ceph.run("ceph", "osd", "blocklist", "add", "10.124.0.1:0/77")
+    try:
+        async with watching(stage, asking(ceph, stage, secret)) as watch:
+            view = await watch.until(lambda: watch.audit.clusters.views.get("c1"), "asked")
+            assert not isinstance(view, str), view
+            assert {"cidr:10.123.0.0:0/16", "10.124.0.1:0/77"} <= set(view.blocklist)
+            assert (
+                view.min_client
+                == json.loads(ceph.run("ceph", "osd", "dump", "--format", "json"))[
+                    "require_min_compat_client"
+                ]
+            )
+            assert view.min_client and view.gaps == ()  # the least key is enough
+    finally:
+        ceph.run("ceph", "osd", "blocklist", "range", "rm", "10.123.0.0/16")
+        ceph.run("ceph", "osd", "blocklist", "rm", "10.124.0.1:0/77")
+
+
 async def test_a_wrong_key_is_said_and_not_shown(
     ceph: CephCluster, stage: Stage, tmp_path: Path
 ) -> None:

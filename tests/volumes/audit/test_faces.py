@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ import yaml
 from nodeagent.admin import openapi
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage
+from tests.volumes.audit.world import DEVICE, INVENTORY, view
+from volumes.audit import faces
+from volumes.inventory.cluster import ImageView
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -211,3 +215,13 @@ def test_alert_rules_use_metrics_that_exist(agent: Agent) -> None:
     text = (RULES / "volume-audit.rules.yaml").read_text()
     for name in set(re.findall(r"nodeagent_volume_\w+", text)):
         assert f"# TYPE {name} " in metrics or f"# TYPE {name.removesuffix('_total')}" in metrics
+
+
+def test_a_device_is_shown_with_the_image_of_its_own_cluster() -> None:
+    """Two clusters know an image of that name; DEVICE says whose it is (fsid f1)."""
+    own = view(images=(ImageView("rbd", "", "csi-vol-1", features=1),))
+    other = view(name="c2", fsid="f2", images=(ImageView("rbd", "", "csi-vol-1", features=2),))
+    audit: Any = SimpleNamespace(findings=[], cluster_views=lambda: {"c2": other, "c1": own})
+    assert faces.detail(audit, INVENTORY, DEVICE)["cluster"]["features"] == 1
+    audit.cluster_views = lambda: {"c2": other, "c1": "no answer within 15s"}
+    assert faces.detail(audit, INVENTORY, DEVICE)["cluster"] is None

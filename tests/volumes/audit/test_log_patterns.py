@@ -9,17 +9,20 @@ import kit.errors
 from tests.volumes.audit.world import place, scene, volume
 from volumes.audit.settings import LogSource
 from volumes.inventory.model import Publish
-from volumes.logs import book, patterns, sieve
+from volumes.logs import book, client, patterns, sieve
 
 PATTERNS = patterns.built_in()
-DEVICES = r"(?:rbd|nbd)\d+"
+DEVICES = client.device_names(("rbd", "nbd"))
 
 
 def matched(
-    source: str, line: str, own: tuple[patterns.Pattern, ...] = PATTERNS
+    source: str,
+    line: str,
+    own: tuple[patterns.Pattern, ...] = PATTERNS,
+    devices: str = DEVICES,
 ) -> list[sieve.Hit]:
     each = sieve.Sieve(
-        "test", [p for p in patterns.plain(own) if p["source"] == source], DEVICES, 1000
+        "test", [p for p in patterns.plain(own) if p["source"] == source], devices, 1000
     )
     each.feed(line.encode() + b"\n")
     return list(each.flush())
@@ -101,6 +104,8 @@ EXACT = {
     "rbd: unmap for spec (replicapool/csi-vol-9) failed (exit 16): (rbd: sysfs write failed)": (
         "unmap-failed"
     ),
+    "rbd: unmap for spec (/dev/rbd12) failed (an error (exit status 16) occurred while running rbd "
+    "args: [unmap /dev/rbd12]): (rbd: unmap failed)": "unmap-failed",
     "error unmapping volume (0001-0009-rook-ceph-01) from staging path (/s/globalmount): (busy)": (
         "unmap-failed"
     ),
@@ -139,8 +144,57 @@ def test_the_exact_text_is_matched_by_its_pattern_and_no_other(text: str, expect
         assert found[0].groups["device"] == "rbd12"
 
 
+@pytest.mark.parametrize(
+    ("spec", "groups"),
+    [
+        ("/dev/rbd0", {"device": "rbd0"}),
+        ("/dev/nbd3", {"device": "nbd3"}),
+        ("/dev/rbd/replicapool/csi-vol-9", {"image": "replicapool/csi-vol-9"}),
+        ("replicapool/csi-vol-9", {"image": "replicapool/csi-vol-9"}),
+        ("pool/ns/csi-vol-9", {"image": "pool/ns/csi-vol-9"}),
+    ],
+)
+def test_what_is_unmapped_is_a_device_or_an_image(spec: str, groups: dict[str, str]) -> None:
+    """ceph-csi unmaps by the device's path where it knows it (rbd_attach.go)."""
+    text = f"rbd: unmap for spec ({spec}) failed (an error (exit status 16)): (sysfs write failed)"
+    assert [hit.groups for hit in matched("userspace", text)] == [groups]
+
+
 def test_every_pattern_is_exercised_by_an_exact_text() -> None:
     assert {p.id for p in PATTERNS} == set(EXACT.values())
+
+
+ABOUT_A_DEVICE = (
+    "I/O error, dev {}, sector 8 op 0x0:(READ) flags 0x0 phys_seg 1 prio class 2",
+    "Buffer I/O error on dev {}, logical block 9, async page read",
+    "EXT4-fs ({}): INFO: recovery required on readonly filesystem",
+    "EXT4-fs ({}): Remounting filesystem read-only",
+    "EXT4-fs error (device {}): ext4_find_entry:1682: inode #2: comm ls: reading directory",
+    "EXT4-fs ({}): VFS: Can't find ext4 filesystem",
+    "Aborting journal on device {}-8.",
+)
+
+
+@pytest.mark.parametrize(
+    ("driver", "name", "another"),
+    [
+        ("sd", "sdb", "sr0"),
+        ("sd", "sdaa3", "vda"),
+        ("virtblk", "vda", "sda"),
+        ("device-mapper", "dm-3", "sda"),
+        ("blkext", "nvme0n1", "sda"),
+        ("loop", "loop4", "dm-4"),
+        ("nbd", "nbd0p1", "rbd0"),
+    ],
+)
+@pytest.mark.parametrize("text", ABOUT_A_DEVICE)
+def test_lines_about_guarded_devices_of_any_driver_are_matched(
+    text: str, driver: str, name: str, another: str
+) -> None:
+    devices = client.device_names((driver,))
+    hits = matched("kernel", text.format(name), devices=devices)
+    assert [hit.groups["device"] for hit in hits] == [name]
+    assert matched("kernel", text.format(another), devices=devices) == []
 
 
 def test_ordinary_lines_match_nothing() -> None:
@@ -214,8 +268,9 @@ def test_lines_cut_anywhere_are_matched_once() -> None:
     data = b"x\n" + line * 3 + b"y\n"
     for cut in range(1, 60):
         each = sieve.Sieve("x", patterns.plain(PATTERNS), DEVICES, 10**6)
+        rest = b""
         for at in range(0, len(data), cut):
-            each.feed(data[at : at + cut])
+            rest = each.feed(data[at : at + cut], rest)
         assert [h.count for h in each.flush()] == [3], cut
         assert each.counters.seen == 5
 

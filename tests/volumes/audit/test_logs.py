@@ -74,6 +74,27 @@ async def test_lines_are_followed_across_rotation(tmp_path: Path, how: str) -> N
         await until(lambda: images(told) == wanted)
 
 
+async def test_the_unfinished_line_of_one_file_is_not_glued_to_another_ones(tmp_path: Path) -> None:
+    """One source, several containers' logs: '*csi-rbdplugin*.log'."""
+    one, two = tmp_path / "1.log", tmp_path / "2.log"
+    one.touch()
+    two.touch()
+    told: list[dict[str, Any]] = []
+    async with following(sources(tmp_path / "*.log"), told) as follower:
+        await until(lambda: "kubelet" in follower.counters())
+        await asyncio.sleep(0.7)
+        append(one, line(1)[:-40])
+        await asyncio.sleep(1.2)  # read by now, by two looks
+        append(two, line(2) + line(3)[:20])
+        await until(lambda: images(told) == ["rbd/csi-vol-2"])
+        append(one, line(1)[-40:])
+        append(two, line(3)[20:])
+        await until(lambda: images(told) == [f"rbd/csi-vol-{n}" for n in (1, 2, 3)])
+        assert flood.accounted(follower) == 3
+        texts = sorted(hit["text"] + "\n" for hit in told)
+        assert texts == [line(1), line(2), line(3)]
+
+
 async def test_a_log_that_comes_later_is_read_from_its_beginning(tmp_path: Path) -> None:
     told: list[dict[str, Any]] = []
     async with following(sources(tmp_path / "*" / "*.log"), told) as follower:

@@ -63,6 +63,7 @@ from volumes.rules.base import (
     Rule,
     Scene,
     Trouble,
+    cluster_of,
 )
 
 COPY = "/host/var/lib/kubelet/plugins/kubernetes.io/csi/rbd.csi.ceph.com/1/globalmount"
@@ -317,6 +318,35 @@ def test_a_driver_that_does_not_tell_its_client_counts_as_one_watcher() -> None:
     assert len(judge(mapped_elsewhere.RULE, two).troubles) == 1
 
 
+def missing(**changes: Any) -> ImageView:
+    return ImageView("rbd", "", "csi-vol-1", error="RBD image not found", **changes)
+
+
+def test_an_image_that_only_the_other_cluster_lacks_is_known() -> None:
+    """Each cluster is asked for every image; DEVICE is of the cluster with fsid f1."""
+    rule = mapped_elsewhere.RULE
+    other = view(name="c2", fsid="f2", images=(missing(),))
+    at = scene(clusters={"c1": view(images=(watched(OURS),)), "c2": other})
+    assert judge(rule, at) == Outcome()
+    trouble = only(rule, scene(clusters={"c2": other, "c1": view(images=(watched(THEIRS),))}))
+    assert trouble.evidence["cluster"] == "c1"
+    lacking = scene(clusters={"c1": view(images=(missing(),)), "c2": view(name="c2", fsid="f2")})
+    assert "not found" in judge(rule, lacking).unknown
+
+
+def test_an_image_of_the_same_name_in_another_cluster_is_another_image() -> None:
+    rule, kernel = version_skew.FEATURE, 0x3D
+    modern = view(name="c2", fsid="f2", images=(watched(features=kernel | 0x2),))
+    own = view(images=(watched(features=kernel),))
+    at = scene(supported_features=kernel, clusters={"c2": modern, "c1": own})
+    assert judge(rule, at).troubles == ()
+    assert cluster_of(at.clusters, DEVICE) is own
+    nameless = device(image=Image("rbd", "csi-vol-1"))  # a driver that does not tell the cluster
+    assert cluster_of(at.clusters, nameless) is None
+    assert cluster_of({"c1": own}, nameless) is own
+    assert cluster_of({"c1": own, "c2": "not asked yet"}, nameless) is None
+
+
 def test_a_cluster_that_does_not_answer_makes_its_rules_unknown() -> None:
     at = scene(clusters={"c1": "no answer within 15s"}, clock=ClockState(True, 0.0))
     rules = (
@@ -338,6 +368,25 @@ def test_without_an_inventory_every_rule_about_the_node_is_unknown() -> None:
         assert "no answer" in judge(rule, at).unknown
 
 
+def test_without_kubelets_directory_rules_that_need_its_records_are_unknown() -> None:
+    at = scene(no_records="no kubelet directory at /var/lib/kubelet", claims={})
+    rules = (
+        busy_mount.RULE,
+        propagation.RULE,
+        mapped_unmounted.RULE,
+        read_only_claim.RULE,
+        attachment.RULE,
+        mount_options.RULE,
+    )
+    for rule in rules:
+        outcome = judge(rule, at)
+        assert outcome.unknown == "no kubelet directory at /var/lib/kubelet", rule.name
+        assert outcome.troubles == (), rule.name  # DEVICE is idle, and nobody knows for whom
+    assert not judge(leaked_mount.RULE, at).unknown
+    by_log = scene(no_records="x", host=(place(read_only=True),))
+    assert only(read_only_claim.RULE, by_log).severity is Severity.INFO  # what is seen is told
+
+
 @pytest.mark.parametrize(
     ("entry", "found"),
     [
@@ -347,11 +396,23 @@ def test_without_an_inventory_every_rule_about_the_node_is_unknown() -> None:
         ("10.0.0.5:0/112", False),
         ("10.0.0.55:0/0", False),
         ("10.0.0.6:0/111", False),
+        ("cidr:10.0.0.0:0/24", True),
+        ("cidr:10.0.0.5:0/32", True),
+        ("cidr:10.0.1.0:0/24", False),
+        ("10.0.0.0:0/24", False),  # one client with the nonce 24, not a range
+        ("cidr:[fd00::]:0/64", False),
     ],
 )
 def test_a_blocklist_entry_is_matched_by_address_and_nonce(entry: str, found: bool) -> None:
     at = scene(clusters={"c1": view(blocklist=(entry,))})
     assert bool(judge(blocklisted_client.RULE, at).troubles) is found
+
+
+def test_a_blocklisted_range_of_ipv6_is_matched() -> None:
+    ours = device(client=Client("0", "client10", "[fd00::5]:0/111"))
+    for entry, found in (("cidr:[fd00::]:0/64", True), ("cidr:[fd01::]:0/64", False)):
+        at = scene(devices=(ours,), clusters={"c1": view(blocklist=(entry,))})
+        assert bool(judge(blocklisted_client.RULE, at).troubles) is found
 
 
 def test_a_read_only_claim_mapped_read_write_is_found() -> None:
@@ -503,7 +564,8 @@ def test_monitors_of_a_cluster_with_only_a_conf_are_those_it_names_itself() -> N
     [
         ("versions", (version_skew.VERSIONS,)),
         ("features", (version_skew.FEATURE,)),
-        ("osd dump", (version_skew.FEATURE, blocklisted_client.RULE)),
+        ("osd get-require-min-compat-client", (version_skew.FEATURE,)),
+        ("osd blocklist ls", (blocklisted_client.RULE,)),
         ("health", (cluster_health.NEAR_FULL, cluster_health.CLOCK)),
         ("df", (cluster_health.NEAR_FULL,)),
         ("mon dump", (network.MESSENGER,)),
@@ -530,7 +592,10 @@ class _Rados:
 
 def test_commands_that_are_refused_are_kept_with_the_view() -> None:
     seen = ceph._view("c1", _Rados(), None, [], 1.0)
-    assert set(seen.denied) == {"health", "df", "osd dump", "mon dump", "features"}
+    assert set(seen.denied) == {
+        *("health", "df", "mon dump", "features"),
+        *("osd blocklist ls", "osd get-require-min-compat-client"),
+    }
     assert "'ceph df' is not allowed to this key" in seen.gaps
     assert seen.versions
 
