@@ -1,13 +1,15 @@
 """Bytes of the store that no dataset of the settings has: orphans, and what is being deleted."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kit.child
 import kit.finding
-from cache import component, store
+from cache import component, store, view
 from cache.fill import index
 from cache.fill.entry import Entry
 from cache.settings import CacheSettings
@@ -56,7 +58,7 @@ async def test_what_was_discarded_counts_until_it_is_deleted_and_failures_are_tr
     root: Path, cache: component.Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(component, "TRASH_RETRY_SECONDS", 0.05)
-    real, tries = component.kit.child.call, [0]
+    real, tries = kit.child.call, [0]
 
     async def call(function: Any, *arguments: Any, deadline: float) -> Any:
         if function is store.empty_trash:
@@ -66,11 +68,11 @@ async def test_what_was_discarded_counts_until_it_is_deleted_and_failures_are_tr
                 raise RuntimeError("killed") if tries[0] == 1 else OSError(5, "I/O error")
         return await real(function, *arguments, deadline=deadline)
 
-    monkeypatch.setattr(component.kit.child, "call", call)
+    monkeypatch.setattr(kit.child, "call", call)
     folder = generation(root, "old", state="complete", used=10**9)
     cache.orphans = {str(folder): 10**9}
-    monkeypatch.setattr(component.os.path, "ismount", lambda _: True)
-    monkeypatch.setattr(component.view, "take_down", component.store.load)  # nothing is mounted
+    monkeypatch.setattr(os.path, "ismount", lambda _: True)
+    monkeypatch.setattr(view, "take_down", store.load)  # nothing is mounted
     await cache.remove("old")
     assert cache.orphans == {}
     assert cache.trashed == 10**9
