@@ -21,6 +21,7 @@ log = structlog.get_logger("cache")
 
 # Deleting millions of files takes its time; it is done beside everything else.
 TRASH_SECONDS = 6 * 3600.0
+TRASH_RETRY_SECONDS = 60.0
 _LIVE = ("budget", "reserve", "refresh_interval", "source_timeout", "fill", "hints")
 
 
@@ -48,6 +49,9 @@ class Cache:
         self._scheduler: asyncio.Task[None] | None = None
         self._hinter: asyncio.Task[None] | None = None
         self._trash: asyncio.Task[None] | None = None
+        self._trash_waits = False  # something was discarded since emptying began
+        self._weighing = asyncio.Lock()  # the answer that comes last is the youngest
+        self.trashed = 0  # bytes of what was discarded and is not deleted yet
         self._turn = asyncio.Event()
         self._active: Dataset | None = None
         self._crashed = ""
@@ -62,6 +66,7 @@ class Cache:
         await kit.child.call(view.prepare, self._views, deadline=VIEW_SECONDS)
         await self._add(self.settings.datasets)
         await self._look_for_orphans()
+        await self._weigh_trash()
         self._empty_trash()
         self._scheduler = asyncio.create_task(self._schedule(), name="passes")
         self._hinter = asyncio.create_task(hints.follow(self), name="hints")
@@ -184,12 +189,11 @@ class Cache:
             await kit.child.call(view.take_down, target, deadline=VIEW_SECONDS)
         for folder in folders:
             await kit.child.call(store.discard, self._store, folder, deadline=STORE_SECONDS)
-        await self._look_for_orphans()
-        self._empty_trash()
-        for dataset in self.datasets.values():
-            if dataset.generation.left_files:  # there is room now
-                dataset.work.forgive()
-                dataset.wake()
+        try:
+            await self._weigh_trash()
+            await self._look_for_orphans()
+        finally:
+            self._empty_trash()
         self._turn.set()
 
     async def _look_for_orphans(self) -> None:
@@ -202,15 +206,35 @@ class Cache:
             if item["folder"] not in ours
         }
 
+    async def _weigh_trash(self) -> None:
+        async with self._weighing:
+            self.trashed = await kit.child.call(store.trash, self._store, deadline=STORE_SECONDS)
+
     def _empty_trash(self) -> None:
+        self._trash_waits = True
         if self._trash is None or self._trash.done():
             self._trash = asyncio.create_task(self._empty(), name="trash")
 
     async def _empty(self) -> None:
-        try:
-            await kit.child.call(store.empty_trash, self._store, deadline=TRASH_SECONDS)
-        except (kit.errors.AgentError, OSError) as error:
-            log.warning("trash could not be emptied", why=str(error))
+        while self._trash_waits:
+            self._trash_waits = False
+            try:
+                await kit.child.call(store.empty_trash, self._store, deadline=TRASH_SECONDS)
+                await self._weigh_trash()
+            except (kit.errors.AgentError, OSError, RuntimeError) as error:
+                log.warning("trash could not be emptied, tried again later", why=str(error))
+                self._trash_waits = True
+                await asyncio.sleep(TRASH_RETRY_SECONDS)
+        self._room_again()
+
+    def _room_again(self) -> None:
+        """What was discarded is deleted: its bytes are for those that lacked room."""
+        if self._active is not None and self._active.work.running is not None:
+            self._active.work.running.tell(self._active.work.limits(self._others(self._active)))
+        for dataset in self.datasets.values():
+            if dataset.generation.left_files:
+                dataset.work.forgive()
+                dataset.wake()
 
     # --- passes ---------------------------------------------------------------------------------
 
@@ -247,10 +271,11 @@ class Cache:
     def _others(self, dataset: Dataset) -> int:
         """Bytes of the store that are not this dataset's."""
         used = sum(d.used() for d in self.datasets.values() if d is not dataset)
-        return used + sum(self.orphans.values())
+        return used + sum(self.orphans.values()) + self.trashed
 
     def used(self) -> int:
-        return sum(d.used() for d in self.datasets.values()) + sum(self.orphans.values())
+        used = sum(d.used() for d in self.datasets.values())
+        return used + sum(self.orphans.values()) + self.trashed
 
     def _report(self) -> None:
         self._reporter.report("cache", describe.findings(self))

@@ -32,7 +32,7 @@ class Journal:
     directories: tuple[str, ...] = DIRECTORIES
 
     def __post_init__(self) -> None:
-        self._read_until: float | None = None  # Unix time
+        self._since = time.time()  # lines from then on are read
 
     async def run(self) -> None:
         """Until journalctl ends; the state then says so. OSError when it cannot be started."""
@@ -55,11 +55,8 @@ class Journal:
         if empty:
             # Followed all the same: a unit just installed says nothing before it runs.
             self.state(f"{directory} has no line of {self.unit}: is the unit called so here?")
-        since: tuple[str, ...] = ("--lines=0",)
-        if self._read_until is not None:
-            since = ("--no-tail", f"--since=@{self._read_until - OVERLAP_SECONDS:.3f}")
-        else:
-            self._read_until = time.time()
+        # By time and not by the journal's end: what comes while journalctl starts is read too.
+        since = ("--no-tail", f"--since=@{self._since:.3f}")
         code = await self._follow((*command, "--follow", *since), known=not empty)
         self.state(f"journalctl for {self.unit} ended with {code}")
 
@@ -72,7 +69,7 @@ class Journal:
         begun = b""
         try:
             while block := await process.stdout.read(follow.BLOCK):
-                self._read_until = time.time()
+                self._since = max(self._since, time.time() - OVERLAP_SECONDS)
                 self.state("")
                 begun = self.feed(block, begun)
         finally:

@@ -118,7 +118,6 @@ async def test_another_machines_journal_is_read_and_a_unit_without_lines_is_said
     configuration = sources(Path("/x"), sources=units)
     async with following(configuration, told, journals=["/x", journals.directory]) as follower:
         await until(lambda: "no line of nosuch.service" in follower.states().get("k3s", ""))
-        await asyncio.sleep(journal.STEADY_SECONDS)
         journals.write(line(1))
         await until(lambda: images(told) == ["rbd/csi-vol-1"])
         assert list(follower.states()) == ["k3s"]
@@ -131,7 +130,6 @@ async def test_a_journal_is_read_on_after_journalctl_ended_and_the_trouble_is_ta
     unit = journal.Journal(journald.UNIT, heard.feed, heard.states.append, (journals.directory,))
     async with running(unit) as task:
         journalctl = await _following_process()
-        await asyncio.sleep(1.0)  # it seeks the end after it has begun
         journals.write("one")
         await until(lambda: heard.lines == [b"one"])
         os.kill(journalctl, signal.SIGKILL)
