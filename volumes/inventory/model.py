@@ -82,11 +82,12 @@ class Device:
 
     @functools.cached_property
     def live(self) -> frozenset[Number]:
-        """The numbers that have a live superblock. A file system claims what it is on: where a
-        layer has one, the device below it has none of its own."""
-        above = frozenset(layer.number for layer in self.layers if layer.active)
+        """The numbers that have a live superblock, as mount tables show them. A file system claims
+        what it is on: where a layer has one, the device below it has none of its own. btrfs is left
+        out: its mounts have a number of no device."""
+        above = frozenset(layer.number for layer in self.layers if {*layer.active} - {"btrfs"})
         told = {fs for layer in self.layers for fs in layer.active}
-        return above | {self.number} if set(self.active) - told else above
+        return above | {self.number} if set(self.active) - told - {"btrfs"} else above
 
     def name_of(self, number: Number) -> str:
         """Kernel name of the device or layer with that number."""

@@ -206,6 +206,12 @@ def test_a_copy_is_unmounted_by_the_number_of_its_mount() -> None:
     assert "the host has it mounted again" in step.refusal
 
 
+def test_a_btrfs_whose_mounts_have_another_number_is_neither_leaked_nor_idle() -> None:
+    at = scene(devices=(device(active=("btrfs",)),), host=(place(device=(0, 44), fstype="btrfs"),))
+    assert judge(leaked_mount.RULE, at).troubles == ()
+    assert judge(mapped_unmounted.RULE, at).troubles == ()
+
+
 def test_an_active_device_without_any_holder_waits_for_the_write_back() -> None:
     trouble = only(leaked_mount.RULE, scene(devices=(device(active=("ext4",)),)))
     assert trouble.patience == leaked_mount.UNEXPLAINED_SECONDS
