@@ -14,8 +14,9 @@ import kit.component
 import kit.errors
 import kit.finding
 from cache import describe, hints, metrics, store, view
-from cache.dataset import STORE_SECONDS, VIEW_SECONDS, Dataset
+from cache.dataset import STORE_SECONDS, VIEW_SECONDS, Dataset, state_file
 from cache.settings import CacheSettings, DatasetSettings
+from cache.sources import registry
 
 log = structlog.get_logger("cache")
 
@@ -187,6 +188,8 @@ class Cache:
             if not folders and not await asyncio.to_thread(os.path.ismount, target):
                 self.get(name)
             await kit.child.call(view.take_down, target, deadline=VIEW_SECONDS)
+            await registry.let_go(name, self._state_dir)
+            state_file(self._state_dir, name).unlink(missing_ok=True)
         for folder in folders:
             await kit.child.call(store.discard, self._store, folder, deadline=STORE_SECONDS)
         try:

@@ -31,6 +31,11 @@ RETRY_SECONDS = (5.0, 300.0)  # first and longest wait for one that does not, an
 REFRESH_SHARE = 0.05
 
 
+def state_file(state_dir: Path, name: str) -> Path:
+    """What is remembered of a dataset beside its store: whether it was removed, say."""
+    return state_dir / "datasets" / f"{name}.json"
+
+
 class Dataset:
     """Runs in one task (``follow``); the operations of the API wake it.
 
@@ -48,7 +53,7 @@ class Dataset:
         self.cache = cache
         self.source: reach.Source = registry.make(settings, state_dir)
         self.view = f"{os.path.realpath(cache.views)}/{settings.name}/data"
-        self._state = state_dir / "datasets" / f"{settings.name}.json"
+        self._state = state_file(state_dir, settings.name)
         self._scratch = str(state_dir / "scratch")
         self._woken = woken  # tells the component that the queue of passes may have changed
         identity = json.dumps(self.source.identity, sort_keys=True)

@@ -50,6 +50,7 @@ debug objecter = 0/0
 debug objectcacher = 0/0
 """
 
+SHOWN = "shows.json"
 _SECRET = re.compile(r"^[A-Za-z0-9+/]{20,}={0,2}$")
 
 
@@ -94,7 +95,7 @@ class Cephfs:
         self._source = source
         self._folder = folder
         self._target = folder / "mount"
-        self._shown = folder / "shows.json"  # what was asked of the mount at the target
+        self._shown = folder / SHOWN  # what was asked of the mount at the target
         self._thing = f"dataset {dataset.name}: CephFS {source.filesystem}:{source.path}"
         self.immutable = dataset.freshness == "snapshot"
 
@@ -311,15 +312,25 @@ class Cephfs:
 
     async def release(self) -> None:
         """Unmount all that is there; who reads through a view of it is InUseError's business."""
+        await let_go(self._folder)
+
+
+async def let_go(folder: Path) -> None:
+    """Unmount what a source mounted in its folder, and delete the key with it."""
+    target = folder / "mount"
+
+    def is_mounted() -> bool:
+        return bool(mountinfo.at(str(target), mountinfo.read()))
+
+    with contextlib.suppress(OSError):
+        while is_mounted():  # mounts that were made at one time are stacked
+            await kit.child.call(unmount, str(target), deadline=DETACH_SECONDS)
+    if not is_mounted():
+        for name in ("keyring", "ceph.conf", SHOWN):
+            (folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            while self._mounted() is not None:  # mounts that were made at one time are stacked
-                await kit.child.call(unmount, str(self._target), deadline=DETACH_SECONDS)
-        if self._mounted() is None:
-            for name in ("keyring", "ceph.conf", self._shown.name):
-                (self._folder / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                self._target.rmdir()
-                self._folder.rmdir()
+            target.rmdir()
+            folder.rmdir()
 
 
 def _daemons(target: str) -> list[int]:

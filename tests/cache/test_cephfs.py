@@ -231,3 +231,33 @@ def test_the_secret_is_on_no_command_line_in_no_log_and_in_no_answer(
         ours = file.is_file() and not file.is_symlink() and "mount" not in file.parts
         if ours and secret in file.read_bytes():
             assert file.stat().st_mode & 0o077 == 0
+
+
+def test_of_a_dataset_that_the_settings_lost_nothing_is_left_after_its_removal(
+    area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
+) -> None:
+    trees.plain(fs / "lost", 200)
+    snapshot(fs, "lost")
+    node.cache["datasets"] = [dataset(cluster, area, "/lost")]
+    node.cache["fill"] = {"files_per_second": 10}
+    node.start()
+    node.wait_served("a", "overlay")
+    folder = node.state / "sources" / "a"
+    assert (folder / "keyring").exists() and os.path.ismount(folder / "mount")
+    node.cache["datasets"] = []
+    node.write()
+    node.wait_for(lambda: node.get("/v1/datasets")["orphans"] == ["a"], 30, "a to be an orphan")
+    assert node.cli("dataset", "remove", "a").returncode == 0
+    assert not folder.exists()
+    assert not (node.state / "datasets" / "a.json").exists()
+    node.wait_for(
+        lambda: (
+            not [
+                pid
+                for pid in leftovers.processes(node.state)
+                if Path(f"/proc/{pid}/comm").read_text().startswith("ceph-fuse")
+            ]
+        ),
+        20,
+        "ceph-fuse to end",
+    )
