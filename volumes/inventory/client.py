@@ -116,9 +116,9 @@ class Scanner:
 
     async def close(self) -> None:
         """End the child; one that hangs is left to the kernel."""
-        process = self._process
         self._abandon()
-        if process is not None:
+        # Also one that a cancelled look has just abandoned: killed, and to be reaped.
+        for process in self._stuck:
             try:
                 await asyncio.wait_for(process.wait(), 1.0)
             except TimeoutError:
