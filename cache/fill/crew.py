@@ -8,6 +8,7 @@ import os
 import selectors
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from cache.fill import control, messages, worker
 _READ_BYTES = 1024 * 1024
 # A worker that keeps dying is a fault of ours or of the host; the pass ends and says so.
 MOST_DEATHS = 5
+# For workers to let go of the cluster at the end of the pass.
+END_SECONDS = 2.0
 
 
 class CrewError(Exception):
@@ -146,10 +149,22 @@ class Crew:
                     self._start(member.number)
 
     def stop(self) -> None:
-        """End all at once; what is staged and not committed is lost, by design only that."""
+        """End all; what is staged and not committed is lost, by design only that.
+
+        Idle workers let go of the cluster by themselves; whoever does not end in time is killed.
+        """
         for member in self.members.values():
-            os.kill(member.pid, signal.SIGKILL)  # not waited for yet: the pid is still its own
-            self._end(member)
+            os.close(member.jobs)
+        deadline = time.monotonic() + END_SECONDS
+        left = {member.pid for member in self.members.values()}
+        while left and time.monotonic() < deadline:
+            left -= {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
+            time.sleep(0.005)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)  # not waited for yet: the pid is still its own
+        for member in self.members.values():
+            self._selector.unregister(member.answers)
+            os.close(member.answers)
         self.members.clear()
 
 

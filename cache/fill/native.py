@@ -115,6 +115,7 @@ def _library() -> Any:
             ("ceph_select_filesystem", (p, c.c_char_p)),
             ("ceph_mount", (p, c.c_char_p)),
             ("ceph_mount_perms", (p,)),
+            ("ceph_unmount", (p,)),
             ("ceph_closedir", (p, p)),
             ("ceph_statx", (p, c.c_char_p, c.POINTER(_Statx), c.c_uint, c.c_uint)),
             ("ceph_get_path_pool_name", (p, c.c_char_p, c.c_char_p, size_t)),
@@ -148,6 +149,11 @@ class Listing:
         _checked(lib.ceph_select_filesystem(self._mount, name), "ceph_select_filesystem")
         _checked(lib.ceph_mount(self._mount, b"/"), "ceph_mount")
         self._perms = lib.ceph_mount_perms(self._mount)
+
+    def close(self) -> None:
+        """Give back what the MDS lent us. A client that just ends keeps it for a minute, and who
+        creates something in these directories waits for that."""
+        self._lib.ceph_unmount(self._mount)
 
     def location(self, path: Sequence[str], name: str) -> Location:
         """Where the objects of the file ``name`` lie, and most likely its neighbours'. OSError.

@@ -47,6 +47,11 @@ class Worker:
         self._reader: native.Reader | None = None
         self.checks = checks.Checks(self.source, self.tree, self.throttle)
 
+    def close(self) -> None:
+        """Let go of the cluster; may hang with it, the pass waits for so long and no longer."""
+        if self._listing is not None:
+            self._listing.close()
+
     def scan(self, job: dict[str, Any]) -> None:
         """List a directory: make its subdirectories, answer what is to copy in chunks."""
         path: list[str] = job["path"]
@@ -455,3 +460,4 @@ def serve(number: int, page: int) -> None:
         worker.run()
     except BrokenPipeError:
         pass  # the pass has gone
+    worker.close()
