@@ -7,7 +7,8 @@ cd "$(dirname "$0")/.."
 out=${1:-build/guest}
 modules="crc32c_generic crc32_generic libcrc32c virtio_pci virtio_net 9p 9pnet_virtio overlay loop
   ext4 xfs rbd ceph nbd dm_mod dm_crypt"
-[ -e "$out/initrd.gz" ] && [ "$out/initrd.gz" -nt scripts/guest.sh ] && exit 0
+[ -e "$out/initrd.gz" ] && [ "$out/initrd.gz" -nt scripts/guest.sh ] &&
+  [ "$out/initrd.gz" -nt tests/testbed/guest-init.sh ] && exit 0
 for tool in cpio depmod modprobe busybox; do
   command -v "$tool" >/dev/null || { echo "guest: $tool is missing" >&2; exit 1; }
 done

@@ -14,6 +14,7 @@ mkdir -p /new/lib/modules /new/dev/shm; mount -o bind /lib/modules /new/lib/modu
 mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=262144,cache=loose work /new/mnt
 for word in $(cat /proc/cmdline); do case $word in script=*) script=${word#script=};; esac; done
 echo "guest: running $script"
-chroot /new /bin/bash "$script" 2>&1
-echo "guest: exit $?"
-poweroff -f
+# The first process goes into the new root itself: its mounts and its root are the host's here.
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+exec chroot /new /bin/bash -c \
+  '/bin/bash "$0" 2>&1; echo "guest: exit $?"; exec busybox poweroff -f' "$script"

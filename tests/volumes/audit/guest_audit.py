@@ -135,8 +135,9 @@ async def main() -> None:
     )
     address = device.client.address
     run("ceph", "-c", CONF, "osd", "blocklist", "add", address)
-    run("dd", f"if={node}", "of=/dev/null", "bs=4096", "count=1", "skip=5000", "iflag=direct",
-        check=False)  # fmt: skip
+    # The OSD learns of it a moment later; until then reads still succeed.
+    read = ("dd", f"if={node}", "of=/dev/null", "bs=4096", "count=1", "skip=5000", "iflag=direct")
+    await until(lambda: run(*read, check=False).returncode, "a read that fails")
     await until(lambda: found("blocklisted-client"), "blocklisted-client")
     say("blocklisted-client found")
     await until(lambda: found("log-rbd-io-error"), "log-rbd-io-error")
