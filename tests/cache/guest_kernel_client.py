@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from linux import mountinfo
-from tests.testbed import trees
+from tests.testbed import agent, trees
 from tests.testbed.agent import Agent
 
 V1, V2, SECRET, RECORDS = sys.argv[1:5]
@@ -50,6 +50,7 @@ def sources(node: Agent) -> dict[str, mountinfo.Mount]:
 
 
 def main() -> None:
+    agent.START_SECONDS = PATIENCE  # everything is emulated here
     disk()
     with open(RECORDS, "rb") as stream:
         truth = pickle.load(stream)
@@ -58,8 +59,9 @@ def main() -> None:
     node.cache["fill"] = {"files_per_second": 4}
     node.cache["datasets"] = [dataset("v1", V1), dataset("v2", V2)]
     node.start()
-    for name in ("v1", "v2"):
-        node.wait_served(name, "overlay", seconds=PATIENCE)
+    # One pass at a time: the second waits behind its source.
+    for name, stage in (("v1", "overlay"), ("v2", "source")):
+        node.wait_served(name, stage, seconds=PATIENCE)
         mounted = sources(node)[name]
         say(f"{name} {mounted.fstype} {node.dataset(name)['source']['read_by']}")
     secret = Path(SECRET).read_text().strip()
@@ -71,8 +73,7 @@ def main() -> None:
     node.kill()
     say(f"without an agent {trees.differences(truth, trees.records(node.view('v1')))}")
     node.start()
-    for name in ("v1", "v2"):
-        node.wait_state(name, "filling", seconds=PATIENCE)
+    node.wait_state("v1", "filling", seconds=PATIENCE)
     say(f"adopted {({name: m.mount_id for name, m in sources(node).items()}) == before}")
     node.cache["fill"] = {}
     node.write()

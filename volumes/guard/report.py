@@ -117,7 +117,7 @@ def _of_device(known: "judge.Known", hanging: bool) -> list[kit.finding.Finding]
             f"{device.title} cannot be read: {seen}",
             "Look at the kernel's log and the cluster's health",
         )
-    if hanging:
+    if hanging or (seen is not None and seen.verdict is verdict.Kind.TIMEOUT):
         add(
             "probe-hangs",
             Severity.WARNING,

@@ -127,7 +127,8 @@ def test_a_device_that_hangs_is_timed_out_in_three_seconds_and_not_probed_twice(
         assert slowest < 3
 
         status = agent.get("/v1/volumes/guard")
-        assert status["probes_hanging"] == [disk.device]
+        # Waiting for a page, a child can be killed; for the device itself, it cannot.
+        assert status["probes_hanging"] in ([], [disk.device])
         children = blockdev.run("pgrep", "-P", str(agent.process.pid))  # type: ignore[union-attr]
         # the one that hangs, the spare, and the audit's look
         assert len(children.stdout.split()) <= 3
