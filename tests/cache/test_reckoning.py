@@ -28,6 +28,9 @@ def no_commands() -> Iterator[None]:
             os.close(each)
 
 
+PARTS_IN_THE_PIPE = 6
+
+
 class Fill:
     """A pass over ``area``/source that is driven step by step."""
 
@@ -37,7 +40,8 @@ class Fill:
         self.made = fillpass.start(
             {
                 "dataset": "a", "generation": str(self.generation),
-                "source": str(area / "source"), "immutable": True, "native": None, "mounted": [],
+                "source": str(area / "source"), "stamp": "", "immutable": True, "native": None,
+                "mounted": [],
                 "used": 0, "workers": 1, "bytes_per_second": 0, "files_per_second": 0,
                 "space": {"reserve": 0.0, "budget": budget, "others": 0}, **more,
             }
@@ -219,7 +223,8 @@ def test_one_listing_makes_no_more_directories_than_there_is_room_for(
         (area / "source" / f"d{number:04}").mkdir(parents=True)
     fill = begin(budget=4 * MIB)
     assert fill.end().result == "partial"
-    assert MIB < fill.taken() <= 4 * MIB + index.CHUNK_ENTRIES * 4096
+    # Until the pass has heard of a part and stops the listing, more lie in the pipe.
+    assert MIB < fill.taken() <= 4 * MIB + PARTS_IN_THE_PIPE * index.CHUNK_ENTRIES * 4096
     fill.stop()
     known = fill.taken()
     again = begin(budget=4 * MIB)

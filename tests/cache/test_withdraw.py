@@ -50,7 +50,7 @@ def task(area: Path) -> dict[str, Any]:
     generation.mkdir()
     given = {
         "dataset": "a", "generation": str(generation), "source": str(source),
-        "stamp": reach.look(str(source))["stamp"], "immutable": False, "native": None,
+        "stamp": reach.look(str(source))["stamp"], "immutable": False, "native": None, "used": 0,
         "mounted": [], "do": "limits", "workers": 1, "bytes_per_second": 0, "files_per_second": 0,
         "space": {"reserve": 0.01, "budget": 2**30, "others": 0},
         "reachable": True, "against_source": False,
