@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from linux import fanotify, mountinfo, processes
+import kit.parent
+from linux import fanotify, mountinfo
 
 MOST_IN_A_WINDOW = 512
 
@@ -56,7 +57,7 @@ def _targets(pid: int, mount: mountinfo.Mount) -> list[str]:
 
 def main() -> None:
     """``python -m cache.hintprobe VIEW WINDOW EVERY`` (seconds)."""
-    processes.die_with_parent()
+    kit.parent.die_with()
     view, length, every = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     while True:
         if paths := window(view, length):

@@ -159,19 +159,19 @@ def _adopt(folder: str) -> dict[str, Any] | None:
                 os.close(directory)
         except OSError:
             pass  # the next pass clears it too, and says what is wrong
-        if fields.get("state") == "filling":  # its totals are those of before the pass
-            _take_totals(fields, folder)
-    return fields
+    return _with_figures(fields, folder)
 
 
-def _take_totals(fields: dict[str, Any], folder: str) -> None:
-    """Figures of a generation whose pass did not come to write its own.
+def _with_figures(fields: dict[str, Any] | None, folder: str) -> dict[str, Any] | None:
+    """``fields``; of a generation whose pass did not come to write its own figures, its index's.
 
-    Its index knows less of what is used while directories are listed anew.
+    The index knows less of what is used while directories are listed anew.
     """
-    used = int(fields.get("used", 0))
-    fields |= index.totals_of(Path(folder))
-    fields["used"] = max(used, int(fields.get("used", 0)))
+    if fields is not None and fields.get("state") == "filling":
+        used = int(fields.get("used", 0))
+        fields |= index.totals_of(Path(folder))
+        fields["used"] = max(used, int(fields.get("used", 0)))
+    return fields
 
 
 def save(folder: str, fields: dict[str, Any]) -> None:
@@ -196,9 +196,7 @@ def inventory(path: str) -> list[dict[str, Any]]:
     for dataset in sorted(Path(path).iterdir()):
         if dataset.is_dir() and not dataset.name.startswith(".") and dataset.name != "lost+found":
             for folder in sorted(dataset.iterdir()):
-                fields = load(str(folder))
-                if fields is not None and fields.get("state") == "filling":
-                    _take_totals(fields, str(folder))
+                fields = _with_figures(load(str(folder)), str(folder))
                 found.append({"dataset": dataset.name, "folder": str(folder), "fields": fields})
     return found
 
@@ -218,10 +216,8 @@ def trash(store: str) -> int:
     """Bytes of the SSD that what was discarded still takes. Runs in a child."""
     used = 0
     for folder in (Path(store) / TRASH).iterdir():
-        fields = load(str(folder))
+        fields = _with_figures(load(str(folder)), str(folder))
         if fields is not None:
-            if fields.get("state") == "filling":
-                _take_totals(fields, str(folder))
             used += int(fields.get("used", 0))
     return used
 

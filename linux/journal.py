@@ -8,15 +8,14 @@ from linux import mountinfo
 _SYS = Path("/sys")
 
 
-def keeps_order(descriptor: int, mounts: list[mountinfo.Mount] | None = None) -> bool:
+def keeps_order(descriptor: int) -> bool:
     """True where a journal does (ext4 with one, XFS); False when it cannot be told.
 
     Without, a power cut may keep a later change and lose an earlier one.
     """
     device = os.fstat(descriptor).st_dev
     number = os.major(device), os.minor(device)
-    found = mountinfo.read() if mounts is None else mounts
-    fstype = next((mount.fstype for mount in found if mount.device == number), "")
+    fstype = next((mount.fstype for mount in mountinfo.read() if mount.device == number), "")
     if fstype == "xfs":
         return True
     if fstype != "ext4":

@@ -1,20 +1,10 @@
-"""Process controls: prctl(2), file locks with a deadline."""
+"""Locks between processes, with a deadline."""
 
 import errno
 import fcntl
 import os
-import signal
 import time
 from pathlib import Path
-
-from linux import syscalls
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Be killed (SIGKILL) when the thread that started this process ends, however it ends."""
-    syscalls.checked(syscalls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl")
 
 
 def lock(path: Path, seconds: float) -> int:

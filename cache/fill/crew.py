@@ -86,9 +86,12 @@ class Crew:
         member.job = {"do": "start"}
 
     def _end(self, member: Member) -> None:
+        os.close(member.jobs)
+        self._hear_no_more(member)
+
+    def _hear_no_more(self, member: Member) -> None:
         self._selector.unregister(member.answers)
         os.close(member.answers)
-        os.close(member.jobs)
 
     def idle(self) -> list[Member]:
         """Those that can take a scan or a copy now, within the wanted number."""
@@ -163,8 +166,7 @@ class Crew:
         for pid in left:
             os.kill(pid, signal.SIGKILL)  # not waited for yet: the pid is still its own
         for member in self.members.values():
-            self._selector.unregister(member.answers)
-            os.close(member.answers)
+            self._hear_no_more(member)
         self.members.clear()
 
 

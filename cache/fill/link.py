@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import kit.parent
 from cache.fill import crew
-from linux import processes
 
 
 class Runnable(Protocol):
@@ -42,7 +42,7 @@ class Link:
 
 def serve(begin: Callable[[dict[str, Any]], Runnable]) -> None:
     """Read the task, run the pass that ``begin`` makes of it, say why when it cannot begin."""
-    processes.die_with_parent()
+    kit.parent.die_with()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent cancels or kills
     os.umask(0)

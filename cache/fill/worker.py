@@ -7,15 +7,17 @@ the tree except ``commit`` and ``seal``, which only ever rename whole, durable f
 
 import contextlib
 import errno
+import functools
 import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import kit.parent
 from cache.fill import checks, control, copying, entry, index, messages, native, tree
 from cache.fill.entry import Entry
-from linux import journal, processes, syscalls
+from linux import journal, syscalls
 
 # A chunk is left for another time after so long: what is staged gets committed, hints get a turn.
 CHUNK_SECONDS = 2.0
@@ -40,12 +42,16 @@ class Worker:
         self.tree = os.open("tree", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
         self.staging = os.open("staging", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
         self.links = os.open("links", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
-        self.ordered = journal.keeps_order(self.generation)
         self.access = native.Access(**setup["native"]) if setup["native"] else None
         self.no_objects = False
         self._listing: native.Listing | None = None
         self._reader: native.Reader | None = None
         self.checks = checks.Checks(self.source, self.tree, self.throttle)
+
+    @functools.cached_property
+    def ordered(self) -> bool:
+        """Asked by the one that commits."""
+        return journal.keeps_order(self.generation)
 
     def close(self) -> None:
         """Let go of the cluster; may hang with it, the pass waits for so long and no longer."""
@@ -443,7 +449,7 @@ class Worker:
 
 def serve(number: int, page: int) -> None:
     """A worker from its start to its end; ``page``: descriptor of the control page."""
-    processes.die_with_parent()
+    kit.parent.die_with()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's to handle
     os.umask(0)
     setup = messages.receive(messages.JOBS)

@@ -116,8 +116,7 @@ class Cephfs:
         return f"{self._target}/.snap/{self._source.snapshot}"
 
     def _mounted(self) -> mountinfo.Mount | None:
-        stacked = mountinfo.at(str(self._target), mountinfo.read())
-        return stacked[-1] if stacked else None
+        return _mounted_at(self._target)
 
     @property
     def _shows(self) -> str:
@@ -315,17 +314,19 @@ class Cephfs:
         await let_go(self._folder)
 
 
+def _mounted_at(target: Path) -> mountinfo.Mount | None:
+    """What shows at ``target``."""
+    stacked = mountinfo.at(str(target), mountinfo.read())
+    return stacked[-1] if stacked else None
+
+
 async def let_go(folder: Path) -> None:
     """Unmount what a source mounted in its folder, and delete the key with it."""
     target = folder / "mount"
-
-    def is_mounted() -> bool:
-        return bool(mountinfo.at(str(target), mountinfo.read()))
-
     with contextlib.suppress(OSError):
-        while is_mounted():  # mounts that were made at one time are stacked
+        while _mounted_at(target) is not None:  # mounts that were made at one time are stacked
             await kit.child.call(unmount, str(target), deadline=DETACH_SECONDS)
-    if not is_mounted():
+    if _mounted_at(target) is None:
         for name in ("keyring", "ceph.conf", SHOWN):
             (folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):

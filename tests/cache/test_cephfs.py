@@ -1,5 +1,6 @@
 """CephFS as a source: odd trees at a snapshot, unflushed writers, a client that dies."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -39,6 +40,24 @@ def snapshot(fs: Path, path: str) -> Path:
     made = fs / path / ".snap" / "v1"
     made.mkdir()
     return made
+
+
+def begin_slowly(node: Agent, wanted: dict[str, Any], files_per_second: int) -> None:
+    """A fill that goes on for long enough to look at, its overlay in place."""
+    node.cache["datasets"] = [wanted]
+    node.cache["fill"] = {"files_per_second": files_per_second}
+    node.start()
+    node.wait_served("a", "overlay")
+
+
+def daemons(node: Agent) -> list[int]:
+    """ceph-fuse processes of the agent's source mounts."""
+    found = []
+    for pid in leftovers.processes(node.state):
+        with contextlib.suppress(OSError):  # it has just ended
+            if Path(f"/proc/{pid}/comm").read_text().startswith("ceph-fuse"):
+                found.append(pid)
+    return found
 
 
 def test_an_odd_tree_of_a_snapshot_arrives_as_it_was(
@@ -133,17 +152,9 @@ def test_a_ceph_fuse_that_dies_is_replaced_and_the_view_heals(
     top = fs / "killed"
     trees.plain(top, 400)
     frozen = snapshot(fs, "killed")
-    node.cache["datasets"] = [dataset(cluster, area, "/killed")]
-    node.cache["fill"] = {"files_per_second": 40}
-    node.start()
-    node.wait_served("a", "overlay")
-    daemons = [
-        pid
-        for pid in leftovers.processes(node.state)
-        if Path(f"/proc/{pid}/comm").read_text().startswith("ceph-fuse")
-    ]
-    assert len(daemons) == 1
-    os.kill(daemons[0], signal.SIGKILL)
+    begin_slowly(node, dataset(cluster, area, "/killed"), 40)
+    (daemon,) = daemons(node)
+    os.kill(daemon, signal.SIGKILL)
     node.tell("a", "warm")
 
     def healed() -> bool:
@@ -163,10 +174,7 @@ def test_the_source_mount_outlives_the_agent_and_is_adopted(
 ) -> None:
     trees.plain(fs / "adopted", 300)
     frozen = snapshot(fs, "adopted")
-    node.cache["datasets"] = [dataset(cluster, area, "/adopted")]
-    node.cache["fill"] = {"files_per_second": 20}
-    node.start()
-    node.wait_served("a", "overlay")
+    begin_slowly(node, dataset(cluster, area, "/adopted"), 20)
 
     def source_mounts() -> dict[str, int]:
         return {m.target: m.mount_id for m in mountinfo.read() if str(node.state) in m.target}
@@ -187,10 +195,7 @@ def test_a_source_mount_of_an_earlier_path_is_not_taken_for_the_new_one(
     for name, files in (("before", 300), ("after", 120)):
         trees.plain(fs / name, files, seed=files)
         snapshot(fs, name)
-    node.cache["datasets"] = [dataset(cluster, area, "/before")]
-    node.cache["fill"] = {"files_per_second": 20}
-    node.start()
-    node.wait_served("a", "overlay")
+    begin_slowly(node, dataset(cluster, area, "/before"), 20)
     node.kill()
     assert [m for m in mountinfo.read() if m.target.startswith(f"{node.state}/")]
     node.cache["datasets"] = [dataset(cluster, area, "/after")]
@@ -212,10 +217,7 @@ def test_the_secret_is_on_no_command_line_in_no_log_and_in_no_answer(
 ) -> None:
     trees.plain(fs / "secret", 50)
     snapshot(fs, "secret")
-    node.cache["datasets"] = [dataset(cluster, area, "/secret")]
-    node.cache["fill"] = {"files_per_second": 10}
-    node.start()
-    node.wait_served("a", "overlay")
+    begin_slowly(node, dataset(cluster, area, "/secret"), 10)
     secret = cluster.secret().encode()
     for pid in leftovers.processes(node.folder):
         for name in ("cmdline", "environ"):
@@ -238,10 +240,7 @@ def test_of_a_dataset_that_the_settings_lost_nothing_is_left_after_its_removal(
 ) -> None:
     trees.plain(fs / "lost", 200)
     snapshot(fs, "lost")
-    node.cache["datasets"] = [dataset(cluster, area, "/lost")]
-    node.cache["fill"] = {"files_per_second": 10}
-    node.start()
-    node.wait_served("a", "overlay")
+    begin_slowly(node, dataset(cluster, area, "/lost"), 10)
     folder = node.state / "sources" / "a"
     assert (folder / "keyring").exists() and os.path.ismount(folder / "mount")
     node.cache["datasets"] = []
@@ -250,14 +249,4 @@ def test_of_a_dataset_that_the_settings_lost_nothing_is_left_after_its_removal(
     assert node.cli("dataset", "remove", "a").returncode == 0
     assert not folder.exists()
     assert not (node.state / "datasets" / "a.json").exists()
-    node.wait_for(
-        lambda: (
-            not [
-                pid
-                for pid in leftovers.processes(node.state)
-                if Path(f"/proc/{pid}/comm").read_text().startswith("ceph-fuse")
-            ]
-        ),
-        20,
-        "ceph-fuse to end",
-    )
+    node.wait_for(lambda: not daemons(node), 20, "ceph-fuse to end")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cache.fill import engine, fillpass, index
+from tests.cache import byhand
 from tests.testbed import trees
 
 pytestmark = pytest.mark.real  # trusted xattrs
@@ -37,15 +38,11 @@ class Fill:
     def __init__(self, area: Path, *, budget: int = 2**40, **more: Any) -> None:
         self.generation = area / "generation"
         self.generation.mkdir(exist_ok=True)
-        self.made = fillpass.start(
-            {
-                "dataset": "a", "generation": str(self.generation),
-                "source": str(area / "source"), "stamp": "", "immutable": True, "native": None,
-                "mounted": [],
-                "used": 0, "workers": 1, "bytes_per_second": 0, "files_per_second": 0,
-                "space": {"reserve": 0.0, "budget": budget, "others": 0}, **more,
-            }
-        )  # fmt: skip
+        space = {"reserve": 0.0, "budget": budget, "others": 0}
+        task = byhand.task(
+            self.generation, area / "source", **{"immutable": True, "space": space} | more
+        )
+        self.made = fillpass.start(task)
         self.made._limits(self.made.task)
         self.made.crew.resize(self.made.workers)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from cache.fill import tree, unreplaced, verifypass
 from cache.fill.index import Index
-from cache.sources import reach
+from tests.cache import byhand
 from tests.testbed import trees
 from tests.testbed.agent import Agent
 
@@ -48,31 +47,9 @@ def task(area: Path) -> dict[str, Any]:
     source, generation = area / "source", area / "generation"
     trees.plain(source, 40, directories=4)
     generation.mkdir()
-    given = {
-        "dataset": "a", "generation": str(generation), "source": str(source),
-        "stamp": reach.look(str(source))["stamp"], "immutable": False, "native": None, "used": 0,
-        "mounted": [], "do": "limits", "workers": 1, "bytes_per_second": 0, "files_per_second": 0,
-        "space": {"reserve": 0.01, "budget": 2**30, "others": 0},
-        "reachable": True, "against_source": False,
-    }  # fmt: skip
-    assert run("fillpass", given)["result"] == "complete"
+    given = byhand.task(generation, source)
+    assert byhand.run("fillpass", given)["result"] == "complete"
     return given
-
-
-def run(module: str, given: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The end event of a pass."""
-    with subprocess.Popen(
-        [sys.executable, "-m", f"cache.fill.{module}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(given | more).encode() + b"\n")
-        process.stdin.flush()
-        events = [json.loads(line) for line in process.stdout]  # its input open: the agent lives
-    end: dict[str, Any] = events[-1]
-    return end
 
 
 @pytest.mark.parametrize("index", ["kept", "lost"])
@@ -82,9 +59,9 @@ def test_between_marks_and_files_a_fill_is_refused_and_the_rest_can_be_done_agai
     stored = area / "generation" / "tree" / BAD
     flip(stored)
     lose(area / "source" / BAD)
-    end = run("verifypass", task)
+    end = byhand.run("verifypass", task)
     assert (end["result"], end["unreplaced"]) == ("bad", 1)
-    assert run("verifypass", task, withdraw="marks")["result"] == "withdrawn"
+    assert byhand.run("verifypass", task, withdraw="marks")["result"] == "withdrawn"
     assert not is_sealed(stored.parent)
     assert is_sealed(stored.parent.parent / "d2")
     known = Index.open(area / "generation" / "index.sqlite")
@@ -95,17 +72,17 @@ def test_between_marks_and_files_a_fill_is_refused_and_the_rest_can_be_done_agai
     os.setxattr(stored.parent, tree.OPAQUE, b"y")
     if index == "lost":
         Index.discard(area / "generation" / "index.sqlite")
-    end = run("fillpass", task)
+    end = byhand.run("fillpass", task)
     assert end["result"] == "failed"
     assert "withdrawn first" in end["why"]
     assert stored.exists()
-    assert run("verifypass", task, withdraw="marks")["result"] == "withdrawn"
+    assert byhand.run("verifypass", task, withdraw="marks")["result"] == "withdrawn"
     assert not is_sealed(stored.parent)
-    end = run("verifypass", task, withdraw="files")
+    end = byhand.run("verifypass", task, withdraw="files")
     assert (end["result"], end["withdrawn"]) == ("withdrawn", 1)
     assert not stored.exists()
     assert not unreplaced.waiting(task["generation"])
-    assert run("fillpass", task)["result"] == "complete"
+    assert byhand.run("fillpass", task)["result"] == "complete"
     trees.assert_equal(area / "source", area / "generation" / "tree")
 
 

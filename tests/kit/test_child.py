@@ -23,6 +23,16 @@ async def settled() -> AsyncIterator[None]:
         await asyncio.sleep(0.01)
 
 
+async def begun(pid_file: Path) -> asyncio.Task[None]:
+    """A call that is under way in its child."""
+    task = asyncio.create_task(
+        kit.child.call(called.own_pid_then_sleep, str(pid_file), deadline=60)
+    )
+    while not (pid_file.exists() and pid_file.read_text()):
+        await asyncio.sleep(0.02)
+    return task
+
+
 async def test_arguments_and_results_come_through_unchanged_any_byte_names_too() -> None:
     name = os.fsdecode(b"not utf-8 \xff\n")
     assert await kit.child.call(called.echo, name, 1, None, [2.5], deadline=20) == [
@@ -87,11 +97,7 @@ async def test_after_the_deadline_the_child_is_killed_and_counted_until_it_is_go
 
 async def test_a_cancelled_call_ends_its_child(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    task = asyncio.create_task(
-        kit.child.call(called.own_pid_then_sleep, str(pid_file), deadline=60)
-    )
-    while not (pid_file.exists() and pid_file.read_text()):
-        await asyncio.sleep(0.02)
+    task = await begun(pid_file)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -163,11 +169,7 @@ async def test_while_a_call_hangs_no_more_of_its_kind_are_begun(tmp_path: Path) 
 
 async def test_a_call_right_after_a_cancelled_one_of_its_kind_is_done(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    task = asyncio.create_task(
-        kit.child.call(called.own_pid_then_sleep, str(pid_file), deadline=60)
-    )
-    while not (pid_file.exists() and pid_file.read_text()):
-        await asyncio.sleep(0.02)
+    task = await begun(pid_file)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert kit.child.abandoned() == 1

@@ -131,7 +131,6 @@ def _view(
         images=tuple(_image(client, rados, *image) for image in images),
         node_client=_node_client(),
         denied=tuple(denied),
-        gaps=tuple(cluster.refusal(prefix) for prefix in denied),
     )
 
 

@@ -77,7 +77,11 @@ class ClusterView:
     images: tuple[ImageView, ...] = ()
     node_client: str = ""  # version of librados here: "16.2.15"
     denied: tuple[str, ...] = ()  # commands that this key may not run: what they tell is missing
-    gaps: tuple[str, ...] = ()  # the same for people
+
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """The same for people."""
+        return tuple(refusal(command) for command in self.denied)
 
     def refused(self, commands: tuple[str, ...]) -> list[str]:
         """Why what these commands tell is not known."""
