@@ -1,20 +1,24 @@
-"""What stands: troubles that last become findings, findings whose trouble is gone clear.
+"""The life of findings: a trouble that lasts becomes a finding, one that stays away clears. Pure.
 
-Pure. Invariants: a finding keeps its ``since`` while it stands; an unknown rule clears nothing
-and raises nothing, and time that it was unknown is no patience;
-a trouble that comes and goes keeps its finding up (it must stay away for longer each time), so
-that nothing is said again and again.
+Each trouble has one Entry. It is raised when the trouble lasted for its rule's patience, and
+cleared when the trouble stayed away for ``clear_after``. A cleared entry is kept for an hour
+(``dormant``), to notice a trouble that comes back again and again: such a finding is ``flapping``
+and must stay away longer before it clears, so that it is not reported anew each time.
+
+Invariants: a finding keeps its ``since`` while it is raised. A rule that is unknown raises nothing
+and clears nothing. Unknown periods do not count towards patience.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kit.finding import Finding, Severity
-from volumes.rules.base import Trouble
+import kit.finding
+from volumes.audit.rules.agent import LOG_PREFIX
+from volumes.audit.types import Severity, Trouble
 
 DOC = "docs/audit.md"
-# A finding that came back this often in an hour is flapping; then it must stay away for this long.
+# A finding that returned this often in an hour is flapping, and must then stay away this long.
 FLAPS = 3
 FLAP_WINDOW_SECONDS = 3600.0
 FLAP_CLEAR_SECONDS = 600.0
@@ -24,53 +28,62 @@ MOST_DORMANT = 500
 
 @dataclass(frozen=True)
 class Entry:
-    """One trouble and its life."""
+    """One trouble and its history. Times are Unix times."""
 
     rule: str
     severity: Severity
     trouble: Trouble
     patience: float
-    first: float  # since when without a gap
-    last: float  # when it was seen last
+    first: float  # since when it has been there without a gap
+    last: float  # when it was last seen
     raised: bool = False
     since: float = 0.0
-    gone: float | None = None  # since when it is no longer seen
+    gone: float | None = None  # since when it has not been seen
     returns: tuple[float, ...] = ()  # when it came back
-    stale: str = ""  # why it could not be looked at again
+    stale: str = ""  # why the rule is unknown now
     stale_since: float = 0.0
-    dark: float = 0.0  # seconds since ``first`` in which nobody could see whether it was there
+    dark: float = 0.0  # seconds since ``first`` during which the rule was unknown
 
     @property
     def dormant(self) -> bool:
-        """It has cleared; kept only to see whether it comes back again and again."""
+        """It cleared, and is kept only to notice that it comes back."""
         return not self.raised and self.gone is not None
 
     @property
     def flapping(self) -> bool:
         return len(self.returns) >= FLAPS
 
+    @property
+    def waiting(self) -> bool:
+        """It may be raised once it has lasted long enough."""
+        return not self.raised and not self.dormant and not self.stale
+
+    def lasted(self, now: float) -> float:
+        return now - self.first - self.dark
+
 
 @dataclass(frozen=True)
 class Judged:
-    """One rule's result, with its settings applied."""
+    """One rule's result with the operator's changes applied. Each trouble has its severity and
+    patience."""
 
     rule: str
-    troubles: tuple[tuple[Trouble, Severity, float], ...]  # with severity and patience
+    troubles: tuple[tuple[Trouble, Severity, float], ...]
     unknown: str = ""
 
 
-Standing = Mapping[str, Entry]
+State = Mapping[str, Entry]
 
 
 def identity(rule: str, trouble: Trouble) -> str:
-    """Stable: the same trouble has the same id each time, on the same boot."""
+    """The finding's id: the same trouble has the same id each time on the same boot."""
     return "/".join(part for part in (rule, trouble.subject.replace("/", "_"), trouble.key) if part)
 
 
 def advance(
-    standing: Standing, judged: Iterable[Judged], now: float, clear_after: float
+    state: State, judged: Iterable[Judged], now: float, clear_after: float
 ) -> dict[str, Entry]:
-    """The new standing. ``now``: Unix time; rules that are not in ``judged`` are forgotten."""
+    """The state after one round. Entries of rules that are not in ``judged`` are dropped."""
     after: dict[str, Entry] = {}
     for result in judged:
         seen: set[str] = set()
@@ -79,8 +92,8 @@ def advance(
             name = identity(result.rule, trouble)
             seen.add(name)
             fresh = Entry(result.rule, severity, trouble, patience, now, now)
-            after[name] = _seen(standing.get(name), fresh, now)
-        for name, entry in standing.items():
+            after[name] = _seen(state.get(name), fresh, now)
+        for name, entry in state.items():
             if entry.rule != result.rule or name in seen:
                 continue
             kept = _unseen(entry, result.unknown, now, clear_after)
@@ -110,12 +123,11 @@ def _seen(before: Entry | None, fresh: Entry, now: float) -> Entry:
     elif before.stale:
         dark += now - before.stale_since
     lasted = at - first - dark
-    raised = before.raised or lasted >= fresh.patience
     return dataclasses.replace(
         fresh,
         first=first,
         dark=dark,
-        raised=raised,
+        raised=before.raised or lasted >= fresh.patience,
         since=before.since if before.raised else first,
         returns=returns,
     )
@@ -128,46 +140,42 @@ def _unseen(entry: Entry, unknown: str, now: float, clear_after: float) -> Entry
         since = entry.stale_since if entry.stale else now
         return dataclasses.replace(entry, stale=unknown, stale_since=since)
     gone = entry.gone if entry.gone is not None else now
-    wait = FLAP_CLEAR_SECONDS if entry.flapping else clear_after
     if entry.dormant:
         return entry if now - gone < FLAP_WINDOW_SECONDS else None
     if not entry.raised:
         return None
-    if now - gone >= wait:
+    if now - gone >= (FLAP_CLEAR_SECONDS if entry.flapping else clear_after):
         return dataclasses.replace(entry, raised=False, gone=gone, stale="")
     return dataclasses.replace(entry, gone=gone, stale="")
 
 
-def pending(standing: Standing, now: float) -> float | None:
-    """Seconds until the next entry may be raised or cleared; None when none is waiting."""
-    waits = [
-        max(0.0, entry.first + entry.dark + entry.patience - now)
-        for entry in standing.values()
-        if not entry.raised and not entry.dormant and not entry.stale  # waits for a look, not time
-    ]
+def pending(state: State, now: float) -> float | None:
+    """Seconds until the next entry may be raised or cleared; None when no entry waits for that."""
+    waits = [max(0.0, e.patience - e.lasted(now)) for e in state.values() if e.waiting]
     waits += [
         0.0
-        for entry in standing.values()
+        for entry in state.values()
         if entry.raised and entry.gone is not None and not entry.flapping and not entry.stale
     ]
     return min(waits, default=None)
 
 
-def unconfirmed(standing: Standing, now: float) -> bool:
-    """Whether something has lasted long enough and only the look that may raise it is missing."""
+def unconfirmed(state: State, now: float) -> bool:
+    """Whether a trouble has lasted long enough and only one more visit to the namespaces, which
+    must see it again, is missing."""
     return any(
-        entry.trouble.seen is not None and now - entry.first - entry.dark >= entry.patience
-        for entry in standing.values()
-        if not entry.raised and not entry.dormant and not entry.stale
+        entry.trouble.seen is not None and entry.lasted(now) >= entry.patience
+        for entry in state.values()
+        if entry.waiting
     )
 
 
-def findings(standing: Standing) -> list[Finding]:
-    """Everything that is raised, as the reporting port takes it."""
-    return [_finding(name, entry) for name, entry in standing.items() if entry.raised]
+def findings(state: State) -> list[kit.finding.Finding]:
+    """Everything that is raised, for the agent's reporter."""
+    return [_finding(name, entry) for name, entry in state.items() if entry.raised]
 
 
-def _finding(name: str, entry: Entry) -> Finding:
+def _finding(name: str, entry: Entry) -> kit.finding.Finding:
     evidence = dict(entry.trouble.evidence)
     if entry.trouble.device:
         evidence["device"] = entry.trouble.device
@@ -177,9 +185,9 @@ def _finding(name: str, entry: Entry) -> Finding:
         evidence["not_looked_at_again"] = entry.stale
     if entry.flapping:
         evidence["flapping"] = f"came back {len(entry.returns)} times in an hour"
-    anchor = "log-lines" if entry.rule.startswith("log-") else entry.rule
+    anchor = "log-lines" if entry.rule.startswith(LOG_PREFIX) else entry.rule
     evidence["doc"] = f"{DOC}#{anchor}"
-    return Finding(
+    return kit.finding.Finding(
         id=name,
         rule=entry.rule,
         severity=entry.severity,
