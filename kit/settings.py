@@ -14,7 +14,7 @@ class Section(BaseModel):
 
 
 def absolute(path: Path) -> Path:
-    """``path`` when it is absolute, else ValueError: the agent's working directory means nothing."""
+    """``path`` when it is absolute, else ValueError: no working directory counts."""
     if not path.is_absolute():
         raise ValueError(f"{str(path)!r} is relative; give an absolute path")
     return path

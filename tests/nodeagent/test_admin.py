@@ -8,8 +8,8 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 import cache.component
-import kit.room
 import kit.errors
+import kit.room
 from nodeagent import app, configfile
 from nodeagent.admin import datasets, openapi, server
 
