@@ -1,6 +1,6 @@
 """Findings of image preheating: what a person should look at, and what to do."""
 
-from kit.finding import Finding, Severity
+from kit.findings import Finding, Severity
 from preheat import engine, faces
 
 # A failure that goes away by itself is no finding before this many attempts in a row.

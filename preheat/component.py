@@ -10,9 +10,9 @@ from pathlib import Path
 import structlog
 from prometheus_client.core import Metric
 
-import kit.component
 import kit.errors
-import kit.finding
+import kit.findings
+import kit.room
 from preheat import (
     audit,
     engine,
@@ -54,7 +54,7 @@ class Preheat:
         section: settings.PreheatSettings,
         *,
         state_dir: Path,
-        reporter: kit.finding.Reporter,
+        reporter: kit.findings.Reporter,
     ) -> None:
         self._reporter = reporter
         self._original = section
@@ -100,7 +100,7 @@ class Preheat:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.core.stop()
 
-    def health(self) -> kit.component.Health:
+    def health(self) -> kit.room.Health:
         ended = [task.get_name() for task in self._tasks if task.done()]
         stands = time.monotonic() - self.core.last_cycle > STANDS_AFTER_SECONDS
         reasons = [f"{name} has ended (a bug; see the log)" for name in ended]
@@ -108,7 +108,7 @@ class Preheat:
             reasons.append("its work loop stands")
         if self.core.trouble:
             reasons.append(self.core.trouble)
-        return kit.component.Health(
+        return kit.room.Health(
             alive=not ended and not stands, ready=not reasons, reasons=tuple(reasons)
         )
 

@@ -1,4 +1,4 @@
-"""The audit as the volumes room sees it: the shape of kit.component.Component."""
+"""The audit as the volumes room sees it: the shape of kit.room.Component."""
 
 import asyncio
 import contextlib
@@ -11,9 +11,9 @@ from typing import Any
 import structlog
 from prometheus_client.core import Metric
 
-import kit.component
 import kit.errors
-import kit.finding
+import kit.findings
+import kit.room
 from linux import mountinfo, netlink, syscalls
 from volumes.actions import plan, runner
 from volumes.audit import attention, clusters, figures, judging, standing
@@ -55,7 +55,7 @@ class Audit:
         *,
         drivers: Sequence[str],
         state_dir: Path,
-        reporter: kit.finding.Reporter,
+        reporter: kit.findings.Reporter,
         guard: Callable[[], GuardView | None] = _nothing,
         claims: Callable[[], Mapping[str, Claim] | None] = _nothing,
         taints: runner.Taints | None = None,
@@ -65,7 +65,7 @@ class Audit:
         self.drivers = tuple(drivers)
         self.inventory: Inventory | None = None
         self.states: list[judging.RuleState] = []
-        self.findings: list[kit.finding.Finding] = []
+        self.findings: list[kit.findings.Finding] = []
         self.rounds = 0
         self.round_seconds = 0.0
         self._reporter = reporter
@@ -168,14 +168,14 @@ class Audit:
         self._tasks, self._log_task = [], None
         await self.scanner.close()
 
-    def health(self) -> kit.component.Health:
+    def health(self) -> kit.room.Health:
         longest = self.settings.interval + MOST_LOOKS * self.settings.look_timeout + 60.0
         alive = bool(self._tasks) and not any(task.done() for task in self._tasks)
         alive = alive and time.monotonic() - self._turned < longest
         reasons = [self._blind] if self._blind else []
         if self.follower is not None and self.follower.trouble:
             reasons.append(self.follower.trouble)
-        return kit.component.Health(alive, alive and self.inventory is not None, reasons)
+        return kit.room.Health(alive, alive and self.inventory is not None, reasons)
 
     def metrics(self) -> Iterable[Metric]:
         return figures.metrics(self)

@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 import kit.errors
-import kit.finding
+import kit.findings
 from linux import bpf, kmsg, netlink
 from volumes import devices, settings
 from volumes.guard import (
@@ -53,7 +53,7 @@ class Keeper:
         wanted: settings.GuardSettings,
         *,
         state_dir: Path,
-        reporter: kit.finding.Reporter,
+        reporter: kit.findings.Reporter,
     ) -> None:
         self.settings = wanted
         self.state_dir = state_dir
