@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import kit.finding
+import kit.findings
 from volumes.audit.rules.agent import LOG_PREFIX
 from volumes.audit.types import Severity, Trouble
 
@@ -170,12 +170,12 @@ def unconfirmed(state: State, now: float) -> bool:
     )
 
 
-def findings(state: State) -> list[kit.finding.Finding]:
+def findings(state: State) -> list[kit.findings.Finding]:
     """Everything that is raised, for the agent's reporter."""
     return [_finding(name, entry) for name, entry in state.items() if entry.raised]
 
 
-def _finding(name: str, entry: Entry) -> kit.finding.Finding:
+def _finding(name: str, entry: Entry) -> kit.findings.Finding:
     evidence = dict(entry.trouble.evidence)
     if entry.trouble.device:
         evidence["device"] = entry.trouble.device
@@ -187,7 +187,7 @@ def _finding(name: str, entry: Entry) -> kit.finding.Finding:
         evidence["flapping"] = f"came back {len(entry.returns)} times in an hour"
     anchor = "log-lines" if entry.rule.startswith(LOG_PREFIX) else entry.rule
     evidence["doc"] = f"{DOC}#{anchor}"
-    return kit.finding.Finding(
+    return kit.findings.Finding(
         id=name,
         rule=entry.rule,
         severity=entry.severity,

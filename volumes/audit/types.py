@@ -7,13 +7,13 @@ the inventory's model and the clusters' views, nothing above them.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import kit.finding
-from linux.clock import ClockState
+import kit.findings
+from linux.syscalls import ClockState
 from volumes.audit.inventory.cluster import ClusterView
 from volumes.audit.inventory.model import Device, Inventory
 from volumes.audit.settings import AuditSettings
 
-Severity = kit.finding.Severity
+Severity = kit.findings.Severity
 
 
 @dataclass(frozen=True)
