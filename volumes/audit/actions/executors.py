@@ -1,20 +1,28 @@
-"""Carrying a plan out. Each function runs in a child process (kit.child) and checks again there."""
+"""Carry out one action. Each function runs in a child process (kit.child), because it can hang.
 
+Each checks again that the device is still the same and still unused: between the plan and this
+moment another attach may have taken its name or number. All raise OSError, RefusedError when the
+state changed, HostError when a program fails.
+"""
+
+import asyncio
 import os
-import subprocess
 from pathlib import Path
 
 import kit.errors
+import kit.processes
 from linux import blockioctl, mount_namespaces
-from volumes.inventory import processes, users
+from volumes.audit.inventory import holders
+from volumes.audit.inventory.processes import Processes
 
-_UNMAP_SECONDS = 20
+_UNMAP_SECONDS = 20.0
 
 
 def detach(way: str, namespace_id: int, inode: int, copies: list[tuple[int, int, str]]) -> int:
-    """How many copies were unmounted; 0 when nothing was there any more. OSError.
+    """Lazily unmount ``copies`` in a mount namespace; the number of unmounts, 0 if none was left.
 
-    ``copies``: major and minor of each mount itself, and where it is in that namespace.
+    ``way`` is the path of the namespace, empty to enter it by its id. ``copies`` are major and
+    minor of each mount (not of the device below it) and its path in the namespace.
     """
     wanted = [mount_namespaces.Copy((major, minor), target) for major, minor, target in copies]
     if _mounted_on_host({copy.device for copy in wanted}):
@@ -33,11 +41,12 @@ def _mounted_on_host(numbers: set[tuple[int, int]]) -> bool:
 
 
 def unmap(name: str, driver: str, device: list[int], diskseq: int, mapping: str) -> int:
-    """Unmap a device that is still the same and still idle. OSError (EBUSY) when it is not."""
+    """Unmap a device. The kernel refuses with EBUSY while anything has it open."""
     home = Path("/sys/block", name)
-    number = f"{device[0]}:{device[1]}"
-    if (home / "dev").read_text().strip() != number or _sequence(home) not in (0, diskseq):
-        raise kit.errors.RefusedError(f"unmap {name}", "another device by now", "nothing was done")
+    number = device[0], device[1]
+    if (home / "dev").read_text().strip() != f"{number[0]}:{number[1]}":
+        raise _another(f"unmap {name}")
+    _check_attachment(f"unmap {name}", name, diskseq)
     if (
         any(Path("/sys/fs", fs, name).exists() for fs in ("ext4", "xfs", "f2fs"))
         or any((home / "holders").iterdir())
@@ -45,33 +54,38 @@ def unmap(name: str, driver: str, device: list[int], diskseq: int, mapping: str)
     ):
         raise kit.errors.RefusedError(f"unmap {name}", "it is in use again", "nothing was done")
     if driver == "rbd":
-        # The kernel refuses with EBUSY while anything has it open; 'force' is never used.
+        # Without 'force', which would unmap a device that somebody writes to.
         single = Path("/sys/bus/rbd/remove_single_major")
         target = single if single.exists() else Path("/sys/bus/rbd/remove")
         target.write_text(mapping)
     elif driver == "nbd":
-        # rbd-nbd takes the device away from whoever has it open: nobody may.
-        with blockioctl.claimed(f"/dev/{name}", (device[0], device[1])):
-            _refuse_users(name, (device[0], device[1]))
-            subprocess.run(
-                ("rbd-nbd", "unmap", f"/dev/{name}"),
-                check=True,
-                timeout=_UNMAP_SECONDS,
-                capture_output=True,
-            )
+        # Unlike the kernel, rbd-nbd unmaps a device that somebody has open.
+        with blockioctl.claimed(f"/dev/{name}", number):
+            _refuse_users(name, number)
+            asyncio.run(_rbd_nbd_unmap(name))
     elif driver == "loop":
-        blockioctl.detach_loop(f"/dev/{name}", (device[0], device[1]))
+        blockioctl.detach_loop(f"/dev/{name}", number)
     else:
         raise kit.errors.RefusedError(
-            f"unmap {name}", f"nothing is known of driver {driver}", "unmap it by hand"
+            f"unmap {name}", f"the agent cannot unmap devices of driver {driver}", "unmap it yourself"
         )
     return 1
 
 
+async def _rbd_nbd_unmap(name: str) -> None:
+    ended = await kit.processes.run(
+        ("rbd-nbd", "unmap", f"/dev/{name}"), about=f"rbd-nbd unmap {name}", deadline=_UNMAP_SECONDS
+    )
+    if ended.code:
+        said = ended.err.decode(errors="replace").strip()
+        raise kit.errors.HostError(
+            f"unmap {name}", f"rbd-nbd ended with {ended.code}: {said}", "see what holds the device"
+        )
+
+
 def _refuse_users(name: str, number: tuple[int, int]) -> None:
-    everything = processes.Processes("/proc", "")
-    for user in users.find(everything, "/proc", {number}, set()):
-        if user.owner.pid != os.getpid():  # the claim
+    for user in holders.users(Processes("/proc", ""), "/proc", {number}, set()):
+        if user.owner.pid != os.getpid():  # our own claim
             raise kit.errors.RefusedError(
                 f"unmap {name}",
                 f"{user.owner.label} has it open ({', '.join(user.ways)})",
@@ -79,17 +93,22 @@ def _refuse_users(name: str, number: tuple[int, int]) -> None:
             )
 
 
-def _sequence(home: Path) -> int:
-    try:
-        return int((home / "diskseq").read_text())
-    except (OSError, ValueError):
-        return 0
-
-
 def set_read_only(path: str, device: list[int], diskseq: int) -> int:
-    """OSError, EBUSY among them: while it is mounted, or claimed by what is stacked on it."""
+    """Flag a device read-only. EBUSY while it is mounted or claimed by a device on top of it."""
     name = path.rpartition("/")[2]
-    if _sequence(Path("/sys/block", name)) not in (0, diskseq):
-        raise kit.errors.RefusedError(f"flag {name}", "another device by now", "nothing was done")
+    _check_attachment(f"flag {name}", name, diskseq)
     blockioctl.set_read_only(path, (device[0], device[1]))
     return 1
+
+
+def _check_attachment(what: str, name: str, diskseq: int) -> None:
+    try:
+        now = int(Path("/sys/block", name, "diskseq").read_text())
+    except (OSError, ValueError):
+        return  # before Linux 5.15
+    if now not in (0, diskseq):
+        raise _another(what)
+
+
+def _another(what: str) -> kit.errors.RefusedError:
+    return kit.errors.RefusedError(what, "the name belongs to another device now", "nothing was done")

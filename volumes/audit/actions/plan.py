@@ -1,25 +1,28 @@
-"""What could be done about what stands, and what must not be. Pure."""
+"""Which actions the current findings call for, and what forbids each. Pure.
+
+An action is planned again immediately before it is carried out, on a new scan (see runner).
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kit.findings import Finding
-from volumes.inventory.model import Device, Inventory
-from volumes.rules import leaked_mount, mapped_unmounted
-from volumes.rules.base import GuardView
+from volumes.audit.inventory.model import Device, Inventory
+from volumes.audit.rules import mappings, mounts
+from volumes.audit.types import GuardView
 
-DETACH, UNMAP, READ_ONLY, TAINT = "detach-leaked", "unmap-orphan", "set-readonly", "taint"
+DETACH, UNMAP, READ_ONLY = "detach-leaked", "unmap-orphan", "set-readonly"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One step. ``refusal``: why it must not be done; then nothing else holds."""
+    """One action. ``refusal`` says why it must not be carried out; empty when it may."""
 
     action: str
     finding: str  # id
     device: str
     what: str  # for people
-    arguments: Mapping[str, object] = field(default_factory=dict)
+    arguments: tuple[object, ...] = ()  # of the action's function in executors
     refusal: str = ""
 
 
@@ -30,15 +33,15 @@ def plans(
     former: Mapping[str, frozenset[str]],
     orphan_after: float,
 ) -> list[Plan]:
-    """Every step that the standing findings call for. ``former``: where the host had a device."""
+    """Every action for the findings. ``former``: where the host had each device mounted."""
     steps = []
     for finding in found:
         device = inventory.device(finding.evidence.get("device", ""))
         if device is None:
             continue
-        if finding.rule == leaked_mount.RULE.name and finding.evidence.get("kind") == "mount":
+        if finding.rule == mounts.LEAKED_MOUNT and finding.evidence.get("kind") == "mount":
             steps.append(_detach(finding, device, inventory, former.get(device.name, frozenset())))
-        elif finding.rule == mapped_unmounted.RULE.name:
+        elif finding.rule == mappings.MAPPED_UNMOUNTED:
             steps.append(_unmap(finding, device, inventory, orphan_after))
     for name in guard.unreadable if guard else ():
         device = inventory.device(name)
@@ -51,61 +54,65 @@ def _detach(finding: Finding, device: Device, inventory: Inventory, former: froz
     inode = finding.evidence.get("namespace", "")
     space = next((s for s in inventory.spaces if str(s.inode) == inode), None)
     every = [p for p in space.places if p.device in device.numbers] if space else []
-    at_home = leaked_mount.on_host(inventory, device)
+    at_home = mounts.on_host(inventory, device)
     places = [place for place in every if place.device not in at_home]
-    targets = sorted({place.target for place in places})
-    what = f"unmount {', '.join(targets)} ({device.name}) in mount namespace {inode}"
-    refusal = ""
     if space is None or not every:
         refusal = "it is no longer mounted there"
     elif not places:
         refusal = "the host has it mounted again"
     elif inventory.kubelet is None:
-        refusal = "kubelet's directory is not seen, so nobody can say whose volume it is"
+        refusal = "kubelet's directory is not visible, so nobody can tell whose volume it is"
     else:
-        refusal = leaked_mount.why_not_detach(inventory, device, space, places, former)
-    owner = space.owners[0] if space and space.owners else None
+        refusal = mounts.why_not_detach(inventory, device, space, places, former)
+    owner = space.owner if space else None
     way = ""
     if owner is not None:
         task = f"/task/{owner.thread}" if owner.thread else ""
         way = f"/proc/{owner.pid}{task}/ns/mnt"
-    arguments: dict[str, object] = {
-        "way": way,
-        "namespace_id": space.id if space else 0,
-        "inode": space.inode if space else 0,
-        # By the numbers of the mounts: a file system on a layer does not have the device's.
-        "copies": [[*place.device, place.target] for place in places],
-    }
-    return Plan(DETACH, finding.id, device.name, what, arguments, refusal)
+    targets = sorted({place.target for place in places})
+    return Plan(
+        DETACH,
+        finding.id,
+        device.name,
+        f"unmount {', '.join(targets)} ({device.name}) in mount namespace {inode}",
+        (
+            way,
+            space.id if space else 0,
+            space.inode if space else 0,
+            # The mounts' own numbers: a file system on a layer does not have the device's.
+            [[*place.device, place.target] for place in places],
+        ),
+        refusal,
+    )
 
 
 def _unmap(finding: Finding, device: Device, inventory: Inventory, orphan_after: float) -> Plan:
-    refusal = ""
     age = inventory.taken - finding.since
-    if not mapped_unmounted.is_idle(inventory, device):
+    refusal = ""
+    if not mappings.is_idle(inventory, device):
         refusal = "it is in use again"
     elif inventory.kubelet is None:
-        refusal = "kubelet's directory is not seen, so nobody can say that it has no record of it"
+        refusal = "kubelet's directory is not visible, so nobody can tell that it has no record"
     elif volume := inventory.volume_of(device):
         refusal = f"kubelet still has a record of it ({volume.staging})"
     elif not inventory.deep or device.number not in inventory.users_of:
-        refusal = "its users have not been looked for yet"
+        refusal = "its users were not searched yet"
     elif users := inventory.users_on(device):
         refusal = f"{users[0].owner.label} has it open"
     elif age < orphan_after:
-        refusal = f"it is idle for {age:.0f}s only, less than orphan_after"
+        refusal = f"it has been idle for {age:.0f}s only, less than orphan_after"
     return Plan(
         UNMAP,
         finding.id,
         device.name,
         f"unmap {device.label}",
-        {
-            "name": device.name,
-            "driver": device.driver,
-            "device": list(device.number),
-            "diskseq": device.diskseq,
-            "mapping": device.client.mapping_id if device.client else "",
-        },
+        (
+            device.name,
+            device.driver,
+            list(device.number),
+            device.diskseq,
+            device.client.mapping_id if device.client else "",
+        ),
         refusal,
     )
 
@@ -115,19 +122,15 @@ def _read_only(device: Device, inventory: Inventory) -> Plan:
     if device.read_only:
         refusal = "it is read-only already"
     elif inventory.on_host(device) or inventory.elsewhere(device) or device.active:
-        refusal = "it is mounted: a flag would turn its writes into errors"
+        refusal = "it is mounted: the flag would make its writes fail"
     elif device.raw or device.holders:
         above = (*device.raw, *device.holders)[0]
-        refusal = f"it is in use by {above}: a flag would turn its writes into errors"
+        refusal = f"{above} uses it: the flag would make its writes fail"
     return Plan(
         READ_ONLY,
-        f"set-readonly/{device.name}",
+        f"{READ_ONLY}/{device.name}",
         device.name,
         f"flag {device.label} read-only",
-        {
-            "path": f"/dev/{device.name}",
-            "device": list(device.number),
-            "diskseq": device.diskseq,
-        },
+        (f"/dev/{device.name}", list(device.number), device.diskseq),
         refusal,
     )

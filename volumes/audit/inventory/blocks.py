@@ -4,8 +4,8 @@ import os
 import re
 from pathlib import Path
 
-from volumes.inventory import nbd
-from volumes.inventory.model import Client, Device, Image, Layer, Number
+from volumes.audit.inventory import nbd
+from volumes.audit.inventory.model import Client, Device, Image, Layer, Number
 
 _SECTOR = 512
 MOST_DEVICES = 4096

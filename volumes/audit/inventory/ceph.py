@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import kit.errors
-from volumes.inventory import cluster, model
+from volumes.audit.inventory import cluster, model
 
 _SLOW_BLOCKLIST = 20_000  # entries; more are not carried
 

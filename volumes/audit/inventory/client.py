@@ -8,7 +8,7 @@ import time
 import structlog
 
 import kit.errors
-from volumes.inventory import model, scan
+from volumes.audit.inventory import model, scan
 
 log = structlog.get_logger("audit.inventory")
 
@@ -95,7 +95,7 @@ class Scanner:
         if len(self._stuck) >= MOST_ABANDONED:
             raise OSError(f"{len(self._stuck)} earlier looks still hang in the kernel")
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "volumes.inventory.worker",
+            sys.executable, "-m", "volumes.audit.inventory.worker",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,

@@ -1,6 +1,6 @@
-"""The node's volumes as one frozen model. Everything else only reads it.
+"""The node's volumes as one frozen model, made by the scan child; everything else only reads it.
 
-The model crosses a pipe as JSON (``to_json``, ``from_json``): it is made in a child process.
+The model crosses a pipe as JSON (``to_json``, ``from_json``).
 """
 
 import dataclasses
@@ -65,11 +65,11 @@ class Device:
     driver: str
     size: int  # bytes
     read_only: bool
-    diskseq: int  # other for each attach; 0 when the kernel does not count
+    diskseq: int  # different for each attach; 0 when the kernel does not count them
     active: tuple[str, ...]  # file system drivers with a live superblock on it or a layer
     holders: tuple[str, ...]  # dm, md or partitions right on top of it
     backing: str = ""  # loop: the file
-    backing_id: str = ""  # loop: what tells the file from others
+    backing_id: str = ""  # loop: what distinguishes the file from others
     raw: tuple[str, ...] = ()  # where its node is bound for a pod's raw block volume
     image: Image | None = None
     client: Client | None = None
@@ -82,12 +82,14 @@ class Device:
 
     @functools.cached_property
     def live(self) -> frozenset[Number]:
-        """The numbers that have a live superblock, as mount tables show them. A file system claims
-        what it is on: where a layer has one, the device below it has none of its own. btrfs is left
-        out: its mounts have a number of no device."""
+        """The numbers that have a live superblock, as mount tables show them.
+
+        A file system claims what it is on: where a layer has one, the device below it has none of
+        its own. btrfs is left out, because the number of its mounts belongs to no device.
+        """
         above = frozenset(layer.number for layer in self.layers if {*layer.active} - {"btrfs"})
-        told = {fs for layer in self.layers for fs in layer.active}
-        return above | {self.number} if set(self.active) - told - {"btrfs"} else above
+        of_layers = {fs for layer in self.layers for fs in layer.active}
+        return above | {self.number} if set(self.active) - of_layers - {"btrfs"} else above
 
     def name_of(self, number: Number) -> str:
         """Kernel name of the device or layer with that number."""
@@ -120,7 +122,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, and whose it is. ``started`` tells it from a later one with the same pid."""
+    """A process and its pod. ``started`` distinguishes it from a later one with the same pid."""
 
     pid: int
     started: int  # clock ticks since boot
@@ -144,7 +146,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Space:
-    """A mount namespace beside the host's, with whoever is in it."""
+    """A mount namespace other than the host's, with the processes in it."""
 
     inode: int
     id: int  # 0 when the kernel does not give ids
@@ -153,10 +155,22 @@ class Space:
     kept_by: tuple[str, ...] = ()  # bind mounts and descriptors that keep it without processes
     places: tuple[Place, ...] = ()  # watched devices and kubelet's directories only
 
+    @property
+    def owner(self) -> Owner | None:
+        return self.owners[0] if self.owners else None
+
+    @property
+    def label(self) -> str:
+        if self.owner is not None:
+            more = f" and {self.processes - 1} more" if self.processes > 1 else ""
+            return self.owner.label + more
+        kept = f", kept by {self.kept_by[0]}" if self.kept_by else ""
+        return f"mount namespace {self.inode} without processes{kept}"
+
 
 @dataclass(frozen=True)
 class User:
-    """A process that keeps a file system or the device itself in use other than by a mount."""
+    """A process that keeps a file system or the device itself in use without a mount."""
 
     owner: Owner
     device: Number
@@ -166,6 +180,8 @@ class User:
 
 @dataclass(frozen=True)
 class Publish:
+    """A staged volume given to a pod."""
+
     pod_uid: str
     path: str
     volume: str  # the PV's name
@@ -176,7 +192,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Volume:
-    """What kubelet and the CSI driver have written down about one staged volume."""
+    """The records of kubelet and the CSI driver about one staged volume."""
 
     driver: str
     handle: str
@@ -190,29 +206,27 @@ class Volume:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Everything one look saw. ``deep``: namespaces were visited too."""
+    """Everything one scan saw. ``deep``: the mount namespaces were visited too."""
 
     taken: float  # Unix time
-    took: float  # seconds
     cpu: float  # seconds of CPU
-    boot: float
     deep: bool
     devices: tuple[Device, ...] = ()
     host: tuple[Place, ...] = ()  # watched devices in the host's namespaces
     host_spaces: tuple[int, ...] = ()
     kubelet: Place | None = None  # the host mount that kubelet's directory lies on
-    no_records: str = ""  # why kubelet's records could not be read; then 'volumes' says nothing
+    no_records: str = ""  # why kubelet's records could not be read; 'volumes' is then unknown
     spaces: tuple[Space, ...] = ()
-    spaces_at: float = 0.0  # Unix time of the deep look that ``spaces`` come from
+    spaces_at: float = 0.0  # Unix time of the deep scan that ``spaces`` come from
     users: tuple[User, ...] = ()
-    users_of: tuple[Number, ...] = ()  # devices whose users were looked for
+    users_of: tuple[Number, ...] = ()  # devices whose users were searched
     volumes: tuple[Volume, ...] = ()
     supported_features: int = 0  # of the kernel's RBD client; 0: not loaded
     kernel: str = ""
     namespaces: int = 0  # how many there are
     processes: int = 0
-    gaps: tuple[str, ...] = ()  # what this look could not look at, and why
-    # The same of the last deep look, kept until the next one; and which of these may hide mounts.
+    gaps: tuple[str, ...] = ()  # what this scan could not read, and why
+    # The same for the last deep scan, kept until the next one; and those that may hide mounts.
     deep_gaps: tuple[str, ...] = ()
     space_gaps: tuple[str, ...] = ()
 

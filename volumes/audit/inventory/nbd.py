@@ -8,7 +8,7 @@ import functools
 import os
 import re
 
-from volumes.inventory.model import Image
+from volumes.audit.inventory.model import Image
 
 _SPEC = re.compile(r"(?:([^/@]+)/(?:([^/@]+)/)?)?([^/@]+)(?:@([^/@]+))?")
 _DEFAULT_POOL = "rbd"  # rbd_default_pool

@@ -1,11 +1,11 @@
-"""Who a process is and whose. Runs in the scan child only."""
+"""Processes by mount namespace, and the pod of a process. Runs in the scan child only."""
 
 import json
 import os
 import re
 from collections.abc import Sequence
 
-from volumes.inventory.model import Owner
+from volumes.audit.inventory.model import Owner
 
 _CONTAINER = re.compile(r"[0-9a-f]{64}")
 _POD = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12})")
@@ -20,7 +20,7 @@ class Processes:
         self._containers = containers
         self.by_space: dict[int, list[int]] = {}
         self.count = 0
-        self.hidden = 0  # that we may not look at (CAP_SYS_PTRACE, a security module)
+        self.hidden = 0  # not readable for us (CAP_SYS_PTRACE, a security module)
         self._names: dict[str, str] = {}
         for entry in os.listdir(proc):
             if not entry.isdigit():
@@ -37,11 +37,11 @@ class Processes:
 
     @staticmethod
     def space(path: str) -> int:
-        """Inode from ``mnt:[4026531832]``; a link is read, nothing is opened."""
+        """Inode from ``mnt:[4026531832]``. Reads the link, opens nothing."""
         return int(os.readlink(path)[5:-1])
 
     def host_space(self) -> int:
-        """The namespace of pid 1; where its link may not be read, the one with its mounts."""
+        """The mount namespace of pid 1; see ``host_space``."""
         return host_space(self._proc, [pids[0] for pids in self.by_space.values()])
 
     def named(self, comm: str) -> list[int]:
@@ -61,7 +61,7 @@ class Processes:
             return ""
 
     def owner(self, pid: int, *, thread: int = 0, host: bool = False) -> Owner:
-        """What can be said of a process; empty texts when it has gone meanwhile."""
+        """A process with its pod; empty texts if it ended meanwhile."""
         groups = [line.split(":", 2)[2] for line in self._read(pid, "cgroup").splitlines()]
         cgroup = max(groups, key=len, default="")
         container = _CONTAINER.search(" ".join(groups))
@@ -80,7 +80,7 @@ class Processes:
         )
 
     def _pod_name(self, container: str) -> str:
-        """namespace/name from containerd's bundle; empty when it is not there."""
+        """namespace/name from containerd's bundle; empty without one."""
         if container not in self._names:
             self._names[container] = ""
             path = f"{self._containers}/{container}/config.json"
@@ -91,11 +91,14 @@ class Processes:
                 name = notes.get("io.kubernetes.cri.sandbox-name", "")
                 self._names[container] = f"{space}/{name}" if name else ""
             except (OSError, ValueError, AttributeError):
-                pass  # not containerd, or an image with an odd configuration
+                pass  # not containerd, or an unusual configuration
         return self._names[container]
 
     def threads_apart(self) -> dict[int, list[tuple[int, int]]]:
-        """Namespaces that only threads are in: inode -> (pid, thread). Costs a look per thread."""
+        """Namespaces with threads but no process in them: inode -> (pid, thread).
+
+        Reads a link for every thread of the node.
+        """
         found: dict[int, list[tuple[int, int]]] = {}
         for space, pids in self.by_space.items():
             for pid in pids:
@@ -115,7 +118,7 @@ class Processes:
         return found
 
     def holding_descriptors(self, wanted: set[int]) -> dict[int, list[str]]:
-        """Processes with a descriptor of one of these namespaces: inode -> their names."""
+        """Which descriptors hold these namespaces open: inode -> "fd N of pid P (comm)"."""
         found: dict[int, list[str]] = {}
         for pids in self.by_space.values():
             for pid in pids:
@@ -136,10 +139,10 @@ class Processes:
 
 
 def host_space(proc: str, candidates: Sequence[int | str]) -> int:
-    """Inode of pid 1's mount namespace; 0 when it cannot be told.
+    """Inode of pid 1's mount namespace; 0 when unknown.
 
-    Some security modules forget nothing but pid 1's links. Mount ids are unique on a node: a
-    process whose table begins with the same mount is in the same namespace.
+    Some security modules hide pid 1's links. Mount ids are unique on a node, so a process whose
+    mount table begins with the same mount as pid 1's is in the same namespace.
     """
     try:
         return Processes.space(f"{proc}/1/ns/mnt")

@@ -1,4 +1,4 @@
-"""What kubelet and ceph-csi have written down about staged volumes. In the scan child only.
+"""Records of kubelet and ceph-csi about staged volumes. Runs in the scan child only.
 
 kubelet: plugins/kubernetes.io/csi/<driver>/<hash>/vol_data.json (before 1.24: csi/pv/<name>) and
 pods/<uid>/volumes/kubernetes.io~csi/<name>/vol_data.json. ceph-csi: image-meta.json in the staging
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from linux import mountinfo
-from volumes.inventory.model import Device, Image, Publish, Volume
+from volumes.audit.inventory.model import Device, Image, Publish, Volume
 
 MOST_VOLUMES = 2048
 _LARGEST_RECORD = 1 << 16
@@ -38,7 +38,7 @@ def _staged(kubelet: str, root: str) -> Iterator[tuple[str, str]]:
     base = f"{kubelet}/plugins/kubernetes.io/csi"
     for driver in _names(root + base):
         if driver == "volumeDevices":
-            continue  # raw block volumes; seen by the mount of their node
+            continue  # raw block volumes: the bind mount of their device node shows them
         for volume in _names(f"{root}{base}/{driver}"):
             home = f"{base}/{driver}/{volume}"
             yield home, f"{home}/globalmount"
@@ -55,9 +55,9 @@ def _published(kubelet: str, root: str) -> Iterator[tuple[str, str, str]]:
 def volumes(
     kubelet: str, host: list[mountinfo.Mount], devices: list[Device], *, root: str = ""
 ) -> tuple[list[Volume], list[str]]:
-    """Every staged volume, joined to its publishes and its device; and what could not be read.
+    """Every staged volume with its publishes and its device; and what could not be read.
 
-    ``kubelet``: without links, as mount tables have it; ``root``: where that path is read.
+    ``kubelet`` is its directory without symbolic links, ``root`` the directory to read it from.
     """
     by_target = {mount.target: mount for mount in host if _below(mount.target, kubelet)}
     publishes: dict[str, list[Publish]] = {}
@@ -120,7 +120,7 @@ def _device(
     mounts: list[mountinfo.Mount],
     devices: list[Device],
 ) -> Device | None:
-    """By what is mounted, by the driver's own note, by the image: in this order."""
+    """The volume's device: by its mounts, else by ceph-csi's record, else by the image."""
     numbers = {mount.device for mount in mounts}
     for device in devices:
         if not device.numbers.isdisjoint(numbers):

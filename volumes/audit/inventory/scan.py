@@ -1,4 +1,4 @@
-"""One look at the node, from a request to an inventory. Runs in the scan child only."""
+"""One scan of the node, from a request to an inventory. Runs in the scan child only."""
 
 import dataclasses
 import os
@@ -6,14 +6,14 @@ import time
 from dataclasses import dataclass
 
 from linux import mountinfo
-from volumes.inventory import blocks, records, spaces, users
-from volumes.inventory.model import Device, Inventory, Number, Place, Space, User, Volume
-from volumes.inventory.processes import Processes, host_space
+from volumes.audit.inventory import blocks, holders, records
+from volumes.audit.inventory.model import Device, Inventory, Number, Place, User, Volume
+from volumes.audit.inventory.processes import Processes, host_space
 
-MOST_GAPS = 50
-# Names of the process that is kubelet, or has it inside.
-KUBELETS = ("kubelet", "k3s-server", "k3s-agent")
-MOST_LINKS = 40  # as the kernel
+_MOST_GAPS = 50
+# Names of processes that are kubelet or contain it.
+_KUBELETS = ("kubelet", "k3s-server", "k3s-agent")
+_MOST_LINKS = 40  # as the kernel
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,15 @@ class Request:
     kubelet: str
     proc: str
     sys: str
-    containers: str  # containerd's bundles, for the pods' names
-    deep: bool  # visit every namespace
-    users_of: tuple[str, ...] = ()  # devices whose open files are looked for
-    kubelet_set: bool = False  # somebody has said where kubelet's directory is
+    containers: str  # containerd's bundles, for pods' names
+    deep: bool  # visit every mount namespace
+    users_of: tuple[str, ...] = ()  # devices whose open files are searched
+    kubelet_set: bool = False  # the settings say where kubelet's directory is
 
 
-def look(request: Request) -> Inventory:
-    """What is there now. OSError only when /proc or /sys themselves cannot be read."""
-    began, cpu = time.monotonic(), time.process_time()
+def scan(request: Request) -> Inventory:
+    """The node now. OSError only when /proc or /sys themselves cannot be read."""
+    cpu = time.process_time()
     devices = blocks.devices(list(request.drivers), request.sys, request.proc)
     watched = {number for device in devices for number in device.numbers}
     processes: Processes | None = None
@@ -44,9 +44,9 @@ def look(request: Request) -> Inventory:
         host_spaces[processes.host_space()] = 1
         if processes.hidden > 1:
             hidden.append(
-                f"{processes.hidden} processes may not be looked at; is CAP_SYS_PTRACE held?"
+                f"{processes.hidden} processes may not be read; does the agent have CAP_SYS_PTRACE?"
             )
-        # kubelet may run in a namespace of its own, where it then mounts volumes
+        # kubelet may run in a mount namespace of its own, where it then mounts volumes
         for pid in processes.named("kubelet"):
             host_spaces.setdefault(Processes.space(f"{request.proc}/{pid}/ns/mnt"), pid)
     tables: dict[int, list[mountinfo.Mount]] = {}
@@ -68,45 +68,45 @@ def look(request: Request) -> Inventory:
     if kubelet is None and _has_kubelet(request, processes):
         no_records = f"no kubelet directory at {request.kubelet}"
         gaps.append(f"{no_records}: mount it, or set volumes.audit.kubelet to where it is")
-    found = spaces.Found()
+    visited = holders.Visited()
     using: list[User] = []
     numbers: list[Number] = []
     if processes is not None:
         if request.deep:
             unexplained = {n for d in devices for n in d.live} - {p.device for p in host}
-            scan = spaces.Scan(processes, request.proc, set(host_spaces), watched, kubelet)
-            found = scan.run(unexplained)
+            namespaces = holders.Namespaces(
+                processes, request.proc, set(host_spaces), watched, kubelet
+            )
+            visited = namespaces.visit(unexplained)
         numbers = [n for d in devices if d.name in request.users_of for n in sorted(d.numbers)]
-        using = users.find(processes, request.proc, set(numbers), set(host_spaces))
+        using = holders.users(processes, request.proc, set(numbers), set(host_spaces))
     return Inventory(
         taken=time.time(),
-        took=time.monotonic() - began,
         cpu=time.process_time() - cpu,
-        boot=time.time() - time.monotonic(),
         deep=request.deep,
         devices=tuple(_named(devices, volumes)),
         host=tuple(host),
         host_spaces=tuple(host_spaces),
         kubelet=kubelet[0] if kubelet else None,
         no_records=no_records,
-        spaces=tuple(_without_idle(found.spaces)),
+        spaces=tuple(visited.spaces),
         spaces_at=time.time() if request.deep else 0.0,
         users=tuple(using),
         users_of=tuple(numbers),
         volumes=tuple(volumes),
         supported_features=blocks.supported_features(request.sys),
         kernel=os.uname().release,
-        namespaces=found.count,
+        namespaces=visited.count,
         processes=processes.count if processes else 0,
-        gaps=tuple((gaps + ([] if request.deep else hidden))[:MOST_GAPS]),
-        deep_gaps=tuple((hidden + found.gaps)[:MOST_GAPS]) if request.deep else (),
-        space_gaps=tuple((found.gaps + (hidden if found.by_processes else []))[:MOST_GAPS]),
+        gaps=tuple((gaps + ([] if request.deep else hidden))[:_MOST_GAPS]),
+        deep_gaps=tuple((hidden + visited.gaps)[:_MOST_GAPS]) if request.deep else (),
+        space_gaps=tuple((visited.gaps + (hidden if visited.by_processes else []))[:_MOST_GAPS]),
     )
 
 
 def _on_host(tables: dict[int, list[mountinfo.Mount]], watched: set[Number]) -> list[Place]:
     return [
-        spaces.place(inode, mount)
+        holders.place(inode, mount)
         for inode, table in tables.items()
         for mount in table
         if mount.device in watched
@@ -127,7 +127,7 @@ def _with_raw(devices: list[Device], host: list[mountinfo.Mount]) -> list[Device
 
 
 def _root(proc: str) -> str:
-    """Where the host's files are. The agent's own view (empty) where pid 1's may not be entered."""
+    """The directory of the host's files; empty (the agent's own view) if pid 1's is forbidden."""
     try:
         os.stat(f"{proc}/1/root/.")
     except OSError:
@@ -136,7 +136,7 @@ def _root(proc: str) -> str:
 
 
 def _host_path(path: str, root: str) -> str:
-    """``path`` without links as the host sees it: mount tables have it so.
+    """``path`` without symbolic links, as the host's mount tables have it.
 
     realpath would follow the host's absolute links into the agent's own file system.
     """
@@ -154,7 +154,7 @@ def _host_path(path: str, root: str) -> str:
             done = f"{done}/{part}"
             continue
         links += 1
-        if links > MOST_LINKS:
+        if links > _MOST_LINKS:
             return path
         if target.startswith("/"):
             done = ""
@@ -163,28 +163,28 @@ def _host_path(path: str, root: str) -> str:
 
 
 def _has_kubelet(request: Request, processes: Processes | None) -> bool:
-    """Whether its directory must be there. A node without kubelet misses nothing."""
+    """Whether kubelet's directory must exist: not on a node without kubelet."""
     if request.kubelet_set:
         return True
-    return processes is not None and any(processes.named(name) for name in KUBELETS)
+    return processes is not None and any(processes.named(name) for name in _KUBELETS)
 
 
 def _kubelet(
     real: str, root: str, tables: dict[int, list[mountinfo.Mount]]
 ) -> tuple[Place, str] | None:
-    """The host mount that kubelet's directory lies on, and where in its file system it lies."""
+    """The host mount that kubelet's directory is on, and its path in that file system."""
     if not os.path.isdir(root + real):
         return None
     for inode, table in tables.items():
         mount = mountinfo.containing(real, table)
         if mount is not None:
             below = real[len(mount.target.rstrip("/")) :]
-            return spaces.place(inode, mount), (mount.root.rstrip("/") + below).rstrip("/") or "/"
+            return holders.place(inode, mount), (mount.root.rstrip("/") + below).rstrip("/") or "/"
     return None
 
 
 def _named(devices: list[Device], volumes: list[Volume]) -> list[Device]:
-    """Devices whose driver tells no image get it from ceph-csi's own note."""
+    """Devices whose driver does not show the image get it from ceph-csi's record."""
     images = {v.device: v.image for v in volumes if v.device and v.image}
     return [
         dataclasses.replace(device, image=images[device.name])
@@ -192,7 +192,3 @@ def _named(devices: list[Device], volumes: list[Volume]) -> list[Device]:
         else device
         for device in devices
     ]
-
-
-def _without_idle(found: list[Space]) -> list[Space]:
-    return [space for space in found if space.places]

@@ -1,6 +1,6 @@
 """The scan child: one request a line on standard input, one inventory a line on standard output.
 
-``python -m volumes.inventory.worker``. It lives as long as the agent, so that a look costs no
+``python -m volumes.audit.inventory.worker``. It lives as long as the agent, so that a look costs no
 interpreter start. Everything that can hang happens here; the agent only waits with a deadline.
 """
 
@@ -10,7 +10,7 @@ import json
 import os
 import sys
 
-from volumes.inventory import model, scan
+from volumes.audit.inventory import model, scan
 
 
 def main() -> None:

@@ -1,150 +1,135 @@
-"""The agent's end of the log child: starts it, takes its lines, replaces it when it is stuck."""
+"""The agent's end of the log child: starts it, takes its reports, replaces it when it is stuck."""
 
 import asyncio
-import json
+import dataclasses
 import re
-import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
+import kit.errors
+import kit.worker
+from volumes.audit.logs import sources
+from volumes.audit.logs.matcher import Counters, Hit
+from volumes.audit.logs.patterns import Pattern, expressions
 from volumes.audit.settings import LogSettings
-from volumes.logs.patterns import Pattern, plain
 
 log = structlog.get_logger("audit.logs")
 
-# It speaks every half second; silence means a hung disk or a runaway pattern.
+# The child reports every half second; silence means a hung disk or a runaway regular expression.
 SILENCE_SECONDS = 30.0
 RESTART_SECONDS = 10.0
-END_SECONDS = 2.0
-LONGEST_LINE = 8 * 2**20
+_LARGEST_REPORT = 8 * 2**20
 
-
-# Kernel names of drivers whose devices are not called like the driver and a number.
+# Kernel names of devices that are not named after their driver.
 _NAMES = {
     "sd": r"sd[a-z]+\d*",
     "virtblk": r"vd[a-z]+\d*",
     "device-mapper": r"dm-\d+",
     "mmc": r"mmcblk\d+(?:p\d+)?",
-    "blkext": r"nvme\d+n\d+(?:p\d+)?",  # partitions of the others go by the other names
+    "blkext": r"nvme\d+n\d+(?:p\d+)?",  # partitions of others are matched by the other names
 }
 
 
-def device_names(drivers: tuple[str, ...]) -> str:
-    """Regex of the kernel names that devices of these drivers (as in /proc/devices) have.
+def device_names(drivers: Sequence[str]) -> str:
+    """Regex of the kernel names of devices of these drivers (as in /proc/devices).
 
-    By names and not by what is there now: a line may be about a device that has just gone.
+    It is not made of the devices that exist: a line may be about one that was just detached.
     """
     each = (_NAMES.get(driver, rf"{re.escape(driver)}\d+(?:p\d+)?") for driver in drivers)
     return f"(?:{'|'.join(each)})"
 
 
+def configuration(
+    settings: LogSettings, patterns: Sequence[Pattern], drivers: Sequence[str]
+) -> sources.Configuration:
+    return sources.Configuration(
+        kernel=settings.kernel,
+        sources=tuple(sources.Source(s.name, s.files, s.unit) for s in settings.sources),
+        expressions=expressions(patterns),
+        devices=device_names(drivers),
+        lines_per_second=settings.lines_per_second,
+    )
+
+
 class Follower:
-    """Runs until cancelled. ``told`` gets the hits of each line, and none when a source can be read
-    again or no more.
-    """
+    """Runs until cancelled. ``report`` gets new hits; it gets none of them when a source became
+    readable or unreadable."""
 
     def __init__(
-        self,
-        settings: LogSettings,
-        patterns: tuple[Pattern, ...],
-        drivers: tuple[str, ...],
-        told: Callable[[list[dict[str, Any]]], None],
-        *,
-        extra: dict[str, Any] | None = None,
+        self, configuration: sources.Configuration, report: Callable[[Sequence[Hit]], None]
     ) -> None:
-        self._configuration = {
-            "kernel": settings.kernel,
-            "sources": [
-                {"name": s.name, "files": s.files, "unit": s.unit} for s in settings.sources
-            ],
-            "patterns": plain(patterns),
-            "devices": device_names(drivers),
-            "lines_per_second": settings.lines_per_second,
-            **(extra or {}),
-        }
-        self._told = told
-        self._past: dict[str, dict[str, int]] = {}  # of children that have ended
-        self._now: dict[str, dict[str, Any]] = {}
+        self._configuration = configuration
+        self._report = report
+        self._past: dict[str, Counters] = {}  # of children that ended
+        self._now: Mapping[str, sources.SourceReport] = {}
         self._states: dict[str, str] = {}
         self.restarts = 0
         self.trouble = ""
 
-    def counters(self) -> dict[str, dict[str, int]]:
-        """By source: seen, dropped, lost, matched, squeezed since the agent began."""
-        names = ("seen", "dropped", "lost", "matched", "squeezed")
-        found = {}
-        for source in sorted(self._past.keys() | self._now.keys()):
-            past, now = self._past.get(source, {}), self._now.get(source, {})
-            found[source] = {name: past.get(name, 0) + int(now.get(name, 0)) for name in names}
-        return found
+    def counters(self) -> dict[str, Counters]:
+        """Counters of each source since the agent started."""
+        return {
+            name: _sum(
+                self._past.get(name, Counters()),
+                self._now[name].counters if name in self._now else Counters(),
+            )
+            for name in sorted(self._past.keys() | self._now.keys())
+        }
 
     def states(self) -> dict[str, str]:
         """Sources that cannot be read, and why."""
         return {name: state for name, state in self._states.items() if state}
 
-    def _note(self, sources: dict[str, dict[str, Any]]) -> bool:
-        """Take over what the child says of its sources; whether one can be read now or no more.
-
-        A child that has just begun does not know yet: what its forerunner said holds so long.
-        """
-        self._now = sources
-        before = self.states()
-        known = {name: now["state"] for name, now in sources.items() if now["state"] is not None}
-        self._states |= known
-        return self.states() != before
-
     async def run(self) -> None:
         while True:
             try:
-                await self._once()
-            except (OSError, ValueError) as error:
+                await self._listen()
+            except (OSError, ValueError, kit.worker.ChildError) as error:
                 self.trouble = f"the log child failed: {error}"
-            except TimeoutError:
-                self.trouble = f"the log child was silent for {SILENCE_SECONDS:g}s and was replaced"
-            log.warning("log child ended, it is started again", cause=self.trouble)
+            except kit.errors.AgentError as error:
+                self.trouble = f"the log child was replaced: {error.cause}"
+            log.warning("log child ended, starting it again", cause=self.trouble)
             self._count_gap()
-            self._past = self.counters()
-            self._now = {}
             self.restarts += 1
             await asyncio.sleep(RESTART_SECONDS)
 
-    def _count_gap(self) -> None:
-        """The next child begins at the ends of the logs: what comes until then is lost. Nobody
-        knows how much it is, so each source that was followed has lost one."""
-        for name, now in self._now.items():
-            if not self._states.get(name):
-                now["lost"] += 1
-
-    async def _once(self) -> None:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "volumes.logs.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            limit=LONGEST_LINE,
-        )  # fmt: skip
-        assert process.stdin is not None and process.stdout is not None
+    async def _listen(self) -> None:
+        child = kit.worker.Worker(
+            f"{sources.__name__}:{sources.main.__name__}",
+            sources.Report,
+            about="log child",
+            largest=_LARGEST_REPORT,
+        )
         try:
-            process.stdin.write(json.dumps(self._configuration).encode() + b"\n")
-            while True:
-                async with asyncio.timeout(SILENCE_SECONDS):
-                    line = await process.stdout.readline()
-                if not line:
-                    self.trouble = "the log child ended by itself"
-                    return
-                answer = json.loads(line)
-                changed = self._note(answer["sources"])
+            async for report in child.listen(self._configuration, SILENCE_SECONDS):
+                changed = self._take(report.sources)
                 self.trouble = ""
-                if answer["hits"] or changed:
-                    self._told(answer["hits"])
+                if report.hits or changed:
+                    self._report(report.hits)
         finally:
-            try:
-                process.kill()
-            except ProcessLookupError:
-                pass  # it has ended
-            try:
-                await asyncio.wait_for(process.wait(), END_SECONDS)
-            except TimeoutError:
-                log.warning("log child hangs in the kernel and is left behind", pid=process.pid)
+            await child.close()
+
+    def _take(self, reports: Mapping[str, sources.SourceReport]) -> bool:
+        """Take over the sources' reports; whether one became readable or unreadable.
+
+        A child that just started does not know the states: those of the last child still count.
+        """
+        self._now = reports
+        before = self.states()
+        self._states |= {n: each.state for n, each in reports.items() if each.state is not None}
+        return self.states() != before
+
+    def _count_gap(self) -> None:
+        """The next child starts at the ends of the logs. What is written until then is lost, and
+        nobody knows how much: each source that was readable has lost one."""
+        past = self.counters()
+        for name in self._now:
+            if not self._states.get(name):
+                past[name] = _sum(past[name], Counters(lost=1))
+        self._past, self._now = past, {}
+
+
+def _sum(one: Counters, other: Counters) -> Counters:
+    names = [each.name for each in dataclasses.fields(Counters)]
+    return Counters(**{name: getattr(one, name) + getattr(other, name) for name in names})

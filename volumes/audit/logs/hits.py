@@ -1,58 +1,60 @@
-"""What the logs said lately: counted, joined to devices, forgotten in time. Pure.
+"""Recent hits in the logs: counted, joined to devices, and forgotten after ``hold``. Pure.
 
-Invariant: at most ``MOST`` different things are kept; of more the oldest go and are counted.
+Invariant: at most ``MOST`` different hits are kept; beyond that the oldest are dropped.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from volumes.inventory.model import Inventory
-from volumes.logs.patterns import Pattern
-from volumes.rules.base import LogHit
+from volumes.audit.inventory.model import Inventory
+from volumes.audit.logs import matcher
+from volumes.audit.logs.patterns import Pattern
+from volumes.audit.types import LogHit
 
 MOST = 300
+_MOST_TIMES = 1000  # of one hit
+_KEY = ("device", "image", "pod", "volume", "path")
+
+Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Book:
-    hits: Mapping[tuple[str, ...], LogHit] = dataclasses.field(default_factory=dict)
-    times: Mapping[tuple[str, ...], tuple[tuple[float, int], ...]] = dataclasses.field(
-        default_factory=dict
-    )  # when, how many: for patterns that must come often
-    forgotten: int = 0
+class Hits:
+    recent: Mapping[Key, LogHit] = dataclasses.field(default_factory=dict)
+    # When lines came, and how many: for patterns that must match often to count.
+    times: Mapping[Key, tuple[tuple[float, int], ...]] = dataclasses.field(default_factory=dict)
 
 
 def note(
-    book: Book,
-    found: Sequence[Mapping[str, Any]],
+    hits: Hits,
+    found: Sequence[matcher.Hit],
     patterns: Mapping[str, Pattern],
     now: float,
     hold: float,
-) -> Book:
-    """The book after new hits of the log child, and without what is older than ``hold``."""
-    hits = {key: hit for key, hit in book.hits.items() if now - hit.last < hold}
+) -> Hits:
+    """``hits`` with what the log child found, and without what is older than ``hold``."""
+    recent = {key: hit for key, hit in hits.recent.items() if now - hit.last < hold}
     times = {
         key: tuple((t, n) for t, n in seen if now - t < patterns[key[0]].at_least[1])
-        for key, seen in book.times.items()
+        for key, seen in hits.times.items()
         if key[0] in patterns
     }
-    for raw in found:
-        pattern = patterns.get(raw["pattern"])
+    for each in found:
+        pattern = patterns.get(each.pattern)
         if pattern is None:
             continue
-        groups = raw["groups"]
-        key = (raw["pattern"], raw["source"], *(groups.get(g, "") for g in _KEY))
-        known = hits.get(key)
-        hits[key] = LogHit(
+        groups = each.groups
+        key = (each.pattern, each.source, *(groups.get(name, "") for name in _KEY))
+        known = recent.get(key)
+        recent[key] = LogHit(
             pattern=pattern.id,
             severity=pattern.severity,
-            source=raw["source"],
-            text=raw["text"],
+            source=each.source,
+            text=each.text,
             first=known.first if known else now,
             last=now,
-            count=(known.count if known else 0) + raw["count"],
+            count=(known.count if known else 0) + each.count,
             meaning=pattern.meaning,
             advice=pattern.advice,
             device=groups.get("device", ""),
@@ -62,33 +64,28 @@ def note(
             pid=int(groups.get("pid", 0)),
             hint=pattern.hint,
         )
-        times[key] = (*times.get(key, ()), (now, raw["count"]))[-1000:]
-    times = {key: seen for key, seen in times.items() if seen and key in hits}
-    gone = sorted(hits, key=lambda k: hits[k].last)[: max(0, len(hits) - MOST)]
-    for key in gone:
-        del hits[key]
-    return Book(hits, times, book.forgotten + len(gone))
+        times[key] = (*times.get(key, ()), (now, each.count))[-_MOST_TIMES:]
+    times = {key: seen for key, seen in times.items() if seen and key in recent}
+    for key in sorted(recent, key=lambda k: recent[k].last)[: max(0, len(recent) - MOST)]:
+        del recent[key]
+    return Hits(recent, times)
 
 
-_KEY = ("device", "image", "pod", "volume", "path")
-
-
-def telling(book: Book, patterns: Mapping[str, Pattern]) -> tuple[LogHit, ...]:
-    """Hits that came as often as their pattern asks for."""
+def frequent(hits: Hits, patterns: Mapping[str, Pattern]) -> tuple[LogHit, ...]:
+    """Hits that came as often as their pattern requires (``at_least``)."""
     found = []
-    for key, hit in book.hits.items():
+    for key, hit in hits.recent.items():
         pattern = patterns.get(hit.pattern)
         if pattern is None:
             continue
-        came = sum(count for _, count in book.times.get(key, ()))
-        enough = pattern.at_least[0] == 1 or came >= pattern.at_least[0]
-        if enough:
+        count = sum(count for _, count in hits.times.get(key, ()))
+        if pattern.at_least[0] == 1 or count >= pattern.at_least[0]:
             found.append(hit)
     return tuple(found)
 
 
 def join(hits: Iterable[LogHit], inventory: Inventory | None) -> tuple[LogHit, ...]:
-    """Fill in the device that a path, a volume or an image stands for."""
+    """Fill in the device of hits that name only a path, a volume or an image."""
     if inventory is None:
         return tuple(hits)
     return tuple(

@@ -1,24 +1,37 @@
-"""Matching: blocks of bytes in, hits out, with a bound on the work per second. Pure of any I/O.
+"""Finds the lines that match a pattern, with a limit on the work per second. Pure: no I/O.
 
-A block is searched for each anchor at the C library's speed; only lines that contain one are
-looked at by regular expressions. Lines above the budget are counted and not looked at.
+A block of bytes is searched for each pattern's anchor at the speed of the C library; regular
+expressions run only on lines that contain one. Lines above the limit are counted and not read.
+The log child uses this module, so it imports neither pydantic nor yaml.
 """
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 GROUPS = ("device", "image", "pod", "volume", "path", "pid")
-LONGEST_LINE = 4096
-LONGEST_PARTIAL = 1 << 16
-# Different things per flush; a flood of made-up device names must not fill memory.
+_LONGEST_LINE = 4096
+_LONGEST_PARTIAL = 1 << 16
+_LONGEST_GROUP = 256
+_LONGEST_TEXT = 1000
+# Different hits per flush: a flood of invented device names must not fill memory.
 MOST_HITS = 200
+
+
+@dataclass(frozen=True)
+class Expression:
+    """The part of a pattern that matching needs (patterns.yaml explains the fields)."""
+
+    id: str
+    source: str
+    anchor: str
+    regex: str
 
 
 @dataclass
 class Hit:
-    """Lines alike since the last flush: same pattern, same thing."""
+    """Equal lines since the last flush: same pattern, same groups."""
 
     pattern: str
     source: str
@@ -29,13 +42,13 @@ class Hit:
 
 @dataclass
 class Counters:
-    """Invariant: every line that came is in exactly one of seen and dropped."""
+    """Lines of one source. Invariant: every line read is either seen or dropped."""
 
     seen: int = 0
-    dropped: int = 0  # above the budget
-    lost: int = 0  # overwritten or cut away before they were read
+    dropped: int = 0  # above the limit
+    lost: int = 0  # overwritten or truncated before they were read
     matched: int = 0
-    squeezed: int = 0  # matched, but too many different things at once
+    squeezed: int = 0  # matched, but there were too many different hits at once
 
 
 @dataclass(frozen=True)
@@ -45,36 +58,36 @@ class _Compiled:
 
 
 @dataclass
-class Sieve:
-    """One source's matcher."""
+class Matcher:
+    """The matcher of one source."""
 
     source: str
-    patterns: list[dict[str, str]]  # of this kind of source: id, anchor, regex
-    devices: str  # regex of watched device names
+    expressions: Sequence[Expression]  # for this kind of source
+    devices: str  # regex of the names of watched devices
     budget: int  # lines per second
     clock: Callable[[], float] = time.monotonic
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
         self._anchors: dict[bytes, list[_Compiled]] = {}
-        for pattern in self.patterns:
-            compiled = _Compiled(pattern["id"], re.compile(pattern["regex"]))
-            self._anchors.setdefault(pattern["anchor"].encode(), []).append(compiled)
+        for each in self.expressions:
+            compiled = _Compiled(each.id, re.compile(each.regex))
+            self._anchors.setdefault(each.anchor.encode(), []).append(compiled)
         self._devices = re.compile(self.devices)
         self._tokens = float(self.budget)
         self._last = self.clock()
         self._hits: dict[tuple[str, ...], Hit] = {}
 
     def feed(self, block: bytes, begun: bytes = b"") -> bytes:
-        """Bytes as they were read, after ``begun``: what the same stream's last feed gave back.
+        """Match a block that follows ``begun``; returns the unfinished line at its end.
 
-        Gives back the line that is not finished yet. It is the stream's and not the sieve's: a
-        source may have many files, and the tail of one must not begin a line of another.
+        The unfinished line belongs to the stream and not to the matcher: a source can have many
+        files, and the end of one must not become the beginning of a line of another.
         """
         data = begun + block
         end = data.rfind(b"\n") + 1
         rest = data[end:]
-        if len(rest) > LONGEST_PARTIAL:  # no line that matters is so long
+        if len(rest) > _LONGEST_PARTIAL:  # no relevant line is so long
             rest = b""
             self.counters.lost += 1
         lines = data.count(b"\n", 0, end)
@@ -108,7 +121,7 @@ class Sieve:
             while at >= 0:
                 begin = data.rfind(b"\n", 0, at) + 1
                 end = data.find(b"\n", at)
-                text = data[begin : min(end, begin + LONGEST_LINE)].decode("utf-8", "replace")
+                text = data[begin : min(end, begin + _LONGEST_LINE)].decode("utf-8", "replace")
                 for pattern in patterns:
                     if (begin, pattern.id) not in done:
                         done.add((begin, pattern.id))
@@ -120,21 +133,21 @@ class Sieve:
         if match is None:
             return
         found = {name.rstrip("2"): value for name, value in match.groupdict().items() if value}
-        groups = {name: value[:256] for name, value in found.items() if name in GROUPS}
+        groups = {name: value[:_LONGEST_GROUP] for name, value in found.items() if name in GROUPS}
         if "device" in groups and not self._devices.fullmatch(groups["device"]):
-            return  # somebody else's disk
+            return  # a device that is not watched
         self.counters.matched += 1
         key = (pattern.id, *(groups.get(name, "") for name in GROUPS if name != "pid"))
         known = self._hits.get(key)
         if known is not None:
             known.count += 1
-            known.text = text[:1000]
+            known.text = text[:_LONGEST_TEXT]
         elif len(self._hits) < MOST_HITS:
-            self._hits[key] = Hit(pattern.id, self.source, text[:1000], groups)
+            self._hits[key] = Hit(pattern.id, self.source, text[:_LONGEST_TEXT], groups)
         else:
             self.counters.squeezed += 1
 
     def flush(self) -> Iterator[Hit]:
-        """What was found since the last time."""
+        """The hits since the last flush."""
         hits, self._hits = self._hits, {}
         yield from hits.values()

@@ -1,4 +1,4 @@
-"""The pattern file: what it may hold, and reading it."""
+"""Reads and checks the pattern file."""
 
 import importlib.resources
 import re
@@ -12,20 +12,20 @@ from pydantic import Field, field_validator, model_validator
 
 import kit.errors
 import kit.settings
-from kit.findings import Severity
+from volumes.audit.logs.matcher import Expression
+from volumes.audit.types import Severity
 
-MOST_PATTERNS = 200
-LONGEST_REGEX = 2000
-GROUPS = ("device", "image", "pod", "volume", "path", "pid")
+_MOST_PATTERNS = 200
+_LONGEST_REGEX = 2000
 
 
 class Pattern(kit.settings.Section):
-    """One kind of line. The fields are explained at the head of patterns.yaml."""
+    """One kind of line. The head of patterns.yaml explains the fields."""
 
     id: str
     source: Literal["kernel", "userspace"]
     anchor: str = Field(min_length=3)
-    regex: str = Field(max_length=LONGEST_REGEX)
+    regex: str = Field(max_length=_LONGEST_REGEX)
     severity: Severity
     meaning: str
     advice: str
@@ -38,7 +38,7 @@ class Pattern(kit.settings.Section):
     @classmethod
     def _name(cls, value: str) -> str:
         if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,50}", value):
-            raise ValueError(f"{value!r} is no id: lower-case letters, digits and '-'")
+            raise ValueError(f"{value!r} is not an id: use lower-case letters, digits and '-'")
         return value
 
     @field_validator("regex")
@@ -47,7 +47,7 @@ class Pattern(kit.settings.Section):
         try:
             re.compile(value)
         except re.error as error:
-            raise ValueError(f"is no regular expression: {error}") from error
+            raise ValueError(f"not a regular expression: {error}") from error
         return value
 
     @field_validator("at_least")
@@ -67,13 +67,13 @@ class Pattern(kit.settings.Section):
 
 
 def built_in() -> tuple[Pattern, ...]:
-    """The reviewed patterns that come with the agent."""
-    file = importlib.resources.files("volumes.logs") / "patterns.yaml"
+    """The patterns that come with the agent."""
+    file = importlib.resources.files(__package__) / "patterns.yaml"
     return _parse(file.read_text(encoding="utf-8"), "patterns.yaml")
 
 
 def load(own: Path | None) -> tuple[Pattern, ...]:
-    """The built-in patterns and an operator's; SettingsError names the file and the pattern."""
+    """The built-in patterns and the operator's. SettingsError names the file and the pattern."""
     patterns = {pattern.id: pattern for pattern in built_in()}
     if own is not None:
         try:
@@ -83,9 +83,11 @@ def load(own: Path | None) -> tuple[Pattern, ...]:
                 f"volumes.audit.logs.patterns {own}", f"cannot be read ({error})", "mount it there"
             ) from error
         patterns |= {pattern.id: pattern for pattern in _parse(text, str(own))}
-    if len(patterns) > MOST_PATTERNS:
+    if len(patterns) > _MOST_PATTERNS:
         raise kit.errors.SettingsError(
-            str(own), f"{len(patterns)} patterns with the built-in ones", f"most is {MOST_PATTERNS}"
+            str(own),
+            f"{len(patterns)} patterns, built-in ones included",
+            f"use at most {_MOST_PATTERNS}",
         )
     return tuple(patterns.values())
 
@@ -95,10 +97,10 @@ def _parse(text: str, origin: str) -> tuple[Pattern, ...]:
         entries = yaml.safe_load(text) or []
     except yaml.YAMLError as error:
         raise kit.errors.SettingsError(
-            origin, f"is not valid YAML ({error})", "correct it"
+            origin, f"it is not valid YAML ({error})", "correct it"
         ) from error
     if not isinstance(entries, list):
-        raise kit.errors.SettingsError(origin, "is no list of patterns", "see docs/audit.md")
+        raise kit.errors.SettingsError(origin, "it is not a list of patterns", "see docs/audit.md")
     found = []
     for number, entry in enumerate(entries, 1):
         name = entry.get("id", f"pattern {number}") if isinstance(entry, dict) else f"{number}"
@@ -115,8 +117,6 @@ def _parse(text: str, origin: str) -> tuple[Pattern, ...]:
     return tuple(found)
 
 
-def plain(patterns: Iterable[Pattern]) -> list[dict[str, str]]:
-    """What the log child needs of them; it does without pydantic."""
-    return [
-        {"id": p.id, "source": p.source, "anchor": p.anchor, "regex": p.regex} for p in patterns
-    ]
+def expressions(patterns: Iterable[Pattern]) -> tuple[Expression, ...]:
+    """The part of the patterns that the log child needs."""
+    return tuple(Expression(p.id, p.source, p.anchor, p.regex) for p in patterns)
