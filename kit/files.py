@@ -1,7 +1,14 @@
-"""Small durable files."""
+"""Small durable files: replaced whole, appended to, locked."""
 
+import contextlib
+import fcntl
+import json
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+LARGEST_LOG = 2**20  # bytes; then the file becomes NAME.1 and a new one begins
 
 
 def save(path: Path, data: bytes, mode: int = 0o600) -> None:
@@ -26,3 +33,48 @@ def save(path: Path, data: bytes, mode: int = 0o600) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on ``path`` (made when missing) while the block runs.
+
+    BlockingIOError when another process holds it; other OSErrors when it cannot be made.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def append(path: Path, entry: Mapping[str, Any]) -> None:
+    """Append one JSON line; it is on disk when this returns. OSError: it may not be.
+
+    Bounded: two files of ``LARGEST_LOG`` bytes. The directory is made when it is missing.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if path.exists() and path.stat().st_size > LARGEST_LOG:
+        os.replace(path, path.with_name(f"{path.name}.1"))
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, json.dumps(entry).encode() + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def last_entries(path: Path, most: int) -> list[dict[str, Any]]:
+    """The newest entries of an appended file, oldest first; a torn line is left out."""
+    try:
+        lines = path.read_bytes().splitlines()[-most:]
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
