@@ -1,10 +1,11 @@
 """Small durable files: replaced whole, appended to, locked."""
 
-import contextlib
+import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,22 @@ def save(path: Path, data: bytes, mode: int = 0o600) -> None:
         os.close(directory)
 
 
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on ``path`` (made when missing) while the block runs.
+def lock(path: Path, seconds: float) -> int:
+    """An exclusive lock on ``path``, held until the descriptor is closed or the process ends.
 
-    BlockingIOError when another process holds it; other OSErrors when it cannot be made.
+    OSError EBUSY when another process holds it for longer than ``seconds``.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                raise OSError(errno.EBUSY, "another process holds the lock", str(path)) from None
+            time.sleep(0.02)
 
 
 def append(path: Path, entry: Mapping[str, Any]) -> None:
