@@ -10,9 +10,9 @@ import structlog
 from prometheus_client.core import Metric
 
 import kit.child
-import kit.component
 import kit.errors
-import kit.finding
+import kit.findings
+import kit.room
 from cache import describe, hints, metrics, store, view
 from cache.dataset import STORE_SECONDS, VIEW_SECONDS, Dataset, state_file
 from cache.settings import CacheSettings, DatasetSettings
@@ -36,7 +36,7 @@ class Cache:
     name = "cache"
 
     def __init__(
-        self, settings: CacheSettings, *, state_dir: Path, reporter: kit.finding.Reporter
+        self, settings: CacheSettings, *, state_dir: Path, reporter: kit.findings.Reporter
     ) -> None:
         self.settings = settings
         self.datasets: dict[str, Dataset] = {}
@@ -126,7 +126,7 @@ class Cache:
             *(t for t in (*tasks, self._scheduler) if t is not None), return_exceptions=True
         )
 
-    def health(self) -> kit.component.Health:
+    def health(self) -> kit.room.Health:
         dead = [name for name, task in self._tasks.items() if task.done()]
         alive = not dead and not (self._scheduler is not None and self._scheduler.done())
         reasons = [f"{name}: its task has ended" for name in dead]
@@ -135,7 +135,7 @@ class Cache:
             for d in self.datasets.values()
             if d.stage is view.Stage.NONE and not d.removed
         ]
-        return kit.component.Health(alive=alive, ready=alive and not reasons, reasons=reasons)
+        return kit.room.Health(alive=alive, ready=alive and not reasons, reasons=reasons)
 
     def metrics(self) -> Iterable[Metric]:
         return metrics.collect(self)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-import kit.finding
+import kit.findings
 from cache import view
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _rounded(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds)
 
 
-def findings(cache: "Cache") -> list[kit.finding.Finding]:
+def findings(cache: "Cache") -> list[kit.findings.Finding]:
     """What an operator should know of without having asked."""
     found = []
     for shown in cache.datasets.values():
@@ -65,12 +65,12 @@ def findings(cache: "Cache") -> list[kit.finding.Finding]:
             continue
         if shown.trouble is not None and shown.state() != "complete":
             found.append(
-                kit.finding.Finding(
+                kit.findings.Finding(
                     id=f"dataset-not-served/{shown.name}",
                     rule="dataset-not-served",
-                    severity=kit.finding.Severity.CRITICAL
+                    severity=kit.findings.Severity.CRITICAL
                     if shown.stage is view.Stage.NONE
-                    else kit.finding.Severity.WARNING,
+                    else kit.findings.Severity.WARNING,
                     subject=f"dataset {shown.name}",
                     message=f"{shown.trouble.thing}: {shown.trouble.cause}",
                     advice=shown.trouble.remedy,
@@ -78,10 +78,10 @@ def findings(cache: "Cache") -> list[kit.finding.Finding]:
             )
         if shown.generation.state == "partial":
             found.append(
-                kit.finding.Finding(
+                kit.findings.Finding(
                     id=f"dataset-partial/{shown.name}",
                     rule="dataset-partial",
-                    severity=kit.finding.Severity.WARNING,
+                    severity=kit.findings.Severity.WARNING,
                     subject=f"dataset {shown.name}",
                     message=f"dataset {shown.name} is only partly in the store: "
                     f"{shown.generation.why}",
@@ -91,10 +91,10 @@ def findings(cache: "Cache") -> list[kit.finding.Finding]:
             )
         if shown.work.verified.get("bad"):
             found.append(
-                kit.finding.Finding(
+                kit.findings.Finding(
                     id=f"store-bad-files/{shown.name}",
                     rule="store-bad-files",
-                    severity=kit.finding.Severity.CRITICAL,
+                    severity=kit.findings.Severity.CRITICAL,
                     subject=f"dataset {shown.name}",
                     message=f"{shown.work.verified['bad']} files in the store were bad; "
                     f"{shown.work.verified['replaced']} were replaced",
@@ -104,10 +104,10 @@ def findings(cache: "Cache") -> list[kit.finding.Finding]:
     for folder in sorted(cache.orphans):
         name = folder.split("/")[-2]
         found.append(
-            kit.finding.Finding(
+            kit.findings.Finding(
                 id=f"store-orphan/{folder}",
                 rule="store-orphan",
-                severity=kit.finding.Severity.INFO,
+                severity=kit.findings.Severity.INFO,
                 subject=f"dataset {name}",
                 message=f"{folder} is of no dataset of the settings, or of one's earlier source",
                 advice=f"'nodeagent dataset remove {name}' deletes everything of that name",

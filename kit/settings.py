@@ -1,8 +1,10 @@
-"""The base of every settings model."""
+"""The base of every settings model, and the field types that several rooms use."""
 
+import re
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 
 class Section(BaseModel):
@@ -12,7 +14,18 @@ class Section(BaseModel):
 
 
 def absolute(path: Path) -> Path:
-    """``path`` as it is when absolute; ValueError otherwise (the agent's directory is no base)."""
+    """``path`` when it is absolute, else ValueError: no working directory counts."""
     if not path.is_absolute():
         raise ValueError(f"{str(path)!r} is relative; give an absolute path")
     return path
+
+
+def word(text: str) -> str:
+    """``text`` when it is a plain name (letters, digits and ``_.+-``), else ValueError."""
+    if not re.fullmatch(r"[\w.+-]+", text):
+        raise ValueError(f"{text!r} is not a plain name (letters, digits and _.+-)")
+    return text
+
+
+AbsolutePath = Annotated[Path, AfterValidator(absolute)]
+Word = Annotated[str, AfterValidator(word)]

@@ -12,8 +12,8 @@ from typing import Any
 
 import structlog
 
-import kit.component
 import kit.errors
+import kit.room
 from nodeagent import components, configfile, configwatch, reporting
 from nodeagent.admin import server
 from nodeagent.settings import Settings
@@ -60,9 +60,7 @@ class Agent:
         self.config = config
         self.settings = settings
         self.findings = reporting.Findings()
-        self.components: list[kit.component.Component[Any]] = components.build(
-            settings, self.findings
-        )
+        self.components: list[kit.room.Component[Any]] = components.build(settings, self.findings)
         self.refused: list[str] = []  # settings in the file that need a restart
         self.config_error: str = ""  # why the file's latest content is not in force
         self._wake = asyncio.Event()
@@ -74,7 +72,7 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
         with _only_one(self.settings.state_dir):
-            started: list[kit.component.Component[Any]] = []
+            started: list[kit.room.Component[Any]] = []
             async with server.serving(self):
                 try:
                     for component in self.components:
@@ -108,14 +106,14 @@ class Agent:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _stop(self, component: kit.component.Component[Any]) -> None:
+    async def _stop(self, component: kit.room.Component[Any]) -> None:
         try:
             async with asyncio.timeout(STOP_DEADLINE_SECONDS):
                 await component.stop()
         except TimeoutError:
             log.error("component did not stop in time", component=component.name)
 
-    async def _reconcile_forever(self, component: kit.component.Component[Any]) -> None:
+    async def _reconcile_forever(self, component: kit.room.Component[Any]) -> None:
         failures = 0
         while True:
             section = getattr(self.settings, component.name)

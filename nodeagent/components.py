@@ -3,19 +3,19 @@
 from typing import Any
 
 import cache.component
-import kit.component
-import kit.finding
+import kit.findings
+import kit.room
 import preheat.component
 import volumes.component
 from nodeagent.settings import Settings
 
 
-def build(settings: Settings, reporter: kit.finding.Reporter) -> list[kit.component.Component[Any]]:
+def build(settings: Settings, reporter: kit.findings.Reporter) -> list[kit.room.Component[Any]]:
     """The components whose section is in the settings, in the order in which they start.
 
     Volumes come first: the guard is to be in the kernel before anything else takes its time.
     """
-    components: list[kit.component.Component[Any]] = []
+    components: list[kit.room.Component[Any]] = []
     state_dir = settings.state_dir
     if settings.volumes is not None:
         components.append(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import structlog
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-import kit.finding
+import kit.findings
 
 log = structlog.get_logger("findings")
 
@@ -22,11 +22,11 @@ class Findings:
     """
 
     def __init__(self) -> None:
-        self._by_origin: dict[str, dict[str, kit.finding.Finding]] = {}
+        self._by_origin: dict[str, dict[str, kit.findings.Finding]] = {}
 
-    def report(self, origin: str, findings: list[kit.finding.Finding]) -> None:
+    def report(self, origin: str, findings: list[kit.findings.Finding]) -> None:
         before = self._by_origin.get(origin, {})
-        now: dict[str, kit.finding.Finding] = {}
+        now: dict[str, kit.findings.Finding] = {}
         for finding in findings[:MOST_FINDINGS]:
             known = before.get(finding.id)
             since = known.since if known else finding.since or time.time()
@@ -45,9 +45,9 @@ class Findings:
             log.info("finding cleared", id=gone, rule=before[gone].rule)
         self._by_origin[origin] = now
 
-    def current(self) -> list[kit.finding.Finding]:
+    def current(self) -> list[kit.findings.Finding]:
         """All findings, the gravest and oldest first."""
-        order = list(kit.finding.Severity)[::-1]
+        order = list(kit.findings.Severity)[::-1]
         found = [f for by_id in self._by_origin.values() for f in by_id.values()]
         return sorted(found, key=lambda f: (order.index(f.severity), f.since))
 
@@ -56,7 +56,7 @@ class Findings:
             "nodeagent_findings", "Findings that stand now.", labels=["origin", "severity"]
         )
         for origin, by_id in self._by_origin.items():
-            for severity in kit.finding.Severity:
+            for severity in kit.findings.Severity:
                 count = sum(1 for f in by_id.values() if f.severity is severity)
                 family.add_metric([origin, str(severity)], count)
         yield family

@@ -9,9 +9,9 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-import kit.component
 import kit.errors
-import kit.finding
+import kit.findings
+import kit.room
 from volumes import devices, settings
 from volumes.audit import joint
 from volumes.guard import journal, keeper, report, switch
@@ -31,7 +31,7 @@ class Volumes:
         wanted: settings.VolumesSettings,
         *,
         state_dir: Path,
-        reporter: kit.finding.Reporter,
+        reporter: kit.findings.Reporter,
     ) -> None:
         self._settings = wanted
         self._state_dir = state_dir
@@ -57,9 +57,9 @@ class Volumes:
         await joint.stop(self.audit)
         await self.guard.stop()
 
-    def health(self) -> kit.component.Health:
+    def health(self) -> kit.room.Health:
         reasons = report.reasons(self.guard) + joint.reasons(self.audit)
-        return kit.component.Health(
+        return kit.room.Health(
             alive=time.monotonic() - self._advanced < _ALIVE_SECONDS and joint.alive(self.audit),
             ready=not reasons,
             reasons=tuple(reasons),

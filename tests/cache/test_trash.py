@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 import kit.child
-import kit.finding
+import kit.findings
 from cache import component, store, view
 from cache.fill import index
 from cache.fill.entry import Entry
 from cache.settings import CacheSettings
 
 
-class Nobody(kit.finding.Reporter):
+class Nobody(kit.findings.Reporter):
     def report(self, *_: Any, **__: Any) -> None:
         pass
 

@@ -8,8 +8,8 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 import cache.component
-import kit.component
 import kit.errors
+import kit.room
 from nodeagent import app, configfile
 from nodeagent.admin import datasets, openapi, server
 
@@ -206,7 +206,7 @@ def test_limits_on_streams_and_pages_are_stated() -> None:
 
 
 def test_a_component_has_the_whole_protocol(agent: app.Agent) -> None:
-    needed = [name for name in vars(kit.component.Component) if not name.startswith("_")]
+    needed = [name for name in vars(kit.room.Component) if not name.startswith("_")]
     for component in agent.components:
         for name in (*needed, "name"):
             assert hasattr(component, name)

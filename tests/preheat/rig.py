@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import kit.finding
+import kit.findings
 import preheat.component
 from preheat import settings, status
 from tests.testbed import containerd, waiting
@@ -15,9 +15,9 @@ class Reported:
     """The reporting port, remembered."""
 
     def __init__(self) -> None:
-        self.found: list[kit.finding.Finding] = []
+        self.found: list[kit.findings.Finding] = []
 
-    def report(self, origin: str, findings: list[kit.finding.Finding]) -> None:
+    def report(self, origin: str, findings: list[kit.findings.Finding]) -> None:
         self.found = findings
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kit.finding import Finding
+from kit.findings import Finding
 from volumes.inventory.model import Device, Inventory
 from volumes.rules import leaked_mount, mapped_unmounted
 from volumes.rules.base import GuardView

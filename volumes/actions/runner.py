@@ -10,7 +10,7 @@ import structlog
 
 import kit.child
 import kit.errors
-from kit.finding import Finding, Severity
+from kit.findings import Finding, Severity
 from volumes.actions import hands, plan
 from volumes.actions.journal import Journal
 from volumes.actions.plan import Plan

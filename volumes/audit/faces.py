@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from kit.finding import Finding
+from kit.findings import Finding
 from volumes.inventory.model import Device, Inventory, to_json
 from volumes.rules.base import cluster_of
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 import kit.child
-from kit.finding import Severity
+from kit.findings import Severity
 from volumes.rules import registry
 
 if TYPE_CHECKING:

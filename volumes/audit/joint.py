@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
-import kit.finding
+import kit.findings
 from volumes.audit import service
 from volumes.audit.settings import AuditSettings, ClusterSettings
 from volumes.guard import layout, report
@@ -64,7 +64,7 @@ def _settings(wanted: "VolumesSettings") -> AuditSettings:
 
 
 def build(
-    wanted: "VolumesSettings", guard: "Keeper", state_dir: Path, reporter: kit.finding.Reporter
+    wanted: "VolumesSettings", guard: "Keeper", state_dir: Path, reporter: kit.findings.Reporter
 ) -> service.Audit | None:
     if not wanted.audit.enabled:
         return None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kit.finding import Severity
+from kit.findings import Severity
 from volumes.audit.settings import AuditSettings, RuleSettings
 from volumes.audit.standing import Judged
 from volumes.rules import log_lines, registry

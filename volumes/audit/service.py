@@ -1,4 +1,4 @@
-"""The audit as the volumes room sees it: the shape of kit.component.Component."""
+"""The audit as the volumes room sees it: the shape of kit.room.Component."""
 
 import asyncio
 import contextlib
@@ -11,10 +11,10 @@ from typing import Any
 import structlog
 from prometheus_client.core import Metric
 
-import kit.component
 import kit.errors
-import kit.finding
-from linux import clock, mountwatch, uevents
+import kit.findings
+import kit.room
+from linux import mountinfo, netlink, syscalls
 from volumes.actions import plan, runner
 from volumes.audit import attention, clusters, figures, judging, standing
 from volumes.audit.settings import AuditSettings
@@ -55,7 +55,7 @@ class Audit:
         *,
         drivers: Sequence[str],
         state_dir: Path,
-        reporter: kit.finding.Reporter,
+        reporter: kit.findings.Reporter,
         guard: Callable[[], GuardView | None] = _nothing,
         claims: Callable[[], Mapping[str, Claim] | None] = _nothing,
         taints: runner.Taints | None = None,
@@ -65,7 +65,7 @@ class Audit:
         self.drivers = tuple(drivers)
         self.inventory: Inventory | None = None
         self.states: list[judging.RuleState] = []
-        self.findings: list[kit.finding.Finding] = []
+        self.findings: list[kit.findings.Finding] = []
         self.rounds = 0
         self.round_seconds = 0.0
         self._reporter = reporter
@@ -86,8 +86,8 @@ class Audit:
         self._round = asyncio.Lock()
         self._tasks: list[asyncio.Task[Any]] = []
         self._log_task: asyncio.Task[None] | None = None
-        self._watch: mountwatch.MountWatch | None = None
-        self._uevents: uevents.Uevents | None = None
+        self._watch: mountinfo.Watch | None = None
+        self._uevents: netlink.Uevents | None = None
         self._turned = 0.0  # monotonic: when the loop last went round
 
     # -- component -------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class Audit:
         """SettingsError for an unusable pattern file; HostError without the host's /proc."""
         self._load_patterns(self.settings)
         try:
-            self._watch = mountwatch.MountWatch(HOST_TABLE, self._mounts_changed)
+            self._watch = mountinfo.Watch(HOST_TABLE, self._mounts_changed)
         except OSError as error:
             raise kit.errors.HostError(
                 HOST_TABLE,
@@ -113,7 +113,7 @@ class Audit:
 
     def _listen(self) -> None:
         try:
-            self._uevents = uevents.Uevents()
+            self._uevents = netlink.Uevents()
             asyncio.get_running_loop().add_reader(self._uevents.fd, self._devices_changed)
         except OSError as error:
             log.warning("no uevents: devices are found by the slow pass", error=str(error))
@@ -168,14 +168,14 @@ class Audit:
         self._tasks, self._log_task = [], None
         await self.scanner.close()
 
-    def health(self) -> kit.component.Health:
+    def health(self) -> kit.room.Health:
         longest = self.settings.interval + MOST_LOOKS * self.settings.look_timeout + 60.0
         alive = bool(self._tasks) and not any(task.done() for task in self._tasks)
         alive = alive and time.monotonic() - self._turned < longest
         reasons = [self._blind] if self._blind else []
         if self.follower is not None and self.follower.trouble:
             reasons.append(self.follower.trouble)
-        return kit.component.Health(alive, alive and self.inventory is not None, reasons)
+        return kit.room.Health(alive, alive and self.inventory is not None, reasons)
 
     def metrics(self) -> Iterable[Metric]:
         return figures.metrics(self)
@@ -192,7 +192,7 @@ class Audit:
 
     def _devices_changed(self) -> None:
         assert self._uevents is not None
-        with contextlib.suppress(uevents.Overflow):  # the look sees everything anyway
+        with contextlib.suppress(netlink.Overflow):  # the look sees everything anyway
             self._uevents.read()
         self._wake.set()
 
@@ -313,7 +313,7 @@ class Audit:
 
     def _scene(self) -> Scene:
         try:
-            ticking = clock.state()
+            ticking = syscalls.clock_state()
         except OSError:
             ticking = None
         return Scene(

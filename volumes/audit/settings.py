@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 import kit.settings
 import kit.units
-from kit.finding import Severity
+from kit.findings import Severity
 
 _RULE = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kit.finding import Finding, Severity
+from kit.findings import Finding, Severity
 from volumes.rules.base import Trouble
 
 DOC = "docs/audit.md"

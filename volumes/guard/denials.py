@@ -6,8 +6,8 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import kit.finding
-from linux import cgroups
+import kit.findings
+from linux import procfs
 from volumes.guard import layout
 
 KEPT = 256  # last denials, for the status
@@ -62,7 +62,7 @@ def resolve(event: layout.Event, mount: int | None, device: str, volume: str, ti
     path = ""
     if mount is not None:
         try:
-            path = cgroups.path_of(mount, event.cgroup)
+            path = procfs.cgroup_path(mount, event.cgroup)
         except OSError:
             pass  # not permitted, or the hierarchy is another: /proc must do
     pod, container = owner(path)
@@ -124,7 +124,7 @@ class Denials:
         """The device is gone; its findings stay for their time."""
         self.decided(device, "the device is gone", ("the device is gone",))
 
-    def findings(self, now: float) -> list[kit.finding.Finding]:
+    def findings(self, now: float) -> list[kit.findings.Finding]:
         """``now``: Unix seconds."""
         found = []
         for key, denial in list(self._groups.items()):
@@ -135,14 +135,14 @@ class Denials:
         return found
 
 
-def _finding(denial: Denial) -> kit.finding.Finding:
+def _finding(denial: Denial) -> kit.findings.Finding:
     rule = "format-denied" if denial.denied else "format-would-be-denied"
     did = "was refused" if denial.denied else "would have been refused (dry-run)"
     subject = denial.title or denial.device
-    return kit.finding.Finding(
+    return kit.findings.Finding(
         id=f"{rule}:{denial.volume or denial.device}:{denial.program}",
         rule=rule,
-        severity=kit.finding.Severity.CRITICAL,
+        severity=kit.findings.Severity.CRITICAL,
         subject=subject,
         message=f"{denial.program} {did} a write open of {denial.device} ({subject}): "
         f"{'; '.join(denial.reasons)}",

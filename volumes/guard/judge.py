@@ -14,7 +14,7 @@ from typing import Protocol
 import structlog
 
 import kit.errors
-import kit.finding
+import kit.findings
 from linux import mountinfo
 from volumes import devices, settings
 from volumes.guard import denials, errorlog, layout, lease, rawblock

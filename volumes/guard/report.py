@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-import kit.finding
+import kit.findings
 from volumes.guard import layout, switch
 from volumes.probe import verdict
 
 if TYPE_CHECKING:
     from volumes.guard import judge, keeper
 
-Severity = kit.finding.Severity
+Severity = kit.findings.Severity
 
 
 def reasons(guard: "keeper.Keeper") -> list[str]:
@@ -30,14 +30,14 @@ def reasons(guard: "keeper.Keeper") -> list[str]:
     return found
 
 
-def findings(guard: "keeper.Keeper", now: float) -> list[kit.finding.Finding]:
+def findings(guard: "keeper.Keeper", now: float) -> list[kit.findings.Finding]:
     """Everything that is wrong now. ``now``: Unix seconds."""
     found = guard.denials.findings(now)
     for known in guard.judge.known.values():
         found += _of_device(known, hanging=known.device.path in guard.judge.prober.hanging)
     for reason in reasons(guard):
         found.append(
-            kit.finding.Finding(
+            kit.findings.Finding(
                 id=f"guard-not-in-force:{reason[:40]}",
                 rule="guard-not-in-force",
                 severity=Severity.CRITICAL,
@@ -49,7 +49,7 @@ def findings(guard: "keeper.Keeper", now: float) -> list[kit.finding.Finding]:
     if guard.override is not None:
         change = guard.override
         found.append(
-            kit.finding.Finding(
+            kit.findings.Finding(
                 id="guard-overridden",
                 rule="guard-overridden",
                 severity=Severity.WARNING,
@@ -62,7 +62,7 @@ def findings(guard: "keeper.Keeper", now: float) -> list[kit.finding.Finding]:
     for text in (guard.override_error, *_ledger_errors(guard)):
         if text:
             found.append(
-                kit.finding.Finding(
+                kit.findings.Finding(
                     id=f"guard-state-damaged:{text[:60]}",
                     rule="guard-state-damaged",
                     severity=Severity.WARNING,
@@ -80,14 +80,14 @@ def _ledger_errors(guard: "keeper.Keeper") -> list[str]:
     return [f"ledger file {name}: {why}" for name, why in sorted(broken.items())[:20]]
 
 
-def _of_device(known: "judge.Known", hanging: bool) -> list[kit.finding.Finding]:
+def _of_device(known: "judge.Known", hanging: bool) -> list[kit.findings.Finding]:
     device, seen = known.device, known.seen
     evidence = {"device": device.path, "volume": device.volume, "verdict": str(seen)}
     found = []
 
     def add(rule: str, severity: Severity, message: str, advice: str) -> None:
         found.append(
-            kit.finding.Finding(
+            kit.findings.Finding(
                 f"{rule}:{device.volume or device.name}",
                 *(rule, severity, device.title, message, advice, evidence),
             )

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 import kit.errors
 import kit.settings
-from kit.finding import Severity
+from kit.findings import Severity
 
 MOST_PATTERNS = 200
 LONGEST_REGEX = 2000

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kit.finding import Severity
-from linux.clock import ClockState
+from kit.findings import Severity
+from linux.syscalls import ClockState
 from volumes.audit.settings import AuditSettings
 from volumes.inventory.cluster import ClusterView, NetworkPath
 from volumes.inventory.model import Device, Inventory

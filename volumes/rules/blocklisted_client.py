@@ -3,7 +3,7 @@
 import ipaddress
 from collections.abc import Iterator
 
-from kit.finding import Severity
+from kit.findings import Severity
 from volumes.inventory.cluster import ClusterView
 from volumes.rules.base import Rule, Scene, Trouble, needs_clusters
 

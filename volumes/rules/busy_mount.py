@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kit.finding import Severity
+from kit.findings import Severity
 from volumes.inventory.model import Device, Inventory, Volume
 from volumes.rules import leaked_mount
 from volumes.rules.base import Rule, Scene, Trouble, needs_records

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kit.finding import Severity
+from kit.findings import Severity
 from volumes.inventory.cluster import ClusterView
 from volumes.rules.base import Outcome, Rule, Scene, Trouble, needs_clusters
 

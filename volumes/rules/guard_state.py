@@ -1,6 +1,6 @@
 """guard-not-enforcing and ledger-mismatch: what the format guard says of itself."""
 
-from kit.finding import Severity
+from kit.findings import Severity
 from volumes.rules.base import Outcome, Rule, Scene, Trouble
 
 _NO_GUARD = "the guard does not say how it is"

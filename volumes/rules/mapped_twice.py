@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kit.finding import Severity
+from kit.findings import Severity
 from volumes.inventory.model import Device, Inventory
 from volumes.rules.base import Rule, Scene, Trouble, needs_inventory
 

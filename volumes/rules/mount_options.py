@@ -3,7 +3,7 @@
 import fnmatch
 from collections.abc import Iterator
 
-from kit.finding import Severity
+from kit.findings import Severity
 from volumes.inventory.model import Inventory
 from volumes.rules.base import Rule, Scene, Trouble, needs_records
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from kit.finding import Severity
+from kit.findings import Severity
 from volumes.inventory.cluster import ClusterView, refusal
 from volumes.rules.base import Outcome, Rule, Scene, Trouble, needs_clusters
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import kit.finding
+import kit.findings
 from nodeagent import reporting
 from tests.testbed import waiting
 from volumes.audit import faces, service
@@ -263,5 +263,5 @@ def active(device: str, fs: str = "ext4") -> bool:
     return os.path.exists(f"/sys/fs/{fs}/{device}")
 
 
-def criticals(found: list[kit.finding.Finding]) -> list[str]:
-    return [finding.id for finding in found if finding.severity is kit.finding.Severity.CRITICAL]
+def criticals(found: list[kit.findings.Finding]) -> list[str]:
+    return [finding.id for finding in found if finding.severity is kit.findings.Severity.CRITICAL]

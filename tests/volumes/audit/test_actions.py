@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import kit.errors
-from kit.finding import Finding, Severity
+from kit.findings import Finding, Severity
 from tests.volumes.audit.stage import Stage, run, settings, watching
 from volumes.actions import hands, journal, plan, runner
 from volumes.audit.settings import ActionSettings

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kit.finding import Severity
+from kit.findings import Severity
 from tests.testbed.waiting import until_async as until
 from tests.volumes.audit import journald
 from tests.volumes.audit.flood import following, sources

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kit.finding import Finding, Severity
-from linux.clock import ClockState
+from kit.findings import Finding, Severity
+from linux.syscalls import ClockState
 from tests.volumes.audit.world import (
     DEVICE,
     IMAGE,

@@ -5,7 +5,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.finding import Severity
+from kit.findings import Severity
 from volumes.audit import standing
 from volumes.audit.standing import Judged
 from volumes.rules.base import Trouble

@@ -15,14 +15,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-import kit.finding
+import kit.findings
 from tests.testbed import formatters, waiting
 from volumes import devices, settings
 from volumes.guard import keeper, layout, switch
 
 MONITOR, SECRET, CONF = sys.argv[1:4]
 TARGET = "/run/target"
-findings: list[kit.finding.Finding] = []
+findings: list[kit.findings.Finding] = []
 
 
 def say(text: str) -> None:
@@ -30,7 +30,7 @@ def say(text: str) -> None:
 
 
 class Reporter:
-    def report(self, origin: str, found: list[kit.finding.Finding]) -> None:
+    def report(self, origin: str, found: list[kit.findings.Finding]) -> None:
         findings[:] = found
 
 

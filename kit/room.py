@@ -1,0 +1,181 @@
+"""How a room joins the process: one ``Room`` value holds everything that the process needs of it.
+
+The process (``nodeagent/``) serves an admin API, a command line, a status page, metrics and one
+settings file. It must not know which rooms exist, or each new route and command would be written in
+two places. So each room describes itself once, in its own ``room.py``, and ``nodeagent/rooms.py``
+lists these descriptions.
+
+Handlers know nothing of the HTTP library: they take a ``Request`` and return plain JSON, an
+``Answer`` with a status of its own, or a ``Stream`` of JSON lines. They raise ``kit.errors``; the
+server makes status codes of those. ``role`` says who may call a route.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from prometheus_client.core import Metric
+
+import kit.errors
+import kit.findings
+import kit.settings
+
+if TYPE_CHECKING:
+    import click
+
+SettingsT = TypeVar("SettingsT", contravariant=True)
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Health:
+    """``alive``: its work loop advances. ``ready``: it does its work. ``reasons``: why not."""
+
+    alive: bool
+    ready: bool
+    reasons: Sequence[str] = ()
+
+
+class Component(Protocol[SettingsT]):
+    """The running part of a room."""
+
+    name: str  # also the name of its section in the settings
+
+    async def start(self) -> None:
+        """Adopt what an earlier agent left behind, then begin. Raises AgentError."""
+
+    async def reconcile(self, settings: SettingsT) -> Sequence[str]:
+        """Bring the node to what ``settings`` says; called when they change and every few seconds.
+
+        Returns the names of settings that cannot change while running (they keep their old value).
+        """
+
+    async def stop(self) -> None:
+        """End our own work. What the kernel or the runtime serves for jobs stays."""
+
+    def health(self) -> Health:
+        """Cheap, never blocks; called for every probe."""
+
+    def metrics(self) -> Iterable[Metric]:
+        """Current figures. Series are bounded: no label per file, pod or request."""
+
+
+class Role(StrEnum):
+    """Who may call a route; each role includes the ones before it."""
+
+    READ = "read"
+    OPERATE = "operate"
+    DANGEROUS = "dangerous"  # what can lose protection or cached data
+
+
+@dataclass(frozen=True)
+class Request:
+    """One API request. ``path`` holds the decoded placeholders of the route's path."""
+
+    path: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+    def fields(self, **types: type) -> dict[str, Any]:
+        """The body's fields, each of its type. SettingsError for another field or type.
+
+        A field may be absent; the caller decides what that means.
+        """
+        for name, value in self.body.items():
+            if name not in types:
+                raise kit.errors.SettingsError(
+                    "request", f"unknown field {name!r}", "see /openapi.json"
+                )
+            # Exactly: for Python, not for JSON, a truth value is a number too.
+            if type(value) is not types[name]:
+                raise kit.errors.SettingsError(
+                    "request", f"field {name!r} must be {types[name].__name__}", "see /openapi.json"
+                )
+        return dict(self.body)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer with a status other than 200."""
+
+    body: Json
+    status: int = 200
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An endless answer, one line of JSON (NDJSON) for each item, until the client leaves."""
+
+    items: AsyncIterator[Json]
+
+
+Handler = Callable[[Any, Request], Awaitable[Json | Answer | Stream]]  # component, request
+
+
+@dataclass(frozen=True)
+class Route:
+    """``path`` is like ``/v1/datasets/{name}``."""
+
+    method: str
+    path: str
+    handler: Handler
+    role: Role = Role.READ
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A table cell of the status page. ``tone``: good, bad, mid or empty."""
+
+    text: str
+    tone: str = ""
+    detail: Sequence[str] = ()  # smaller lines below it
+    progress: tuple[float, float] | None = None  # done, total
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """What a room shows on the status page: a sentence and a table."""
+
+    title: str
+    summary: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+class Api(Protocol):
+    """The admin API as commands use it."""
+
+    async def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+        """The decoded answer. AgentError with the exit code of the agent's own error."""
+
+    def lines(self, path: str) -> AsyncIterator[Any]:
+        """Each line of a stream, decoded, until the agent ends it."""
+
+
+class CommandContext(Protocol):
+    """``ctx.obj`` of every command."""
+
+    config: Path
+
+    def client(self) -> Api:
+        """A client of the agent. SettingsError when nothing says where it listens."""
+
+
+Build = Callable[[Any, Path, kit.findings.Reporter], Component[Any]]
+
+
+@dataclass(frozen=True)
+class Room:
+    """Everything the process needs of one room."""
+
+    name: str  # its section in the settings, its component's name, the origin of its findings
+    summary: str  # describes the settings section; says what its absence means
+    settings: type[kit.settings.Section]
+    build: Build  # settings, state_dir, reporter -> component; no I/O
+    routes: Sequence[Route] = ()
+    openapi: tuple[str, ...] = ()  # YAML resources "package:file" that describe the routes
+    # Called by the command line only, so that the agent does not import what commands need.
+    commands: Callable[[], Sequence["click.Command"]] = tuple
+    page: Callable[[Any], Sequence[PageSection]] | None = None  # component -> sections
