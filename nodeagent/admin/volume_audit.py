@@ -6,14 +6,15 @@ from typing import Any
 from aiohttp import web
 
 import kit.errors
-from volumes.audit import faces
+from linux import blockdev
+from volumes.audit import status
+from volumes.audit.inventory.model import Inventory
 from volumes.audit.service import Audit
-from volumes.inventory.model import Device, Inventory
 
 _LOOKED = "the node has not been looked at yet"
 
 
-def _device(audit: Audit, name: str) -> tuple[Inventory, Device]:
+def _device(audit: Audit, name: str) -> tuple[Inventory, blockdev.BlockDevice]:
     if audit.inventory is None:
         raise kit.errors.RefusedError(f"volume {name}", _LOOKED, "try again in a few seconds")
     found = audit.inventory.device(name.removeprefix("/dev/"))
@@ -34,27 +35,27 @@ def routes(component: Any) -> list[web.RouteDef]:
 def _routes(audit: Audit) -> list[web.RouteDef]:
     async def overview(_: web.Request) -> web.Response:
         """200: how the audit is, rule by rule."""
-        return web.json_response(faces.overview(audit))
+        return web.json_response(status.overview(audit))
 
     async def run(_: web.Request) -> web.Response:
         """200: the same after a full pass."""
         await audit.audit_now()
-        return web.json_response(faces.overview(audit))
+        return web.json_response(status.overview(audit))
 
     async def devices(_: web.Request) -> web.Response:
         """200: every guarded device."""
         if audit.inventory is None:
             raise kit.errors.RefusedError("volumes", _LOOKED, "try again in a few seconds")
-        return web.json_response({"devices": faces.devices(audit)})
+        return web.json_response({"devices": status.devices(audit)})
 
     async def device(request: web.Request) -> web.Response:
         """200: one device; 404 when it is not watched."""
         inventory, found = _device(audit, request.match_info["device"])
-        return web.json_response(faces.detail(audit, inventory, found))
+        return web.json_response(status.detail(audit, inventory, found))
 
     async def findings(_: web.Request) -> web.Response:
         """200: what stands now."""
-        return web.json_response({"findings": faces.findings(audit)})
+        return web.json_response({"findings": status.findings(audit)})
 
     async def act(request: web.Request) -> web.Response:
         """200: what was done, refused, or would be done."""

@@ -58,6 +58,11 @@ class Entry:
         """It may be raised once it has lasted long enough."""
         return not self.raised and not self.dormant and not self.stale
 
+    @property
+    def clearing(self) -> bool:
+        """It is raised, was not seen again, and will clear if that lasts."""
+        return self.raised and self.gone is not None and not self.stale
+
     def lasted(self, now: float) -> float:
         return now - self.first - self.dark
 
@@ -152,11 +157,7 @@ def _unseen(entry: Entry, unknown: str, now: float, clear_after: float) -> Entry
 def pending(state: State, now: float) -> float | None:
     """Seconds until the next entry may be raised or cleared; None when no entry waits for that."""
     waits = [max(0.0, e.patience - e.lasted(now)) for e in state.values() if e.waiting]
-    waits += [
-        0.0
-        for entry in state.values()
-        if entry.raised and entry.gone is not None and not entry.flapping and not entry.stale
-    ]
+    waits += [0.0 for e in state.values() if e.clearing and not e.flapping]
     return min(waits, default=None)
 
 

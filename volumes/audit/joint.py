@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import Metric
 
 import kit.findings
+from volumes.audit import metrics as audit_metrics
 from volumes.audit import service
 from volumes.audit.settings import AuditSettings, ClusterSettings
+from volumes.audit.types import GuardView, LedgerMismatch
 from volumes.guard import layout, report
 from volumes.probe import verdict
-from volumes.rules.base import GuardView, LedgerMismatch
 
 if TYPE_CHECKING:
     from volumes.guard.keeper import Keeper
@@ -104,4 +105,4 @@ def alive(audit: service.Audit | None) -> bool:
 
 def metrics(audit: service.Audit | None) -> Iterable[Metric]:
     if audit is not None:
-        yield from audit.metrics()
+        yield from audit_metrics.metrics(audit)

@@ -1,32 +1,63 @@
-"""The audit's metrics. Bounded series: rules, severities, sources and outcomes only."""
+"""The audit's metrics. Series are bounded: rules, severities, sources and outcomes only."""
 
+import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 import kit.processes
-from kit.findings import Severity
-from volumes.rules import registry
-
-if TYPE_CHECKING:
-    from volumes.audit.service import Audit
-
-STATES = ("ok", "found", "unknown", "off")
+from volumes.audit import evaluate
+from volumes.audit.logs.matcher import Counters
+from volumes.audit.service import Audit
 
 
-def metrics(audit: "Audit") -> Iterable[Metric]:
-    """Current figures; nothing here blocks."""
+def metrics(audit: Audit) -> Iterable[Metric]:
+    """The current figures; never blocks."""
     yield _findings(audit)
     states = GaugeMetricFamily(
         "nodeagent_volume_rule_state",
-        "1 for the state that a rule is in; unknown is not fine.",
+        "1 for the state that a rule is in; unknown does not mean fine.",
         labels=["rule", "state"],
     )
     for rule in audit.states:
-        for state in STATES:
+        for state in evaluate.STATES:
             states.add_metric([rule.name, state], 1 if rule.state == state else 0)
     yield states
+    yield from _scans(audit)
+    yield GaugeMetricFamily(
+        "nodeagent_volume_stuck_children",
+        "Child processes that hang in the kernel.",
+        value=kit.processes.hanging(),
+    )
+    yield from _logs(audit)
+    answers = GaugeMetricFamily(
+        "nodeagent_volume_cluster_answers", "1 while the cluster answers.", labels=["cluster"]
+    )
+    for name, view in audit.cluster_views().items():
+        answers.add_metric([name], 0 if isinstance(view, str) else 1)
+    yield answers
+    actions = CounterMetricFamily(
+        "nodeagent_volume_actions", "Actions of the audit.", labels=["action", "outcome"]
+    )
+    for (action, outcome), count in sorted(audit.runner.counts.items()):
+        actions.add_metric([action, outcome], count)
+    yield actions
+
+
+def _findings(audit: Audit) -> Metric:
+    family = GaugeMetricFamily(
+        "nodeagent_volume_findings", "Current findings.", labels=["rule", "severity"]
+    )
+    counts = {(rule.name, str(rule.severity)): 0 for rule in evaluate.RULES}
+    for finding in audit.findings:
+        pair = (finding.rule, str(finding.severity))
+        counts[pair] = counts.get(pair, 0) + 1
+    for (rule, severity), count in sorted(counts.items()):
+        family.add_metric([rule, severity], count)
+    return family
+
+
+def _scans(audit: Audit) -> Iterable[Metric]:
     inventory = audit.inventory
     devices = GaugeMetricFamily(
         "nodeagent_volume_devices", "Guarded block devices with a medium.", labels=["driver"]
@@ -37,79 +68,43 @@ def metrics(audit: "Audit") -> Iterable[Metric]:
     yield devices
     yield GaugeMetricFamily(
         "nodeagent_volume_mount_namespaces",
-        "Mount namespaces seen by the last full pass.",
+        "Mount namespaces that the last full scan visited.",
         value=inventory.namespaces if inventory else 0,
     )
     yield GaugeMetricFamily(
         "nodeagent_volume_look_age_seconds",
-        "Age of what is known of the node.",
+        "Age of the last scan of the node.",
         value=max(0.0, audit.age()),
     )
     yield CounterMetricFamily(
-        "nodeagent_volume_looks", "Looks at the node.", value=audit.scanner.looks
+        "nodeagent_volume_looks", "Scans of the node.", value=audit.scanner.scans
     )
     yield CounterMetricFamily(
         "nodeagent_volume_look_failures",
-        "Looks that failed or gave no answer in time.",
+        "Scans that failed or did not end in time.",
         value=audit.scanner.failures,
     )
     yield CounterMetricFamily(
         "nodeagent_volume_look_cpu_seconds",
-        "CPU time of all looks.",
+        "CPU time of all scans.",
         value=audit.scanner.cpu_seconds,
     )
-    yield GaugeMetricFamily(
-        "nodeagent_volume_stuck_children",
-        "Children of the audit that hang in the kernel.",
-        value=audit.scanner.stuck + kit.processes.hanging(),
-    )
-    yield from _logs(audit)
-    yield from _clusters(audit)
-    actions = CounterMetricFamily(
-        "nodeagent_volume_actions", "Actions of the audit.", labels=["action", "outcome"]
-    )
-    for (action, outcome), count in sorted(audit.runner.counts.items()):
-        actions.add_metric([action, outcome], count)
-    yield actions
 
 
-def _findings(audit: "Audit") -> Metric:
-    family = GaugeMetricFamily(
-        "nodeagent_volume_findings", "Findings that stand now.", labels=["rule", "severity"]
-    )
-    counts = {(rule.name, str(rule.severity)): 0 for rule in registry.RULES}
-    for finding in audit.findings:
-        pair = (finding.rule, str(finding.severity))
-        counts[pair] = counts.get(pair, 0) + 1
-    for (rule, severity), count in sorted(counts.items()):
-        assert severity in list(Severity)
-        family.add_metric([rule, severity], count)
-    return family
-
-
-def _logs(audit: "Audit") -> Iterable[Metric]:
+def _logs(audit: Audit) -> Iterable[Metric]:
     lines = CounterMetricFamily(
         "nodeagent_volume_log_lines",
-        "Log lines: seen, dropped above the budget, lost before they were read, matched.",
+        "Log lines: seen, dropped above the limit, lost before they were read, matched, squeezed "
+        "(matched, but too many different ones at once).",
         labels=["source", "fate"],
     )
     follower = audit.follower
-    for source, counts in (follower.counters() if follower else {}).items():
-        for fate in ("seen", "dropped", "lost", "matched", "squeezed"):
-            lines.add_metric([source, fate], counts[fate])
+    for source, counters in (follower.counters() if follower else {}).items():
+        for fate in dataclasses.fields(Counters):
+            lines.add_metric([source, fate.name], getattr(counters, fate.name))
     yield lines
     yield CounterMetricFamily(
         "nodeagent_volume_log_restarts",
-        "Times the log child had to be replaced.",
+        "Times the log child was replaced.",
         value=follower.restarts if follower else 0,
     )
-
-
-def _clusters(audit: "Audit") -> Iterable[Metric]:
-    answers = GaugeMetricFamily(
-        "nodeagent_volume_cluster_answers", "1 while the cluster answers.", labels=["cluster"]
-    )
-    for cluster in audit.settings.clusters:
-        view = audit.clusters.views.get(cluster.name)
-        answers.add_metric([cluster.name], 0 if view is None or isinstance(view, str) else 1)
-    yield answers

@@ -14,7 +14,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from volumes.audit.inventory.model import Device, Inventory, Number
+from linux.blockdev import BlockDevice, Number
+from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mappings, mounts
 from volumes.audit.settings import AuditSettings
 from volumes.audit.types import Scene
@@ -33,10 +34,10 @@ RECHECKED = ("leaked-mount", "busy-mount", "unmap-failing")
 # After a scan that failed.
 RETRY_SECONDS = 5.0
 
-Key = tuple[str, Number, int]
+Key = tuple[str, Number, int | None]
 
 
-def key(device: Device) -> Key:
+def key(device: BlockDevice) -> Key:
     """Identifies a device until it is detached."""
     return device.name, device.number, device.diskseq
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import kit.findings
+from linux.blockdev import BlockDevice
 from linux.syscalls import ClockState
 from volumes.audit.inventory.cluster import ClusterView
-from volumes.audit.inventory.model import Device, Inventory
+from volumes.audit.inventory.model import Inventory
 from volumes.audit.settings import AuditSettings
 
 Severity = kit.findings.Severity
@@ -77,23 +78,26 @@ class Scene:
     inventory: Inventory | None
     blind: str = ""  # why there is no fresh inventory
     clusters: Mapping[str, ClusterView | str] = field(default_factory=dict)  # str: why no view
-    # (cluster, pool, namespace, image) -> address of its only watcher when it was last seen. A
-    # cluster drops a blocklisted client's watch at once, and some drivers do not show their address.
+    # (cluster, pool, namespace, image) -> address of its only watcher when it was last seen: a
+    # cluster drops a blocklisted client's watch at once, and some drivers hide their address.
     watched_by: Mapping[tuple[str, str, str, str], str] = field(default_factory=dict)
     paths: tuple[NetworkPath, ...] = ()
     guard: GuardView | None = None
     clock: ClockState | None = None
     logs: tuple[LogHit, ...] = ()
     unread_logs: Mapping[str, str] = field(default_factory=dict)  # source -> why
-    # Device -> where the host had it mounted. Tells a copy of a host mount from a container's own.
+    # Device name -> where the host had it mounted: tells a copy of a host mount from a
+    # container's own mount.
     former: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
-    def cluster_of(self, device: Device) -> ClusterView | None:
+    def cluster_of(self, device: BlockDevice) -> ClusterView | None:
         """The cluster that holds the device's image, if it is known and answered."""
         return cluster_of(self.clusters, device)
 
 
-def cluster_of(clusters: Mapping[str, ClusterView | str], device: Device) -> ClusterView | None:
+def cluster_of(
+    clusters: Mapping[str, ClusterView | str], device: BlockDevice
+) -> ClusterView | None:
     """The view of the cluster that holds the device's image: by fsid, else the only cluster.
 
     ``clusters`` must have every configured cluster, also those that do not answer: an image of the

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import kit.errors
 import kit.processes
-from linux import blockioctl, mount_namespaces
+from linux import blockdev, mount_namespaces
 from volumes.audit.inventory import holders
 from volumes.audit.inventory.processes import Processes
 
@@ -40,7 +40,7 @@ def _mounted_on_host(numbers: set[tuple[int, int]]) -> bool:
     return any(line.split(" ", 3)[2] in wanted for line in lines)
 
 
-def unmap(name: str, driver: str, device: list[int], diskseq: int, mapping: str) -> int:
+def unmap(name: str, driver: str, device: list[int], diskseq: int | None, mapping: str) -> int:
     """Unmap a device. The kernel refuses with EBUSY while anything has it open."""
     home = Path("/sys/block", name)
     number = device[0], device[1]
@@ -60,14 +60,16 @@ def unmap(name: str, driver: str, device: list[int], diskseq: int, mapping: str)
         target.write_text(mapping)
     elif driver == "nbd":
         # Unlike the kernel, rbd-nbd unmaps a device that somebody has open.
-        with blockioctl.claimed(f"/dev/{name}", number):
+        with blockdev.claimed(f"/dev/{name}", number):
             _refuse_users(name, number)
             asyncio.run(_rbd_nbd_unmap(name))
     elif driver == "loop":
-        blockioctl.detach_loop(f"/dev/{name}", number)
+        blockdev.detach_loop(f"/dev/{name}", number)
     else:
         raise kit.errors.RefusedError(
-            f"unmap {name}", f"the agent cannot unmap devices of driver {driver}", "unmap it yourself"
+            f"unmap {name}",
+            f"the agent cannot unmap devices of driver {driver}",
+            "unmap it yourself",
         )
     return 1
 
@@ -93,22 +95,24 @@ def _refuse_users(name: str, number: tuple[int, int]) -> None:
             )
 
 
-def set_read_only(path: str, device: list[int], diskseq: int) -> int:
+def set_read_only(path: str, device: list[int], diskseq: int | None) -> int:
     """Flag a device read-only. EBUSY while it is mounted or claimed by a device on top of it."""
     name = path.rpartition("/")[2]
     _check_attachment(f"flag {name}", name, diskseq)
-    blockioctl.set_read_only(path, (device[0], device[1]))
+    blockdev.set_read_only(path, (device[0], device[1]))
     return 1
 
 
-def _check_attachment(what: str, name: str, diskseq: int) -> None:
+def _check_attachment(what: str, name: str, diskseq: int | None) -> None:
     try:
         now = int(Path("/sys/block", name, "diskseq").read_text())
     except (OSError, ValueError):
         return  # before Linux 5.15
-    if now not in (0, diskseq):
+    if now != diskseq:
         raise _another(what)
 
 
 def _another(what: str) -> kit.errors.RefusedError:
-    return kit.errors.RefusedError(what, "the name belongs to another device now", "nothing was done")
+    return kit.errors.RefusedError(
+        what, "the name belongs to another device now", "nothing was done"
+    )

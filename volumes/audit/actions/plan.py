@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kit.findings import Finding
-from volumes.audit.inventory.model import Device, Inventory
+from linux.blockdev import BlockDevice
+from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mappings, mounts
 from volumes.audit.types import GuardView
 
@@ -50,7 +51,9 @@ def plans(
     return steps
 
 
-def _detach(finding: Finding, device: Device, inventory: Inventory, former: frozenset[str]) -> Plan:
+def _detach(
+    finding: Finding, device: BlockDevice, inventory: Inventory, former: frozenset[str]
+) -> Plan:
     inode = finding.evidence.get("namespace", "")
     space = next((s for s in inventory.spaces if str(s.inode) == inode), None)
     every = [p for p in space.places if p.device in device.numbers] if space else []
@@ -86,7 +89,9 @@ def _detach(finding: Finding, device: Device, inventory: Inventory, former: froz
     )
 
 
-def _unmap(finding: Finding, device: Device, inventory: Inventory, orphan_after: float) -> Plan:
+def _unmap(
+    finding: Finding, device: BlockDevice, inventory: Inventory, orphan_after: float
+) -> Plan:
     age = inventory.taken - finding.since
     refusal = ""
     if not mappings.is_idle(inventory, device):
@@ -117,14 +122,14 @@ def _unmap(finding: Finding, device: Device, inventory: Inventory, orphan_after:
     )
 
 
-def _read_only(device: Device, inventory: Inventory) -> Plan:
+def _read_only(device: BlockDevice, inventory: Inventory) -> Plan:
     refusal = ""
     if device.read_only:
         refusal = "it is read-only already"
     elif inventory.on_host(device) or inventory.elsewhere(device) or device.active:
         refusal = "it is mounted: the flag would make its writes fail"
-    elif device.raw or device.holders:
-        above = (*device.raw, *device.holders)[0]
+    elif inventory.raw.get(device.name) or device.stacked:
+        above = (*inventory.raw.get(device.name, ()), *device.stacked)[0]
         refusal = f"{above} uses it: the flag would make its writes fail"
     return Plan(
         READ_ONLY,

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import kit.errors
-from volumes.audit.inventory import cluster, model
+from volumes.audit.inventory import cluster
 
 _SLOW_BLOCKLIST = 20_000  # entries; more are not carried
 
@@ -64,10 +66,15 @@ def look(
             f"cluster {name}", f"does not let us in ({error})", "see its monitors and the key"
         ) from error
     try:
-        return model.to_json(_view(name, client, rados, images, patience))
+        return msgspec.to_builtins(_view(name, client, rados, images, patience))
     finally:
         with contextlib.suppress(Exception):
             client.shutdown()
+
+
+def view(answer: Any) -> cluster.ClusterView:
+    """The view that ``look`` returned as JSON."""
+    return msgspec.convert(answer, cluster.ClusterView)
 
 
 def _view(

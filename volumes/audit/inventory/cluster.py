@@ -89,14 +89,3 @@ class ClusterView:
 
     def image(self, pool: str, namespace: str, name: str) -> ImageView | None:
         return next((i for i in self.images if i.key == (pool, namespace, name)), None)
-
-
-@dataclass(frozen=True)
-class NetworkPath:
-    """The way to a monitor as this node's kernel knows it."""
-
-    cluster: str
-    monitor: str
-    path_mtu: int
-    interface: str
-    interface_mtu: int

@@ -3,8 +3,8 @@
 Runs in the scan child only. Namespaces are visited one after the other (``Namespaces``): the kernel
 lists them (Linux 6.12) or, before that, processes and threads lead to them. A mount table is read
 from inside the namespace, so that a chrooted process hides nothing. Open files are found through
-/proc (``users``); a file's device is asked with statx and AT_STATX_DONT_SYNC, so that a dead network
-file system does not stop the scan.
+/proc (``users``); statx with AT_STATX_DONT_SYNC tells a file's device, so that a dead network file
+system does not stop the scan.
 
 Invariant: a namespace is held open only while its own table is read, because a held namespace keeps
 its mounts, and so the devices, busy.
@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from linux import mount_namespaces, mountinfo, syscalls
-from volumes.audit.inventory.model import Number, Owner, Place, Space, User
+from linux.blockdev import Number
+from volumes.audit.inventory.model import Owner, Place, Space, User
 from volumes.audit.inventory.processes import Processes
 
 _MOST_PLACES = 512  # of one namespace
@@ -236,7 +237,7 @@ class Namespaces:
 def users(
     processes: Processes, proc: str, wanted: set[Number], host_spaces: set[int]
 ) -> list[User]:
-    """Every process with a file, a directory or a mapping on ``wanted``, or with the device open."""
+    """Every process with a file, directory or mapping on ``wanted``, or with the device open."""
     statx = _Statx()
     found: list[User] = []
     for space, pids in processes.by_space.items():

@@ -1,103 +1,14 @@
 """The node's volumes as one frozen model, made by the scan child; everything else only reads it.
 
-The model crosses a pipe as JSON (``to_json``, ``from_json``).
+Block devices, their images and Ceph clients are those of ``linux.blockdev``.
 """
 
-import dataclasses
 import functools
-import types
-import typing
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-Number = tuple[int, int]  # major and minor of a device
-
-
-@dataclass(frozen=True)
-class Image:
-    """An RBD image as the cluster names it. ``snapshot`` is empty for the image itself."""
-
-    pool: str
-    name: str
-    namespace: str = ""
-    snapshot: str = ""
-    image_id: str = ""
-    fsid: str = ""
-
-    @property
-    def spec(self) -> str:
-        middle = f"{self.namespace}/" if self.namespace else ""
-        end = f"@{self.snapshot}" if self.snapshot else ""
-        return f"{self.pool}/{middle}{self.name}{end}"
-
-    @property
-    def head(self) -> str:
-        """The image that a snapshot belongs to: what must not be mapped twice."""
-        return f"{self.fsid}:{self.pool}/{self.namespace}/{self.name}"
-
-
-@dataclass(frozen=True)
-class Client:
-    """The Ceph client behind a kernel mapping (sysfs-bus-rbd)."""
-
-    mapping_id: str  # what to write to remove it
-    client: str  # "client4144"; empty when the driver does not say
-    address: str  # "10.0.0.5:0/123456"
-    features: int = 0
-    config: str = ""  # map options, config_info
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A partition of a device or what is stacked on it (dm-crypt, LVM, md), at whatever height."""
-
-    name: str  # kernel name, "rbd0p1", "dm-0"
-    number: Number
-    active: tuple[str, ...] = ()  # file system drivers with a live superblock right on it
-
-
-@dataclass(frozen=True)
-class Device:
-    """A guarded block device that has a medium."""
-
-    name: str  # kernel name, "rbd0"
-    number: Number
-    driver: str
-    size: int  # bytes
-    read_only: bool
-    diskseq: int  # different for each attach; 0 when the kernel does not count them
-    active: tuple[str, ...]  # file system drivers with a live superblock on it or a layer
-    holders: tuple[str, ...]  # dm, md or partitions right on top of it
-    backing: str = ""  # loop: the file
-    backing_id: str = ""  # loop: what distinguishes the file from others
-    raw: tuple[str, ...] = ()  # where its node is bound for a pod's raw block volume
-    image: Image | None = None
-    client: Client | None = None
-    layers: tuple[Layer, ...] = ()  # everything on top of it
-
-    @functools.cached_property
-    def numbers(self) -> frozenset[Number]:
-        """Its own number and those of its layers: a mount of any of them is a use of it."""
-        return frozenset((self.number, *(layer.number for layer in self.layers)))
-
-    @functools.cached_property
-    def live(self) -> frozenset[Number]:
-        """The numbers that have a live superblock, as mount tables show them.
-
-        A file system claims what it is on: where a layer has one, the device below it has none of
-        its own. btrfs is left out, because the number of its mounts belongs to no device.
-        """
-        above = frozenset(layer.number for layer in self.layers if {*layer.active} - {"btrfs"})
-        of_layers = {fs for layer in self.layers for fs in layer.active}
-        return above | {self.number} if set(self.active) - of_layers - {"btrfs"} else above
-
-    def name_of(self, number: Number) -> str:
-        """Kernel name of the device or layer with that number."""
-        return next((each.name for each in self.layers if each.number == number), self.name)
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} ({self.image.spec})" if self.image else self.name
+from linux.blockdev import BlockDevice, Number
+from linux.rbd_sysfs import RbdImage
 
 
 @dataclass(frozen=True)
@@ -199,7 +110,7 @@ class Volume:
     staging: str  # the directory kubelet gave to the driver
     mounts: tuple[str, ...]  # host mount points at or below it
     device: str  # kernel name; empty when not known
-    image: Image | None
+    image: RbdImage | None
     publishes: tuple[Publish, ...]
     name: str = ""  # the PV's name where a publish says it
 
@@ -211,7 +122,9 @@ class Inventory:
     taken: float  # Unix time
     cpu: float  # seconds of CPU
     deep: bool
-    devices: tuple[Device, ...] = ()
+    devices: tuple[BlockDevice, ...] = ()  # watched devices that have a medium
+    # Device name -> where its node is bind-mounted, as kubelet does for raw block volumes.
+    raw: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     host: tuple[Place, ...] = ()  # watched devices in the host's namespaces
     host_spaces: tuple[int, ...] = ()
     kubelet: Place | None = None  # the host mount that kubelet's directory lies on
@@ -231,18 +144,18 @@ class Inventory:
     space_gaps: tuple[str, ...] = ()
 
     @functools.cached_property
-    def by_number(self) -> dict[Number, Device]:
+    def by_number(self) -> dict[Number, BlockDevice]:
         """Every watched device by its number and those of its layers."""
         layers = {number: device for device in self.devices for number in device.numbers}
         return layers | {device.number: device for device in self.devices}
 
-    def device(self, name: str) -> Device | None:
+    def device(self, name: str) -> BlockDevice | None:
         return next((device for device in self.devices if device.name == name), None)
 
-    def on_host(self, device: Device) -> tuple[Place, ...]:
+    def on_host(self, device: BlockDevice) -> tuple[Place, ...]:
         return tuple(place for place in self.host if place.device in device.numbers)
 
-    def elsewhere(self, device: Device) -> list[tuple[Space, Place]]:
+    def elsewhere(self, device: BlockDevice) -> list[tuple[Space, Place]]:
         """Mounts of the device outside the host's namespaces."""
         return [
             (space, place)
@@ -251,39 +164,8 @@ class Inventory:
             if place.device in device.numbers
         ]
 
-    def users_on(self, device: Device) -> tuple[User, ...]:
+    def users_on(self, device: BlockDevice) -> tuple[User, ...]:
         return tuple(user for user in self.users if user.device in device.numbers)
 
-    def volume_of(self, device: Device) -> Volume | None:
+    def volume_of(self, device: BlockDevice) -> Volume | None:
         return next((volume for volume in self.volumes if volume.device == device.name), None)
-
-
-def to_json(value: Any) -> Any:
-    """Plain JSON of the model's classes."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple | list):
-        return [to_json(item) for item in value]
-    return value
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def from_json(kind: Any, data: Any) -> Any:
-    """The instance of ``kind`` that ``to_json`` wrote. TypeError when it is something else."""
-    origin = typing.get_origin(kind)
-    if origin is types.UnionType:
-        if data is None:
-            return None
-        inner = next(arg for arg in typing.get_args(kind) if arg is not type(None))
-        return from_json(inner, data)
-    if origin is tuple:
-        inner = typing.get_args(kind)
-        return tuple(from_json(inner[0], item) for item in data)
-    if dataclasses.is_dataclass(kind):
-        hints = _hints(typing.cast(type, kind))
-        return kind(**{name: from_json(hints[name], item) for name, item in data.items()})  # type: ignore[operator]
-    return data

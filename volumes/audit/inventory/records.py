@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from linux import mountinfo
-from volumes.audit.inventory.model import Device, Image, Publish, Volume
+from linux.blockdev import BlockDevice
+from linux.rbd_sysfs import RbdImage
+from volumes.audit.inventory.model import Publish, Volume
 
 MOST_VOLUMES = 2048
 _LARGEST_RECORD = 1 << 16
@@ -53,7 +55,7 @@ def _published(kubelet: str, root: str) -> Iterator[tuple[str, str, str]]:
 
 
 def volumes(
-    kubelet: str, host: list[mountinfo.Mount], devices: list[Device], *, root: str = ""
+    kubelet: str, host: list[mountinfo.Mount], devices: list[BlockDevice], *, root: str = ""
 ) -> tuple[list[Volume], list[str]]:
     """Every staged volume with its publishes and its device; and what could not be read.
 
@@ -107,19 +109,19 @@ def _below(path: str, upper: str) -> bool:
     return path == upper or path.startswith(upper + "/")
 
 
-def _image(meta: dict[str, Any]) -> Image | None:
+def _image(meta: dict[str, Any]) -> RbdImage | None:
     pool, name = meta.get("pool"), meta.get("image")
     if not isinstance(pool, str) or not isinstance(name, str) or not name:
         return None
-    return Image(pool=pool, name=name, namespace=str(meta.get("radosNamespace") or ""))
+    return RbdImage(pool=pool, name=name, namespace=str(meta.get("radosNamespace") or ""))
 
 
 def _device(
     meta: dict[str, Any],
-    image: Image | None,
+    image: RbdImage | None,
     mounts: list[mountinfo.Mount],
-    devices: list[Device],
-) -> Device | None:
+    devices: list[BlockDevice],
+) -> BlockDevice | None:
     """The volume's device: by its mounts, else by ceph-csi's record, else by the image."""
     numbers = {mount.device for mount in mounts}
     for device in devices:

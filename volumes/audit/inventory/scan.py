@@ -1,19 +1,37 @@
-"""One scan of the node, from a request to an inventory. Runs in the scan child only."""
+"""One scan of the node: from a Request to an Inventory.
+
+Reading /proc, /sys and mount tables can hang in the kernel, for example in a dead network file
+system. So ``scan`` runs in a child process (``main``) that lives as long as the agent and answers
+one request after the other; ``Scanner`` is the agent's end of it. A child that does not answer in
+time is killed and abandoned, and the next scan starts another one.
+"""
 
 import dataclasses
+import gc
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from linux import mountinfo
-from volumes.audit.inventory import blocks, holders, records
-from volumes.audit.inventory.model import Device, Inventory, Number, Place, User, Volume
+import kit.errors
+import kit.processes
+import kit.worker
+from linux import blockdev, mountinfo, rbd_sysfs
+from linux.blockdev import BlockDevice, Number
+from volumes.audit.inventory import holders, records
+from volumes.audit.inventory.model import Inventory, Place, User, Volume
 from volumes.audit.inventory.processes import Processes, host_space
 
+_ABOUT = "scan of the node"
+# Children that hang in the kernel at the same time; one more would only hang beside them.
+MOST_ABANDONED = 3
+_LARGEST_ANSWER = 32 * 2**20
 _MOST_GAPS = 50
+_MOST_LINKS = 40  # as the kernel
 # Names of processes that are kubelet or contain it.
 _KUBELETS = ("kubelet", "k3s-server", "k3s-agent")
-_MOST_LINKS = 40  # as the kernel
+
+Tables = Mapping[int, list[mountinfo.Mount]]  # by inode of the mount namespace
 
 
 @dataclass(frozen=True)
@@ -28,73 +46,130 @@ class Request:
     kubelet_set: bool = False  # the settings say where kubelet's directory is
 
 
+# -- the agent's end ---------------------------------------------------------------------------
+
+
+class BlindError(kit.errors.AgentError):
+    """The node could not be scanned. What was known stays, and nothing counts as fine."""
+
+
+class Scanner:
+    """Scans one at a time, each with a deadline."""
+
+    def __init__(self) -> None:
+        self._child = kit.worker.Worker(
+            f"{__name__}:{main.__name__}",
+            Inventory,
+            about=_ABOUT,
+            largest=_LARGEST_ANSWER,
+            backoff=kit.worker.Backoff(first=0.0),  # the scheduler decides when to try again
+        )
+        self.scans = 0
+        self.failures = 0
+        self.cpu_seconds = 0.0
+
+    @property
+    def stuck(self) -> int:
+        return kit.processes.hanging(_ABOUT)
+
+    async def scan(self, request: Request, deadline: float) -> Inventory:
+        """BlindError when it takes longer than ``deadline`` seconds or fails."""
+        self.scans += 1
+        try:
+            if self.stuck >= MOST_ABANDONED:
+                raise kit.processes.DeadlineError(
+                    _ABOUT, f"{self.stuck} earlier scans still hang in the kernel", ""
+                )
+            inventory = await self._child.ask(request, deadline)
+        except kit.processes.DeadlineError as error:
+            self.failures += 1
+            raise BlindError(
+                "volume audit",
+                f"the scan of the node did not end: {error.cause}",
+                "something that it reads hangs in the kernel; see 'nodeagent volume audit'",
+            ) from error
+        except (OSError, ValueError, kit.worker.ChildError) as error:
+            self.failures += 1
+            raise BlindError(
+                "volume audit",
+                f"the scan of the node failed: {error}",
+                "run the agent as root with the host's /proc and /sys",
+            ) from error
+        self.cpu_seconds += inventory.cpu
+        return inventory
+
+    async def close(self) -> None:
+        """End the child; one that hangs is left to the kernel."""
+        await self._child.close()
+
+
+# -- the child ---------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """The child's function; see kit.worker."""
+    try:
+        os.nice(5)
+    except OSError:
+        pass  # a limit forbids it
+    gc.freeze()
+    kit.worker.serve(Request, scan)
+
+
 def scan(request: Request) -> Inventory:
     """The node now. OSError only when /proc or /sys themselves cannot be read."""
     cpu = time.process_time()
-    devices = blocks.devices(list(request.drivers), request.sys, request.proc)
+    devices = blockdev.scan(request.drivers, request.sys, request.proc)
     watched = {number for device in devices for number in device.numbers}
-    processes: Processes | None = None
     gaps: list[str] = []
-    hidden: list[str] = []
-    host_spaces: dict[int, int] = {}
-    if not (request.deep or request.users_of):
-        host_spaces[host_space(request.proc, [])] = 1
-    else:
+    processes: Processes | None = None
+    if request.deep or request.users_of:
         processes = Processes(request.proc, request.containers)
-        host_spaces[processes.host_space()] = 1
-        if processes.hidden > 1:
-            hidden.append(
-                f"{processes.hidden} processes may not be read; does the agent have CAP_SYS_PTRACE?"
-            )
-        # kubelet may run in a mount namespace of its own, where it then mounts volumes
-        for pid in processes.named("kubelet"):
-            host_spaces.setdefault(Processes.space(f"{request.proc}/{pid}/ns/mnt"), pid)
-    tables: dict[int, list[mountinfo.Mount]] = {}
-    for inode, pid in host_spaces.items():
-        try:
-            with open(f"{request.proc}/{pid}/mountinfo", "rb") as stream:  # noqa: PTH123
-                tables[inode] = mountinfo.parse(stream.read())
-        except OSError as error:
-            gaps.append(f"mount table of pid {pid}: {error.strerror}")
+    tables = _host_tables(request.proc, processes, gaps)
     everything = [mount for table in tables.values() for mount in table]
-    host = _on_host(tables, watched)
-    devices = _with_raw(devices, everything)
+    host = [
+        holders.place(inode, mount)
+        for inode, table in tables.items()
+        for mount in table
+        if mount.device in watched
+    ]
     root = _root(request.proc)
     directory = _host_path(request.kubelet, root)
     kubelet = _kubelet(directory, root, tables)
     volumes, missing = records.volumes(directory, everything, devices, root=root)
     gaps += missing
     no_records = ""
-    if kubelet is None and _has_kubelet(request, processes):
+    if kubelet is None and _needs_kubelet(request, processes):
         no_records = f"no kubelet directory at {request.kubelet}"
-        gaps.append(f"{no_records}: mount it, or set volumes.audit.kubelet to where it is")
+        gaps.append(f"{no_records}: mount it, or set volumes.audit.kubelet to its path")
+    hidden = _hidden(processes)
     visited = holders.Visited()
-    using: list[User] = []
+    users: list[User] = []
     numbers: list[Number] = []
     if processes is not None:
         if request.deep:
             unexplained = {n for d in devices for n in d.live} - {p.device for p in host}
-            namespaces = holders.Namespaces(
-                processes, request.proc, set(host_spaces), watched, kubelet
-            )
-            visited = namespaces.visit(unexplained)
+            visited = holders.Namespaces(
+                processes, request.proc, set(tables), watched, kubelet
+            ).visit(unexplained)
         numbers = [n for d in devices if d.name in request.users_of for n in sorted(d.numbers)]
-        using = holders.users(processes, request.proc, set(numbers), set(host_spaces))
+        users = holders.users(processes, request.proc, set(numbers), set(tables))
     return Inventory(
         taken=time.time(),
         cpu=time.process_time() - cpu,
         deep=request.deep,
         devices=tuple(_named(devices, volumes)),
+        raw=_raw(devices, everything),
         host=tuple(host),
-        host_spaces=tuple(host_spaces),
+        host_spaces=tuple(tables),
         kubelet=kubelet[0] if kubelet else None,
         no_records=no_records,
         spaces=tuple(visited.spaces),
         spaces_at=time.time() if request.deep else 0.0,
-        users=tuple(using),
+        users=tuple(users),
         users_of=tuple(numbers),
         volumes=tuple(volumes),
-        supported_features=blocks.supported_features(request.sys),
+        supported_features=rbd_sysfs.supported_features(request.sys),
         kernel=os.uname().release,
         namespaces=visited.count,
         processes=processes.count if processes else 0,
@@ -104,26 +179,45 @@ def scan(request: Request) -> Inventory:
     )
 
 
-def _on_host(tables: dict[int, list[mountinfo.Mount]], watched: set[Number]) -> list[Place]:
-    return [
-        holders.place(inode, mount)
-        for inode, table in tables.items()
-        for mount in table
-        if mount.device in watched
-    ]
+def _host_tables(
+    proc: str, processes: Processes | None, gaps: list[str]
+) -> dict[int, list[mountinfo.Mount]]:
+    """The mount tables of the host's namespaces: pid 1's, and kubelet's where it has its own."""
+    if processes is None:
+        homes = {host_space(proc, []): 1}
+    else:
+        homes = {processes.host_space(): 1}
+        for pid in processes.named("kubelet"):
+            homes.setdefault(Processes.space(f"{proc}/{pid}/ns/mnt"), pid)
+    tables: dict[int, list[mountinfo.Mount]] = {}
+    for inode, pid in homes.items():
+        tables[inode] = []
+        try:
+            with open(f"{proc}/{pid}/mountinfo", "rb") as stream:  # noqa: PTH123
+                tables[inode] = mountinfo.parse(stream.read())
+        except OSError as error:
+            gaps.append(f"mount table of pid {pid}: {error.strerror}")
+    return tables
 
 
-def _with_raw(devices: list[Device], host: list[mountinfo.Mount]) -> list[Device]:
+def _hidden(processes: Processes | None) -> list[str]:
+    if processes is None or processes.hidden <= 1:
+        return []
+    return [f"{processes.hidden} processes may not be read; does the agent have CAP_SYS_PTRACE?"]
+
+
+def _raw(devices: list[BlockDevice], host: list[mountinfo.Mount]) -> dict[str, tuple[str, ...]]:
+    """Device name -> where its node, or that of a layer, is bind-mounted."""
     bound: dict[str, list[str]] = {}
     for mount in host:
         if mount.fstype == "devtmpfs" and mount.root != "/":
             bound.setdefault(mount.root.removeprefix("/"), []).append(mount.target)
-    named = []
+    found = {}
     for device in devices:
         names = (device.name, *(layer.name for layer in device.layers))
-        raw = tuple(target for name in names for target in bound.get(name, ()))
-        named.append(dataclasses.replace(device, raw=raw) if raw else device)
-    return named
+        if targets := tuple(target for name in names for target in bound.get(name, ())):
+            found[device.name] = targets
+    return found
 
 
 def _root(proc: str) -> str:
@@ -150,7 +244,7 @@ def _host_path(path: str, root: str) -> str:
             continue
         try:
             target = os.readlink(f"{root}{done}/{part}")
-        except OSError:  # no link, or nothing there
+        except OSError:  # not a link, or nothing there
             done = f"{done}/{part}"
             continue
         links += 1
@@ -162,16 +256,14 @@ def _host_path(path: str, root: str) -> str:
     return done or "/"
 
 
-def _has_kubelet(request: Request, processes: Processes | None) -> bool:
+def _needs_kubelet(request: Request, processes: Processes | None) -> bool:
     """Whether kubelet's directory must exist: not on a node without kubelet."""
     if request.kubelet_set:
         return True
     return processes is not None and any(processes.named(name) for name in _KUBELETS)
 
 
-def _kubelet(
-    real: str, root: str, tables: dict[int, list[mountinfo.Mount]]
-) -> tuple[Place, str] | None:
+def _kubelet(real: str, root: str, tables: Tables) -> tuple[Place, str] | None:
     """The host mount that kubelet's directory is on, and its path in that file system."""
     if not os.path.isdir(root + real):
         return None
@@ -183,7 +275,7 @@ def _kubelet(
     return None
 
 
-def _named(devices: list[Device], volumes: list[Volume]) -> list[Device]:
+def _named(devices: list[BlockDevice], volumes: list[Volume]) -> list[BlockDevice]:
     """Devices whose driver does not show the image get it from ceph-csi's record."""
     images = {v.device: v.image for v in volumes if v.device and v.image}
     return [

@@ -83,7 +83,7 @@ def _unread(scene: Scene) -> Iterator[Trouble]:
 
 
 def from_logs(scene: Scene) -> Iterator[tuple[str, LogHit, Trouble]]:
-    """(rule name, hit, trouble) for each log hit. The rule's name is ``log-`` and the pattern's id."""
+    """(rule name, hit, trouble) for each log hit. The rule is named ``log-<pattern id>``."""
     for hit in scene.logs:
         evidence = {
             "line": hit.text[:500],

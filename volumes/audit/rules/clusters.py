@@ -217,9 +217,7 @@ def near_full(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
         )
 
 
-@rule(
-    "clock-skew", "a clock is wrong, on this node or on a monitor", Severity.WARNING, 60.0
-)
+@rule("clock-skew", "a clock is wrong, on this node or on a monitor", Severity.WARNING, 60.0)
 def clock_skew(scene: Scene) -> Outcome:
     troubles = []
     unknown = []

@@ -9,8 +9,9 @@ blocklisted client's reads fail, which makes a full volume look empty.
 import ipaddress
 from collections.abc import Iterator
 
+from linux.blockdev import BlockDevice
 from volumes.audit.inventory.cluster import ClusterView, ImageView, Watcher
-from volumes.audit.inventory.model import Device, Inventory
+from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mounts
 from volumes.audit.rules.base import NO_CLUSTER, NOT_SCANNED, Outcome, cluster_rule, node_rule, rule
 from volumes.audit.types import LogHit, Scene, Severity, Trouble
@@ -65,14 +66,14 @@ def mapped_unmounted(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         )
 
 
-def is_idle(inventory: Inventory, device: Device) -> bool:
+def is_idle(inventory: Inventory, device: BlockDevice) -> bool:
     """No mount in any namespace, no live file system, no device on top, no raw block use."""
     return not (
         inventory.on_host(device)
         or inventory.elsewhere(device)
         or device.active
-        or device.holders
-        or device.raw
+        or device.stacked
+        or inventory.raw.get(device.name)
     )
 
 
@@ -91,7 +92,7 @@ def unmap_failing(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         if device is not None:
             holders = [space.label for space, _ in inventory.elsewhere(device)]
             holders += [user.owner.label for user in inventory.users_on(device)]
-            holders += [f"{holder} on top of it" for holder in device.holders]
+            holders += [f"{above} on top of it" for above in device.stacked]
         yield Trouble(
             subject=subject,
             device=device.name if device else "",
@@ -104,8 +105,8 @@ def unmap_failing(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         )
 
 
-def failing_unmaps(scene: Scene, inventory: Inventory) -> list[tuple[Device | None, LogHit]]:
-    """Unmaps that still fail: not of devices that a pod has again, nor nameless ones of long ago."""
+def failing_unmaps(scene: Scene, inventory: Inventory) -> list[tuple[BlockDevice | None, LogHit]]:
+    """Unmaps that still fail: not of devices that a pod has again, nor old nameless ones."""
     found = [(_device_of(inventory, h), h) for h in scene.logs if h.hint == "unmap-failed"]
     return [
         (device, hit)
@@ -115,7 +116,7 @@ def failing_unmaps(scene: Scene, inventory: Inventory) -> list[tuple[Device | No
     ]
 
 
-def _device_of(inventory: Inventory, hit: LogHit) -> Device | None:
+def _device_of(inventory: Inventory, hit: LogHit) -> BlockDevice | None:
     """The device by name or by image; for a line without a name the only leaked device."""
     for device in inventory.devices:
         spec = device.image.spec if device.image else ""
@@ -134,7 +135,7 @@ def _device_of(inventory: Inventory, hit: LogHit) -> Device | None:
     "mapped-twice", "one image is mapped more than once on this node", Severity.CRITICAL, 2.0
 )
 def mapped_twice(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
-    groups: dict[str, list[Device]] = {}
+    groups: dict[str, list[BlockDevice]] = {}
     for device in inventory.devices:
         for content in _contents(device):
             groups.setdefault(content, []).append(device)
@@ -160,12 +161,12 @@ def mapped_twice(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         )
 
 
-def _contents(device: Device) -> list[str]:
+def _contents(device: BlockDevice) -> list[str]:
     """What must not be written through two devices. A snapshot never changes."""
     if device.image is not None and device.image.snapshot:
         return []
     image = [f"image {device.image.head}"] if device.image is not None else []
-    return image + ([f"file {device.backing_id}"] if device.backing_id else [])
+    return image + ([f"file {device.backing_file}"] if device.backing_file else [])
 
 
 # -- mapped-elsewhere --------------------------------------------------------------------------
@@ -197,9 +198,11 @@ def mapped_elsewhere(scene: Scene) -> Outcome:
     return Outcome(tuple(troubles), unknown="; ".join(unknown))
 
 
-def _by_image(scene: Scene, inventory: Inventory) -> dict[tuple[str, str, str, str], list[Device]]:
+def _by_image(
+    scene: Scene, inventory: Inventory
+) -> dict[tuple[str, str, str, str], list[BlockDevice]]:
     """(cluster, pool, namespace, image) -> its devices on this node, snapshots left out."""
-    found: dict[tuple[str, str, str, str], list[Device]] = {}
+    found: dict[tuple[str, str, str, str], list[BlockDevice]] = {}
     for device in inventory.devices:
         view = scene.cluster_of(device)
         if view is None or device.image is None or device.image.snapshot:
@@ -209,7 +212,7 @@ def _by_image(scene: Scene, inventory: Inventory) -> dict[tuple[str, str, str, s
     return found
 
 
-def _other_watchers(devices: list[Device], image: ImageView) -> list[Watcher]:
+def _other_watchers(devices: list[BlockDevice], image: ImageView) -> list[Watcher]:
     """Watchers that are not this node's mappings of the image.
 
     A kernel mapping shows its client. rbd-nbd and rbd-fuse do not: each is assumed to be one of the
@@ -223,7 +226,7 @@ def _other_watchers(devices: list[Device], image: ImageView) -> list[Watcher]:
 
 
 def _other_writers(
-    mapped: dict[tuple[str, str, str, str], list[Device]], view: ClusterView
+    mapped: dict[tuple[str, str, str, str], list[BlockDevice]], view: ClusterView
 ) -> Iterator[Trouble]:
     for (cluster, *key), devices in mapped.items():
         image = view.image(*key) if cluster == view.name else None
@@ -288,7 +291,7 @@ def blocklisted_client(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
         )
 
 
-def _address(scene: Scene, view: ClusterView, device: Device) -> str:
+def _address(scene: Scene, view: ClusterView, device: BlockDevice) -> str:
     """The address of the device's Ceph client; for silent drivers that of its last only watcher."""
     if device.client and device.client.address:
         return device.client.address

@@ -7,9 +7,9 @@ import contextlib
 import pytest
 
 from tests.volumes.audit.world import INVENTORY
-from volumes.audit import clusters
+from volumes.audit import cluster_polling
+from volumes.audit.inventory import ceph
 from volumes.audit.settings import AuditSettings
-from volumes.inventory import ceph
 
 # Ceph 16.2.15's exact answers to 'osd blocklist ls' in JSON; 15 says 'blacklist' and one array.
 BOTH = (
@@ -33,12 +33,12 @@ def test_a_blocklist_is_read_with_its_ranges(text: str, entries: tuple[str, ...]
 
 
 def test_a_thousand_nodes_that_map_at_one_moment_do_not_ask_at_one_moment() -> None:
-    waits = [clusters.soon(300.0) for _ in range(1000)]
+    waits = [cluster_polling.soon(300.0) for _ in range(1000)]
     assert min(waits) >= 5.0
     assert max(waits) <= 30.0
     seconds = collections.Counter(int(wait) for wait in waits)
     assert max(seconds.values()) < 100  # 40 are even
-    assert clusters.soon(1.0) == 1.0
+    assert cluster_polling.soon(1.0) == 1.0
 
 
 async def test_a_new_mapping_is_asked_about_after_the_drawn_time(
@@ -52,14 +52,14 @@ async def test_a_new_mapping_is_asked_about_after_the_drawn_time(
 
     asked = asyncio.Queue[bool]()
 
-    async def ask(self: clusters.Clusters, settings: AuditSettings) -> None:
+    async def ask(self: cluster_polling.Poller, settings: AuditSettings) -> None:
         asked.put_nowait(True)
 
-    monkeypatch.setattr(clusters, "soon", soon)
-    monkeypatch.setattr(clusters.Clusters, "ask", ask)
+    monkeypatch.setattr(cluster_polling, "soon", soon)
+    monkeypatch.setattr(cluster_polling.Poller, "ask", ask)
     cluster = {"name": "c1", "monitors": ["10.0.0.1:6789"], "secret_file": "/k"}
     settings = AuditSettings.model_validate({"clusters": [cluster]})
-    each = clusters.Clusters(lambda: None)
+    each = cluster_polling.Poller(lambda: None)
     task = asyncio.create_task(each.run(lambda: settings))
     try:
         async with asyncio.timeout(20):

@@ -16,8 +16,8 @@ from tests.testbed.agent import Agent, ApiError
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage
 from tests.volumes.audit.world import DEVICE, INVENTORY, view
-from volumes.audit import faces
-from volumes.inventory.cluster import ImageView
+from volumes.audit import status
+from volumes.audit.inventory.cluster import ImageView
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -166,6 +166,6 @@ def test_a_device_is_shown_with_the_image_of_its_own_cluster() -> None:
     own = view(images=(ImageView("rbd", "", "csi-vol-1", features=1),))
     other = view(name="c2", fsid="f2", images=(ImageView("rbd", "", "csi-vol-1", features=2),))
     audit: Any = SimpleNamespace(findings=[], cluster_views=lambda: {"c2": other, "c1": own})
-    assert faces.detail(audit, INVENTORY, DEVICE)["cluster"]["features"] == 1
+    assert status.detail(audit, INVENTORY, DEVICE)["cluster"]["features"] == 1
     audit.cluster_views = lambda: {"c2": other, "c1": "no answer within 15s"}
-    assert faces.detail(audit, INVENTORY, DEVICE)["cluster"] is None
+    assert status.detail(audit, INVENTORY, DEVICE)["cluster"] is None
