@@ -12,6 +12,7 @@ import pytest
 from linux import mountinfo
 from tests.testbed import pod, trees
 from tests.testbed.agent import Agent, ApiError
+from tests.testbed.damage import flip
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
@@ -85,17 +86,6 @@ def test_while_one_is_paused_another_goes_on_and_higher_priority_goes_first(
 
 
 # --- verify -----------------------------------------------------------------------------------
-
-
-def flip(path: Path) -> bytes:
-    """Another byte in the middle, time and size as before; the right content."""
-    right = path.read_bytes()
-    status = path.stat()
-    wrong = bytearray(right)
-    wrong[len(wrong) // 2] ^= 0xFF
-    path.write_bytes(wrong)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    return right
 
 
 def verified(node: Agent, name: str = "a", *, source: bool = False) -> dict[str, object]:
