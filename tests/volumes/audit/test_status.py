@@ -121,7 +121,7 @@ def test_an_operator_finds_and_frees_a_leak_with_the_command_line(
 
 def test_bad_requests_are_answered_with_what_to_do(agent: Agent) -> None:
     assert "no guarded device has that name" in agent.cli("volume", "show", "nosuch").stderr
-    assert "nothing can be done" in agent.cli("volume", "act", "no/such").stderr
+    assert "has no action for it" in agent.cli("volume", "act", "no/such").stderr
 
 
 def test_metrics_are_well_formed_and_bounded(stage: Stage, agent: Agent) -> None:
