@@ -14,24 +14,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
 from volumes import devices
-from volumes.guard import denials, layout
-from volumes.probe import verdict
-
-if TYPE_CHECKING:
-    from volumes.guard import judge
+from volumes.guard import kernel, lease_manager
+from volumes.probe.examine import Kind
 
 log = structlog.get_logger("volumes")
 
-_SCRIPT = Path(__file__).with_name("execguard.py")
+_SCRIPT = Path(__file__).with_name("exec_filter.py")
 _BLKROSET = 0x125D
-_FLAGGED_FOR = frozenset(
-    {verdict.Kind.UNREADABLE, verdict.Kind.TIMEOUT, verdict.Kind.UNKNOWN_CONTENT}
-)
+_FLAGGED_FOR = frozenset({Kind.UNREADABLE, Kind.TIMEOUT, Kind.UNKNOWN_CONTENT})
 _RESTART_SECONDS = 10.0
 
 
@@ -47,10 +42,10 @@ def set_read_only(path: str, flag: bool) -> None:
 class Fallback:
     """Leases kept here instead of in the kernel: they end with the agent."""
 
-    def __init__(self, refused: Callable[[denials.Denial], None], cgroup: str) -> None:
-        self._refused = refused
+    def __init__(self, denied: Callable[[kernel.Event, None], None], cgroup: str) -> None:
+        self._denied = denied
         self._cgroup = cgroup  # from the hierarchy's root; "/" for all processes
-        self._leases: dict[layout.Number, layout.Lease] = {}
+        self._leases: dict[kernel.Number, kernel.Lease] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._not_before = 0.0
@@ -60,22 +55,23 @@ class Fallback:
 
     # --- as the judge sees leases
 
-    def grant(self, number: layout.Number, until: float) -> None:
-        self._leases[number] = layout.Lease(until, 1)  # opens are not counted: taken as used
+    def grant(self, number: kernel.Number, until: float, diskseq: int | None) -> None:
+        # Opens are not counted, so each lease counts as used.
+        self._leases[number] = kernel.Lease(until, 1, diskseq or 0)
         self._send()
 
-    def revoke(self, number: layout.Number) -> layout.Lease | None:
+    def revoke(self, number: kernel.Number) -> kernel.Lease | None:
         held = self._leases.pop(number, None)
         self._send()
         return held
 
-    def leases(self) -> dict[layout.Number, layout.Lease]:
+    def leases(self) -> dict[kernel.Number, kernel.Lease]:
         return dict(self._leases)
 
     # --- the two means
 
     async def apply(
-        self, mode: layout.Mode, majors: frozenset[int], known: Iterable["judge.Known"]
+        self, mode: kernel.Mode, majors: frozenset[int], known: Iterable[lease_manager.Known]
     ) -> None:
         self._config = {
             "mode": str(mode),
@@ -84,13 +80,13 @@ class Fallback:
         }
         await self._keep_running()
         self._send()
-        if mode is layout.Mode.ENFORCE:
+        if mode is kernel.Mode.ENFORCE:
             for each in known:
                 self._flag(each)
         else:
             self._unflag_all()
 
-    def _flag(self, known: "judge.Known") -> None:
+    def _flag(self, known: lease_manager.Known) -> None:
         device = known.device
         flagged = self.flagged.get(device.name)
         doubtful = known.seen is not None and known.seen.verdict in _FLAGGED_FOR
@@ -140,14 +136,11 @@ class Fallback:
                 self.exec_guard = True
                 continue
             number = (told["number"][0], told["number"][1])
-            name = devices.name_of(number)
-            device = devices.identify(name)
-            event = layout.Event(
+            event = kernel.Event(
                 time.monotonic(), 0, told["tid"], 0, number, told["denied"],
                 Path(told["words"][0]).name, "", tuple(told["words"]),
             )  # fmt: skip
-            volume, title = (device.volume, device.title) if device else ("", "")
-            self._refused(denials.resolve(event, None, name, volume, title))
+            self._denied(event, None)
         self.exec_guard = False
 
     def _send(self) -> None:

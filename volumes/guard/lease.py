@@ -303,7 +303,6 @@ def conclude(
     return (Step.REVOKE,) if opens or not permitted else ()
 
 
-def detached(opens: int | None, permitted: bool) -> tuple[Step, ...]:
-    """What to do after a device went away and its lease was revoked. ``opens``: write opens under
-    that lease, None without one."""
+def detached(opens: int, permitted: bool) -> tuple[Step, ...]:
+    """What to do after a device was detached and its lease revoked, which let ``opens`` pass."""
     return (Step.CLOSE_PERMISSION, Step.MIRROR) if opens == 0 and permitted else ()

@@ -1,12 +1,15 @@
-"""Looks at guarded devices, keeps the ledger, and gives and ends leases.
+"""Looks at guarded devices, keeps the ledger, and grants and revokes leases.
 
-The decision itself is lease.py's; here it is fed and carried out. One task per device at most.
+One task per device, so what happens to one device happens in order. ``_look`` is the whole story of
+one look: probe the device, write down what was seen, and, where it is blank, ask every other source
+and perhaps grant a lease. Decisions and the order of steps are those of ``lease``; this module
+collects the facts and executes the steps (``_carry_out``). A look that fails is a refusal.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -14,62 +17,76 @@ from typing import Protocol
 import structlog
 
 import kit.errors
-import kit.findings
 from linux import mountinfo
 from volumes import devices, settings
-from volumes.guard import denials, errorlog, layout, lease, rawblock
-from volumes.ledger import cluster, entry, store
-from volumes.probe import prober, verdict
+from volumes.guard import denials, kernel, lease
+from volumes.guard.lease import Step
+from volumes.ledger import mirror, store
+from volumes.probe import prober
+from volumes.probe.examine import Kind, Verdict
 
 log = structlog.get_logger("volumes")
 
 SAVE_SECONDS = 10.0  # for an fsync of the ledger; the state directory's disk may hang
 AGAIN_SECONDS = 0.3  # least time between two looks at a device
-LINGER_SECONDS = lease.LINGER_SECONDS
-LEASED_LOOK_SECONDS = 1.0  # while a lease runs: what has become of it
+LEASED_LOOK_SECONDS = 1.0  # between looks while a lease runs
+RAW_LEASE_SECONDS = 3600.0  # renewed while the device is published; ends without an agent
 MOST_DEVICES = 1024
 
 
 class Leases(Protocol):
     """Who holds leases: the kernel program, or the weaker fallback."""
 
-    def grant(self, number: devices.Number, until: float) -> None: ...
+    def grant(self, number: devices.Number, until: float, diskseq: int | None) -> None: ...
 
-    def revoke(self, number: devices.Number) -> layout.Lease | None: ...
+    def revoke(self, number: devices.Number) -> kernel.Lease | None: ...
 
-    def leases(self) -> dict[devices.Number, layout.Lease]: ...
+    def leases(self) -> dict[devices.Number, kernel.Lease]: ...
 
 
 @dataclass
 class Known:
-    """What is known of one attached device. ``reasons`` None: not decided; empty: leased."""
+    """What is known of one attached device.
+
+    ``reasons``: why it may not be formatted; None: not decided; empty: it has a lease.
+    """
 
     device: devices.BlockDevice
-    seen: verdict.Verdict | None = None
+    seen: Verdict | None = None
     reasons: tuple[str, ...] | None = None
     looked: float = 0.0  # CLOCK_MONOTONIC
     raw: bool = False
-    changed_from: str = ""  # the ledger's content, when another is there now
+    changed_from: str = ""  # the ledger's content, when other content is there now
     missing: str = ""  # the ledger's content, when nothing recognisable is there now
     lease_seconds: float | None = None  # from first sight to lease
-    mirrored: tuple[str, str, str, float] | None = None  # what the image's metadata has of us
+    mirrored: tuple[str, str, str, float] | None = None  # what the image's metadata holds of ours
 
 
-class Judge:
+@dataclass
+class _Turn:
+    """Steps are carried out on this: a device, its ledger entry, and who asked for it."""
+
+    known: Known
+    entry: store.Entry | None  # None: nothing to write
+    seen: Verdict | None = None
+    by: str = ""
+
+
+class LeaseManager:
     def __init__(
         self,
         wanted: settings.GuardSettings,
         leases: Leases | None,
         ledger: store.Store,
-        clusters: cluster.Clusters,
-        errors: errorlog.ErrorLog,
+        clusters: mirror.Clusters,
+        errors: lease.ErrorLog,
         refused: denials.Denials,
         *,
         node: str,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.settings = wanted
-        self.leases = leases  # None: nothing is enforced, so nothing is given
+        self.leases = leases  # None: nothing is enforced, so nothing is granted
         self.ledger = ledger
         self.clusters = clusters
         self.errors = errors
@@ -80,6 +97,7 @@ class Judge:
         self._changed = changed
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, asyncio.Event] = {}
+        self._identified: dict[str, devices.BlockDevice] = {}  # for the next look
         self._chores: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self.granted = 0
@@ -88,21 +106,26 @@ class Judge:
 
     # --- one task per device
 
-    def consider(self, name: str) -> None:
-        """Look at the device now, or once more when that is being done."""
+    def consider(self, name: str, device: devices.BlockDevice | None = None) -> None:
+        """Look at the device now, or once more after the look that is running.
+
+        ``device``: what was attached a moment ago, where the caller has just identified it.
+        """
+        if device is not None:
+            self._identified[name] = device
         if name in self._tasks:
             self._again[name].set()
         elif len(self._tasks) < MOST_DEVICES:
             self._again[name] = asyncio.Event()
-            self._tasks[name] = asyncio.create_task(self._work(name), name=f"judge {name}")
+            self._tasks[name] = asyncio.create_task(self._work(name), name=f"lease {name}")
 
     async def _work(self, name: str) -> None:
         again = self._again[name]
-        asked = True  # not only a look at what has become of a lease
+        asked = True  # False: only a look at what became of a lease
         try:
             while True:
                 again.clear()
-                wait = await self._guarded_look(name, asked)
+                wait = await self._try_look(name, asked)
                 self._changed()
                 if again.is_set():
                     await asyncio.sleep(AGAIN_SECONDS)
@@ -115,41 +138,67 @@ class Judge:
         finally:
             del self._tasks[name], self._again[name]
 
-    async def _guarded_look(self, name: str, asked: bool) -> float | None:
-        """A look whose failure is a refusal. Seconds until the next one; None: when asked."""
+    async def _try_look(self, name: str, asked: bool) -> float | None:
+        """A look whose failure is a refusal. Seconds until the next look; None: when asked."""
         try:
-            return await self._look(name, asked)
-        except (kit.errors.AgentError, OSError, TimeoutError, cluster.Failed) as error:
+            device = self._identified.pop(name, None) or devices.identify(name)
+            if device is None or device.size == 0:
+                self.forget(name)
+                return None
+            return await self._look(device, asked)
+        except (kit.errors.AgentError, OSError, TimeoutError, mirror.Failed) as error:
             reason = f"the decision failed: {error or type(error).__name__}"
-            log.error("device could not be judged", device=name, error=reason)
+            log.error("look at device failed", device=name, error=reason)
             known = self.known.get(name)
             if known is not None:
                 known.reasons = (reason,)
             self.denials.decided(name, "", (reason,))
             return None
 
+    def knows(self, name: str) -> bool:
+        """Whether the device was looked at, or is about to be."""
+        return name in self.known or name in self._identified
+
     def forget(self, name: str) -> None:
-        """The device was detached: its lease ends with it."""
+        """The device was detached: revoke its lease."""
+        self._identified.pop(name, None)
         known = self.known.pop(name, None)
         if known is not None:
             held = self._revoke(known.device.number)
-            if held is not None and held.opens == 0 and known.device.volume:
-                # Nothing was written under it, and nothing can be any more.
-                chore = asyncio.create_task(self._close_unused(known), name=f"close {name}")
+            if held is not None and known.device.volume:
+                chore = asyncio.create_task(self._detached(known, held.opens), name=f"close {name}")
                 self._chores.add(chore)
                 chore.add_done_callback(self._chores.discard)
         self.denials.forget(name)
         self._changed()
 
-    async def _close_unused(self, known: Known) -> None:
-        current = self.ledger.get(known.device.volume)
-        if current is None or not current.permitted:
-            return
+    async def _detached(self, known: Known, opens: int) -> None:
+        entry = self._entry(known.device)
         try:
-            await self._save(current.unused())
-            await self._mirror(known, current.unused())
+            steps = lease.detached(opens, permitted=entry.permitted > 0)
+            await self._carry_out(steps, _Turn(known, entry))
         except (OSError, TimeoutError) as error:
             log.warning("unused permission stays open", volume=known.device.title, error=str(error))
+
+    def revoke_unproven(self) -> None:
+        """Revoke leases on numbers that no known device has, unless their attachment is still the
+        one they were given to: an earlier agent may have left them. Call it at adoption and now
+        and then."""
+        if self.leases is None:
+            return
+        numbers = {known.device.number for known in self.known.values()}
+        try:
+            for number, held in self.leases.leases().items():
+                name = devices.name_of(number) if number not in numbers else ""
+                device = devices.identify(name) if name else None
+                if number in numbers or (
+                    device is not None and not lease.met(held.diskseq, None, device.attachment)
+                ):
+                    continue
+                log.warning("lease of another attachment revoked", device=name, number=number)
+                self._revoke(number)
+        except OSError as error:
+            log.error("leases cannot be read", error=str(error))
 
     async def close(self) -> None:
         tasks = [*self._tasks.values(), *self._chores]
@@ -160,118 +209,108 @@ class Judge:
 
     # --- one look
 
-    async def _look(self, name: str, asked: bool) -> float | None:
+    async def _look(self, device: devices.BlockDevice, asked: bool) -> float | None:
+        """Seconds until the next look, while there is a lease."""
         began = time.monotonic()
-        device = devices.identify(name)
-        if device is None or device.size == 0:
-            self.forget(name)
-            return None
-        known = self._meet(device, began)
-        if self.settings.raw_block and rawblock.published(device, rawblock.host_mounts()):
-            return self._raw(known)
+        known = self._meet(device)
+        if self.settings.raw_block and lease.published_raw(device.name, host_mounts()):
+            return self._lease_raw(known)
         known.raw = False
         known.seen = first = await self._probe(device)
         known.looked = time.monotonic()
-        blank = first.verdict is verdict.Kind.BLANK_VERIFIED
-        current = self._entry(device)
-        if not blank:
-            current = await self._merged(device, current)
-        wait = await self._conclude(known, first, current)
-        self._note_missing(known, current)
-        if not blank:
-            self._decided(known, (f"it is not blank: {first}",))
-            return wait
-        if self._until(device) is not None:
-            self._decided(known, ())
-            return wait
-        if self.leases is None:
-            self._decided(known, ("the guard is not attached",))
-            return None
-        if not asked:
-            self._decided(known, ("its lease ran out; it is given again when it is asked for",))
-            return wait
-        return await self._decide(known, first, began)
+        wait = await self._conclude(known, first)
+        reasons = lease.undisputed(
+            first,
+            leased=self._until(device) is not None,
+            attached=self.leases is not None,
+            asked=asked,
+        )
+        if reasons is None:
+            evidence = await self._evidence(known, first)
+            reasons = lease.refusals(
+                evidence, lease.Policy(self.settings.quiet, self.settings.require_extents)
+            )
+            if not reasons:
+                await self._grant(known, f"automatic on {self.node}")
+                if known.lease_seconds is None:
+                    known.lease_seconds = time.monotonic() - began
+                wait = LEASED_LOOK_SECONDS
+        self._decided(known, reasons)
+        return wait
 
-    async def _decide(self, known: Known, first: verdict.Verdict, began: float) -> float | None:
-        device = known.device
-        evidence, answer = await self._evidence(device, first)
-        if answer.known is not None:
-            self._note_missing(known, entry.merge(self._entry(device), answer.known))
-        reasons = lease.refusals(evidence, self._policy())
-        if reasons:
-            self._decided(known, reasons)
-            return None
-        await self._grant(known, f"automatic on {self.node}")
-        if known.lease_seconds is None:
-            known.lease_seconds = time.monotonic() - began
-        self._decided(known, ())
-        return LEASED_LOOK_SECONDS
-
-    def _meet(self, device: devices.BlockDevice, now: float) -> Known:
-        """What we know of this attachment; a new one begins with nothing, and without a lease."""
+    def _meet(self, device: devices.BlockDevice) -> Known:
+        """What is known of this attachment. A new one starts without a lease that is not its."""
         known = self.known.get(device.name)
-        if known is None or known.device.attachment != device.attachment:
-            if known is not None:
-                self._revoke(known.device.number)
-            known = self.known[device.name] = Known(device, looked=now)
+        before = known.device.attachment if known is not None else None
+        held = self._held(device)
+        if lease.met(held.diskseq if held else None, before, device.attachment):
+            self._revoke(device.number)
+        if known is None or before != device.attachment:
+            known = self.known[device.name] = Known(device, looked=time.monotonic())
         known.device = device
         return known
 
-    def _raw(self, known: Known) -> float | None:
-        """Its pod writes the device itself; there is no file system that could be lost by mkfs."""
+    def _lease_raw(self, known: Known) -> float:
+        """A pod writes the device itself: there is no file system that mkfs could destroy."""
         known.raw = True
+        device = known.device
         if self.leases is not None:
-            self.leases.grant(known.device.number, time.monotonic() + rawblock.HELD_SECONDS)
+            until = time.monotonic() + RAW_LEASE_SECONDS
+            self.leases.grant(device.number, until, device.diskseq)
         self._decided(known, ())
-        return rawblock.HELD_SECONDS / 4
+        return RAW_LEASE_SECONDS / 4
 
-    def _revoke(self, number: devices.Number) -> layout.Lease | None:
-        return self.leases.revoke(number) if self.leases is not None else None
-
-    def _held(self, device: devices.BlockDevice) -> layout.Lease | None:
-        return self.leases.leases().get(device.number) if self.leases is not None else None
-
-    async def _probe(self, device: devices.BlockDevice) -> verdict.Verdict:
+    async def _probe(self, device: devices.BlockDevice) -> Verdict:
         found = await self.prober.probe(device.path)
         self.verdicts[found.verdict] = self.verdicts.get(found.verdict, 0) + 1
         return found
 
-    def _policy(self) -> lease.Policy:
-        return lease.Policy(self.settings.quiet, self.settings.require_extents)
-
-    def _until(self, device: devices.BlockDevice) -> float | None:
-        """Until when the kernel lets it be formatted; None when it does not now."""
+    async def _conclude(self, known: Known, seen: Verdict) -> float | None:
+        """Write down what was seen, and end a lease that has served. Seconds until the next look,
+        while there is a lease."""
+        device = known.device
+        blank = seen.verdict is Kind.BLANK_VERIFIED
+        turn = _Turn(known, self._entry(device), seen)
+        if not blank and device.rbd is not None and device.volume:  # what other nodes have seen
+            answer = await self.clusters.look(device.rbd, extents=False)
+            turn.entry = _merged(turn.entry, answer.known)
         held = self._held(device)
-        return held.until if held and held.until > time.monotonic() else None
+        now = time.monotonic()
+        expired = held is not None and now > held.until + 1.0
+        steps = lease.conclude(
+            has_content=seen.has_content,
+            blank=blank,
+            leased=held is not None,
+            expired=expired,
+            opens=held.opens if held else 0,
+            permitted=turn.entry is not None and turn.entry.permitted > 0,
+        )
+        await self._carry_out(steps, turn)
+        self._note_missing(known, turn.entry)
+        if held is None or expired:
+            return None
+        return max(0.2, min(LEASED_LOOK_SECONDS, held.until - now + 1.1))
 
-    def _decided(self, known: Known, reasons: tuple[str, ...]) -> None:
-        if known.reasons != reasons:
-            log.info(
-                "device judged",
-                device=known.device.name, volume=known.device.title,
-                verdict=str(known.seen), may_be_formatted=not reasons, reasons=reasons,
-            )  # fmt: skip
-        known.reasons = reasons
-        self.denials.decided(known.device.name, str(known.seen), reasons)
-
-    async def _evidence(
-        self, device: devices.BlockDevice, first: verdict.Verdict
-    ) -> tuple[lease.Evidence, cluster.Answer]:
-        """Ask every source. The answers are of after the first probe; the second comes last."""
-        asked: asyncio.Task[cluster.Answer] | None = None
+    async def _evidence(self, known: Known, first: Verdict) -> lease.Evidence:
+        """Ask every source. The cluster answers after the first probe; the second probe and the
+        device's identity come last."""
+        device = known.device
+        asked: asyncio.Task[mirror.Answer] | None = None
         if device.rbd is not None:
             asked = asyncio.create_task(self.clusters.look(device.rbd, extents=True))
         try:
             await asyncio.sleep(self.settings.settle)
             second = await self._probe(device)
-            answer = await asked if asked is not None else cluster.NOT_ASKED
+            answer = await asked if asked is not None else mirror.NOT_ASKED
         finally:
             if asked is not None and not asked.done():
                 asked.cancel()
+        if answer.known is not None:
+            self._note_missing(known, _merged(self._entry(device), answer.known))
         after = devices.identify(device.name)
         is_rbd = device.driver == "rbd"
         now = time.monotonic()
-        evidence = lease.Evidence(
+        return lease.Evidence(
             is_rbd=is_rbd,
             before=device.attachment,
             after=after.attachment if after else None,
@@ -287,94 +326,78 @@ class Judge:
             cluster_size=answer.size,
             why_unknown=answer.why,
         )
-        return evidence, answer
 
-    # --- the ledger
+    def _decided(self, known: Known, reasons: tuple[str, ...]) -> None:
+        if known.reasons != reasons:
+            log.info(
+                "device decided",
+                device=known.device.name, volume=known.device.title,
+                verdict=str(known.seen), may_be_formatted=not reasons, reasons=reasons,
+            )  # fmt: skip
+        known.reasons = reasons
+        self.denials.decided(known.device.name, str(known.seen), reasons)
 
-    async def _save(self, new: entry.Entry) -> None:
-        """Durable here when it returns. OSError or TimeoutError otherwise."""
-        async with self._writing:
-            async with asyncio.timeout(SAVE_SECONDS):
-                await asyncio.to_thread(self.ledger.put, new)
+    def _note_missing(self, known: Known, current: store.Entry | None) -> None:
+        """Note content that the ledger knows and that the probe did not see."""
+        assert known.seen is not None
+        gone = current is not None and bool(current.type) and not current.permitted
+        gone = gone and not known.seen.has_content
+        known.missing = current.content if gone and current is not None else ""
 
-    async def _mirror(self, known: Known, new: entry.Entry) -> None:
-        """Into the image's metadata, where there is a cluster to write to."""
-        image = known.device.rbd
-        state = (new.type, new.uuid, new.label, new.permitted)
-        if image is None or image.snapshot or known.mirrored == state:
-            return
-        try:
-            if await self.clusters.write(image, new):
-                known.mirrored = state
-        except cluster.Failed as error:
-            self.mirror_failures += 1
-            log.warning("ledger not mirrored", volume=known.device.title, error=str(error))
+    # --- steps
 
-    def _entry(self, device: devices.BlockDevice) -> entry.Entry:
-        found = self.ledger.get(device.volume)
-        return found or entry.Entry(volume=device.volume, title=device.title)
-
-    async def _merged(self, device: devices.BlockDevice, here: entry.Entry) -> entry.Entry:
-        """With what other nodes have seen."""
-        if device.rbd is None or not device.volume:
-            return here
-        answer = await self.clusters.look(device.rbd, extents=False)
-        return entry.merge(here, answer.known) if answer.known else here
-
-    async def _conclude(
-        self, known: Known, seen: verdict.Verdict, current: entry.Entry
-    ) -> float | None:
-        """Write down what was seen, and end a lease that has done its work. Seconds until the next
-        look, while there is a lease."""
-        held = self._held(known.device)
-        now = time.monotonic()
-        expired = held is not None and now > held.until + 1.0
-        steps = lease.conclude(
-            has_content=seen.has_content,
-            verdict_known=seen.verdict is verdict.Kind.BLANK_VERIFIED,
-            leased=held is not None,
-            expired=expired,
-            opens=held.opens if held else 0,
-            open_=current.permitted > 0,
-        )
+    async def _carry_out(self, steps: Iterable[Step], turn: _Turn) -> None:
+        """Each step in order. RefusedError, OSError or TimeoutError from one ends it there."""
         for step in steps:
-            current = await self._do(step, known, seen, current)
-        if held is None or expired:
-            return None
-        return max(0.2, min(LEASED_LOOK_SECONDS, held.until - now + 1.1))
+            await self._do(step, turn)
 
-    async def _do(
-        self, step: lease.Step, known: Known, seen: verdict.Verdict, current: entry.Entry
-    ) -> entry.Entry:
-        number = known.device.number
+    async def _do(self, step: Step, turn: _Turn) -> None:
+        known, entry = turn.known, turn.entry
+        device = known.device
         match step:
-            case lease.Step.RECORD_CONTENT:
-                return await self._record(known, seen, current)
-            case lease.Step.CLOSE_PERMISSION:
-                current = current.unused()
-                await self._save(current)
-            case lease.Step.MIRROR:
-                if known.device.volume and not known.changed_from:
-                    await self._mirror(known, current)
-            case lease.Step.SHORTEN:
-                until = min(self._until(known.device) or 0.0, time.monotonic() + LINGER_SECONDS)
+            case Step.RECORD_PERMISSION:
+                if device.volume:  # only an operator permits without a volume's name
+                    turn.entry = self._entry(device).permit(turn.by, time.time())
+                    await self._save(turn.entry)
+            case Step.MIRROR:
+                if entry is not None and device.volume:
+                    await self._mirror(known, entry)
+            case Step.CONFIRM:
+                again = devices.identify(device.name)
+                if again is None or again.attachment != device.attachment:
+                    raise kit.errors.RefusedError(
+                        device.name, "another device was attached to it", "try it again"
+                    )
+            case Step.GRANT:
+                until = time.monotonic() + self.settings.lease
+                self._holder().grant(device.number, until, device.diskseq)
+                self.granted += 1
+            case Step.SHORTEN:
+                until = time.monotonic() + lease.LINGER_SECONDS
+                until = min(self._until(device) or 0.0, until)
                 if self.leases is not None:
-                    self.leases.grant(number, until)
-            case lease.Step.REVOKE:
-                self._revoke(number)
-        return current
+                    self.leases.grant(device.number, until, device.diskseq)
+            case Step.REVOKE:
+                self._revoke(device.number)
+            case Step.RECORD_CONTENT:
+                await self._record(turn)
+            case Step.CLOSE_PERMISSION:
+                if entry is not None:
+                    turn.entry = entry.unused()
+                    await self._save(turn.entry)
 
-    async def _record(
-        self, known: Known, seen: verdict.Verdict, current: entry.Entry
-    ) -> entry.Entry:
-        """The content seen, unless it is not what the ledger remembers: that is a finding, and the
-        ledger keeps what it knew until a person accepts the change."""
-        if not known.device.volume:
-            return current
+    async def _record(self, turn: _Turn) -> None:
+        """Save the content seen. Other content than the ledger's is a finding instead, and the
+        ledger keeps its entry until a person accepts the change."""
+        known, current, seen = turn.known, turn.entry, turn.seen
+        assert seen is not None
+        if not known.device.volume or current is None:
+            return
         differs = current.type and (current.type, current.uuid) != (seen.type, seen.uuid)
         if differs and not current.permitted:
-            known.changed_from = f"{current.type} {current.uuid}"
-            return current
+            known.changed_from = current.content
+            turn.entry = None
+            return
         known.changed_from = ""
         new = replace(
             current.saw(seen.type, seen.uuid, seen.label, time.time(), self.node),
@@ -382,52 +405,80 @@ class Judge:
         )
         if self.ledger.needs(new):
             await self._save(new)
-        return new
+        turn.entry = new
 
-    def _note_missing(self, known: Known, current: entry.Entry) -> None:
-        """The ledger knows content, and it cannot be seen here."""
-        assert known.seen is not None
-        gone = bool(current.type) and not known.seen.has_content and not current.permitted
-        known.missing = f"{current.type} {current.uuid}" if gone else ""
+    async def _save(self, new: store.Entry) -> None:
+        """Durable here when it returns. OSError or TimeoutError otherwise."""
+        async with self._writing:
+            async with asyncio.timeout(SAVE_SECONDS):
+                await asyncio.to_thread(self.ledger.put, new)
 
-    # --- giving
+    async def _mirror(self, known: Known, new: store.Entry) -> None:
+        """Into the image's metadata, where credentials for its cluster are configured."""
+        image = known.device.rbd
+        state = (new.type, new.uuid, new.label, new.permitted)
+        if image is None or image.snapshot or known.mirrored == state:
+            return
+        try:
+            if await self.clusters.write(image, new):
+                known.mirrored = state
+        except mirror.Failed as error:
+            self.mirror_failures += 1
+            log.warning("ledger not mirrored", volume=known.device.title, error=str(error))
+
+    def _entry(self, device: devices.BlockDevice) -> store.Entry:
+        found = self.ledger.get(device.volume)
+        return found or store.Entry(volume=device.volume, title=device.title)
+
+    # --- leases
 
     async def _grant(self, known: Known, by: str) -> None:
-        """In the order of lease.GRANTING."""
-        device = known.device
-        if self.leases is None:
-            raise kit.errors.RefusedError(device.name, "the guard is not attached", "attach it")
-        if device.volume:  # without one, only an operator's word leads here
-            permitted = self._entry(device).permit(by, time.time())
-            await self._save(permitted)
-            await self._mirror(known, permitted)
-        again = devices.identify(device.name)
-        if again is None or again.attachment != device.attachment:
-            raise kit.errors.RefusedError(device.name, "was attached anew", "it is looked at again")
-        self.leases.grant(device.number, time.monotonic() + self.settings.lease)
-        self.granted += 1
-        log.info("format permitted", device=device.name, volume=device.title, by=by,
+        self._holder()  # before anything is written down
+        await self._carry_out(lease.GRANTING, _Turn(known, None, by=by))
+        log.info("format permitted", device=known.device.name, volume=known.device.title, by=by,
                  seconds=self.settings.lease)  # fmt: skip
 
+    def _holder(self) -> Leases:
+        if self.leases is None:
+            raise kit.errors.RefusedError(
+                "a lease", "the guard is not attached", "see: nodeagent volume guard status"
+            )
+        return self.leases
+
+    def _revoke(self, number: devices.Number) -> kernel.Lease | None:
+        return self.leases.revoke(number) if self.leases is not None else None
+
+    def _held(self, device: devices.BlockDevice) -> kernel.Lease | None:
+        return self.leases.leases().get(device.number) if self.leases is not None else None
+
+    def _until(self, device: devices.BlockDevice) -> float | None:
+        """Until when the kernel lets it be formatted; None when it does not now."""
+        held = self._held(device)
+        return held.until if held and held.until > time.monotonic() else None
+
+    # --- operators
+
     async def allow(self, path: str, volume: str, reason: str, by: str) -> devices.BlockDevice:
-        """An operator's word: a lease whatever the device holds. NotFoundError, RefusedError."""
+        """A lease whatever the device holds. NotFoundError, RefusedError, InUseError."""
         device = devices.by_path(path)
         if device.volume != volume:
             raise kit.errors.RefusedError(
                 path,
-                f"holds volume {device.volume or '(nothing names it)'}, not {volume or '(empty)'}",
+                f"holds volume {device.volume or '(no name)'}, not {volume or '(empty)'}",
                 "look at it with 'nodeagent volume probe' and name the volume that it shows",
             )
         if _in_use(device):
-            raise kit.errors.InUseError(path, "is mounted or held", "unmount it first")
+            raise kit.errors.InUseError(
+                path, "is mounted, or another device is stacked on it", "unmount it first"
+            )
         log.warning("format permitted by an operator", device=device.name, volume=volume, by=by,
                     reason=reason)  # fmt: skip
-        await self._grant(self._meet(device, time.monotonic()), f"{by}: {reason}")
+        await self._grant(self._meet(device), f"{by}: {reason}")
         self.consider(device.name)
         return device
 
-    async def accept(self, volume: str, by: str) -> entry.Entry:
-        """An operator accepts that the volume's content is another than the ledger knew."""
+    async def accept(self, volume: str, by: str) -> store.Entry:
+        """An operator accepts that the volume holds other content than the ledger knew."""
         known = next((k for k in self.known.values() if k.device.volume == volume), None)
         if known is None or known.seen is None or not known.seen.has_content:
             raise kit.errors.RefusedError(
@@ -443,6 +494,18 @@ class Judge:
         log.warning("changed content accepted", volume=volume, by=by)
         self._changed()
         return new
+
+
+def host_mounts() -> list[mountinfo.Mount]:
+    """The host's mounts, as far as this process may see them."""
+    try:
+        return mountinfo.read(Path("/proc/1/mountinfo"))
+    except OSError:
+        return mountinfo.read()
+
+
+def _merged(here: store.Entry | None, there: store.Entry | None) -> store.Entry | None:
+    return store.merge(here, there) if here is not None and there is not None else here
 
 
 def _in_use(device: devices.BlockDevice) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from volumes import devices, settings
-from volumes.ledger import entry
+from volumes.ledger import store
 
 log = structlog.get_logger("volumes")
 
@@ -25,19 +25,19 @@ _PAUSE_SECONDS = 1.0  # after a failure, before a cluster is tried again
 class Answer:
     """What the cluster says of one image. ``why`` explains an UNKNOWN."""
 
-    mirror: entry.Knowledge
-    extents: entry.Knowledge
-    known: entry.Entry | None = None
+    mirror: store.Knowledge
+    extents: store.Knowledge
+    known: store.Entry | None = None
     extent: tuple[int, int] | None = None
     size: int | None = None
     why: str = ""
 
 
-NOT_ASKED = Answer(entry.Knowledge.NOT_ASKED, entry.Knowledge.NOT_ASKED)
+NOT_ASKED = Answer(store.Knowledge.NOT_ASKED, store.Knowledge.NOT_ASKED)
 
 
 def unknown(why: str) -> Answer:
-    return Answer(entry.Knowledge.UNKNOWN, entry.Knowledge.UNKNOWN, why=why)
+    return Answer(store.Knowledge.UNKNOWN, store.Knowledge.UNKNOWN, why=why)
 
 
 class Failed(Exception):
@@ -150,7 +150,7 @@ class Cluster:
         extent = found["extent"]
         return Answer(
             mirror=mirror,
-            extents=entry.Knowledge.CONTENT if extent else entry.Knowledge.NONE,
+            extents=store.Knowledge.CONTENT if extent else store.Knowledge.NONE,
             known=known,
             extent=(extent[0], extent[1]) if extent else None,
             size=found["size"],
@@ -164,9 +164,9 @@ class Cluster:
         except Failed as error:
             return unknown(str(error))
         mirror, known, why = _metadata(found["entry"])
-        return Answer(mirror, entry.Knowledge.NOT_ASKED, known, why=why)
+        return Answer(mirror, store.Knowledge.NOT_ASKED, known, why=why)
 
-    async def write(self, image: devices.RbdImage, new: entry.Entry) -> None:
+    async def write(self, image: devices.RbdImage, new: store.Entry) -> None:
         """Set the image's metadata. Raises Failed."""
         await self._ask({"do": "write", **_where(image), "value": new.dump()})
 
@@ -176,13 +176,13 @@ class Cluster:
         await self._end()
 
 
-def _metadata(value: str | None) -> tuple[entry.Knowledge, entry.Entry | None, str]:
+def _metadata(value: str | None) -> tuple[store.Knowledge, store.Entry | None, str]:
     if value is None:
-        return entry.Knowledge.NONE, None, ""
+        return store.Knowledge.NONE, None, ""
     try:
-        known = entry.parse(value)
+        known = store.parse(value)
     except (ValueError, TypeError) as error:
-        return entry.Knowledge.UNKNOWN, None, f"the image's metadata: {error}"
+        return store.Knowledge.UNKNOWN, None, f"the image's metadata: {error}"
     return known.knowledge, known, ""
 
 
@@ -223,7 +223,7 @@ class Clusters:
             return await (cluster.look(image) if extents else cluster.read(image))
         return unknown(why) if why else NOT_ASKED
 
-    async def write(self, image: devices.RbdImage, new: entry.Entry) -> bool:
+    async def write(self, image: devices.RbdImage, new: store.Entry) -> bool:
         """Mirror the entry; False when there is no such cluster. Raises Failed."""
         cluster, why = await self.of(image.fsid)
         if cluster is not None:
