@@ -1,4 +1,4 @@
-"""Small durable files, and locks between processes."""
+"""Small durable files: replaced whole, appended to, locked."""
 
 import errno
 import fcntl
@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+LARGEST_LOG = 2**20  # bytes; then the file becomes NAME.1 and a new one begins
 
 
 def save(path: Path, data: bytes, mode: int = 0o600) -> None:
@@ -52,41 +54,32 @@ def lock(path: Path, seconds: float) -> int:
             time.sleep(0.02)
 
 
-class LineLog:
-    """A bounded, durable log of JSON objects, one on each line.
+def append(path: Path, entry: Mapping[str, Any]) -> None:
+    """Append one JSON line; it is on disk when this returns. OSError: it may not be.
 
-    At ``largest`` bytes the file becomes ``<name>.1`` and a new one begins, so there are never more
-    than two. A line torn by a crash is skipped by ``last``.
+    Bounded: two files of ``LARGEST_LOG`` bytes. The directory is made when it is missing.
     """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if path.exists() and path.stat().st_size > LARGEST_LOG:
+        os.replace(path, path.with_name(f"{path.name}.1"))
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, json.dumps(entry).encode() + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
-    def __init__(self, path: Path, largest: int = 2**20) -> None:
-        self.path = path
-        self.largest = largest
 
-    def append(self, entry: Mapping[str, Any]) -> None:
-        """Blocks until the line is on disk. OSError otherwise."""
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if self.path.exists() and self.path.stat().st_size > self.largest:
-            self.path.replace(self.path.with_name(f"{self.path.name}.1"))
-        descriptor = os.open(
-            self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
+def last_entries(path: Path, most: int) -> list[dict[str, Any]]:
+    """The newest entries of an appended file, oldest first; a torn line is left out."""
+    try:
+        lines = path.read_bytes().splitlines()[-most:]
+    except OSError:
+        return []
+    found = []
+    for line in lines:
         try:
-            os.write(descriptor, json.dumps(entry).encode() + b"\n")
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def last(self, count: int = 20) -> list[dict[str, Any]]:
-        """The newest entries, the oldest of them first; empty when there is no file."""
-        try:
-            lines = self.path.read_bytes().splitlines()[-count:]
-        except OSError:
-            return []
-        found = []
-        for line in lines:
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-        return found
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

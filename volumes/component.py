@@ -12,7 +12,8 @@ from prometheus_client.core import Metric
 import kit.errors
 import kit.findings
 import kit.room
-from volumes import devices, metrics, settings, status
+from linux import blockdev
+from volumes import metrics, settings, status
 from volumes.audit import service
 from volumes.audit.settings import AuditSettings, ClusterSettings
 from volumes.guard import controller, kernel, override
@@ -96,7 +97,7 @@ class Volumes:
     # --- what the admin API asks for
 
     def guard_status(self) -> dict[str, Any]:
-        return status.describe(self.guard) | {"operator_log": override.log(self._state_dir).last()}
+        return status.describe(self.guard) | {"operator_log": override.noted(self._state_dir)}
 
     async def set_mode(self, mode: str, by: str, reason: str) -> dict[str, Any]:
         """``mode``: ``settings`` or a mode. It is in the kernel when this returns."""
@@ -118,7 +119,7 @@ class Volumes:
 
     async def probe(self, path: str) -> dict[str, Any]:
         """The verdict on any block device, with what the ledger knows of its volume."""
-        device = await asyncio.to_thread(devices.by_path, path)
+        device = await asyncio.to_thread(blockdev.by_path, path)
         found = await self.guard.manager.prober.probe(path)
         return status.describe_probe(device, found, self.guard.ledger.get(device.volume))
 
@@ -143,7 +144,7 @@ class Volumes:
             await asyncio.to_thread(override.note, self._state_dir, action, by, reason, **fields)
         except OSError as error:
             raise kit.errors.HostError(
-                str(override.log(self._state_dir).path), str(error.strerror), "make it writable"
+                str(override.log(self._state_dir)), str(error.strerror), "make it writable"
             ) from error
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kit.findings import Finding, Severity
-from volumes import devices, settings
+from linux import blockdev
+from volumes import settings
 from volumes.guard import canary, controller, kernel, lease_manager, override
 from volumes.ledger import store
 from volumes.probe.examine import Kind, Verdict
@@ -192,7 +193,7 @@ def _device(known: lease_manager.Known, now: float) -> dict[str, Any]:
 
 
 def describe_probe(
-    device: devices.BlockDevice, found: Verdict, known: store.Entry | None
+    device: blockdev.BlockDevice, found: Verdict, known: store.Entry | None
 ) -> dict[str, Any]:
     """A probe's answer as JSON."""
     return {

@@ -16,10 +16,11 @@ from typing import Any
 import click
 
 import kit.errors
+from linux import blockdev
 from nodeagent import client, configfile
 from nodeagent.cli import context
 from nodeagent.settings import Settings
-from volumes import devices, settings
+from volumes import settings
 from volumes import status as volume_status
 from volumes.guard import kernel, override
 from volumes.ledger import store
@@ -133,7 +134,7 @@ def status(ctx: context.Context, as_json: bool, direct: bool) -> None:
     def here() -> Any:
         wanted, state_dir = _room(ctx)
         return volume_status.without_agent(wanted, state_dir) | {
-            "operator_log": override.log(state_dir).last()
+            "operator_log": override.noted(state_dir)
         }
 
     answer = here() if direct else _call(ctx, ("GET", "/v1/volumes/guard", None), here, 10.0)
@@ -186,7 +187,7 @@ def attach(ctx: context.Context, as_json: bool) -> None:
     wanted, state_dir = _room(ctx)
     handle = override.handle(wanted)
     mode = override.wanted_mode(wanted, state_dir)
-    handle.apply(kernel.wanted(wanted, mode, devices.majors()))
+    handle.apply(kernel.wanted(wanted, mode, blockdev.majors()))
     handle.close()
     _show(volume_status.without_agent(wanted, state_dir), as_json, _status_text)
     if mode is kernel.Mode.OFF:
@@ -215,7 +216,7 @@ def probe(ctx: context.Context, device: str, as_json: bool) -> None:
 
     def here() -> Any:
         wanted, state_dir = _room(ctx)
-        found = devices.by_path(device)
+        found = blockdev.by_path(device)
         ledger = store.Store(state_dir / "volumes" / "ledger")
         ledger.load()
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import structlog
 
 import kit.errors
-from linux import bpf, kmsg, netlink
-from volumes import devices, settings
+from linux import blockdev, bpf, kmsg, netlink
+from volumes import settings
 from volumes.guard import canary, denials, fallback, kernel, lease, lease_manager, override
 from volumes.ledger import mirror, store
 
@@ -211,7 +211,7 @@ class Controller:
 
     def _wanted(self) -> kernel.Wanted:
         new = kernel.wanted(
-            self.settings, self.wanted_mode(), devices.majors(), self._guarded_parts
+            self.settings, self.wanted_mode(), blockdev.majors(), self._guarded_parts
         )
         self._majors = new.majors
         return new
@@ -259,9 +259,9 @@ class Controller:
 
     def _denied(self, event: kernel.Event, mount: int | None) -> None:
         """``mount``: the cgroup hierarchy, open; None where only /proc tells who it was."""
-        name = devices.name_of(event.number) or f"{event.number[0]}:{event.number[1]}"
+        name = blockdev.name_of(event.number) or f"{event.number[0]}:{event.number[1]}"
         known = self.manager.known.get(name)
-        device = known.device if known else devices.identify(name)
+        device = known.device if known else blockdev.identify(name)
         volume, title = (device.volume, device.title) if device else ("", "")
         undecided = known is None or known.reasons is None
         remembered = self.ledger.get(volume)
@@ -313,14 +313,14 @@ class Controller:
 
     # --- devices
 
-    def _is_watched(self, device: devices.BlockDevice) -> bool:
+    def _is_watched(self, device: blockdev.BlockDevice) -> bool:
         return device.driver in self.settings.drivers and any(
             fnmatch.fnmatchcase(device.name, pattern) for pattern in self.settings.names
         )
 
-    def _seen(self, name: str) -> devices.BlockDevice | None:
+    def _seen(self, name: str) -> blockdev.BlockDevice | None:
         """A device was attached or changed, or was found by a scan."""
-        device = devices.identify(name)
+        device = blockdev.identify(name)
         if device is None or device.driver not in self.settings.drivers:
             return device
         self._cover(device)
@@ -334,7 +334,7 @@ class Controller:
             self.manager.consider(name, device)
         return device
 
-    def _cover(self, device: devices.BlockDevice) -> None:
+    def _cover(self, device: blockdev.BlockDevice) -> None:
         """Guard the number of a driver that was loaded just now, or of a partition with an extended
         major, before anybody can use it."""
         if (
@@ -343,7 +343,7 @@ class Controller:
             or "majors" not in self.guard.maps
         ):
             return
-        if device.parent and devices.majors().get(device.number[0]) == "blkext":
+        if device.parent and blockdev.majors().get(device.number[0]) == "blkext":
             self._guarded_parts |= {device.number}
         with contextlib.suppress(OSError):
             self.guard.configure(self._wanted())
@@ -351,7 +351,7 @@ class Controller:
     def _scan(self) -> None:
         """All attached devices; looks again where the last look is long ago."""
         now = time.monotonic()
-        present = set(devices.every())
+        present = set(blockdev.names())
         for name in self.manager.known.keys() - present:
             self.manager.forget(name)
         parts = set()
@@ -367,4 +367,4 @@ class Controller:
 
     def driver_names(self) -> frozenset[str]:
         """Drivers that are loaded now."""
-        return frozenset(devices.majors().values())
+        return frozenset(blockdev.majors().values())

@@ -6,10 +6,7 @@ privileged process can take the flag off), and the exec guard refuses known form
 
 import asyncio
 import contextlib
-import fcntl
 import json
-import os
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -18,25 +15,15 @@ from typing import Any
 
 import structlog
 
-from volumes import devices
+from linux import blockdev
 from volumes.guard import kernel, lease_manager
 from volumes.probe.examine import Kind
 
 log = structlog.get_logger("volumes")
 
 _SCRIPT = Path(__file__).with_name("exec_filter.py")
-_BLKROSET = 0x125D
 _FLAGGED_FOR = frozenset({Kind.UNREADABLE, Kind.TIMEOUT, Kind.UNKNOWN_CONTENT})
 _RESTART_SECONDS = 10.0
-
-
-def set_read_only(path: str, flag: bool) -> None:
-    """Raises OSError. Opens read-only, which never waits for the device."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        fcntl.ioctl(fd, _BLKROSET, struct.pack("=i", int(flag)))
-    finally:
-        os.close(fd)
 
 
 class Fallback:
@@ -50,7 +37,7 @@ class Fallback:
         self._reader: asyncio.Task[None] | None = None
         self._not_before = 0.0
         self._config: dict[str, Any] = {}
-        self.flagged: dict[str, devices.BlockDevice] = {}
+        self.flagged: dict[str, blockdev.BlockDevice] = {}
         self.exec_guard = False
 
     # --- as the judge sees leases
@@ -95,7 +82,7 @@ class Fallback:
         with contextlib.suppress(OSError):
             if doubtful and not leased and not device.holders and flagged is None:
                 if not device.read_only:  # what others made read-only is not ours to undo
-                    set_read_only(device.path, True)
+                    blockdev.set_read_only(device.path, device.number)
                     self.flagged[device.name] = device
                     log.warning("device flagged read-only", device=device.name)
             elif flagged is not None and (leased or not doubtful):
@@ -103,10 +90,10 @@ class Fallback:
 
     def _unflag(self, name: str) -> None:
         device = self.flagged.pop(name, None)
-        now = devices.identify(name)
+        now = blockdev.identify(name)
         if device is not None and now is not None and now.attachment == device.attachment:
             with contextlib.suppress(OSError):
-                set_read_only(device.path, False)
+                blockdev.set_read_only(device.path, device.number, False, claim=False)
 
     def _unflag_all(self) -> None:
         for name in list(self.flagged):

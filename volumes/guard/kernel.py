@@ -144,7 +144,7 @@ def wanted(
     majors: Mapping[int, str],
     parts: frozenset[Number] = frozenset(),
 ) -> Wanted:
-    """The settings in the kernel's terms. ``majors``: as devices.majors() returns them."""
+    """The settings in the kernel's terms. ``majors``: as blockdev.majors() returns them."""
     pairs = (pair.split() for pair in guard.words)
     return Wanted(
         mode=mode,

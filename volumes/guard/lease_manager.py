@@ -17,8 +17,8 @@ from typing import Protocol
 import structlog
 
 import kit.errors
-from linux import mountinfo
-from volumes import devices, settings
+from linux import blockdev, mountinfo
+from volumes import settings
 from volumes.guard import denials, kernel, lease
 from volumes.guard.lease import Step
 from volumes.ledger import mirror, store
@@ -37,11 +37,11 @@ MOST_DEVICES = 1024
 class Leases(Protocol):
     """Who holds leases: the kernel program, or the weaker fallback."""
 
-    def grant(self, number: devices.Number, until: float, diskseq: int | None) -> None: ...
+    def grant(self, number: blockdev.Number, until: float, diskseq: int | None) -> None: ...
 
-    def revoke(self, number: devices.Number) -> kernel.Lease | None: ...
+    def revoke(self, number: blockdev.Number) -> kernel.Lease | None: ...
 
-    def leases(self) -> dict[devices.Number, kernel.Lease]: ...
+    def leases(self) -> dict[blockdev.Number, kernel.Lease]: ...
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Known:
     ``reasons``: why it may not be formatted; None: not decided; empty: it has a lease.
     """
 
-    device: devices.BlockDevice
+    device: blockdev.BlockDevice
     seen: Verdict | None = None
     reasons: tuple[str, ...] | None = None
     looked: float = 0.0  # CLOCK_MONOTONIC
@@ -97,7 +97,7 @@ class LeaseManager:
         self._changed = changed
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, asyncio.Event] = {}
-        self._identified: dict[str, devices.BlockDevice] = {}  # for the next look
+        self._identified: dict[str, blockdev.BlockDevice] = {}  # for the next look
         self._chores: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self.granted = 0
@@ -106,7 +106,7 @@ class LeaseManager:
 
     # --- one task per device
 
-    def consider(self, name: str, device: devices.BlockDevice | None = None) -> None:
+    def consider(self, name: str, device: blockdev.BlockDevice | None = None) -> None:
         """Look at the device now, or once more after the look that is running.
 
         ``device``: what was attached a moment ago, where the caller has just identified it.
@@ -141,7 +141,7 @@ class LeaseManager:
     async def _try_look(self, name: str, asked: bool) -> float | None:
         """A look whose failure is a refusal. Seconds until the next look; None: when asked."""
         try:
-            device = self._identified.pop(name, None) or devices.identify(name)
+            device = self._identified.pop(name, None) or blockdev.identify(name)
             if device is None or device.size == 0:
                 self.forget(name)
                 return None
@@ -189,8 +189,8 @@ class LeaseManager:
         numbers = {known.device.number for known in self.known.values()}
         try:
             for number, held in self.leases.leases().items():
-                name = devices.name_of(number) if number not in numbers else ""
-                device = devices.identify(name) if name else None
+                name = blockdev.name_of(number) if number not in numbers else ""
+                device = blockdev.identify(name) if name else None
                 if number in numbers or (
                     device is not None and not lease.met(held.diskseq, None, device.attachment)
                 ):
@@ -209,7 +209,7 @@ class LeaseManager:
 
     # --- one look
 
-    async def _look(self, device: devices.BlockDevice, asked: bool) -> float | None:
+    async def _look(self, device: blockdev.BlockDevice, asked: bool) -> float | None:
         """Seconds until the next look, while there is a lease."""
         began = time.monotonic()
         known = self._meet(device)
@@ -238,7 +238,7 @@ class LeaseManager:
         self._decided(known, reasons)
         return wait
 
-    def _meet(self, device: devices.BlockDevice) -> Known:
+    def _meet(self, device: blockdev.BlockDevice) -> Known:
         """What is known of this attachment. A new one starts without a lease that is not its."""
         known = self.known.get(device.name)
         before = known.device.attachment if known is not None else None
@@ -260,7 +260,7 @@ class LeaseManager:
         self._decided(known, ())
         return RAW_LEASE_SECONDS / 4
 
-    async def _probe(self, device: devices.BlockDevice) -> Verdict:
+    async def _probe(self, device: blockdev.BlockDevice) -> Verdict:
         found = await self.prober.probe(device.path)
         self.verdicts[found.verdict] = self.verdicts.get(found.verdict, 0) + 1
         return found
@@ -271,8 +271,8 @@ class LeaseManager:
         device = known.device
         blank = seen.verdict is Kind.BLANK_VERIFIED
         turn = _Turn(known, self._entry(device), seen)
-        if not blank and device.rbd is not None and device.volume:  # what other nodes have seen
-            answer = await self.clusters.look(device.rbd, extents=False)
+        if not blank and device.image is not None and device.volume:  # what other nodes have seen
+            answer = await self.clusters.look(device.image, extents=False)
             turn.entry = _merged(turn.entry, answer.known)
         held = self._held(device)
         now = time.monotonic()
@@ -296,8 +296,8 @@ class LeaseManager:
         device's identity come last."""
         device = known.device
         asked: asyncio.Task[mirror.Answer] | None = None
-        if device.rbd is not None:
-            asked = asyncio.create_task(self.clusters.look(device.rbd, extents=True))
+        if device.image is not None:
+            asked = asyncio.create_task(self.clusters.look(device.image, extents=True))
         try:
             await asyncio.sleep(self.settings.settle)
             second = await self._probe(device)
@@ -307,7 +307,7 @@ class LeaseManager:
                 asked.cancel()
         if answer.known is not None:
             self._note_missing(known, _merged(self._entry(device), answer.known))
-        after = devices.identify(device.name)
+        after = blockdev.identify(device.name)
         is_rbd = device.driver == "rbd"
         now = time.monotonic()
         return lease.Evidence(
@@ -322,7 +322,7 @@ class LeaseManager:
             quiet_for=self.errors.quiet_for(device.parent or device.name, is_rbd, now),
             read_only=after.read_only if after else None,
             in_use=_in_use(after) if after else None,
-            snapshot=bool(device.rbd and device.rbd.snapshot),
+            snapshot=bool(device.image and device.image.snapshot),
             cluster_size=answer.size,
             why_unknown=answer.why,
         )
@@ -363,7 +363,7 @@ class LeaseManager:
                 if entry is not None and device.volume:
                     await self._mirror(known, entry)
             case Step.CONFIRM:
-                again = devices.identify(device.name)
+                again = blockdev.identify(device.name)
                 if again is None or again.attachment != device.attachment:
                     raise kit.errors.RefusedError(
                         device.name, "another device was attached to it", "try it again"
@@ -415,7 +415,7 @@ class LeaseManager:
 
     async def _mirror(self, known: Known, new: store.Entry) -> None:
         """Into the image's metadata, where credentials for its cluster are configured."""
-        image = known.device.rbd
+        image = known.device.image
         state = (new.type, new.uuid, new.label, new.permitted)
         if image is None or image.snapshot or known.mirrored == state:
             return
@@ -426,7 +426,7 @@ class LeaseManager:
             self.mirror_failures += 1
             log.warning("ledger not mirrored", volume=known.device.title, error=str(error))
 
-    def _entry(self, device: devices.BlockDevice) -> store.Entry:
+    def _entry(self, device: blockdev.BlockDevice) -> store.Entry:
         found = self.ledger.get(device.volume)
         return found or store.Entry(volume=device.volume, title=device.title)
 
@@ -445,22 +445,22 @@ class LeaseManager:
             )
         return self.leases
 
-    def _revoke(self, number: devices.Number) -> kernel.Lease | None:
+    def _revoke(self, number: blockdev.Number) -> kernel.Lease | None:
         return self.leases.revoke(number) if self.leases is not None else None
 
-    def _held(self, device: devices.BlockDevice) -> kernel.Lease | None:
+    def _held(self, device: blockdev.BlockDevice) -> kernel.Lease | None:
         return self.leases.leases().get(device.number) if self.leases is not None else None
 
-    def _until(self, device: devices.BlockDevice) -> float | None:
+    def _until(self, device: blockdev.BlockDevice) -> float | None:
         """Until when the kernel lets it be formatted; None when it does not now."""
         held = self._held(device)
         return held.until if held and held.until > time.monotonic() else None
 
     # --- operators
 
-    async def allow(self, path: str, volume: str, reason: str, by: str) -> devices.BlockDevice:
+    async def allow(self, path: str, volume: str, reason: str, by: str) -> blockdev.BlockDevice:
         """A lease whatever the device holds. NotFoundError, RefusedError, InUseError."""
-        device = devices.by_path(path)
+        device = blockdev.by_path(path)
         if device.volume != volume:
             raise kit.errors.RefusedError(
                 path,
@@ -508,7 +508,7 @@ def _merged(here: store.Entry | None, there: store.Entry | None) -> store.Entry 
     return store.merge(here, there) if here is not None and there is not None else here
 
 
-def _in_use(device: devices.BlockDevice) -> bool:
+def _in_use(device: blockdev.BlockDevice) -> bool:
     """Mounted by any process (the kernel's own list per file system), or below another device."""
     if device.holders:
         return True

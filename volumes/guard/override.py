@@ -3,7 +3,7 @@
 An operator in an incident must be able to stop the guard although the agent hangs or its settings
 file is wrong. So ``set_mode`` and ``detach`` change the kernel themselves, and write an *override*
 into the state directory, which the agent respects from then on, also after a restart, until
-``set-mode settings`` clears it. Each action of an operator is a line in the operator log (``note``).
+``set-mode settings`` clears it. Each action is a line in the operator log (``note``).
 """
 
 import json
@@ -69,16 +69,20 @@ def clear(state_dir: Path) -> None:
     path(state_dir).unlink(missing_ok=True)
 
 
-def log(state_dir: Path) -> kit.files.LineLog:
-    """What operators did to the guard past the agent's own decisions."""
-    return kit.files.LineLog(state_dir / "volumes" / "operator.log")
+def log(state_dir: Path) -> Path:
+    """What operators did to the guard past the agent's own decisions: JSON lines."""
+    return state_dir / "volumes" / "operator.log"
 
 
 def note(state_dir: Path, action: str, by: str, reason: str, **fields: Any) -> None:
     """On disk when it returns. OSError otherwise: what cannot be written down must not be done."""
-    log(state_dir).append(
-        {"at": time.time(), "action": action, "by": by, "reason": reason, **fields}
-    )
+    line = {"at": time.time(), "action": action, "by": by, "reason": reason, **fields}
+    kit.files.append(log(state_dir), line)
+
+
+def noted(state_dir: Path) -> list[dict[str, Any]]:
+    """The newest lines of the operator log, the oldest of them first."""
+    return kit.files.last_entries(log(state_dir), 20)
 
 
 def handle(wanted: settings.GuardSettings) -> kernel.Kernel:

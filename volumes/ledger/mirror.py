@@ -11,7 +11,8 @@ from typing import Any
 
 import structlog
 
-from volumes import devices, settings
+from linux.rbd_sysfs import RbdImage
+from volumes import settings
 from volumes.ledger import store
 
 log = structlog.get_logger("volumes")
@@ -140,7 +141,7 @@ class Cluster:
             assert self._process.stdin is not None
             self._process.stdin.close()  # it ends at the end of its input
 
-    async def look(self, image: devices.RbdImage) -> Answer:
+    async def look(self, image: RbdImage) -> Answer:
         """What the cluster knows of the image; UNKNOWN for whatever cannot be learnt."""
         try:
             found = await self._ask({"do": "look", **_where(image)})
@@ -157,7 +158,7 @@ class Cluster:
             why=why,
         )
 
-    async def read(self, image: devices.RbdImage) -> Answer:
+    async def read(self, image: RbdImage) -> Answer:
         """Only the image's metadata; extents are not asked."""
         try:
             found = await self._ask({"do": "read", **_where(image)})
@@ -166,7 +167,7 @@ class Cluster:
         mirror, known, why = _metadata(found["entry"])
         return Answer(mirror, store.Knowledge.NOT_ASKED, known, why=why)
 
-    async def write(self, image: devices.RbdImage, new: store.Entry) -> None:
+    async def write(self, image: RbdImage, new: store.Entry) -> None:
         """Set the image's metadata. Raises Failed."""
         await self._ask({"do": "write", **_where(image), "value": new.dump()})
 
@@ -186,7 +187,7 @@ def _metadata(value: str | None) -> tuple[store.Knowledge, store.Entry | None, s
     return known.knowledge, known, ""
 
 
-def _where(image: devices.RbdImage) -> dict[str, Any]:
+def _where(image: RbdImage) -> dict[str, Any]:
     return {"pool": image.pool_id, "namespace": image.namespace, "image_id": image.image_id}
 
 
@@ -214,7 +215,7 @@ class Clusters:
                 return each, ""
         return None, "; ".join(why)
 
-    async def look(self, image: devices.RbdImage, *, extents: bool) -> Answer:
+    async def look(self, image: RbdImage, *, extents: bool) -> Answer:
         """NOT_ASKED when no credentials for the image's cluster are configured."""
         if not image.fsid:
             return unknown("this kernel does not say which cluster the image is of")
@@ -223,7 +224,7 @@ class Clusters:
             return await (cluster.look(image) if extents else cluster.read(image))
         return unknown(why) if why else NOT_ASKED
 
-    async def write(self, image: devices.RbdImage, new: store.Entry) -> bool:
+    async def write(self, image: RbdImage, new: store.Entry) -> bool:
         """Mirror the entry; False when there is no such cluster. Raises Failed."""
         cluster, why = await self.of(image.fsid)
         if cluster is not None:

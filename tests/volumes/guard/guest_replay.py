@@ -9,13 +9,16 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import kit.findings
-from tests.testbed import formatters
-from volumes import devices, settings
+from linux import blockdev
+from tests.testbed import formatters, waiting
+from volumes import settings
 from volumes import status as volume_status
 from volumes.guard import controller
 from volumes.guard.kernel import Mode
@@ -55,12 +58,8 @@ def zeroed(device: str) -> None:
         os.fsync(stream.fileno())
 
 
-async def until(what: str, condition: object, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        if time.monotonic() > deadline:
-            raise SystemExit(f"not within {seconds:g}s: {what}; {findings}")
-        await asyncio.sleep(0.05)
+async def until(what: str, condition: Callable[[], Any]) -> None:
+    await waiting.until_async(condition, 60, what, detail=lambda: findings)
 
 
 async def in_thread(*command: str) -> "subprocess.CompletedProcess[str]":
@@ -112,8 +111,8 @@ async def main() -> None:
     say(f"blank mounted {outcome.mounted} after {time.monotonic() - began:.1f}s {outcome.error}")
     Path(TARGET, "data").write_text("precious")
     run("sync")
-    identity = devices.identify(name)
-    assert identity is not None and identity.rbd is not None
+    identity = blockdev.identify(name)
+    assert identity is not None and identity.image is not None
     say(f"volume {identity.volume}")
     await until("the ledger", lambda: (guard.ledger.get(identity.volume) or identity).title
                 and (e := guard.ledger.get(identity.volume)) and e.type == "ext4")  # fmt: skip
@@ -162,7 +161,7 @@ async def main() -> None:
     run("umount", TARGET)
 
     # Another node without memory of its own: the image's metadata tells it.
-    answer = await guard.clusters.look(identity.rbd, extents=True)
+    answer = await guard.clusters.look(identity.image, extents=True)
     say(f"metadata {answer.mirror} extents {answer.extents}")
     await guard.stop()
     detach(device)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import blockdev, cell
+from tests.testbed import blockdev, cell, waiting
 from volumes import settings
 from volumes.guard import kernel
 
@@ -79,22 +79,22 @@ def test_guard_outlives_killed_agent_and_is_adopted(
     where: cell.Cell, device: str, tmp_path: Path
 ) -> None:
     with cell.agent(tmp_path, where) as agent:
-        before = agent.cli("volume", "guard", "status")
+        before = agent.cli_json("volume", "guard", "status")
         assert (before["mode"], before["proof"]) == ("enforce", "enforced")
 
         agent.kill()
         done = where.run("mkfs.ext4", "-F", device)
         assert done.returncode != 0 and "not permitted" in done.stderr
-        alone = agent.cli("volume", "guard", "status")
+        alone = agent.cli_json("volume", "guard", "status")
         assert (alone["agent"], alone["mode"], alone["proof"]) == (
             *("not running", "enforce", "enforced"),
         )
 
         agent.start()
-        after = agent.cli("volume", "guard", "status")
+        after = agent.cli_json("volume", "guard", "status")
         assert after["programs"] == before["programs"]
         # What was refused while no agent ran is told now.
-        told = cell.wait_for("the refusal to be told", 10, lambda: agent.findings())
+        told = waiting.until(lambda: agent.findings(), 10, "the refusal to be told")
         assert {f["rule"] for f in told} == {"format-denied"}
 
 
@@ -163,17 +163,17 @@ def test_detach_lasts_until_set_mode_settings(
     where: cell.Cell, device: str, tmp_path: Path
 ) -> None:
     with cell.agent(tmp_path, where) as agent:
-        agent.cli("volume", "guard", "detach", "--reason", "a test")
+        agent.cli_json("volume", "guard", "detach", "--reason", "a test")
         assert where.run("tune2fs", "-L", "x", device).returncode == 0
         time.sleep(6)  # longer than a reconcile: the agent does not attach it again by itself
-        status = agent.cli("volume", "guard", "status")
+        status = agent.cli_json("volume", "guard", "status")
         assert (status["mode"], status["proof"]) == ("off", "let through")
         assert status["override"]["reason"] == "a test"
         assert "guard-overridden" in {f["rule"] for f in agent.findings()}
 
-        agent.cli("volume", "guard", "set-mode", "settings", "--reason", "over")
+        agent.cli_json("volume", "guard", "set-mode", "settings", "--reason", "over")
         assert where.run("mkfs.ext4", "-F", device).returncode != 0
-        actions = [e["action"] for e in agent.cli("volume", "guard", "status")["operator_log"]]
+        actions = [e["action"] for e in agent.cli_json("volume", "guard", "status")["operator_log"]]
         assert actions == ["detach", "set-mode"]
 
 
@@ -181,14 +181,14 @@ def test_kill_switch_works_without_agent(where: cell.Cell, device: str, tmp_path
     with cell.agent(tmp_path, where) as agent:
         agent.kill()
         assert where.run("tune2fs", "-L", "x", device).returncode != 0
-        agent.cli("volume", "guard", "set-mode", "dry-run", "--reason", "a test")
+        agent.cli_json("volume", "guard", "set-mode", "dry-run", "--reason", "a test")
         assert where.run("tune2fs", "-L", "x", device).returncode == 0
-        agent.cli("volume", "guard", "set-mode", "enforce", "--reason", "a test")
+        agent.cli_json("volume", "guard", "set-mode", "enforce", "--reason", "a test")
         assert where.run("tune2fs", "-L", "x", device).returncode != 0
-        agent.cli("volume", "guard", "detach", "--reason", "a test")
+        agent.cli_json("volume", "guard", "detach", "--reason", "a test")
         assert where.run("tune2fs", "-L", "x", device).returncode == 0
         agent.start()  # and the next agent respects it
-        assert agent.cli("volume", "guard", "status")["mode"] == "off"
+        assert agent.cli_json("volume", "guard", "status")["mode"] == "off"
 
 
 def test_attach_command_works_without_agent(where: cell.Cell, device: str, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_attach_command_works_without_agent(where: cell.Cell, device: str, tmp_p
         agent.kill()
         where.guard().detach()
         assert where.run("tune2fs", "-L", "x", device).returncode == 0
-        status = agent.cli("volume", "guard", "attach")
+        status = agent.cli_json("volume", "guard", "attach")
         assert (status["mode"], status["proof"]) == ("enforce", "enforced")
         assert where.run("tune2fs", "-L", "x", device).returncode != 0
 
@@ -204,6 +204,8 @@ def test_attach_command_works_without_agent(where: cell.Cell, device: str, tmp_p
 def test_controller_attaches_again_after_foreign_detach(where: cell.Cell, tmp_path: Path) -> None:
     with cell.agent(tmp_path, where) as agent:
         where.guard().detach()  # by somebody's bpftool, not by our kill switch
-        cell.wait_for("the guard to be attached again", 10,
-                      lambda: agent.get("/v1/volumes/guard")["attached"]
-                      and where.guard().read().attached)  # fmt: skip
+        waiting.until(
+            lambda: agent.get("/v1/volumes/guard")["attached"] and where.guard().read().attached,
+            10,
+            "the guard to be attached again",
+        )

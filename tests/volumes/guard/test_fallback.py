@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import blockdev, cell
+from tests.testbed import blockdev, cell, waiting
+from tests.testbed.agent import Agent
 
 pytestmark = pytest.mark.real
 
@@ -14,7 +15,7 @@ SIZE = 320 * blockdev.MiB
 
 
 @pytest.fixture(scope="module")
-def fallen(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[cell.Agent]:
+def fallen(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
     """An agent whose kernel refuses the program: its object file is one that no verifier takes."""
     folder = tmp_path_factory.mktemp("fallen")
     source = folder / "bad.c"
@@ -31,38 +32,38 @@ def fallen(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def test_status_names_missing_program_and_fallback(
-    fallen: cell.Agent,
+    fallen: Agent,
 ) -> None:
-    cell.wait_for(
-        "the exec guard",
-        20,
+    waiting.until(
         lambda: (
             "watches" in (fallen.get("/v1/volumes/guard")["fallback"] or {}).get("exec_guard", "")
         ),
+        20,
+        "the exec guard",
     )
-    status = fallen.cli("volume", "guard", "status")
+    status = fallen.cli_json("volume", "guard", "status")
     assert not status["attached"] and "does not take it" in status["unsupported"]
     assert "guard-not-in-force" in {f["rule"] for f in fallen.findings()}
     assert not fallen.get("/readyz")["ready"]
 
 
 def test_exec_filter_refuses_formatters_by_name(
-    where: cell.Cell, fallen: cell.Agent, tmp_path: Path
+    where: cell.Cell, fallen: Agent, tmp_path: Path
 ) -> None:
-    cell.wait_for(
-        "the exec guard",
-        20,
+    waiting.until(
         lambda: (
             "watches" in (fallen.get("/v1/volumes/guard")["fallback"] or {}).get("exec_guard", "")
         ),
+        20,
+        "the exec guard",
     )
     image = tmp_path / "image"
     with image.open("wb") as stream:
         stream.truncate(SIZE)
     blockdev.run("mkfs.ext4", "-q", str(image))  # a file is no guarded device
     with blockdev.loop(image) as device:
-        cell.wait_for(
-            "its content", 10, lambda: (fallen.device(device).get("verdict") or {}).get("type")
+        waiting.until(
+            lambda: (fallen.guarded(device).get("verdict") or {}).get("type"), 10, "its content"
         )
         before = blockdev.sha256(image)
         for words in (("mkfs.ext4", "-F", device), ("wipefs", "-a", "-f", device),
@@ -77,19 +78,19 @@ def test_exec_filter_refuses_formatters_by_name(
         assert where.run("mount", device, str(tmp_path / "mnt")).returncode == 0
         assert where.run("umount", str(tmp_path / "mnt")).returncode == 0
         assert blockdev.run("mkfs.ext4", "-n", "-F", device).returncode == 0  # outside the cell
-        cell.wait_for(
-            "the finding",
-            10,
+        waiting.until(
             lambda: [
                 f
                 for f in fallen.findings()
                 if f["rule"] == "format-denied" and str(tmp_path) in f["subject"]
             ],
+            10,
+            "the finding",
         )
 
 
 def test_unreadable_device_is_read_only_until_readable(
-    where: cell.Cell, fallen: cell.Agent, tmp_path: Path
+    where: cell.Cell, fallen: Agent, tmp_path: Path
 ) -> None:
     """Reads fail, writes would not: only the flag keeps a writer of unknown name out."""
     unknown = str(shutil.copy(shutil.which("dd") or "", tmp_path / "unknown-formatter"))
@@ -97,11 +98,11 @@ def test_unreadable_device_is_read_only_until_readable(
     with blockdev.faulty_disk(tmp_path / "disk", SIZE, faults=broken) as disk:
         write = (unknown, "if=/dev/zero", f"of={disk.device}", "bs=1M", "count=1", "oflag=direct")
         read_only = Path("/sys/block", disk.name, "ro")
-        cell.wait_for("the flag", 20, lambda: read_only.read_text().strip() == "1")
+        waiting.until(lambda: read_only.read_text().strip() == "1", 20, "the flag")
         done = blockdev.run(*write, check=False)
         assert done.returncode != 0
         assert "not permitted" in done.stderr or "denied" in done.stderr, done.stderr
         disk.clear()
         where.run("mkfs.ext4", "-q", "-F", disk.device)  # refused; the device is examined again
-        cell.wait_for("the flag to go", 20, lambda: read_only.read_text().strip() == "0")
+        waiting.until(lambda: read_only.read_text().strip() == "0", 20, "the flag to go")
         assert blockdev.run(*write, check=False).returncode == 0

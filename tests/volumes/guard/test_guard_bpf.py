@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from linux import bpf
-from tests.testbed import blockdev, cell
+from tests.testbed import blockdev, cell, waiting
 from volumes import settings
 from volumes.guard import kernel
 
@@ -269,8 +269,8 @@ def test_lease_allows_format_and_expires(guarded: cell.Cell, tmp_path: Path) -> 
         guard.grant(number, time.monotonic() + 2, None)
         assert guarded.run("mkfs.ext4", "-q", device).returncode == 0
         assert guard.leases()[number].opens > 0
-        cell.wait_for(
-            "the lease to end", 4, lambda: guarded.run("mkfs.ext4", "-q", device).returncode != 0
+        waiting.until(
+            lambda: guarded.run("mkfs.ext4", "-q", device).returncode != 0, 4, "the lease to end"
         )
         guard.revoke(number)
         guard.close()

@@ -3,7 +3,8 @@
 import struct
 from pathlib import Path
 
-from volumes import devices, settings
+from linux import blockdev
+from volumes import settings
 from volumes.guard import kernel
 
 
@@ -27,7 +28,7 @@ def test_wanted_counts_per_device_majors_as_rbd(tmp_path: Path) -> None:
     (tmp_path / "devices").write_text(
         "Character devices:\n  1 mem\n\nBlock devices:\n 43 nbd\n252 rbd0\n253 rbd\n259 blkext\n"
     )
-    majors = devices.majors(tmp_path)
+    majors = blockdev.majors(tmp_path)
     assert majors == {43: "nbd", 252: "rbd", 253: "rbd", 259: "blkext"}
     wanted = kernel.wanted(settings.GuardSettings(), kernel.Mode.ENFORCE, majors)
     assert wanted.majors == {43, 252, 253}

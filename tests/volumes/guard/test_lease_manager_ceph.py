@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+import linux.blockdev
+from linux.rbd_sysfs import RbdImage
 from tests.testbed import blockdev, cell, ceph
-from volumes import devices, settings
+from volumes import settings
 from volumes.guard import denials, kernel, lease, lease_manager
 from volumes.ledger import mirror, store
 
@@ -38,13 +40,13 @@ def _credentials(backend: ceph.CephCluster, user: str = "admin") -> settings.Clu
     return settings.ClusterSettings(conf=backend.conf, user=user)
 
 
-def _image(backend: ceph.CephCluster, name: str, namespace: str = "") -> devices.RbdImage:
+def _image(backend: ceph.CephCluster, name: str, namespace: str = "") -> RbdImage:
     spec = f"rbd/{namespace}/{name}" if namespace else f"rbd/{name}"
     backend.run("rbd", "create", "--size", "64M", spec)
     info = json.loads(backend.run("rbd", "info", "--format", "json", spec))
     pools = json.loads(backend.run("ceph", "osd", "pool", "ls", "detail", "--format", "json"))
     number = next(p["pool_id"] for p in pools if p["pool_name"] == "rbd")
-    return devices.RbdImage(backend.fsid, "rbd", number, namespace, name, info["id"], "")
+    return RbdImage("rbd", name, namespace, "", info["id"], backend.fsid, number)
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ async def test_look_counts_extents_of_a_clones_parent(
     backend.run("rbd", "clone", "rbd/parent@s", "rbd/child")
     info = json.loads(backend.run("rbd", "info", "--format", "json", "rbd/child"))
     parent = _image(backend, "other")
-    child = devices.RbdImage(backend.fsid, "rbd", parent.pool_id, "", "child", info["id"], "")
+    child = RbdImage("rbd", "child", "", "", info["id"], backend.fsid, parent.pool_id)
     assert (await clusters.look(child, extents=True)).extents is store.Knowledge.CONTENT
 
 
@@ -95,8 +97,8 @@ async def test_look_at_missing_image_is_unknown(
     backend: ceph.CephCluster, clusters: mirror.Clusters
 ) -> None:
     there = _image(backend, "there")
-    gone = devices.RbdImage(backend.fsid, "rbd", there.pool_id, "", "gone", "ffffffffffff", "")
-    for image in (gone, devices.RbdImage(backend.fsid, "x", 999, "", "gone", "a", "")):
+    gone = RbdImage("rbd", "gone", "", "", "ffffffffffff", backend.fsid, there.pool_id)
+    for image in (gone, RbdImage("x", "gone", "", "", "a", backend.fsid, 999)):
         for extents in (True, False):
             answer = await clusters.look(image, extents=extents)
             assert answer.mirror is store.Knowledge.UNKNOWN and answer.why
@@ -106,7 +108,7 @@ async def test_look_at_missing_image_is_unknown(
 
 
 async def test_look_does_not_ask_about_other_clusters(clusters: mirror.Clusters) -> None:
-    other = devices.RbdImage("00000000-0000-0000-0000-000000000000", "rbd", 1, "", "a", "a", "")
+    other = RbdImage("rbd", "a", "", "", "a", "00000000-0000-0000-0000-000000000000", 1)
     assert await clusters.look(other, extents=True) == mirror.NOT_ASKED
 
 
@@ -182,20 +184,20 @@ class Bench:
 
 
 @pytest.fixture
-def identities(monkeypatch: pytest.MonkeyPatch) -> dict[str, devices.RbdImage]:
+def identities(monkeypatch: pytest.MonkeyPatch) -> dict[str, RbdImage]:
     """Device path -> the image that it is taken for."""
     import dataclasses
 
-    given: dict[str, devices.RbdImage] = {}
-    real = devices.identify
+    given: dict[str, RbdImage] = {}
+    real = linux.blockdev.identify
 
-    def identify(name: str) -> devices.BlockDevice | None:
+    def identify(name: str) -> linux.blockdev.BlockDevice | None:
         found = real(name)
         if found is None or found.path not in given:
             return found
-        return dataclasses.replace(found, driver="rbd", rbd=given[found.path])
+        return dataclasses.replace(found, driver="rbd", image=given[found.path])
 
-    monkeypatch.setattr(devices, "identify", identify)
+    monkeypatch.setattr(linux.blockdev, "identify", identify)
     return given
 
 
@@ -206,7 +208,7 @@ def _blank(path: Path) -> Path:
 
 
 async def test_metadata_of_another_agent_refuses_lease(
-    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, devices.RbdImage],
+    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, RbdImage],
     tmp_path: Path,
 ) -> None:  # fmt: skip
     image = _image(backend, "shared")
@@ -242,7 +244,7 @@ async def test_metadata_of_another_agent_refuses_lease(
 
 
 async def test_extents_refuse_lease_of_zeros(
-    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, devices.RbdImage],
+    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, RbdImage],
     tmp_path: Path,
 ) -> None:  # fmt: skip
     image = _image(backend, "extents")
@@ -260,7 +262,7 @@ async def test_extents_refuse_lease_of_zeros(
 
 
 async def test_cluster_down_refuses_lease(
-    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, devices.RbdImage],
+    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, RbdImage],
     tmp_path: Path,
 ) -> None:  # fmt: skip
     image = _image(backend, "down")

@@ -20,13 +20,10 @@ def test_override_survives_and_damaged_file_is_error(tmp_path: Path) -> None:
     assert override.load(tmp_path) is None
 
 
-def test_operator_log_is_bounded_and_skips_torn_line(tmp_path: Path) -> None:
-    override.note(tmp_path, "detach", "me", "why")
-    log = override.log(tmp_path)
-    with log.path.open("ab") as stream:
-        stream.write(b'{"torn')
-    assert [e["action"] for e in log.last()] == ["detach"]
-    log.path.write_bytes(b"x" * (log.largest + 1))
-    override.note(tmp_path, "accept", "me", "")
-    assert [e["action"] for e in log.last()] == ["accept"]
-    assert sorted(p.name for p in log.path.parent.iterdir()) == ["operator.log", "operator.log.1"]
+def test_note_is_shown_by_noted(tmp_path: Path) -> None:
+    assert override.noted(tmp_path) == []
+    override.note(tmp_path, "detach", "me", "why", mode="off")
+    (line,) = override.noted(tmp_path)
+    assert (line["action"], line["by"], line["reason"], line["mode"]) == (
+        *("detach", "me", "why", "off"),
+    )
