@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from nodeagent.admin import datasets, openapi, server
 
 import cache.component
 import kit.errors
 import kit.room
 from nodeagent import app, configfile
-from nodeagent.admin import datasets, openapi, server
 
 METHODS = {"get", "post", "put", "delete", "patch"}
 

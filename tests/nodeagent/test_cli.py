@@ -5,9 +5,9 @@ import sys
 from typing import Any
 
 import pytest
+from nodeagent.cli import main
 
 from nodeagent import client
-from nodeagent.cli import main
 
 
 def dataset(**more: Any) -> dict[str, Any]:

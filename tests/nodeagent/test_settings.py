@@ -5,10 +5,10 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from nodeagent.cli import main
 
 import kit.errors
 from nodeagent import configfile
-from nodeagent.cli import main
 from nodeagent.settings import Settings
 
 # The shape that other tools rely on, word by word.

@@ -10,12 +10,12 @@ from typing import Any
 
 import click.testing
 import pytest
-
-import kit.errors
-import preheat.component
 from nodeagent.admin import images as images_api
 from nodeagent.admin import openapi
 from nodeagent.cli import main
+
+import kit.errors
+import preheat.component
 from tests.preheat import rig
 from tests.testbed import agent as agents
 from tests.testbed import containerd, proxy, registry
