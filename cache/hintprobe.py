@@ -22,7 +22,7 @@ def window(view: str, seconds: float) -> list[str]:
     found: dict[str, None] = {}
     targets: dict[int, list[str]] = {}
     mount = mountinfo.at(view, mountinfo.read())[-1]
-    with fanotify.Group() as group:
+    with fanotify.OpenWatch() as group:
         group.watch_filesystem(view)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and len(found) < MOST_IN_A_WINDOW:

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import kit.files
 from cache.fill import batch, control, crew, index, link, space, tree
 from cache.fill.entry import Entry
-from linux import processes
 
 PROGRESS_SECONDS = 0.5
 LOCK_SECONDS = 10.0
@@ -40,7 +40,7 @@ class Engine:
         self.task = task
         self.generation = Path(task["generation"])
         # The pass of an agent that was killed may need a moment to end.
-        self._lock = processes.lock(self.generation / "lock", LOCK_SECONDS)
+        self._lock = kit.files.lock(self.generation / "lock", LOCK_SECONDS)
         self.resumed = self._prepare()
         if not self.resumed:
             index.Index.discard(self.generation / index.NAME)  # it is about another tree

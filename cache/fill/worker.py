@@ -17,7 +17,7 @@ from typing import Any
 import kit.parent
 from cache.fill import checks, control, copying, entry, index, messages, native, tree
 from cache.fill.entry import Entry
-from linux import journal, syscalls
+from linux import fs_ordering, syscalls
 
 # A chunk is left for another time after so long: what is staged gets committed, hints get a turn.
 CHUNK_SECONDS = 2.0
@@ -51,7 +51,7 @@ class Worker:
     @functools.cached_property
     def ordered(self) -> bool:
         """Asked by the one that commits."""
-        return journal.keeps_order(self.generation)
+        return fs_ordering.keeps_order(self.generation)
 
     def close(self) -> None:
         """Let go of the cluster; may hang with it, the pass waits for so long and no longer."""
