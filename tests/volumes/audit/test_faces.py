@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from nodeagent.admin import openapi
 
+from nodeagent.api import openapi
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage
 from tests.volumes.audit.world import DEVICE, INVENTORY, view

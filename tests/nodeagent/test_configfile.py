@@ -5,10 +5,9 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from nodeagent.cli import main
 
 import kit.errors
-from nodeagent import configfile
+from nodeagent import configfile, main
 from nodeagent.settings import Settings
 
 # The shape that other tools rely on, word by word.
