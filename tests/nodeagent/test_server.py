@@ -168,9 +168,7 @@ class Fake:
 
 @contextlib.asynccontextmanager
 async def serving(agent: app.Agent, *routes: Route) -> AsyncIterator[TestClient[Any, Any]]:
-    room = kit.room.Room(
-        "fake", "", kit.settings.Section, lambda *_: Fake(), routes=lambda: routes
-    )
+    room = kit.room.Room("fake", "", kit.settings.Section, lambda *_: Fake(), routes=lambda: routes)
     state = State(agent.state.settings, running=[(room, Fake())])
     async with TestClient(TestServer(server.application(state))) as client:
         yield client
