@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from linux import blockdev
-from nodeagent import reporting
+from nodeagent import findings as reporting
 from tests.volumes.audit import world
 from volumes.audit import scheduler, service, status
 from volumes.audit.inventory import model, scan
