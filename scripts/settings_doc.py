@@ -18,8 +18,8 @@ HEAD = """\
 
 The agent reads one YAML file: `nodeagent --config FILE run`; without `--config` the file in
 `$NODEAGENT_CONFIG`, else `/etc/nodeagent/nodeagent.yaml`. Unknown keys are refused. Write sizes
-like `500GiB`, times like `30s`, shares like `10%`. `nodeagent config check FILE` prints the effective
-settings, or what is wrong and in which line.
+like `500GiB`, times like `30s`, shares like `10%`. `nodeagent config check FILE` prints the
+effective settings, or what is wrong and in which line.
 
 The agent reads the file again when it changes, also when a ConfigMap is updated. Most settings
 change while it runs. The log, `/readyz` and the status page name those that need a restart.
