@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+import linux.blockdev
+from linux.rbd_sysfs import RbdImage
 from tests.testbed import blockdev, cell, ceph
-from volumes import devices, settings
-from volumes.guard import denials, errorlog, judge, kernel, layout
-from volumes.ledger import cluster, entry, store
+from volumes import settings
+from volumes.guard import denials, kernel, lease, lease_manager
+from volumes.ledger import mirror, store
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
@@ -38,46 +40,46 @@ def _credentials(backend: ceph.CephCluster, user: str = "admin") -> settings.Clu
     return settings.ClusterSettings(conf=backend.conf, user=user)
 
 
-def _image(backend: ceph.CephCluster, name: str, namespace: str = "") -> devices.RbdImage:
+def _image(backend: ceph.CephCluster, name: str, namespace: str = "") -> RbdImage:
     spec = f"rbd/{namespace}/{name}" if namespace else f"rbd/{name}"
     backend.run("rbd", "create", "--size", "64M", spec)
     info = json.loads(backend.run("rbd", "info", "--format", "json", spec))
     pools = json.loads(backend.run("ceph", "osd", "pool", "ls", "detail", "--format", "json"))
     number = next(p["pool_id"] for p in pools if p["pool_name"] == "rbd")
-    return devices.RbdImage(backend.fsid, "rbd", number, namespace, name, info["id"], "")
+    return RbdImage("rbd", name, namespace, "", info["id"], backend.fsid, number)
 
 
 @pytest.fixture
-async def clusters(backend: ceph.CephCluster) -> AsyncIterator[cluster.Clusters]:
-    made = cluster.Clusters((_credentials(backend),), 10.0)
+async def clusters(backend: ceph.CephCluster) -> AsyncIterator[mirror.Clusters]:
+    made = mirror.Clusters((_credentials(backend),), 10.0)
     yield made
     await made.close()
 
 
 @pytest.mark.parametrize("namespace", ["", "team"])
-async def test_extents_and_metadata_of_a_new_and_of_a_written_image(
-    backend: ceph.CephCluster, clusters: cluster.Clusters, namespace: str
+async def test_look_reports_extents_and_metadata(
+    backend: ceph.CephCluster, clusters: mirror.Clusters, namespace: str
 ) -> None:
     image = _image(backend, f"img{namespace}", namespace)
     spec = image.spec
-    assert await clusters.look(image, extents=True) == cluster.Answer(
-        entry.Knowledge.NONE, entry.Knowledge.NONE, size=SIZE
+    assert await clusters.look(image, extents=True) == mirror.Answer(
+        store.Knowledge.NONE, store.Knowledge.NONE, size=SIZE
     )
 
     backend.run("rbd", "bench", "--io-type", "write", "--io-total", "8K", "--io-size", "4K", spec)
-    known = entry.Entry("v", "t").saw("ext4", "u", "", 1.0, "n")
+    known = store.Entry("v", "t").saw("ext4", "u", "", 1.0, "n")
     assert await clusters.write(image, known)
 
     answer = await clusters.look(image, extents=True)
-    assert (answer.extents, answer.mirror) == (entry.Knowledge.CONTENT, entry.Knowledge.CONTENT)
+    assert (answer.extents, answer.mirror) == (store.Knowledge.CONTENT, store.Knowledge.CONTENT)
     assert answer.known == known
     listed = backend.run("rbd", "image-meta", "list", "--format", "json", spec)
     assert json.loads(json.loads(listed)["nodeagent.volume"])["uuid"] == "u"  # what people see
     assert "watcher=" not in backend.run("rbd", "status", spec)
 
 
-async def test_a_clone_counts_what_its_parent_holds(
-    backend: ceph.CephCluster, clusters: cluster.Clusters
+async def test_look_counts_extents_of_a_clones_parent(
+    backend: ceph.CephCluster, clusters: mirror.Clusters
 ) -> None:
     _image(backend, "parent")
     backend.run(*("rbd", "bench", "--io-type", "write", "--io-total", "8K", "--io-size", "4K"),
@@ -87,30 +89,30 @@ async def test_a_clone_counts_what_its_parent_holds(
     backend.run("rbd", "clone", "rbd/parent@s", "rbd/child")
     info = json.loads(backend.run("rbd", "info", "--format", "json", "rbd/child"))
     parent = _image(backend, "other")
-    child = devices.RbdImage(backend.fsid, "rbd", parent.pool_id, "", "child", info["id"], "")
-    assert (await clusters.look(child, extents=True)).extents is entry.Knowledge.CONTENT
+    child = RbdImage("rbd", "child", "", "", info["id"], backend.fsid, parent.pool_id)
+    assert (await clusters.look(child, extents=True)).extents is store.Knowledge.CONTENT
 
 
-async def test_an_image_that_is_not_there_is_unknown_and_not_blank(
-    backend: ceph.CephCluster, clusters: cluster.Clusters
+async def test_look_at_missing_image_is_unknown(
+    backend: ceph.CephCluster, clusters: mirror.Clusters
 ) -> None:
     there = _image(backend, "there")
-    gone = devices.RbdImage(backend.fsid, "rbd", there.pool_id, "", "gone", "ffffffffffff", "")
-    for image in (gone, devices.RbdImage(backend.fsid, "x", 999, "", "gone", "a", "")):
+    gone = RbdImage("rbd", "gone", "", "", "ffffffffffff", backend.fsid, there.pool_id)
+    for image in (gone, RbdImage("x", "gone", "", "", "a", backend.fsid, 999)):
         for extents in (True, False):
             answer = await clusters.look(image, extents=extents)
-            assert answer.mirror is entry.Knowledge.UNKNOWN and answer.why
-    with pytest.raises(cluster.Failed):
-        await clusters.write(gone, entry.Entry("v"))
-    assert (await clusters.look(there, extents=True)).extents is entry.Knowledge.NONE
+            assert answer.mirror is store.Knowledge.UNKNOWN and answer.why
+    with pytest.raises(mirror.Failed):
+        await clusters.write(gone, store.Entry("v"))
+    assert (await clusters.look(there, extents=True)).extents is store.Knowledge.NONE
 
 
-async def test_another_clusters_image_is_not_asked_about(clusters: cluster.Clusters) -> None:
-    other = devices.RbdImage("00000000-0000-0000-0000-000000000000", "rbd", 1, "", "a", "a", "")
-    assert await clusters.look(other, extents=True) == cluster.NOT_ASKED
+async def test_look_does_not_ask_about_other_clusters(clusters: mirror.Clusters) -> None:
+    other = RbdImage("rbd", "a", "", "", "a", "00000000-0000-0000-0000-000000000000", 1)
+    assert await clusters.look(other, extents=True) == mirror.NOT_ASKED
 
 
-async def test_read_only_credentials_ask_but_do_not_mirror(backend: ceph.CephCluster) -> None:
+async def test_read_only_user_can_look_but_not_write(backend: ceph.CephCluster) -> None:
     image = _image(backend, "readonly")
     backend.run(*("ceph", "auth", "get-or-create", "client.looker"),
                 *("mon", "profile rbd-read-only", "osd", "profile rbd-read-only pool=rbd"),
@@ -118,30 +120,30 @@ async def test_read_only_credentials_ask_but_do_not_mirror(backend: ceph.CephClu
     looker = settings.ClusterSettings(
         conf=backend.conf, user="looker", keyring=backend.folder / "looker.keyring"
     )
-    made = cluster.Clusters((looker,), 10.0)
+    made = mirror.Clusters((looker,), 10.0)
     try:
         answer = await made.look(image, extents=True)
-        assert (answer.extents, answer.why) == (entry.Knowledge.NONE, "")
-        with pytest.raises(cluster.Failed):
-            await made.write(image, entry.Entry("v"))
+        assert (answer.extents, answer.why) == (store.Knowledge.NONE, "")
+        with pytest.raises(mirror.Failed):
+            await made.write(image, store.Entry("v"))
     finally:
         await made.close()
 
 
-async def test_a_cluster_that_hangs_is_unknown_in_time_and_works_again_afterwards(
+async def test_hanging_cluster_is_unknown_in_time_and_recovers(
     backend: ceph.CephCluster,
 ) -> None:
     image = _image(backend, "hang")
-    made = cluster.Clusters((_credentials(backend),), 3.0)
+    made = mirror.Clusters((_credentials(backend),), 3.0)
     try:
-        assert (await made.look(image, extents=True)).extents is entry.Knowledge.NONE
+        assert (await made.look(image, extents=True)).extents is store.Knowledge.NONE
         with backend.frozen("mon", "osd"):
             async with asyncio.timeout(8):
                 for _ in range(2):
                     answer = await made.look(image, extents=True)
-                    assert answer.extents is answer.mirror is entry.Knowledge.UNKNOWN
+                    assert answer.extents is answer.mirror is store.Knowledge.UNKNOWN
         async with asyncio.timeout(60):
-            while (await made.look(image, extents=True)).extents is not entry.Knowledge.NONE:
+            while (await made.look(image, extents=True)).extents is not store.Knowledge.NONE:
                 await asyncio.sleep(0.5)
     finally:
         await made.close()
@@ -156,46 +158,46 @@ class Bench:
     def __init__(self, folder: Path, where: cell.Cell, backend: ceph.CephCluster) -> None:
         self.guard = where.guard()
         wanted = settings.GuardSettings(drivers=("loop",), lease=20.0, cluster_timeout=3.0)
-        self.guard.apply(kernel.wanted(wanted, layout.Mode.ENFORCE, {7: "loop"}))
+        self.guard.apply(kernel.wanted(wanted, kernel.Mode.ENFORCE, {7: "loop"}))
         self.ledger = store.Store(folder)
         self.ledger.load()
-        self.clusters = cluster.Clusters((_credentials(backend),), 3.0)
-        errors = errorlog.ErrorLog()
+        self.clusters = mirror.Clusters((_credentials(backend),), 3.0)
+        errors = lease.ErrorLog()
         errors.readable = True
-        self.judge = judge.Judge(
+        self.manager = lease_manager.LeaseManager(
             wanted, self.guard, self.ledger, self.clusters, errors, denials.Denials(), node="n"
         )
 
-    async def decided(self, device: str) -> judge.Known:
+    async def decided(self, device: str) -> lease_manager.Known:
         name = Path(device).name
-        self.judge.consider(name)
+        self.manager.consider(name)
         deadline = time.monotonic() + 20
-        while (known := self.judge.known.get(name)) is None or known.reasons is None:
+        while (known := self.manager.known.get(name)) is None or known.reasons is None:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
         return known
 
     async def close(self) -> None:
-        await self.judge.close()
+        await self.manager.close()
         await self.clusters.close()
         self.guard.close()
 
 
 @pytest.fixture
-def identities(monkeypatch: pytest.MonkeyPatch) -> dict[str, devices.RbdImage]:
+def identities(monkeypatch: pytest.MonkeyPatch) -> dict[str, RbdImage]:
     """Device path -> the image that it is taken for."""
     import dataclasses
 
-    given: dict[str, devices.RbdImage] = {}
-    real = devices.identify
+    given: dict[str, RbdImage] = {}
+    real = linux.blockdev.identify
 
-    def identify(name: str) -> devices.BlockDevice | None:
+    def identify(name: str) -> linux.blockdev.BlockDevice | None:
         found = real(name)
         if found is None or found.path not in given:
             return found
-        return dataclasses.replace(found, driver="rbd", rbd=given[found.path])
+        return dataclasses.replace(found, driver="rbd", image=given[found.path])
 
-    monkeypatch.setattr(devices, "identify", identify)
+    monkeypatch.setattr(linux.blockdev, "identify", identify)
     return given
 
 
@@ -205,8 +207,8 @@ def _blank(path: Path) -> Path:
     return path
 
 
-async def test_what_one_agent_saw_keeps_another_from_permitting_a_format(
-    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, devices.RbdImage],
+async def test_metadata_of_another_agent_refuses_lease(
+    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, RbdImage],
     tmp_path: Path,
 ) -> None:  # fmt: skip
     image = _image(backend, "shared")
@@ -222,11 +224,11 @@ async def test_what_one_agent_saw_keeps_another_from_permitting_a_format(
             done = await asyncio.to_thread(where.run, "mkfs.ext4", "-q", device)
             assert done.returncode == 0
             deadline = time.monotonic() + 10
-            while not first.judge.known[Path(device).name].seen.has_content:  # type: ignore[union-attr]
+            while not first.manager.known[Path(device).name].seen.has_content:  # type: ignore[union-attr]
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.05)
             await asyncio.sleep(0.5)
-            first.judge.forget(Path(device).name)
+            first.manager.forget(Path(device).name)
 
         # Another node: the image's metadata is all it has; its device reads as zeros. The cluster
         # would say "no extents" (nothing was written to the image itself): metadata alone decides.
@@ -241,8 +243,8 @@ async def test_what_one_agent_saw_keeps_another_from_permitting_a_format(
         await second.close()
 
 
-async def test_extents_alone_refuse_a_device_that_reads_as_zeros(
-    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, devices.RbdImage],
+async def test_extents_refuse_lease_of_zeros(
+    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, RbdImage],
     tmp_path: Path,
 ) -> None:  # fmt: skip
     image = _image(backend, "extents")
@@ -259,8 +261,8 @@ async def test_extents_alone_refuse_a_device_that_reads_as_zeros(
         await agent.close()
 
 
-async def test_a_cluster_that_is_down_means_no_lease(
-    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, devices.RbdImage],
+async def test_cluster_down_refuses_lease(
+    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, RbdImage],
     tmp_path: Path,
 ) -> None:  # fmt: skip
     image = _image(backend, "down")

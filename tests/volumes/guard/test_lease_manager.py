@@ -36,7 +36,7 @@ def short(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize("fstype", ["ext4", "xfs"])
-def test_a_blank_volume_is_formatted_and_mounted_by_the_sequence_that_kubelet_repeats(
+def test_blank_volume_is_formatted_by_kubelets_retries(
     where: cell.Cell, short: Agent, fstype: str, tmp_path: Path
 ) -> None:
     target = tmp_path / "mnt"
@@ -66,7 +66,7 @@ def test_a_blank_volume_is_formatted_and_mounted_by_the_sequence_that_kubelet_re
         )
 
 
-def test_a_lease_that_nobody_used_leaves_no_trace_and_is_given_again(
+def test_unused_lease_closes_permission_and_is_granted_again(
     where: cell.Cell, short: Agent, tmp_path: Path
 ) -> None:
     volume = f"loop:{tmp_path}/image"
@@ -85,7 +85,7 @@ def test_a_lease_that_nobody_used_leaves_no_trace_and_is_given_again(
         )
 
 
-def test_a_format_that_was_begun_under_a_lease_is_not_permitted_again_on_local_word_alone(
+def test_used_lease_is_not_granted_again_without_cluster(
     where: cell.Cell, short: Agent, tmp_path: Path
 ) -> None:
     """A backend that swallows writes: formatted, and reads still zeros. Only its cluster could
@@ -106,7 +106,7 @@ def test_a_format_that_was_begun_under_a_lease_is_not_permitted_again_on_local_w
         assert where.run("mkfs.ext4", "-q", disk.device).returncode != 0
 
 
-def test_a_device_that_hangs_is_timed_out_in_three_seconds_and_not_probed_twice(
+def test_hanging_device_times_out_and_is_probed_once(
     where: cell.Cell, agent: Agent, tmp_path: Path
 ) -> None:
     with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
@@ -142,9 +142,7 @@ def test_a_device_that_hangs_is_timed_out_in_three_seconds_and_not_probed_twice(
         assert agent.cli_json("volume", "probe", disk.device)["type"] == "ext4"
 
 
-def test_a_volume_that_was_formatted_somewhere_else_is_a_finding_until_it_is_accepted(
-    agent: Agent, tmp_path: Path
-) -> None:
+def test_content_changed_is_reported_until_accepted(agent: Agent, tmp_path: Path) -> None:
     image = _blank(tmp_path / "image")
 
     def seen(device: str) -> Any:
@@ -172,7 +170,7 @@ def test_a_volume_that_was_formatted_somewhere_else_is_a_finding_until_it_is_acc
         )
 
 
-def test_content_that_is_missing_is_a_finding_at_once(agent: Agent, tmp_path: Path) -> None:
+def test_content_missing_is_reported_at_once(agent: Agent, tmp_path: Path) -> None:
     with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
         blockdev.run("mkfs.ext4", "-q", disk.device)
     with blockdev.faulty_disk(tmp_path / "disk", backing=disk.backing) as disk:
@@ -195,7 +193,7 @@ def test_content_that_is_missing_is_a_finding_at_once(agent: Agent, tmp_path: Pa
         assert not agent.guarded(disk.device)["may_be_formatted"]
 
 
-def test_an_operator_can_permit_it_by_the_volumes_name_and_only_by_that(
+def test_allow_format_needs_the_volumes_name(
     where: cell.Cell, agent: Agent, tmp_path: Path
 ) -> None:
     with blockdev.loop(_blank(tmp_path / "image")) as device:
@@ -213,7 +211,7 @@ def test_an_operator_can_permit_it_by_the_volumes_name_and_only_by_that(
         assert log[-1]["action"] == "allow-format" and log[-1]["reason"] == "it is scratch"
 
 
-def test_a_denial_tells_who_it_was(where: cell.Cell, agent: Agent, tmp_path: Path) -> None:
+def test_denial_names_pod_and_process(where: cell.Cell, agent: Agent, tmp_path: Path) -> None:
     uid = "0f8fad5b-d9cb-469f-a165-70867728950e"
     container = "c" * 64
     pod = where.path / f"kubepods/pod{uid}/{container}"

@@ -1,5 +1,12 @@
-"""The guard's shell: keeps the kernel at what the settings say and listens to everything that
-makes a device worth a look: uevents, refused opens, the kernel's log, the clock."""
+"""The guard's control loop: keeps the kernel at what the settings say, and hears of devices.
+
+Four sources say that a device is worth a look: uevents (attached, changed, detached), the guard
+program's ring buffer (a write open was denied), a scan every 30 s in case an event was lost, and
+the clock (content may change unnoticed). Each ends in ``LeaseManager.consider``. The kernel's log
+feeds the ``ErrorLog``. The controller itself decides nothing about a device.
+
+What is attached stays attached when the agent stops; expiring leases expire by themselves.
+"""
 
 import asyncio
 import contextlib
@@ -9,33 +16,21 @@ import fnmatch
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import structlog
 
 import kit.errors
-import kit.findings
-from linux import bpf, kmsg, netlink
-from volumes import devices, settings
-from volumes.guard import (
-    canary,
-    denials,
-    errorlog,
-    fallback,
-    judge,
-    kernel,
-    layout,
-    override,
-    report,
-    switch,
-)
-from volumes.ledger import cluster, store
+from linux import blockdev, bpf, kmsg, netlink
+from volumes import settings
+from volumes.guard import canary, denials, fallback, kernel, lease, lease_manager, override
+from volumes.ledger import mirror, store
 
 log = structlog.get_logger("volumes")
 
-SCAN_SECONDS = 30.0  # the net under uevents
-LOOK_AGAIN_SECONDS = 600.0  # has a volume's content changed behind our back
+SCAN_SECONDS = 30.0  # in case a uevent was lost
+LOOK_AGAIN_SECONDS = 600.0  # at a device whose content may have changed unnoticed
 PROOF_SECONDS = 60.0
 
 
@@ -44,35 +39,35 @@ def node_name() -> str:
     return os.environ.get("NODE_NAME") or socket.gethostname()
 
 
-class Keeper:
-    """One per agent. Work happens on the event loop in short pieces; probes, clusters and the
-    exec guard are processes of their own."""
+class Controller:
+    """One per agent. Works on the event loop in short pieces; probes, clusters and the exec filter
+    are processes of their own. ``changed`` is called when the findings may have changed."""
 
     def __init__(
         self,
         wanted: settings.GuardSettings,
         *,
         state_dir: Path,
-        reporter: kit.findings.Reporter,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.settings = wanted
         self.state_dir = state_dir
-        self.reporter = reporter
         self.guard: kernel.Kernel | None = None
         self.present: kernel.Present | None = None
         self.unsupported = ""  # why this kernel does not take the program
         self.proof = "unknown: not tried yet"
         self.override: override.Override | None = None
         self.override_error = ""
-        self.errors = errorlog.ErrorLog()
+        self.errors = lease.ErrorLog()
         self.denials = denials.Denials()
         self.ledger = store.Store(state_dir / "volumes" / "ledger")
-        self.clusters = cluster.Clusters(wanted.clusters, wanted.cluster_timeout)
-        self.judge = judge.Judge(
+        self.clusters = mirror.Clusters(wanted.clusters, wanted.cluster_timeout)
+        self.manager = lease_manager.LeaseManager(
             wanted, None, self.ledger, self.clusters, self.errors, self.denials,
-            node=node_name(), changed=self._report,
+            node=node_name(), changed=changed,
         )  # fmt: skip
         self.fallback: fallback.Fallback | None = None
+        self._changed = changed
         self._uevents: netlink.Uevents | None = None
         self._kmsg: kmsg.Kmsg | None = None
         self._ring: bpf.Ring | None = None
@@ -80,13 +75,13 @@ class Keeper:
         self._mount: int | None = None
         self._scanned = self._proved = -1e9
         self._majors: frozenset[int] = frozenset()
-        self._guarded_parts: frozenset[layout.Number] = frozenset()
+        self._guarded_parts: frozenset[kernel.Number] = frozenset()
 
     # --- life
 
     async def start(self) -> None:
         """Adopt what is attached and begin to listen. HostError when the state directory cannot be
-        used; a kernel that lacks something is a finding, not an error."""
+        used. What the kernel lacks is a finding, not an error."""
         self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             await asyncio.to_thread(self.ledger.load)
@@ -95,14 +90,14 @@ class Keeper:
                 f"ledger {self.ledger.folder}", str(error.strerror), "make it readable"
             ) from error
         self._listen()
-        await self.judge.prober.warm()
+        await self.manager.prober.warm()
         await self.apply(self.settings)
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             self._kmsg = kmsg.Kmsg()
-            for record in self._kmsg.read(100_000):  # what the kernel still remembers
+            for record in self._kmsg.read(100_000):  # what the kernel's buffer still holds
                 self.errors.note(record.text, record.time)
             self.errors.readable = True
             loop.add_reader(self._kmsg.fd, self._on_kmsg)
@@ -115,9 +110,8 @@ class Keeper:
             log.warning("no uevents: devices are found by scanning", error=str(error))
 
     async def stop(self) -> None:
-        """What is attached stays attached; expiring leases expire by themselves."""
         loop = asyncio.get_running_loop()
-        await self.judge.close()
+        await self.manager.close()
         await self.clusters.close()
         if self.fallback is not None:
             await self.fallback.close()
@@ -135,13 +129,27 @@ class Keeper:
 
     # --- the kernel
 
-    def wanted_mode(self) -> layout.Mode:
-        return self.override.mode if self.override else layout.Mode(self.settings.mode)
+    def wanted_mode(self) -> kernel.Mode:
+        return self.override.mode if self.override else kernel.Mode(self.settings.mode)
+
+    def problems(self) -> list[str]:
+        """Why the guard is not in force as wanted; empty: it is."""
+        found = []
+        wanted = self.wanted_mode()
+        if self.unsupported and wanted is not kernel.Mode.OFF:
+            found.append(f"the guard is not attached: {self.unsupported}")
+        elif self.present is None or self.present.mode is not wanted:
+            found.append(f"the guard is not in mode {wanted}")
+        expected = "enforced" if wanted is kernel.Mode.ENFORCE else "let through"
+        proved = self.proof == expected or self.proof.startswith("unknown")
+        if not self.unsupported and not proved:
+            found.append(f"an attempt in the guarded cgroup was {self.proof}, not {expected}")
+        return found
 
     async def apply(self, new: settings.GuardSettings) -> None:
-        """Bring the kernel to the settings and an operator's override; look at what is new."""
-        self.settings = self.judge.settings = new
-        self.judge.prober.deadline = new.probe_timeout
+        """Bring the kernel to the settings and an operator's override; scan for devices."""
+        self.settings = self.manager.settings = new
+        self.manager.prober.deadline = new.probe_timeout
         try:
             self.override = override.load(self.state_dir)
             self.override_error = ""
@@ -157,13 +165,13 @@ class Keeper:
             self.proof = await asyncio.to_thread(
                 canary.prove, self.guard.cgroup, kernel.is_root(self.guard.cgroup), self.state_dir
             )
-        self._report()
+        self._changed()
 
     async def _attach(self) -> None:
         before = self.present
         try:
             if self.guard is None:
-                self.guard = switch.handle(self.settings)
+                self.guard = override.handle(self.settings)
             self.present = await asyncio.to_thread(self._apply_now, self.guard)
             self.unsupported = ""
         except (kit.errors.HostError, kit.errors.InUseError, OSError) as error:
@@ -171,7 +179,10 @@ class Keeper:
                 log.error("format guard is not in force", error=str(error))
             self.unsupported = str(error)
         attached = self.present is not None and self.present.attached and not self.unsupported
-        self.judge.leases = self.guard if attached else None
+        adopted = attached and self.manager.leases is not self.guard
+        self.manager.leases = self.guard if attached else None
+        if adopted:
+            self.manager.revoke_unproven()
         if attached:
             self._take_ring()
         else:
@@ -188,42 +199,39 @@ class Keeper:
         """In a thread: reads and writes of the kernel, milliseconds."""
         wanted = self._wanted()
         present = guard.read()
-        same = (present.mode, present.majors, present.devices, present.openers, present.words) == (
-            *(wanted.mode, wanted.majors, wanted.devices, wanted.openers, wanted.words),
-        )
         first = self.present is None  # an upgraded agent may bring another program
-        if wanted.mode is layout.Mode.OFF:
+        if wanted.mode is kernel.Mode.OFF:
             return guard.apply(wanted) if present.attached else present
         if first or not present.attached or len(present.programs) != 1:
             return guard.apply(wanted)
-        if not same:
+        if not present.is_as(wanted):
             guard.configure(wanted)
             return guard.read()
         return present
 
     def _wanted(self) -> kernel.Wanted:
         new = kernel.wanted(
-            self.settings, self.wanted_mode(), devices.majors(), self._guarded_parts
+            self.settings, self.wanted_mode(), blockdev.majors(), self._guarded_parts
         )
         self._majors = new.majors
         return new
 
     async def _fall_back(self, attached: bool) -> None:
         """Only where the kernel does not take the program."""
-        needed = self.settings.fallback and self.wanted_mode() is not layout.Mode.OFF
+        needed = self.settings.fallback and self.wanted_mode() is not kernel.Mode.OFF
         if attached or not needed or not self.unsupported:
             if self.fallback is not None:
                 await self.fallback.close()
                 self.fallback = None
             return
         if self.fallback is None:
-            self.fallback = fallback.Fallback(
-                self._on_fallback_denial, kernel.below_root(self.settings.cgroup)
-            )
-        self.judge.leases = self.fallback
-        await self.fallback.apply(self.wanted_mode(), self._majors, list(self.judge.known.values()))
+            self.fallback = fallback.Fallback(self._denied, kernel.below_root(self.settings.cgroup))
+        self.manager.leases = self.fallback
+        await self.fallback.apply(
+            self.wanted_mode(), self._majors, list(self.manager.known.values())
+        )
 
-    # --- what is heard
+    # --- events
 
     def _take_ring(self) -> None:
         assert self.guard is not None
@@ -243,40 +251,35 @@ class Keeper:
             self._ring = None
 
     def _on_event(self, raw: bytes) -> None:
-        event = layout.Event.unpack(raw)
-        name = devices.name_of(event.number) or f"{event.number[0]}:{event.number[1]}"
-        known = self.judge.known.get(name)
-        device = known.device if known else devices.identify(name)
+        event = kernel.Event.unpack(raw)
         if self._mount is None and self.guard is not None:
             with contextlib.suppress(OSError):
                 self._mount = os.open(self.guard.cgroup, os.O_RDONLY | os.O_DIRECTORY)
-        denial = denials.resolve(
-            event,
-            self._mount,
-            name,
-            device.volume if device else "",
-            device.title if device else "",
-        )
-        undecided = known is None or known.reasons is None
-        remembered = self.ledger.get(denial.volume)
-        early = undecided and not (remembered and remembered.type)
-        self._denied(dataclasses.replace(denial, early=early), device)
+        self._denied(event, self._mount)
 
-    def _denied(self, denial: denials.Denial, device: devices.BlockDevice | None) -> None:
+    def _denied(self, event: kernel.Event, mount: int | None) -> None:
+        """``mount``: the cgroup hierarchy, open; None where only /proc tells who it was."""
+        name = blockdev.name_of(event.number) or f"{event.number[0]}:{event.number[1]}"
+        known = self.manager.known.get(name)
+        device = known.device if known else blockdev.identify(name)
+        volume, title = (device.volume, device.title) if device else ("", "")
+        undecided = known is None or known.reasons is None
+        remembered = self.ledger.get(volume)
+        denial = dataclasses.replace(
+            denials.resolve(event, mount, name, volume, title),
+            early=undecided and not (remembered and remembered.type),
+        )
         log.warning(
             "write open denied" if denial.denied else "write open would be denied",
-            device=denial.device, program=denial.program, pid=denial.pid, pod=denial.pod,
+            device=name, program=denial.program, pid=denial.pid, pod=denial.pod,
             command=denial.command,
         )  # fmt: skip
         self.denials.add(denial)
-        if device is not None and not device.parent and self._looked_at(device):
-            self.judge.consider(denial.device)
+        if device is not None and not device.parent and self._is_watched(device):
+            self.manager.consider(name)
         else:
-            self.denials.decided(denial.device, "", ("it is not a device that is leased",))
-            self._report()
-
-    def _on_fallback_denial(self, denial: denials.Denial) -> None:
-        self._denied(denial, devices.identify(denial.device))
+            self.denials.decided(name, "", ("this device never gets an automatic lease",))
+            self._changed()
 
     def _on_kmsg(self) -> None:
         assert self._kmsg is not None
@@ -299,8 +302,8 @@ class Keeper:
         try:
             for event in self._uevents.read():
                 if event.action == "remove":
-                    if event.name in self.judge.known:
-                        self.judge.forget(event.name)
+                    if self.manager.knows(event.name):
+                        self.manager.forget(event.name)
                 else:
                     self._seen(event.name)
         except netlink.Overflow:
@@ -310,66 +313,58 @@ class Keeper:
 
     # --- devices
 
-    def _looked_at(self, device: devices.BlockDevice) -> bool:
+    def _is_watched(self, device: blockdev.BlockDevice) -> bool:
         return device.driver in self.settings.drivers and any(
             fnmatch.fnmatchcase(device.name, pattern) for pattern in self.settings.names
         )
 
-    def _seen(self, name: str) -> None:
-        """A device that was added or changed."""
-        device = devices.identify(name)
+    def _seen(self, name: str) -> blockdev.BlockDevice | None:
+        """A device was attached or changed, or was found by a scan."""
+        device = blockdev.identify(name)
         if device is None or device.driver not in self.settings.drivers:
-            return
+            return device
         self._cover(device)
-        if device.parent or not self._looked_at(device):
-            return
+        if device.parent or not self._is_watched(device):
+            return device
+        known = self.manager.known.get(name)
         if device.size == 0:
-            if name in self.judge.known:
-                self.judge.forget(name)
-            return
-        known = self.judge.known.get(name)
-        if known is None or known.device.attachment != device.attachment:
-            self.judge.consider(name)
+            if known is not None:
+                self.manager.forget(name)
+        elif known is None or known.device.attachment != device.attachment:
+            self.manager.consider(name, device)
+        return device
 
-    def _cover(self, device: devices.BlockDevice) -> None:
-        """A driver that was loaded just now, or a partition with a major of others: guard its
-        number before anybody can use it."""
+    def _cover(self, device: blockdev.BlockDevice) -> None:
+        """Guard the number of a driver that was loaded just now, or of a partition with an extended
+        major, before anybody can use it."""
         if (
             device.number[0] in self._majors
             or self.guard is None
             or "majors" not in self.guard.maps
         ):
             return
-        if device.parent and devices.majors().get(device.number[0]) == "blkext":
+        if device.parent and blockdev.majors().get(device.number[0]) == "blkext":
             self._guarded_parts |= {device.number}
         with contextlib.suppress(OSError):
             self.guard.configure(self._wanted())
 
     def _scan(self) -> None:
-        """Everything that is attached; looks again at what was not looked at for long."""
+        """All attached devices; looks again where the last look is long ago."""
         now = time.monotonic()
-        present = set(devices.every())
-        for name in self.judge.known.keys() - present:
-            self.judge.forget(name)
+        present = set(blockdev.names())
+        for name in self.manager.known.keys() - present:
+            self.manager.forget(name)
         parts = set()
         for name in present:
-            self._seen(name)
-            known = self.judge.known.get(name)
+            device = self._seen(name)
+            known = self.manager.known.get(name)
             if known is not None and now - known.looked >= LOOK_AGAIN_SECONDS:
-                self.judge.consider(name)
-            if name not in self.judge.known and (device := devices.identify(name)) is not None:
+                self.manager.consider(name)
+            if known is None and device is not None:
                 parts |= {device.number} & self._guarded_parts
         self._guarded_parts = frozenset(parts)
-
-    # --- what is said
+        self.manager.revoke_unproven()
 
     def driver_names(self) -> frozenset[str]:
         """Drivers that are loaded now."""
-        return frozenset(devices.majors().values())
-
-    def _report(self) -> None:
-        self.reporter.report("volumes.guard", report.findings(self, time.time()))
-
-    def status(self) -> dict[str, Any]:
-        """As the admin API gives it."""
-        return report.status(self)
+        return frozenset(blockdev.majors().values())

@@ -11,8 +11,9 @@ from typing import Any
 
 import structlog
 
-from volumes import devices, settings
-from volumes.ledger import entry
+from linux.rbd_sysfs import RbdImage
+from volumes import settings
+from volumes.ledger import store
 
 log = structlog.get_logger("volumes")
 
@@ -25,19 +26,19 @@ _PAUSE_SECONDS = 1.0  # after a failure, before a cluster is tried again
 class Answer:
     """What the cluster says of one image. ``why`` explains an UNKNOWN."""
 
-    mirror: entry.Knowledge
-    extents: entry.Knowledge
-    known: entry.Entry | None = None
+    mirror: store.Knowledge
+    extents: store.Knowledge
+    known: store.Entry | None = None
     extent: tuple[int, int] | None = None
     size: int | None = None
     why: str = ""
 
 
-NOT_ASKED = Answer(entry.Knowledge.NOT_ASKED, entry.Knowledge.NOT_ASKED)
+NOT_ASKED = Answer(store.Knowledge.NOT_ASKED, store.Knowledge.NOT_ASKED)
 
 
 def unknown(why: str) -> Answer:
-    return Answer(entry.Knowledge.UNKNOWN, entry.Knowledge.UNKNOWN, why=why)
+    return Answer(store.Knowledge.UNKNOWN, store.Knowledge.UNKNOWN, why=why)
 
 
 class Failed(Exception):
@@ -140,7 +141,7 @@ class Cluster:
             assert self._process.stdin is not None
             self._process.stdin.close()  # it ends at the end of its input
 
-    async def look(self, image: devices.RbdImage) -> Answer:
+    async def look(self, image: RbdImage) -> Answer:
         """What the cluster knows of the image; UNKNOWN for whatever cannot be learnt."""
         try:
             found = await self._ask({"do": "look", **_where(image)})
@@ -150,23 +151,23 @@ class Cluster:
         extent = found["extent"]
         return Answer(
             mirror=mirror,
-            extents=entry.Knowledge.CONTENT if extent else entry.Knowledge.NONE,
+            extents=store.Knowledge.CONTENT if extent else store.Knowledge.NONE,
             known=known,
             extent=(extent[0], extent[1]) if extent else None,
             size=found["size"],
             why=why,
         )
 
-    async def read(self, image: devices.RbdImage) -> Answer:
+    async def read(self, image: RbdImage) -> Answer:
         """Only the image's metadata; extents are not asked."""
         try:
             found = await self._ask({"do": "read", **_where(image)})
         except Failed as error:
             return unknown(str(error))
         mirror, known, why = _metadata(found["entry"])
-        return Answer(mirror, entry.Knowledge.NOT_ASKED, known, why=why)
+        return Answer(mirror, store.Knowledge.NOT_ASKED, known, why=why)
 
-    async def write(self, image: devices.RbdImage, new: entry.Entry) -> None:
+    async def write(self, image: RbdImage, new: store.Entry) -> None:
         """Set the image's metadata. Raises Failed."""
         await self._ask({"do": "write", **_where(image), "value": new.dump()})
 
@@ -176,17 +177,17 @@ class Cluster:
         await self._end()
 
 
-def _metadata(value: str | None) -> tuple[entry.Knowledge, entry.Entry | None, str]:
+def _metadata(value: str | None) -> tuple[store.Knowledge, store.Entry | None, str]:
     if value is None:
-        return entry.Knowledge.NONE, None, ""
+        return store.Knowledge.NONE, None, ""
     try:
-        known = entry.parse(value)
+        known = store.parse(value)
     except (ValueError, TypeError) as error:
-        return entry.Knowledge.UNKNOWN, None, f"the image's metadata: {error}"
+        return store.Knowledge.UNKNOWN, None, f"the image's metadata: {error}"
     return known.knowledge, known, ""
 
 
-def _where(image: devices.RbdImage) -> dict[str, Any]:
+def _where(image: RbdImage) -> dict[str, Any]:
     return {"pool": image.pool_id, "namespace": image.namespace, "image_id": image.image_id}
 
 
@@ -214,7 +215,7 @@ class Clusters:
                 return each, ""
         return None, "; ".join(why)
 
-    async def look(self, image: devices.RbdImage, *, extents: bool) -> Answer:
+    async def look(self, image: RbdImage, *, extents: bool) -> Answer:
         """NOT_ASKED when no credentials for the image's cluster are configured."""
         if not image.fsid:
             return unknown("this kernel does not say which cluster the image is of")
@@ -223,7 +224,7 @@ class Clusters:
             return await (cluster.look(image) if extents else cluster.read(image))
         return unknown(why) if why else NOT_ASKED
 
-    async def write(self, image: devices.RbdImage, new: entry.Entry) -> bool:
+    async def write(self, image: RbdImage, new: store.Entry) -> bool:
         """Mirror the entry; False when there is no such cluster. Raises Failed."""
         cluster, why = await self.of(image.fsid)
         if cluster is not None:

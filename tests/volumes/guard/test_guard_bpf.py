@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from linux import bpf
 from tests.testbed import blockdev, cell, waiting
 from volumes import settings
-from volumes.guard import kernel, layout
+from volumes.guard import kernel
 
 pytestmark = pytest.mark.real
 
@@ -50,7 +51,7 @@ def guarded(where: cell.Cell) -> Iterator[cell.Cell]:
     """Enforced by the kernel alone; no agent, so no leases and no looking."""
     guard = where.guard()
     enforce = settings.GuardSettings(drivers=("loop",))
-    guard.apply(kernel.wanted(enforce, layout.Mode.ENFORCE, {7: "loop"}))
+    guard.apply(kernel.wanted(enforce, kernel.Mode.ENFORCE, {7: "loop"}))
     guard.close()
     yield where
 
@@ -80,9 +81,7 @@ def _untouched(device: str, image: Path, before: str) -> bool:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_program_that_writes_is_refused_and_changes_no_byte(
-    guarded: cell.Cell, device: str, image: Path, name: str
-) -> None:
+def test_enforce_denies_writers(guarded: cell.Cell, device: str, image: Path, name: str) -> None:
     before = blockdev.sha256(image)
 
     done = guarded.run(*_command(name, device))
@@ -92,7 +91,7 @@ def test_a_program_that_writes_is_refused_and_changes_no_byte(
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_the_same_program_succeeds_where_nothing_is_guarded(tmp_path: Path, name: str) -> None:
+def test_writers_succeed_without_guard(tmp_path: Path, name: str) -> None:
     """Else the refusals above might have another cause."""
     blank = tmp_path / "blank"
     with blank.open("wb") as stream:
@@ -103,7 +102,7 @@ def test_the_same_program_succeeds_where_nothing_is_guarded(tmp_path: Path, name
         assert done.returncode == 0, done.stderr
 
 
-def test_a_chroot_with_a_node_of_its_own_is_refused(
+def test_enforce_denies_chroot_with_own_node(
     guarded: cell.Cell, device: str, image: Path, tmp_path: Path
 ) -> None:
     shutil.copy("/bin/busybox", tmp_path / "busybox")
@@ -117,14 +116,14 @@ def test_a_chroot_with_a_node_of_its_own_is_refused(
     assert blockdev.sha256(image) == before
 
 
-def test_another_mount_namespace_is_refused(guarded: cell.Cell, device: str, image: Path) -> None:
+def test_enforce_denies_other_mount_namespace(guarded: cell.Cell, device: str, image: Path) -> None:
     before = blockdev.sha256(image)
     done = guarded.run("unshare", "-m", "mkfs.ext4", "-F", device)
     assert done.returncode != 0 and "not permitted" in done.stderr
     assert blockdev.sha256(image) == before
 
 
-def test_a_second_devtmpfs_is_refused(guarded: cell.Cell, device: str, tmp_path: Path) -> None:
+def test_enforce_denies_second_devtmpfs(guarded: cell.Cell, device: str, tmp_path: Path) -> None:
     script = f"mount -t devtmpfs none {tmp_path} && mkfs.ext4 -F {tmp_path}/{Path(device).name}"
     done = guarded.run("unshare", "-m", "sh", "-c", script)
     assert done.returncode != 0 and "not permitted" in done.stderr
@@ -146,7 +145,7 @@ def allow_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "allow.o"
 
 
-def test_a_container_cgroup_with_its_own_allow_all_program_is_refused(
+def test_enforce_denies_below_allow_all_program(
     guarded: cell.Cell, device: str, allow_all: Path
 ) -> None:
     container = guarded.path / "container"
@@ -164,9 +163,7 @@ def test_a_container_cgroup_with_its_own_allow_all_program_is_refused(
     assert done.returncode != 0 and "not permitted" in done.stderr
 
 
-def test_mounting_checking_reading_resizing_and_detaching_are_never_hindered(
-    guarded: cell.Cell, tmp_path: Path
-) -> None:
+def test_enforce_allows_mount_check_read_resize_detach(guarded: cell.Cell, tmp_path: Path) -> None:
     image, target = tmp_path / "image", tmp_path / "mnt"
     target.mkdir()
     with image.open("wb") as stream:
@@ -195,7 +192,7 @@ def test_mounting_checking_reading_resizing_and_detaching_are_never_hindered(
             assert done.returncode == 0, (words, done.stderr)
 
 
-def test_growing_a_mounted_file_system_is_not_hindered(guarded: cell.Cell, tmp_path: Path) -> None:
+def test_enforce_allows_online_growth(guarded: cell.Cell, tmp_path: Path) -> None:
     """ext4 too grows online only with CAP_SYS_RESOURCE, which this machine withholds: the guest of
     test_guest.py does that."""
     target = tmp_path / "mnt"
@@ -216,9 +213,7 @@ def test_growing_a_mounted_file_system_is_not_hindered(guarded: cell.Cell, tmp_p
         assert grown > SIZE
 
 
-def test_luks_open_passes_by_its_argument_and_format_does_not(
-    guarded: cell.Cell, tmp_path: Path
-) -> None:
+def test_words_allow_luks_open_and_deny_format(guarded: cell.Cell, tmp_path: Path) -> None:
     """This machine has no device mapper: open gets as far as asking for it, past the guard."""
     image, key = tmp_path / "image", tmp_path / "key"
     key.write_bytes(b"k" * 64)
@@ -252,7 +247,7 @@ def _writes_as(where: cell.Cell, folder: Path, name: str, argument: str, device:
     return where.run("sh", "-c", script).stdout.strip()
 
 
-def test_other_majors_and_reads_are_not_asked_about(guarded: cell.Cell, device: str) -> None:
+def test_reads_and_other_majors_are_not_counted(guarded: cell.Cell, device: str) -> None:
     guard = guarded.guard()
     before = guard.read().counters
     guarded.run("dd", f"if={device}", "of=/dev/null", "count=1")
@@ -261,11 +256,7 @@ def test_other_majors_and_reads_are_not_asked_about(guarded: cell.Cell, device: 
     guard.close()
 
 
-def test_a_lease_lets_the_device_be_formatted_and_ends_by_itself(
-    guarded: cell.Cell, tmp_path: Path
-) -> None:
-    import time
-
+def test_lease_allows_format_and_expires(guarded: cell.Cell, tmp_path: Path) -> None:
     image = tmp_path / "image"
     with image.open("wb") as stream:
         stream.truncate(64 * blockdev.MiB)
@@ -275,7 +266,7 @@ def test_a_lease_lets_the_device_be_formatted_and_ends_by_itself(
         guard = guarded.guard()
         guard.read()
         assert guarded.run("mkfs.ext4", "-q", device).returncode != 0
-        guard.grant(number, time.monotonic() + 2)
+        guard.grant(number, time.monotonic() + 2, None)
         assert guarded.run("mkfs.ext4", "-q", device).returncode == 0
         assert guard.leases()[number].opens > 0
         waiting.until(
@@ -285,17 +276,15 @@ def test_a_lease_lets_the_device_be_formatted_and_ends_by_itself(
         guard.close()
 
 
-def test_the_variant_for_kernels_without_type_information_refuses_too(
-    guarded: cell.Cell, device: str
-) -> None:
+def test_plain_program_denies_too(guarded: cell.Cell, device: str) -> None:
     """In a cgroup of its own beside the full program's, with maps of its own."""
     child = kernel.find_cgroup() / f"{guarded.path.name}-plain"
     child.mkdir()
     directory = os.open(child, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with bpf.loaded(layout.OBJECT, layout.PLAIN, {}) as (program, maps):
+        with bpf.loaded(kernel.OBJECT, kernel.PLAIN, {}) as (program, maps):
             enforce = settings.GuardSettings(drivers=("loop",))
-            kernel.fill(maps, kernel.wanted(enforce, layout.Mode.ENFORCE, {7: "loop"}))
+            kernel.fill(maps, kernel.wanted(enforce, kernel.Mode.ENFORCE, {7: "loop"}))
             program.attach(directory)
             formatted = guarded.run("mkfs.ext4", "-F", device, cgroup=child)
             checked = guarded.run("fsck.ext4", "-y", device, cgroup=child)
@@ -308,32 +297,52 @@ def test_the_variant_for_kernels_without_type_information_refuses_too(
     assert checked.returncode == 0
 
 
-def test_dry_run_lets_everything_pass_and_counts_it(guarded: cell.Cell, tmp_path: Path) -> None:
+def test_dry_run_allows_and_counts(guarded: cell.Cell, tmp_path: Path) -> None:
     image = tmp_path / "image"
     with image.open("wb") as stream:
         stream.truncate(64 * blockdev.MiB)
     guard = guarded.guard()
     try:
-        guard.set_mode(layout.Mode.DRY_RUN)
+        guard.set_mode(kernel.Mode.DRY_RUN)
         before = guard.read().counters
         with blockdev.loop(image) as device:
             done = guarded.run("mkfs.ext4", "-q", "-F", device)
         after = guard.read().counters
     finally:
-        guard.set_mode(layout.Mode.ENFORCE)
+        guard.set_mode(kernel.Mode.ENFORCE)
         guard.close()
     assert done.returncode == 0
     assert after["would_deny"] > before["would_deny"] and after["denied"] == before["denied"]
 
 
-def test_the_process_inherits_no_way_around(guarded: cell.Cell, device: str) -> None:
-    """The guard is asked at open, so a lease that ended does not bring back an old descriptor; a
-    renamed program is what its name says, which is why this guards against accidents only."""
-    done = guarded.run("sh", "-c", f"exec 3<>{device}")
-    assert done.returncode != 0
+def test_open_descriptor_outlives_lease_and_new_open_does_not(
+    guarded: cell.Cell, tmp_path: Path
+) -> None:
+    """The guard is called at open: an expired lease closes no descriptor, and opens none."""
+    image = tmp_path / "image"
+    with image.open("wb") as stream:
+        stream.truncate(64 * blockdev.MiB)
+    with blockdev.loop(image) as device:
+        rdev = os.stat(device).st_rdev
+        number = os.major(rdev), os.minor(rdev)
+        guard = guarded.guard()
+        guard.read()
+        guard.grant(number, time.monotonic() + 60, None)
+        script = f"exec 3<>{device}; echo open; read go; echo x >&3 || exit 1; exec 4<>{device}"
+        process = guarded.popen("sh", "-c", script)
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "open\n"
+        guard.grant(number, time.monotonic() - 1, None)  # expired, not revoked
+        _, error = process.communicate("go\n", timeout=20)
+        guard.revoke(number)
+        guard.close()
+    assert process.returncode != 0
+    assert "not permitted" in error
+    assert image.read_bytes()[:1] == b"x"
 
 
-def test_the_cell_is_no_larger_than_it_says(guarded: cell.Cell, tmp_path: Path) -> None:
+def test_cell_guards_only_itself(guarded: cell.Cell, tmp_path: Path) -> None:
     """The machine outside the cell is not guarded by these tests."""
     image = tmp_path / "image"
     with image.open("wb") as stream:

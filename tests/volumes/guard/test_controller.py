@@ -12,7 +12,7 @@ import pytest
 
 from tests.testbed import blockdev, cell, waiting
 from volumes import settings
-from volumes.guard import kernel, layout
+from volumes.guard import kernel
 
 pytestmark = pytest.mark.real
 
@@ -75,7 +75,7 @@ def device(tmp_path: Path) -> Iterator[str]:
         yield made
 
 
-def test_a_killed_agent_leaves_the_guard_enforced_and_the_next_one_adopts_it(
+def test_guard_outlives_killed_agent_and_is_adopted(
     where: cell.Cell, device: str, tmp_path: Path
 ) -> None:
     with cell.agent(tmp_path, where) as agent:
@@ -98,9 +98,9 @@ def test_a_killed_agent_leaves_the_guard_enforced_and_the_next_one_adopts_it(
         assert {f["rule"] for f in told} == {"format-denied"}
 
 
-def test_it_is_adopted_without_its_pins(where: cell.Cell, tmp_path: Path) -> None:
+def test_guard_is_adopted_without_pins(where: cell.Cell, tmp_path: Path) -> None:
     enforce = kernel.wanted(
-        settings.GuardSettings(drivers=("loop",)), layout.Mode.ENFORCE, {7: "loop"}
+        settings.GuardSettings(drivers=("loop",)), kernel.Mode.ENFORCE, {7: "loop"}
     )
     first = where.guard()
     before = first.apply(enforce)
@@ -117,7 +117,7 @@ def test_it_is_adopted_without_its_pins(where: cell.Cell, tmp_path: Path) -> Non
 
 def _rebuilt(folder: Path, name: str, *changes: tuple[str, str]) -> Path:
     """Another version of the program."""
-    text = layout.OBJECT.with_name("guard.bpf.c").read_text()
+    text = kernel.OBJECT.with_name("guard.bpf.c").read_text()
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
@@ -129,12 +129,10 @@ def _rebuilt(folder: Path, name: str, *changes: tuple[str, str]) -> Path:
     return folder / f"{name}.o"
 
 
-def test_an_upgrade_is_never_a_gap_and_never_refuses_a_mount(
-    where: cell.Cell, device: str, tmp_path: Path
-) -> None:
+def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> None:
     """Same maps, then other maps, then back, again and again under constant attempts."""
     enforce = kernel.wanted(
-        settings.GuardSettings(drivers=("loop",)), layout.Mode.ENFORCE, {7: "loop"}
+        settings.GuardSettings(drivers=("loop",)), kernel.Mode.ENFORCE, {7: "loop"}
     )
     logic = _rebuilt(tmp_path, "logic", ("CANARY_MAJOR 4095", "CANARY_MAJOR 4094"))
     maps = _rebuilt(tmp_path, "maps", ("struct lease, 4096", "struct lease, 2048"))
@@ -143,10 +141,10 @@ def test_an_upgrade_is_never_a_gap_and_never_refuses_a_mount(
     held = (7, 3)
     where_now = where.guard()
     where_now.read()
-    where_now.grant(held, time.monotonic() + 600)
+    where_now.grant(held, time.monotonic() + 600, 1)
     with _hammer(where, device, "mkfs.ext4") as bad, _hammer(where, device, "mount") as good:
         for _ in range(5):
-            for version in (logic, maps, layout.OBJECT):
+            for version in (logic, maps, kernel.OBJECT):
                 guard = where.guard(version)
                 present = guard.apply(enforce)
                 assert len(present.programs) == 1
@@ -161,7 +159,7 @@ def test_an_upgrade_is_never_a_gap_and_never_refuses_a_mount(
     assert bad_refused > 1000 and good_opened > 1000
 
 
-def test_detach_is_a_kill_switch_that_lasts_until_it_is_taken_back(
+def test_detach_lasts_until_set_mode_settings(
     where: cell.Cell, device: str, tmp_path: Path
 ) -> None:
     with cell.agent(tmp_path, where) as agent:
@@ -179,9 +177,7 @@ def test_detach_is_a_kill_switch_that_lasts_until_it_is_taken_back(
         assert actions == ["detach", "set-mode"]
 
 
-def test_the_kill_switch_works_without_an_agent(
-    where: cell.Cell, device: str, tmp_path: Path
-) -> None:
+def test_kill_switch_works_without_agent(where: cell.Cell, device: str, tmp_path: Path) -> None:
     with cell.agent(tmp_path, where) as agent:
         agent.kill()
         assert where.run("tune2fs", "-L", "x", device).returncode != 0
@@ -195,9 +191,7 @@ def test_the_kill_switch_works_without_an_agent(
         assert agent.cli_json("volume", "guard", "status")["mode"] == "off"
 
 
-def test_the_boot_command_attaches_without_an_agent(
-    where: cell.Cell, device: str, tmp_path: Path
-) -> None:
+def test_attach_command_works_without_agent(where: cell.Cell, device: str, tmp_path: Path) -> None:
     with cell.agent(tmp_path, where) as agent:
         agent.kill()
         where.guard().detach()
@@ -207,9 +201,7 @@ def test_the_boot_command_attaches_without_an_agent(
         assert where.run("tune2fs", "-L", "x", device).returncode != 0
 
 
-def test_an_agent_whose_program_was_taken_away_puts_it_back(
-    where: cell.Cell, tmp_path: Path
-) -> None:
+def test_controller_attaches_again_after_foreign_detach(where: cell.Cell, tmp_path: Path) -> None:
     with cell.agent(tmp_path, where) as agent:
         where.guard().detach()  # by somebody's bpftool, not by our kill switch
         waiting.until(

@@ -1,4 +1,9 @@
-"""Where a block device would show that it holds something: pure arithmetic on its size."""
+"""Offsets at which content leaves marks on a block device: pure arithmetic on its size.
+
+When the front of a device cannot be trusted (it reads as zeros after a fault), backups elsewhere
+still show what the device holds: backup superblocks of ext4, xfs and btrfs, partition tables at the
+end, RAID labels. ``examine`` reads all of them before it calls a device blank.
+"""
 
 import random
 
@@ -8,7 +13,7 @@ SAMPLES = 256
 
 
 def marks(size: int) -> list[tuple[int, int]]:
-    """(offset, length) of every fixed place, in bytes, multiples of 4 KiB inside the device.
+    """(offset, length) of every fixed mark, in bytes, multiples of 4 KiB inside the device.
 
     The front holds the primary marks of all file systems, LVM, LUKS (second header up to 4 MiB),
     md 1.1 and 1.2, ZFS labels 0 and 1 and partition tables; the end those of GPT's backup, md 0.90
@@ -53,7 +58,7 @@ def _xfs_groups(size: int) -> list[int]:
 
 
 def samples(size: int, seed: int) -> list[tuple[int, int]]:
-    """Random pages over the whole device; another seed, other pages."""
+    """Random pages over the whole device, chosen by ``seed``."""
     source = random.Random(seed)
     pages = max(1, size // PAGE)
     return _inside([(source.randrange(pages) * PAGE, PAGE) for _ in range(SAMPLES)], size)

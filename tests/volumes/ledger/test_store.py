@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from volumes.ledger import entry, store
-from volumes.ledger.entry import Entry, Knowledge
+from volumes.ledger import store
+from volumes.ledger.store import Entry, Knowledge
 
 VOLUME = "rbd:f/1//a"
 SEEN = Entry(VOLUME).saw("ext4", "u1", "", 100.0, "n1")
@@ -21,9 +21,9 @@ _entries = st.builds(
 
 
 @given(_entries, _entries)
-def test_merging_never_forgets_that_there_may_be_data(a: Entry, b: Entry) -> None:
+def test_merge_never_loses_content_or_permission(a: Entry, b: Entry) -> None:
     """One exception: content seen after a permission closes it."""
-    merged = entry.merge(a, b)
+    merged = store.merge(a, b)
     if Knowledge.CONTENT in (a.knowledge, b.knowledge):
         assert merged.knowledge is Knowledge.CONTENT
     elif Knowledge.MAYBE in (a.knowledge, b.knowledge) and max(a.permitted, b.permitted) > max(
@@ -33,26 +33,26 @@ def test_merging_never_forgets_that_there_may_be_data(a: Entry, b: Entry) -> Non
 
 
 @given(_entries)
-def test_an_entry_survives_its_json_form(one: Entry) -> None:
-    assert entry.parse(one.dump()) == one
+def test_parse_reverses_dump(one: Entry) -> None:
+    assert store.parse(one.dump()) == one
 
 
 @pytest.mark.parametrize("text", [
     "", "{", "[]", "{}", '{"version": "1"}', '{"version": 1}', '{"version": 99, "volume": "v"}',
     '{"version": 1, "volume": "v", "type": null, "uuid": ""}', "x" * 100_000,
 ])  # fmt: skip
-def test_what_is_not_an_entry_is_an_error_and_never_an_empty_one(text: str) -> None:
+def test_parse_rejects_what_is_not_an_entry(text: str) -> None:
     with pytest.raises((ValueError, TypeError)):
-        entry.parse(text)
+        store.parse(text)
 
 
-def test_another_content_is_remembered_as_previous() -> None:
+def test_saw_keeps_previous_content() -> None:
     new = SEEN.permit("me", 150.0).saw("xfs", "u2", "", 200.0, "n2")
     assert (new.type, new.permitted, new.first_seen) == ("xfs", 0.0, 200.0)
     assert new.previous == ("ext4 u1 until 100",)
 
 
-def test_what_was_put_is_there_after_a_restart(tmp_path: Path) -> None:
+def test_put_survives_restart(tmp_path: Path) -> None:
     first = store.Store(tmp_path)
     first.load()
     assert first.knowledge(VOLUME) is Knowledge.NONE
@@ -62,7 +62,7 @@ def test_what_was_put_is_there_after_a_restart(tmp_path: Path) -> None:
     assert again.get(VOLUME) == SEEN and again.knowledge(VOLUME) is Knowledge.CONTENT
 
 
-def test_a_damaged_file_makes_its_volume_unknown_and_no_other(tmp_path: Path) -> None:
+def test_damaged_file_makes_only_its_volume_unknown(tmp_path: Path) -> None:
     first = store.Store(tmp_path)
     first.load()
     first.put(SEEN)
@@ -79,7 +79,7 @@ def test_a_damaged_file_makes_its_volume_unknown_and_no_other(tmp_path: Path) ->
     assert again.knowledge(VOLUME) is Knowledge.CONTENT and not again.unreadable
 
 
-def test_a_put_that_fails_has_changed_nothing(tmp_path: Path) -> None:
+def test_failed_put_changes_nothing(tmp_path: Path) -> None:
     ledger = store.Store(tmp_path / "ledger")
     ledger.load()
     ledger.folder.rmdir()
@@ -88,11 +88,11 @@ def test_a_put_that_fails_has_changed_nothing(tmp_path: Path) -> None:
     assert ledger.get(VOLUME) is None
 
 
-def test_without_a_name_nothing_is_known(tmp_path: Path) -> None:
+def test_knowledge_without_volume_is_unknown(tmp_path: Path) -> None:
     assert store.Store(tmp_path).knowledge("") is Knowledge.UNKNOWN
 
 
-def test_seeing_the_same_again_is_written_now_and_then_only(tmp_path: Path) -> None:
+def test_needs_ignores_recent_same_content(tmp_path: Path) -> None:
     ledger = store.Store(tmp_path)
     ledger.load()
     ledger.put(SEEN)
@@ -102,9 +102,7 @@ def test_seeing_the_same_again_is_written_now_and_then_only(tmp_path: Path) -> N
     assert ledger.needs(SEEN.saw("ext4", "u2", "", 101.0, "n1"))
 
 
-def test_the_ledger_is_bounded_and_drops_what_the_images_know(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_drops_oldest_images_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MOST_ENTRIES", 3)
     ledger = store.Store(tmp_path)
     ledger.load()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.testbed import blockdev
-from volumes.probe import places, prober
-from volumes.probe.verdict import Kind, Verdict
+from volumes.probe import prober, signature_offsets
+from volumes.probe.examine import Kind, Verdict
 
 pytestmark = pytest.mark.real
 
@@ -42,7 +42,7 @@ def _image(path: Path, size: int = SIZE) -> Path:
     (("parted", "-s", "DEVICE", "mklabel", "gpt"), Kind.PARTITIONED, "gpt"),
     (("parted", "-s", "DEVICE", "mklabel", "msdos"), Kind.PARTITIONED, "dos"),
 ])  # fmt: skip
-async def test_what_is_there_is_recognised_and_its_uuid_told(
+async def test_probe_recognises_content_and_uuid(
     look: prober.Prober, tmp_path: Path, command: tuple[str, ...], kind: Kind, type_: str
 ) -> None:
     with blockdev.loop(_image(tmp_path / "image")) as device:
@@ -53,9 +53,7 @@ async def test_what_is_there_is_recognised_and_its_uuid_told(
     assert found.uuid and found.size == SIZE and found.diskseq
 
 
-async def test_a_blank_device_is_blank_only_after_everything_was_read(
-    look: prober.Prober, tmp_path: Path
-) -> None:
+async def test_probe_reads_all_marks_before_blank(look: prober.Prober, tmp_path: Path) -> None:
     with blockdev.loop(_image(tmp_path / "image")) as device:
         found = await look.probe(device)
     assert found.verdict is Kind.BLANK_VERIFIED
@@ -74,7 +72,7 @@ _BACKUPS = {
 
 
 @pytest.mark.parametrize("name", _BACKUPS)
-async def test_content_is_seen_by_its_backups_when_the_front_reads_as_zeros(
+async def test_probe_finds_backups_behind_zeroed_front(
     look: prober.Prober, tmp_path: Path, name: str
 ) -> None:
     command, lost = _BACKUPS[name]
@@ -88,13 +86,13 @@ async def test_content_is_seen_by_its_backups_when_the_front_reads_as_zeros(
         assert found.offset >= lost
 
 
-def test_groups_of_large_volumes_are_among_the_places() -> None:
+def test_marks_cover_backups_of_large_volumes() -> None:
     """Where mkfs puts backups on sizes that cannot be made here."""
     for size, wanted in (
         (2**40, [32768 * 4096, 3 * 32768 * 4096, 49 * 32768 * 4096, 64 * MiB, 2**38, 2**40 // 4]),
         (10 * 2**40, [2**40 * 9, 32768 * 4096 * 3**10, 32768 * 4096 * 7**4]),
     ):
-        marks = places.marks(size)
+        marks = signature_offsets.marks(size)
         for offset in wanted:
             assert any(start <= offset < start + length for start, length in marks), offset
         assert sum(length for _, length in marks) < 16 * MiB
@@ -113,7 +111,7 @@ _UNREADABLE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("where", _UNREADABLE)
-async def test_what_cannot_be_read_is_never_blank(
+async def test_probe_unreadable_is_never_blank(
     look: prober.Prober, tmp_path: Path, where: str
 ) -> None:
     with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
@@ -124,7 +122,7 @@ async def test_what_cannot_be_read_is_never_blank(
         assert (await look.probe(disk.device)).verdict is Kind.BLANK_VERIFIED
 
 
-async def test_random_bytes_are_unknown_content_with_the_first_offset(
+async def test_probe_names_first_offset_of_unknown_content(
     look: prober.Prober, tmp_path: Path
 ) -> None:
     image = _image(tmp_path / "image")
@@ -136,7 +134,7 @@ async def test_random_bytes_are_unknown_content_with_the_first_offset(
     assert (found.verdict, found.offset) == (Kind.UNKNOWN_CONTENT, 3 * MiB + 17)
 
 
-async def test_two_file_systems_at_once_are_ambivalent(look: prober.Prober, tmp_path: Path) -> None:
+async def test_probe_two_filesystems_are_ambivalent(look: prober.Prober, tmp_path: Path) -> None:
     image, other = _image(tmp_path / "image"), _image(tmp_path / "other")
     blockdev.run("mkfs.ext4", "-q", str(image))
     blockdev.run("mkfs.xfs", "-q", str(other))
@@ -149,14 +147,14 @@ async def test_two_file_systems_at_once_are_ambivalent(look: prober.Prober, tmp_
     assert found.verdict is Kind.AMBIVALENT
 
 
-async def test_nothing_attached_is_no_media_and_no_node_is_too(look: prober.Prober) -> None:
+async def test_probe_without_device_is_no_media(look: prober.Prober) -> None:
     for path in ("/dev/loop7", "/dev/there-is-none"):
         if path == "/dev/loop7" and Path("/sys/block/loop7/loop/backing_file").exists():
             continue  # another session uses it
         assert (await look.probe(path)).verdict is Kind.NO_MEDIA
 
 
-async def test_a_probe_changes_nothing(look: prober.Prober, tmp_path: Path) -> None:
+async def test_probe_changes_nothing(look: prober.Prober, tmp_path: Path) -> None:
     image = _image(tmp_path / "image", 64 * MiB)
     blockdev.run("mkfs.ext4", "-q", str(image))
     before = blockdev.sha256(image), image.stat().st_mtime_ns
@@ -165,7 +163,7 @@ async def test_a_probe_changes_nothing(look: prober.Prober, tmp_path: Path) -> N
     assert (blockdev.sha256(image), image.stat().st_mtime_ns) == before
 
 
-async def test_a_hanging_device_costs_one_child_however_often_it_is_asked_about(
+async def test_hanging_device_has_one_child(
     tmp_path: Path,
 ) -> None:
     look = prober.Prober(deadline=0.5, at_once=1)
@@ -190,7 +188,7 @@ async def test_a_hanging_device_costs_one_child_however_often_it_is_asked_about(
         await look.close()
 
 
-async def test_who_asks_while_a_probe_hangs_hears_timeout_though_the_child_can_be_killed(
+async def test_joined_probe_of_hanging_device_is_timeout(
     tmp_path: Path,
 ) -> None:
     look = prober.Prober(deadline=0.6)
@@ -206,7 +204,7 @@ async def test_who_asks_while_a_probe_hangs_hears_timeout_though_the_child_can_b
         await look.close()
 
 
-def test_a_verdict_survives_its_json_form() -> None:
+def test_verdict_survives_json() -> None:
     verdict = Verdict(Kind.UNREADABLE, "/dev/rbd0", where="offset 0", errno=5, content_at=4096)
     assert Verdict.from_json(verdict.as_json()) == verdict
     assert str(verdict) == "unreadable (offset 0: EIO, Input/output error)"
