@@ -18,7 +18,7 @@ from nodeagent import findings as reporting
 from tests.testbed import waiting
 from volumes.audit import service, status
 from volumes.audit.logs import matcher, patterns
-from volumes.audit.settings import AuditSettings
+from volumes.audit.settings import AuditSettings, ClusterSettings
 from volumes.audit.types import GuardView
 
 CONF, MONITOR, SECRET = sys.argv[1:4]
@@ -64,11 +64,11 @@ async def main() -> None:
                 "look_timeout": "60s",
                 "cluster_timeout": "60s",
                 "cluster_interval": "5s",
-                "clusters": [cluster],
                 "logs": {"sources": [{"name": "ceph-csi", "files": str(LOG)}]},
                 "rules": {"audit-blind": {"enabled": False}},
             }
         ),
+        [ClusterSettings.model_validate(cluster)],
         drivers=("rbd",),
         state_dir=Path("/tmp/state"),
         reporter=reporting.Findings(),

@@ -16,7 +16,7 @@ import kit.findings
 from nodeagent import findings as reporting
 from tests.testbed import waiting
 from volumes.audit import service, status
-from volumes.audit.settings import AuditSettings
+from volumes.audit.settings import AuditSettings, ClusterSettings
 from volumes.audit.types import GuardView
 
 HOLDER = Path(__file__).with_name("holder.py")
@@ -244,6 +244,7 @@ async def watching(
     reporter = reporting.Findings()
     audit = service.Audit(
         configuration,
+        [ClusterSettings.model_validate(each) for each in more.pop("clusters", ())],
         drivers=more.pop("drivers", ("loop",)),
         state_dir=stage.folder / "state",
         reporter=reporter,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ceph.protocol import ImageView
 from nodeagent.api import openapi
 from tests.testbed import waiting
 from tests.testbed.agent import Agent, ApiError
@@ -17,7 +18,6 @@ from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage
 from tests.volumes.audit.world import DEVICE, INVENTORY, view
 from volumes.audit import status
-from volumes.audit.inventory.cluster import ImageView
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 

@@ -10,8 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from linux import mountinfo
-from linux.blockdev import BlockDevice
+from linux import blockdev, mountinfo
 from linux.rbd_sysfs import RbdImage
 from volumes.audit.inventory.model import Publish, Volume
 
@@ -55,7 +54,11 @@ def _published(kubelet: str, root: str) -> Iterator[tuple[str, str, str]]:
 
 
 def volumes(
-    kubelet: str, host: list[mountinfo.Mount], devices: list[BlockDevice], *, root: str = ""
+    kubelet: str,
+    host: list[mountinfo.Mount],
+    devices: list[blockdev.BlockDevice],
+    *,
+    root: str = "",
 ) -> tuple[list[Volume], list[str]]:
     """Every staged volume with its publishes and its device; and what could not be read.
 
@@ -120,8 +123,8 @@ def _device(
     meta: dict[str, Any],
     image: RbdImage | None,
     mounts: list[mountinfo.Mount],
-    devices: list[BlockDevice],
-) -> BlockDevice | None:
+    devices: list[blockdev.BlockDevice],
+) -> blockdev.BlockDevice | None:
     """The volume's device: by its mounts, else by ceph-csi's record, else by the image."""
     numbers = {mount.device for mount in mounts}
     for device in devices:

@@ -9,8 +9,8 @@ blocklisted client's reads fail, which makes a full volume look empty.
 import ipaddress
 from collections.abc import Iterator
 
-from linux.blockdev import BlockDevice
-from volumes.audit.inventory.cluster import ClusterView, ImageView, Watcher
+from ceph import protocol
+from linux import blockdev
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mounts
 from volumes.audit.rules.base import NO_CLUSTER, NOT_SCANNED, Outcome, cluster_rule, node_rule, rule
@@ -66,7 +66,7 @@ def mapped_unmounted(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         )
 
 
-def is_idle(inventory: Inventory, device: BlockDevice) -> bool:
+def is_idle(inventory: Inventory, device: blockdev.BlockDevice) -> bool:
     """No mount in any namespace, no live file system, no device on top, no raw block use."""
     return not (
         inventory.on_host(device)
@@ -105,7 +105,9 @@ def unmap_failing(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         )
 
 
-def failing_unmaps(scene: Scene, inventory: Inventory) -> list[tuple[BlockDevice | None, LogHit]]:
+def failing_unmaps(
+    scene: Scene, inventory: Inventory
+) -> list[tuple[blockdev.BlockDevice | None, LogHit]]:
     """Unmaps that still fail: not of devices that a pod has again, nor old nameless ones."""
     found = [(_device_of(inventory, h), h) for h in scene.logs if h.hint == "unmap-failed"]
     return [
@@ -116,7 +118,7 @@ def failing_unmaps(scene: Scene, inventory: Inventory) -> list[tuple[BlockDevice
     ]
 
 
-def _device_of(inventory: Inventory, hit: LogHit) -> BlockDevice | None:
+def _device_of(inventory: Inventory, hit: LogHit) -> blockdev.BlockDevice | None:
     """The device by name or by image; for a line without a name the only leaked device."""
     for device in inventory.devices:
         spec = device.image.spec if device.image else ""
@@ -135,7 +137,7 @@ def _device_of(inventory: Inventory, hit: LogHit) -> BlockDevice | None:
     "mapped-twice", "one image is mapped more than once on this node", Severity.CRITICAL, 2.0
 )
 def mapped_twice(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
-    groups: dict[str, list[BlockDevice]] = {}
+    groups: dict[str, list[blockdev.BlockDevice]] = {}
     for device in inventory.devices:
         for content in _contents(device):
             groups.setdefault(content, []).append(device)
@@ -161,7 +163,7 @@ def mapped_twice(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         )
 
 
-def _contents(device: BlockDevice) -> list[str]:
+def _contents(device: blockdev.BlockDevice) -> list[str]:
     """What must not be written through two devices. A snapshot never changes."""
     if device.image is not None and device.image.snapshot:
         return []
@@ -187,7 +189,7 @@ def mapped_elsewhere(scene: Scene) -> Outcome:
     mapped = _by_image(scene, scene.inventory)
     unknown = [f"cluster {n}: {v}" for n, v in scene.clusters.items() if isinstance(v, str)]
     for view in scene.clusters.values():
-        if isinstance(view, ClusterView):
+        if isinstance(view, protocol.ClusterView):
             troubles += _other_writers(mapped, view)
             # Every cluster is asked about every image; only the image's own cluster must have it.
             unknown += [
@@ -200,9 +202,9 @@ def mapped_elsewhere(scene: Scene) -> Outcome:
 
 def _by_image(
     scene: Scene, inventory: Inventory
-) -> dict[tuple[str, str, str, str], list[BlockDevice]]:
+) -> dict[tuple[str, str, str, str], list[blockdev.BlockDevice]]:
     """(cluster, pool, namespace, image) -> its devices on this node, snapshots left out."""
-    found: dict[tuple[str, str, str, str], list[BlockDevice]] = {}
+    found: dict[tuple[str, str, str, str], list[blockdev.BlockDevice]] = {}
     for device in inventory.devices:
         view = scene.cluster_of(device)
         if view is None or device.image is None or device.image.snapshot:
@@ -212,7 +214,9 @@ def _by_image(
     return found
 
 
-def _other_watchers(devices: list[BlockDevice], image: ImageView) -> list[Watcher]:
+def _other_watchers(
+    devices: list[blockdev.BlockDevice], image: protocol.ImageView
+) -> list[protocol.Watcher]:
     """Watchers that are not this node's mappings of the image.
 
     A kernel mapping shows its client. rbd-nbd and rbd-fuse do not: each is assumed to be one of the
@@ -226,7 +230,7 @@ def _other_watchers(devices: list[BlockDevice], image: ImageView) -> list[Watche
 
 
 def _other_writers(
-    mapped: dict[tuple[str, str, str, str], list[BlockDevice]], view: ClusterView
+    mapped: dict[tuple[str, str, str, str], list[blockdev.BlockDevice]], view: protocol.ClusterView
 ) -> Iterator[Trouble]:
     for (cluster, *key), devices in mapped.items():
         image = view.image(*key) if cluster == view.name else None
@@ -270,7 +274,7 @@ def _other_writers(
     0.0,
     commands=("osd blocklist ls", "osd blacklist ls"),
 )
-def blocklisted_client(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
+def blocklisted_client(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
     for device in scene.inventory.devices if scene.inventory else ():
         owner = scene.cluster_of(device)
         if owner is None or owner.name != view.name:
@@ -291,7 +295,7 @@ def blocklisted_client(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
         )
 
 
-def _address(scene: Scene, view: ClusterView, device: BlockDevice) -> str:
+def _address(scene: Scene, view: protocol.ClusterView, device: blockdev.BlockDevice) -> str:
     """The address of the device's Ceph client; for silent drivers that of its last only watcher."""
     if device.client and device.client.address:
         return device.client.address
