@@ -225,6 +225,13 @@ class Watching:
             f for f in status.findings(self.audit) if f["rule"] == rule and f["device"] == device
         ]
 
+    def seen(self, device: str, rule: str) -> bool:
+        """Whether the last round saw such a trouble, raised or not."""
+        return any(
+            entry.rule == rule and entry.trouble.device == device and entry.gone is None
+            for entry in self.audit._state.values()
+        )
+
     async def until(self, condition: Callable[[], Any], what: str = "") -> Any:
         """The condition's first true value."""
         return await waiting.until_async(
@@ -258,6 +265,19 @@ async def watching(
         yield watch
     finally:
         await audit.stop()
+
+
+def children(word: str) -> list[int]:
+    """Child processes of this one with ``word`` in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid() and word in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+        except (OSError, IndexError, ValueError):
+            continue
+    return found
 
 
 def active(device: str, fs: str = "ext4") -> bool:
