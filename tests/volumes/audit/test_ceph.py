@@ -20,7 +20,8 @@ from volumes.audit.settings import AuditSettings, ClusterSettings
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
-# A second client: opens the image for writing, takes the lock, stays.
+# A second client: opens the image for writing and keeps taking the lock, which the first one's
+# file system takes back whenever it writes.
 WRITER = """
 import rados, rbd, sys, time
 cluster = rados.Rados(conffile=sys.argv[1], name='client.admin'); cluster.connect(timeout=30)
@@ -28,7 +29,9 @@ ioctx = cluster.open_ioctx('rbd')
 image = rbd.Image(ioctx, sys.argv[2])
 image.write(b'x' * 512, 4 << 20)
 print('ready', cluster.get_instance_id(), flush=True)
-time.sleep(600)
+while True:
+    time.sleep(0.2)
+    image.write(b'x' * 512, 4 << 20)
 """
 
 
