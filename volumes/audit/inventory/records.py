@@ -14,7 +14,7 @@ from linux import blockdev, mountinfo
 from linux.rbd_sysfs import RbdImage
 from volumes.audit.inventory.model import Publish, Volume
 
-MOST_VOLUMES = 2048
+_MOST_VOLUMES = 2048
 _LARGEST_RECORD = 1 << 16
 
 
@@ -65,26 +65,14 @@ def volumes(
     ``kubelet`` is its directory without symbolic links, ``root`` the directory to read it from.
     """
     by_target = {mount.target: mount for mount in host if _below(mount.target, kubelet)}
-    publishes: dict[str, list[Publish]] = {}
-    for uid, name, home in _published(kubelet, root):
-        record = _json(f"{root}{home}/vol_data.json")
-        mount = by_target.get(f"{home}/mount")
-        handle = str(record.get("volumeHandle", ""))
-        publishes.setdefault(handle, []).append(
-            Publish(
-                pod_uid=uid,
-                path=f"{home}/mount",
-                volume=str(record.get("specVolID", name)),
-                mounted=mount is not None,
-                read_only=mount is not None and mount.read_only,
-                handle=handle,
-            )
-        )
+    publishes = _publishes(kubelet, root, by_target)
     found: list[Volume] = []
     gaps: list[str] = []
     for home, staging in _staged(kubelet, root):
-        if len(found) >= MOST_VOLUMES:
-            gaps.append(f"{kubelet}: more than {MOST_VOLUMES} staged volumes, the rest left out")
+        if len(found) >= _MOST_VOLUMES:
+            gaps.append(
+                f"{kubelet}: more than {_MOST_VOLUMES} staged volumes, the others are left out"
+            )
             break
         record = _json(f"{root}{home}/vol_data.json")
         handle = str(record.get("volumeHandle", ""))
@@ -106,6 +94,28 @@ def volumes(
             )
         )
     return found, gaps
+
+
+def _publishes(
+    kubelet: str, root: str, by_target: dict[str, mountinfo.Mount]
+) -> dict[str, list[Publish]]:
+    """The volumes that kubelet gave to pods, by their handle."""
+    found: dict[str, list[Publish]] = {}
+    for uid, name, home in _published(kubelet, root):
+        record = _json(f"{root}{home}/vol_data.json")
+        mount = by_target.get(f"{home}/mount")
+        handle = str(record.get("volumeHandle", ""))
+        found.setdefault(handle, []).append(
+            Publish(
+                pod_uid=uid,
+                path=f"{home}/mount",
+                volume=str(record.get("specVolID", name)),
+                mounted=mount is not None,
+                read_only=mount is not None and mount.read_only,
+                handle=handle,
+            )
+        )
+    return found
 
 
 def _below(path: str, upper: str) -> bool:
