@@ -10,7 +10,6 @@ from aiohttp import web
 import kit.errors
 import kit.units
 import preheat.component
-import preheat.faces
 import preheat.status
 
 PROGRESS_SECONDS = 0.5
@@ -66,7 +65,7 @@ def routes(component: Any) -> list[web.RouteDef]:
 
     async def plan(_: web.Request) -> web.Response:
         """200: the latest plan and the layer reuse report. 502 before there is one."""
-        return web.json_response(preheat.faces.plan_json(room.core))
+        return web.json_response(room.plan())
 
     async def preheat_image(request: web.Request) -> web.Response:
         """202: taken in. 400 bad reference or rule, 502 the runtime does not answer."""
