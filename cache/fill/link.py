@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import kit.parent
 from cache.fill import crew
+from kit import child_main
 
 
 class Runnable(Protocol):
@@ -42,7 +42,7 @@ class Link:
 
 def serve(begin: Callable[[dict[str, Any]], Runnable]) -> None:
     """Read the task, run the pass that ``begin`` makes of it, say why when it cannot begin."""
-    kit.parent.die_with()
+    child_main.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent cancels or kills
     os.umask(0)

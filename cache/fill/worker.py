@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import kit.parent
 from cache.fill import checks, control, copying, entry, index, messages, native, tree
 from cache.fill.entry import Entry
+from kit import child_main
 from linux import fs_ordering, syscalls
 
 # A chunk is left for another time after so long: what is staged gets committed, hints get a turn.
@@ -449,7 +449,7 @@ class Worker:
 
 def serve(number: int, page: int) -> None:
     """A worker from its start to its end; ``page``: descriptor of the control page."""
-    kit.parent.die_with()
+    child_main.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's to handle
     os.umask(0)
     setup = messages.receive(messages.JOBS)

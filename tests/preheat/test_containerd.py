@@ -35,12 +35,6 @@ async def pin_of(box: adapter.Containerd, ref: str) -> base.Hold:
     return await box.pin(base.Hold(id="", role="pin", ref=ref, by="operator", target=target))
 
 
-async def until(condition, seconds: float = 10.0) -> None:  # type: ignore[no-untyped-def]
-    async with asyncio.timeout(seconds):
-        while not await condition():
-            await asyncio.sleep(0.02)
-
-
 async def test_a_cancelled_pull_goes_on_where_it_was(
     images: registry.Registry,
     gate: proxy.Proxy,
