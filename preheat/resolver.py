@@ -1,7 +1,7 @@
 """What the registry says about each requested image: digest, layers, sizes.
 
-Lookups run in the background. The plan never waits for a registry: it takes the latest answer. An answer is good for ``refresh``;
-after a failure the next lookup waits as its class says.
+Lookups run in the background. The plan never waits for a registry: it takes the latest answer. An
+answer is good for ``refresh``; after a failure the next lookup waits as its class says.
 """
 
 import asyncio

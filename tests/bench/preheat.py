@@ -99,7 +99,7 @@ async def _pulls(
         row = await room.preheat(ref)
         await room.pause(ref)
         await rig.until(lambda: room.show(ref).bytes_total > 0)
-        await room.core.cycle()
+        await room.reconciler.cycle()
         estimated = room.show(ref).bytes_missing
         gate.reset()
         await room.resume(ref)
@@ -109,7 +109,7 @@ async def _pulls(
         cycles = []
         for _ in range(20):
             begun = time.perf_counter()
-            await room.core.cycle()
+            await room.reconciler.cycle()
             cycles.append((time.perf_counter() - begun) * 1000)
         assert row.ref == ref
         await room.unpin(ref)
