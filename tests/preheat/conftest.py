@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from preheat.runtimes import containerd as adapter
 from tests.preheat.rig import Clock, Rig
-from tests.testbed import containerd, proxy, registry
+from tests.testbed import agent, containerd, proxy, registry, waiting
 
 
 @pytest.fixture(scope="session")
@@ -88,3 +88,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr("preheat.reconciler.time", made)
     return made
+
+
+@pytest.fixture
+def node(rig: Rig) -> Iterator[agent.Agent]:
+    """An agent process that only preheats, ready."""
+    section = rig.section().model_dump(mode="json", exclude_none=True)
+    made = agent.Agent(rig.folder / "node", {"preheat": section})
+    try:
+        made.start()
+        waiting.until(lambda: made.get("/readyz")["ready"], what="the agent to be ready")
+        yield made
+    finally:
+        made.end()

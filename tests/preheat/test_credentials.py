@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import kit.processes
 from preheat import credentials, manifest, settings
 from preheat.runtimes import base
 from tests.preheat.rig import Rig, state, until
@@ -131,6 +132,7 @@ async def test_plugin_that_fails_is_named(tmp_path: Path, program: str, why: str
     with pytest.raises(credentials.CredentialError, match=why) as caught:
         await Plugin(tmp_path, program).ask()
     assert "test-provider" in str(caught.value)
+    assert await kit.processes.settled("credential provider test-provider", 5.0)
 
 
 async def test_missing_plugin_is_named(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ The bytes are counted by the proxy.
 """
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -132,33 +131,24 @@ async def test_pull_survives_sigkill_of_containerd(rig: Rig, big: registry.Pushe
     assert rig.gate.blob_bytes <= 1.1 * missing + 2 * MB  # what the killed process had buffered
 
 
-async def answers(node: agent.Agent) -> bool:
-    return bool((await asyncio.to_thread(node.get, "/readyz"))["ready"])
-
-
 @real
 @pytest.mark.timeout(180)
-async def test_operators_pull_survives_sigkill_of_the_agent(rig: Rig, big: registry.Pushed) -> None:
+async def test_operators_pull_survives_sigkill_of_the_agent(
+    rig: Rig, node: agent.Agent, big: registry.Pushed
+) -> None:
     """The whole way: command line, agent process, containerd. The request itself survives too."""
     ref = f"{rig.gate.host}/fw/big:v1"
-    section = json.loads(rig.section().model_dump_json(exclude_none=True))
-    node = agent.Agent(rig.folder / "node", {"preheat": section})
     rig.gate.rate = RATE
-    try:
-        await asyncio.to_thread(node.start)
-        await until(lambda: answers(node), what="the agent to have seen the runtime")
-        await asyncio.to_thread(node.cli_json, "image", "preheat", ref)
-        await half(rig, big)
-        await asyncio.to_thread(node.kill)
-        missing = await rest_of(rig, big)
-        await asyncio.to_thread(node.start)
-        await until(lambda: answers(node), what="the agent to have seen the runtime")
-        row = await asyncio.to_thread(node.cli_json, "image", "preheat", ref, "--wait")
-        (shown,) = await asyncio.to_thread(node.cli_json, "image", "list")
-        assert await asyncio.to_thread(node.stop) == 0
-    finally:
-        await asyncio.to_thread(node.end)
+    await asyncio.to_thread(node.cli_json, "image", "preheat", ref)
+    await half(rig, big)
+    node.kill()
+    missing = await rest_of(rig, big)
+    await asyncio.to_thread(node.start)
+    await until(lambda: node.get("/readyz")["ready"], what="the agent to be ready")
+    row = await asyncio.to_thread(node.cli_json, "image", "preheat", ref, "--wait")
+    (shown,) = await asyncio.to_thread(node.cli_json, "image", "list")
 
+    assert node.stop() == 0
     assert row["state"] == "ready"
     assert rig.gate.blob_bytes <= 0.6 * big.fetched
     assert rig.gate.blob_bytes <= 1.1 * missing
