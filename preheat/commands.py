@@ -1,7 +1,6 @@
 """``nodeagent image``: images held ready on this node."""
 
 import asyncio
-import json
 import time
 import urllib.parse
 from typing import Any
@@ -10,10 +9,10 @@ import click
 
 import kit.errors
 import kit.units
-from nodeagent.cli import context
+from kit import terminal
+from kit.room import CommandContext
 
 _FIELDS = ("ref", "digest", "state", "pinned", "bytes_total", "bytes_done")
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 class ImageError(kit.errors.AgentError):
@@ -22,13 +21,11 @@ class ImageError(kit.errors.AgentError):
     exit_code = 5
 
 
-@click.group("image")
-def group() -> None:
-    """Images held ready."""
+image = click.Group("image")
 
 
-def _call(ctx: context.Context, method: str, path: str, body: Any = None, **query: str) -> Any:
-    return asyncio.run(ctx.client().call(method, f"/v1/images{path}", body, **query))
+def _call(ctx: CommandContext, method: str, path: str, body: Any = None, **query: str) -> Any:
+    return terminal.call(ctx, method, f"/v1/images{path}", body, **query)
 
 
 def _share(row: dict[str, Any]) -> str:
@@ -46,15 +43,15 @@ def _print_row(row: dict[str, Any]) -> None:
         click.echo(f"  {row['reason']}")
 
 
-@group.command("list")
-@_json
+@image.command("list")
+@terminal.json_option
 @click.pass_obj
-def list_images(ctx: context.Context, as_json: bool) -> None:
+def list_images(ctx: CommandContext, as_json: bool) -> None:
     """All images that are wanted or pinned here."""
     rows = _call(ctx, "GET", "")["images"]
     if as_json:
         keys = (*_FIELDS, "reason", "by", "keep", "priority", "in_use")
-        click.echo(json.dumps([{key: row[key] for key in keys} for row in rows], indent=2))
+        terminal.print_json([{key: row[key] for key in keys} for row in rows])
         return
     if not rows:
         click.echo("No image is wanted or pinned here; see preheat.images in the settings.")
@@ -65,15 +62,15 @@ def list_images(ctx: context.Context, as_json: bool) -> None:
         click.echo((line + (f"  {row['reason']}" if row["state"] != "ready" else "")).rstrip())
 
 
-@group.command("show")
+@image.command("show")
 @click.argument("ref")
-@_json
+@terminal.json_option
 @click.pass_obj
-def show(ctx: context.Context, ref: str, as_json: bool) -> None:
+def show(ctx: CommandContext, ref: str, as_json: bool) -> None:
     """Everything about one image, layer by layer while it is pulled."""
     row = _call(ctx, "GET", "/one", ref=ref)
     if as_json:
-        click.echo(json.dumps(row, indent=2))
+        terminal.print_json(row)
         return
     _print_row(row)
     size = kit.units.format_size
@@ -97,27 +94,27 @@ def show(ctx: context.Context, ref: str, as_json: bool) -> None:
         click.echo(f"  {layer['digest'][:19]}  {100 * done / total:4.0f} %  {size(total):>10}")
 
 
-@group.command("preheat")
+@image.command("preheat")
 @click.argument("ref")
 @click.option("--wait", is_flag=True, help="Show progress until it is ready; fails if it fails.")
 @click.option("--pin", default="always", metavar="RULE", help="always, never or a time like 72h.")
-@_json
+@terminal.json_option
 @click.pass_obj
-def preheat(ctx: context.Context, ref: str, wait: bool, pin: str, as_json: bool) -> None:
+def preheat(ctx: CommandContext, ref: str, wait: bool, pin: str, as_json: bool) -> None:
     """Bring REF to this node now and pin it."""
     rule: Any = pin if pin in ("always", "never") else {"for": pin}
     row = _call(ctx, "POST", "/preheat", {"ref": ref, "pin": rule})
     if wait:
         row = asyncio.run(_wait(ctx, row, quiet=as_json))
     if as_json:
-        click.echo(json.dumps(row, indent=2))
+        terminal.print_json(row)
     else:
         _print_row(row)
     if wait and row["state"] != "ready":
         raise ImageError(f"image {ref}", f"{row['state']} ({row['reason']})", "")
 
 
-async def _wait(ctx: context.Context, row: dict[str, Any], quiet: bool) -> dict[str, Any]:
+async def _wait(ctx: CommandContext, row: dict[str, Any], quiet: bool) -> dict[str, Any]:
     from rich import console, progress  # only where something is drawn
 
     bar = progress.Progress(
@@ -144,14 +141,14 @@ async def _wait(ctx: context.Context, row: dict[str, Any], quiet: bool) -> dict[
 
 
 def _simple(name: str, text: str) -> None:
-    @group.command(name, help=text)
+    @image.command(name, help=text)
     @click.argument("ref")
-    @_json
+    @terminal.json_option
     @click.pass_obj
-    def command(ctx: context.Context, ref: str, as_json: bool) -> None:
+    def command(ctx: CommandContext, ref: str, as_json: bool) -> None:
         row = _call(ctx, "POST", f"/{name}", {"ref": ref})
         if as_json:
-            click.echo(json.dumps(row, indent=2))
+            terminal.print_json(row)
         else:
             _print_row(row)
 
@@ -163,14 +160,14 @@ _simple("resume", "Go on pulling REF, or try again at once after a failure.")
 _simple("cancel", "Stop pulling REF and give back what is here of it.")
 
 
-@group.command("plan")
-@_json
+@image.command("plan")
+@terminal.json_option
 @click.pass_obj
-def plan(ctx: context.Context, as_json: bool) -> None:
+def plan(ctx: CommandContext, as_json: bool) -> None:
     """What is pulled next, what is not and why, and whether your layers are shared."""
     found = _call(ctx, "GET", "/plan")
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        terminal.print_json(found)
         return
     size = kit.units.format_size
     disk = found["disk"]

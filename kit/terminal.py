@@ -1,5 +1,6 @@
-"""How commands print: JSON on request, tables and bars for people."""
+"""How commands ask the agent and print its answer: JSON on request, plain columns for people."""
 
+import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -7,9 +8,20 @@ from typing import Any
 
 import click
 
+import kit.room
 
-def as_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def call(
+    ctx: kit.room.CommandContext, method: str, path: str, body: Any = None, **query: Any
+) -> Any:
+    """The agent's decoded answer to one request."""
+    return asyncio.run(ctx.client().call(method, path, body, **query))
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -21,9 +33,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def on_terminal() -> bool:
+    """Whether somebody watches: progress may then be drawn."""
     return sys.stderr.isatty()
 
 
 def plain(text: str) -> str:
-    """On one line and without what a terminal would act on: a name may hold any character."""
+    """``text`` on one line, control characters escaped: a file name may hold any character."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

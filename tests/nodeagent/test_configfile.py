@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kit.errors
-from nodeagent import configfile
-from nodeagent.cli import main
+from nodeagent import configfile, main
 from nodeagent.settings import Settings
 
 # The shape that other tools rely on, word by word.

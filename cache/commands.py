@@ -1,7 +1,6 @@
 """``nodeagent dataset``: a client of the admin API."""
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,13 +10,13 @@ import click
 
 import kit.errors
 import kit.units
-from nodeagent.cli import context, output
+from kit import terminal
+from kit.room import CommandContext
 
 # Exit codes of commands that wait, beside those of kit.errors (docs/cli.md).
 PARTIAL, STOPPED = 10, 11
 _PLAIN_LINE_SECONDS = 5.0
 
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _name = click.argument("name")
 
 
@@ -29,27 +28,21 @@ class NotFinishedError(kit.errors.AgentError):
         self.exit_code = code  # type: ignore[misc]  # one class for the codes of waiting
 
 
-@click.group("dataset")
-def group() -> None:
-    """Datasets: warmed onto the SSD, served by the kernel."""
+dataset = click.Group("dataset")
 
 
 def _path(name: str, what: str = "") -> str:
     return f"/v1/datasets/{quote(name, safe='')}{what}"
 
 
-def _call(ctx: context.Context, method: str, path: str, body: Any = None, **query: Any) -> Any:
-    return asyncio.run(ctx.client().call(method, path, body, **query))
-
-
-@group.command("list")
-@_json
+@dataset.command("list")
+@terminal.json_option
 @click.pass_obj
-def listing(ctx: context.Context, as_json: bool) -> None:
+def listing(ctx: CommandContext, as_json: bool) -> None:
     """All datasets."""
-    answer = _call(ctx, "GET", "/v1/datasets")
+    answer = terminal.call(ctx, "GET", "/v1/datasets")
     if as_json:
-        output.as_json(answer["datasets"])
+        terminal.print_json(answer["datasets"])
         return
     rows = []
     for d in answer["datasets"]:
@@ -66,34 +59,34 @@ def listing(ctx: context.Context, as_json: bool) -> None:
                 d["view"],
             ]
         )
-    output.table(["NAME", "STATE", "SERVED BY", "STORED", "FILES", "ON SSD", "VIEW"], rows)
+    terminal.table(["NAME", "STATE", "SERVED BY", "STORED", "FILES", "ON SSD", "VIEW"], rows)
     for name in answer["orphans"]:
         click.echo(f"{name}: not in the settings any more; 'dataset remove {name}' deletes it")
 
 
-@group.command()
+@dataset.command()
 @_name
 @click.option("--failures", is_flag=True, help="Also list entries that could not be copied.")
-@_json
+@terminal.json_option
 @click.pass_obj
-def show(ctx: context.Context, name: str, failures: bool, as_json: bool) -> None:
+def show(ctx: CommandContext, name: str, failures: bool, as_json: bool) -> None:
     """One dataset, with everything that is known of it."""
-    shown = _call(ctx, "GET", _path(name))
+    shown = terminal.call(ctx, "GET", _path(name))
     if failures:
         shown["failures"] = list(_failures(ctx, name))
     if as_json:
-        output.as_json(shown)
+        terminal.print_json(shown)
         return
     for line in _lines(shown):
         click.echo(line)
     for failure in shown.get("failures", ()):
-        click.echo(f"  {output.plain(failure['path'])}: {failure['reason']}")
+        click.echo(f"  {terminal.plain(failure['path'])}: {failure['reason']}")
 
 
-def _failures(ctx: context.Context, name: str) -> Any:
+def _failures(ctx: CommandContext, name: str) -> Any:
     after = ""
     while after is not None:
-        page = _call(ctx, "GET", _path(name, "/failures"), limit=1000, after=after)
+        page = terminal.call(ctx, "GET", _path(name, "/failures"), limit=1000, after=after)
         yield from page["failures"]
         after = page["next"]
 
@@ -147,18 +140,18 @@ def _progress_text(d: dict[str, Any]) -> str:
     )
 
 
-@group.command()
+@dataset.command()
 @_name
 @click.option("--wait", is_flag=True, help="Wait until it is complete, or cannot become so.")
-@_json
+@terminal.json_option
 @click.pass_obj
-def warm(ctx: context.Context, name: str, wait: bool, as_json: bool) -> None:
+def warm(ctx: CommandContext, name: str, wait: bool, as_json: bool) -> None:
     """Fill the store with NAME; go on after a pause, a cancel or a failure."""
-    shown = _call(ctx, "POST", _path(name, "/warm"))
+    shown = terminal.call(ctx, "POST", _path(name, "/warm"))
     if wait:
         shown = asyncio.run(_follow(ctx, name, _warm_ended, quiet=as_json))
     if as_json:
-        output.as_json(shown)
+        terminal.print_json(shown)
     elif shown["state"] == "complete":
         click.echo(f"{name} is complete: {shown['files']['done']} files, read at {shown['view']}")
     elif not wait:
@@ -186,10 +179,10 @@ def _judge(d: dict[str, Any]) -> None:
         raise NotFinishedError(STOPPED, thing, f"it was {d['state']}", remedy)
 
 
-async def _follow(ctx: context.Context, name: str, ended: Any, *, quiet: bool) -> dict[str, Any]:
+async def _follow(ctx: CommandContext, name: str, ended: Any, *, quiet: bool) -> dict[str, Any]:
     """The dataset when ``ended`` says so, shown on the way."""
     stream = ctx.client().lines(_path(name, "/progress"))
-    show = _silently if quiet else _with_bar if output.on_terminal() else _with_lines
+    show = _silently if quiet else _with_bar if terminal.on_terminal() else _with_lines
     last: dict[str, Any] = {}
     async for last in show(stream):
         if ended(last):
@@ -234,14 +227,14 @@ async def _with_bar(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _simple(verb: str, text: str) -> None:
-    @group.command(verb, help=text)
+    @dataset.command(verb, help=text)
     @_name
-    @_json
+    @terminal.json_option
     @click.pass_obj
-    def command(ctx: context.Context, name: str, as_json: bool) -> None:
-        shown = _call(ctx, "POST", _path(name, f"/{verb}"))
+    def command(ctx: CommandContext, name: str, as_json: bool) -> None:
+        shown = terminal.call(ctx, "POST", _path(name, f"/{verb}"))
         if as_json:
-            output.as_json(shown)
+            terminal.print_json(shown)
         else:
             click.echo(f"{name} is {shown['state']}")
 
@@ -251,19 +244,19 @@ _simple("resume", "Go on with a paused NAME.")
 _simple("cancel", "Stop filling or verifying NAME; what is stored stays and serves.")
 
 
-@group.command()
+@dataset.command()
 @_name
 @click.option("--source", is_flag=True, help="Compare with the source too: reads all of it.")
 @click.option("--wait/--no-wait", default=True, help="Wait for the result (default).")
-@_json
+@terminal.json_option
 @click.pass_obj
-def verify(ctx: context.Context, name: str, source: bool, wait: bool, as_json: bool) -> None:
+def verify(ctx: CommandContext, name: str, source: bool, wait: bool, as_json: bool) -> None:
     """Read the store of NAME against its checksums; bad files are replaced."""
-    shown = _call(ctx, "POST", _path(name, "/verify"), {"source": source})
+    shown = terminal.call(ctx, "POST", _path(name, "/verify"), {"source": source})
     if wait:
         shown = asyncio.run(_follow(ctx, name, _verify_ended, quiet=as_json))
     if as_json:
-        output.as_json(shown)
+        terminal.print_json(shown)
     elif wait:
         click.echo(_lines(shown)[-1].partition(" ")[2].strip())
     else:
@@ -283,19 +276,19 @@ def _verify_ended(d: dict[str, Any]) -> bool:
     return bool(d["verify"]) and d["verify"]["state"] not in ("queued", "running")
 
 
-@group.command()
+@dataset.command()
 @_name
-@_json
+@terminal.json_option
 @click.pass_obj
-def remove(ctx: context.Context, name: str, as_json: bool) -> None:
+def remove(ctx: CommandContext, name: str, as_json: bool) -> None:
     """Take the view of NAME down and delete what is stored, unless somebody uses it."""
-    answer = _call(ctx, "DELETE", _path(name))
+    answer = terminal.call(ctx, "DELETE", _path(name))
     if as_json:
-        output.as_json(answer)
+        terminal.print_json(answer)
         return
     click.echo(f"{name} is removed")
     if answer["in_settings"]:
         click.echo(
             f"it is still in the settings and stays removed until 'nodeagent dataset warm {name}'",
-            file=sys.stderr,
+            err=True,
         )

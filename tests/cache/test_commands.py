@@ -1,4 +1,4 @@
-"""The command line against an agent that says what a test wants; output and exit codes."""
+"""``nodeagent dataset`` against an agent that answers what a test wants; output and exit codes."""
 
 import json
 import sys
@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from nodeagent import client
-from nodeagent.cli import main
+from nodeagent import client, main
 
 
 def dataset(**more: Any) -> dict[str, Any]:
@@ -75,7 +74,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         ("waiting", "dataset a: no monitor answers", 5),
     ],
 )
-def test_waiting_ends_with_the_exit_code_of_the_outcome_and_one_line(
+def test_warm_wait_exits_by_outcome(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     fake: FakeAgent,
@@ -94,7 +93,7 @@ def test_waiting_ends_with_the_exit_code_of_the_outcome_and_one_line(
         assert "a is complete: 10 files, read at /v/a/data" in said.out
 
 
-def test_progress_is_plain_lines_where_there_is_no_terminal(
+def test_progress_without_terminal_is_plain_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeAgent
 ) -> None:
     fake.answers["warm"] = dataset(state="filling")
@@ -112,7 +111,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(
         ("resume", "a"), ("cancel", "a"), ("verify", "a"), ("remove", "a"),
     ],
 )  # fmt: skip
-def test_every_command_speaks_json_and_nothing_else(
+def test_commands_print_only_json(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     fake: FakeAgent,
@@ -129,7 +128,7 @@ def test_every_command_speaks_json_and_nothing_else(
     json.loads(capsys.readouterr().out)
 
 
-def test_an_error_of_the_agent_is_one_line_with_its_exit_code(
+def test_remote_error_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeAgent
 ) -> None:
     body = {"thing": "view /v", "cause": "in use by pid 7", "remedy": "end it", "exit_code": 6}
@@ -148,7 +147,7 @@ def test_an_error_of_the_agent_is_one_line_with_its_exit_code(
         ({"state": "cancelled"}, 11),
     ],
 )
-def test_verify_ends_with_the_exit_code_of_its_result(
+def test_verify_exits_by_result(
     monkeypatch: pytest.MonkeyPatch, fake: FakeAgent, verify: dict[str, Any], code: int
 ) -> None:
     fake.answers["verify"] = dataset()
@@ -156,18 +155,7 @@ def test_verify_ends_with_the_exit_code_of_its_result(
     assert run(monkeypatch, "dataset", "verify", "a") == code
 
 
-def test_no_agent_and_no_settings_and_bad_words_have_codes_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("NODEAGENT_API", raising=False)
-    assert run(monkeypatch, "--api", "http://127.0.0.1:1", "dataset", "list") == 9
-    assert "no agent answers there" in capsys.readouterr().err
-    assert run(monkeypatch, "--config", "/no/such", "dataset", "list") == 3
-    assert run(monkeypatch, "--config", "/no/such", "run") == 3
-    assert run(monkeypatch, "dataset", "lisst") == 2
-
-
-def test_a_list_shows_each_dataset_and_what_is_left_of_others(
+def test_list_shows_datasets_and_orphans(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeAgent
 ) -> None:
     fake.answers["datasets"] = {"datasets": [dataset(), dataset(name="b")], "orphans": ["old"]}
@@ -178,7 +166,7 @@ def test_a_list_shows_each_dataset_and_what_is_left_of_others(
     assert "dataset remove old" in lines[3]
 
 
-def test_a_name_with_a_newline_stays_one_line(
+def test_show_escapes_names(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeAgent
 ) -> None:
     fake.answers["a"] = dataset()

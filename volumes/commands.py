@@ -1,4 +1,4 @@
-"""``nodeagent volume``: the format guard, probes and the ledger.
+"""``nodeagent volume``: the format guard, probes, the ledger and the volume audit.
 
 Status, mode and detach are a kill switch and also work without an agent, straight at the kernel.
 """
@@ -6,9 +6,9 @@ Status, mode and detach are a kill switch and also work without an agent, straig
 import asyncio
 import dataclasses
 import getpass
-import json
 import os
 import time
+import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,14 @@ from typing import Any
 import click
 
 import kit.errors
-from nodeagent import client, configfile
-from nodeagent.cli import context
-from nodeagent.settings import Settings
+import kit.units
+from kit import terminal
+from kit.room import CommandContext
 from volumes import devices, settings
 from volumes.guard import journal, kernel, layout, switch
 from volumes.ledger import store
 from volumes.probe import prober
 
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _REASON = click.option("--reason", default="", help="Why; kept in the operator log.")
 _DIRECT = click.option(
     "--direct", is_flag=True, help="Do not ask the agent: straight at the kernel, as root."
@@ -32,12 +31,10 @@ _DIRECT = click.option(
 _KILL_SECONDS = 5.0  # a kill switch does not wait for a hanging agent
 
 
-@click.group("volume")
-def group() -> None:
-    """Volumes: format guard, probes, ledger."""
+volume = click.Group("volume")
 
 
-@group.group("guard")
+@volume.group("guard")
 def guard() -> None:
     """The program in the kernel that refuses to format what holds data."""
 
@@ -50,18 +47,8 @@ def _who() -> str:
     return f"{os.environ.get('SUDO_USER') or user} on {os.uname().nodename}"
 
 
-def _settings(ctx: context.Context) -> Settings:
-    """The file's settings; the defaults when there is no file, so that a kill switch works."""
-    try:
-        return configfile.load(ctx.config)
-    except kit.errors.SettingsError as error:
-        if ctx.config.exists():
-            click.echo(f"nodeagent: {error}; using the defaults", err=True)
-        return Settings()
-
-
-def _call(
-    ctx: context.Context,
+def _ask(
+    ctx: CommandContext,
     request: tuple[str, str, Any],
     direct: Callable[[], Any] | None = None,
     seconds: float | None = None,
@@ -74,23 +61,25 @@ def _call(
 
     try:
         return asyncio.run(ask())
-    except (client.UnreachableError, TimeoutError, kit.errors.SettingsError):
+    except (kit.errors.UnreachableError, TimeoutError, kit.errors.SettingsError):
         if direct is None or ctx.api is not None:
             raise
     return direct()
 
 
-def _room(ctx: context.Context) -> tuple[settings.GuardSettings, Path]:
+def _offline(ctx: CommandContext) -> tuple[settings.GuardSettings, Path]:
     """Guard settings and state directory of this node, for work without the agent."""
     if os.geteuid() != 0:
         raise kit.errors.HostError("no agent answers", "and this is not root", "run it as root")
-    loaded = _settings(ctx)
-    wanted = loaded.volumes or settings.VolumesSettings()
-    return wanted.guard, loaded.state_dir
+    section, state_dir = ctx.offline("volumes")
+    return section.guard, state_dir
 
 
 def _show(answer: Any, as_json: bool, text: Callable[[Any], str]) -> None:
-    click.echo(json.dumps(answer, indent=2) if as_json else text(answer))
+    if as_json:
+        terminal.print_json(answer)
+    else:
+        click.echo(text(answer))
 
 
 def _status_text(s: dict[str, Any]) -> str:
@@ -123,64 +112,64 @@ def _status_text(s: dict[str, Any]) -> str:
 
 
 @guard.command("status")
-@_JSON
+@terminal.json_option
 @_DIRECT
 @click.pass_obj
-def status(ctx: context.Context, as_json: bool, direct: bool) -> None:
+def status(ctx: CommandContext, as_json: bool, direct: bool) -> None:
     """What is attached and enforced, proved by an attempt."""
 
     def here() -> Any:
-        wanted, state_dir = _room(ctx)
+        wanted, state_dir = _offline(ctx)
         return switch.status(wanted, state_dir) | {"operator_log": journal.last(state_dir)}
 
-    answer = here() if direct else _call(ctx, ("GET", "/v1/volumes/guard", None), here, 10.0)
+    answer = here() if direct else _ask(ctx, ("GET", "/v1/volumes/guard", None), here, 10.0)
     _show(answer, as_json, _status_text)
 
 
 @guard.command("set-mode")
 @click.argument("mode", type=click.Choice(["off", "dry-run", "enforce", "settings"]))
 @_REASON
-@_JSON
+@terminal.json_option
 @_DIRECT
 @click.pass_obj
-def set_mode(ctx: context.Context, mode: str, reason: str, as_json: bool, direct: bool) -> None:
+def set_mode(ctx: CommandContext, mode: str, reason: str, as_json: bool, direct: bool) -> None:
     """Change the mode now, past the settings file; 'settings' gives it back to the file."""
 
     def here() -> Any:
-        wanted, state_dir = _room(ctx)
+        wanted, state_dir = _offline(ctx)
         journal.append(state_dir, "set-mode", _who(), reason, mode=mode)
         switch.set_mode(wanted, state_dir, mode, _who(), reason)
         return switch.status(wanted, state_dir)
 
     body = {"mode": mode, "by": _who(), "reason": reason}
     request = ("PUT", "/v1/volumes/guard/mode", body)
-    _show(here() if direct else _call(ctx, request, here, _KILL_SECONDS), as_json, _status_text)
+    _show(here() if direct else _ask(ctx, request, here, _KILL_SECONDS), as_json, _status_text)
 
 
 @guard.command("detach")
 @_REASON
-@_JSON
+@terminal.json_option
 @_DIRECT
 @click.pass_obj
-def detach(ctx: context.Context, reason: str, as_json: bool, direct: bool) -> None:
+def detach(ctx: CommandContext, reason: str, as_json: bool, direct: bool) -> None:
     """The kill switch: take the program out of the kernel; it stays out until set-mode."""
 
     def here() -> Any:
-        wanted, state_dir = _room(ctx)
+        wanted, state_dir = _offline(ctx)
         switch.detach(wanted, state_dir, _who(), reason)
         journal.append(state_dir, "detach", _who(), reason)
         return switch.status(wanted, state_dir)
 
     request = ("POST", "/v1/volumes/guard/detach", {"by": _who(), "reason": reason})
-    _show(here() if direct else _call(ctx, request, here, _KILL_SECONDS), as_json, _status_text)
+    _show(here() if direct else _ask(ctx, request, here, _KILL_SECONDS), as_json, _status_text)
 
 
 @guard.command("attach")
-@_JSON
+@terminal.json_option
 @click.pass_obj
-def attach(ctx: context.Context, as_json: bool) -> None:
+def attach(ctx: CommandContext, as_json: bool) -> None:
     """Attach as the settings say, without an agent: for the boot, before kubelet starts."""
-    wanted, state_dir = _room(ctx)
+    wanted, state_dir = _offline(ctx)
     handle = switch.handle(wanted)
     mode = switch.wanted_mode(wanted, state_dir)
     handle.apply(kernel.wanted(wanted, mode, devices.majors()))
@@ -203,17 +192,17 @@ def _probe_text(v: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@group.command("probe")
+@volume.command("probe")
 @click.argument("device")
-@_JSON
+@terminal.json_option
 @click.pass_obj
-def probe(ctx: context.Context, device: str, as_json: bool) -> None:
+def probe(ctx: CommandContext, device: str, as_json: bool) -> None:
     """What DEVICE holds: reads only, and tells 'could not read' from 'nothing there'."""
 
     def here() -> Any:
         from volumes import component  # the agent's side of the room: only when there is none
 
-        wanted, state_dir = _room(ctx)
+        wanted, state_dir = _offline(ctx)
         found = devices.by_path(device)
         ledger = store.Store(state_dir / "volumes" / "ledger")
         ledger.load()
@@ -229,7 +218,7 @@ def probe(ctx: context.Context, device: str, as_json: bool) -> None:
         return component.describe_probe(found, seen, ledger.get(found.volume))
 
     request = ("POST", "/v1/volumes/probe", {"device": str(Path(device).absolute())})
-    _show(_call(ctx, request, here), as_json, _probe_text)
+    _show(_ask(ctx, request, here), as_json, _probe_text)
 
 
 def _ledger_text(answer: dict[str, Any]) -> str:
@@ -242,38 +231,166 @@ def _ledger_text(answer: dict[str, Any]) -> str:
     return "\n".join(lines) or "no volume is known"
 
 
-@group.command("ledger")
+@volume.command("ledger")
 @click.option("--accept", metavar="VOLUME", help="Accept that its content is another one now.")
-@_JSON
+@terminal.json_option
 @click.pass_obj
-def ledger(ctx: context.Context, accept: str | None, as_json: bool) -> None:
+def ledger(ctx: CommandContext, accept: str | None, as_json: bool) -> None:
     """What each volume was last seen to hold."""
 
     def here() -> Any:
-        _, state_dir = _room(ctx)
+        _, state_dir = _offline(ctx)
         found = store.Store(state_dir / "volumes" / "ledger")
         found.load()
         return {"volumes": [dataclasses.asdict(each) for each in found.entries()]}
 
     if accept is not None:
         body = {"volume": accept, "by": _who()}
-        answer = _call(ctx, ("POST", "/v1/volumes/ledger/accept", body))
+        answer = _ask(ctx, ("POST", "/v1/volumes/ledger/accept", body))
         _show(answer, as_json, lambda a: f"{a['volume']}: {a['type']} {a['uuid']} accepted")
         return
-    _show(_call(ctx, ("GET", "/v1/volumes/ledger", None), here), as_json, _ledger_text)
+    _show(_ask(ctx, ("GET", "/v1/volumes/ledger", None), here), as_json, _ledger_text)
 
 
-@group.command("allow-format")
+@volume.command("allow-format")
 @click.argument("device")
 @click.option("--volume-id", required=True, help="The volume as 'nodeagent volume probe' shows it.")
 @click.option("--reason", required=True, help="Why its content may go; kept in the operator log.")
-@_JSON
+@terminal.json_option
 @click.pass_obj
 def allow_format(
-    ctx: context.Context, device: str, volume_id: str, reason: str, as_json: bool
+    ctx: CommandContext, device: str, volume_id: str, reason: str, as_json: bool
 ) -> None:
     """Permit to format DEVICE once, whatever it holds, for a short time."""
     path = str(Path(device).absolute())
     body = {"device": path, "volume": volume_id, "reason": reason, "by": _who()}
-    answer = _call(ctx, ("POST", "/v1/volumes/allow-format", body))
+    answer = _ask(ctx, ("POST", "/v1/volumes/allow-format", body))
     _show(answer, as_json, lambda a: f"{a['device']} may be formatted for {a['seconds']:g}s")
+
+
+@volume.command("list")
+@terminal.json_option
+@click.pass_obj
+def list_(ctx: CommandContext, as_json: bool) -> None:
+    """Guarded block devices: what they hold, where they are mounted, what is wrong."""
+    devices = terminal.call(ctx, "GET", "/v1/audit/devices")["devices"]
+    if as_json:
+        terminal.print_json(devices)
+        return
+    if not devices:
+        click.echo("no guarded device is mapped")
+        return
+    head = ("DEVICE", "IMAGE OR FILE", "SIZE", "MODE", "STATE", "VOLUME", "FINDINGS")
+    rows = [
+        (
+            device["name"],
+            device["image"] or device["backing"] or "-",
+            kit.units.format_size(device["size"]),
+            "ro" if device["read_only"] else "rw",
+            device["state"],
+            device["volume"] or "-",
+            str(len(device["findings"]) or "-"),
+        )
+        for device in devices
+    ]
+    terminal.table(head, rows)
+
+
+@volume.command("show")
+@click.argument("device")
+@terminal.json_option
+@click.pass_obj
+def show(ctx: CommandContext, device: str, as_json: bool) -> None:
+    """Everything known of DEVICE: mounts in every namespace, users, records, findings."""
+    name = urllib.parse.quote(device.removeprefix("/dev/"), safe="")
+    found = terminal.call(ctx, "GET", f"/v1/audit/devices/{name}")
+    if as_json:
+        terminal.print_json(found)
+        return
+    what = found["image"] or found["backing"] or found["driver"]
+    click.echo(f"{found['name']} ({found['number']})  {what}  {found['state']}")
+    for mount in found["mounts"]:
+        click.echo(f"  mounted at {mount['target']} ({', '.join(mount['options'])})")
+    for mount in found["elsewhere"]:
+        owners = ", ".join(f"pid {o['pid']} ({o['comm']})" for o in mount["owners"])
+        who = owners or ", ".join(mount["kept_by"]) or "no process"
+        click.echo(
+            f"  also in mount namespace {mount['namespace']} at {mount['target']} "
+            f"({mount['propagation']}): {who}"
+        )
+    for user in found["users"]:
+        owner = user["owner"]
+        click.echo(f"  used by pid {owner['pid']} ({owner['comm']}): {', '.join(user['ways'])}")
+    if found["record"]:
+        click.echo(f"  staged by kubelet at {found['record']['staging']}")
+    for each in found["cluster"]["watchers"] if found["cluster"] else ():
+        click.echo(f"  open for writing by {each['client']} at {each['address']}")
+    for each in found["found"]:
+        _finding(each)
+
+
+def _finding(found: dict[str, Any]) -> None:
+    age = kit.units.format_duration(time.time() - found["since"])
+    click.echo(f"{found['severity'].upper()} {found['rule']} for {age}: {found['message']}")
+    click.echo(f"  what to do: {found['advice']}")
+    click.echo(f"  id: {found['id']}")
+
+
+@volume.command("findings")
+@terminal.json_option
+@click.option("--rule", help="Only this rule.")
+@click.pass_obj
+def findings(ctx: CommandContext, as_json: bool, rule: str | None) -> None:
+    """What is wrong with this node's volumes, and what to do about it."""
+    found = terminal.call(ctx, "GET", "/v1/audit/findings")["findings"]
+    found = [each for each in found if rule in (None, each["rule"])]
+    if as_json:
+        terminal.print_json(found)
+        return
+    for each in found:
+        _finding(each)
+    if not found:
+        click.echo("nothing found; 'nodeagent volume audit' says what was looked at")
+
+
+@volume.command("audit")
+@terminal.json_option
+@click.option("--last", is_flag=True, help="Show the last pass instead of making one now.")
+@click.pass_obj
+def audit(ctx: CommandContext, as_json: bool, last: bool) -> None:
+    """Look at everything now and say what each rule found, or why it cannot tell."""
+    answer = terminal.call(ctx, *(("GET", "/v1/audit") if last else ("POST", "/v1/audit/pass")))
+    if as_json:
+        terminal.print_json(answer)
+        return
+    click.echo(
+        f"{answer['devices']} devices of {', '.join(answer['drivers'])}, "
+        f"{answer['mount_namespaces']} mount namespaces"
+    )
+    rules = [(rule["rule"], rule["state"], rule["why"]) for rule in answer["rules"]]
+    terminal.table(("RULE", "STATE", "WHY"), rules)
+    for source, counts in answer["logs"].items():
+        click.echo(
+            f"log {source}: {counts['seen']} lines, {counts['matched']} matched, "
+            f"{counts['dropped'] + counts['lost']} not looked at"
+        )
+    for source, why in answer["log_trouble"].items():
+        click.echo(f"log {source}: {why}")
+    for reason in [*answer["reasons"], *answer["gaps"]]:
+        click.echo(f"not seen: {reason}")
+    for each in answer["findings"]:
+        _finding(each)
+
+
+@volume.command("act")
+@click.argument("finding")
+@click.option("--yes", is_flag=True, help="Do it. Without this only what would be done is said.")
+@terminal.json_option
+@click.pass_obj
+def act(ctx: CommandContext, finding: str, yes: bool, as_json: bool) -> None:
+    """Do what the agent can do about FINDING (an id); looks again just before."""
+    result = terminal.call(ctx, "POST", "/v1/audit/act", {"finding": finding, "dry_run": not yes})
+    if as_json:
+        terminal.print_json(result)
+    else:
+        click.echo(f"{result['outcome']}: {result['what']} ({result['detail']})")
