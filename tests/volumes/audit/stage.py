@@ -91,7 +91,7 @@ class Stage:
         return node.removeprefix("/dev/")
 
     def partition(self, *, megabytes: int = 32) -> tuple[str, str]:
-        """A loop device with an ext4 partition: their kernel names. The kernel is told by ioctl:
+        """A loop device with an ext4 partition: their kernel names. The kernel learns of it by ioctl:
         it need not know a partition table."""
         image = self.folder / f"image-{len(self._undo)}"
         with image.open("wb") as file:

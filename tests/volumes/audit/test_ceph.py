@@ -1,7 +1,7 @@
 """The rules about clusters against a real Ceph: skew, other clients, blocklist, a cluster down.
 
-krbd does not exist in this kernel: rbd-fuse shows the images as files, loop devices stand in for
-mappings, and ceph-csi's own record (image-meta.json) says which image a device is.
+This kernel has no krbd: rbd-fuse shows the images as files, loop devices replace mappings, and
+ceph-csi's record (image-meta.json) names the image of a device.
 """
 
 import contextlib
@@ -221,12 +221,12 @@ async def test_a_frozen_cluster_makes_its_rules_unknown(
             blind = await watch.finding("", "audit-blind")
             for rule in ("mapped-elsewhere", "cluster-near-full", "blocklisted-client"):
                 assert rule in blind["message"]
-            # What stood still stands, and says that nobody could look.
+            # Its finding stays and says that nobody could check it.
             still = watch.found("", "ceph-version-skew")
             assert [f["id"] for f in still] == [found["id"]]
             assert still[0]["since"] == found["since"]
             assert "c1" in still[0]["evidence"]["not_looked_at_again"]
-            await watch.audit.round()  # the node itself is still looked at, at once
+            await watch.audit.round()  # the node itself is still scanned, at once
             assert watch.audit.inventory is not None
         await watch.until(lambda: states(watch)["cluster-near-full"] == "ok", "back")
         await watch.until(lambda: not watch.found("", "audit-blind"), "sees again")

@@ -129,7 +129,7 @@ def test_since_is_always_a_time_it_was_seen(steps: list[tuple[float, str]]) -> N
     state: finding_state.State = {}
     now = 1000.0
     seen_at: list[float] = []
-    told: dict[str, float] = {}
+    known: dict[str, float] = {}
     for wait, what in steps:
         now += wait
         judged = SEEN if what == "seen" else NOTHING
@@ -140,6 +140,6 @@ def test_since_is_always_a_time_it_was_seen(steps: list[tuple[float, str]]) -> N
         state = finding_state.advance(state, [judged], now, 5.0)
         for found in finding_state.findings(state):
             assert found.since in seen_at
-            assert told.setdefault(found.id, found.since) == found.since
+            assert known.setdefault(found.id, found.since) == found.since
         if not finding_state.findings(state):
-            told = {}
+            known = {}

@@ -75,7 +75,7 @@ async def test_hidden_holder(stage: Stage, how: str) -> None:
     empty.mkdir()
     arguments: list[str | Path] = [how, *([empty] if how == "chroot" else []), stage.folder]
     pid = stage.holder(*arguments)
-    if how == "chroot":  # what a look at /proc/<pid>/mountinfo alone would miss
+    if how == "chroot":  # /proc/<pid>/mountinfo alone would miss it
         with open(f"/proc/{pid}/mountinfo") as table:
             assert device not in table.read()
     async with watching(stage, settings(stage)) as watch:
@@ -111,7 +111,7 @@ async def test_namespace_without_processes_names_what_keeps_it(stage: Stage) -> 
         assert found["evidence"]["processes"] == "0"
         assert str(pin) in found["evidence"]["kept_by"]
         assert "No process is in the namespace" in found["advice"]
-        # The action reaches it by its id, there is no process to go through.
+        # There is no process to go through: the action enters it by its id.
         result = await watch.audit.act(found["id"], dry_run=False)
         assert result["outcome"] == "done", result
         await watch.until(lambda: not stages.active(device), "freed")

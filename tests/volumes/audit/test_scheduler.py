@@ -24,7 +24,7 @@ def consider(
 def step(
     now: float, memory: scheduler.Memory, *devices: blockdev.BlockDevice, fresh: bool = False
 ) -> tuple[scheduler.Depth, scheduler.Memory]:
-    """As ``consider``, and what is depthed for is then looked at with success."""
+    """``consider``, followed by a successful scan of what it asks for."""
     depth, memory = consider(now, memory, *devices, fresh=fresh)
     return depth, scheduler.fulfilled(memory, depth, now)
 
@@ -39,7 +39,7 @@ def test_idle_mapping_is_searched_after_a_minute() -> None:
     assert pause(1000.0, memory) == 60.0
     depth, memory = step(1060.0, memory, IDLE)
     assert depth == scheduler.Depth(deep=False, users_of=("rbd0",))
-    assert pause(1060.0, memory) == 240.0  # the slow pass; nothing else is waited for
+    assert pause(1060.0, memory) == 240.0  # the full scan; nothing else is due
 
 
 def test_due_devices_share_one_search() -> None:

@@ -66,7 +66,7 @@ async def test_a_failed_visit_keeps_rules_unknown_until_one_succeeds(
         looks.append(request.deep)
         if request.deep and looks.count(True) <= failures:
             raise scan.BlindError("volume audit", "no answer", "")
-        hidden = ("3 processes may not be looked at",) if request.deep else ()
+        hidden = ("3 processes may not be read",) if request.deep else ()
         return dataclasses.replace(world.INVENTORY, deep=request.deep, devices=(), deep_gaps=hidden)
 
     audit = service.Audit(
@@ -81,4 +81,4 @@ async def test_a_failed_visit_keeps_rules_unknown_until_one_succeeds(
     assert {s.name: s.state for s in audit.states}["leaked-mount"] == "ok"
     assert await audit.round() is not None
     assert looks == [False, True] * (failures + 1) + [False]
-    assert status.overview(audit)["gaps"] == ["3 processes may not be looked at"]
+    assert status.overview(audit)["gaps"] == ["3 processes may not be read"]

@@ -98,7 +98,7 @@ def test_operator_finds_and_frees_a_leak(stage: Stage, agent: Agent) -> None:
     _valid("Audit", audit)
     states = {each["rule"]: each["state"] for each in audit["rules"]}
     assert states["leaked-mount"] == "found"
-    assert states["guard-not-enforcing"] == "found"  # its mode is off here, and that is told
+    assert states["guard-not-enforcing"] == "found"  # its mode is off here
     assert states["mapped-elsewhere"] == "off"
     assert "RULE" in volume(agent, "audit", "--last")
 
