@@ -91,8 +91,8 @@ class Stage:
         return node.removeprefix("/dev/")
 
     def partition(self, *, megabytes: int = 32) -> tuple[str, str]:
-        """A loop device with an ext4 partition: their kernel names. The kernel learns of it by ioctl:
-        it need not know a partition table."""
+        """A loop device with an ext4 partition: their kernel names. An ioctl adds the partition:
+        the kernel need not know partition tables."""
         image = self.folder / f"image-{len(self._undo)}"
         with image.open("wb") as file:
             file.truncate(megabytes << 20)
