@@ -79,7 +79,7 @@ async def main() -> None:
         return [f for f in status.findings(audit) if f["rule"] == rule]
 
     await audit.start()
-    inventory = await until(lambda: audit.inventory, "the first look")
+    inventory = await until(lambda: audit.inventory, "the first scan")
     for name in names:
         device = inventory.device(name)
         spec = device.image.spec
@@ -107,7 +107,9 @@ async def main() -> None:
     target.mkdir(parents=True)
     run("mount", node, str(target))
     holder = subprocess.Popen(["unshare", "-m", "--propagation", "private", "sleep", "600"])
-    await asyncio.sleep(2)
+    comm = Path(f"/proc/{holder.pid}/comm")
+    await until(lambda: comm.read_text() == "sleep\n", "the private copy")
+    await audit.round(full=True)
     run("umount", str(target))
     (leak,) = await until(lambda: found("leaked-mount"), "leaked-mount")
     say(f"leak {leak['device'] == names[0]} pid {leak['pid'] == holder.pid}")
