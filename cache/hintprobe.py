@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-import kit.parent
+from kit import child_main
 from linux import fanotify, mountinfo
 
 MOST_IN_A_WINDOW = 512
@@ -22,7 +22,7 @@ def window(view: str, seconds: float) -> list[str]:
     found: dict[str, None] = {}
     targets: dict[int, list[str]] = {}
     mount = mountinfo.at(view, mountinfo.read())[-1]
-    with fanotify.Group() as group:
+    with fanotify.OpenWatch() as group:
         group.watch_filesystem(view)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and len(found) < MOST_IN_A_WINDOW:
@@ -57,7 +57,7 @@ def _targets(pid: int, mount: mountinfo.Mount) -> list[str]:
 
 def main() -> None:
     """``python -m cache.hintprobe VIEW WINDOW EVERY`` (seconds)."""
-    kit.parent.die_with()
+    child_main.die_with_parent()
     view, length, every = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     while True:
         if paths := window(view, length):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-import kit.child
+import kit.processes
 from cache.view import Stage
 
 if TYPE_CHECKING:
@@ -61,5 +61,5 @@ def collect(cache: "Cache") -> Iterable[Metric]:
     yield GaugeMetricFamily(
         "nodeagent_children_abandoned",
         "Calls that hang in the kernel after their deadline.",
-        kit.child.abandoned(),
+        kit.processes.hanging(),
     )

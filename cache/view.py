@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import kit.errors
-from linux import holders, mountinfo, mounts
+from linux import mountinfo, mounts, procfs
 
 
 class Stage(StrEnum):
@@ -124,7 +124,7 @@ def users(view: str) -> list[str]:
     """Who reads the view, a line each; empty when nobody does. In a child of the agent."""
     agent = os.getppid()
     ours = agent if agent > 1 else 0  # 1: it has just died, everything descends from that
-    return [str(holder) for holder in holders.of_mount(view, ours=ours)]
+    return [str(holder) for holder in procfs.holders_of_mount(view, ours=ours)]
 
 
 def take_down(view: str) -> None:

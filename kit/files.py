@@ -1,7 +1,15 @@
-"""Small durable files."""
+"""Small durable files: replaced whole, appended to, locked."""
 
+import errno
+import fcntl
+import json
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+LARGEST_LOG = 2**20  # bytes; then the file becomes NAME.1 and a new one begins
 
 
 def save(path: Path, data: bytes, mode: int = 0o600) -> None:
@@ -26,3 +34,52 @@ def save(path: Path, data: bytes, mode: int = 0o600) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def lock(path: Path, seconds: float) -> int:
+    """An exclusive lock on ``path``, held until the descriptor is closed or the process ends.
+
+    OSError EBUSY when another process holds it for longer than ``seconds``.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                raise OSError(errno.EBUSY, "another process holds the lock", str(path)) from None
+            time.sleep(0.02)
+
+
+def append(path: Path, entry: Mapping[str, Any]) -> None:
+    """Append one JSON line; it is on disk when this returns. OSError: it may not be.
+
+    Bounded: two files of ``LARGEST_LOG`` bytes. The directory is made when it is missing.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if path.exists() and path.stat().st_size > LARGEST_LOG:
+        os.replace(path, path.with_name(f"{path.name}.1"))
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, json.dumps(entry).encode() + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def last_entries(path: Path, most: int) -> list[dict[str, Any]]:
+    """The newest entries of an appended file, oldest first; a torn line is left out."""
+    try:
+        lines = path.read_bytes().splitlines()[-most:]
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

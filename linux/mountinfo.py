@@ -1,7 +1,12 @@
-"""/proc/<pid>/mountinfo, parsed (proc_pid_mountinfo(5))."""
+"""/proc/<pid>/mountinfo: the mounts of one namespace, and a call after each change of them.
 
+See proc_pid_mountinfo(5).
+"""
+
+import os
 import re
-from collections.abc import Iterable
+import select
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +22,7 @@ class Mount:
     major: int
     minor: int
     root: str  # what of the file system is mounted
-    target: str  # where, below the root of the process that was asked
+    target: str  # where, below the root of the process whose table this is
     options: frozenset[str]
     shared: int | None  # peer group it sends to
     master: int | None  # peer group it receives from
@@ -38,14 +43,6 @@ class Mount:
         """Neither sends nor receives mounts and unmounts."""
         return self.shared is None and self.master is None
 
-    def super_option(self, key: str) -> str | None:
-        """Value of ``key=value`` in the super options, commas escaped by the kernel left as is."""
-        for option in self.super_options.split(","):
-            name, equals, value = option.partition("=")
-            if equals and name == key:
-                return value
-        return None
-
 
 def _decode(field: str) -> str:
     """The kernel writes space, tab, newline and backslash as octal."""
@@ -54,7 +51,7 @@ def _decode(field: str) -> str:
 
 
 def parse_line(line: bytes) -> Mount:
-    """One line of mountinfo. ValueError when it is none."""
+    """One line of mountinfo. ValueError when it has another form."""
     text = line.decode("latin-1")
     head, separator, tail = text.partition(" - ")
     fields, after = head.split(" "), tail.split(" ")
@@ -84,7 +81,7 @@ def parse(data: bytes) -> list[Mount]:
 
 
 def read(path: Path = Path("/proc/self/mountinfo")) -> list[Mount]:
-    """All mounts of one process' namespace below its root. OSError when the process has gone."""
+    """All mounts of one process's namespace below its root. OSError when the process has ended."""
     return parse(path.read_bytes())
 
 
@@ -110,3 +107,32 @@ def containing(path: str, mounts: Iterable[Mount]) -> Mount | None:
         if inside and (best is None or len(mount.target) >= len(best.target)):
             best = mount
     return best
+
+
+class Watch:
+    """Calls ``changed`` from the event loop after each mount and unmount in a namespace.
+
+    ``table`` is /proc/<pid>/mountinfo of a process in it. The file is always readable, so that an
+    ordinary reader would spin: an epoll of our own waits for EPOLLPRI only, and the loop waits for
+    that epoll.
+    """
+
+    def __init__(self, table: str, changed: Callable[[], None]) -> None:
+        """OSError when the process has ended."""
+        import asyncio  # small child processes import this module, too
+
+        self._changed = changed
+        self._table = os.open(table, os.O_RDONLY | os.O_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._table, select.EPOLLPRI | select.EPOLLERR)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._epoll.fileno(), self._ready)
+
+    def _ready(self) -> None:
+        self._epoll.poll(0)
+        self._changed()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._epoll.fileno())
+        self._epoll.close()
+        os.close(self._table)

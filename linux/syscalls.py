@@ -1,10 +1,14 @@
-"""The C library by ctypes: one handle, errors as OSError."""
+"""System calls through ctypes: one C library handle, errors as OSError; the state of the clock."""
 
 import ctypes
 import os
+from dataclasses import dataclass
 from typing import Any
 
 libc = ctypes.CDLL(None, use_errno=True)
+
+_STA_UNSYNC = 0x40
+_TIME_ERROR = 5
 
 
 def checked(result: int, what: str) -> int:
@@ -19,3 +23,31 @@ def syscall(number: int, what: str, *arguments: Any) -> int:
     """A system call without a wrapper in the C library. Integers are passed as C longs."""
     passed = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return checked(int(libc.syscall(ctypes.c_long(number), *passed)), what)
+
+
+@dataclass(frozen=True)
+class ClockState:
+    synchronised: bool
+    max_error_seconds: float  # the kernel's estimate
+
+
+class _Timex(ctypes.Structure):
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_byte * 256),
+    )
+
+
+def clock_state() -> ClockState:
+    """Whether the kernel's clock is synchronised (adjtimex(2)); adjusts nothing. OSError."""
+    timex = _Timex()
+    result = checked(libc.adjtimex(ctypes.byref(timex)), "adjtimex")
+    return ClockState(
+        synchronised=result != _TIME_ERROR and not timex.status & _STA_UNSYNC,
+        max_error_seconds=timex.maxerror / 1e6,
+    )

@@ -1,13 +1,13 @@
 """Findings of image preheating: what a person should look at, and what to do."""
 
 from kit.findings import Finding, Severity
-from preheat import engine, faces
+from preheat import faces, reconciler
 
 # A failure that goes away by itself is no finding before this many attempts in a row.
 PATIENCE = 3
 
 
-def findings(core: engine.Engine, honours: bool | None, rests: float) -> list[Finding]:
+def findings(core: reconciler.Reconciler, honours: bool | None, rests: float) -> list[Finding]:
     """Everything wrong now; the same trouble keeps its id."""
     found = []
     if core.trouble:

@@ -15,18 +15,18 @@ import kit.findings
 import kit.room
 from preheat import (
     audit,
-    engine,
+    desired,
     faces,
-    image,
+    manifest,
     metrics,
     node,
     plan,
+    reconciler,
     registry,
-    runtime,
     settings,
     status,
-    wants,
 )
+from preheat.runtimes import base
 
 log = structlog.get_logger("preheat")
 
@@ -35,15 +35,15 @@ STANDS_AFTER_SECONDS = 300.0
 FIXED = ("runtime", "socket", "crio", "hosts_dir")
 
 
-def _box(section: settings.PreheatSettings, state_dir: Path) -> runtime.Runtime:
+def _box(section: settings.PreheatSettings, state_dir: Path) -> base.Runtime:
     """The adapter for the runtime in the settings: the one place where they are told apart."""
     if section.runtime == "crio":
-        from preheat import crio
+        from preheat.runtimes import crio
 
         return crio.Crio(section.socket, section.crio.drop_in, state_dir / "preheat-crio.json")
-    from preheat.containerd import adapter  # grpc: 15 MB that only this room needs
+    from preheat.runtimes import containerd  # grpc: 15 MB that only this room needs
 
-    return adapter.Containerd(section.socket)
+    return containerd.Containerd(section.socket)
 
 
 class Preheat:
@@ -58,7 +58,7 @@ class Preheat:
     ) -> None:
         self._reporter = reporter
         self._original = section
-        self.core = engine.Engine(
+        self.core = reconciler.Reconciler(
             _box(section, state_dir), _complete(section), registry.Registry(section.hosts_dir)
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -91,7 +91,7 @@ class Preheat:
         for each in section.images:
             if new_logins or old.get(each.ref) != each:
                 self.core.failures.pop(each.ref, None)
-                self.core.looks.again(each.ref)
+                self.core.resolver.again(each.ref)
         self.core.wake()
 
     async def stop(self) -> None:
@@ -147,7 +147,7 @@ class Preheat:
         async with self._asking():
             await self._drop_notes(ref)
             await self.core.box.begin(
-                runtime.Hold(
+                base.Hold(
                     id="",
                     role="pull",
                     ref=ref,
@@ -157,7 +157,7 @@ class Preheat:
                 )
             )
             self.core.failures.pop(ref, None)
-            self.core.looks.again(ref)
+            self.core.resolver.again(ref)
         return await self._after(ref)
 
     async def pin(self, text: str) -> status.Status:
@@ -169,7 +169,7 @@ class Preheat:
             if target is not None:
                 await self._fits(ref, target, inventory)
                 await self._drop_notes(ref)
-                hold = runtime.Hold(
+                hold = base.Hold(
                     id="", role="pin", ref=ref, by="operator", target=target, keep="always"
                 )
                 self.core.healer.remember(await self.core.box.pin(hold))
@@ -177,7 +177,7 @@ class Preheat:
             return await self.preheat(ref)
         return await self._after(ref)
 
-    async def _fits(self, ref: str, target: image.Target, inventory: runtime.Inventory) -> None:
+    async def _fits(self, ref: str, target: manifest.Target, inventory: base.Inventory) -> None:
         core = self.core
         shape = await core.local.shape(target, inventory, core.section.platform)
         parts = await core.local.parts(shape, inventory) if shape is not None else {}
@@ -232,7 +232,7 @@ class Preheat:
         async with self._asking():
             await self._drop_notes(ref)
             self.core.failures.pop(ref, None)
-            self.core.looks.again(ref)
+            self.core.resolver.again(ref)
         return await self._after(ref)
 
     async def cancel(self, text: str) -> status.Status | None:
@@ -262,10 +262,10 @@ class Preheat:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except runtime.InvalidCallError as error:
+        except base.InvalidCallError as error:
             raise kit.errors.SettingsError(error.thing, error.cause, error.remedy) from error
-        except runtime.RuntimeCallError as error:
-            if isinstance(error, runtime.RuntimeGoneError):
+        except base.RuntimeCallError as error:
+            if isinstance(error, base.RuntimeGoneError):
                 self.core.trouble = str(error)
                 self.core.wake()
             remedy = error.remedy or "try again; see the runtime's log"
@@ -283,7 +283,7 @@ class Preheat:
             await self.core.cycle()
         want = self.core.view.wanted.get(ref)
         if want is None:
-            want = wants.Want(ref, "operator", "never", released=not must_be_there)
+            want = desired.Request(ref, "operator", "never", released=not must_be_there)
         return dataclasses.replace(faces.row(self.core, want))
 
 
@@ -295,6 +295,6 @@ def _complete(section: settings.PreheatSettings) -> settings.PreheatSettings:
 
 def _reference(text: str) -> str:
     try:
-        return image.parse(text).text
+        return manifest.parse(text).text
     except ValueError as error:
         raise kit.errors.SettingsError("image", str(error), "name it as in the settings") from None

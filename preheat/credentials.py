@@ -21,7 +21,8 @@ import yaml
 
 import kit.errors
 import kit.units
-from preheat import image, runtime, settings
+from preheat import manifest, settings
+from preheat.runtimes import base
 
 LARGEST_ANSWER = 1024**2
 MOST_CACHED = 256
@@ -46,7 +47,7 @@ class Provider:
     cache_seconds: float
 
 
-def matches(pattern: str, ref: image.Reference) -> bool:
+def matches(pattern: str, ref: manifest.Reference) -> bool:
     """The kubelet's rule: ``*.host`` by label, port equal, path a prefix by parts."""
     pattern = pattern.removeprefix("https://").removeprefix("http://").rstrip("/")
     host, _, path = pattern.partition("/")
@@ -63,13 +64,13 @@ def matches(pattern: str, ref: image.Reference) -> bool:
     return not path or ref.path == path or ref.path.startswith(f"{path}/")
 
 
-def _best(entries: Mapping[str, Any], ref: image.Reference) -> Any:
+def _best(entries: Mapping[str, Any], ref: manifest.Reference) -> Any:
     """The most specific entry, as the kubelet picks it."""
     fitting = [key for key in entries if matches(key, ref)]
     return entries[max(fitting, key=lambda key: (len(key), key))] if fitting else None
 
 
-def from_docker_config(data: bytes, ref: image.Reference) -> runtime.Login | None:
+def from_docker_config(data: bytes, ref: manifest.Reference) -> base.Login | None:
     """The login for ``ref`` in a dockerconfigjson; ValueError when it is none."""
     content = json.loads(data)
     auths = content.get("auths") if isinstance(content, dict) else None
@@ -85,7 +86,7 @@ def from_docker_config(data: bytes, ref: image.Reference) -> runtime.Login | Non
         except ValueError:
             raise ValueError("an 'auth' that is not base64") from None
         username, _, password = plain.partition(":")
-    return runtime.Login(
+    return base.Login(
         username=username,
         password=password.rstrip("\0"),
         identity_token=str(entry.get("identitytoken", "")),
@@ -138,11 +139,11 @@ class Credentials:
     """Finds the login for an image; None when no source has one."""
 
     def __init__(self) -> None:
-        self._cache: dict[tuple[str, str], tuple[float, runtime.Login | None]] = {}
+        self._cache: dict[tuple[str, str], tuple[float, base.Login | None]] = {}
 
     async def login(
-        self, ref: image.Reference, where: settings.CredentialSettings
-    ) -> runtime.Login | None:
+        self, ref: manifest.Reference, where: settings.CredentialSettings
+    ) -> base.Login | None:
         """CredentialError when a source is there and cannot be used."""
         if where.docker_config is not None:
             data = await self._file(where.docker_config)
@@ -176,8 +177,8 @@ class Credentials:
             raise self._unusable(file, error.strerror or str(error)) from None
 
     async def _ask(
-        self, provider: Provider, ref: image.Reference, where: settings.CredentialSettings
-    ) -> runtime.Login | None:
+        self, provider: Provider, ref: manifest.Reference, where: settings.CredentialSettings
+    ) -> base.Login | None:
         key = (provider.name, ref.repository)
         known = self._cache.get(key)
         if known is not None and known[0] > time.monotonic():
@@ -189,7 +190,7 @@ class Credentials:
         entry = _best(auth, ref) if isinstance(auth, dict) else None
         login = None
         if isinstance(entry, dict):
-            login = runtime.Login(
+            login = base.Login(
                 username=str(entry.get("username", "")),
                 password=str(entry.get("password", "")),
             )
@@ -208,7 +209,7 @@ class Credentials:
         )
 
     async def _run(
-        self, provider: Provider, ref: image.Reference, where: settings.CredentialSettings
+        self, provider: Provider, ref: manifest.Reference, where: settings.CredentialSettings
     ) -> dict[str, Any]:
         """Ask the plugin; it and its children end with the deadline."""
         assert where.provider_dir is not None

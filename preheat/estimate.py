@@ -9,7 +9,8 @@ import struct
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from preheat import image, runtime
+from preheat import manifest
+from preheat.runtimes import base
 
 # A guess for layers that do not say: what framework images compress by, on the large side.
 GUESSED_RATIO = 3
@@ -45,16 +46,16 @@ def snapshot_key(chain_id: str) -> str:
     return f"s {chain_id}"
 
 
-def is_here(shape: image.Shape, inventory: runtime.Inventory) -> bool:
+def is_here(shape: manifest.Shape, inventory: base.Inventory) -> bool:
     """Whether every layer is unpacked and the documents that lead to it are in the store."""
     return all(layer.chain_id in inventory.snapshots for layer in shape.layers) and all(
         digest in inventory.content for digest, _ in shape.documents
     )
 
 
-def missing(shape: image.Shape, inventory: runtime.Inventory) -> tuple[image.Layer, ...]:
+def missing(shape: manifest.Shape, inventory: base.Inventory) -> tuple[manifest.Layer, ...]:
     """Layers that have to be fetched, each blob once."""
-    found: dict[str, image.Layer] = {}
+    found: dict[str, manifest.Layer] = {}
     for layer in shape.layers:
         if layer.digest not in inventory.content and layer.chain_id not in inventory.snapshots:
             found[layer.digest] = layer
@@ -62,7 +63,7 @@ def missing(shape: image.Shape, inventory: runtime.Inventory) -> tuple[image.Lay
 
 
 def cost(
-    shape: image.Shape, inventory: runtime.Inventory, unpacked: Mapping[str, tuple[int, bool]]
+    shape: manifest.Shape, inventory: base.Inventory, unpacked: Mapping[str, tuple[int, bool]]
 ) -> Cost:
     """``unpacked``: bytes and exactness by chain id, for the layers whose snapshot is or will be.
 
@@ -71,7 +72,7 @@ def cost(
     fetch = sum(size for digest, size in shape.documents if digest not in inventory.content)
     parts = {content_key(digest): size for digest, size in shape.documents}
     for layer in missing(shape, inventory):
-        begun = inventory.ingests.get(layer.digest, runtime.Ingest()).offset
+        begun = inventory.ingests.get(layer.digest, base.Ingest()).offset
         fetch += max(0, layer.size - begun)
         parts[content_key(layer.digest)] = layer.size
     unpack, exact = 0, True
@@ -94,7 +95,7 @@ def union(many: Iterable[Mapping[str, int]]) -> int:
     return sum(together.values())
 
 
-async def unpacked_size(layer: image.Layer, span: Span) -> tuple[int, bool]:
+async def unpacked_size(layer: manifest.Layer, span: Span) -> tuple[int, bool]:
     """Bytes of the layer's tar and whether that is known; one small request at most."""
     if layer.media_type.endswith("tar"):
         return layer.size, True
@@ -148,7 +149,7 @@ class Reuse:
     bases: tuple[str, ...]  # the bases it shares layers with
 
 
-def reuse(shapes: Mapping[str, image.Shape], bases: frozenset[str]) -> list[Reuse]:
+def reuse(shapes: Mapping[str, manifest.Shape], bases: frozenset[str]) -> list[Reuse]:
     """For each image the bytes of layers that it shares with the images in ``bases``.
 
     A layer is shared when it lies on the same layers (same chain id): only then is its unpacked

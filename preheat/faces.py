@@ -4,14 +4,14 @@ import time
 from typing import Any
 
 import kit.errors
-from preheat import engine, estimate, image, plan, status, wants
+from preheat import desired, estimate, manifest, plan, reconciler, status
 
 
-def row(core: engine.Engine, want: wants.Want) -> status.Status:
+def row(core: reconciler.Reconciler, want: desired.Request) -> status.Status:
     """The present state of one wanted image, in one line of reasoning."""
     seen = core.view
     planned = seen.rows.get(want.ref)
-    look = core.looks.of(want.ref)
+    look = core.resolver.of(want.ref)
     running = core.running.get(want.ref)
     failed = core.failures.get(want.ref) or (look.failed if look is not None else None)
     shape = look.shape if look is not None else None
@@ -42,7 +42,7 @@ def row(core: engine.Engine, want: wants.Want) -> status.Status:
     elif failed is not None and (failed.retry_at is None or skip is None or skip.reason != "disk"):
         state, reason = "failed", failed.message
     elif look is not None and look.private and not want.share_private:
-        state, reason = "refused", wants.PRIVATE
+        state, reason = "refused", desired.PRIVATE
     elif look is None or look.shape is None:
         state, reason = "looking", "the registry is being asked"
     elif skip is not None:
@@ -95,17 +95,17 @@ def _unpacked(planned: plan.Wanted | None) -> int:
     return sum(size for key, size in planned.parts.items() if key.startswith("s "))
 
 
-def rows(core: engine.Engine) -> list[status.Status]:
+def rows(core: reconciler.Reconciler) -> list[status.Status]:
     """Every image that is wanted or still pinned, by priority, then name."""
     found = dict(core.view.wanted)
     for pin in core.view.pinned:
         if pin.ref not in found:
-            found[pin.ref] = wants.Want(pin.ref, "retained", "always")
+            found[pin.ref] = desired.Request(pin.ref, "retained", "always")
     every = [row(core, want) for want in found.values()]
     return sorted(every, key=lambda each: (-each.priority, each.ref))
 
 
-def plan_json(core: engine.Engine) -> dict[str, Any]:
+def plan_json(core: reconciler.Reconciler) -> dict[str, Any]:
     """The latest plan with the figures it rests on."""
     seen = core.view
     if seen.node is None:
@@ -141,13 +141,13 @@ def plan_json(core: engine.Engine) -> dict[str, Any]:
     }
 
 
-def reuse(core: engine.Engine) -> list[estimate.Reuse]:
+def reuse(core: reconciler.Reconciler) -> list[estimate.Reuse]:
     """How much of each image on the node comes from the preheated bases. At most 200 images."""
     seen = core.view
-    shapes: dict[str, image.Shape] = {}
+    shapes: dict[str, manifest.Shape] = {}
     for record in seen.inventory.records:
         shape = seen.shapes.get(record.target.digest)
-        if shape is not None and not image.is_digest(record.name) and "@" not in record.name:
+        if shape is not None and not manifest.is_digest(record.name) and "@" not in record.name:
             shapes[record.name] = shape
     bases = frozenset(ref for ref, want in seen.wanted.items() if want.by != "retained")
     return estimate.reuse(shapes, bases)[:200]

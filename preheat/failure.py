@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import kit.errors
-from preheat import runtime
+from preheat.runtimes import base
 
 
 class Kind(StrEnum):
@@ -117,12 +117,12 @@ _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 )
 
 
-def classify(ref: str, error: runtime.RuntimeCallError) -> PullError:
+def classify(ref: str, error: base.RuntimeCallError) -> PullError:
     """The class of what PullImage answered. Runtimes say most of it only in words."""
     text = error.cause.lower()
-    if isinstance(error, runtime.RuntimeGoneError):
+    if isinstance(error, base.RuntimeGoneError):
         return PullError(ref, Kind.RUNTIME, error.cause)
-    if isinstance(error, runtime.RuntimeSlowError):
+    if isinstance(error, base.RuntimeSlowError):
         return PullError(ref, Kind.NETWORK, "the attempt took too long")
     if "lease does not exist" in text or ("lease" in text and error.code == "NOT_FOUND"):
         return PullError(ref, Kind.RUNTIME, "its hold ended meanwhile (another agent finished it)")

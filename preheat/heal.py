@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from preheat import runtime
+from preheat.runtimes import base
 
 log = structlog.get_logger("preheat")
 
@@ -48,7 +48,7 @@ class Healer:
 
     def __init__(
         self,
-        box: runtime.Runtime,
+        box: base.Runtime,
         pressed: Pressed,
         per_hour: int,
         clock: Callable[[], float] = time.monotonic,
@@ -58,11 +58,11 @@ class Healer:
         self._clock = clock
         self.per_hour = per_hour
         self.counts = Counts()
-        self._by_name: dict[str, runtime.Hold] = {}
+        self._by_name: dict[str, base.Hold] = {}
         self._past: dict[str, _Past] = {}
         self.sizes: dict[str, int] = {}  # hold id -> compressed bytes, for what a heal saved
 
-    def learn(self, holds: Iterable[runtime.Hold]) -> None:
+    def learn(self, holds: Iterable[base.Hold]) -> None:
         """The pins there are now; anything else is forgotten."""
         pins = [hold for hold in holds if hold.role == "pin"]
         # The newest pin of a tag says where the tag is to point.
@@ -74,11 +74,11 @@ class Healer:
         for gone in set(self.sizes) - known:
             del self.sizes[gone]
 
-    def forget(self, hold: runtime.Hold) -> None:
+    def forget(self, hold: base.Hold) -> None:
         """Before a pin is let go: its removal is no longer our business."""
         self._by_name = {n: h for n, h in self._by_name.items() if h.id != hold.id}
 
-    def remember(self, hold: runtime.Hold) -> None:
+    def remember(self, hold: base.Hold) -> None:
         self._by_name |= dict.fromkeys(hold.names, hold)
 
     @property
@@ -92,7 +92,7 @@ class Healer:
         hold = self._by_name.get(name)
         return hold is None or await self._heal(hold)
 
-    async def resync(self, inventory: runtime.Inventory) -> None:
+    async def resync(self, inventory: base.Inventory) -> None:
         """Heal whatever is missing, whoever missed the event."""
         names = {record.name for record in inventory.records}
         for hold in {h.id: h for h in self._by_name.values()}.values():
@@ -100,7 +100,7 @@ class Healer:
             if not names.issuperset(mine):
                 await self._heal(hold)
 
-    async def _heal(self, hold: runtime.Hold) -> bool:
+    async def _heal(self, hold: base.Hold) -> bool:
         now = self._clock()
         past = self._past.setdefault(hold.id, _Past())
         while past.starts and past.starts[0] <= now - HOUR:

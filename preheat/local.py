@@ -2,7 +2,8 @@
 
 from collections import OrderedDict
 
-from preheat import estimate, image, runtime
+from preheat import estimate, manifest
+from preheat.runtimes import base
 
 MOST_SHAPES = 1024
 MOST_USAGES = 16384
@@ -11,14 +12,14 @@ MOST_USAGES = 16384
 class Local:
     """Shapes by top digest and disk use by snapshot: both never change, so they are read once."""
 
-    def __init__(self, box: runtime.Runtime) -> None:
+    def __init__(self, box: base.Runtime) -> None:
         self._box = box
-        self._shapes: OrderedDict[str, image.Shape] = OrderedDict()
+        self._shapes: OrderedDict[str, manifest.Shape] = OrderedDict()
         self._usages: OrderedDict[str, int] = OrderedDict()
 
     async def shape(
-        self, target: image.Target, inventory: runtime.Inventory, platform: str
-    ) -> image.Shape | None:
+        self, target: manifest.Target, inventory: base.Inventory, platform: str
+    ) -> manifest.Shape | None:
         """None when the store has not all of its documents (or it is no container image)."""
         known = self._shapes.get(target.digest)
         if known is not None:
@@ -29,14 +30,14 @@ class Local:
 
         async def read(digest: str) -> bytes:
             if digest not in inventory.content:
-                raise image.BadImageError(f"{digest} is not in the store")
+                raise manifest.BadImageError(f"{digest} is not in the store")
             return await self._box.read(digest)
 
         try:
-            found = await image.shape(target, read, platform)
-        except image.BadImageError:
+            found = await manifest.shape(target, read, platform)
+        except manifest.BadImageError:
             return None
-        except runtime.RuntimeCallError as error:
+        except base.RuntimeCallError as error:
             if error.code != "NOT_FOUND":
                 raise
             return None
@@ -46,7 +47,7 @@ class Local:
         return found
 
     async def usages(
-        self, shape: image.Shape, inventory: runtime.Inventory
+        self, shape: manifest.Shape, inventory: base.Inventory
     ) -> dict[str, tuple[int, bool]]:
         """Bytes on disk of the snapshots that are here, by chain id."""
         found = {}
@@ -56,7 +57,7 @@ class Local:
             if layer.chain_id not in self._usages:
                 try:
                     self._usages[layer.chain_id] = await self._box.usage(layer.chain_id)
-                except runtime.RuntimeCallError as error:
+                except base.RuntimeCallError as error:
                     if error.code != "NOT_FOUND":
                         raise
                     continue
@@ -65,7 +66,7 @@ class Local:
             found[layer.chain_id] = (self._usages[layer.chain_id], True)
         return found
 
-    async def parts(self, shape: image.Shape, inventory: runtime.Inventory) -> dict[str, int]:
+    async def parts(self, shape: manifest.Shape, inventory: base.Inventory) -> dict[str, int]:
         """What the image keeps on disk now, by part."""
         parts = {
             estimate.content_key(digest): inventory.content[digest]

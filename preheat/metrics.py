@@ -4,12 +4,14 @@ from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from preheat import engine, estimate, faces, status
+from preheat import estimate, faces, reconciler, status
 
 _P = "nodeagent_preheat_"
 
 
-def collect(core: engine.Engine, breaker_trips: int, honours: bool | None) -> Iterable[Metric]:
+def collect(
+    core: reconciler.Reconciler, breaker_trips: int, honours: bool | None
+) -> Iterable[Metric]:
     """Cheap: from the last cycle's view."""
     rows = faces.rows(core)
     states = GaugeMetricFamily(_P + "images", "Wanted or pinned images.", labels=["state"])

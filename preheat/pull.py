@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from preheat import estimate, failure, image, limiter, registry, runtime, settings
+from preheat import estimate, failure, limiter, manifest, registry, settings
 from preheat.failure import Kind, PullError
+from preheat.runtimes import base
 
 log = structlog.get_logger("preheat")
 
@@ -40,10 +41,10 @@ class Progress:
 class Job:
     """What to pull. ``keep``: the pin rule as text; ``never`` pulls without pinning."""
 
-    ref: image.Reference
-    shape: image.Shape
-    login: runtime.Login | None
-    by: runtime.By
+    ref: manifest.Reference
+    shape: manifest.Shape
+    login: base.Login | None
+    by: base.By
     keep: str
 
 
@@ -56,7 +57,7 @@ class Puller:
 
     def __init__(
         self,
-        box: runtime.Runtime,
+        box: base.Runtime,
         client: registry.Registry,
         limit: limiter.Limiter,
         section: settings.PreheatSettings,
@@ -76,7 +77,7 @@ class Puller:
         self._foreign: set[str] = set()
         self.fetched = 0  # bytes that this pull brought
 
-    async def run(self) -> runtime.Hold | None:
+    async def run(self) -> base.Hold | None:
         """The pin made, None with ``keep: never``. PullError with its class."""
         hold = await self._begin()
         try:
@@ -87,30 +88,30 @@ class Puller:
             self.fetched = max(0, self.progress.bytes_total - before)
             self.progress.phase = "pinning"
             pin = await self._pin(image_id)
-        except runtime.RuntimeCallError as error:
+        except base.RuntimeCallError as error:
             raise await self._after(failure.classify(self.job.ref.text, error), hold) from error
         except PullError as error:
             raise await self._after(error, hold) from error
         await self._end(hold)
         return pin
 
-    async def _begin(self) -> runtime.Hold:
+    async def _begin(self) -> base.Hold:
         hold = pull_hold(self.job, time.time() + self._section.partial_keep)
         try:
             return await self._box.begin(hold)
-        except runtime.RuntimeCallError as error:
+        except base.RuntimeCallError as error:
             raise failure.classify(self.job.ref.text, error) from error
 
-    async def _end(self, hold: runtime.Hold) -> None:
+    async def _end(self, hold: base.Hold) -> None:
         # The image is there and pinned; an old lease that stays ends by its expiry.
         try:
             await self._box.end(hold)
-        except runtime.RuntimeCallError as error:
+        except base.RuntimeCallError as error:
             log.warning("the lease of a finished pull stays for now", error=str(error))
 
-    async def _after(self, error: PullError, hold: runtime.Hold) -> PullError:
+    async def _after(self, error: PullError, hold: base.Hold) -> PullError:
         """Clean up what this class of failure must not leave behind."""
-        with contextlib.suppress(runtime.RuntimeCallError):
+        with contextlib.suppress(base.RuntimeCallError):
             if error.kind is Kind.DISK:
                 await self._box.end(hold)
                 if hold.by == "operator":  # the request itself must outlive its bytes
@@ -122,7 +123,7 @@ class Puller:
 
     # --- fetching ---------------------------------------------------------------------------------
 
-    async def _ingest(self, hold: runtime.Hold) -> None:
+    async def _ingest(self, hold: base.Hold) -> None:
         """Under a rate limit, or where an earlier one left half of a layer: fetch it ourselves."""
         if not self._box.abilities.ingests:
             return
@@ -140,19 +141,19 @@ class Puller:
             async with asyncio.TaskGroup() as group:
                 for layer in layers:
                     group.create_task(self._layer(layer, hold, slots))
-        except* (PullError, runtime.RuntimeCallError) as errors:
+        except* (PullError, base.RuntimeCallError) as errors:
             raise errors.exceptions[0] from None
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
 
     @staticmethod
-    def _begun(inventory: runtime.Inventory, layer: image.Layer) -> bool:
+    def _begun(inventory: base.Inventory, layer: manifest.Layer) -> bool:
         ingest = inventory.ingests.get(layer.digest)
         return ingest is not None and ingest.ours is not None
 
     async def _layer(
-        self, layer: image.Layer, hold: runtime.Hold, slots: asyncio.Semaphore
+        self, layer: manifest.Layer, hold: base.Hold, slots: asyncio.Semaphore
     ) -> None:
         async with slots:
             ref = self.job.ref
@@ -167,7 +168,7 @@ class Puller:
             except _Foreign:
                 await self._box.drop_partials(frozenset({layer.digest}), ours_only=True)
 
-    async def _source(self, layer: image.Layer, offset: int) -> AsyncIterator[bytes]:
+    async def _source(self, layer: manifest.Layer, offset: int) -> AsyncIterator[bytes]:
         stream = self._client.blob(self.job.ref, layer.digest, offset, self.job.login)
         async with contextlib.aclosing(stream):  # type: ignore[type-var]
             while True:
@@ -187,7 +188,7 @@ class Puller:
         text = f"no byte for {self._section.stall_timeout:g} s"
         return PullError(self.job.ref.text, Kind.NETWORK, text)
 
-    async def _pull(self, hold: runtime.Hold) -> str:
+    async def _pull(self, hold: base.Hold) -> str:
         """PullImage, watched: ended when it stalls, so that the next attempt takes over."""
         deadline = self._section.attempt_timeout
         pull = asyncio.create_task(
@@ -220,7 +221,7 @@ class Puller:
         """Bring the progress up to date; what cannot be asked now is asked again soon."""
         try:
             states = await self._box.progress(self.job.shape.layers)
-        except runtime.RuntimeCallError:
+        except base.RuntimeCallError:
             return
         if not states:
             return
@@ -245,7 +246,7 @@ class Puller:
 
     # --- afterwards -------------------------------------------------------------------------------
 
-    async def _pin(self, image_id: str) -> runtime.Hold | None:
+    async def _pin(self, image_id: str) -> base.Hold | None:
         self.progress.bytes_done = self.progress.bytes_total
         if self.job.keep == "never":
             return None
@@ -256,20 +257,20 @@ class Puller:
             (r.target for r in inventory.records if r.target.digest == digest), self.job.shape.top
         )
         return await self._box.pin(
-            runtime.Hold(
+            base.Hold(
                 id="",
                 role="pin",
                 ref=self.job.ref.text,
                 by=self.job.by,
                 target=target,
-                image_id=image_id if image.is_digest(image_id) else "",
+                image_id=image_id if manifest.is_digest(image_id) else "",
                 keep=self.job.keep,
             )
         )
 
 
-def pull_hold(job: Job, expires: float) -> runtime.Hold:
+def pull_hold(job: Job, expires: float) -> base.Hold:
     """The lease under which a pull runs; it also remembers who asked for what."""
-    return runtime.Hold(
+    return base.Hold(
         id="", role="pull", ref=job.ref.text, by=job.by, keep=job.keep, expires=expires
     )

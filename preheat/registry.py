@@ -20,8 +20,9 @@ from typing import Any
 
 import aiohttp
 
-from preheat import image, runtime
+from preheat import manifest
 from preheat.failure import Kind, PullError
+from preheat.runtimes import base
 
 LARGEST_DOCUMENT = 8 * 1024**2
 CONNECT_SECONDS = 10.0
@@ -30,7 +31,7 @@ BLOB_SILENCE_SECONDS = 60.0
 MOST_CONNECTIONS = 16
 MOST_TOKENS = 256
 CHUNK = 256 * 1024
-_ACCEPT = ", ".join(sorted(image.INDEX_TYPES | image.MANIFEST_TYPES))
+_ACCEPT = ", ".join(sorted(manifest.INDEX_TYPES | manifest.MANIFEST_TYPES))
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 _LOOPBACK = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
 
@@ -127,27 +128,31 @@ class Registry:
 
     # --- what it is for ---------------------------------------------------------------------------
 
-    async def resolve(self, ref: image.Reference, login: runtime.Login | None) -> image.Target:
+    async def resolve(self, ref: manifest.Reference, login: base.Login | None) -> manifest.Target:
         """What ``ref`` names now. PullError with the class of what went wrong."""
         wanted = ref.digest or ref.tag or "latest"
         answer = await self._document(ref, f"manifests/{wanted}", login)
-        digest = image.digest_of(answer.body)
+        digest = manifest.digest_of(answer.body)
         if ref.digest is not None and digest != ref.digest:
             raise PullError(ref.text, Kind.CORRUPT, f"the registry gave {digest} instead")
         media_type = answer.headers.get("Content-Type", "").partition(";")[0].strip()
-        if media_type not in image.INDEX_TYPES | image.MANIFEST_TYPES:
+        if media_type not in manifest.INDEX_TYPES | manifest.MANIFEST_TYPES:
             raise PullError(ref.text, Kind.BAD_IMAGE, f"a {media_type or 'typeless'} manifest")
-        return image.Target(media_type, digest, len(answer.body))
+        return manifest.Target(media_type, digest, len(answer.body))
 
     async def shape(
-        self, ref: image.Reference, target: image.Target, platform: str, login: runtime.Login | None
-    ) -> image.Shape:
+        self,
+        ref: manifest.Reference,
+        target: manifest.Target,
+        platform: str,
+        login: base.Login | None,
+    ) -> manifest.Shape:
         """What the image consists of; documents are checked against their digests."""
 
         async def read(digest: str) -> bytes:
             kind = "manifests" if digest in manifests else "blobs"
             answer = await self._document(ref, f"{kind}/{digest}", login)
-            if image.digest_of(answer.body) != digest:
+            if manifest.digest_of(answer.body) != digest:
                 raise PullError(ref.text, Kind.CORRUPT, f"{digest}: other bytes than it says")
             if kind == "manifests":
                 manifests.update(_manifests_in(answer.body))
@@ -155,12 +160,12 @@ class Registry:
 
         manifests = {target.digest}
         try:
-            return await image.shape(target, read, platform)
-        except image.BadImageError as error:
+            return await manifest.shape(target, read, platform)
+        except manifest.BadImageError as error:
             raise PullError(ref.text, Kind.BAD_IMAGE, str(error)) from error
 
     async def span(
-        self, ref: image.Reference, digest: str, first: int, last: int, login: runtime.Login | None
+        self, ref: manifest.Reference, digest: str, first: int, last: int, login: base.Login | None
     ) -> bytes:
         """Bytes ``first`` to ``last`` of a blob; empty when the registry serves no ranges."""
         headers = {"Range": f"bytes={first}-{last}"}
@@ -168,7 +173,7 @@ class Registry:
         return answer.body if answer.status == 206 else b""
 
     async def blob(
-        self, ref: image.Reference, digest: str, offset: int, login: runtime.Login | None
+        self, ref: manifest.Reference, digest: str, offset: int, login: base.Login | None
     ) -> AsyncIterator[bytes]:
         """The blob from ``offset`` on. The reader checks the digest (the runtime's store does)."""
         headers = {"Range": f"bytes={offset}-"} if offset else {}
@@ -195,7 +200,7 @@ class Registry:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    async def _hosts(self, ref: image.Reference) -> list[Host]:
+    async def _hosts(self, ref: manifest.Reference) -> list[Host]:
         try:
             return await asyncio.to_thread(hosts, self._hosts_dir, ref.host)
         except ValueError as error:
@@ -203,9 +208,9 @@ class Registry:
 
     async def _document(
         self,
-        ref: image.Reference,
+        ref: manifest.Reference,
         path: str,
-        login: runtime.Login | None,
+        login: base.Login | None,
         headers: Mapping[str, str] | None = None,
         partial: bool = False,
     ) -> _Answer:
@@ -250,9 +255,9 @@ class Registry:
     async def _open(
         self,
         host: Host,
-        ref: image.Reference,
+        ref: manifest.Reference,
         path: str,
-        login: runtime.Login | None,
+        login: base.Login | None,
         headers: Mapping[str, str],
     ) -> aiohttp.ClientResponse:
         """A 200 or 206 response that the caller closes, else PullError."""
@@ -275,7 +280,7 @@ class Registry:
         raise AssertionError("unreachable")
 
     async def _get(
-        self, host: Host, ref: image.Reference, url: str, headers: Mapping[str, str]
+        self, host: Host, ref: manifest.Reference, url: str, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
         self.requests += 1
         try:
@@ -285,15 +290,15 @@ class Registry:
 
     @staticmethod
     def _token_key(
-        host: Host, ref: image.Reference, login: runtime.Login | None
+        host: Host, ref: manifest.Reference, login: base.Login | None
     ) -> tuple[str, str, str]:
         if login is None:
             return host.url, ref.path, ""
         secret = f"{login.username}\n{login.password}\n{login.identity_token}".encode()
-        return host.url, ref.path, image.digest_of(secret)
+        return host.url, ref.path, manifest.digest_of(secret)
 
     async def _authorize(
-        self, host: Host, ref: image.Reference, challenge: str, login: runtime.Login | None
+        self, host: Host, ref: manifest.Reference, challenge: str, login: base.Login | None
     ) -> str:
         """The Authorization header that the challenge asks for, kept for the next request."""
         scheme, _, rest = challenge.partition(" ")
@@ -313,9 +318,9 @@ class Registry:
     async def _token(
         self,
         host: Host,
-        ref: image.Reference,
+        ref: manifest.Reference,
         asked: Mapping[str, str],
-        login: runtime.Login | None,
+        login: base.Login | None,
     ) -> str:
         if login is not None and login.registry_token:
             return login.registry_token
@@ -373,12 +378,12 @@ def _manifests_in(body: bytes) -> set[str]:
         return set()
 
 
-def _basic(login: runtime.Login) -> str:
+def _basic(login: base.Login) -> str:
     plain = f"{login.username}:{login.password}".encode()
     return "Basic " + base64.b64encode(plain).decode()
 
 
-def _refused(ref: image.Reference, status: int, retry_after: str, who: str = "it") -> PullError:
+def _refused(ref: manifest.Reference, status: int, retry_after: str, who: str = "it") -> PullError:
     wait = float(min(int(retry_after), 3600)) if retry_after.isdigit() else None
     if status in (401, 403):
         return PullError(ref.text, Kind.AUTH, f"{who} answered {status}")
@@ -391,6 +396,6 @@ def _refused(ref: image.Reference, status: int, retry_after: str, who: str = "it
     return PullError(ref.text, Kind.BAD_IMAGE, f"{who} answered {status}")
 
 
-def _unreached(ref: image.Reference, error: Exception) -> PullError:
+def _unreached(ref: manifest.Reference, error: Exception) -> PullError:
     text = str(error) or type(error).__name__
     return PullError(ref.text, Kind.NETWORK, text[:300])

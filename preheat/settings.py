@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 import kit.settings
 import kit.units
-from preheat import image
+from preheat import manifest
 
 _WINDOW = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 _PLATFORM = re.compile(r"[a-z0-9]+/[a-z0-9]+(/[a-z0-9]+)?")
@@ -55,7 +55,7 @@ class ImageSettings(kit.settings.Section):
     @field_validator("ref")
     @classmethod
     def _full(cls, value: str) -> str:
-        return image.parse(value).text
+        return manifest.parse(value).text
 
 
 class RetainSettings(kit.settings.Section):

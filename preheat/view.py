@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from preheat import image, plan, pull, runtime, wants
+from preheat import desired, manifest, plan, pull
+from preheat.runtimes import base
 
 
 @dataclass
@@ -30,11 +31,11 @@ class Totals:
 class View:
     """What the last cycle saw and decided; the faces read it."""
 
-    inventory: runtime.Inventory = field(default_factory=runtime.Inventory)
-    wanted: Mapping[str, wants.Want] = field(default_factory=dict)
+    inventory: base.Inventory = field(default_factory=base.Inventory)
+    wanted: Mapping[str, desired.Request] = field(default_factory=dict)
     rows: Mapping[str, plan.Wanted] = field(default_factory=dict)
     pinned: tuple[plan.Pinned, ...] = ()
-    shapes: Mapping[str, image.Shape] = field(default_factory=dict)
+    shapes: Mapping[str, manifest.Shape] = field(default_factory=dict)
     decided: plan.Plan = field(default_factory=plan.Plan)
     node: plan.Node | None = None
     at: float = 0.0

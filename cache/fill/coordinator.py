@@ -25,12 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import kit.files
 import kit.messages
 from cache.fill import messages, native, worker_pool
 from cache.fill.messages import Commit, Copy, Finish, Hint, Scan
 from cache.fill.worker_pool import Assignment
 from cache.store import index, tree
-from linux import processes
 
 PROGRESS_SECONDS = 0.5
 LOCK_SECONDS = 10.0
@@ -108,7 +108,7 @@ class Coordinator:
         self.limits = task.limits
         self.generation = Path(task.generation)
         # The coordinator of an agent that was killed may need a moment to end.
-        self._lock = processes.lock(self.generation / "lock", LOCK_SECONDS)
+        self._lock = kit.files.lock(self.generation / "lock", LOCK_SECONDS)
         self.tree_was_empty = self._prepare()
         if self.tree_was_empty:
             index.Index.discard(self.generation / index.NAME)  # it describes another tree

@@ -29,8 +29,11 @@ from typing import Any
 
 import kit.errors
 import kit.files
+<<<<<<< HEAD:cache/store/generations.py
 from cache.store import index, tree
-from linux import processes
+=======
+from cache.fill import index, tree
+>>>>>>> main:cache/store.py
 
 FORMAT = 1
 MARKER = "nodeagent.json"
@@ -156,7 +159,7 @@ def _adopt(folder: str) -> dict[str, Any] | None:
     fields = load(folder)
     if fields is not None:
         try:
-            os.close(processes.lock(Path(folder) / "lock", LOCK_SECONDS))
+            os.close(kit.files.lock(Path(folder) / "lock", LOCK_SECONDS))
             directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 tree.remove(directory, "staging")

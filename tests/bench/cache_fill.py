@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.bench import agent, harness, reader, trees
-from tests.testbed import ceph
+from tests.testbed import ceph, waiting
+from tests.testbed.agent import Agent, ApiError
 
 FILES = 20_000
 SMALLEST, LARGEST = 4096, 128 * 1024
@@ -70,10 +71,10 @@ def _cluster(folder: Path) -> Iterator[ceph.CephCluster]:
 class Sides:
     """Each side from the same state to the same files, in files per second."""
 
-    def __init__(self, room: Path, nodeagent: agent.Agent, size: int) -> None:
+    def __init__(self, room: Path, nodeagent: Agent, size: int) -> None:
         self._room = room
         self._agent = nodeagent
-        nodeagent.wait_complete(NAME, FILL_SECONDS)
+        nodeagent.wait_state(NAME, "complete", seconds=FILL_SECONDS)
         self.view = nodeagent.view(NAME)
         files, found = reader.files_below(self.view)
         if (len(files), found) != (FILES, size):
@@ -99,15 +100,15 @@ class Sides:
             yield target / ".snap" / SNAPSHOT
 
     def ours(self) -> float:
-        with contextlib.suppress(RuntimeError):
-            self._agent.call("DELETE", f"/v1/datasets/{NAME}")
+        with contextlib.suppress(ApiError):  # removed already
+            self._agent.remove(NAME)
         trash = self._agent.folder / "store" / ".trash"
         # The last round's files are unlinked in the background: no part of this round's work.
-        harness.wait_for("an empty trash", lambda: not any(trash.iterdir()), FILL_SECONDS)
+        waiting.until(lambda: not any(trash.iterdir()), FILL_SECONDS, "an empty trash")
         harness.drop_caches()
         began = time.time()
-        self._agent.post(NAME, "warm")
-        shown = self._agent.wait_complete(NAME, FILL_SECONDS)
+        self._agent.tell(NAME, "warm", {})
+        shown = self._agent.wait_state(NAME, "complete", seconds=FILL_SECONDS)
         if shown["files"]["done"] != FILES or shown["bytes"]["done"] != self._size:
             raise RuntimeError(f"complete with {shown['files']} {shown['bytes']}")
         return FILES / float(shown["completed"] - began)
@@ -157,7 +158,7 @@ class Sides:
         return FILES / seconds
 
 
-def _measure(room: Path, nodeagent: agent.Agent, size: int) -> harness.Results:
+def _measure(room: Path, nodeagent: Agent, size: int) -> harness.Results:
     sides = Sides(room, nodeagent, size)
     names = {
         "ours": sides.ours,

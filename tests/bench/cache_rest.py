@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.bench import agent, cache_view, harness, reader, trees
+from tests.testbed.agent import Agent
 
 FILES = 50_000
 SETTLE_SECONDS = 5.0
@@ -22,7 +23,7 @@ def run(place: harness.Workplace) -> harness.Results:
         source = room / "source"
         trees.make(source, FILES, cache_view.SMALLEST, cache_view.LARGEST, skew=cache_view.SKEW)
         with agent.running(room / "agent", cache_view.settings(source)) as nodeagent:
-            nodeagent.wait_complete(cache_view.NAME, cache_view.FILL_SECONDS)
+            nodeagent.wait_state(cache_view.NAME, "complete", seconds=cache_view.FILL_SECONDS)
             files, size = reader.files_below(source)
             read = reader.Reader(room, "all", files, size)
             view = nodeagent.view(cache_view.NAME)
@@ -31,7 +32,7 @@ def run(place: harness.Workplace) -> harness.Results:
             memory: list[float] = []
 
             def rest() -> float:
-                memory.append(nodeagent.rss())
+                memory.append(agent.rss(nodeagent))
                 return _cpu_percent(nodeagent)
 
             def readers() -> float:
@@ -48,11 +49,11 @@ def run(place: harness.Workplace) -> harness.Results:
             )
 
 
-def _cpu_percent(nodeagent: agent.Agent) -> float:
+def _cpu_percent(nodeagent: Agent) -> float:
     """Of one core, over a window."""
-    before, since = nodeagent.cpu_seconds(), time.monotonic()
+    before, since = agent.cpu_seconds(nodeagent), time.monotonic()
     time.sleep(WINDOW_SECONDS)
-    return 100 * (nodeagent.cpu_seconds() - before) / (time.monotonic() - since)
+    return 100 * (agent.cpu_seconds(nodeagent) - before) / (time.monotonic() - since)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import agent, harness, reader, trees
+from tests.testbed import waiting
+from tests.testbed.agent import Agent
 
 FILES = 40_000
 SMALLEST, LARGEST, SKEW = 512, 128 * 1024, 1.75  # mean about 15 KiB
@@ -43,20 +45,20 @@ def run(place: harness.Workplace) -> harness.Results:
         slow = settings(source, files_per_second=SLOW_FILES_PER_SECOND)
         with agent.running(room / "agent", slow) as nodeagent:
             yield from _filling(room, nodeagent, plain)
-            nodeagent.post(NAME, "resume")
-            nodeagent.wait_complete(NAME, FILL_SECONDS)
+            nodeagent.tell(NAME, "resume", {})
+            nodeagent.wait_state(NAME, "complete", seconds=FILL_SECONDS)
             yield from _complete(room, nodeagent.view(NAME), plain)
 
 
-def _paused_nearly_full(nodeagent: agent.Agent) -> None:
+def _paused_nearly_full(nodeagent: Agent) -> None:
     """Pause the fill when most is stored; the view is the overlay then, and refreshed."""
 
     def nearly() -> bool:
         files = nodeagent.dataset(NAME)["files"]
         return bool(files["total"] == FILES and files["done"] >= PAUSE_AT * FILES)
 
-    harness.wait_for("a fill that is nearly done", nearly, FILL_SECONDS, pause=0.02)
-    nodeagent.post(NAME, "pause")
+    waiting.until(nearly, FILL_SECONDS, "a fill that is nearly done")
+    nodeagent.tell(NAME, "pause", {})
     # What was staged is still committed, and a refresh follows: wait until neither changes.
     before: tuple[Any, ...] = ()
     for _ in range(20):
@@ -71,7 +73,7 @@ def _paused_nearly_full(nodeagent: agent.Agent) -> None:
     harness.say(f"  {shown['files']['done']} of {FILES} stored, {shown['refreshes']} refreshes")
 
 
-def _filling(room: Path, nodeagent: agent.Agent, plain: Path) -> harness.Results:
+def _filling(room: Path, nodeagent: Agent, plain: Path) -> harness.Results:
     _paused_nearly_full(nodeagent)
     stored, size = reader.files_below(nodeagent.tree(NAME))
     if not PAUSE_AT * FILES <= len(stored) < FILES:

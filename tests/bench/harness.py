@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linux import mountinfo
+from tests.testbed import waiting
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "build" / "bench"
@@ -175,15 +176,6 @@ def _processes(inside: bytes) -> list[int]:
     return found
 
 
-def wait_for(what: str, condition: Callable[[], bool], seconds: float, pause: float = 0.05) -> None:
-    """TimeoutError naming ``what`` when it does not come true."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {seconds:g}s")
-        time.sleep(pause)
-
-
 @contextlib.contextmanager
 def served(command: Sequence[str], target: Path, **environment: str) -> Iterator[Path]:
     """A file system by a program in the foreground, mounted at ``target`` while the block runs."""
@@ -198,7 +190,7 @@ def served(command: Sequence[str], target: Path, **environment: str) -> Iterator
             start_new_session=True,
         )
     try:
-        wait_for(f"the mount of {command[0]}", lambda: os.path.ismount(target), 30)
+        waiting.until(lambda: os.path.ismount(target), 30, f"the mount of {command[0]}")
         yield target
     finally:
         subprocess.run(["umount", "-l", str(target)], check=False, timeout=60)

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.bench import harness
 from tests.testbed import blockdev, cell, formatters
+from tests.testbed.agent import Agent
 from volumes import settings
 from volumes.guard import kernel, layout
 from volumes.probe import prober, verdict
@@ -125,7 +126,7 @@ def _first_mount(
     folder: Path,
     number: int,
     run: formatters.Run,
-    agent: cell.Agent | None = None,
+    agent: Agent | None = None,
     leases: list[float] | None = None,
 ) -> float:
     """Seconds; where an agent guards, what it says of the time to the lease goes to ``leases``."""
@@ -146,7 +147,7 @@ def _first_mount(
         assert outcome.mounted, outcome
         blockdev.run("umount", str(target))
         if agent is not None and leases is not None:
-            leases.append(agent.device(device)["lease_after_seconds"])
+            leases.append(agent.guarded(device)["lease_after_seconds"])
     return took
 
 

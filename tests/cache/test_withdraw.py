@@ -13,18 +13,11 @@ from cache.fill.index import Index
 from tests.cache import byhand
 from tests.testbed import trees
 from tests.testbed.agent import Agent
+from tests.testbed.damage import flip
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
 BAD = "d1/f00001"
-
-
-def flip(path: Path) -> None:
-    """Another byte; size and times as before."""
-    status, data = path.stat(), bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(data)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def lose(path: Path) -> None:

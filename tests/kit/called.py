@@ -1,9 +1,23 @@
-"""Functions that test_child calls in children."""
+"""Functions that the tests of kit call in children."""
 
 import os
 import time
+from dataclasses import dataclass
 
 import kit.errors
+from kit import worker
+
+
+@dataclass(frozen=True)
+class Question:
+    number: int
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Number:
+    value: int
+    name: str
 
 
 def echo(*values: object) -> list[object]:
@@ -23,10 +37,41 @@ def own_pid_then_sleep(path: str) -> None:
 def hang_until(path: str, *_: object) -> None:
     """Like a child in an uninterruptible sleep: killing it does not close its pipes."""
     if os.fork() == 0:
+        os.setsid()  # out of the group that is killed
+        open(f"{path}.hangs", "w").close()
         while not os.path.exists(path):
             time.sleep(0.02)
         os._exit(0)
     time.sleep(60)
+
+
+def serve_numbers() -> None:
+    """A worker: doubles numbers; some requests break it."""
+    worker.serve(Question, _double)
+
+
+def _double(question: Question) -> Number:
+    match question.name:
+        case "late":
+            time.sleep(60)
+        case "end":
+            os._exit(3)
+        case "refuse":
+            raise kit.errors.RefusedError("a", "b", "c")
+        case "os":
+            raise FileNotFoundError(2, "gone", "/x")
+        case "bug":
+            raise ZeroDivisionError("oops")
+    return Number(question.number * 2, question.name)
+
+
+def count(until: str) -> None:
+    """A worker that speaks by itself; silent at the end."""
+    first = worker.hear(Question)
+    assert first is not None
+    for number in range(first.number, int(until)):
+        worker.say(Number(number, first.name))
+    worker.hear(Question)
 
 
 def missing() -> None:

@@ -1,26 +1,18 @@
 import asyncio
+import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 import kit.child
 import kit.errors
+import kit.processes
+from kit import child_main
 from tests.kit import called
-
-
-@pytest.fixture(autouse=True)
-async def settled() -> AsyncIterator[None]:
-    """No transport outlives its loop: what was killed gets the moments that its pipes need."""
-    yield
-    while kit.child.abandoned():
-        await asyncio.sleep(0.02)
-    for _ in range(10):
-        await asyncio.sleep(0.01)
 
 
 async def begun(pid_file: Path) -> asyncio.Task[None]:
@@ -33,7 +25,7 @@ async def begun(pid_file: Path) -> asyncio.Task[None]:
     return task
 
 
-async def test_arguments_and_results_come_through_unchanged_any_byte_names_too() -> None:
+async def test_call_keeps_arguments_and_results() -> None:
     name = os.fsdecode(b"not utf-8 \xff\n")
     assert await kit.child.call(called.echo, name, 1, None, [2.5], deadline=20) == [
         name,
@@ -43,7 +35,7 @@ async def test_arguments_and_results_come_through_unchanged_any_byte_names_too()
     ]
 
 
-async def test_errors_come_back_as_what_they_were() -> None:
+async def test_call_raises_error_of_child() -> None:
     with pytest.raises(FileNotFoundError) as missing:
         await kit.child.call(called.missing, deadline=20)
     assert missing.value.filename == "/no/such/file"
@@ -66,7 +58,7 @@ class AnotherError(kit.errors.AgentError):
     """With the code of the base class."""
 
 
-async def test_an_error_is_never_taken_for_one_of_another_module_with_the_same_code() -> None:
+async def test_call_raises_only_classes_of_kit_errors() -> None:
     with pytest.raises(kit.errors.SourceError, match="a: b; c"):
         await kit.child.call(called.source, deadline=20)
     with pytest.raises(kit.errors.AgentError, match="a: b; c") as raised:
@@ -74,14 +66,14 @@ async def test_an_error_is_never_taken_for_one_of_another_module_with_the_same_c
     assert type(raised.value) is kit.errors.AgentError
 
 
-async def test_any_other_end_is_an_error_with_the_last_words() -> None:
+async def test_call_reports_last_words_of_broken_child() -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError: oops"):
         await kit.child.call(called.broken, deadline=20)
     with pytest.raises(RuntimeError, match="-9"):
         await kit.child.call(called.die, deadline=20)
 
 
-async def test_after_the_deadline_the_child_is_killed_and_counted_until_it_is_gone(
+async def test_call_kills_late_child_and_counts_it(
     tmp_path: Path,
 ) -> None:
     pid_file = tmp_path / "pid"
@@ -89,13 +81,13 @@ async def test_after_the_deadline_the_child_is_killed_and_counted_until_it_is_go
         await kit.child.call(called.own_pid_then_sleep, str(pid_file), deadline=1.5)
     pid = int(pid_file.read_text())
     deadline = time.monotonic() + 10
-    while kit.child.abandoned() and time.monotonic() < deadline:
+    while kit.processes.hanging() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
-    assert kit.child.abandoned() == 0
+    assert kit.processes.hanging() == 0
     assert not Path(f"/proc/{pid}").exists()
 
 
-async def test_a_cancelled_call_ends_its_child(tmp_path: Path) -> None:
+async def test_cancelled_call_ends_its_child(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     task = await begun(pid_file)
     task.cancel()
@@ -108,7 +100,7 @@ async def test_a_cancelled_call_ends_its_child(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-async def test_a_child_dies_with_a_killed_parent(tmp_path: Path) -> None:
+async def test_child_dies_with_killed_parent(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     code = (
         "import asyncio, kit.child; from tests.kit import called; "
@@ -135,49 +127,50 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_a_child_that_begins_after_its_parents_end_does_nothing(tmp_path: Path) -> None:
+def test_child_started_by_a_dead_parent_does_nothing(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     name = f"{called.__name__}:{called.own_pid_then_sleep.__name__}"
+    parent = "1" if os.getpid() != 1 else "2"
     done = subprocess.run(
-        [sys.executable, "-m", "kit.errand", name, "1" if os.getpid() != 1 else "2"],
+        [sys.executable, child_main.__file__, parent, json.dumps(sys.path), "call", name],
         input=f'["{pid_file}"]', capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert not pid_file.exists()
 
 
-async def test_while_a_call_hangs_no_more_of_its_kind_are_begun(tmp_path: Path) -> None:
+async def test_call_fails_at_once_while_an_equal_one_hangs(tmp_path: Path) -> None:
     free = tmp_path / "free"
     with pytest.raises(kit.child.DeadlineError, match="no answer within"):
         await kit.child.call(called.hang_until, str(free), 1, deadline=2)
     for argument in (2, 3, 4):
         with pytest.raises(kit.child.DeadlineError, match="earlier call still hangs"):
             await kit.child.call(called.hang_until, str(free), argument, deadline=0.2)
-    assert kit.child.abandoned() == 1
+    assert kit.processes.hanging() == 1
     # What is about something else goes on.
     assert await kit.child.call(called.echo, str(free), deadline=20) == [str(free)]
     with pytest.raises(kit.child.DeadlineError, match="no answer within"):
         await kit.child.call(called.hang_until, f"{free}2", deadline=1)
     Path(f"{free}2").touch()
     free.touch()
-    while kit.child.abandoned():
+    while kit.processes.hanging():
         await asyncio.sleep(0.02)
     # It is gone: the next one is begun again.
     with pytest.raises(kit.child.DeadlineError, match="no answer within"):
         await kit.child.call(called.hang_until, str(free), deadline=0.5)
 
 
-async def test_a_call_right_after_a_cancelled_one_of_its_kind_is_done(tmp_path: Path) -> None:
+async def test_call_works_right_after_cancelled_one(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     task = await begun(pid_file)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert kit.child.abandoned() == 1
+    assert kit.processes.hanging() == 1
     with pytest.raises(kit.child.DeadlineError, match="no answer within"):
         await kit.child.call(called.own_pid_then_sleep, str(pid_file), deadline=1.5)
 
 
-async def test_many_hanging_calls_do_not_stop_others() -> None:
+async def test_hanging_calls_do_not_stop_others() -> None:
     hanging = [asyncio.create_task(kit.child.call(called.sleep, 30, deadline=5)) for _ in range(8)]
     assert await kit.child.call(called.echo, "still", deadline=20) == ["still"]
     for task in hanging:

@@ -17,8 +17,6 @@ def test_a_line_is_read_as_the_manual_describes_it() -> None:
     assert mount.options == {"rw", "noatime"}
     assert (mount.shared, mount.master) == (7, 1)
     assert (mount.fstype, mount.source) == ("ext4", "/dev/root")
-    assert mount.super_option("errors") == "continue"
-    assert mount.super_option("rw") is None
     assert not mount.read_only
     assert not mount.is_private
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from preheat.containerd import adapter
+from preheat.runtimes import containerd as adapter
 from tests.testbed import containerd, proxy, registry
 
 

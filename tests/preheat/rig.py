@@ -1,15 +1,14 @@
 """A whole preheating room on a real containerd, without the process around it."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import kit.findings
 import preheat.component
 from preheat import settings, status
-from tests.testbed import containerd
+from tests.testbed import containerd, waiting
 
 
 class Reported:
@@ -49,16 +48,7 @@ async def running(
         await room.stop()
 
 
-async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
-    """Wait for a condition, plain or awaitable; TimeoutError says the deadline passed."""
-    async with asyncio.timeout(seconds):
-        while True:
-            found = condition()
-            if isinstance(found, Awaitable):
-                found = await found
-            if found:
-                return
-            await asyncio.sleep(0.01)
+until = waiting.until_async
 
 
 async def state(
@@ -66,12 +56,11 @@ async def state(
 ) -> status.Status:
     """Wait until ``ref`` is in one of ``states``."""
 
-    def there() -> bool:
-        rows = [row for row in room.images() if row.ref == ref]
-        return bool(rows) and rows[0].state in states
+    def rows() -> list[status.Status]:
+        return [row for row in room.images() if row.ref == ref]
 
-    try:
-        await until(there, seconds)
-    except TimeoutError:
-        raise AssertionError([row for row in room.images() if row.ref == ref]) from None
+    def there() -> bool:
+        return any(row.state in states for row in rows())
+
+    await until(there, seconds, f"{ref} to be {states}", detail=rows)
     return room.show(ref)

@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from preheat import image, runtime
-from preheat.containerd import adapter
+from preheat import manifest
+from preheat.runtimes import base
+from preheat.runtimes import containerd as adapter
 from tests.testbed import containerd, proxy, registry
 
 pytestmark = pytest.mark.real
@@ -14,30 +15,24 @@ pytestmark = pytest.mark.real
 MiB = 1024**2
 
 
-def pull_hold(ref: str) -> runtime.Hold:
-    return runtime.Hold(
+def pull_hold(ref: str) -> base.Hold:
+    return base.Hold(
         id="", role="pull", ref=ref, by="operator", keep="always", expires=time.time() + 86400
     )
 
 
-def pin_hold(ref: str, pushed: registry.Pushed, size: int) -> runtime.Hold:
-    target = image.Target(registry.INDEX, pushed.top, size)
-    return runtime.Hold(
+def pin_hold(ref: str, pushed: registry.Pushed, size: int) -> base.Hold:
+    target = manifest.Target(registry.INDEX, pushed.top, size)
+    return base.Hold(
         id="", role="pin", ref=ref, by="operator", target=target, image_id=pushed.config
     )
 
 
-async def pin_of(box: adapter.Containerd, ref: str) -> runtime.Hold:
+async def pin_of(box: adapter.Containerd, ref: str) -> base.Hold:
     """A pin for what ``ref`` names in the runtime now."""
     inventory = await box.inventory()
     target = next(record.target for record in inventory.records if record.name == ref)
-    return await box.pin(runtime.Hold(id="", role="pin", ref=ref, by="operator", target=target))
-
-
-async def until(condition, seconds: float = 10.0) -> None:  # type: ignore[no-untyped-def]
-    async with asyncio.timeout(seconds):
-        while not await condition():
-            await asyncio.sleep(0.02)
+    return await box.pin(base.Hold(id="", role="pin", ref=ref, by="operator", target=target))
 
 
 async def test_a_cancelled_pull_goes_on_where_it_was(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import preheat.component
-from preheat import crio, runtime
+from preheat.runtimes import base, crio
 from tests.preheat import rig
 from tests.testbed import containerd, proxy, registry
 
@@ -57,10 +57,10 @@ async def test_pins_are_written_for_crio_and_it_is_told_only_when_they_change(
 ) -> None:
     drop_in = tmp_path / "50.conf"
     box = crio.Crio(listener, drop_in, tmp_path / "state.json")
-    hold = runtime.Hold("", "pin", 'r.e/a:b"]', "policy")
+    hold = base.Hold("", "pin", 'r.e/a:b"]', "policy")
     pin = await box.pin(hold)
     await box.pin(hold)
-    other = await box.pin(runtime.Hold("", "pin", "r.e/c:d", "operator"))
+    other = await box.pin(base.Hold("", "pin", "r.e/c:d", "operator"))
     named = tomllib.loads(drop_in.read_text())["crio"]["image"]["pinned_images"]
     # Another agent process finds them again.
     again = crio.Crio(listener, drop_in, tmp_path / "state.json")

@@ -152,7 +152,7 @@ async def test_a_registry_that_is_down_is_network_and_retried_by_itself(
             row = await rig.state(room, ref, "failed")
     async with rig.running(daemon, tmp_path, images=[{"ref": ref}]) as room:
         gate.fail_status = 503
-        room.core.looks.again(ref)
+        room.core.resolver.again(ref)
         await rig.until(lambda: room.images() and room.show(ref).state in ("failed", "ready"))
         gate.fail_status = 0
         await rig.state(room, ref, "ready")  # nobody asked for it

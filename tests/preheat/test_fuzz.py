@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from preheat import runtime
-from preheat.containerd import adapter, calls, wire
-from preheat.containerd import messages as m
+from preheat.runtimes import base, cri, wire
+from preheat.runtimes import containerd as adapter
+from preheat.runtimes import messages as m
 from tests.preheat import rig
 from tests.testbed import containerd, proxy, registry
 
@@ -73,7 +73,7 @@ def message(kind: type[wire.Message]) -> st.SearchStrategy[Any]:
     return st.builds(kind, **fields)
 
 
-REQUESTS = st.sampled_from(calls.CHANGING).flatmap(
+REQUESTS = st.sampled_from(cri.CHANGING).flatmap(
     lambda method: st.tuples(st.just(method), message(method.request))
 )
 
@@ -100,7 +100,7 @@ async def test_no_malformed_call_through_the_wrapper_kills_containerd(
     await loop.run_in_executor(None, gather)
     for method, request in examples:
         try:
-            if method is calls.WRITE:
+            if method is cri.WRITE:
                 writer = box.calls.writer("nodeagent-pull-fuzz")
                 try:
                     await writer.send(request)
@@ -109,9 +109,9 @@ async def test_no_malformed_call_through_the_wrapper_kills_containerd(
             else:
                 await box.calls.change(method, request, deadline=5.0)
             sent += 1
-        except runtime.InvalidCallError:
+        except base.InvalidCallError:
             refused += 1
-        except runtime.RuntimeCallError:
+        except base.RuntimeCallError:
             sent += 1
 
     assert daemon.alive
@@ -124,9 +124,9 @@ async def test_no_malformed_call_through_the_wrapper_kills_containerd(
 
 async def test_every_changing_method_refuses_the_shapes_that_kill(box: adapter.Containerd) -> None:
     """An empty request, and one in which each message is missing its own messages."""
-    for method in calls.CHANGING:
-        with pytest.raises(runtime.InvalidCallError):
-            if method is calls.WRITE:
+    for method in cri.CHANGING:
+        with pytest.raises(base.InvalidCallError):
+            if method is cri.WRITE:
                 await box.calls.writer("nodeagent-pull-x").send(m.WriteRequest())
             else:
                 await box.calls.change(method, method.request())
@@ -138,9 +138,9 @@ async def test_without_the_wrapper_a_malformed_call_kills_containerd(
 ) -> None:
     """The control: the same shapes, sent by hand."""
     shapes = [
-        (calls.UPDATE_IMAGE.path, b""),
-        (calls.ADD_RESOURCE.path, m.LeaseResourceRequest(id="x").encode()),
-        (calls.UPDATE_CONTENT.path, b""),
+        (cri.UPDATE_IMAGE.path, b""),
+        (cri.ADD_RESOURCE.path, m.LeaseResourceRequest(id="x").encode()),
+        (cri.UPDATE_CONTENT.path, b""),
     ]
     killed = 0
     for path, request in shapes:
@@ -168,13 +168,13 @@ async def test_the_breaker_opens_when_the_runtime_dies_on_a_call(
     images.push("fw/break", "v1", [registry.layer("break", 8_000_000, 41)])
     ref = f"{gate.host}/fw/break:v1"
     gate.rate = 2_000_000
-    hold = await box.begin(runtime.Hold(id="", role="pull", ref=ref, by="operator"))
+    hold = await box.begin(base.Hold(id="", role="pull", ref=ref, by="operator"))
     pull = asyncio.create_task(box.pull(ref, None, hold, 60.0))
     await rig.until(lambda: gate.blob_bytes > 500_000)
     daemon.kill()
-    with pytest.raises(runtime.RuntimeGoneError):
+    with pytest.raises(base.RuntimeGoneError):
         await pull
-    with pytest.raises(runtime.BreakerOpenError):
+    with pytest.raises(base.BreakerOpenError):
         await box.end(hold)
     daemon.start()
     await asyncio.sleep(box.calls.breaker.rests)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from preheat.containerd import messages as m
+from preheat.runtimes import messages as m
 from tests.preheat import rig
 from tests.testbed import containerd, proxy, registry
 
@@ -239,7 +239,7 @@ async def test_a_moved_tag_swaps_pins_without_a_moment_unpinned(
         new = images.push("fw/moved", "main", [base, registry.layer("top", MB, 29)], mark="new")
         gate.reset()
         watcher = asyncio.create_task(watch())
-        room.core.looks.again(ref)
+        room.core.resolver.again(ref)
         room.core.wake()
         await rig.until(lambda: room.show(ref).digest == new.top and room.show(ref).pinned)
         await rig.until(lambda: seen and seen[-1] == {new.config})

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from nodeagent import configfile
 from nodeagent.settings import Settings
-from preheat import credentials, estimate, failure, heal, image, limiter, node, registry, runtime
+from preheat import credentials, estimate, failure, heal, limiter, manifest, node, registry
 from preheat import settings as preheat_settings
-from preheat.containerd import calls, holds, wire
-from preheat.containerd import messages as m
+from preheat.runtimes import base, cri, leases, wire
+from preheat.runtimes import messages as m
 
 DIGEST = "sha256:" + "a" * 64
 
@@ -36,7 +36,7 @@ DIGEST = "sha256:" + "a" * 64
     ],
 )
 def test_references_have_one_form(text: str, canonical: str) -> None:
-    assert image.parse(text).text == canonical
+    assert manifest.parse(text).text == canonical
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_references_have_one_form(text: str, canonical: str) -> None:
 )
 def test_short_and_malformed_references_are_refused_with_a_reason(text: str) -> None:
     with pytest.raises(ValueError, match=r"reference|registry|port"):
-        image.parse(text)
+        manifest.parse(text)
 
 
 # --- wire format ----------------------------------------------------------------------------------
@@ -140,12 +140,12 @@ def test_known_bytes_of_the_format() -> None:
 def test_a_hold_is_the_same_after_a_way_through_lease_labels(
     role: Any, names: list[str], expires: float | None, keep: str
 ) -> None:
-    hold = runtime.Hold(
-        id=holds.lease_id(role, "r.e/a:b", DIGEST),
+    hold = base.Hold(
+        id=leases.lease_id(role, "r.e/a:b", DIGEST),
         role=role,
         ref="r.e/a:b",
         by="policy",
-        target=image.Target("t", DIGEST, 5),
+        target=manifest.Target("t", DIGEST, 5),
         image_id=DIGEST,
         names=tuple(names),
         state="paused",
@@ -153,16 +153,16 @@ def test_a_hold_is_the_same_after_a_way_through_lease_labels(
         created=1_800_000_000.0,
         expires=expires,
     )
-    calls._check_create_lease(m.CreateLeaseRequest(id=hold.id, labels=holds.labels(hold)))
+    cri._check_create_lease(m.CreateLeaseRequest(id=hold.id, labels=leases.labels(hold)))
 
-    assert holds.read(m.Lease(id=hold.id, labels=holds.labels(hold))) == hold
+    assert leases.read(m.Lease(id=hold.id, labels=leases.labels(hold))) == hold
 
 
 def test_nonsense_in_lease_labels_is_no_hold() -> None:
     good = {"nodeagent/role": "pin", "nodeagent/by": "policy", "nodeagent/ref": "r"}
     for target in ("", "{}", "[]", "null", '{"media_type":"x","digest":"y","size":1}'):
         lease = m.Lease(id="x", labels=good | {"nodeagent/target": target})
-        assert holds.read(lease) is None
+        assert leases.read(lease) is None
 
 
 # --- costs ----------------------------------------------------------------------------------------
@@ -195,14 +195,14 @@ def test_zstd_says_its_size_in_the_frame_header() -> None:
     assert estimate.zstd_content_size(b"nonsense") is None
 
 
-def shape_of(*layers: str) -> image.Shape:
-    diffs = [image.digest_of(each.encode()) for each in layers]
-    return image.Shape(
-        image.Target("t", image.digest_of("".join(layers).encode()), 1),
-        ((image.digest_of("".join(layers).encode()), 1),),
+def shape_of(*layers: str) -> manifest.Shape:
+    diffs = [manifest.digest_of(each.encode()) for each in layers]
+    return manifest.Shape(
+        manifest.Target("t", manifest.digest_of("".join(layers).encode()), 1),
+        ((manifest.digest_of("".join(layers).encode()), 1),),
         tuple(
-            image.Layer(diff, 100, "tar+gzip", chain)
-            for diff, chain in zip(diffs, image.chain_ids(diffs), strict=True)
+            manifest.Layer(diff, 100, "tar+gzip", chain)
+            for diff, chain in zip(diffs, manifest.chain_ids(diffs), strict=True)
         ),
         DIGEST,
     )
@@ -237,7 +237,7 @@ def test_reuse_counts_layers_on_the_same_layers_only() -> None:
     ],
 )
 def test_what_runtimes_say_is_put_into_a_class(text: str, code: str, kind: str) -> None:
-    found = failure.classify("r", runtime.RuntimeCallError("runtime", text, "", code))
+    found = failure.classify("r", base.RuntimeCallError("runtime", text, "", code))
     assert found.kind == kind
 
 
@@ -267,7 +267,7 @@ def test_waits_grow_are_bounded_and_obey_the_registry() -> None:
     ],
 )
 def test_patterns_match_as_the_kubelets_do(pattern: str, ref: str, fits: bool) -> None:
-    assert credentials.matches(pattern, image.parse(ref)) is fits
+    assert credentials.matches(pattern, manifest.parse(ref)) is fits
 
 
 def test_the_most_specific_entry_wins_and_secrets_have_no_repr() -> None:
@@ -278,7 +278,7 @@ def test_the_most_specific_entry_wins_and_secrets_have_no_repr() -> None:
         }
     }
     login = credentials.from_docker_config(
-        json.dumps(config).encode(), image.parse("reg.example/team/a:b")
+        json.dumps(config).encode(), manifest.parse("reg.example/team/a:b")
     )
     assert login is not None
     assert login.password == "narrow"
@@ -297,7 +297,7 @@ async def test_a_provider_plugin_that_hangs_is_ended_with_its_children(tmp_path:
         provider_config=config, provider_dir=tmp_path, provider_timeout=0.5
     )
     with pytest.raises(credentials.CredentialError, match="no answer in"):
-        await credentials.Credentials().login(image.parse("reg.example/a:b"), where)
+        await credentials.Credentials().login(manifest.parse("reg.example/a:b"), where)
     child = int((tmp_path / "slow.child").read_text())
     for _ in range(100):
         stat = Path(f"/proc/{child}/stat")
@@ -408,7 +408,7 @@ class FakeBox:
     def __init__(self) -> None:
         self.healed: list[tuple[str, ...]] = []
 
-    async def heal(self, hold: runtime.Hold) -> int:
+    async def heal(self, hold: base.Hold) -> int:
         self.healed.append(hold.names)
         return len(hold.names)
 
@@ -421,7 +421,7 @@ async def test_heals_are_limited_within_any_hour() -> None:
         return False
 
     healer = heal.Healer(box, calm, 3, clock=lambda: clock[0])  # type: ignore[arg-type]
-    hold = runtime.Hold("h", "pin", "r", "policy", names=("r", "id"), created=1)
+    hold = base.Hold("h", "pin", "r", "policy", names=("r", "id"), created=1)
     healer.learn([hold])
     times = []
     for _ in range(100):
@@ -445,8 +445,8 @@ async def test_the_newest_pin_says_where_a_tag_points() -> None:
         return False
 
     healer = heal.Healer(box, calm, 3)  # type: ignore[arg-type]
-    old = runtime.Hold("old", "pin", "r", "policy", names=("r", "id-old"), created=1)
-    new = runtime.Hold("new", "pin", "r", "policy", names=("r", "id-new"), created=2)
+    old = base.Hold("old", "pin", "r", "policy", names=("r", "id-old"), created=1)
+    new = base.Hold("new", "pin", "r", "policy", names=("r", "id-new"), created=2)
     healer.learn([new, old])
     await healer.removed("id-old")
     await healer.removed("r")
@@ -469,12 +469,12 @@ async def test_the_limiter_keeps_its_rate(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_the_breaker_rests_longer_each_time_and_forgets() -> None:
     clock = [10_000.0]
-    breaker = calls.Breaker(lambda: clock[0])
+    breaker = cri.Breaker(lambda: clock[0])
     rests = []
     for _ in range(6):
         breaker.trip()
         rests.append(breaker.rests)
-        with pytest.raises(runtime.BreakerOpenError):
+        with pytest.raises(base.BreakerOpenError):
             breaker.check()
         clock[0] += breaker.rests
         breaker.check()

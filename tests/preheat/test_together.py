@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from preheat import runtime
-from preheat.containerd import adapter
+from preheat.runtimes import base
+from preheat.runtimes import containerd as adapter
 from tests.preheat import rig
 from tests.testbed import containerd, proxy, registry
 
@@ -89,9 +89,7 @@ async def test_a_thousand_cycles_leave_nothing_behind(
         refs.append(f"{gate.host}/fw/tiny:v{number}")
 
     async def cycle(ref: str, cancelled: bool) -> None:
-        hold = await box.begin(
-            runtime.Hold(id="", role="pull", ref=ref, by="operator", keep="always")
-        )
+        hold = await box.begin(base.Hold(id="", role="pull", ref=ref, by="operator", keep="always"))
         if cancelled:
             task = asyncio.create_task(box.pull(ref, None, hold, 30.0))
             await asyncio.sleep(0.01)
@@ -101,9 +99,7 @@ async def test_a_thousand_cycles_leave_nothing_behind(
         inventory = await box.inventory()
         target = next(r.target for r in inventory.records if r.name == ref)
         pin = await box.pin(
-            runtime.Hold(
-                id="", role="pin", ref=ref, by="operator", target=target, image_id=image_id
-            )
+            base.Hold(id="", role="pin", ref=ref, by="operator", target=target, image_id=image_id)
         )
         await box.end(hold)
         await box.unpin(pin)

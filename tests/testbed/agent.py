@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from tests.testbed import leftovers, ports
+from tests.testbed import leftovers, ports, waiting
 
 COMMAND = str(Path(sys.executable).parent / "nodeagent")
 START_SECONDS = 30.0
@@ -32,9 +31,13 @@ class ApiError(Exception):
 
 
 class Agent:
-    """``settings`` is what the file holds; change it and ``write`` to reload."""
+    """A ``nodeagent run`` process below one folder. Change ``settings`` and ``write`` to reload.
 
-    def __init__(self, folder: Path) -> None:
+    ``settings``: what the file holds beside the API's address and the state directory; by default
+    a cache without datasets.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any] | None = None) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.port = ports.free(1)[0]
@@ -44,16 +47,17 @@ class Agent:
         self.views = folder / "views"
         self.state = folder / "state"
         self.process: subprocess.Popen[bytes] | None = None
+        empty_cache = {
+            "store": str(self.store),
+            "views": str(self.views),
+            "reserve": "1%",
+            "refresh_interval": "0.5s",
+            "datasets": [],
+        }
         self.settings: dict[str, Any] = {
             "admin": {"listen": f"127.0.0.1:{self.port}"},
             "state_dir": str(self.state),
-            "cache": {
-                "store": str(self.store),
-                "views": str(self.views),
-                "reserve": "1%",
-                "refresh_interval": "0.5s",
-                "datasets": [],
-            },
+            **({"cache": empty_cache} if settings is None else settings),
         }
 
     def put_store(self, path: Path) -> None:
@@ -130,10 +134,14 @@ class Agent:
         self.process.wait(10)
 
     def stop(self) -> int:
-        """SIGTERM; its exit status."""
+        """SIGTERM (nothing if it has ended already); its exit status."""
         assert self.process is not None
         self.process.terminate()
-        return self.process.wait(30)
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
 
     def end(self) -> None:
         """For finalisers: whatever state it is in."""
@@ -158,6 +166,7 @@ class Agent:
     # --- the API and the command ----------------------------------------------------------------
 
     def call(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
+        """The answer, decoded when it is JSON."""
         data = None if body is None else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(
@@ -165,15 +174,15 @@ class Agent:
         )
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
-                text = response.read()
+                text = response.read().decode()
         except urllib.error.HTTPError as error:
             with error:
-                text = error.read()
+                text = error.read().decode()
             answer = json.loads(text)
             if "error" not in answer:
                 return answer
             raise ApiError(error.code, answer) from None
-        return json.loads(text)
+        return json.loads(text) if text[:1] in ("{", "[") else text
 
     def get(self, path: str) -> Any:
         return self.call("GET", path)
@@ -207,17 +216,28 @@ class Agent:
             stdin=subprocess.DEVNULL,
         )
 
+    def cli_json(self, *words: str) -> Any:
+        """What a command that succeeds prints with ``--json``."""
+        done = self.cli(*words, "--json")
+        assert done.returncode == 0, f"{words}: {done.returncode}: {done.stderr}"
+        return json.loads(done.stdout)
+
+    def findings(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.get("/v1/findings")["findings"]
+        return found
+
+    def guarded(self, path: str) -> dict[str, Any]:
+        """What the guard knows of a device; empty when it knows none of that path."""
+        for each in self.get("/v1/volumes/guard")["devices"]:
+            if each["device"] == path:
+                return dict(each)
+        return {}
+
     # --- waiting ----------------------------------------------------------------------------
 
     def wait_for(self, true: Callable[[], Any], seconds: float, what: str) -> Any:
-        """The first true value; AssertionError with the log's end after ``seconds``."""
-        deadline = time.monotonic() + seconds
-        while True:
-            if value := true():
-                return value
-            if time.monotonic() > deadline:
-                raise AssertionError(f"{what}: not within {seconds:g}s\n{self.said()[-3000:]}")
-            time.sleep(0.05)
+        """``waiting.until``, with the end of the log when it fails."""
+        return waiting.until(true, seconds, what, pause=0.05, detail=lambda: self.said()[-3000:])
 
     def wait_state(self, name: str, *states: str, seconds: float = 60.0) -> dict[str, Any]:
         """The dataset once it is in one of ``states`` and its view served accordingly."""

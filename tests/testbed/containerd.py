@@ -13,8 +13,8 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
-from preheat.containerd import messages as m
-from preheat.containerd import wire
+from preheat.runtimes import messages as m
+from preheat.runtimes import wire
 
 RUNTIMES = Path(__file__).parents[2] / "build" / "runtimes"
 # Debian release -> what its containerd is; scripts/runtimes.sh unpacks them.

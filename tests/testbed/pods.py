@@ -3,8 +3,8 @@
 import uuid
 from dataclasses import dataclass
 
-from preheat.containerd import messages as m
-from preheat.containerd.wire import Message, number
+from preheat.runtimes import messages as m
+from preheat.runtimes.wire import Message, number
 from tests.testbed import containerd, registry
 
 HOST_NETWORK = 2

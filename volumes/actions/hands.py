@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import kit.errors
-from linux import blockioctl, nsmounts
+from linux import blockioctl, mount_namespaces
 from volumes.inventory import processes, users
 
 _UNMAP_SECONDS = 20
@@ -16,14 +16,14 @@ def detach(way: str, namespace_id: int, inode: int, copies: list[tuple[int, int,
 
     ``copies``: major and minor of each mount itself, and where it is in that namespace.
     """
-    wanted = [nsmounts.Copy((major, minor), target) for major, minor, target in copies]
+    wanted = [mount_namespaces.Copy((major, minor), target) for major, minor, target in copies]
     if _mounted_on_host({copy.device for copy in wanted}):
         raise kit.errors.RefusedError(
             "detach-leaked", "the host has the device mounted again", "nothing was done"
         )
     if way:
-        return nsmounts.detach(way, inode, wanted)
-    return nsmounts.detach_by_id(namespace_id, inode, wanted)
+        return mount_namespaces.detach(way, inode, wanted)
+    return mount_namespaces.detach_by_id(namespace_id, inode, wanted)
 
 
 def _mounted_on_host(numbers: set[tuple[int, int]]) -> bool:

@@ -8,7 +8,7 @@ import structlog
 
 import kit.child
 import kit.errors
-from linux import pathmtu
+from linux import netlink
 from volumes.audit.settings import AuditSettings, ClusterSettings, host_of
 from volumes.inventory import ceph, cluster, model
 
@@ -136,7 +136,7 @@ def _paths(settings: ClusterSettings, view: cluster.ClusterView | str) -> list[c
     found = []
     for host in addresses(settings, view):
         try:
-            path = pathmtu.to(host)
+            path = netlink.path_to(host)
         except OSError:
             continue  # no route: the cluster's own rule says so
         found.append(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-import kit.child
+import kit.processes
 from kit.findings import Severity
 from volumes.rules import registry
 
@@ -61,7 +61,7 @@ def metrics(audit: "Audit") -> Iterable[Metric]:
     yield GaugeMetricFamily(
         "nodeagent_volume_stuck_children",
         "Children of the audit that hang in the kernel.",
-        value=audit.scanner.stuck + kit.child.abandoned(),
+        value=audit.scanner.stuck + kit.processes.hanging(),
     )
     yield from _logs(audit)
     yield from _clusters(audit)

@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 import kit.errors
 import kit.findings
 import kit.room
-from linux import clock, mountwatch, uevents
+from linux import mountinfo, netlink, syscalls
 from volumes.actions import plan, runner
 from volumes.audit import attention, clusters, figures, judging, standing
 from volumes.audit.settings import AuditSettings
@@ -86,8 +86,8 @@ class Audit:
         self._round = asyncio.Lock()
         self._tasks: list[asyncio.Task[Any]] = []
         self._log_task: asyncio.Task[None] | None = None
-        self._watch: mountwatch.MountWatch | None = None
-        self._uevents: uevents.Uevents | None = None
+        self._watch: mountinfo.Watch | None = None
+        self._uevents: netlink.Uevents | None = None
         self._turned = 0.0  # monotonic: when the loop last went round
 
     # -- component -------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class Audit:
         """SettingsError for an unusable pattern file; HostError without the host's /proc."""
         self._load_patterns(self.settings)
         try:
-            self._watch = mountwatch.MountWatch(HOST_TABLE, self._mounts_changed)
+            self._watch = mountinfo.Watch(HOST_TABLE, self._mounts_changed)
         except OSError as error:
             raise kit.errors.HostError(
                 HOST_TABLE,
@@ -113,7 +113,7 @@ class Audit:
 
     def _listen(self) -> None:
         try:
-            self._uevents = uevents.Uevents()
+            self._uevents = netlink.Uevents()
             asyncio.get_running_loop().add_reader(self._uevents.fd, self._devices_changed)
         except OSError as error:
             log.warning("no uevents: devices are found by the slow pass", error=str(error))
@@ -192,7 +192,7 @@ class Audit:
 
     def _devices_changed(self) -> None:
         assert self._uevents is not None
-        with contextlib.suppress(uevents.Overflow):  # the look sees everything anyway
+        with contextlib.suppress(netlink.Overflow):  # the look sees everything anyway
             self._uevents.read()
         self._wake.set()
 
@@ -313,7 +313,7 @@ class Audit:
 
     def _scene(self) -> Scene:
         try:
-            ticking = clock.state()
+            ticking = syscalls.clock_state()
         except OSError:
             ticking = None
         return Scene(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import kit.findings
-from linux import cgroups
+from linux import procfs
 from volumes.guard import layout
 
 KEPT = 256  # last denials, for the status
@@ -62,7 +62,7 @@ def resolve(event: layout.Event, mount: int | None, device: str, volume: str, ti
     path = ""
     if mount is not None:
         try:
-            path = cgroups.path_of(mount, event.cgroup)
+            path = procfs.cgroup_path(mount, event.cgroup)
         except OSError:
             pass  # not permitted, or the hierarchy is another: /proc must do
     pod, container = owner(path)

@@ -98,9 +98,9 @@ def refused(tid: int, words: list[str], config: dict[str, Any]) -> tuple[int, in
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from linux import fanexec
+    from linux import fanotify
 
-    guard = fanexec.ExecPermission()
+    guard = fanotify.ExecPermission()
     config: dict[str, Any] = {"mode": "dry-run"}
     pending = b""
     scanned = -1e9
@@ -124,7 +124,7 @@ def main() -> None:
         for request in guard.read() if guard.fd in ready else ():
             allow = True
             try:
-                words = fanexec.arguments(request.tid)
+                words = fanotify.exec_arguments(request.tid)
                 number = refused(request.tid, words, config)
                 if number is not None:
                     allow = config["mode"] != "enforce"

@@ -16,7 +16,7 @@ import structlog
 
 import kit.errors
 import kit.findings
-from linux import bpf, kmsg, uevents
+from linux import bpf, kmsg, netlink
 from volumes import devices, settings
 from volumes.guard import (
     canary,
@@ -73,7 +73,7 @@ class Keeper:
             node=node_name(), changed=self._report,
         )  # fmt: skip
         self.fallback: fallback.Fallback | None = None
-        self._uevents: uevents.Uevents | None = None
+        self._uevents: netlink.Uevents | None = None
         self._kmsg: kmsg.Kmsg | None = None
         self._ring: bpf.Ring | None = None
         self._ring_map = 0
@@ -109,7 +109,7 @@ class Keeper:
         except OSError as error:
             log.warning("kernel log cannot be read: no automatic leases", error=str(error))
         try:
-            self._uevents = uevents.Uevents()
+            self._uevents = netlink.Uevents()
             loop.add_reader(self._uevents.fd, self._on_uevent)
         except OSError as error:
             log.warning("no uevents: devices are found by scanning", error=str(error))
@@ -303,7 +303,7 @@ class Keeper:
                         self.judge.forget(event.name)
                 else:
                     self._seen(event.name)
-        except uevents.Overflow:
+        except netlink.Overflow:
             self._scanned = -1e9  # with the next reconcile
         except OSError as error:
             log.warning("uevents cannot be read", error=str(error))

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from linux import mountinfo, namespaces, nsmounts
+from linux import mount_namespaces, mountinfo
 from volumes.inventory.model import Number, Owner, Place, Space
 from volumes.inventory.processes import Processes
 
@@ -91,7 +91,7 @@ class Scan:
         self._host = host
         self._watched = watched
         self._kubelet = kubelet
-        self._visitor = namespaces.Visitor(proc)
+        self._visitor = mount_namespaces.Visitor(proc)
         self._threads: dict[int, list[tuple[int, int]]] | None = None
 
     def run(self, unexplained: set[Number]) -> Found:
@@ -120,7 +120,7 @@ class Scan:
     def _all(self, found: Found) -> Iterator[tuple[int, int, int]]:
         """(inode, id, descriptor) of each namespace; the descriptor only until the next."""
         try:
-            for listed in namespaces.walk():
+            for listed in mount_namespaces.walk():
                 yield listed.inode, listed.id, listed.descriptor
             return
         except OSError as error:
@@ -132,7 +132,7 @@ class Scan:
         homes |= {i: f"{pid}/task/{tid}" for i, ((pid, tid), *_) in self._threads.items()}
         for inode, home in homes.items():
             try:
-                with namespaces.opened(f"{self._proc}/{home}/ns/mnt") as descriptor:
+                with mount_namespaces.opened(f"{self._proc}/{home}/ns/mnt") as descriptor:
                     if os.fstat(descriptor).st_ino == inode:
                         yield inode, 0, descriptor
             except OSError as error:
@@ -164,7 +164,7 @@ class Scan:
         """Mounts hidden below another one on a namespace's root: mountinfo leaves them out."""
         sights = []
         try:
-            for listed in namespaces.walk():
+            for listed in mount_namespaces.walk():
                 if listed.inode in self._host:
                     continue
                 places = [
@@ -180,7 +180,7 @@ class Scan:
                         super_options=(),
                         propagation=mount.propagation,
                     )
-                    for mount in nsmounts.mounts(listed.id)
+                    for mount in mount_namespaces.mounts(listed.id)
                     if mount.device in numbers
                 ]
                 if places:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kit.findings import Severity
-from linux.clock import ClockState
+from linux.syscalls import ClockState
 from volumes.audit.settings import AuditSettings
 from volumes.inventory.cluster import ClusterView, NetworkPath
 from volumes.inventory.model import Device, Inventory

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from tests.testbed import waiting
 from volumes.audit.settings import LogSettings
 from volumes.logs import client, patterns
 
@@ -33,13 +34,6 @@ async def following(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def until(condition: Any, seconds: float = 40.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not come"
-        await asyncio.sleep(0.05)
-
-
 def sources(path: Path, **changes: Any) -> LogSettings:
     data = {"kernel": False, "sources": [{"name": "kubelet", "files": str(path)}]}
     return LogSettings.model_validate(data | changes)
@@ -57,7 +51,7 @@ async def flood(folder: Path, lines: int) -> dict[str, Any]:
     told: list[dict[str, Any]] = []
     longest = 0.0
     async with following(sources(path), told) as follower:
-        await until(lambda: "kubelet" in follower.counters())
+        await waiting.until_async(lambda: "kubelet" in follower.counters())
         await asyncio.sleep(1.0)
         stop = asyncio.Event()
 
@@ -72,7 +66,7 @@ async def flood(folder: Path, lines: int) -> dict[str, Any]:
         began = time.monotonic()
         await asyncio.to_thread(_write, path, lines)
         written = time.monotonic() - began
-        await until(lambda: accounted(follower) >= lines)
+        await waiting.until_async(lambda: accounted(follower) >= lines, 40)
         took = time.monotonic() - began
         stop.set()
         await beating

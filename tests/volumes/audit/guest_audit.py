@@ -9,11 +9,13 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from linux import kmsg
 from nodeagent import reporting
+from tests.testbed import waiting
 from volumes.audit import faces, service
 from volumes.audit.settings import AuditSettings
 from volumes.logs import patterns, sieve
@@ -39,13 +41,8 @@ def rbd(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
     return run("rbd", "-c", CONF, *arguments, check=check)
 
 
-async def until(condition: Any, what: str, seconds: float = 90.0) -> Any:
-    for _ in range(int(seconds / 0.1)):
-        value = condition()
-        if value:
-            return value
-        await asyncio.sleep(0.1)
-    raise AssertionError(f"did not come: {what}")
+async def until(condition: Callable[[], Any], what: str) -> Any:
+    return await waiting.until_async(condition, 90, what)
 
 
 async def main() -> None:

@@ -1,6 +1,5 @@
 """Real devices, mounts, namespaces and cgroups for the audit's tests, and an audit that watches."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 import kit.findings
 from nodeagent import reporting
+from tests.testbed import waiting
 from volumes.audit import faces, service
 from volumes.audit.settings import AuditSettings
 from volumes.rules.base import GuardView
@@ -227,13 +227,9 @@ class Watching:
 
     async def until(self, condition: Callable[[], Any], what: str = "") -> Any:
         """The condition's first true value."""
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            value = condition()
-            if value:
-                return value
-            await asyncio.sleep(0.02)
-        raise AssertionError(f"did not come: {what}; found {faces.findings(self.audit)}")
+        return await waiting.until_async(
+            condition, PATIENCE, what, detail=lambda: faces.findings(self.audit)
+        )
 
     async def finding(self, device: str, rule: str) -> dict[str, Any]:
         found = await self.until(lambda: self.found(device, rule), f"{rule} of {device}")

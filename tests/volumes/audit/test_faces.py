@@ -1,21 +1,18 @@
 """The audit through the real process: settings file, API, command line, metrics, alert rules."""
 
-import json
+import contextlib
 import re
-import socket
 import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from nodeagent.admin import openapi
+from tests.testbed import waiting
+from tests.testbed.agent import Agent, ApiError
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage
 from tests.volumes.audit.world import DEVICE, INVENTORY, view
@@ -24,82 +21,31 @@ from volumes.inventory.cluster import ImageView
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
-NODEAGENT = Path(sys.executable).with_name("nodeagent")
-
-
-class Agent:
-    def __init__(self, stage: Stage) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
-        self.config = stage.folder / "nodeagent.yaml"
-        settings = {
-            "admin": {"listen": self.address},
-            "state_dir": str(stage.folder / "state"),
-            "volumes": {
-                "guard": {
-                    "mode": "off",
-                    "drivers": ["loop"],
-                    "pins": "/sys/fs/bpf/nodeagent-audit-test",
-                },
-                "audit": {
-                    "kubelet": str(stage.kubelet),
-                    "settle": "300ms",
-                    "logs": {"sources": []},
-                },
-            },
-        }
-        self.config.write_text(yaml.safe_dump(settings))
-        self.log = (stage.folder / "agent.log").open("w")
-        self.process = subprocess.Popen(
-            [str(NODEAGENT), "--config", str(self.config), "run"],
-            stderr=self.log,
-            stdout=self.log,
-        )
-
-    def run(self, *arguments: str, check: bool = True) -> str:
-        done = subprocess.run(
-            [str(NODEAGENT), "--config", str(self.config), "volume", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        if check:
-            assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://{self.address}{path}", timeout=10) as answer:
-            return str(answer.read().decode())
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(timeout=30)
-        self.log.close()
-
 
 @pytest.fixture
 def agent(stage: Stage) -> Iterator[Agent]:
-    agent = Agent(stage)
+    """An agent that audits the stage, and guards nothing."""
+    guard = {"mode": "off", "drivers": ["loop"], "pins": "/sys/fs/bpf/nodeagent-audit-test"}
+    audit = {"kubelet": str(stage.kubelet), "settle": "300ms", "logs": {"sources": []}}
+    made = Agent(stage.folder / "agent", {"volumes": {"guard": guard, "audit": audit}})
+
+    def scanned() -> Any:
+        with contextlib.suppress(ApiError):
+            return made.get("/v1/audit/devices")
+
+    made.start()
     try:
-        _wait(lambda: agent.get("/v1/audit/devices"))
-        yield agent
+        waiting.until(scanned, what="the first scan")
+        yield made
     finally:
-        agent.close()
+        made.stop()
 
 
-def _wait(condition: Any) -> Any:
-    end = time.monotonic() + stages.PATIENCE
-    while True:
-        try:
-            value = condition()
-            if value:
-                return value
-        except OSError:
-            pass
-        assert time.monotonic() < end, "did not come"
-        time.sleep(0.1)
+def volume(agent: Agent, *words: str) -> str:
+    """What a volume command that succeeds says."""
+    done = agent.cli("volume", *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
 
 
 def _valid(schema: str, value: dict[str, Any]) -> None:
@@ -133,57 +79,55 @@ def test_an_operator_finds_and_frees_a_leak_with_the_command_line(
     stages.run("umount", target)
 
     def leaks() -> list[dict[str, Any]]:
-        found = json.loads(agent.run("findings", "--rule", "leaked-mount", "--json"))
+        found = agent.cli_json("volume", "findings", "--rule", "leaked-mount")
         return [each for each in found if each["device"] == device]
 
-    (leak,) = _wait(leaks)
+    (leak,) = waiting.until(leaks)
     _valid("AuditFinding", leak)
     assert (leak["rule"], leak["pid"]) == ("leaked-mount", pid)
     assert {"id", "severity", "evidence", "since", "advice"} <= leak.keys()
 
-    text = agent.run("findings")
+    text = volume(agent, "findings")
     assert "CRITICAL leaked-mount" in text and f"pid {pid}" in text
-    devices = json.loads(agent.run("list", "--json"))
+    devices = agent.cli_json("volume", "list")
     (listed,) = [each for each in devices if each["name"] == device]
     _valid("AuditDevice", listed)
     assert (listed["state"], listed["volume"]) == ("leaked", handle)
-    assert re.search(rf"^{device} .*leaked", agent.run("list"), re.MULTILINE)
-    assert f"pid {pid}" in agent.run("show", f"/dev/{device}")
-    assert json.loads(agent.run("show", device, "--json"))["elsewhere"][0]["propagation"] == (
-        "private"
-    )
-    audit = json.loads(agent.run("audit", "--json"))
+    assert re.search(rf"^{device} .*leaked", volume(agent, "list"), re.MULTILINE)
+    assert f"pid {pid}" in volume(agent, "show", f"/dev/{device}")
+    assert agent.cli_json("volume", "show", device)["elsewhere"][0]["propagation"] == ("private")
+    audit = agent.cli_json("volume", "audit")
     _valid("Audit", audit)
     states = {each["rule"]: each["state"] for each in audit["rules"]}
     assert states["leaked-mount"] == "found"
     assert states["guard-not-enforcing"] == "found"  # its mode is off here, and that is told
     assert states["mapped-elsewhere"] == "off"
-    assert "RULE" in agent.run("audit", "--last")
+    assert "RULE" in volume(agent, "audit", "--last")
 
     metrics = agent.get("/metrics")
     assert re.search(
         r'nodeagent_volume_findings\{rule="leaked-mount",severity="critical"\} [1-9]', metrics
     )
-    general = json.loads(agent.get("/v1/findings"))["findings"]
+    general = agent.findings()
     assert leak["id"] in [each["id"] for each in general]  # through the one reporting port
 
-    assert "dry-run: unmount" in agent.run("act", leak["id"])
+    assert "dry-run: unmount" in volume(agent, "act", leak["id"])
     assert stages.active(device)
-    assert "done: unmount" in agent.run("act", leak["id"], "--yes")
-    _wait(lambda: not stages.active(device))
-    _wait(lambda: not leaks())
+    assert "done: unmount" in volume(agent, "act", leak["id"], "--yes")
+    waiting.until(lambda: not stages.active(device))
+    waiting.until(lambda: not leaks())
     assert stage.is_alive(pid)
 
 
 def test_bad_requests_are_answered_with_what_to_do(agent: Agent) -> None:
-    assert "no guarded device has that name" in agent.run("show", "nosuch", check=False)
-    assert "nothing can be done" in agent.run("act", "no/such", check=False)
+    assert "no guarded device has that name" in agent.cli("volume", "show", "nosuch").stderr
+    assert "nothing can be done" in agent.cli("volume", "act", "no/such").stderr
 
 
 def test_metrics_are_well_formed_and_bounded(stage: Stage, agent: Agent) -> None:
     for _ in range(3):
         stage.staged(stage.loop())
-    _wait(lambda: "nodeagent_volume_rule_state" in agent.get("/metrics"))
+    waiting.until(lambda: "nodeagent_volume_rule_state" in agent.get("/metrics"))
     metrics = agent.get("/metrics")
     checked = subprocess.run(
         ["promtool", "check", "metrics"], input=metrics, capture_output=True, text=True, check=False
@@ -210,7 +154,7 @@ def test_alert_rules_are_right_by_promtool() -> None:
 
 
 def test_alert_rules_use_metrics_that_exist(agent: Agent) -> None:
-    _wait(lambda: "nodeagent_volume_rule_state" in agent.get("/metrics"))
+    waiting.until(lambda: "nodeagent_volume_rule_state" in agent.get("/metrics"))
     metrics = agent.get("/metrics")
     text = (RULES / "volume-audit.rules.yaml").read_text()
     for name in set(re.findall(r"nodeagent_volume_\w+", text)):

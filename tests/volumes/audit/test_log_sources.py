@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from kit.findings import Severity
+from tests.testbed.waiting import until_async as until
 from tests.volumes.audit import journald
-from tests.volumes.audit.flood import following, sources, until
+from tests.volumes.audit.flood import following, sources
 from tests.volumes.audit.stage import Stage, settings, watching
 from tests.volumes.audit.test_logs import _children, append, images, line
 from tests.volumes.audit.world import judge, only, scene
@@ -91,7 +92,7 @@ async def test_a_missing_directory_or_file_is_said_and_taken_back(tmp_path: Path
     ):
         heard = Heard()
         async with running(heard.follower(pattern)):
-            await until(lambda heard=heard, why=why: heard.states[-1:] == [why])
+            await until(lambda heard=heard, why=why: heard.states[-1:] == [why])  # type: ignore[misc]
     heard = Heard()
     async with running(heard.follower(later / "*.log")):
         await until(lambda: bool(heard.states))

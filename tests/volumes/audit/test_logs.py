@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from linux import kmsg
+from tests.testbed.waiting import until_async as until
 from tests.volumes.audit import flood
-from tests.volumes.audit.flood import following, sources, until
+from tests.volumes.audit.flood import following, sources
 from tests.volumes.audit.stage import Stage, settings, watching
 
 pytestmark = pytest.mark.real
@@ -112,7 +113,7 @@ async def test_the_kernel_log_is_read_and_what_processes_wrote_there_is_not_beli
         told: list[dict[str, Any]] = []
         quiet = sources(Path("/nonexistent/x"), kernel=True, sources=[])
         async with following(quiet, told, user_records=user) as follower:
-            await until(lambda follower=follower: "kernel" in follower.counters())
+            await until(lambda follower=follower: "kernel" in follower.counters())  # type: ignore[misc]
             await asyncio.sleep(0.7)
             with open("/dev/kmsg", "w") as log:
                 log.write(text + "\n")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kit.findings import Finding, Severity
-from linux.clock import ClockState
+from linux.syscalls import ClockState
 from tests.volumes.audit.world import (
     DEVICE,
     IMAGE,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from linux import namespaces, nsmounts
+from linux import mount_namespaces
 from tests.volumes.audit.stage import Stage, run, settings, watching
 from tests.volumes.audit.test_logs import _children
 from volumes.inventory import client, scan
@@ -133,9 +133,9 @@ async def test_without_the_kernels_list_threads_and_processes_still_lead_to_name
         None,
     )
     walked = old.run(set())
-    saved = namespaces.walk
+    saved = mount_namespaces.walk
     try:
-        namespaces.walk = _not_there  # type: ignore[assignment]
+        mount_namespaces.walk = _not_there  # type: ignore[assignment]
         again = spaces.Scan(
             everything,
             "/proc",
@@ -144,7 +144,7 @@ async def test_without_the_kernels_list_threads_and_processes_still_lead_to_name
             None,
         ).run(set())
     finally:
-        namespaces.walk = saved
+        mount_namespaces.walk = saved
     for found in (walked, again):
         assert [(s.owners[0].pid, s.owners[0].thread != 0) for s in found.spaces] == [(pid, True)]
     assert walked.spaces[0].inode == again.spaces[0].inode
@@ -162,17 +162,17 @@ async def test_a_namespace_that_may_not_be_entered_is_a_gap_and_one_that_ended_i
     own = os.stat("/proc/self/ns/mnt").st_ino
 
     def found_with(error: OSError) -> spaces.Found:
-        def table(visitor: namespaces.Visitor, descriptor: int) -> bytes:
+        def table(visitor: mount_namespaces.Visitor, descriptor: int) -> bytes:
             if os.fstat(descriptor).st_ino != own:
                 raise error
             return b""
 
-        monkeypatch.setattr(namespaces.Visitor, "table", table)
+        monkeypatch.setattr(mount_namespaces.Visitor, "table", table)
         everything = processes.Processes("/proc", "/nonexistent")
         return spaces.Scan(everything, "/proc", {own}, set(), None).run(set())
 
     if not listed:
-        monkeypatch.setattr(namespaces, "walk", _not_there)
+        monkeypatch.setattr(mount_namespaces, "walk", _not_there)
     found = found_with(refused)
     assert found.gaps and all("not permitted" in gap for gap in found.gaps)
     assert found.by_processes is not listed
@@ -187,8 +187,8 @@ def test_statmount_and_mountinfo_say_the_same_of_every_namespace(stage: Stage) -
     device = stage.loop()
     target = stage.mount(device, stage.folder / "m")
     own = os.stat("/proc/self/ns/mnt").st_ino
-    listed = next(each for each in namespaces.walk() if each.inode == own)
-    mounts = list(nsmounts.mounts(listed.id))
+    listed = next(each for each in mount_namespaces.walk() if each.inode == own)
+    mounts = list(mount_namespaces.mounts(listed.id))
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     assert sorted(m.target for m in mounts) == sorted(
         line.split()[4].replace("\\040", " ") for line in lines

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.testbed import cell
+from tests.testbed.agent import Agent
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +16,7 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cell.Cell]:
 
 
 @pytest.fixture(scope="module")
-def agent(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[cell.Agent]:
+def agent(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
     with cell.agent(tmp_path_factory.mktemp("agent"), where) as made:
         yield made
 

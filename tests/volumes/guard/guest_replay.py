@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import kit.findings
-from tests.testbed import formatters
+from tests.testbed import formatters, waiting
 from volumes import devices, settings
 from volumes.guard import keeper, layout, switch
 
@@ -58,12 +60,8 @@ def zeroed(device: str) -> None:
         os.fsync(stream.fileno())
 
 
-async def until(what: str, condition: object, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        if time.monotonic() > deadline:
-            raise SystemExit(f"not within {seconds:g}s: {what}; {findings}")
-        await asyncio.sleep(0.05)
+async def until(what: str, condition: Callable[[], Any]) -> None:
+    await waiting.until_async(condition, 60, what, detail=lambda: findings)
 
 
 async def in_thread(*command: str) -> "subprocess.CompletedProcess[str]":

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import blockdev, cell, formatters
+from tests.testbed import blockdev, cell, formatters, waiting
+from tests.testbed.agent import Agent
 
 pytestmark = pytest.mark.real
 
@@ -120,18 +121,18 @@ def test_without_the_guard_the_data_is_lost(
 @pytest.mark.parametrize("fault", FAULTS)
 def test_with_the_guard_mkfs_is_refused_and_the_data_is_there_afterwards(
     disk: blockdev.FaultyDisk, originals: dict[str, Original], fault: str, fstype: str,
-    way: Callable[..., formatters.Outcome], where: cell.Cell, agent: cell.Agent, tmp_path: Path,
+    way: Callable[..., formatters.Outcome], where: cell.Cell, agent: Agent, tmp_path: Path,
 ) -> None:  # fmt: skip
     # The ledger knows a volume that was seen healthy once; 'reads of zeros' rests on that alone.
-    cell.wait_for(
-        "the healthy volume is in the ledger",
+    waiting.until(
+        lambda: (agent.guarded(disk.device).get("verdict") or {}).get("type") == fstype,
         20,
-        lambda: (agent.device(disk.device).get("verdict") or {}).get("type") == fstype,
+        "the healthy volume is in the ledger",
     )
 
     outcome = _replay(where.run, way, disk, fstype, fault, tmp_path)
 
     assert outcome.found == "" and outcome.mkfs not in (0, None)
     assert "Operation not permitted" in outcome.mkfs_error
-    assert not agent.device(disk.device)["may_be_formatted"]
+    assert not agent.guarded(disk.device)["may_be_formatted"]
     assert _intact(disk, tmp_path, originals[fstype])

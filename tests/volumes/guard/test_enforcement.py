@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from linux import bpf
-from tests.testbed import blockdev, cell
+from tests.testbed import blockdev, cell, waiting
 from volumes import settings
 from volumes.guard import kernel, layout
 
@@ -278,8 +278,8 @@ def test_a_lease_lets_the_device_be_formatted_and_ends_by_itself(
         guard.grant(number, time.monotonic() + 2)
         assert guarded.run("mkfs.ext4", "-q", device).returncode == 0
         assert guard.leases()[number].opens > 0
-        cell.wait_for(
-            "the lease to end", 4, lambda: guarded.run("mkfs.ext4", "-q", device).returncode != 0
+        waiting.until(
+            lambda: guarded.run("mkfs.ext4", "-q", device).returncode != 0, 4, "the lease to end"
         )
         guard.revoke(number)
         guard.close()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import blockdev, cell
+from tests.testbed import blockdev, cell, waiting
+from tests.testbed.agent import Agent
 from volumes.guard import layout
 
 pytestmark = pytest.mark.real
@@ -15,7 +16,7 @@ SIZE = 320 * blockdev.MiB
 
 
 @pytest.fixture(scope="module")
-def fallen(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[cell.Agent]:
+def fallen(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
     """An agent whose kernel refuses the program: its object file is one that no verifier takes."""
     folder = tmp_path_factory.mktemp("fallen")
     source = folder / "bad.c"
@@ -32,38 +33,38 @@ def fallen(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def test_status_and_findings_say_what_is_missing_and_what_is_there_instead(
-    fallen: cell.Agent,
+    fallen: Agent,
 ) -> None:
-    cell.wait_for(
-        "the exec guard",
-        20,
+    waiting.until(
         lambda: (
             "watches" in (fallen.get("/v1/volumes/guard")["fallback"] or {}).get("exec_guard", "")
         ),
+        20,
+        "the exec guard",
     )
-    status = fallen.cli("volume", "guard", "status")
+    status = fallen.cli_json("volume", "guard", "status")
     assert not status["attached"] and "does not take it" in status["unsupported"]
     assert "guard-not-in-force" in {f["rule"] for f in fallen.findings()}
     assert not fallen.get("/readyz")["ready"]
 
 
 def test_formatters_are_refused_by_name_and_mounting_is_not(
-    where: cell.Cell, fallen: cell.Agent, tmp_path: Path
+    where: cell.Cell, fallen: Agent, tmp_path: Path
 ) -> None:
-    cell.wait_for(
-        "the exec guard",
-        20,
+    waiting.until(
         lambda: (
             "watches" in (fallen.get("/v1/volumes/guard")["fallback"] or {}).get("exec_guard", "")
         ),
+        20,
+        "the exec guard",
     )
     image = tmp_path / "image"
     with image.open("wb") as stream:
         stream.truncate(SIZE)
     blockdev.run("mkfs.ext4", "-q", str(image))  # a file is no guarded device
     with blockdev.loop(image) as device:
-        cell.wait_for(
-            "its content", 10, lambda: (fallen.device(device).get("verdict") or {}).get("type")
+        waiting.until(
+            lambda: (fallen.guarded(device).get("verdict") or {}).get("type"), 10, "its content"
         )
         before = blockdev.sha256(image)
         for words in (("mkfs.ext4", "-F", device), ("wipefs", "-a", "-f", device),
@@ -78,26 +79,26 @@ def test_formatters_are_refused_by_name_and_mounting_is_not(
         assert where.run("mount", device, str(tmp_path / "mnt")).returncode == 0
         assert where.run("umount", str(tmp_path / "mnt")).returncode == 0
         assert blockdev.run("mkfs.ext4", "-n", "-F", device).returncode == 0  # outside the cell
-        cell.wait_for(
-            "the finding",
-            10,
+        waiting.until(
             lambda: [
                 f
                 for f in fallen.findings()
                 if f["rule"] == "format-denied" and str(tmp_path) in f["subject"]
             ],
+            10,
+            "the finding",
         )
 
 
 def test_a_device_that_cannot_be_read_is_flagged_read_only_until_it_can(
-    fallen: cell.Agent, tmp_path: Path
+    fallen: Agent, tmp_path: Path
 ) -> None:
     broken = [{"offset": 0, "length": SIZE, "errno": 5}]
     with blockdev.faulty_disk(tmp_path / "disk", SIZE, faults=broken) as disk:
         read_only = Path("/sys/block", disk.name, "ro")
-        cell.wait_for("the flag", 20, lambda: read_only.read_text().strip() == "1")
+        waiting.until(lambda: read_only.read_text().strip() == "1", 20, "the flag")
         copy = shutil.copy(shutil.which("mkfs.ext4") or "", tmp_path / "unknown-formatter")
         assert blockdev.run(str(copy), "-F", disk.device, check=False).returncode != 0
         disk.clear()
-        fallen.cli("volume", "probe", disk.device)
+        fallen.cli_json("volume", "probe", disk.device)
     assert layout.OBJECT.exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kit.errors
-from linux import kmsg, uevents
+from linux import kmsg, netlink
 from volumes import devices, settings
 from volumes.guard import denials, errorlog, execguard, journal, kernel, layout, override, rawblock
 
@@ -73,9 +73,9 @@ def test_kernel_records_are_told_from_those_of_processes() -> None:
 
 def test_uevents_of_block_devices_are_parsed_and_others_are_not() -> None:
     raw = b"add@/devices/rbd/0/block/rbd0\0ACTION=add\0SUBSYSTEM=block\0DEVNAME=rbd0\0DEVTYPE=disk"
-    assert uevents.parse(raw) == uevents.Uevent("add", "rbd0", "disk")
-    assert uevents.parse(raw.replace(b"=block", b"=net")) is None
-    assert uevents.parse(b"libudev\0\xff\xff") is None
+    assert netlink.parse_uevent(raw) == netlink.Uevent("add", "rbd0", "disk")
+    assert netlink.parse_uevent(raw.replace(b"=block", b"=net")) is None
+    assert netlink.parse_uevent(b"libudev\0\xff\xff") is None
 
 
 @pytest.mark.parametrize(("path", "pod", "container"), [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import blockdev, cell
+from tests.testbed import blockdev, cell, waiting
 from volumes import settings
 from volumes.guard import kernel, layout
 
@@ -79,22 +79,22 @@ def test_a_killed_agent_leaves_the_guard_enforced_and_the_next_one_adopts_it(
     where: cell.Cell, device: str, tmp_path: Path
 ) -> None:
     with cell.agent(tmp_path, where) as agent:
-        before = agent.cli("volume", "guard", "status")
+        before = agent.cli_json("volume", "guard", "status")
         assert (before["mode"], before["proof"]) == ("enforce", "enforced")
 
         agent.kill()
         done = where.run("mkfs.ext4", "-F", device)
         assert done.returncode != 0 and "not permitted" in done.stderr
-        alone = agent.cli("volume", "guard", "status")
+        alone = agent.cli_json("volume", "guard", "status")
         assert (alone["agent"], alone["mode"], alone["proof"]) == (
             *("not running", "enforce", "enforced"),
         )
 
         agent.start()
-        after = agent.cli("volume", "guard", "status")
+        after = agent.cli_json("volume", "guard", "status")
         assert after["programs"] == before["programs"]
         # What was refused while no agent ran is told now.
-        told = cell.wait_for("the refusal to be told", 10, lambda: agent.findings())
+        told = waiting.until(lambda: agent.findings(), 10, "the refusal to be told")
         assert {f["rule"] for f in told} == {"format-denied"}
 
 
@@ -165,17 +165,17 @@ def test_detach_is_a_kill_switch_that_lasts_until_it_is_taken_back(
     where: cell.Cell, device: str, tmp_path: Path
 ) -> None:
     with cell.agent(tmp_path, where) as agent:
-        agent.cli("volume", "guard", "detach", "--reason", "a test")
+        agent.cli_json("volume", "guard", "detach", "--reason", "a test")
         assert where.run("tune2fs", "-L", "x", device).returncode == 0
         time.sleep(6)  # longer than a reconcile: the agent does not attach it again by itself
-        status = agent.cli("volume", "guard", "status")
+        status = agent.cli_json("volume", "guard", "status")
         assert (status["mode"], status["proof"]) == ("off", "let through")
         assert status["override"]["reason"] == "a test"
         assert "guard-overridden" in {f["rule"] for f in agent.findings()}
 
-        agent.cli("volume", "guard", "set-mode", "settings", "--reason", "over")
+        agent.cli_json("volume", "guard", "set-mode", "settings", "--reason", "over")
         assert where.run("mkfs.ext4", "-F", device).returncode != 0
-        actions = [e["action"] for e in agent.cli("volume", "guard", "status")["operator_log"]]
+        actions = [e["action"] for e in agent.cli_json("volume", "guard", "status")["operator_log"]]
         assert actions == ["detach", "set-mode"]
 
 
@@ -185,14 +185,14 @@ def test_the_kill_switch_works_without_an_agent(
     with cell.agent(tmp_path, where) as agent:
         agent.kill()
         assert where.run("tune2fs", "-L", "x", device).returncode != 0
-        agent.cli("volume", "guard", "set-mode", "dry-run", "--reason", "a test")
+        agent.cli_json("volume", "guard", "set-mode", "dry-run", "--reason", "a test")
         assert where.run("tune2fs", "-L", "x", device).returncode == 0
-        agent.cli("volume", "guard", "set-mode", "enforce", "--reason", "a test")
+        agent.cli_json("volume", "guard", "set-mode", "enforce", "--reason", "a test")
         assert where.run("tune2fs", "-L", "x", device).returncode != 0
-        agent.cli("volume", "guard", "detach", "--reason", "a test")
+        agent.cli_json("volume", "guard", "detach", "--reason", "a test")
         assert where.run("tune2fs", "-L", "x", device).returncode == 0
         agent.start()  # and the next agent respects it
-        assert agent.cli("volume", "guard", "status")["mode"] == "off"
+        assert agent.cli_json("volume", "guard", "status")["mode"] == "off"
 
 
 def test_the_boot_command_attaches_without_an_agent(
@@ -202,7 +202,7 @@ def test_the_boot_command_attaches_without_an_agent(
         agent.kill()
         where.guard().detach()
         assert where.run("tune2fs", "-L", "x", device).returncode == 0
-        status = agent.cli("volume", "guard", "attach")
+        status = agent.cli_json("volume", "guard", "attach")
         assert (status["mode"], status["proof"]) == ("enforce", "enforced")
         assert where.run("tune2fs", "-L", "x", device).returncode != 0
 
@@ -212,6 +212,8 @@ def test_an_agent_whose_program_was_taken_away_puts_it_back(
 ) -> None:
     with cell.agent(tmp_path, where) as agent:
         where.guard().detach()  # by somebody's bpftool, not by our kill switch
-        cell.wait_for("the guard to be attached again", 10,
-                      lambda: agent.get("/v1/volumes/guard")["attached"]
-                      and where.guard().read().attached)  # fmt: skip
+        waiting.until(
+            lambda: agent.get("/v1/volumes/guard")["attached"] and where.guard().read().attached,
+            10,
+            "the guard to be attached again",
+        )

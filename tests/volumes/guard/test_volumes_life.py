@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import blockdev, cell, formatters
+from tests.testbed import blockdev, cell, formatters, waiting
+from tests.testbed.agent import Agent
 
 pytestmark = pytest.mark.real
 
@@ -21,14 +22,14 @@ def _blank(path: Path) -> Path:
     return path
 
 
-def _rules(agent: cell.Agent, device: str) -> set[str]:
+def _rules(agent: Agent, device: str) -> set[str]:
     return {
         f["rule"] for f in agent.findings() if device.endswith(f["evidence"].get("device", "?"))
     }
 
 
 @pytest.fixture(scope="module")
-def short(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[cell.Agent]:
+def short(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
     """An agent whose leases are short."""
     with cell.agent(tmp_path_factory.mktemp("short"), where, lease="3s") as made:
         yield made
@@ -36,7 +37,7 @@ def short(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.mark.parametrize("fstype", ["ext4", "xfs"])
 def test_a_blank_volume_is_formatted_and_mounted_by_the_sequence_that_kubelet_repeats(
-    where: cell.Cell, short: cell.Agent, fstype: str, tmp_path: Path
+    where: cell.Cell, short: Agent, fstype: str, tmp_path: Path
 ) -> None:
     target = tmp_path / "mnt"
     target.mkdir()
@@ -48,69 +49,69 @@ def test_a_blank_volume_is_formatted_and_mounted_by_the_sequence_that_kubelet_re
             time.sleep(0.5)
         assert outcome.mounted, outcome
         where.run("umount", str(target))
-        cell.wait_for(
-            "its content to be in the ledger",
+        waiting.until(
+            lambda: (short.guarded(device).get("verdict") or {}).get("type") == fstype,
             10,
-            lambda: (short.device(device).get("verdict") or {}).get("type") == fstype,
+            "its content to be in the ledger",
         )
-        entries = short.cli("volume", "ledger")["volumes"]
+        entries = short.cli_json("volume", "ledger")["volumes"]
         mine = [e for e in entries if e["volume"] == f"loop:{tmp_path}/image"]
         assert mine[0]["type"] == fstype and mine[0]["permitted"] == 0
         assert not any(device.endswith(f["evidence"].get("device", "?"))
                        or str(tmp_path) in f["subject"] for f in short.findings())  # fmt: skip
-        cell.wait_for(
-            "the lease to be over",
-            12,
+        waiting.until(
             lambda: where.run("wipefs", "-a", "-f", device).returncode != 0,
+            12,
+            "the lease to be over",
         )
 
 
 def test_a_lease_that_nobody_used_leaves_no_trace_and_is_given_again(
-    where: cell.Cell, short: cell.Agent, tmp_path: Path
+    where: cell.Cell, short: Agent, tmp_path: Path
 ) -> None:
     volume = f"loop:{tmp_path}/image"
 
     def permitted() -> Any:
-        found = [e for e in short.cli("volume", "ledger")["volumes"] if e["volume"] == volume]
+        found = [e for e in short.cli_json("volume", "ledger")["volumes"] if e["volume"] == volume]
         return found and found[0]["permitted"]
 
     with blockdev.loop(_blank(tmp_path / "image")) as device:
-        cell.wait_for("a lease", 10, lambda: short.device(device).get("may_be_formatted"))
-        cell.wait_for("its end", 10, lambda: not short.device(device)["may_be_formatted"])
-        cell.wait_for("the permission to be closed", 5, lambda: permitted() == 0)
+        waiting.until(lambda: short.guarded(device).get("may_be_formatted"), 10, "a lease")
+        waiting.until(lambda: not short.guarded(device)["may_be_formatted"], 10, "its end")
+        waiting.until(lambda: permitted() == 0, 5, "the permission to be closed")
         assert where.run("mkfs.ext4", "-q", device).returncode != 0
-        cell.wait_for(
-            "the lease again", 5, lambda: where.run("mkfs.ext4", "-q", device).returncode == 0
+        waiting.until(
+            lambda: where.run("mkfs.ext4", "-q", device).returncode == 0, 5, "the lease again"
         )
 
 
 def test_a_format_that_was_begun_under_a_lease_is_not_permitted_again_on_local_word_alone(
-    where: cell.Cell, short: cell.Agent, tmp_path: Path
+    where: cell.Cell, short: Agent, tmp_path: Path
 ) -> None:
     """A backend that swallows writes: formatted, and reads still zeros. Only its cluster could
     tell; without one the answer is no."""
     with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
         disk.fault({"offset": 0, "length": SIZE, "zero": True})
-        cell.wait_for("a lease", 10, lambda: short.device(disk.device).get("may_be_formatted"))
+        waiting.until(lambda: short.guarded(disk.device).get("may_be_formatted"), 10, "a lease")
         where.run("mkfs.ext4", "-q", "-F", disk.device)
-        cell.wait_for("its end", 10, lambda: not short.device(disk.device)["may_be_formatted"])
+        waiting.until(lambda: not short.guarded(disk.device)["may_be_formatted"], 10, "its end")
         assert where.run("mkfs.ext4", "-q", disk.device).returncode != 0
-        cell.wait_for(
-            "the refusal",
-            5,
+        waiting.until(
             lambda: any(
-                "permitted before" in reason for reason in short.device(disk.device)["reasons"]
+                "permitted before" in reason for reason in short.guarded(disk.device)["reasons"]
             ),
+            5,
+            "the refusal",
         )
         assert where.run("mkfs.ext4", "-q", disk.device).returncode != 0
 
 
 def test_a_device_that_hangs_is_timed_out_in_three_seconds_and_not_probed_twice(
-    where: cell.Cell, agent: cell.Agent, tmp_path: Path
+    where: cell.Cell, agent: Agent, tmp_path: Path
 ) -> None:
     with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
         blockdev.run("mkfs.ext4", "-q", disk.device)
-        cell.wait_for("the first look", 10, lambda: agent.device(disk.device).get("verdict"))
+        waiting.until(lambda: agent.guarded(disk.device).get("verdict"), 10, "the first look")
         disk.fault({"offset": 0, "length": SIZE, "hang": True})
 
         began = time.monotonic()
@@ -121,7 +122,7 @@ def test_a_device_that_hangs_is_timed_out_in_three_seconds_and_not_probed_twice(
             asked = time.monotonic()
             assert agent.get("/healthz")["alive"]
             slowest = max(slowest, time.monotonic() - asked)
-        found = agent.cli("volume", "probe", disk.device)
+        found = agent.cli_json("volume", "probe", disk.device)
         assert found["verdict"] == "timeout", json.dumps(found)
         assert time.monotonic() - began < 15  # a deadline of the test, not a measurement
         assert slowest < 3
@@ -135,84 +136,84 @@ def test_a_device_that_hangs_is_timed_out_in_three_seconds_and_not_probed_twice(
         assert "probe-hangs" in {f["rule"] for f in agent.findings()}
 
         disk.clear()
-        cell.wait_for(
-            "the child to be gone", 10, lambda: not agent.get("/v1/volumes/guard")["probes_hanging"]
+        waiting.until(
+            lambda: not agent.get("/v1/volumes/guard")["probes_hanging"], 10, "the child to be gone"
         )
-        assert agent.cli("volume", "probe", disk.device)["type"] == "ext4"
+        assert agent.cli_json("volume", "probe", disk.device)["type"] == "ext4"
 
 
 def test_a_volume_that_was_formatted_somewhere_else_is_a_finding_until_it_is_accepted(
-    agent: cell.Agent, tmp_path: Path
+    agent: Agent, tmp_path: Path
 ) -> None:
     image = _blank(tmp_path / "image")
 
     def seen(device: str) -> Any:
-        return (agent.device(device).get("verdict") or {}).get("uuid")
+        return (agent.guarded(device).get("verdict") or {}).get("uuid")
 
     with blockdev.loop(image) as device:
         blockdev.run("mkfs.ext4", "-q", device)
-        agent.cli("volume", "probe", device)
+        agent.cli_json("volume", "probe", device)
     with blockdev.loop(image) as device:
-        first = cell.wait_for("the first content", 10, lambda: seen(device))
+        first = waiting.until(lambda: seen(device), 10, "the first content")
     blockdev.run("mkfs.ext4", "-q", "-F", str(image))  # another node
     with blockdev.loop(image) as device:
-        cell.wait_for("the other content", 10, lambda: seen(device) not in (None, first))
-        changed = cell.wait_for(
-            "the finding",
-            5,
+        waiting.until(lambda: seen(device) not in (None, first), 10, "the other content")
+        changed = waiting.until(
             lambda: [f for f in agent.findings() if f["rule"] == "content-changed"],
+            5,
+            "the finding",
         )
         assert first in changed[0]["message"]
-        agent.cli("volume", "ledger", "--accept", f"loop:{image}")
-        cell.wait_for(
-            "the finding to clear",
-            5,
+        agent.cli_json("volume", "ledger", "--accept", f"loop:{image}")
+        waiting.until(
             lambda: not [f for f in agent.findings() if f["rule"] == "content-changed"],
+            5,
+            "the finding to clear",
         )
 
 
-def test_content_that_is_missing_is_a_finding_at_once(agent: cell.Agent, tmp_path: Path) -> None:
+def test_content_that_is_missing_is_a_finding_at_once(agent: Agent, tmp_path: Path) -> None:
     with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
         blockdev.run("mkfs.ext4", "-q", disk.device)
     with blockdev.faulty_disk(tmp_path / "disk", backing=disk.backing) as disk:
-        cell.wait_for(
-            "it to be known",
+        waiting.until(
+            lambda: (agent.guarded(disk.device).get("verdict") or {}).get("type"),
             10,
-            lambda: (agent.device(disk.device).get("verdict") or {}).get("type"),
+            "it to be known",
         )
     disk.control.write_text("[]")
     with blockdev.faulty_disk(
         tmp_path / "disk", backing=disk.backing,
         faults=[{"offset": 0, "length": SIZE, "zero": True}],
     ) as disk:  # fmt: skip
-        found = cell.wait_for(
-            "the finding",
-            10,
+        found = waiting.until(
             lambda: [f for f in agent.findings() if f["rule"] == "content-missing"],
+            10,
+            "the finding",
         )
         assert "blank_verified" in found[0]["message"]
-        assert not agent.device(disk.device)["may_be_formatted"]
+        assert not agent.guarded(disk.device)["may_be_formatted"]
 
 
 def test_an_operator_can_permit_it_by_the_volumes_name_and_only_by_that(
-    where: cell.Cell, agent: cell.Agent, tmp_path: Path
+    where: cell.Cell, agent: Agent, tmp_path: Path
 ) -> None:
     with blockdev.loop(_blank(tmp_path / "image")) as device:
         blockdev.run("mkfs.ext4", "-q", device)
-        volume = agent.cli("volume", "probe", device)["volume"]
+        volume = agent.cli_json("volume", "probe", device)["volume"]
         words = ("volume", "allow-format", device, "--reason", "it is scratch", "--volume-id")
 
-        wrong = agent.cli(*words, "loop:/another", check=False)
-        assert wrong["exit"] == 8 and "holds volume" in wrong["stderr"]
+        wrong = agent.cli(*words, "loop:/another")
+        assert wrong.returncode == 8 and "holds volume" in wrong.stderr
         assert where.run("mkfs.ext4", "-F", device).returncode != 0
 
-        agent.cli(*words, volume)
+        agent.cli_json(*words, volume)
         assert where.run("mkfs.ext4", "-F", device).returncode == 0
-        log = agent.cli("volume", "guard", "status")["operator_log"]
+        log = agent.cli_json("volume", "guard", "status")["operator_log"]
         assert log[-1]["action"] == "allow-format" and log[-1]["reason"] == "it is scratch"
 
 
-def test_a_denial_tells_who_it_was(where: cell.Cell, agent: cell.Agent, tmp_path: Path) -> None:
+def test_a_denial_tells_who_it_was(where: cell.Cell, agent: Agent, tmp_path: Path) -> None:
     uid = "0f8fad5b-d9cb-469f-a165-70867728950e"
     container = "c" * 64
     pod = where.path / f"kubepods/pod{uid}/{container}"
@@ -221,10 +222,10 @@ def test_a_denial_tells_who_it_was(where: cell.Cell, agent: cell.Agent, tmp_path
     blockdev.run("mkfs.ext4", "-q", str(image))
     with blockdev.loop(image) as device:
         where.run("mkfs.xfs", "-f", device, cgroup=pod)
-        found = cell.wait_for(
-            "the finding",
-            10,
+        found = waiting.until(
             lambda: [f for f in agent.findings() if str(tmp_path) in f["subject"]],
+            10,
+            "the finding",
         )[0]
     assert found["rule"] == "format-denied" and found["severity"] == "critical"
     evidence = found["evidence"]

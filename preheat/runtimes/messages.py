@@ -7,7 +7,7 @@ runtime.v1 protocol; both are stable interfaces in which a number never changes 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from preheat.containerd.wire import Message, mapping, number
+from preheat.runtimes.wire import Message, mapping, number
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ class VersionResponse(Message):
     revision: str = number(2, "")
 
 
-# --- CRI runtime.v1 -------------------------------------------------------------------------------
+# --- CRI base.v1 -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import kit.files
-from preheat import image, runtime
-from preheat.containerd import calls, holds
-from preheat.containerd import messages as m
+from preheat import manifest
+from preheat.runtimes import base, cri, leases
+from preheat.runtimes import messages as m
 
 CONNECT_SECONDS = 3.0
 
@@ -29,35 +29,33 @@ class Crio:
     """One CRI-O, or as far as CRI goes any other runtime."""
 
     def __init__(self, socket: Path, drop_in: Path, state: Path) -> None:
-        self.calls = calls.Calls(socket)
+        self.calls = cri.Calls(socket)
         self._socket = socket
         self._drop_in = drop_in
         self._state = state
-        self._holds: dict[str, runtime.Hold] | None = None
+        self._holds: dict[str, base.Hold] | None = None
 
     @property
-    def abilities(self) -> runtime.Abilities:
-        return runtime.Abilities(
-            "crio", resumes=False, watches=False, ingests=False, estimates=False
-        )
+    def abilities(self) -> base.Abilities:
+        return base.Abilities("crio", resumes=False, watches=False, ingests=False, estimates=False)
 
     @property
-    def breaker(self) -> calls.Breaker:
+    def breaker(self) -> cri.Breaker:
         return self.calls.breaker
 
     async def connect(self) -> str:
-        answer = await self.calls.read(calls.CRI_VERSION, m.Empty(), deadline=CONNECT_SECONDS)
+        answer = await self.calls.read(cri.CRI_VERSION, m.Empty(), deadline=CONNECT_SECONDS)
         return f"{answer.runtime_name} {answer.runtime_version}"
 
     async def close(self) -> None:
         await self.calls.close()
 
-    async def inventory(self) -> runtime.Inventory:
-        listed = await self.calls.read(calls.CRI_IMAGES, m.Empty())
-        containers = await self.calls.read(calls.CRI_CONTAINERS, m.Empty())
-        info = await self.calls.read(calls.CRI_FS, m.Empty())
+    async def inventory(self) -> base.Inventory:
+        listed = await self.calls.read(cri.CRI_IMAGES, m.Empty())
+        containers = await self.calls.read(cri.CRI_CONTAINERS, m.Empty())
+        info = await self.calls.read(cri.CRI_FS, m.Empty())
         mounts = [each.fs_id.mountpoint for each in info.image_filesystems if each.fs_id]
-        return runtime.Inventory(
+        return base.Inventory(
             records=tuple(record for each in listed.images for record in _records(each)),
             holds=tuple((await self._read()).values()),
             in_use=frozenset(_full(each.image_ref) for each in containers.containers),
@@ -65,23 +63,23 @@ class Crio:
         )
 
     async def read(self, digest: str) -> bytes:
-        raise runtime.RuntimeCallError(digest, "CRI-O shows no blobs", "", "UNIMPLEMENTED")
+        raise base.RuntimeCallError(digest, "CRI-O shows no blobs", "", "UNIMPLEMENTED")
 
     async def usage(self, chain_id: str) -> int:
-        raise runtime.RuntimeCallError(chain_id, "CRI-O shows no layers", "", "NOT_FOUND")
+        raise base.RuntimeCallError(chain_id, "CRI-O shows no layers", "", "NOT_FOUND")
 
-    async def progress(self, layers: Sequence[image.Layer]) -> Mapping[str, runtime.LayerState]:
+    async def progress(self, layers: Sequence[manifest.Layer]) -> Mapping[str, base.LayerState]:
         return {}
 
     async def write(
         self,
         digest: str,
         size: int,
-        source: image.Blobs,
-        hold: runtime.Hold,
+        source: manifest.Blobs,
+        hold: base.Hold,
         origin: tuple[str, str],
     ) -> None:
-        raise runtime.RuntimeCallError(digest, "CRI-O takes no layers", "", "UNIMPLEMENTED")
+        raise base.RuntimeCallError(digest, "CRI-O takes no layers", "", "UNIMPLEMENTED")
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         """CRI-O keeps none."""
@@ -90,17 +88,15 @@ class Crio:
         """Nowhere to write it to: after a restart a use counts from then."""
 
     async def pull(
-        self, ref: str, login: runtime.Login | None, hold: runtime.Hold, deadline: float
+        self, ref: str, login: base.Login | None, hold: base.Hold, deadline: float
     ) -> str:
-        request = calls.pull_request(ref, login)
-        answer = await self.calls.long_change(
-            calls.CRI_PULL, request, lease=None, deadline=deadline
-        )
+        request = cri.pull_request(ref, login)
+        answer = await self.calls.long_change(cri.CRI_PULL, request, lease=None, deadline=deadline)
         return _full(answer.image_ref)
 
     # --- holds ------------------------------------------------------------------------------------
 
-    async def _read(self) -> dict[str, runtime.Hold]:
+    async def _read(self) -> dict[str, base.Hold]:
         if self._holds is None:
             try:
                 text = await asyncio.to_thread(self._state.read_text)
@@ -108,39 +104,39 @@ class Crio:
             except FileNotFoundError:
                 self._holds = {}
             except (OSError, ValueError, KeyError, TypeError) as error:
-                raise runtime.RuntimeCallError(
+                raise base.RuntimeCallError(
                     str(self._state), f"cannot be read ({error})", "remove it: pins are made again"
                 ) from error
         now = time.time()
         return {k: h for k, h in self._holds.items() if h.expires is None or h.expires > now}
 
-    async def _save(self, found: dict[str, runtime.Hold]) -> None:
+    async def _save(self, found: dict[str, base.Hold]) -> None:
         self._holds = found
         text = json.dumps([dataclasses.asdict(hold) for hold in found.values()], indent=1)
         await asyncio.to_thread(kit.files.save, self._state, text.encode())
 
-    async def begin(self, hold: runtime.Hold) -> runtime.Hold:
+    async def begin(self, hold: base.Hold) -> base.Hold:
         digest = hold.target.digest if hold.role == "pin" and hold.target else ""
-        name = holds.lease_id(hold.role, hold.ref, digest)
+        name = leases.lease_id(hold.role, hold.ref, digest)
         hold = dataclasses.replace(hold, id=name, created=hold.created or time.time())
         await self._save(await self._read() | {name: hold})
         return hold
 
-    async def end(self, hold: runtime.Hold) -> None:
+    async def end(self, hold: base.Hold) -> None:
         found = await self._read()
         if found.pop(hold.id, None) is not None:
             await self._save(found)
 
-    async def pin(self, hold: runtime.Hold) -> runtime.Hold:
+    async def pin(self, hold: base.Hold) -> base.Hold:
         hold = await self.begin(dataclasses.replace(hold, names=(hold.ref,)))
         await self._tell()
         return hold
 
-    async def unpin(self, hold: runtime.Hold) -> None:
+    async def unpin(self, hold: base.Hold) -> None:
         await self.end(hold)
         await self._tell()
 
-    async def heal(self, hold: runtime.Hold) -> int:
+    async def heal(self, hold: base.Hold) -> int:
         return 0  # the plan pulls it again
 
     async def removals(self) -> AsyncIterator[str]:
@@ -157,7 +153,7 @@ class Crio:
             await asyncio.to_thread(kit.files.save, self._drop_in, text, 0o644)
             await asyncio.to_thread(_hang_up, self._socket)
         except OSError as error:
-            raise runtime.RuntimeCallError(
+            raise base.RuntimeCallError(
                 str(self._drop_in),
                 f"CRI-O could not be told what is pinned ({error})",
                 "the agent needs to write there and to see the host's processes (hostPID)",
@@ -194,24 +190,24 @@ def _full(image_id: str) -> str:
     return f"sha256:{image_id}" if len(image_id) == 64 and ":" not in image_id else image_id
 
 
-def _records(listed: m.CriImage) -> list[runtime.Record]:
+def _records(listed: m.CriImage) -> list[base.Record]:
     """Each tag with each digest that it is known by (the index's and the manifest's)."""
     digests = [each.rpartition("@")[2] for each in listed.repo_digests]
     targets = [
-        image.Target("application/vnd.oci.image.manifest.v1+json", digest, max(1, listed.size))
+        manifest.Target("application/vnd.oci.image.manifest.v1+json", digest, max(1, listed.size))
         for digest in dict.fromkeys([*digests, _full(listed.id)])
-        if image.is_digest(digest)
+        if manifest.is_digest(digest)
     ]
     names = [*listed.repo_tags, *listed.repo_digests]
-    return [runtime.Record(name, target, listed.pinned) for name in names for target in targets]
+    return [base.Record(name, target, listed.pinned) for name in names for target in targets]
 
 
-def _hold(value: Mapping[str, Any]) -> runtime.Hold:
+def _hold(value: Mapping[str, Any]) -> base.Hold:
     target = value["target"]
-    return runtime.Hold(
+    return base.Hold(
         **{
             **value,
-            "target": None if target is None else image.Target(**target),
+            "target": None if target is None else manifest.Target(**target),
             "names": tuple(value["names"]),
         }
     )

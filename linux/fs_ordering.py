@@ -1,4 +1,8 @@
-"""Whether a file system makes changes of metadata durable in the order they were made."""
+"""Whether a file system makes metadata changes durable in the order in which they were made.
+
+A file system with a journal does. Without one, a power cut may keep a later rename and lose an
+earlier one, so callers must sync between the two.
+"""
 
 import os
 from pathlib import Path
@@ -9,10 +13,7 @@ _SYS = Path("/sys")
 
 
 def keeps_order(descriptor: int) -> bool:
-    """True where a journal does (ext4 with one, XFS); False when it cannot be told.
-
-    Without, a power cut may keep a later change and lose an earlier one.
-    """
+    """True on XFS and on ext4 with a journal; False on others and when unknown."""
     device = os.fstat(descriptor).st_dev
     number = os.major(device), os.minor(device)
     fstype = next((mount.fstype for mount in mountinfo.read() if mount.device == number), "")

@@ -20,9 +20,10 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 
-from preheat import image, runtime
-from preheat.containerd import messages as m
-from preheat.containerd.wire import Message, WireError
+from preheat import manifest
+from preheat.runtimes import base
+from preheat.runtimes import messages as m
+from preheat.runtimes.wire import Message, WireError
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -45,7 +46,7 @@ TRIPS_FORGOTTEN_SECONDS = 900.0
 
 def _require(condition: bool, what: str) -> None:
     if not condition:
-        raise runtime.InvalidCallError(
+        raise base.InvalidCallError(
             "call to the runtime", f"{what}; not sent", "report this: the agent should not try it"
         )
 
@@ -69,7 +70,7 @@ def _check_image(value: m.Image | None) -> None:
         _require(False, "an image without its target")
         return
     _require(_plain(value.name), "an image without a proper name")
-    _require(image.is_digest(value.target.digest), "a target without a digest")
+    _require(manifest.is_digest(value.target.digest), "a target without a digest")
     _require(_plain(value.target.media_type), "a target without a media type")
     _require(0 < value.target.size < 1 << 50, "a target without a size")
     _check_labels(value.labels)
@@ -97,7 +98,7 @@ def _check_update_content(request: m.UpdateContentRequest) -> None:
     if request.info is None:
         _require(False, "a content update without info")
         return
-    _require(image.is_digest(request.info.digest), "a content update without a digest")
+    _require(manifest.is_digest(request.info.digest), "a content update without a digest")
     _check_labels(request.info.labels)
     _check_mask(request.update_mask)
 
@@ -122,7 +123,7 @@ def _check_resource(request: m.LeaseResourceRequest) -> None:
         return
     kind, name = request.resource.type, request.resource.id
     _require(
-        (kind == "content" and image.is_digest(name))
+        (kind == "content" and manifest.is_digest(name))
         or (kind == "ingests" and _plain(name))
         or (re.fullmatch(r"snapshots/[a-z0-9.-]+", kind) is not None and _plain(name)),
         "a lease resource of no known kind",
@@ -140,7 +141,7 @@ def _check_write(request: m.WriteRequest) -> None:
     _require(0 <= request.offset <= request.total < 1 << 50, "a write beyond its end")
     _require(len(request.data) <= LARGEST_REQUEST // 2, "a write of too many bytes at once")
     if request.action != m.WRITE:
-        _require(image.is_digest(request.expected), "a write without its digest")
+        _require(manifest.is_digest(request.expected), "a write without its digest")
         _require(not request.data, "a write of data without saying so")
     _check_labels(request.labels)
 
@@ -150,7 +151,7 @@ def _check_pull(request: m.PullImageRequest) -> None:
         _require(False, "a pull without an image")
         return
     try:
-        image.parse(request.image.image)
+        manifest.parse(request.image.image)
     except ValueError:
         _require(False, "a pull without a proper reference")
     auth = request.auth
@@ -161,7 +162,7 @@ def _check_pull(request: m.PullImageRequest) -> None:
         _require(fits, "credentials of more than 64 KiB")
 
 
-def pull_request(ref: str, login: runtime.Login | None) -> m.PullImageRequest:
+def pull_request(ref: str, login: base.Login | None) -> m.PullImageRequest:
     """CRI's request for ``ref``, with the login if there is one."""
     auth = None
     if login is not None:
@@ -267,7 +268,7 @@ class Breaker:
 
     def check(self) -> None:
         if self.rests:
-            raise runtime.BreakerOpenError(
+            raise base.BreakerOpenError(
                 "the container runtime",
                 f"it went away after a changing call ({self.trips} times in a row)",
                 f"nothing is changed for another {self.rests:.0f} s; look at the runtime's log",
@@ -327,7 +328,7 @@ class Calls:
         try:
             async with self._slots:
                 return await self._unary(method, request, metadata, deadline)
-        except runtime.RuntimeGoneError as error:
+        except base.RuntimeGoneError as error:
             self._went_away(error)
             raise
 
@@ -343,7 +344,7 @@ class Calls:
         metadata = self._checked(method, request, lease)
         try:
             return await self._unary(method, request, metadata, deadline)
-        except runtime.RuntimeGoneError as error:
+        except base.RuntimeGoneError as error:
             self._went_away(error)
             raise
 
@@ -363,7 +364,7 @@ class Calls:
         _check_lease_id(lease)
         return (*self._metadata, ("containerd-lease", lease))
 
-    def _went_away(self, error: runtime.RuntimeGoneError) -> None:
+    def _went_away(self, error: base.RuntimeGoneError) -> None:
         # A call that never reached a runtime cannot have killed it.
         if not any(text in error.cause for text in ("failed to connect", "No such file")):
             self.breaker.trip()
@@ -440,15 +441,13 @@ class Writer:
                     )
         except grpc.aio.AioRpcError as error:
             translated = translate(WRITE.path, error)
-            if isinstance(translated, runtime.RuntimeGoneError):
+            if isinstance(translated, base.RuntimeGoneError):
                 self._calls._went_away(translated)
             raise translated from None
         except asyncio.InvalidStateError as error:  # the stream was ended under our hands
-            raise runtime.RuntimeCallError(
-                WRITE.path, "the stream broke", "it is retried"
-            ) from error
+            raise base.RuntimeCallError(WRITE.path, "the stream broke", "it is retried") from error
         except TimeoutError as error:
-            raise runtime.RuntimeSlowError(
+            raise base.RuntimeSlowError(
                 WRITE.path, f"no answer within {CHANGE_SECONDS:.0f} s", "it is retried"
             ) from error
         return answer  # type: ignore[no-any-return]
@@ -458,20 +457,20 @@ class Writer:
             self._call.cancel()
 
 
-def translate(path: str, error: grpc.aio.AioRpcError) -> runtime.RuntimeCallError:
+def translate(path: str, error: grpc.aio.AioRpcError) -> base.RuntimeCallError:
     """A gRPC status as an error of ours. Details are the runtime's words, shortened."""
     method = path.rpartition("/")[2]
     code = error.code()
     details = (error.details() or code.name)[:1000]
     if code == grpc.StatusCode.UNAVAILABLE:
-        return runtime.RuntimeGoneError(
+        return base.RuntimeGoneError(
             f"container runtime ({method})",
             details,
             "is it running, and is preheat.socket its socket?",
             code.name,
         )
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return runtime.RuntimeSlowError(
+        return base.RuntimeSlowError(
             f"container runtime ({method})", "no answer before the deadline", "", code.name
         )
-    return runtime.RuntimeCallError(f"container runtime ({method})", details, "", code.name)
+    return base.RuntimeCallError(f"container runtime ({method})", details, "", code.name)

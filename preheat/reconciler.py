@@ -15,23 +15,23 @@ import structlog
 import kit.errors
 from preheat import (
     credentials,
+    desired,
     estimate,
     failure,
     heal,
-    image,
     limiter,
     local,
-    looks,
+    manifest,
     node,
     plan,
     pull,
     registry,
-    runtime,
+    resolver,
     settings,
     view,
-    wants,
 )
 from preheat.failure import Kind, PullError
+from preheat.runtimes import base
 
 log = structlog.get_logger("preheat")
 
@@ -42,10 +42,10 @@ USE_NOTED_EVERY = 600.0
 RECONNECT_FIRST, RECONNECT_LONGEST = 0.05, 5.0
 
 
-class Engine:
+class Reconciler:
     def __init__(
         self,
-        box: runtime.Runtime,
+        box: base.Runtime,
         section: settings.PreheatSettings,
         client: registry.Registry,
     ) -> None:
@@ -54,12 +54,12 @@ class Engine:
         self.client = client
         self.limit = limiter.Limiter(section.bytes_per_second)
         self.logins = credentials.Credentials()
-        self.looks = looks.Looks(client, self.logins, self.wake)
+        self.resolver = resolver.Resolver(client, self.logins, self.wake)
         self.local = local.Local(box)
         self.healer = heal.Healer(box, self.pressed, section.heal.per_hour)
         self.totals = view.Totals()
         # Before the first look at the runtime, the policy is known all the same.
-        self.view = view.View(wanted=wants.gather(section, ()))
+        self.view = view.View(wanted=desired.gather(section, ()))
         self.running: dict[str, view.Running] = {}
         self.failures: dict[str, failure.Failure] = {}
         self.failed: dict[str, int] = {kind.value: 0 for kind in Kind}
@@ -86,8 +86,8 @@ class Engine:
                     log.info("container runtime answers", version=self.version)
                     self.trouble = ""
                 await self.cycle()
-            except runtime.RuntimeCallError as error:
-                if not self.trouble and isinstance(error, runtime.RuntimeGoneError):
+            except base.RuntimeCallError as error:
+                if not self.trouble and isinstance(error, base.RuntimeGoneError):
                     log.error("container runtime does not answer", error=str(error))
                 self.trouble = str(error)
             except kit.errors.AgentError as error:
@@ -134,7 +134,7 @@ class Engine:
 
     async def stop(self) -> None:
         """End our own work; leases keep what pulls have fetched."""
-        await self.looks.close()
+        await self.resolver.close()
         tasks = [each.task for each in self.running.values()]
         for task in tasks:
             task.cancel()
@@ -167,12 +167,12 @@ class Engine:
         await self.healer.resync(inventory)
         shapes = await self._shapes(inventory)
         inventory = await self._note_uses(inventory, shapes)
-        wanted = wants.gather(section, inventory.holds)
-        for ref, want in wants.retained(section, inventory, shapes, wanted).items():
+        wanted = desired.gather(section, inventory.holds)
+        for ref, want in desired.retained(section, inventory, shapes, wanted).items():
             wanted[ref] = want
-        for note in wants.stale_notes(inventory, wanted):
+        for note in desired.stale_notes(inventory, wanted):
             await self.box.end(note)
-        self.looks.want([r for r, w in wanted.items() if w.by != "retained"], section)
+        self.resolver.want([r for r, w in wanted.items() if w.by != "retained"], section)
         self.failures = {ref: each for ref, each in self.failures.items() if ref in wanted}
         rows = {ref: await self._row(want, inventory, shapes) for ref, want in wanted.items()}
         pinned = await self._pinned(inventory, shapes, wanted)
@@ -188,8 +188,8 @@ class Engine:
         await self._act(decided, inventory, wanted)
         self.totals.cycles += 1
 
-    async def _shapes(self, inventory: runtime.Inventory) -> dict[str, image.Shape]:
-        found: dict[str, image.Shape] = {}
+    async def _shapes(self, inventory: base.Inventory) -> dict[str, manifest.Shape]:
+        found: dict[str, manifest.Shape] = {}
         targets = [record.target for record in inventory.records]
         targets += [hold.target for hold in inventory.holds if hold.target is not None]
         for target in targets:
@@ -201,12 +201,12 @@ class Engine:
 
     async def _row(
         self,
-        want: wants.Want,
-        inventory: runtime.Inventory,
-        shapes: Mapping[str, image.Shape],
+        want: desired.Request,
+        inventory: base.Inventory,
+        shapes: Mapping[str, manifest.Shape],
     ) -> plan.Wanted:
         """A want with what it costs here and now."""
-        look = self.looks.of(want.ref)
+        look = self.resolver.of(want.ref)
         here = inventory.digest_of(want.ref)
         shape = look.shape if look is not None else None
         if shape is None and here is not None:
@@ -221,7 +221,7 @@ class Engine:
             not told or estimate.is_here(shape, inventory)
         )
         usages = await self.local.usages(shape, inventory)
-        cost = estimate.cost(shape, inventory, self.looks.unpacked(shape) | usages)
+        cost = estimate.cost(shape, inventory, self.resolver.unpacked(shape) | usages)
         parts = await self.local.parts(shape, inventory) if present and told else cost.parts
         return plan.Wanted(
             ref=want.ref,
@@ -238,10 +238,10 @@ class Engine:
 
     def _blocked(
         self,
-        want: wants.Want,
+        want: desired.Request,
         digest: str,
-        look: looks.Look | None,
-        inventory: runtime.Inventory,
+        look: resolver.Lookup | None,
+        inventory: base.Inventory,
     ) -> str:
         """Why this image may not be pulled now; '' when it may."""
         now = time.time()
@@ -262,7 +262,7 @@ class Engine:
         if look is None or look.shape is None:
             return "the registry is being asked"
         if look.private and not want.share_private:
-            return wants.PRIVATE
+            return desired.PRIVATE
         if failed is not None and (failed.retry_at is None or failed.retry_at > now):
             return failed.message
         if want.by == "policy":
@@ -277,9 +277,9 @@ class Engine:
 
     async def _pinned(
         self,
-        inventory: runtime.Inventory,
-        shapes: Mapping[str, image.Shape],
-        wanted: Mapping[str, wants.Want],
+        inventory: base.Inventory,
+        shapes: Mapping[str, manifest.Shape],
+        wanted: Mapping[str, desired.Request],
     ) -> list[plan.Pinned]:
         found = []
         for hold in inventory.holds:
@@ -294,8 +294,8 @@ class Engine:
             want = wanted.get(hold.ref)
             self.healer.sizes[hold.id] = shape.bytes_total if shape is not None else 0
             used = max(inventory.last_used.get(hold.target.digest, 0.0), hold.created)
-            source = want or wants.Want(hold.ref, hold.by, hold.keep)
-            seconds = wants.keep_seconds(source.keep)
+            source = want or desired.Request(hold.ref, hold.by, hold.keep)
+            seconds = desired.keep_seconds(source.keep)
             if want is None and hold.by == "retained" and self.section.retain is not None:
                 seconds = self.section.retain.duration
             found.append(
@@ -312,22 +312,22 @@ class Engine:
             )
         return found
 
-    def _looked_up_parts(self, hold: runtime.Hold) -> Mapping[str, int]:
+    def _looked_up_parts(self, hold: base.Hold) -> Mapping[str, int]:
         """For a runtime that does not say what its images keep: as the registry describes it."""
-        look = self.looks.of(hold.ref)
+        look = self.resolver.of(hold.ref)
         if look is None or look.shape is None:
             return {}
-        return estimate.cost(look.shape, runtime.Inventory(), self.looks.unpacked(look.shape)).parts
+        return estimate.cost(look.shape, base.Inventory(), self.resolver.unpacked(look.shape)).parts
 
-    def _still_wanted(self, hold: runtime.Hold, want: wants.Want | None) -> bool:
+    def _still_wanted(self, hold: base.Hold, want: desired.Request | None) -> bool:
         if want is not None:
             return not want.released and want.keep != "never"
         return hold.by == "retained" and self.section.retain is not None
 
     async def _freeable(
         self,
-        inventory: runtime.Inventory,
-        shapes: Mapping[str, image.Shape],
+        inventory: base.Inventory,
+        shapes: Mapping[str, manifest.Shape],
         pinned: list[plan.Pinned],
     ) -> int:
         """Bytes of images that garbage collection may take: neither pinned nor in use."""
@@ -342,8 +342,8 @@ class Engine:
     async def _act(
         self,
         decided: plan.Plan,
-        inventory: runtime.Inventory,
-        wanted: Mapping[str, wants.Want],
+        inventory: base.Inventory,
+        wanted: Mapping[str, desired.Request],
     ) -> None:
         holds = {hold.id: hold for hold in inventory.holds}
         for release in decided.releases:
@@ -361,7 +361,7 @@ class Engine:
             # Unpinned images do not suffice: half-fetched ones give their bytes back as well.
             await self._give_back(inventory)
 
-    async def _give_back(self, inventory: runtime.Inventory) -> None:
+    async def _give_back(self, inventory: base.Inventory) -> None:
         for hold in inventory.holds:
             if hold.role == "pull":
                 await self.box.end(hold)
@@ -369,7 +369,7 @@ class Engine:
                     await self.box.begin(hold)
 
     async def _end_unwanted_pulls(
-        self, inventory: runtime.Inventory, wanted: Mapping[str, wants.Want]
+        self, inventory: base.Inventory, wanted: Mapping[str, desired.Request]
     ) -> None:
         """Half-fetched images that the settings no longer name, and leases of finished pulls."""
         rows = self.view.rows
@@ -385,30 +385,28 @@ class Engine:
                 await self._finish_unpinned(want)
                 await self.box.end(hold)
 
-    async def _finish_unpinned(self, want: wants.Want) -> None:
+    async def _finish_unpinned(self, want: desired.Request) -> None:
         if want.by == "policy":
             await self.note(want.ref, "policy", "done")
 
-    async def note(self, ref: str, by: runtime.By, state: str) -> None:
-        await self.box.begin(runtime.Hold(id="", role="note", ref=ref, by=by, state=state))
+    async def note(self, ref: str, by: base.By, state: str) -> None:
+        await self.box.begin(base.Hold(id="", role="note", ref=ref, by=by, state=state))
 
-    async def release(self, hold: runtime.Hold) -> None:
+    async def release(self, hold: base.Hold) -> None:
         self.healer.forget(hold)
         await self.box.unpin(hold)
 
-    async def _pin_present(self, want: wants.Want, inventory: runtime.Inventory) -> None:
+    async def _pin_present(self, want: desired.Request, inventory: base.Inventory) -> None:
         target = next((r.target for r in inventory.records if r.name == want.ref), None)
         if target is None:
             return
-        hold = runtime.Hold(
-            id="", role="pin", ref=want.ref, by=want.by, target=target, keep=want.keep
-        )
+        hold = base.Hold(id="", role="pin", ref=want.ref, by=want.by, target=target, keep=want.keep)
         self.healer.remember(await self.box.pin(hold))
         log.info("image pinned", image=want.ref, by=want.by)
         self.wake()
 
-    def _start(self, want: wants.Want) -> None:
-        look = self.looks.of(want.ref)
+    def _start(self, want: desired.Request) -> None:
+        look = self.resolver.of(want.ref)
         assert look is not None and look.shape is not None
         job = pull.Job(look.ref, look.shape, look.login, want.by, want.keep)
         puller = pull.Puller(self.box, self.client, self.limit, self.section, job)
@@ -417,14 +415,14 @@ class Engine:
         self.running[want.ref] = view.Running(puller, task, here)
         log.info("pull begins", image=want.ref, bytes=look.shape.bytes_total)
 
-    async def _run(self, want: wants.Want, puller: pull.Puller) -> None:
+    async def _run(self, want: desired.Request, puller: pull.Puller) -> None:
         ref = want.ref
         try:
             pin = await puller.run()
             if pin is not None:
                 self.healer.remember(pin)
             elif want.by == "policy":
-                with contextlib.suppress(runtime.RuntimeCallError):
+                with contextlib.suppress(base.RuntimeCallError):
                     await self.note(ref, "policy", "done")
             self.failures.pop(ref, None)
             self.totals.pulls += 1
@@ -437,7 +435,7 @@ class Engine:
             self.failed[error.kind.value] += 1
             log.warning("pull failed", image=ref, kind=str(error.kind), error=str(error))
             if error.kind in (Kind.NOT_FOUND, Kind.AUTH):
-                self.looks.again(ref)  # the tag or the login may have changed
+                self.resolver.again(ref)  # the tag or the login may have changed
         except Exception as error:  # a bug must not become a loop of pulls
             log.exception("pull failed unexpectedly", image=ref)
             unexpected = PullError(ref, Kind.BAD_IMAGE, f"{type(error).__name__}, see the log")
@@ -457,8 +455,8 @@ class Engine:
                 asyncio.get_running_loop().call_later(wait + 0.01, self.wake)
 
     async def _note_uses(
-        self, inventory: runtime.Inventory, shapes: Mapping[str, image.Shape]
-    ) -> runtime.Inventory:
+        self, inventory: base.Inventory, shapes: Mapping[str, manifest.Shape]
+    ) -> base.Inventory:
         """Remember uses in the runtime: at the first sight, now and then, and when the last ends.
 
         The inventory as it is with them: what is used, or was a cycle ago, was last used now.
@@ -474,7 +472,7 @@ class Engine:
         for digest in (using | self._used) & set(shapes):
             ended = digest not in using
             if ended or now - inventory.last_used.get(digest, 0.0) > USE_NOTED_EVERY:
-                with contextlib.suppress(runtime.RuntimeCallError):
+                with contextlib.suppress(base.RuntimeCallError):
                     await self.box.note_use(digest, now)
         fresh = dict.fromkeys((using | self._used) & set(shapes), now)
         self._used = using

@@ -18,9 +18,9 @@ from typing import Any
 
 import structlog
 
-from preheat import image, runtime
-from preheat.containerd import calls, holds, wire
-from preheat.containerd import messages as m
+from preheat import manifest
+from preheat.runtimes import base, cri, leases, wire
+from preheat.runtimes import messages as m
 
 log = structlog.get_logger("preheat")
 
@@ -39,15 +39,15 @@ class Containerd:
     """One containerd, its CRI plugin included."""
 
     def __init__(self, socket: Path, snapshotter: str = SNAPSHOTTER) -> None:
-        self.calls = calls.Calls(socket)
+        self.calls = cri.Calls(socket)
         self._snapshotter = snapshotter
         self._honours_label: bool | None = None  # found by trying, after each connect
         self._images_path = ""
         self._version = ""
 
     @property
-    def abilities(self) -> runtime.Abilities:
-        return runtime.Abilities(
+    def abilities(self) -> base.Abilities:
+        return base.Abilities(
             "containerd", resumes=True, watches=True, ingests=True, estimates=True
         )
 
@@ -57,15 +57,15 @@ class Containerd:
         return self._honours_label
 
     @property
-    def breaker(self) -> calls.Breaker:
+    def breaker(self) -> cri.Breaker:
         return self.calls.breaker
 
     async def connect(self) -> str:
-        answer = await self.calls.read(calls.VERSION, m.Empty(), deadline=3.0)
+        answer = await self.calls.read(cri.VERSION, m.Empty(), deadline=3.0)
         if answer.version != self._version:
             self._honours_label = None  # another version may honour what the last one did not
         self._version = answer.version
-        info = await self.calls.read(calls.CRI_FS, m.Empty(), deadline=3.0)
+        info = await self.calls.read(cri.CRI_FS, m.Empty(), deadline=3.0)
         for each in info.image_filesystems:
             if each.fs_id is not None:
                 self._images_path = each.fs_id.mountpoint
@@ -77,25 +77,25 @@ class Containerd:
     # --- what is there ----------------------------------------------------------------------------
 
     async def _records(self, *filters: str) -> list[m.Image]:
-        answer = await self.calls.read(calls.LIST_IMAGES, m.ListRequest(filters=filters))
+        answer = await self.calls.read(cri.LIST_IMAGES, m.ListRequest(filters=filters))
         return [each for each in answer.images if each.target is not None]
 
-    async def inventory(self) -> runtime.Inventory:
+    async def inventory(self) -> base.Inventory:
         content: dict[str, int] = {}
         last_used: dict[str, float] = {}
-        async for part in self.calls.stream(calls.LIST_CONTENT, m.ListRequest()):
+        async for part in self.calls.stream(cri.LIST_CONTENT, m.ListRequest()):
             for info in part.info:
                 content[info.digest] = info.size
                 with contextlib.suppress(ValueError, KeyError):
                     last_used[info.digest] = float(info.labels[LAST_USED])
         snapshots: set[str] = set()
         listing = m.ListSnapshotsRequest(snapshotter=self._snapshotter)
-        async for found in self.calls.stream(calls.LIST_SNAPSHOTS, listing):
+        async for found in self.calls.stream(cri.LIST_SNAPSHOTS, listing):
             snapshots.update(each.name for each in found.info if each.kind == 3)
-        containers = await self.calls.read(calls.CRI_CONTAINERS, m.Empty())
-        return runtime.Inventory(
+        containers = await self.calls.read(cri.CRI_CONTAINERS, m.Empty())
+        return base.Inventory(
             records=tuple(
-                runtime.Record(each.name, _target(each), each.labels.get(PINNED) == "pinned")
+                base.Record(each.name, _target(each), each.labels.get(PINNED) == "pinned")
                 for each in await self._records()
             ),
             content=content,
@@ -107,105 +107,105 @@ class Containerd:
             images_path=self._images_path,
         )
 
-    async def ingests(self) -> dict[str, runtime.Ingest]:
+    async def ingests(self) -> dict[str, base.Ingest]:
         """Half-fetched blobs by digest, whoever fetches them."""
-        found: dict[str, runtime.Ingest] = {}
-        answer = await self.calls.read(calls.STATUSES, m.ListRequest())
+        found: dict[str, base.Ingest] = {}
+        answer = await self.calls.read(cri.STATUSES, m.ListRequest())
         for each in answer.statuses:
             kind, dash, digest = each.ref.partition("-")
-            if not dash or not image.is_digest(digest):
+            if not dash or not manifest.is_digest(digest):
                 continue
-            known = found.get(digest, runtime.Ingest(total=each.total))
+            known = found.get(digest, base.Ingest(total=each.total))
             side = "ours" if kind == "nodeagent" else "theirs"
             found[digest] = dataclasses.replace(known, **{side: each.offset})
         return found
 
-    async def progress(self, layers: Sequence[image.Layer]) -> dict[str, runtime.LayerState]:
+    async def progress(self, layers: Sequence[manifest.Layer]) -> dict[str, base.LayerState]:
         """At most one question per layer that is neither being fetched nor known as unpacked."""
         ingests = await self.ingests()
-        found: dict[str, runtime.LayerState] = {}
+        found: dict[str, base.LayerState] = {}
         below = True  # layers are unpacked from the lowest up
         for layer in layers:
             below = below and await self._is_unpacked(layer.chain_id)
             ingest = ingests.get(layer.digest)
             if below:
-                state = runtime.LayerState(layer.size, unpacked=True)
+                state = base.LayerState(layer.size, unpacked=True)
             elif ingest is not None and ingest.ours is not None:
                 # Somebody else may have completed the layer while we write it.
                 done = await self._has_content(layer.digest)
                 theirs = layer.size if done else ingest.theirs
-                state = runtime.LayerState(ingest.offset, unpacked=False, theirs=theirs)
+                state = base.LayerState(ingest.offset, unpacked=False, theirs=theirs)
             elif ingest is not None:
-                state = runtime.LayerState(ingest.offset, unpacked=False, theirs=ingest.theirs)
+                state = base.LayerState(ingest.offset, unpacked=False, theirs=ingest.theirs)
             else:
                 here = layer.size if await self._has_content(layer.digest) else 0
-                state = runtime.LayerState(here, unpacked=False)
+                state = base.LayerState(here, unpacked=False)
             found[layer.digest] = state
         return found
 
     async def _is_unpacked(self, chain_id: str) -> bool:
         request = m.UsageRequest(snapshotter=self._snapshotter, key=chain_id)
-        return await self._exists(calls.STAT_SNAPSHOT, request)
+        return await self._exists(cri.STAT_SNAPSHOT, request)
 
     async def _has_content(self, digest: str) -> bool:
-        return await self._exists(calls.CONTENT_INFO, m.Digest(digest=digest))
+        return await self._exists(cri.CONTENT_INFO, m.Digest(digest=digest))
 
-    async def _exists(self, method: calls.Method[Any, Any], request: wire.Message) -> bool:
+    async def _exists(self, method: cri.Method[Any, Any], request: wire.Message) -> bool:
         try:
             await self.calls.read(method, request)
             return True
-        except runtime.RuntimeCallError as error:
+        except base.RuntimeCallError as error:
             if error.code not in _GONE:
                 raise
             return False
 
-    async def _holds(self) -> list[runtime.Hold]:
+    async def _holds(self) -> list[base.Hold]:
         answer = await self.calls.read(
-            calls.LIST_LEASES, m.ListRequest(filters=(holds.OWNER_FILTER,))
+            cri.LIST_LEASES, m.ListRequest(filters=(leases.OWNER_FILTER,))
         )
-        return [hold for lease in answer.leases if (hold := holds.read(lease)) is not None]
+        return [hold for lease in answer.leases if (hold := leases.read(lease)) is not None]
 
     async def read(self, digest: str) -> bytes:
         data = bytearray()
         request = m.ReadRequest(digest=digest)
-        async for part in self.calls.stream(calls.READ_CONTENT, request):
+        async for part in self.calls.stream(cri.READ_CONTENT, request):
             data += part.data
             if len(data) > LARGEST_DOCUMENT:
-                raise runtime.RuntimeCallError(
+                raise base.RuntimeCallError(
                     digest, f"larger than {LARGEST_DOCUMENT} bytes", "it is no manifest"
                 )
         return bytes(data)
 
     async def usage(self, chain_id: str) -> int:
         request = m.UsageRequest(snapshotter=self._snapshotter, key=chain_id)
-        return (await self.calls.read(calls.USAGE, request)).size
+        return (await self.calls.read(cri.USAGE, request)).size
 
     async def note_use(self, digest: str, when: float) -> None:
         info = m.ContentInfo(digest=digest, labels={LAST_USED: f"{when:.0f}"})
         mask = m.FieldMask(paths=(f"labels.{LAST_USED}",))
         await self.calls.change(
-            calls.UPDATE_CONTENT, m.UpdateContentRequest(info=info, update_mask=mask)
+            cri.UPDATE_CONTENT, m.UpdateContentRequest(info=info, update_mask=mask)
         )
 
     # --- holds ------------------------------------------------------------------------------------
 
-    async def begin(self, hold: runtime.Hold) -> runtime.Hold:
+    async def begin(self, hold: base.Hold) -> base.Hold:
         digest = hold.target.digest if hold.role == "pin" and hold.target is not None else ""
         hold = dataclasses.replace(
             hold,
-            id=holds.lease_id(hold.role, hold.ref, digest),
+            id=leases.lease_id(hold.role, hold.ref, digest),
             created=hold.created or time.time(),
         )
-        request = m.CreateLeaseRequest(id=hold.id, labels=holds.labels(hold))
+        request = m.CreateLeaseRequest(id=hold.id, labels=leases.labels(hold))
         try:
-            await self.calls.change(calls.CREATE_LEASE, request)
+            await self.calls.change(cri.CREATE_LEASE, request)
             return hold
-        except runtime.RuntimeCallError as error:
+        except base.RuntimeCallError as error:
             if error.code != "ALREADY_EXISTS":
                 raise
         there = next((each for each in await self._holds() if each.id == hold.id), None)
         if there is None:  # ended or expired just now
-            await self.calls.change(calls.CREATE_LEASE, request)
+            await self.calls.change(cri.CREATE_LEASE, request)
             return hold
         wanted = dataclasses.replace(hold, created=0, expires=None)
         if dataclasses.replace(there, created=0, expires=None) == wanted and (
@@ -214,9 +214,9 @@ class Containerd:
             return there
         return await self._renew(there, hold)
 
-    async def _renew(self, old: runtime.Hold, new: runtime.Hold) -> runtime.Hold:
+    async def _renew(self, old: base.Hold, new: base.Hold) -> base.Hold:
         """A lease's labels cannot be changed: a second one takes over, then the name is moved."""
-        resources = await self.calls.read(calls.LIST_RESOURCES, m.LeaseId(id=old.id))
+        resources = await self.calls.read(cri.LIST_RESOURCES, m.LeaseId(id=old.id))
         bridge = dataclasses.replace(new, id=old.id + "-renew")
         await self._create_with(bridge, resources.resources)
         await self._delete(old.id)
@@ -224,12 +224,12 @@ class Containerd:
         await self._delete(bridge.id)
         return new
 
-    async def _create_with(self, hold: runtime.Hold, resources: Sequence[m.Resource]) -> None:
+    async def _create_with(self, hold: base.Hold, resources: Sequence[m.Resource]) -> None:
         try:
             await self.calls.change(
-                calls.CREATE_LEASE, m.CreateLeaseRequest(id=hold.id, labels=holds.labels(hold))
+                cri.CREATE_LEASE, m.CreateLeaseRequest(id=hold.id, labels=leases.labels(hold))
             )
-        except runtime.RuntimeCallError as error:
+        except base.RuntimeCallError as error:
             if error.code != "ALREADY_EXISTS":
                 raise
         for resource in resources:
@@ -237,27 +237,27 @@ class Containerd:
 
     async def _add(self, lease: str, resource: m.Resource) -> None:
         request = m.LeaseResourceRequest(id=lease, resource=resource)
-        await self.calls.change(calls.ADD_RESOURCE, request)
+        await self.calls.change(cri.ADD_RESOURCE, request)
 
     async def _delete(self, lease: str, *, sync: bool = False) -> None:
         try:
-            await self.calls.change(calls.DELETE_LEASE, m.DeleteLeaseRequest(id=lease, sync=sync))
-        except runtime.RuntimeCallError as error:
+            await self.calls.change(cri.DELETE_LEASE, m.DeleteLeaseRequest(id=lease, sync=sync))
+        except base.RuntimeCallError as error:
             if error.code not in _GONE:
                 raise
 
-    async def end(self, hold: runtime.Hold) -> None:
+    async def end(self, hold: base.Hold) -> None:
         """With a synchronous collection: the bytes that only this hold kept are free at return."""
         await self._delete(hold.id, sync=hold.role == "pull")
 
     # --- pull -------------------------------------------------------------------------------------
 
     async def pull(
-        self, ref: str, login: runtime.Login | None, hold: runtime.Hold, deadline: float
+        self, ref: str, login: base.Login | None, hold: base.Hold, deadline: float
     ) -> str:
-        request = calls.pull_request(ref, login)
+        request = cri.pull_request(ref, login)
         answer = await self.calls.long_change(
-            calls.CRI_PULL, request, lease=hold.id, deadline=deadline
+            cri.CRI_PULL, request, lease=hold.id, deadline=deadline
         )
         return answer.image_ref
 
@@ -265,8 +265,8 @@ class Containerd:
         self,
         digest: str,
         size: int,
-        source: image.Blobs,
-        hold: runtime.Hold,
+        source: manifest.Blobs,
+        hold: base.Hold,
         origin: tuple[str, str],
     ) -> None:
         ref = f"nodeagent-{digest}"
@@ -275,7 +275,7 @@ class Containerd:
             start = m.WriteRequest(action=m.STAT, ref=ref, total=size, expected=digest)
             try:
                 offset = (await writer.send(start)).offset
-            except runtime.RuntimeCallError as error:
+            except base.RuntimeCallError as error:
                 if error.code == "ALREADY_EXISTS":
                     return
                 raise
@@ -299,7 +299,7 @@ class Containerd:
             )
             try:
                 await writer.send(commit)
-            except runtime.RuntimeCallError as error:
+            except base.RuntimeCallError as error:
                 if error.code != "ALREADY_EXISTS":
                     raise
         finally:
@@ -309,31 +309,31 @@ class Containerd:
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         kinds = ("nodeagent",) if ours_only else ("layer", "nodeagent")
-        answer = await self.calls.read(calls.STATUSES, m.ListRequest())
+        answer = await self.calls.read(cri.STATUSES, m.ListRequest())
         for each in answer.statuses:
             kind, _, digest = each.ref.partition("-")
             if digest in digests and kind in kinds:
-                with contextlib.suppress(runtime.RuntimeCallError):
-                    await self.calls.change(calls.ABORT, m.AbortRequest(ref=each.ref))
+                with contextlib.suppress(base.RuntimeCallError):
+                    await self.calls.change(cri.ABORT, m.AbortRequest(ref=each.ref))
 
     # --- pin and heal -----------------------------------------------------------------------------
 
-    async def pin(self, hold: runtime.Hold) -> runtime.Hold:
+    async def pin(self, hold: base.Hold) -> base.Hold:
         assert hold.target is not None
         digest = hold.target.digest
         records = await self._records(f"target.digest=={digest}")
         names = [each.name for each in records]
-        image_id = hold.image_id or next((n for n in names if image.is_digest(n)), "")
+        image_id = hold.image_id or next((n for n in names if manifest.is_digest(n)), "")
         # The image-id record first: healed before the others, it brings the mark with it. The list
         # in the lease is bounded, so the names that matter least come last.
-        names.sort(key=lambda name: (not image.is_digest(name), name != hold.ref, name))
-        hold = dataclasses.replace(hold, image_id=image_id, names=tuple(names[: holds.MOST_NAMES]))
+        names.sort(key=lambda name: (not manifest.is_digest(name), name != hold.ref, name))
+        hold = dataclasses.replace(hold, image_id=image_id, names=tuple(names[: leases.MOST_NAMES]))
         hold = await self.begin(hold)
         await self._add(hold.id, m.Resource(id=digest, type="content"))
         await self._mark(hold, "pinned")
         return hold
 
-    async def _mark(self, hold: runtime.Hold, value: str) -> None:
+    async def _mark(self, hold: base.Hold, value: str) -> None:
         """Set or clear the label by which CRI tells the kubelet, on the image-id record.
 
         That record, because every pull of a tag rewrites the tag's own record and its labels.
@@ -341,18 +341,18 @@ class Containerd:
         if not hold.image_id or (value and self._honours_label is False):
             return
         try:
-            answer = await self.calls.read(calls.GET_IMAGE, m.Name(name=hold.image_id))
+            answer = await self.calls.read(cri.GET_IMAGE, m.Name(name=hold.image_id))
             record = answer.image
             if record is None or (record.labels.get(PINNED, "") == value):
                 return
             await self.calls.change(
-                calls.UPDATE_IMAGE,
+                cri.UPDATE_IMAGE,
                 m.UpdateImageRequest(
                     image=dataclasses.replace(record, labels={PINNED: value} if value else {}),
                     update_mask=m.FieldMask(paths=(f"labels.{PINNED}",)),
                 ),
             )
-        except runtime.RuntimeCallError as error:
+        except base.RuntimeCallError as error:
             if error.code not in _GONE:
                 raise
             return
@@ -366,13 +366,13 @@ class Containerd:
         deadline = time.monotonic() + HONOUR_SECONDS
         request = m.ImageSpecRequest(image=m.ImageSpec(image=image_id))
         while time.monotonic() < deadline:
-            answer = await self.calls.read(calls.CRI_STATUS, request)
+            answer = await self.calls.read(cri.CRI_STATUS, request)
             if answer.image is not None and answer.image.pinned:
                 return True
             await asyncio.sleep(0.01)
         return False
 
-    async def unpin(self, hold: runtime.Hold) -> None:
+    async def unpin(self, hold: base.Hold) -> None:
         others = [
             each
             for each in await self._holds()
@@ -382,7 +382,7 @@ class Containerd:
             await self._mark(hold, "")
         await self._delete(hold.id)
 
-    async def heal(self, hold: runtime.Hold) -> int:
+    async def heal(self, hold: base.Hold) -> int:
         assert hold.target is not None
         healed = 0
         target = m.Descriptor(
@@ -394,22 +394,22 @@ class Containerd:
                 labels[PINNED] = "pinned"
             record = m.Image(name=name, labels=labels, target=target)
             try:
-                await self.calls.change(calls.CREATE_IMAGE, m.ImageRequest(image=record))
+                await self.calls.change(cri.CREATE_IMAGE, m.ImageRequest(image=record))
                 healed += 1
-            except runtime.RuntimeCallError as error:
+            except base.RuntimeCallError as error:
                 if error.code != "ALREADY_EXISTS":
                     raise
         return healed
 
     async def removals(self) -> AsyncIterator[str]:
-        wanted = f'topic=="/images/delete",namespace=="{calls.NAMESPACE}"'
+        wanted = f'topic=="/images/delete",namespace=="{cri.NAMESPACE}"'
         request = m.ListRequest(filters=(wanted,))
-        async for envelope in self.calls.stream(calls.SUBSCRIBE, request, deadline=None):
+        async for envelope in self.calls.stream(cri.SUBSCRIBE, request, deadline=None):
             if envelope.event is not None:
                 yield m.Name.decode(envelope.event.value).name
 
 
-def _target(record: m.Image) -> image.Target:
+def _target(record: m.Image) -> manifest.Target:
     found = record.target
     assert found is not None
-    return image.Target(found.media_type, found.digest, found.size)
+    return manifest.Target(found.media_type, found.digest, found.size)

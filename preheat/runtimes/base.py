@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import kit.errors
-from preheat import image
+from preheat import manifest
 
 Role = Literal["pull", "pin", "note"]
 By = Literal["operator", "policy", "retained"]
@@ -60,7 +60,7 @@ class Record:
     """One image record: a name that the runtime resolves to a top-level digest."""
 
     name: str
-    target: image.Target
+    target: manifest.Target
     pinned_label: bool = False
 
 
@@ -77,7 +77,7 @@ class Hold:
     role: Role
     ref: str
     by: By
-    target: image.Target | None = None
+    target: manifest.Target | None = None
     image_id: str = ""
     names: tuple[str, ...] = ()
     state: str = ""
@@ -172,11 +172,11 @@ class Runtime(Protocol):
     async def pull(self, ref: str, login: Login | None, hold: Hold, deadline: float) -> str:
         """Pull through CRI under ``hold``; the image id. Cancelling keeps the bytes."""
 
-    async def progress(self, layers: Sequence[image.Layer]) -> Mapping[str, LayerState]:
+    async def progress(self, layers: Sequence[manifest.Layer]) -> Mapping[str, LayerState]:
         """How far each of ``layers`` is, by digest; nothing of a runtime that does not tell."""
 
     async def write(
-        self, digest: str, size: int, source: image.Blobs, hold: Hold, origin: tuple[str, str]
+        self, digest: str, size: int, source: manifest.Blobs, hold: Hold, origin: tuple[str, str]
     ) -> None:
         """Put one blob into the store under ``hold``, resuming where an earlier try ended."""
 

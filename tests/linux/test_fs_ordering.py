@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from linux import journal
+from linux import fs_ordering
 from tests.cache.test_space import disk
 
 pytestmark = pytest.mark.real
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.real
 def asked(folder: Path) -> bool:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        return journal.keeps_order(descriptor)
+        return fs_ordering.keeps_order(descriptor)
     finally:
         os.close(descriptor)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import structlog
 
 import kit.errors
-from preheat import credentials, estimate, failure, image, registry, runtime, settings
+from preheat import credentials, estimate, failure, manifest, registry, settings
 from preheat.failure import Kind, PullError
+from preheat.runtimes import base
 
 log = structlog.get_logger("preheat")
 
@@ -23,13 +24,13 @@ MOST_SIZES = 8192
 
 
 @dataclass
-class Look:
+class Lookup:
     """The latest answer for one reference. ``login`` is set when the pull needs it."""
 
-    ref: image.Reference
-    target: image.Target | None = None
-    shape: image.Shape | None = None
-    login: runtime.Login | None = None
+    ref: manifest.Reference
+    target: manifest.Target | None = None
+    shape: manifest.Shape | None = None
+    login: base.Login | None = None
     private: bool = False
     at: float = 0.0  # Unix time of the answer; 0: none yet
     first_seen: float = field(default_factory=time.time)
@@ -38,7 +39,7 @@ class Look:
     task: asyncio.Task[None] | None = None
 
 
-class Looks:
+class Resolver:
     """Bounded by the number of wanted images (settings limit it) and of requests."""
 
     def __init__(
@@ -51,28 +52,28 @@ class Looks:
         self._logins = logins
         self._changed = changed
         self._slots = asyncio.Semaphore(LOOKS_AT_ONCE)
-        self._looks: dict[str, Look] = {}
+        self._lookups: dict[str, Lookup] = {}
         # Unpacked size of layers that are not here, by their digest.
         self._sizes: OrderedDict[str, tuple[int, bool]] = OrderedDict()
 
-    def of(self, ref: str) -> Look | None:
-        return self._looks.get(ref)
+    def of(self, ref: str) -> Lookup | None:
+        return self._lookups.get(ref)
 
     def want(self, refs: Iterable[str], section: settings.PreheatSettings) -> None:
         """Keep answers for exactly these; start what is due."""
         refs = set(refs)
-        for gone in set(self._looks) - refs:
-            look = self._looks.pop(gone)
+        for gone in set(self._lookups) - refs:
+            look = self._lookups.pop(gone)
             if look.task is not None:
                 look.task.cancel()
         now = time.time()
         for ref in sorted(refs):
-            look = self._looks.setdefault(ref, Look(image.parse(ref)))
+            look = self._lookups.setdefault(ref, Lookup(manifest.parse(ref)))
             if look.task is None and self._due(look, section, now):
                 look.task = asyncio.create_task(self._run(look, section), name=f"look at {ref}")
 
     @staticmethod
-    def _due(look: Look, section: settings.PreheatSettings, now: float) -> bool:
+    def _due(look: Lookup, section: settings.PreheatSettings, now: float) -> bool:
         if look.failed is not None:
             return look.failed.retry_at is not None and now >= look.failed.retry_at
         fixed = look.ref.digest is not None and look.shape is not None
@@ -80,17 +81,17 @@ class Looks:
 
     def again(self, ref: str) -> None:
         """Somebody asked: forget failures and look at once."""
-        look = self._looks.get(ref)
+        look = self._lookups.get(ref)
         if look is not None:
             look.failed, look.at = None, 0.0
 
     async def close(self) -> None:
-        tasks = [look.task for look in self._looks.values() if look.task is not None]
+        tasks = [look.task for look in self._lookups.values() if look.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, look: Look, section: settings.PreheatSettings) -> None:
+    async def _run(self, look: Lookup, section: settings.PreheatSettings) -> None:
         try:
             async with self._slots:
                 await self._ask(look, section)
@@ -107,14 +108,14 @@ class Looks:
             look.task = None
             self._changed()
 
-    def _failed(self, look: Look, error: PullError) -> None:
+    def _failed(self, look: Lookup, error: PullError) -> None:
         attempts = look.failed.attempts + 1 if look.failed is not None else 1
         look.failed = failure.after(error, attempts, time.time())
         if look.failed.retry_at is not None:
             wait = look.failed.retry_at - time.time()
             asyncio.get_running_loop().call_later(max(0.0, wait) + 0.01, self._changed)
 
-    async def _ask(self, look: Look, section: settings.PreheatSettings) -> None:
+    async def _ask(self, look: Lookup, section: settings.PreheatSettings) -> None:
         login = await self._logins.login(look.ref, section.credentials)
         # Without credentials first: what can be had without them is not private, and credentials
         # that are not needed are not sent.
@@ -134,7 +135,7 @@ class Looks:
             look.digest_since = time.time()
         look.target, look.shape = target, shape
 
-    async def _size(self, look: Look, layer: image.Layer) -> None:
+    async def _size(self, look: Lookup, layer: manifest.Layer) -> None:
         if layer.digest in self._sizes:
             return
 
@@ -145,7 +146,7 @@ class Looks:
         while len(self._sizes) > MOST_SIZES:
             self._sizes.popitem(last=False)
 
-    def unpacked(self, shape: image.Shape) -> dict[str, tuple[int, bool]]:
+    def unpacked(self, shape: manifest.Shape) -> dict[str, tuple[int, bool]]:
         """Sizes by chain id, as far as they are known."""
         return {
             layer.chain_id: self._sizes[layer.digest]

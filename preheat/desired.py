@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from preheat import image, plan, runtime, settings
+from preheat import manifest, plan, settings
+from preheat.runtimes import base
 
 PRIVATE = (
     "private: it cannot be pulled without credentials, and once here any pod on the node could "
@@ -13,11 +14,11 @@ PRIVATE = (
 
 
 @dataclass(frozen=True)
-class Want:
+class Request:
     """One wanted reference. ``keep``: ``always``, ``never`` or ``for:<seconds>``."""
 
     ref: str
-    by: runtime.By
+    by: base.By
     keep: str
     priority: int = 0
     share_private: bool = False
@@ -46,10 +47,12 @@ def on_node(wanted: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     return all(labels.get(key) == value for key, value in wanted.items())
 
 
-def gather(section: settings.PreheatSettings, holds: Iterable[runtime.Hold]) -> dict[str, Want]:
+def gather(section: settings.PreheatSettings, holds: Iterable[base.Hold]) -> dict[str, Request]:
     """From the settings and what operators asked for (their holds). By reference."""
     found = {
-        each.ref: Want(each.ref, "policy", keep_text(each.pin), each.priority, each.share_private)
+        each.ref: Request(
+            each.ref, "policy", keep_text(each.pin), each.priority, each.share_private
+        )
         for each in section.images
         if on_node(each.nodes, section.node_labels)
     }
@@ -60,7 +63,7 @@ def gather(section: settings.PreheatSettings, holds: Iterable[runtime.Hold]) -> 
         elif hold.by == "operator":
             known = found.get(hold.ref)
             # By hand is by decision: whoever may ask the agent may share a private image.
-            found[hold.ref] = Want(
+            found[hold.ref] = Request(
                 hold.ref,
                 "operator",
                 hold.keep or "always",
@@ -81,14 +84,14 @@ def gather(section: settings.PreheatSettings, holds: Iterable[runtime.Hold]) -> 
 
 def retained(
     section: settings.PreheatSettings,
-    inventory: runtime.Inventory,
-    shapes: Mapping[str, image.Shape],
-    wanted: Mapping[str, Want],
-) -> dict[str, Want]:
+    inventory: base.Inventory,
+    shapes: Mapping[str, manifest.Shape],
+    wanted: Mapping[str, Request],
+) -> dict[str, Request]:
     """Images that containers use now and that are worth keeping a while after (by reference)."""
     if section.retain is None:
         return {}
-    found: dict[str, Want] = {}
+    found: dict[str, Request] = {}
     covered = {inventory.digest_of(ref) for ref in wanted}
     released = {h.ref for h in inventory.holds if h.role == "note" and h.state == "released"}
     keep = f"for:{section.retain.duration:.0f}"
@@ -97,7 +100,7 @@ def retained(
         if shape is None or shape.image_id not in inventory.in_use:
             continue
         try:
-            ref = image.parse(record.name).text
+            ref = manifest.parse(record.name).text
         except ValueError:
             continue  # an image id or a short name: its other record counts
         if ref != record.name or record.target.digest in covered or ref in released:
@@ -105,11 +108,11 @@ def retained(
         if shape.bytes_total < section.retain.at_least:
             continue
         covered.add(record.target.digest)
-        found[ref] = Want(ref, "retained", keep)
+        found[ref] = Request(ref, "retained", keep)
     return found
 
 
-def stale_notes(inventory: runtime.Inventory, wanted: Mapping[str, Want]) -> list[runtime.Hold]:
+def stale_notes(inventory: base.Inventory, wanted: Mapping[str, Request]) -> list[base.Hold]:
     """Notes that say nothing any more: nobody wants the image, and it is not here."""
     names = {record.name for record in inventory.records}
     return [

@@ -1,16 +1,22 @@
-"""Who uses a mount: open files, working directories, mappings, and other mount namespaces.
+"""What /proc tells of processes: who uses a mount and how, and which cgroup has an id.
 
-Only /proc is read, never the file system in question: a holder is found also when that hangs.
+A mount has holders in three ways: a process uses it (open files, working directory, root,
+mappings), its mount namespace has a private copy of it, or its pod was given the directory above.
+Only /proc is read, never the file system in question, so holders are found also when that hangs.
 """
 
+import ctypes
+import errno
 import os
 import re
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from linux import mountinfo
+from linux import mountinfo, syscalls
 
+_FILEID_KERNFS = 0xFE  # name_to_handle_at(2): the file handle of a cgroup is its id
 _MNT_ID = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
 _POD = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f_-]{27})")
 _CONTAINER = re.compile(r"\b([0-9a-f]{64})\b")
@@ -31,12 +37,12 @@ class Holder:
         return f"pid {self.pid} ({self.command}{where}): {self.how}"
 
 
-def of_mount(target: str, *, ours: int = 0) -> list[Holder]:
-    """Holders of what is mounted at ``target``; this process, and ``ours`` (a pid) with all that
-    descends from it, are left out.
+def holders_of_mount(target: str, *, ours: int = 0) -> list[Holder]:
+    """Holders of what is mounted at ``target``, without this process and without ``ours`` (a pid)
+    and its descendants.
 
-    A bind mount cannot be told from its source by device and root: our own workers, which read the
-    source, would seem to use a view of it.
+    Device and root do not distinguish a bind mount from its source: our own workers, which read
+    the source, would seem to use a view of it.
     """
     visible = mountinfo.at(target, mountinfo.read())
     if not visible:
@@ -57,19 +63,19 @@ def of_mount(target: str, *, ours: int = 0) -> list[Holder]:
             if first:
                 by_namespace[namespace, root] = mountinfo.read(Path(f"/proc/{pid}/mountinfo"))
         except OSError:
-            continue  # it has just ended, or is a kernel thread
+            continue  # just ended, or a kernel thread
         theirs = by_namespace[namespace, root]
         held = [m for m in theirs if _is_part(m, wanted)]
         how = _uses(pid, held)
         if not how and first and namespace != own:
             how = _keeps(theirs, held, handed_out)
         if how:
-            found.append(describe(pid, how))
+            found.append(_holder(pid, how))
     return found
 
 
 def _is_part(mount: mountinfo.Mount, wanted: set[tuple[tuple[int, int], str]]) -> bool:
-    """Whether it shows the mount or a part of it."""
+    """Whether ``mount`` shows a wanted mount or a part of it."""
     return any(
         mount.device == device and (mount.root == root or mount.root.startswith(root + "/"))
         for device, root in wanted
@@ -78,7 +84,7 @@ def _is_part(mount: mountinfo.Mount, wanted: set[tuple[tuple[int, int], str]]) -
 
 
 def _parent_directory(target: str) -> tuple[tuple[int, int], str] | None:
-    """Device and path in its file system of the directory that pods are handed."""
+    """The directory that pods are given, as device and path within its file system."""
     parent = os.path.dirname(target)
     mount = mountinfo.containing(parent, mountinfo.read())
     if mount is None:
@@ -88,7 +94,7 @@ def _parent_directory(target: str) -> tuple[tuple[int, int], str] | None:
 
 
 def _uses(pid: int, held: list[mountinfo.Mount]) -> str:
-    """How a process uses one of the mounts right now; '' when it does not."""
+    """How a process uses one of the mounts now; '' when it does not."""
     if not held:
         return ""
     ids = {mount.mount_id for mount in held}
@@ -111,7 +117,7 @@ def _uses(pid: int, held: list[mountinfo.Mount]) -> str:
             if any(path.startswith(m.target + "/") for m in held):
                 return f"has {path} mapped"
     except OSError:
-        pass  # it has just ended
+        pass  # just ended
     return ""
 
 
@@ -130,8 +136,8 @@ def _keeps(
     return ""
 
 
-def describe(pid: int, how: str) -> Holder:
-    """A holder with its command, pod and container."""
+def _holder(pid: int, how: str) -> Holder:
+    """With its command, pod and container."""
     try:
         command = Path(f"/proc/{pid}/comm").read_text().strip()
         cgroup = Path(f"/proc/{pid}/cgroup").read_text()
@@ -148,13 +154,13 @@ def describe(pid: int, how: str) -> Holder:
 
 
 def _family(root: int) -> set[int]:
-    """A process and all that descend from it."""
+    """A process and its descendants."""
     children: dict[int, list[int]] = {}
     for pid in _pids():
         try:
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
-            continue  # it has just ended
+            continue  # just ended
         children.setdefault(parent, []).append(pid)
     found: set[int] = set()
     waiting = [root]
@@ -170,3 +176,23 @@ def _pids() -> Iterator[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             yield int(entry)
+
+
+def cgroup_path(mount: int, number: int) -> str:
+    """The path of the cgroup with this id, below the hierarchy whose mount is open as ``mount``.
+
+    BPF programs give the id. Empty when the cgroup is gone. Needs CAP_DAC_READ_SEARCH. OSError.
+    """
+    handle = ctypes.create_string_buffer(struct.pack("=IiQ", 8, _FILEID_KERNFS, number), 16)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    opened = syscalls.libc.open_by_handle_at(mount, handle, flags)
+    try:
+        syscalls.checked(opened, f"cgroup {number}")
+    except OSError as error:
+        if error.errno in (errno.ESTALE, errno.ENOENT):
+            return ""
+        raise
+    try:
+        return str(Path(f"/proc/self/fd/{opened}").readlink())
+    finally:
+        os.close(opened)

@@ -16,8 +16,9 @@ import json
 from collections.abc import Mapping
 from typing import cast
 
-from preheat import image, runtime
-from preheat.containerd import messages as m
+from preheat import manifest
+from preheat.runtimes import base
+from preheat.runtimes import messages as m
 
 OWNER_FILTER = 'labels."nodeagent/owner"==preheat'
 EXPIRE = "containerd.io/gc.expire"
@@ -30,7 +31,7 @@ def lease_id(role: str, ref: str, digest: str = "") -> str:
     return f"nodeagent-{role}-{key}"
 
 
-def labels(hold: runtime.Hold) -> dict[str, str]:
+def labels(hold: base.Hold) -> dict[str, str]:
     found = {
         _P + "owner": "preheat",
         _P + "role": hold.role,
@@ -51,7 +52,7 @@ def labels(hold: runtime.Hold) -> dict[str, str]:
     return found
 
 
-def read(lease: m.Lease) -> runtime.Hold | None:
+def read(lease: m.Lease) -> base.Hold | None:
     """The hold in a lease; None when it is not one of ours or somebody wrote nonsense there."""
     found = lease.labels
     role, by = found.get(_P + "role", ""), found.get(_P + "by", "")
@@ -68,11 +69,11 @@ def read(lease: m.Lease) -> runtime.Hold | None:
         return None
     if not ref or (role == "pin" and target is None):
         return None
-    return runtime.Hold(
+    return base.Hold(
         id=lease.id,
-        role=cast(runtime.Role, role),
+        role=cast(base.Role, role),
         ref=ref,
-        by=cast(runtime.By, by),
+        by=cast(base.By, by),
         target=target,
         image_id=found.get(_P + "image-id", ""),
         names=_names(found),
@@ -88,11 +89,11 @@ def _names(found: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found[key] for key in keys if key in found)
 
 
-def _target(text: str | None) -> image.Target | None:
+def _target(text: str | None) -> manifest.Target | None:
     if text is None:
         return None
     value = json.loads(text)
-    target = image.Target(str(value["media_type"]), str(value["digest"]), int(value["size"]))
-    if not image.is_digest(target.digest) or target.size <= 0 or not target.media_type:
+    target = manifest.Target(str(value["media_type"]), str(value["digest"]), int(value["size"]))
+    if not manifest.is_digest(target.digest) or target.size <= 0 or not target.media_type:
         raise ValueError(text)
     return target

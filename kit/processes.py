@@ -1,0 +1,208 @@
+"""The one place that starts processes, and the account of those that hang in the kernel.
+
+A process in an uninterruptible sleep (a dead disk, a dead Ceph cluster) does not die of SIGKILL
+until the kernel lets it. Waiting for it would hang the agent, so it is abandoned: killed, counted,
+never waited for again. Each costs memory, so their number is limited for the whole agent and not
+for each caller: 200 dead devices must not fill the agent's memory limit.
+
+Invariants: every process that ``start`` returns dies with the agent, except with ``outlives``; no
+process starts while ``MOST_HANGING`` abandoned ones exist.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import kit.errors
+from kit import child_main
+
+# At 15 to 20 MB each; more would only hang beside them.
+MOST_HANGING = 32
+# A killed process that does not hang has ended within this.
+KILLED_SECONDS = 1.0
+_PIPE = asyncio.subprocess.PIPE
+_DEVNULL = asyncio.subprocess.DEVNULL
+
+Process = asyncio.subprocess.Process
+
+# Waits for abandoned processes, each with what its process is about.
+_hanging: dict["asyncio.Task[None]", str] = {}
+
+
+class DeadlineError(kit.errors.AgentError):
+    """A process did not answer in time and was abandoned, or too many of its kind hang already."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A finished program. ``code`` is negative when a signal ended it."""
+
+    code: int
+    out: bytes
+    err: bytes
+
+
+def hanging(about: str | None = None) -> int:
+    """How many abandoned processes the kernel still keeps; of one subject when it is given."""
+    return len(_hanging) if about is None else sum(1 for each in _hanging.values() if each == about)
+
+
+async def settled(about: str, seconds: float) -> bool:
+    """Whether no abandoned process about ``about`` is left, after at most ``seconds``.
+
+    One that was killed a moment ago ends within ``KILLED_SECONDS``.
+    """
+    if same := [task for task, each in _hanging.items() if each == about]:
+        await asyncio.wait(same, timeout=min(seconds, KILLED_SECONDS))
+    return hanging(about) == 0
+
+
+async def start(
+    argv: Sequence[str],
+    *,
+    stdin: int | None = _PIPE,
+    stdout: int | None = _PIPE,
+    stderr: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    outlives: bool = False,
+    limit: int = 2**16,
+) -> Process:
+    """Start a program in a session of its own, with / as working directory.
+
+    ``outlives``: it may go on after the agent (ceph-fuse). ``limit``: the longest line in bytes
+    that its stdout may be read by. OSError when it cannot be started (a missing program shows as
+    exit code 127 without ``outlives``), DeadlineError when too many hang already.
+    """
+    if not outlives:
+        argv = _child("exec", argv)
+    return await _start(argv, stdin, stdout, stderr, environment, limit)
+
+
+async def start_python(
+    job: str, target: str, *arguments: str, stderr: int | None = None, limit: int = 2**16
+) -> Process:
+    """Start ``target`` ("module:function") as job ``call`` or ``run`` of ``kit.child_main``."""
+    return await _start(_child(job, (target, *arguments)), _PIPE, _PIPE, stderr, None, limit)
+
+
+def _child(job: str, argv: Sequence[str]) -> Sequence[str]:
+    path = "[]" if job == "exec" else json.dumps(sys.path)
+    python = (sys.executable, "-S", "-E", str(Path(child_main.__file__).absolute()))
+    return *python, str(os.getpid()), path, job, *argv
+
+
+async def _start(
+    argv: Sequence[str],
+    stdin: int | None,
+    stdout: int | None,
+    stderr: int | None,
+    environment: Mapping[str, str] | None,
+    limit: int,
+) -> Process:
+    if len(_hanging) >= MOST_HANGING:
+        raise DeadlineError(
+            "the agent",
+            f"{len(_hanging)} of its child processes hang in the kernel",
+            "a disk, a mount or a cluster does not answer; see the findings and the kernel log",
+        )
+    return await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        env=environment,
+        cwd="/",
+        start_new_session=True,
+        limit=limit,
+    )
+
+
+def kill(process: Process) -> None:
+    """SIGKILL to the process and to what it started; no error when it has ended."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def abandon(process: Process, about: str, end: "asyncio.Task[object] | None" = None) -> None:
+    """Kill a process and count it until it has ended. ``end``: a task that waits for its pipes."""
+    kill(process)
+
+    async def ended() -> None:
+        if end is not None:
+            await asyncio.gather(end, return_exceptions=True)
+        await process.wait()
+
+    task = asyncio.create_task(ended(), name=f"abandoned {about}")
+    _hanging[task] = about
+    task.add_done_callback(lambda done: _hanging.pop(done, None))
+
+
+async def end(process: Process, about: str) -> None:
+    """Kill a process and wait a moment for it; one that hangs is abandoned."""
+    abandon(process, about)
+    await settled(about, KILLED_SECONDS)
+
+
+async def run(
+    argv: Sequence[str],
+    *,
+    about: str,
+    deadline: float,
+    input: bytes = b"",
+    environment: Mapping[str, str] | None = None,
+    outlives: bool = False,
+    largest: int = 2**20,
+) -> Ended:
+    """Run a program to its end, at most ``deadline`` seconds, reading at most ``largest`` bytes.
+
+    DeadlineError names ``about``; after it, as after a cancel, the program is killed with all that
+    it started. OSError (ENOENT and others) when it cannot be started, EFBIG when it says more.
+    """
+    process = await start(
+        argv, stdin=_PIPE if input else _DEVNULL, stderr=_PIPE, environment=environment,
+        outlives=outlives,
+    )  # fmt: skip
+    talk: asyncio.Task[tuple[bytes, bytes]] = asyncio.create_task(_talk(process, input, largest))
+    try:
+        out, err = await asyncio.wait_for(asyncio.shield(talk), deadline)
+    except TimeoutError:
+        abandon(process, about, talk)
+        raise DeadlineError(
+            about, f"{argv[0]} gave no answer within {deadline:g}s", "it is tried again later"
+        ) from None
+    except BaseException:
+        abandon(process, about, talk)
+        raise
+    code = process.returncode
+    assert code is not None
+    if code == 127 and not outlives:
+        raise FileNotFoundError(2, err.decode(errors="replace").strip() or "not found", argv[0])
+    return Ended(code, out, err)
+
+
+async def _talk(process: Process, data: bytes, largest: int) -> tuple[bytes, bytes]:
+    async def feed() -> None:
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                process.stdin.write(data)
+                await process.stdin.drain()
+            process.stdin.close()
+
+    async def take(stream: asyncio.StreamReader | None) -> bytes:
+        said = bytearray()
+        while stream is not None and (part := await stream.read(2**16)):
+            said += part
+            if len(said) > largest:
+                raise OSError(27, f"the program said more than {largest} bytes")
+        return bytes(said)
+
+    out, err, _ = await asyncio.gather(take(process.stdout), take(process.stderr), feed())
+    await process.wait()
+    return out, err

@@ -1,0 +1,228 @@
+"""Long-lived child processes that speak JSON lines (``kit.messages``) with the agent.
+
+A one-shot child costs an interpreter start for each call; what is asked often, or keeps a
+connection, or reports by itself, is a worker. Start, deadline, abandon, restart and the end with
+the agent are solved here once for all of them.
+
+Two ways to use one. ``ask``: one request, one answer, in turn; the child is started when it is
+needed, and given up when it is late: a late answer must never be taken for the next one. After a
+failure the next start waits (``Backoff``), and until then each ``ask`` fails at once with the same
+error. ``listen``: the child gets one message and then speaks by itself.
+
+The child's function (``entry``) calls ``serve`` or ``say`` of this module.
+"""
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Generic, TypeVar
+
+from kit import messages, processes
+from kit.messages import ChildError as ChildError
+
+AnswerT = TypeVar("AnswerT")
+RequestT = TypeVar("RequestT")
+
+
+class Backoff:
+    """Growing, jittered pauses between attempts, from ``first`` to ``longest`` seconds."""
+
+    def __init__(self, first: float = 1.0, longest: float = 60.0) -> None:
+        self.first, self.longest = first, longest
+        self.attempts = 0
+
+    def next(self) -> float:
+        """The pause after one more failure: doubled each time, less up to a quarter by chance."""
+        pause = min(self.first * 2.0 ** min(self.attempts, 32), self.longest)
+        self.attempts += 1
+        return pause * random.uniform(0.75, 1.0)
+
+    def reset(self) -> None:
+        self.attempts = 0
+
+
+class Worker(Generic[AnswerT]):
+    """One child process at most, started when it is needed.
+
+    ``entry``: "module:function", run in the child. ``answer``: the type of each answer. ``about``:
+    names it in errors. ``largest``: bytes of an answer. ``idle``: seconds without a request after
+    which the child ends; None keeps it.
+    """
+
+    def __init__(
+        self,
+        entry: str,
+        answer: type[AnswerT],
+        *,
+        about: str,
+        arguments: tuple[str, ...] = (),
+        largest: int = 2**20,
+        idle: float | None = None,
+        backoff: Backoff | None = None,
+    ) -> None:
+        self.about = about
+        self.starts = 0
+        self.failures = 0
+        self._entry = entry
+        self._arguments = arguments
+        self._answer = answer
+        self._largest = largest
+        self._idle = idle
+        self._backoff = backoff or Backoff()
+        self._process: processes.Process | None = None
+        self._turn = asyncio.Lock()
+        self._not_before = 0.0
+        self._error: Exception | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running child."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    async def ask(self, request: Any, deadline: float) -> AnswerT:
+        """The answer to one request, at most ``deadline`` seconds after its turn came.
+
+        Raises what the child raised when it was an OSError or AgentError, ChildError for anything
+        else, DeadlineError for a late one. After a late answer and after the child's end the child
+        is started anew; after an error that it reported it goes on.
+        """
+        async with self._turn:
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._error is not None and time.monotonic() < self._not_before:
+                raise self._error
+            try:
+                async with asyncio.timeout(deadline):
+                    line = await self._exchange(request)
+            except TimeoutError:
+                error = processes.DeadlineError(
+                    self.about, f"no answer within {deadline:g}s", "it is tried again later"
+                )
+                raise self._failed(error) from None
+            except (OSError, ValueError, ChildError, processes.DeadlineError) as error:
+                raise self._failed(error) from error
+            except asyncio.CancelledError:
+                self._abandon()
+                raise
+            self._error = None
+            self._backoff.reset()
+            if self._idle is not None:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(self._idle, self._abandon)
+            return messages.result(line, self._answer)
+
+    async def start(self) -> None:
+        """Start the child ahead of the first request. OSError, DeadlineError (too many hang)."""
+        async with self._turn:
+            await self._running()
+
+    async def _running(self) -> processes.Process:
+        process = self._process
+        if process is None or process.returncode is not None:
+            process = await processes.start_python(
+                "run", self._entry, *self._arguments, limit=self._largest
+            )
+            self._process = process
+            self.starts += 1
+        return process
+
+    async def _exchange(self, request: Any) -> bytes:
+        process = await self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(messages.encode(request).encode() + b"\n")
+        await process.stdin.drain()
+        return _whole(await process.stdout.readline(), self.about)
+
+    def _failed(self, error: Exception) -> Exception:
+        self.failures += 1
+        self._abandon()
+        self._error = error
+        self._not_before = time.monotonic() + self._backoff.next()
+        return error
+
+    async def listen(self, request: Any, silence: float) -> AsyncIterator[AnswerT]:
+        """Start the child, give it one message, yield what it says until it ends.
+
+        DeadlineError after ``silence`` seconds without a word, ChildError when it ended. The child
+        is killed when the iteration ends for whatever reason; the caller decides about another.
+        """
+        async with self._turn:
+            try:
+                process = await self._running()
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(messages.encode(request).encode() + b"\n")
+                while True:
+                    try:
+                        async with asyncio.timeout(silence):
+                            line = await process.stdout.readline()
+                    except TimeoutError:
+                        raise processes.DeadlineError(
+                            self.about, f"it said nothing for {silence:g}s", "it is started again"
+                        ) from None
+                    yield messages.result(_whole(line, self.about), self._answer)
+            finally:
+                self._abandon()
+
+    async def send(self, message: Any) -> None:
+        """Another message to a child that is listened to; lost when it has ended."""
+        process = self._process
+        if process is not None and process.stdin is not None and process.returncode is None:
+            try:
+                process.stdin.write(messages.encode(message).encode() + b"\n")
+                await process.stdin.drain()
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # its end shows to the listener
+
+    def _abandon(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            processes.abandon(process, self.about)
+
+    async def close(self) -> None:
+        """End the child; one that hangs in the kernel is left behind and counted."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._abandon()
+        await processes.settled(self.about, processes.KILLED_SECONDS)
+
+
+def _whole(line: bytes, about: str) -> bytes:
+    if not line.endswith(b"\n"):
+        raise ChildError(f"{about}: the child process ended")
+    return line
+
+
+# --- the child's side
+
+
+def serve(kind: type[RequestT], handle: Callable[[RequestT], Any]) -> None:
+    """Answer each request line by line until the agent closes the pipe.
+
+    A bug in ``handle`` is one failed answer, not a silent child.
+    """
+    for line in sys.stdin:
+        try:
+            request = messages.decode(line, kind)
+            text = messages.outcome(lambda request=request: handle(request))  # type: ignore[misc]
+        except Exception as error:
+            text = messages.encode({"failed": f"{type(error).__name__}: {error}"})
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def hear(kind: type[RequestT]) -> RequestT | None:
+    """The next message of the agent; None when it has closed the pipe. Blocks."""
+    line = sys.stdin.readline()
+    return messages.decode(line, kind) if line else None
+
+
+def say(message: Any) -> None:
+    """One message to an agent that listens. BrokenPipeError when it has ended."""
+    sys.stdout.write(f'{{"result":{messages.encode(message)}}}\n')
+    sys.stdout.flush()

@@ -1,0 +1,373 @@
+"""Block devices: one model of a device, its readers from sysfs, and small ioctls.
+
+``identify`` reads one device or partition. It reads sysfs only, which never waits for a device, so
+the agent's own loop may call it. ``scan`` reads all attached devices of some drivers and also what
+lies on top of them and which image an rbd-nbd shows; that can hang, so it is for child processes.
+No function here asks for the backing file of a loop device beyond its path: a stat of it hangs when
+the file system below hangs.
+
+A device number and a name are used again and again. What stays the same while one medium is
+attached is ``BlockDevice.attachment``.
+"""
+
+import array
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import kit.errors
+from linux import rbd_sysfs
+from linux.rbd_sysfs import RbdClient, RbdImage
+
+SYSFS = Path("/sys")
+PROC = Path("/proc")
+MOST_DEVICES = 4096  # of one scan
+MOST_LAYERS = 256  # on one device
+_SECTOR = 512
+_BLKROSET = 0x125D
+_LOOP_CLR_FD = 0x4C01
+# File systems that list in /sys/fs/<name> the devices with a superblock in use.
+_FILE_SYSTEMS = ("ext4", "xfs", "f2fs")
+
+Number = tuple[int, int]  # major, minor
+_Root = str | Path
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A partition of a device or what is stacked on it (dm-crypt, LVM, md), at whatever height."""
+
+    name: str  # rbd0p1, dm-0
+    number: Number
+    active: tuple[str, ...] = ()  # file system types with a live superblock directly on it
+
+
+@dataclass(frozen=True)
+class BlockDevice:
+    """A whole device or partition at one moment. Only ``scan`` fills ``active`` and ``layers``."""
+
+    name: str  # rbd0
+    number: Number
+    driver: str  # as in /proc/devices; rbd also where each device has a major of its own
+    size: int  # bytes
+    read_only: bool
+    diskseq: int | None = None  # changes with each attach; None before Linux 5.15
+    parent: str = ""  # the whole device's name, for a partition
+    image: RbdImage | None = None
+    client: RbdClient | None = None
+    backing: str = ""  # loop: the file; nbd: the backend's identifier
+    holders: tuple[str, ...] = ()  # devices directly on top of it (dm, md)
+    partitions: tuple[str, ...] = ()
+    active: tuple[str, ...] = ()  # file system types with a live superblock on it or on a layer
+    layers: tuple[Layer, ...] = ()  # everything on top of it
+
+    @property
+    def path(self) -> str:
+        return f"/dev/{self.name}"
+
+    @property
+    def volume(self) -> str:
+        """The volume's identity, the same on every node; empty when nothing names it."""
+        image = self.image
+        if image is not None and image.fsid and image.image_id:
+            at = f"@{image.snapshot}" if image.snapshot else ""
+            return f"rbd:{image.fsid}/{image.pool_id}/{image.namespace}/{image.image_id}{at}"
+        if self.backing and not self.parent:
+            return f"{self.driver}:{self.backing}"
+        return ""
+
+    @property
+    def attachment(self) -> tuple[Number, int | None, int, str]:
+        """Equal at two moments exactly when nothing was attached anew between them."""
+        return self.number, self.diskseq, self.size, self.volume
+
+    @property
+    def title(self) -> str:
+        """What it holds, for people."""
+        if self.image is not None:
+            return self.image.spec
+        return self.backing or self.name
+
+    @property
+    def label(self) -> str:
+        """The device and what it holds, for people."""
+        return f"{self.name} ({self.image.spec})" if self.image else self.name
+
+    @property
+    def backing_file(self) -> str:
+        """loop: the path of the file as long as it exists. Its inode would say more, but asking for
+        it hangs with the file system below."""
+        deleted = self.backing.endswith(" (deleted)")
+        return self.backing if self.driver == "loop" and not deleted else ""
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """What lies directly on top of it, partitions included."""
+        return self.holders + self.partitions
+
+    @functools.cached_property
+    def numbers(self) -> frozenset[Number]:
+        """Its own number and those of its layers: a mount of any of them is a use of it."""
+        return frozenset((self.number, *(layer.number for layer in self.layers)))
+
+    @functools.cached_property
+    def live(self) -> frozenset[Number]:
+        """The numbers with a live superblock, as mount tables show them.
+
+        A file system claims the device below it: where a layer has one, the device itself has none.
+        btrfs is left out, because its mounts show a number of their own.
+        """
+        above = frozenset(layer.number for layer in self.layers if {*layer.active} - {"btrfs"})
+        on_layers = {fs for layer in self.layers for fs in layer.active}
+        return above | {self.number} if set(self.active) - on_layers - {"btrfs"} else above
+
+    def name_of(self, number: Number) -> str:
+        """Name of the device or layer with that number."""
+        return next((each.name for each in self.layers if each.number == number), self.name)
+
+
+def majors(proc: _Root = PROC) -> dict[int, str]:
+    """Block majors and their drivers. krbd without single_major has 'rbd0': its driver is rbd.
+
+    OSError when the list cannot be read: an empty answer would mean that nothing is attached.
+    """
+    found = {}
+    text = Path(proc, "devices").read_text()
+    for line in text.partition("Block devices:\n")[2].splitlines():
+        number, _, name = line.strip().partition(" ")
+        if number.isdigit():
+            found[int(number)] = re.sub(r"^(rbd)\d+$", r"\1", name)
+    return found
+
+
+def names(sysfs: _Root = SYSFS) -> list[str]:
+    """Names of all block devices and partitions."""
+    return sorted(os.listdir(f"{sysfs}/class/block"))
+
+
+def name_of(number: Number, sysfs: _Root = SYSFS) -> str:
+    """The name of the device with that number; empty when there is none."""
+    try:
+        return os.path.basename(os.readlink(f"{sysfs}/dev/block/{number[0]}:{number[1]}"))
+    except OSError:
+        return ""
+
+
+def identify(name: str, sysfs: _Root = SYSFS, proc: _Root = PROC) -> BlockDevice | None:
+    """The device or partition called ``name`` (sda, rbd0p1); None when there is none now."""
+    home = f"{sysfs}/class/block/{name}"
+    number = _device_number(home)
+    if number is None:
+        return None
+    parent, whole = "", home
+    if os.path.exists(f"{home}/partition"):
+        parent = os.path.basename(os.path.dirname(os.path.realpath(home)))
+        whole = f"{sysfs}/class/block/{parent}"
+    drivers = majors(proc)
+    driver = drivers.get(number[0], "")
+    if parent and driver == "blkext":  # partitions beyond the driver's own minors
+        above = _device_number(whole)
+        driver = drivers.get(above[0], "") if above else ""
+    return _device(name, number, driver, home, sysfs, parent, whole)
+
+
+def _device(
+    name: str, number: Number, driver: str, home: str, sysfs: _Root, parent: str, whole: str
+) -> BlockDevice:
+    image: RbdImage | None = None
+    client: RbdClient | None = None
+    if driver == "rbd":
+        image, client = rbd_sysfs.mapping(re.sub(r"\D", "", parent or name), sysfs)
+    diskseq = rbd_sysfs.text(f"{whole}/diskseq")
+    return BlockDevice(
+        name=name,
+        number=number,
+        driver=driver,
+        size=rbd_sysfs.integer(rbd_sysfs.text(f"{home}/size")) * _SECTOR,
+        read_only=rbd_sysfs.text(f"{home}/ro") == "1",
+        diskseq=int(diskseq) if diskseq.isdigit() else None,
+        parent=parent,
+        image=image,
+        client=client,
+        backing=_backing(driver, whole),
+        holders=tuple(_holders(home)),
+        partitions=() if parent else tuple(_partitions(name, home)),
+    )
+
+
+def _device_number(home: str) -> Number | None:
+    match = re.fullmatch(r"(\d+):(\d+)", rbd_sysfs.text(f"{home}/dev"))
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _backing(driver: str, whole: str) -> str:
+    if driver == "loop":
+        return rbd_sysfs.text(f"{whole}/loop/backing_file")
+    if driver == "nbd":
+        # rbd-nbd --cookie; ceph-csi gives the volume's id
+        return rbd_sysfs.text(f"{whole}/backend")
+    return ""
+
+
+def _holders(home: str) -> list[str]:
+    return sorted(_listed(f"{home}/holders"))
+
+
+def _partitions(name: str, home: str) -> list[str]:
+    def is_part(entry: str) -> bool:
+        return entry.startswith(name) and entry.removeprefix(name).removeprefix("p").isdecimal()
+
+    return sorted(entry for entry in _listed(home) if is_part(entry))
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []  # detached meanwhile, or this kernel has no such directory
+
+
+def scan(drivers: Collection[str], sysfs: _Root = SYSFS, proc: _Root = PROC) -> list[BlockDevice]:
+    """Every whole device of these drivers that has a medium, in the order of names. Can hang.
+
+    OSError when /proc or sysfs themselves cannot be read.
+    """
+    wanted = {major: driver for major, driver in majors(proc).items() if driver in drivers}
+    if not wanted:
+        return []
+    superblocks = _superblocks(sysfs)
+    found: list[BlockDevice] = []
+    for name in sorted(os.listdir(f"{sysfs}/block")):
+        home = f"{sysfs}/block/{name}"
+        number = _device_number(home)
+        if number is None or number[0] not in wanted or len(found) >= MOST_DEVICES:
+            continue
+        device = _device(name, number, wanted[number[0]], home, sysfs, "", home)
+        if device.size:  # else a free loop or nbd minor
+            found.append(_with_layers(device, sysfs, proc, superblocks))
+    return found
+
+
+def _with_layers(
+    device: BlockDevice, sysfs: _Root, proc: _Root, superblocks: dict[str, list[str]]
+) -> BlockDevice:
+    home = f"{sysfs}/block/{device.name}"
+    image = device.image
+    if device.driver == "nbd":
+        image = rbd_sysfs.nbd_image(home, device.diskseq, proc)
+    layers = _layers(device, sysfs, superblocks)
+    active = (*superblocks.get(device.name, ()), *(fs for layer in layers for fs in layer.active))
+    return dataclasses.replace(
+        device, image=image, layers=layers, active=tuple(dict.fromkeys(active))
+    )
+
+
+def _layers(
+    device: BlockDevice, sysfs: _Root, superblocks: dict[str, list[str]]
+) -> tuple[Layer, ...]:
+    """Every layer above a device, each once, the lowest first."""
+    found: dict[str, Layer] = {}
+    # names with their directories: that of a partition lies in its disk's
+    ahead = _above(device.name, f"{sysfs}/block/{device.name}", sysfs)
+    for name, home in ahead:
+        number = _device_number(home)
+        if name in (device.name, *found) or number is None or len(found) >= MOST_LAYERS:
+            continue
+        found[name] = Layer(name, number, tuple(superblocks.get(name, ())))
+        ahead += _above(name, home, sysfs)
+    return tuple(found.values())
+
+
+def _above(name: str, home: str, sysfs: _Root) -> list[tuple[str, str]]:
+    """(name, directory) of the holders and partitions of a disk, of the holders of a partition."""
+    holders = [(holder, f"{sysfs}/block/{holder}") for holder in _holders(home)]
+    if home != f"{sysfs}/block/{name}":
+        return holders
+    return holders + [(part, f"{home}/{part}") for part in _partitions(name, home)]
+
+
+def _superblocks(sysfs: _Root) -> dict[str, list[str]]:
+    """Device name -> types of the file systems with a live superblock on it.
+
+    A superblock is live while any mount namespace or open descriptor keeps it.
+    """
+    found: dict[str, list[str]] = {}
+    for fstype in _FILE_SYSTEMS:
+        for name in _listed(f"{sysfs}/fs/{fstype}"):
+            if name not in ("features", "stats"):
+                found.setdefault(name, []).append(fstype)
+    for uuid in _listed(f"{sysfs}/fs/btrfs"):
+        for name in _listed(f"{sysfs}/fs/btrfs/{uuid}/devices"):
+            found.setdefault(name, []).append("btrfs")
+    return found
+
+
+def by_path(path: str, sysfs: _Root = SYSFS, proc: _Root = PROC) -> BlockDevice:
+    """The device that the node ``path`` stands for.
+
+    NotFoundError, or RefusedError when ``path`` is not a block device.
+    """
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise kit.errors.NotFoundError(path, str(error.strerror), "name a device node") from error
+    if not stat.S_ISBLK(status.st_mode):
+        raise kit.errors.RefusedError(path, "it is not a block device", "name one, like /dev/rbd0")
+    name = name_of((os.major(status.st_rdev), os.minor(status.st_rdev)), sysfs)
+    device = identify(name, sysfs, proc) if name else None
+    if device is None:
+        raise kit.errors.NotFoundError(path, "nothing is attached to its number", "map it first")
+    return device
+
+
+# --- ioctls (linux/fs.h, linux/loop.h). All raise OSError; all can hang.
+
+
+def set_read_only(path: str, number: Number, flag: bool = True, *, claim: bool = True) -> None:
+    """Refuse writes from now on, or take them again; any privileged process can change it back.
+
+    OSError when ``path`` no longer is the device ``number``. With ``claim`` EBUSY while the device
+    is mounted or claimed; O_EXCL keeps it so until the flag is set.
+    """
+    descriptor = _open(path, number, os.O_EXCL if claim else 0)
+    try:
+        fcntl.ioctl(descriptor, _BLKROSET, array.array("i", [int(flag)]))
+    finally:
+        os.close(descriptor)
+
+
+def detach_loop(path: str, number: Number) -> None:
+    """Detach the file from a loop device; the kernel delays that while somebody has it open."""
+    descriptor = _open(path, number)
+    try:
+        fcntl.ioctl(descriptor, _LOOP_CLR_FD)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def claimed(path: str, number: Number) -> Iterator[None]:
+    """While the block runs nobody can mount the device or stack another on it.
+
+    EBUSY when somebody already has. Others may still have it open.
+    """
+    descriptor = _open(path, number, os.O_EXCL)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: str, number: Number, flags: int = 0) -> int:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    if os.fstat(descriptor).st_rdev != os.makedev(*number):
+        os.close(descriptor)
+        raise OSError(0, f"{path} is no longer device {number[0]}:{number[1]}")
+    return descriptor

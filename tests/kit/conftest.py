@@ -1,0 +1,18 @@
+"""No child of a test outlives its loop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kit import processes
+
+
+@pytest.fixture(autouse=True)
+async def settled() -> AsyncIterator[None]:
+    """Wait until what a test killed is gone, and its pipes are closed."""
+    yield
+    while processes.hanging():
+        await asyncio.sleep(0.01)
+    for _ in range(10):
+        await asyncio.sleep(0.005)

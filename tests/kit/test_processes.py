@@ -1,0 +1,78 @@
+"""Programs run to their end: output, deadlines, the cap on those that hang."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from kit import processes
+
+
+async def test_run_returns_output_and_code() -> None:
+    ended = await processes.run(
+        ["sh", "-c", "cat; echo bad >&2; exit 3"], about="test", deadline=20, input=b"good"
+    )
+    assert ended == processes.Ended(3, b"good", b"bad\n")
+
+
+async def test_run_names_missing_program() -> None:
+    for outlives in (False, True):
+        with pytest.raises(FileNotFoundError, match="no-such-program"):
+            await processes.run(["no-such-program"], about="x", deadline=20, outlives=outlives)
+
+
+async def test_run_kills_all_that_a_late_program_started(tmp_path: Path) -> None:
+    script = f"sleep 60 & echo $! > {tmp_path}/pid; wait"
+    with pytest.raises(processes.DeadlineError, match="about it: sh gave no answer within 1s"):
+        await processes.run(["sh", "-c", script], about="about it", deadline=1)
+    assert await processes.settled("about it", 5)
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(500):
+        if not Path(f"/proc/{pid}").exists() or ") Z" in Path(f"/proc/{pid}/stat").read_text():
+            break
+        await asyncio.sleep(0.01)
+    else:
+        raise AssertionError("it still runs")
+
+
+async def test_run_bounds_output() -> None:
+    with pytest.raises(OSError, match="more than 1000 bytes"):
+        await processes.run(
+            [sys.executable, "-c", "print('x' * 5000)"], about="x", deadline=20, largest=1000
+        )
+
+
+async def test_run_passes_only_the_given_environment() -> None:
+    ended = await processes.run(
+        ["env"], about="x", deadline=20, environment={"PATH": os.environ["PATH"], "A": "b"}
+    )
+    lines = ended.out.decode().splitlines()
+    assert "A=b" in lines
+    assert "HOME" not in {line.partition("=")[0] for line in lines}
+
+
+async def test_start_refuses_when_too_many_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "MOST_HANGING", 2)
+    for number in range(2):
+        free = tmp_path / str(number)
+        process = await processes.start_python("call", "tests.kit.called:hang_until")
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f'["{free}"]'.encode())
+        process.stdin.close()
+        while not Path(f"{free}.hangs").exists():
+            await asyncio.sleep(0.01)
+        end = asyncio.create_task(process.stdout.read())
+        processes.abandon(process, f"device {number}", end)
+    assert not await processes.settled("device 0", 0.1)
+    assert processes.hanging("device 1") == 1
+    with pytest.raises(processes.DeadlineError, match="2 of its child processes hang"):
+        await processes.run(["true"], about="x", deadline=20)
+    for number in range(2):
+        (tmp_path / str(number)).touch()
+        assert await processes.settled(f"device {number}", 5)
+    assert (await processes.run(["true"], about="x", deadline=20)).code == 0
