@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import kit.files
 import kit.messages
-from cache.fill import messages, native, worker_pool
+from cache.fill import messages, worker_pool
 from cache.fill.messages import Commit, Copy, Finish, Hint, Scan
 from cache.fill.worker_pool import Assignment
 from cache.store import index, tree
@@ -97,13 +97,14 @@ class Pass(ABC):
         return []
 
     def hint(self, paths: list[str]) -> None:
-        """Paths that a job opened; only a fill cares."""
+        """Paths that a job opened; only a fill uses them."""
+        return
 
 
 class Coordinator:
     """Runs a pass: workers, commits, room on the SSD and the pipe to the agent."""
 
-    def __init__(self, task: messages.Task, access: native.Access | None = None) -> None:
+    def __init__(self, task: messages.Task, access: messages.Access | None = None) -> None:
         self.task = task
         self.limits = task.limits
         self.generation = Path(task.generation)

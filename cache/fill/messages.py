@@ -22,7 +22,6 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import msgspec
 
 import kit.messages
-from cache.fill import native
 from cache.store.tree import Entry
 
 # --- the agent and a coordinator
@@ -40,6 +39,16 @@ class Limits:
     others: int  # SSD bytes of the store that are not this dataset's
 
 
+@dataclass(frozen=True)
+class Access:
+    """How to reach a CephFS past the mount."""
+
+    conf: str  # ceph.conf with monitors and keyring
+    user: str  # without 'client.'
+    filesystem: str
+    root: str  # the dataset's root in the file system, .snap/<name> included
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What every kind of pass needs to know."""
@@ -53,7 +62,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class FillTask(Task):
-    native: native.Access | None = None  # reads past the mount are possible
+    native: Access | None = None  # reads past the mount are possible
     mounted: list[str] = field(default_factory=list)  # mount points inside the source
     used: int = 0  # SSD bytes of the generation as last known
 
@@ -112,12 +121,12 @@ class FillEnd:
 
 @dataclass(frozen=True)
 class VerifyEnd:
-    checked_files: int
-    checked_bytes: int
-    bad: int
-    not_compared: int
-    replaced: int
-    unreplaced: int
+    checked_files: int = 0
+    checked_bytes: int = 0
+    bad: int = 0
+    not_compared: int = 0
+    replaced: int = 0
+    unreplaced: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,7 +166,7 @@ class Link(NamedTuple):
     key: str
 
 
-class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Message(msgspec.Struct, tag=True, kw_only=True):
     """Base of what goes through the pipes."""
 
 
@@ -166,7 +175,7 @@ class Setup(Message):
     stamp: str
     generation: str
     immutable: bool
-    native: native.Access | None
+    native: Access | None
 
 
 class Scan(Message):

@@ -16,10 +16,10 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cache.fill.entry import Entry
+from cache.fill import messages
+from cache.store.tree import Entry
 
 try:
     import rados
@@ -66,16 +66,6 @@ class _Dirent(c.Structure):
         ("type", c.c_uint8),
         ("name", c.c_char * 256),
     )
-
-
-@dataclass(frozen=True)
-class Access:
-    """How to reach the cluster past the mount; made by the cephfs source."""
-
-    conf: str  # ceph.conf with monitors and keyring
-    user: str  # without 'client.'
-    filesystem: str
-    root: str  # the dataset's root in the file system, .snap/<name> included
 
 
 class Location(NamedTuple):
@@ -134,7 +124,7 @@ def _checked(result: int, what: str) -> int:
 class Listing:
     """Directories of a snapshot by libcephfs."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: messages.Access) -> None:
         """Connects; OSError when the cluster does not let us."""
         self._lib = _library()
         self._root = access.root.encode("utf-8", "surrogateescape").rstrip(b"/")
@@ -222,7 +212,7 @@ def is_plain(item: Entry) -> bool:
 class Reader:
     """Objects of snapshots by librados, several in flight."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: messages.Access) -> None:
         """Connects; OSError when the cluster does not let us."""
         try:
             self._cluster = rados.Rados(

@@ -29,11 +29,7 @@ from typing import Any
 
 import kit.errors
 import kit.files
-<<<<<<< HEAD:cache/store/generations.py
 from cache.store import index, tree
-=======
-from cache.fill import index, tree
->>>>>>> main:cache/store.py
 
 FORMAT = 1
 MARKER = "nodeagent.json"

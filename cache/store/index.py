@@ -16,11 +16,13 @@ A lost or damaged index is made again by a scan.
 """
 
 import json
+import os
 import sqlite3
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cache.store.tree import Entry
 
@@ -469,6 +471,32 @@ def totals_of(generation: Path) -> dict[str, int]:
         "used": used, "files": found.files, "bytes": found.bytes, "done_files": found.done_files,
         "done_bytes": found.done_bytes, "failed": found.failed, "skipped": found.skipped,
     }  # fmt: skip
+
+
+def failures_page(path: str, limit: int, after: list[Any]) -> dict[str, Any]:
+    """Failures as JSON, those after ``after`` (directory, name). In a child: the disk may hang.
+
+    Names that are not UTF-8 are shown with \\xNN escapes. ``next`` is in hex, because a name may
+    have bytes that no URL carries.
+    """
+    try:
+        opened = Index.read_only(path)
+    except OSError:
+        return {"failures": [], "next": None}  # nothing was scanned yet
+    try:
+        rows = opened.failures(limit, (int(after[0]), str(after[1])))
+        failures = [
+            {"path": _shown("/".join([*opened.path(number), name])), "reason": reason}
+            for number, name, reason in rows
+        ]
+    finally:
+        opened.close()
+    more = f"{rows[-1][0]}/{os.fsencode(rows[-1][1]).hex()}" if len(rows) == limit else None
+    return {"failures": failures, "next": more}
+
+
+def _shown(path: str) -> str:
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _packed(entries: list[Entry]) -> tuple[int, int, int, bytes]:

@@ -8,9 +8,8 @@ from typing import Any
 from aiohttp import web
 
 import cache.component
-import cache.failures
 import kit.errors
-from cache import describe
+from cache import status
 from cache.dataset import Dataset
 
 STREAM_SECONDS = 0.5
@@ -47,12 +46,12 @@ def routes(component: cache.component.Cache) -> list[web.RouteDef]:
     def named(request: web.Request) -> Dataset:
         return component.get(request.match_info["name"])
 
-    def shown(request: web.Request, status: int = 200) -> web.Response:
-        return web.json_response(describe.dataset(named(request)), status=status)
+    def shown(request: web.Request, code: int = 200) -> web.Response:
+        return web.json_response(status.of_dataset(named(request)), status=code)
 
     async def listing(_: web.Request) -> web.Response:
         """200: every dataset, and what of the store belongs to none."""
-        datasets = [describe.dataset(component.datasets[n]) for n in sorted(component.datasets)]
+        datasets = [status.of_dataset(component.datasets[n]) for n in sorted(component.datasets)]
         return web.json_response(
             {
                 "datasets": datasets,
@@ -69,31 +68,31 @@ def routes(component: cache.component.Cache) -> list[web.RouteDef]:
     async def warm(request: web.Request) -> web.Response:
         """202: it is warmed, or was. 404."""
         await body_of(request, {})
-        await named(request).warm()
+        await component.jobs.warm(named(request))
         return shown(request, 202)
 
     async def pause(request: web.Request) -> web.Response:
         """202. 404, 409 when there is nothing to pause."""
         await body_of(request, {})
-        await named(request).pause()
+        await component.jobs.pause(named(request))
         return shown(request, 202)
 
     async def resume(request: web.Request) -> web.Response:
         """202. 404, 409 when it is not paused."""
         await body_of(request, {})
-        await named(request).resume()
+        await component.jobs.resume(named(request))
         return shown(request, 202)
 
     async def cancel(request: web.Request) -> web.Response:
         """202. 404, 409 when there is nothing to cancel."""
         await body_of(request, {})
-        await named(request).cancel()
+        await component.jobs.cancel(named(request))
         return shown(request, 202)
 
     async def verify(request: web.Request) -> web.Response:
         """202: queued. 404, 409 when a pass is under way, 502 when the source does not answer."""
         body = await body_of(request, {"source": bool})
-        await named(request).verify(source=body.get("source", False))
+        await component.jobs.verify(named(request), source=body.get("source", False))
         return shown(request, 202)
 
     async def remove(request: web.Request) -> web.Response:
@@ -110,7 +109,7 @@ def routes(component: cache.component.Cache) -> list[web.RouteDef]:
                 "limit", f"{limit!r} is no number from 1 to {MOST_FAILURES}", "give one"
             )
         after = request.query.get("after", "")
-        return web.json_response(await cache.failures.page(named(request), int(limit), after))
+        return web.json_response(await status.failures(named(request), int(limit), after))
 
     async def progress(request: web.Request) -> web.StreamResponse:
         """200: a line of JSON whenever something changed, until the client goes. 404, 503."""
@@ -122,7 +121,7 @@ def routes(component: cache.component.Cache) -> list[web.RouteDef]:
             await response.prepare(request)
             last, said = "", 0.0
             while dataset in component.datasets.values():
-                line = json.dumps(describe.dataset(dataset))
+                line = json.dumps(status.of_dataset(dataset))
                 if line != last or time.monotonic() - said >= HEARTBEAT_SECONDS:
                     last, said = line, time.monotonic()
                     try:

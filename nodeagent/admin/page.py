@@ -7,7 +7,7 @@ from aiohttp import web
 
 import cache.component
 import kit.units
-from cache import describe
+from cache import status
 
 if TYPE_CHECKING:
     from nodeagent.app import Agent
@@ -65,7 +65,7 @@ def _datasets(component: cache.component.Cache) -> str:
     size = kit.units.format_size
     rows = []
     for name in sorted(component.datasets):
-        d = describe.dataset(component.datasets[name])
+        d = status.of_dataset(component.datasets[name])
         done, total = d["files"]["done"], d["files"]["total"]
         about = "about " if d["estimated"] else ""
         left = d["eta_seconds"]

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from cache.fill import native
-from cache.fill.entry import Entry
+from cache.store.tree import Entry
 
 
 def _read(number: int, processes: int, conf: str, root: str, told: Any) -> None:
