@@ -31,6 +31,7 @@ from cache.fill import messages, worker_pool
 from cache.fill.messages import Commit, Copy, Finish, Hint, Scan
 from cache.fill.worker_pool import Assignment
 from cache.store import index, tree
+from ceph.protocol import Access
 
 PROGRESS_SECONDS = 0.5
 LOCK_SECONDS = 10.0
@@ -104,7 +105,7 @@ class Pass(ABC):
 class Coordinator:
     """Runs a pass: workers, commits, room on the SSD and the pipe to the agent."""
 
-    def __init__(self, task: messages.Task, access: messages.Access | None = None) -> None:
+    def __init__(self, task: messages.Task, access: Access | None = None) -> None:
         self.task = task
         self.limits = task.limits
         self.generation = Path(task.generation)

@@ -16,12 +16,13 @@ import errno
 import os
 import time
 
-from cache.fill import coordinator, messages, native
+from cache.fill import coordinator, messages
 from cache.fill.coordinator import Ended, Staged
 from cache.fill.messages import Copy, Hint, Scan
 from cache.fill.worker_pool import Assignment
 from cache.store import generations, index, tree
 from cache.store.tree import Entry
+from ceph import native
 
 SEALS_IN_A_BATCH = 2048
 RECHECKS_IN_A_JOB = 256

@@ -23,6 +23,7 @@ import msgspec
 
 import kit.messages
 from cache.store.tree import Entry
+from ceph.protocol import Access
 
 # --- the agent and a coordinator
 
@@ -37,16 +38,6 @@ class Limits:
     budget: int
     reserve: float
     others: int  # SSD bytes of the store that are not this dataset's
-
-
-@dataclass(frozen=True)
-class Access:
-    """How to reach a CephFS past the mount."""
-
-    conf: str  # ceph.conf with monitors and keyring
-    user: str  # without 'client.'
-    filesystem: str
-    root: str  # the dataset's root in the file system, .snap/<name> included
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from cache.fill import checks, copy, messages, native
+from cache.fill import checks, copy, messages
 from cache.store import index, tree
 from cache.store.tree import Entry
+from ceph import native
 from kit import child_main
 from linux import fs_ordering, syscalls
 
@@ -121,7 +122,7 @@ class Worker:
         assert self.access is not None
         if self._listing is None:
             self._listing = native.Listing(self.access)
-        return self._listing.entries(path)
+        return (Entry(*item) for item in self._listing.entries(path))
 
     def _make_directory(self, target: int, item: Entry, source: int | None, part: "_Part") -> int:
         """The SSD bytes that it takes beyond the one block that every directory counts."""

@@ -3,13 +3,11 @@
 import errno
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import kit.errors
 from cache.store import tree
-
-if TYPE_CHECKING:
-    from cache.fill.messages import Access  # imports more than the child of look needs
+from ceph.protocol import Access
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Reached:
     client: str  # how it is read, for status
     files: int | None = None  # estimates, where the source counts (CephFS)
     bytes: int | None = None
-    native: "Access | None" = None  # files can be read past the mount
+    native: Access | None = None  # files can be read past the mount
 
 
 class Source(Protocol):

@@ -23,10 +23,12 @@ import kit.child
 import kit.errors
 import kit.files
 import kit.processes
-from cache.fill import messages
 from cache.settings import CephfsSource, DatasetSettings
-from cache.sources import base, monitors
+from cache.sources import base
 from cache.store import tree
+from ceph import monitors, secrets
+from ceph.monitors import Address
+from ceph.protocol import Access
 from linux import mountinfo, mounts
 
 log = structlog.get_logger("source")
@@ -59,41 +61,6 @@ debug objectcacher = 0/0
 """
 
 SHOWN = "shows.json"
-_SECRET = re.compile(r"^[A-Za-z0-9+/]{20,}={0,2}$")
-
-
-def read_secret(path: Path, user: str, thing: str) -> str:
-    """The key in a bare secret file or in a keyring. SourceError; the key is never in the text."""
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        what = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-        raise kit.errors.SourceError(
-            thing, f"secret_file {path} cannot be read ({what})", "put the user's key there"
-        ) from error
-    if "[" in text:
-        section = ""
-        for line in text.splitlines():
-            stripped = line.strip()
-            if stripped.startswith("["):
-                section = stripped.strip("[]")
-            key, equals, value = stripped.partition("=")
-            if equals and key.strip() == "key" and section == f"client.{user}":
-                text = value.strip()
-                break
-        else:
-            raise kit.errors.SourceError(
-                thing,
-                f"secret_file {path} has no key for client.{user}",
-                "add it, or name the user",
-            )
-    if not _SECRET.match(text):
-        raise kit.errors.SourceError(
-            thing,
-            f"secret_file {path} holds no Ceph key",
-            "put the output of 'ceph auth print-key' there",
-        )
-    return text
 
 
 class Cephfs:
@@ -195,8 +162,8 @@ class Cephfs:
             native=self._access() if self.immutable and not kernel else None,
         )
 
-    def _access(self) -> messages.Access:
-        return messages.Access(
+    def _access(self) -> Access:
+        return Access(
             conf=str(self._folder / "ceph.conf"),
             user=self._source.user,
             filesystem=self._source.filesystem,
@@ -205,7 +172,7 @@ class Cephfs:
 
     async def _mount(self, deadline: float) -> None:
         source = self._source
-        secret = read_secret(source.secret_file, source.user, self._thing)
+        secret = secrets.read(source.secret_file, source.user, self._thing)
         addresses = await monitors.resolve(source.monitors)
         if not addresses:
             raise self._explain("110", deadline)
@@ -233,14 +200,12 @@ class Cephfs:
             return
         await self._mount_fuse(secret, addresses, deadline)
 
-    async def _mount_fuse(
-        self, secret: str, addresses: list[tuple[str, str, int]], deadline: float
-    ) -> None:
+    async def _mount_fuse(self, secret: str, addresses: list[Address], deadline: float) -> None:
         source = self._source
         keyring, conf = self._folder / "keyring", self._folder / "ceph.conf"
         kit.files.save(keyring, f"[client.{source.user}]\nkey = {secret}\n".encode())
         text = _CONF.format(
-            monitors=" ".join(monitors.written(*address) for address in addresses),
+            monitors=" ".join(map(str, addresses)),
             keyring=keyring,
             inodes=CLIENT_CACHE_INODES,
             timeout=max(1, int(deadline) - 3),
@@ -366,7 +331,7 @@ def has_kernel_client() -> bool:
 
 def mount_kernel(
     target: str,
-    addresses: list[tuple[str, str, int]],
+    addresses: list[Address],
     filesystem: str,
     path: str,
     user: str,
@@ -374,8 +339,8 @@ def mount_kernel(
 ) -> None:
     """Mount with the kernel client. The key goes through fsconfig, which no process list shows."""
     # The kernel speaks one protocol to all monitors: v1 when any of them does.
-    protocol = "v1" if any(address[0] == "v1" for address in addresses) else "v2"
-    hosts = [monitors.written(*a).partition(":")[2] for a in addresses if a[0] == protocol]
+    protocol = "v1" if any(address.protocol == "v1" for address in addresses) else "v2"
+    hosts = [str(a).partition(":")[2] for a in addresses if a.protocol == protocol]
     strings = {
         "source": f"{','.join(hosts)}:{path}",
         "name": user,
