@@ -20,6 +20,7 @@ from cache.jobs import Jobs, Pass
 from cache.settings import CacheSettings, DatasetSettings, DirSource
 from cache.sources import base
 from tests.cache import passes
+from tests.testbed.waiting import until_async
 
 
 class Source:
@@ -154,12 +155,14 @@ def task(folder: Path) -> messages.FillTask:
 async def test_pass_without_progress_is_killed(
     tmp_path: Path, stuck: Pass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "STALL_SECONDS", 1.0)
-    end = await stuck.run(task(tmp_path))
-    assert end.result == "failed"
-    assert end.why == "no progress for 1s: the source or the disk hangs"
+    running = asyncio.create_task(stuck.run(task(tmp_path)))
+    await until_async(lambda: stuck.phase, 30, "the first report")
     assert stuck._dataset.figures.files_done == 1
     assert stuck._dataset.figures.used == 7
+    monkeypatch.setattr(jobs, "STALL_SECONDS", 0.5)
+    end = await running
+    assert end.result == "failed"
+    assert end.why == "no progress for 0.5s: the source or the disk hangs"
 
 
 async def test_cancelled_pass_that_does_not_end_is_killed(
