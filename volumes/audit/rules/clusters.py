@@ -160,10 +160,8 @@ def feature_skew(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
     inventory = scene.inventory
     if inventory is None or not inventory.supported_features:
         return
-    for device in inventory.devices:
-        owner = scene.cluster_of(device)
-        if owner is None or owner.name != view.name or device.image is None:
-            continue
+    for device in scene.devices_in(view):
+        assert device.image is not None
         image = view.image(device.image.pool, device.image.namespace, device.image.name)
         missing = image.features & ~inventory.supported_features if image else 0
         if device.client and missing:
@@ -318,11 +316,10 @@ def _why_no_path(view: protocol.ClusterView | str) -> str:
     commands=("mon dump",),
 )
 def messenger_mode(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
-    if scene.inventory is None or not (view.monitors_v1 or view.monitors_v2):
+    if not (view.monitors_v1 or view.monitors_v2):
         return
-    for device in scene.inventory.devices:
-        owner = scene.cluster_of(device)
-        if device.client is None or owner is None or owner.name != view.name:
+    for device in scene.devices_in(view):
+        if device.client is None:
             continue
         found = _MESSENGER_MODE.search(device.client.config)
         mode = found[1] if found else "legacy" if device.client.config else ""

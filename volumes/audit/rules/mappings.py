@@ -275,10 +275,7 @@ def _other_writers(
     commands=("osd blocklist ls", "osd blacklist ls"),
 )
 def blocklisted_client(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
-    for device in scene.inventory.devices if scene.inventory else ():
-        owner = scene.cluster_of(device)
-        if owner is None or owner.name != view.name:
-            continue
+    for device in scene.devices_in(view):
         address = _address(scene, view, device)
         hit = next((e for e in view.blocklist if address and _matches(address, e)), None)
         if hit is None:
