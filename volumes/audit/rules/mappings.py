@@ -21,6 +21,8 @@ MAPPED_ELSEWHERE = "mapped-elsewhere"
 # kubelet retries after at most two minutes: an older line that names no device is over.
 NAMELESS_SECONDS = 150.0
 
+ByImage = dict[tuple[str, str, str], list[blockdev.BlockDevice]]  # by pool, namespace, name
+
 
 # -- mapped-unmounted --------------------------------------------------------------------------
 
@@ -186,31 +188,29 @@ def mapped_elsewhere(scene: Scene) -> Outcome:
     if not scene.clusters:
         return Outcome(off=NO_CLUSTER)
     troubles: list[Trouble] = []
-    mapped = _by_image(scene, scene.inventory)
-    unknown = [f"cluster {n}: {v}" for n, v in scene.clusters.items() if isinstance(v, str)]
-    for view in scene.clusters.values():
-        if isinstance(view, protocol.ClusterView):
-            troubles += _other_writers(mapped, view)
-            # Every cluster is asked about every image; only the image's own cluster must have it.
-            unknown += [
-                f"image {image.pool}/{image.name}: {image.error}"
-                for image in view.images
-                if image.error and (view.name, *image.key) in mapped
-            ]
+    unknown = []
+    for name, view in scene.clusters.items():
+        if isinstance(view, str):
+            unknown.append(f"cluster {name}: {view}")
+            continue
+        mapped = _by_image(scene, view)
+        troubles += _other_writers(mapped, view)
+        # Every cluster is asked about every image; only the image's own cluster must have it.
+        unknown += [
+            f"image {image.pool}/{image.name}: {image.error}"
+            for image in view.images
+            if image.error and image.key in mapped
+        ]
     return Outcome(tuple(troubles), unknown="; ".join(unknown))
 
 
-def _by_image(
-    scene: Scene, inventory: Inventory
-) -> dict[tuple[str, str, str, str], list[blockdev.BlockDevice]]:
-    """(cluster, pool, namespace, image) -> its devices on this node, snapshots left out."""
-    found: dict[tuple[str, str, str, str], list[blockdev.BlockDevice]] = {}
-    for device in inventory.devices:
-        view = scene.cluster_of(device)
-        if view is None or device.image is None or device.image.snapshot:
-            continue
-        key = (view.name, device.image.pool, device.image.namespace, device.image.name)
-        found.setdefault(key, []).append(device)
+def _by_image(scene: Scene, view: protocol.ClusterView) -> ByImage:
+    """The cluster's images that are mapped here with their devices, snapshots left out."""
+    found: ByImage = {}
+    for device in scene.devices_in(view):
+        image = device.image
+        if image is not None and not image.snapshot:
+            found.setdefault((image.pool, image.namespace, image.name), []).append(device)
     return found
 
 
@@ -229,11 +229,9 @@ def _other_watchers(
     return left[silent:]
 
 
-def _other_writers(
-    mapped: dict[tuple[str, str, str, str], list[blockdev.BlockDevice]], view: protocol.ClusterView
-) -> Iterator[Trouble]:
-    for (cluster, *key), devices in mapped.items():
-        image = view.image(*key) if cluster == view.name else None
+def _other_writers(mapped: ByImage, view: protocol.ClusterView) -> Iterator[Trouble]:
+    for key, devices in mapped.items():
+        image = view.image(*key)
         if image is None or image.error:
             continue
         found = _other_watchers(devices, image)
@@ -255,7 +253,7 @@ def _other_writers(
             "anything is mounted. The exclusive lock does not prevent a second writer, because "
             "its owner hands it over on request; 'mapOptions: krbd:exclusive' does",
             evidence={
-                "cluster": cluster,
+                "cluster": view.name,
                 "watchers": ", ".join(f"{w.client} {w.address}" for w in image.watchers[:8]),
                 "locks": ", ".join(f"{k.client} {k.address}" for k in locks[:4])
                 or "none by others",
