@@ -1,18 +1,22 @@
-"""The index of a generation: which directories and files there are, and what is still to copy.
+"""The index of a generation: its directories, and the files that are still to copy.
 
-sqlite beside the tree. It is an index, not the truth: the truth is the tree and its marks. A row
-may claim more than a power cut left on the disk, so before a directory is sealed its entries are
-counted in the tree, and when the file is lost or damaged a scan makes it anew.
+A dataset may have ten million files, too many for the memory of a coordinator and too many to list
+again after each restart. So what a scan found is kept in a sqlite file beside the tree.
 
-    directories  state: 0 found, 1 listed, 2 sealed (opaque). waiting: its chunks not yet
-                 committed plus its subdirectories not yet sealed.
-    chunks       up to CHUNK_ENTRIES entries of one directory still to copy, zlib of JSON
+It is only an index; the tree and its opaque marks are the truth. After a power cut a row may claim
+more than the disk has, so the entries of a directory are counted in the tree before it is sealed.
+A lost or damaged index is made again by a scan.
+
+    directories  state: 0 found, 1 listed, 2 sealed (opaque). ``waiting`` counts the chunks that are
+                 not committed and the subdirectories that are not sealed.
+    chunks       up to CHUNK_ENTRIES entries of one directory that are to be copied (zlib of JSON)
     failures     entries that could not be copied, with the reason
-    ahead        files that a hint brought into the tree before their chunk was committed, with the
-                 bytes of the SSD that they take; once the chunk counts them they are here no more
+    ahead        files that a hint stored before the commit of their chunk, with their bytes on the
+                 SSD. The commit of the chunk counts them and deletes the rows.
 """
 
 import json
+import os
 import sqlite3
 import zlib
 from collections.abc import Iterable
@@ -20,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cache.fill.entry import Entry
+from cache.store.tree import Entry
 
 FORMAT = 1
 NAME = "index.sqlite"
@@ -30,7 +34,6 @@ ROOT = 1
 FOUND, LISTED, SEALED = 0, 1, 2
 
 _SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE directories (
     id INTEGER PRIMARY KEY, parent INTEGER, name TEXT NOT NULL, attributes TEXT NOT NULL,
     state INTEGER NOT NULL DEFAULT 0, waiting INTEGER NOT NULL DEFAULT 0,
@@ -50,7 +53,7 @@ CREATE TABLE failures (
     directory INTEGER NOT NULL, name TEXT NOT NULL, reason TEXT NOT NULL, lasting INTEGER NOT NULL,
     PRIMARY KEY (directory, name)) WITHOUT ROWID;
 """
-# Younger than the first index of this format.
+# Added after the first indexes of this format, which also have an unused table `meta`.
 _AHEAD = """
 CREATE TABLE IF NOT EXISTS ahead (
     directory INTEGER NOT NULL, name TEXT NOT NULL, bytes INTEGER NOT NULL,
@@ -69,7 +72,7 @@ class Totals:
     directories: int
     listed: int
     sealed: int
-    allocated: int  # bytes of the SSD that the done files take, and those ahead of their chunk
+    allocated: int  # SSD bytes of the stored files, those ahead of their chunk included
     skipped: int
     failed: int
 
@@ -89,21 +92,20 @@ class Directory:
     id: int
     parent: int | None
     name: str
-    attributes: list[Any]  # an Entry's fields
+    attributes: Entry
     state: int
-    waiting: int
     entries: int
     failed: int
     rescans: int
 
 
 def _encode(text: str) -> str:
-    """sqlite refuses lone surrogates; JSON's escapes carry them."""
+    """As sqlite can store it: it refuses lone surrogates, JSON's escapes express them."""
     return json.dumps(text)[1:-1] if not text.isprintable() or "\\" in text else text
 
 
 class Index:
-    """Used by one pass at a time. ``open`` makes it anew when it is damaged or too old."""
+    """One coordinator writes at a time. ``open`` replaces a damaged or outdated file."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
@@ -118,13 +120,13 @@ class Index:
 
     @staticmethod
     def discard(path: Path) -> None:
-        """Delete it; a scan makes it anew."""
+        """Delete it; the next scan makes another."""
         for suffix in ("", "-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
 
     @classmethod
     def read_only(cls, path: str) -> "Index":
-        """For looking only, also while a pass writes. OSError when there is none."""
+        """For reading, also while a coordinator writes. FileNotFoundError when there is none."""
         if not Path(path).exists():
             raise FileNotFoundError(2, "no index", path)
         return cls(sqlite3.connect(path, isolation_level=None, timeout=10.0))
@@ -157,13 +159,6 @@ class Index:
         self._db.execute("BEGIN")
         return self._db
 
-    def get(self, key: str) -> str | None:
-        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return None if row is None else str(row[0])
-
-    def put(self, key: str, value: str) -> None:
-        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
-
     def add_root(self, root: Entry) -> None:
         self._db.execute(
             "INSERT OR IGNORE INTO directories (id, parent, name, attributes) "
@@ -172,7 +167,7 @@ class Index:
         )
 
     def add_directories(self, parent: int, entries: Iterable[Entry]) -> None:
-        """Subdirectories as found; one known already only gets its new attributes."""
+        """Add subdirectories; a known one only gets its new attributes."""
         self._db.executemany(
             "INSERT INTO directories (parent, name, attributes) VALUES (?, ?, ?) "
             "ON CONFLICT (parent, name) DO UPDATE SET attributes = excluded.attributes",
@@ -186,20 +181,20 @@ class Index:
             (directory, *_packed(entries)),
         )
 
-    def locate(self, directory: int, location: list[Any]) -> None:
-        """Where the objects of its files lie, for reading past the mount."""
+    def locate(self, directory: int, location: tuple[str, int]) -> None:
+        """Remember where the objects of its files are, for reads past the mount."""
         self._db.execute(
             "UPDATE directories SET location = ? WHERE id = ?", (json.dumps(location), directory)
         )
 
-    def location(self, directory: int) -> list[Any] | None:
+    def location(self, directory: int) -> tuple[str, int] | None:
         row = self._db.execute(
             "SELECT location FROM directories WHERE id = ?", (directory,)
         ).fetchone()
-        return None if row is None or row[0] is None else list(json.loads(row[0]))
+        return None if row is None or row[0] is None else tuple(json.loads(row[0]))
 
     def restart_listing(self, directory: int) -> None:
-        """Forget what an unfinished or outdated listing of it left."""
+        """Forget an unfinished or outdated listing of the directory."""
         self._db.execute("DELETE FROM chunks WHERE directory = ?", (directory,))
         self._db.execute("DELETE FROM failures WHERE directory = ?", (directory,))
         self._db.execute(
@@ -212,7 +207,7 @@ class Index:
         self, directory: int, *, entries: int, files: int, size: int, stored: tuple[int, int, int],
         skipped: int,
     ) -> None:  # fmt: skip
-        """A listing is complete. ``stored``: files, bytes, allocated that the tree had already."""
+        """Its listing ended. ``stored``: files, bytes and SSD bytes that the tree had already."""
         self._db.execute(
             "UPDATE directories SET state = 1, entries = ?, files = ?, bytes = ?, "
             "done_files = done_files + ?, done_bytes = done_bytes + ?, "
@@ -227,7 +222,7 @@ class Index:
     def committed(
         self, chunk: Chunk, files: int, size: int, allocated: int, failed: int, left: list[Entry]
     ) -> None:
-        """A chunk is in the tree, but for what failed and what is ``left`` for another time."""
+        """A chunk is in the tree, except for what failed and what is ``left`` to copy."""
         if left:
             self._db.execute(
                 "UPDATE chunks SET files = ?, bytes = ?, allocated = ?, entries = ? WHERE id = ?",
@@ -251,7 +246,7 @@ class Index:
         )
 
     def brought_ahead(self, directory: int, taken: dict[str, int]) -> None:
-        """Files that are in the tree before their chunk: names, and bytes of the SSD."""
+        """Files that a hint stored before their chunk: names and SSD bytes."""
         self._db.executemany(
             "INSERT OR REPLACE INTO ahead VALUES (?, ?, ?)",
             [(directory, _encode(name), size) for name, size in taken.items()],
@@ -265,11 +260,11 @@ class Index:
         return self._db.execute("SELECT 1 FROM ahead LIMIT 1").fetchone() is not None
 
     def none_ahead(self, directory: int) -> None:
-        """All that the tree has of it is counted otherwise."""
+        """Forget its files ahead: another row counts them now."""
         self._db.execute("DELETE FROM ahead WHERE directory = ?", (directory,))
 
     def sealed(self, directory: int) -> None:
-        """Mark it, and tell its parent that one less is waited for."""
+        """The directory is opaque; its parent waits for one less."""
         self._db.execute("UPDATE directories SET state = 2 WHERE id = ?", (directory,))
         self.none_ahead(directory)
         self._db.execute(
@@ -279,7 +274,7 @@ class Index:
         )
 
     def unseal(self, directory: int) -> list[int]:
-        """It and all above it are no longer complete; returns those, the deepest first."""
+        """Take the seal from it and from every directory above; returns them, deepest first."""
         changed = []
         current: int | None = directory
         while current is not None:
@@ -298,7 +293,7 @@ class Index:
         return changed
 
     def drop_vanished(self, directory: int, seen: set[str]) -> list[str]:
-        """Subdirectories that a new listing no longer has; rows of everything below go too."""
+        """Delete the subdirectories that a new listing lacks, with all below; their names."""
         gone = [
             (int(row[0]), _decode(row[1]))
             for row in self._db.execute(
@@ -327,7 +322,7 @@ class Index:
         )
 
     def failures(self, limit: int, after: tuple[int, str] = (0, "")) -> list[tuple[int, str, str]]:
-        """(directory, name, reason) in order, from behind ``after``."""
+        """(directory, name, reason) in order, those after ``after``."""
         rows = self._db.execute(
             "SELECT directory, name, reason FROM failures WHERE (directory, name) > (?, ?) "
             "ORDER BY directory, name LIMIT ?",
@@ -336,7 +331,7 @@ class Index:
         return [(int(d), _decode(n), str(r)) for d, n, r in rows]
 
     def retriable(self, most_rescans: int) -> list[int]:
-        """Directories whose failures may pass, with rescans left."""
+        """Directories with a failure that may be temporary, and with rescans left."""
         rows = self._db.execute(
             "SELECT DISTINCT d.id FROM directories d JOIN failures f ON f.directory = d.id "
             "WHERE f.lasting = 0 AND d.rescans < ?",
@@ -345,6 +340,7 @@ class Index:
         return [int(row[0]) for row in rows]
 
     def failing(self) -> list[int]:
+        """Directories with failures."""
         rows = self._db.execute("SELECT DISTINCT directory FROM failures")
         return [int(row[0]) for row in rows]
 
@@ -352,7 +348,7 @@ class Index:
         self._db.execute("UPDATE directories SET rescans = rescans + 1 WHERE id = ?", (directory,))
 
     def count_failure(self, directory: int) -> None:
-        """One more that keeps it from being sealed."""
+        """One more failure in it: it cannot be sealed."""
         self._db.execute("UPDATE directories SET failed = failed + 1 WHERE id = ?", (directory,))
 
     def reset_rescans(self) -> None:
@@ -360,17 +356,16 @@ class Index:
 
     def directory(self, number: int) -> Directory:
         row = self._db.execute(
-            "SELECT id, parent, name, attributes, state, waiting, entries, failed, rescans "
+            "SELECT id, parent, name, attributes, state, entries, failed, rescans "
             "FROM directories WHERE id = ?",
             (number,),
         ).fetchone()
         return Directory(
-            row[0], row[1], _decode(row[2]), json.loads(row[3]), row[4], row[5], row[6], row[7],
-            row[8],
+            row[0], row[1], _decode(row[2]), Entry(*json.loads(row[3])), *row[4:]
         )  # fmt: skip
 
     def path(self, directory: int) -> list[str]:
-        """Names from below the root to it."""
+        """The names from the root to it."""
         rows = self._db.execute(
             "WITH RECURSIVE up(id, parent, name, depth) AS ("
             "SELECT id, parent, name, 0 FROM directories WHERE id = ? UNION ALL "
@@ -382,7 +377,7 @@ class Index:
         return [_decode(row[0]) for row in rows]
 
     def find(self, path: list[str]) -> int | None:
-        """The directory at ``path``, if it is known."""
+        """The directory at ``path``, None when the index does not have it."""
         current = ROOT
         for name in path:
             row = self._db.execute(
@@ -394,19 +389,20 @@ class Index:
         return current
 
     def found(self, limit: int) -> list[int]:
-        """Directories not yet listed, in the order in which they were found."""
+        """Directories that are not listed yet, in the order in which they were found."""
         rows = self._db.execute("SELECT id FROM directories WHERE state = 0 LIMIT ?", (limit,))
         return [int(row[0]) for row in rows]
 
     def sealable(self, limit: int) -> list[int]:
-        """Listed directories in which nothing is waited for and nothing failed."""
+        """Listed directories that wait for nothing and have no failure."""
         rows = self._db.execute(
             "SELECT id FROM directories WHERE state = 1 AND waiting = 0 AND failed = 0 LIMIT ?",
             (limit,),
         )
         return [int(row[0]) for row in rows]
 
-    def sealed_directories(self, after: int, limit: int) -> list[int]:
+    def listed_directories(self, after: int, limit: int) -> list[int]:
+        """Listed and sealed directories with a number above ``after``, in order."""
         rows = self._db.execute(
             "SELECT id FROM directories WHERE id > ? AND state > 0 ORDER BY id LIMIT ?",
             (after, limit),
@@ -420,7 +416,7 @@ class Index:
         return [int(row[0]) for row in rows]
 
     def chunk(self, number: int) -> Chunk | None:
-        """None when there is none any more."""
+        """None when it is committed, or its directory is listed again."""
         row = self._db.execute(
             "SELECT id, directory, files, bytes, allocated, entries FROM chunks WHERE id = ?",
             (number,),
@@ -431,14 +427,14 @@ class Index:
         return Chunk(row[0], row[1], row[2], row[3], row[4], entries)
 
     def left(self) -> tuple[int, int]:
-        """Files and bytes in chunks."""
+        """Files and bytes that are still to copy."""
         row = self._db.execute(
             "SELECT coalesce(sum(files), 0), coalesce(sum(bytes), 0) FROM chunks"
         ).fetchone()
         return int(row[0]), int(row[1])
 
     def prefer(self, directory: int, priority: int) -> None:
-        """Fetch what is left of a directory sooner."""
+        """Copy what is left of a directory sooner."""
         self._db.execute(
             "UPDATE chunks SET priority = ? WHERE directory = ? AND priority < ?",
             (priority, directory, priority),
@@ -457,7 +453,10 @@ class Index:
 
 
 def totals_of(generation: Path) -> dict[str, int]:
-    """Figures of a generation whose pass was killed, named as in generation.json; {} if unknown."""
+    """Figures of a generation whose coordinator was killed, named as in generation.json.
+
+    {} when there is no readable index.
+    """
     path = generation / NAME
     try:
         opened = Index.read_only(str(path))
@@ -474,8 +473,33 @@ def totals_of(generation: Path) -> dict[str, int]:
     }  # fmt: skip
 
 
+def failures_page(path: str, limit: int, after: list[Any]) -> dict[str, Any]:
+    """Failures as JSON, those after ``after`` (directory, name). In a child: the disk may hang.
+
+    Names that are not UTF-8 are shown with \\xNN escapes. ``next`` is in hex, because a name may
+    have bytes that no URL carries.
+    """
+    try:
+        opened = Index.read_only(path)
+    except OSError:
+        return {"failures": [], "next": None}  # nothing was scanned yet
+    try:
+        rows = opened.failures(limit, (int(after[0]), str(after[1])))
+        failures = [
+            {"path": _shown("/".join([*opened.path(number), name])), "reason": reason}
+            for number, name, reason in rows
+        ]
+    finally:
+        opened.close()
+    more = f"{rows[-1][0]}/{os.fsencode(rows[-1][1]).hex()}" if len(rows) == limit else None
+    return {"failures": failures, "next": more}
+
+
+def _shown(path: str) -> str:
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def _packed(entries: list[Entry]) -> tuple[int, int, int, bytes]:
-    """Columns of a chunk."""
     return (
         len(entries),
         sum(entry.size for entry in entries if entry.is_file),

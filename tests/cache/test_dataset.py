@@ -1,9 +1,9 @@
-"""What is decided, over every combination of facts."""
+"""A dataset: its next action over every combination of facts, and how it reaches its source."""
 
 import itertools
 from dataclasses import replace
 
-from cache.decide import Action, Facts, next_action
+from cache.dataset import Action, Facts, next_action
 from cache.view import Stage
 
 FLAGS = [name for name in Facts.__dataclass_fields__ if name != "stage"]
@@ -14,13 +14,13 @@ EVERY = [
 ]
 
 
-def test_the_store_is_published_only_when_it_is_complete() -> None:
+def test_store_is_published_only_when_complete() -> None:
     for facts in EVERY:
         if next_action(facts) is Action.PUBLISH_STORE:
             assert facts.complete
 
 
-def test_a_complete_dataset_is_published_without_its_source_and_lets_it_go() -> None:
+def test_complete_dataset_needs_and_keeps_no_source() -> None:
     for facts in EVERY:
         if facts.complete:
             wanted = Action.NOTHING if facts.stage is Stage.STORE else Action.PUBLISH_STORE
@@ -29,7 +29,7 @@ def test_a_complete_dataset_is_published_without_its_source_and_lets_it_go() -> 
             assert next_action(facts) is wanted
 
 
-def test_a_source_is_let_go_only_when_nothing_needs_it() -> None:
+def test_source_is_released_only_when_not_needed() -> None:
     for facts in EVERY:
         if next_action(facts) is Action.RELEASE:
             assert facts.complete
@@ -37,35 +37,35 @@ def test_a_source_is_let_go_only_when_nothing_needs_it() -> None:
             assert not facts.source_needed
 
 
-def test_an_overlay_comes_only_with_the_skeleton_or_over_an_overlay() -> None:
+def test_overlay_needs_skeleton_or_overlay() -> None:
     for facts in EVERY:
         if next_action(facts) is Action.PUBLISH_OVERLAY:
             assert facts.skeleton or facts.stage is Stage.OVERLAY
 
 
-def test_an_overlay_never_goes_back_to_the_source() -> None:
+def test_overlay_never_becomes_source() -> None:
     for facts in EVERY:
         if facts.stage is Stage.OVERLAY:
             assert next_action(facts) is not Action.PUBLISH_SOURCE
 
 
-def test_nothing_is_published_or_copied_from_a_source_that_does_not_answer() -> None:
+def test_unreachable_source_is_only_reached() -> None:
     for facts in EVERY:
         if not facts.reached and not facts.complete:
             wanted = Action.REACH if facts.reach_due else Action.NOTHING
             assert next_action(facts) is wanted
 
 
-def test_jobs_can_read_before_anything_is_copied() -> None:
+def test_fill_is_queued_only_behind_a_view() -> None:
     for facts in EVERY:
         if next_action(facts) is Action.QUEUE:
             assert facts.stage in (Stage.SOURCE, Stage.OVERLAY)
             assert not facts.moved
-            assert facts.pass_wanted
-            assert not facts.pass_there
+            assert facts.fill_wanted
+            assert not facts.job_there
 
 
-def test_only_an_overlay_is_refreshed() -> None:
+def test_only_overlay_is_refreshed() -> None:
     for facts in EVERY:
         if next_action(facts) is Action.REFRESH:
             assert facts.stage is Stage.OVERLAY
@@ -84,7 +84,7 @@ def done(facts: Facts, action: Action) -> Facts:
         case Action.PUBLISH_STORE:
             return replace(facts, stage=Stage.STORE)
         case Action.QUEUE:
-            return replace(facts, pass_there=True)
+            return replace(facts, job_there=True)
         case Action.REFRESH:
             return replace(facts, refresh_due=False)
         case Action.RELEASE:
@@ -92,7 +92,7 @@ def done(facts: Facts, action: Action) -> Facts:
     return facts
 
 
-def test_from_any_facts_a_few_actions_lead_to_rest_with_the_best_view() -> None:
+def test_actions_converge_on_the_best_view() -> None:
     for facts in EVERY:
         now = facts
         for _ in range(8):

@@ -9,10 +9,10 @@ import pytest
 
 import kit.child
 import kit.findings
-from cache import component, store, view
-from cache.fill import index
-from cache.fill.entry import Entry
+from cache import component, view
 from cache.settings import CacheSettings
+from cache.store import generations, index
+from cache.store.tree import Entry
 
 
 class Nobody(kit.findings.Reporter):
@@ -22,7 +22,7 @@ class Nobody(kit.findings.Reporter):
 
 def generation(root: Path, name: str, *, state: str, used: int, indexed: int = 0) -> Path:
     folder = root / name / "g"
-    store.save(str(folder), {"state": state, "used": used})
+    generations.save(str(folder), {"state": state, "used": used})
     (folder / "tree" / "d").mkdir(parents=True)
     (folder / "tree" / "d" / "f").write_text("x")
     known = index.Index.open(folder / index.NAME)
@@ -34,7 +34,7 @@ def generation(root: Path, name: str, *, state: str, used: int, indexed: int = 0
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    (tmp_path / "store" / store.TRASH).mkdir(parents=True)
+    (tmp_path / "store" / generations.TRASH).mkdir(parents=True)
     return tmp_path / "store"
 
 
@@ -44,24 +44,24 @@ def cache(tmp_path: Path, root: Path) -> component.Cache:
     return component.Cache(settings, state_dir=tmp_path / "state", reporter=Nobody())
 
 
-def test_of_a_generation_whose_fill_was_ended_the_index_says_what_is_used(root: Path) -> None:
+def test_inventory_uses_the_index_of_a_killed_fill(root: Path) -> None:
     generation(root, "first", state="filling", used=0, indexed=10**9)
     generation(root, "again", state="filling", used=10**9, indexed=0)
     generation(root, "done", state="complete", used=5, indexed=10**9)
-    used = {item["dataset"]: item["fields"]["used"] for item in store.inventory(str(root))}
+    used = {item["dataset"]: item["fields"]["used"] for item in generations.inventory(str(root))}
     assert used["first"] >= 10**9
     assert used["again"] == 10**9
     assert used["done"] == 5
 
 
-async def test_what_was_discarded_counts_until_it_is_deleted_and_failures_are_tried_again(
+async def test_trash_counts_until_deleted_and_is_retried(
     root: Path, cache: component.Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(component, "TRASH_RETRY_SECONDS", 0.05)
     real, tries = kit.child.call, [0]
 
     async def call(function: Any, *arguments: Any, deadline: float) -> Any:
-        if function is store.empty_trash:
+        if function is generations.empty_trash:
             tries[0] += 1
             if tries[0] < 3:
                 assert cache.used() >= 10**9
@@ -72,7 +72,7 @@ async def test_what_was_discarded_counts_until_it_is_deleted_and_failures_are_tr
     folder = generation(root, "old", state="complete", used=10**9)
     cache.orphans = {str(folder): 10**9}
     monkeypatch.setattr(os.path, "ismount", lambda _: True)
-    monkeypatch.setattr(view, "take_down", store.load)  # nothing is mounted
+    monkeypatch.setattr(view, "take_down", generations.load)  # nothing is mounted
     await cache.remove("old")
     assert cache.orphans == {}
     assert cache.trashed == 10**9
@@ -81,22 +81,20 @@ async def test_what_was_discarded_counts_until_it_is_deleted_and_failures_are_tr
         await cache._trash
     assert tries[0] == 3
     assert cache.used() == 0
-    assert list((root / store.TRASH).iterdir()) == []
+    assert list((root / generations.TRASH).iterdir()) == []
 
 
-async def test_what_is_discarded_while_the_trash_is_emptied_goes_too(
-    root: Path, cache: component.Cache
-) -> None:
+async def test_trash_discarded_meanwhile_is_deleted(root: Path, cache: component.Cache) -> None:
     first, second = (generation(root, name, state="complete", used=7) for name in ("a", "b"))
-    store.discard(str(root), str(first))
+    generations.discard(str(root), str(first))
     cache._empty_trash()
     task = cache._trash
     assert task is not None
     await asyncio.sleep(0)
     while cache._trash_waits:
         await asyncio.sleep(0)
-    store.discard(str(root), str(second))
+    generations.discard(str(root), str(second))
     cache._empty_trash()
     async with asyncio.timeout(30):
         await task
-    assert list((root / store.TRASH).iterdir()) == []
+    assert list((root / generations.TRASH).iterdir()) == []

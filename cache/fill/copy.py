@@ -1,17 +1,23 @@
-"""Copy one entry into the staging directory, checksummed, with all that is kept of it.
+"""Copies one entry into the staging folder, with its checksum and everything that is kept of it.
 
-Invariant: what lies in staging under its final name has the bytes that the source had between two
-equal looks at it; whatever fails a check is unlinked before the error goes up.
+A copy must be one version of the file. The status of the source's file is read before and after its
+bytes; a difference means that it changed meanwhile, and nothing is kept. A snapshot cannot change,
+so there the second status is left out.
+
+Invariant: a file in staging has the bytes that the source had between two equal readings of its
+status. A copy that fails any check is unlinked before the error is raised.
 """
 
+import errno
 import os
 import stat
 import time
 
 import xxhash
 
-from cache.fill import control, tree
-from cache.fill.entry import Entry
+from cache.fill import messages
+from cache.store import tree
+from cache.store.tree import Entry
 
 BLOCK = 1024 * 1024
 _HOLE = 64 * 1024
@@ -26,26 +32,30 @@ class ChangedError(OSError):
 
 
 def reason(error: OSError) -> str:
-    """For people, without paths of ours."""
+    """For operators, without the paths of descriptors."""
     if isinstance(error, ChangedError):
         return str(error)
     return error.strerror or str(error)
 
 
-class Copier:
-    """Reuses one buffer; one for each worker."""
+def failure(name: str, error: OSError) -> messages.Failure:
+    lasting = error.errno in (errno.EPERM, errno.EACCES, errno.ENAMETOOLONG, errno.E2BIG)
+    return messages.Failure(name, reason(error), lasting)
 
-    def __init__(self, throttle: control.Throttle, *, immutable: bool) -> None:
-        """``immutable``: the source is a snapshot, a second look at each file is not needed."""
+
+class Copier:
+    """Copies for one worker, through one buffer."""
+
+    def __init__(self, throttle: messages.Throttle, *, immutable: bool) -> None:
         self._throttle = throttle
         self._immutable = immutable
         self._buffer = memoryview(bytearray(BLOCK))
 
     def copy(self, source: int, item: Entry, staging: int) -> int:
-        """``item`` of the directory ``source`` into ``staging``; bytes it takes on the SSD.
+        """Copy ``item`` of the directory ``source``; the SSD bytes of the copy.
 
-        OSError when it cannot be read or written, ChangedError when it changed meanwhile,
-        control.Cancelled. Nothing is left in staging then.
+        Raises OSError when it cannot be read or written, ChangedError when it changed meanwhile,
+        Cancelled; nothing is left in staging then.
         """
         try:
             if item.is_link:
@@ -57,17 +67,17 @@ class Copier:
             try:
                 os.unlink(item.name, dir_fd=staging)
             except FileNotFoundError:
-                pass  # it failed before anything was made
+                pass  # it failed before the file was made
             raise
 
     def keep(self, item: Entry, data: bytes, staging: int) -> int:
-        """A file whose bytes are here already; as ``copy``."""
+        """As ``copy``, of a file whose bytes were read already."""
         copy = os.open(item.name, _STAGED_FLAGS, stat.S_IMODE(item.mode), dir_fd=staging)
         try:
             if _write(copy, memoryview(data), 0):
                 os.ftruncate(copy, item.size)
             os.setxattr(copy, tree.CHECKSUM, xxhash.xxh3_128_hexdigest(data).encode())
-            return dress(copy, item.uid, item.gid, item.mode, item.mtime_ns)
+            return set_attributes(copy, item.uid, item.gid, item.mode, item.mtime_ns)
         except BaseException:
             os.unlink(item.name, dir_fd=staging)
             raise
@@ -85,7 +95,7 @@ class Copier:
         try:
             before = os.fstat(origin)
             if not self._immutable and time.time_ns() - before.st_ctime_ns < _TICK_NS:
-                # A change within the same tick of the kernel's clock would not show in the times.
+                # A change within the same tick of the kernel's clock would not change the times.
                 time.sleep(_TICK_NS / 1e9)
                 before = os.fstat(origin)
             if not stat.S_ISREG(before.st_mode):
@@ -99,17 +109,19 @@ class Copier:
                 if not self._immutable and _version(before) != _version(os.fstat(origin)):
                     raise ChangedError(f"{item.name} changed while it was copied")
                 os.setxattr(copy, tree.CHECKSUM, checksum)
-                return dress(copy, before.st_uid, before.st_gid, before.st_mode, before.st_mtime_ns)
+                return set_attributes(
+                    copy, before.st_uid, before.st_gid, before.st_mode, before.st_mtime_ns
+                )
             finally:
                 os.close(copy)
         finally:
             os.close(origin)
 
     def _copy_bytes(self, origin: int, copy: int, size: int) -> bytes:
-        """All bytes, holes left out; the checksum. ChangedError unless there are ``size``."""
+        """Copy all bytes except holes; the checksum. ChangedError unless there are ``size``."""
         checksum = xxhash.xxh3_128()
         offset = 0
-        files = 1  # counted with the first block
+        files = 1  # the file is counted with its first block
         ends_in_hole = False
         while count := os.readv(origin, [self._buffer]):
             block = self._buffer[:count]
@@ -119,7 +131,7 @@ class Copier:
             self._throttle.step(files, count)
             files = 0
             if offset >= size and (self._immutable or count < BLOCK):
-                break  # what was appended meanwhile shows in the second look
+                break  # bytes appended meanwhile change the second status
         if offset != size:
             raise ChangedError(f"{offset} bytes were read of a file of {size}")
         if files:
@@ -130,11 +142,11 @@ class Copier:
 
 
 def _write(copy: int, block: memoryview, offset: int) -> bool:
-    """Write a block, leaving out long runs of zeros; whether it ended in such a run.
+    """Write a block without its long runs of zeros; whether it ends in such a run.
 
-    CephFS does not say where its holes are; comparing with zeros ends at the first other byte.
+    CephFS does not report holes, so zeros are searched for.
     """
-    data = 0  # where the run of bytes that are not zeros began
+    data = 0  # start of the bytes that are not written yet
     for at in range(0, len(block) - _HOLE + 1, _HOLE):
         if _is_hole(block[at : at + _HOLE]):
             _write_all(copy, block[data:at], offset + data)
@@ -153,11 +165,11 @@ def _write_all(copy: int, block: memoryview, offset: int) -> None:
         block, offset = block[written:], offset + written
 
 
-def dress(copy: int, uid: int, gid: int, mode: int, mtime_ns: int) -> int:
-    """Owner, mode and times of a staged file; bytes it takes on the SSD.
+def set_attributes(copy: int, uid: int, gid: int, mode: int, mtime_ns: int) -> int:
+    """Set owner, mode and times of a staged file; its SSD bytes.
 
-    It was created with its mode (nobody but us gets into staging). That is set again only where a
-    look says so, as a change of the owner clears bits: one journal entry less for most files.
+    The file was created with its mode, but a change of the owner clears mode bits. The mode is set
+    again only where that happened, which saves most files a journal entry.
     """
     if uid or gid:
         os.fchown(copy, uid, gid)
@@ -172,8 +184,8 @@ def _version(status: os.stat_result) -> tuple[int, ...]:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def checksum(descriptor: int, throttle: control.Throttle, buffer: memoryview) -> str:
-    """Of an open file, read from the disk where the page cache lets go of it."""
+def checksum(descriptor: int, throttle: messages.Throttle, buffer: memoryview) -> str:
+    """The checksum of an open file, read from the disk unless pages stay in the page cache."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     summed = xxhash.xxh3_128()
     files = 1
