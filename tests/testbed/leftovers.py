@@ -5,6 +5,7 @@ command line or carry it in their environment (``MARK``).
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -100,19 +101,34 @@ def clear(folder: Path, *, keep: bool = False) -> None:
             subprocess.run(["rm", "-rf", str(folder)], check=False, timeout=300)
 
 
-def clear_dead_runs(build: Path) -> list[Path]:
-    """Folders test-<pid> whose run is no longer there; returns those that were cleared."""
-    dead = []
-    for folder in sorted(build.glob("test-*")):
-        pid = folder.name.removeprefix("test-")
-        if pid.isdigit() and int(pid) != os.getpid() and not _is_pytest(int(pid)):
-            clear(folder)
-            dead.append(folder)
-    return dead
+@contextlib.contextmanager
+def run_folder(build: Path) -> Iterator[Path]:
+    """``build``/test-<pid>, cleared at the end; first clears those whose run has died.
+
+    A live run holds a lock on its folder. Folders are made and cleared under one lock, so that no
+    run clears another one's folder before it is locked.
+    """
+    build.mkdir(exist_ok=True)
+    with contextlib.ExitStack() as held:
+        with _locked(build):
+            for folder in build.glob("test-*"):
+                with contextlib.suppress(BlockingIOError), _locked(folder, fcntl.LOCK_NB):
+                    clear(folder)
+            made = build / f"test-{os.getpid()}"
+            made.mkdir(mode=0o755)
+            held.enter_context(_locked(made))
+        try:
+            yield made
+        finally:
+            clear(made)
 
 
-def _is_pytest(pid: int) -> bool:
+@contextlib.contextmanager
+def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
+    """``folder`` locked against other processes; BlockingIOError with LOCK_NB when it is."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        return b"pytest" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+        yield
+    finally:
+        os.close(descriptor)
