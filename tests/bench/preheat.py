@@ -16,20 +16,23 @@ from tests.preheat import rig
 from tests.testbed import containerd, proxy, registry
 
 MB = 1_000_000
-HEALS = 100
 MOST_CYCLE_MS = 500
 Figures = dict[str, harness.Entry]
 
 
 async def _heal(
-    daemon: containerd.Containerd, kubelet: containerd.Kubelet, gate: proxy.Proxy, folder: Path
+    daemon: containerd.Containerd,
+    kubelet: containerd.Kubelet,
+    gate: proxy.Proxy,
+    folder: Path,
+    heals: int,
 ) -> Figures:
     ref = f"{gate.host}/bench/heal:v1"
     after: list[float] = []
     async with rig.running(daemon, folder, images=[{"ref": ref}]) as room:
         await rig.until(lambda: room.images() and room.show(ref).pinned)
         gate.reset()
-        for _ in range(HEALS):
+        for _ in range(heals):
             await kubelet.remove(ref)
             begun = time.perf_counter()
             while True:
@@ -39,8 +42,8 @@ async def _heal(
             after.append((time.perf_counter() - begun) * 1000)
             await asyncio.sleep(0.02)
         requests, fetched = len(gate.requests()), gate.all_bytes
-    p99 = sorted(after)[int(HEALS * 0.99) - 1]
-    note = f"p99 of {HEALS}, median {statistics.median(after):.1f}"
+    p99 = sorted(after)[int(heals * 0.99) - 1]
+    note = f"p99 of {heals}, median {statistics.median(after):.1f}"
     return {
         "heal": harness.at_most([p99], 50, "ms", note),
         "heal_requests": harness.at_most([requests], 1, "requests", f"{fetched} bytes"),
@@ -51,7 +54,7 @@ async def _resume(
     daemon: containerd.Containerd, gate: proxy.Proxy, folder: Path, pushed: registry.Pushed
 ) -> Figures:
     ref = f"{gate.host}/bench/big:v1"
-    gate.rate = 60 * MB
+    gate.rate = pushed.fetched // 5
     async with rig.running(daemon, folder, images=[{"ref": ref}]) as room:
         gate.reset()
         await rig.until(lambda: gate.blob_bytes >= pushed.fetched // 2, 60)
@@ -122,19 +125,24 @@ async def _pulls(
     }
 
 
-async def _release(release: str, folder: Path, images: registry.Registry) -> Figures:
+async def _release(
+    release: str, folder: Path, images: registry.Registry, place: harness.Workplace
+) -> Figures:
     gate = proxy.Proxy(images.port)
     gate.start()
     daemon = containerd.Containerd(folder / release, release)
     daemon.trust(gate.host, gate.url)
-    images.push("bench/heal", "v1", [registry.layer(f"h{n}", 4 * MB, n) for n in range(3)])
-    layers = [registry.layer(f"b{n}", s * MB, 10 + n) for n, s in enumerate((120, 120, 60))]
+    size = place.size(120, 2) * MB
+    images.push("bench/heal", "v1", [registry.layer(f"h{n}", size // 30, n) for n in range(3)])
+    layers = [
+        registry.layer(f"b{n}", part, 10 + n) for n, part in enumerate((size, size, size // 2))
+    ]
     pushed = images.push("bench/big", "v1", layers)
     kubelet = containerd.Kubelet(daemon.socket)
     try:
         daemon.start()
         (folder / f"{release}-state").mkdir()
-        found = await _heal(daemon, kubelet, gate, folder)
+        found = await _heal(daemon, kubelet, gate, folder, place.size(100, 3))
         found |= await _resume(daemon, gate, folder, pushed)
         return found | await _pulls(daemon, kubelet, gate, folder, pushed)
     finally:
@@ -148,7 +156,7 @@ def _run(release: str, place: harness.Workplace) -> harness.Results:
         images = registry.Registry(folder / "registry")
         try:
             images.start()
-            found = asyncio.run(_release(release, folder, images))
+            found = asyncio.run(_release(release, folder, images, place))
         finally:
             images.stop()
     for name, entry in found.items():
