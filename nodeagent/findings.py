@@ -1,0 +1,67 @@
+"""Where findings arrive: they become log lines and metrics, and the API and the page show them.
+
+Each origin (a room or a part of one) reports the whole list of what it finds now, as often as it
+likes. This module compares the list with the one before, by the findings' ids, so that a finding is
+logged once when it appears and once when it clears, and keeps the time at which it was first seen.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterable
+
+import structlog
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+import kit.findings
+
+log = structlog.get_logger("findings")
+
+# Of one origin: a faulty rule must not fill the memory or the log.
+MOST_FINDINGS = 1000
+
+
+class Findings:
+    """What each origin finds now (``kit.findings.Reporter``).
+
+    Invariant: a finding keeps its ``since`` for as long as its origin reports it.
+    """
+
+    def __init__(self) -> None:
+        self._by_origin: dict[str, dict[str, kit.findings.Finding]] = {}
+
+    def report(self, origin: str, findings: list[kit.findings.Finding]) -> None:
+        before = self._by_origin.get(origin, {})
+        now: dict[str, kit.findings.Finding] = {}
+        for finding in findings[:MOST_FINDINGS]:
+            known = before.get(finding.id)
+            since = known.since if known else finding.since or time.time()
+            now[finding.id] = dataclasses.replace(finding, since=since)
+            if known is None:
+                log.warning(
+                    "finding",
+                    id=finding.id,
+                    rule=finding.rule,
+                    severity=str(finding.severity),
+                    subject=finding.subject,
+                    message=finding.message,
+                    advice=finding.advice,
+                )
+        for gone in before.keys() - now.keys():
+            log.info("finding cleared", id=gone, rule=before[gone].rule)
+        self._by_origin[origin] = now
+
+    def current(self) -> list[kit.findings.Finding]:
+        """All findings: the most severe first, of these the oldest first."""
+        order = list(kit.findings.Severity)[::-1]
+        found = [f for by_id in self._by_origin.values() for f in by_id.values()]
+        return sorted(found, key=lambda f: (order.index(f.severity), f.since))
+
+    def metrics(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "nodeagent_findings", "Current findings.", labels=["origin", "severity"]
+        )
+        for origin, by_id in self._by_origin.items():
+            for severity in kit.findings.Severity:
+                count = sum(1 for f in by_id.values() if f.severity is severity)
+                family.add_metric([origin, str(severity)], count)
+        yield family
