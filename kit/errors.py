@@ -53,3 +53,9 @@ class RefusedError(AgentError):
     """The request makes no sense in the present state."""
 
     exit_code = 8
+
+
+class UnreachableError(AgentError):
+    """No agent answers at the address."""
+
+    exit_code = 9

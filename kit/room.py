@@ -8,15 +8,28 @@ lists these descriptions.
 Handlers know nothing of the HTTP library: they take a ``Request`` and return plain JSON, an
 ``Answer`` with a status of its own, or a ``Stream`` of JSON lines. They raise ``kit.errors``; the
 server makes status codes of those. ``role`` says who may call a route.
+
+A ``Room`` holds functions where it could hold objects (``build``, ``routes``, ``page``, a command's
+``load``): the command line reads every room's settings model but runs one command, and must not
+import what the agent needs; the agent must not import what commands need.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+import asyncio
+import json
+import time
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-from prometheus_client.core import Metric
 
 import kit.errors
 import kit.findings
@@ -24,9 +37,15 @@ import kit.settings
 
 if TYPE_CHECKING:
     import click
+    from prometheus_client.core import Metric
 
 SettingsT = TypeVar("SettingsT", contravariant=True)
 Json = Mapping[str, Any]
+
+# ``watch``: how often it reads, and after how long it repeats itself so that a client of an
+# unchanged stream knows that the agent is there.
+WATCH_SECONDS = 0.5
+HEARTBEAT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +77,7 @@ class Component(Protocol[SettingsT]):
     def health(self) -> Health:
         """Cheap, never blocks; called for every probe."""
 
-    def metrics(self) -> Iterable[Metric]:
+    def metrics(self) -> "Iterable[Metric]":
         """Current figures. Series are bounded: no label per file, pod or request."""
 
 
@@ -106,9 +125,27 @@ class Answer:
 
 @dataclass(frozen=True)
 class Stream:
-    """An endless answer, one line of JSON (NDJSON) for each item, until the client leaves."""
+    """An answer of JSON lines (NDJSON), one for each item, until the last or the client leaves."""
 
-    items: AsyncIterator[Json]
+    items: AsyncGenerator[Json, None]
+
+
+async def watch(
+    read: Callable[[], Json | None], is_last: Callable[[Json], bool] = lambda _: False
+) -> AsyncGenerator[Json, None]:
+    """``read()`` now and whenever it has changed, and unchanged every ``HEARTBEAT_SECONDS``.
+
+    Ends when ``read`` returns None, or after an item that is the last.
+    """
+    last, sent = "", 0.0
+    while (item := read()) is not None:
+        text = json.dumps(item)  # compared as text: the room may change the object in place
+        if text != last or time.monotonic() - sent >= HEARTBEAT_SECONDS:
+            last, sent = text, time.monotonic()
+            yield item
+        if is_last(item):
+            return
+        await asyncio.sleep(WATCH_SECONDS)
 
 
 Handler = Callable[[Any, Request], Awaitable[Json | Answer | Stream]]  # component, request
@@ -126,12 +163,13 @@ class Route:
 
 @dataclass(frozen=True)
 class Cell:
-    """A table cell of the status page. ``tone``: good, bad, mid or empty."""
+    """A table cell of the status page, or a smaller line below one."""
 
-    text: str
-    tone: str = ""
-    detail: Sequence[str] = ()  # smaller lines below it
-    progress: tuple[float, float] | None = None  # done, total
+    text: str = ""
+    tone: str = ""  # good, mid, bad or none
+    style: str = ""  # strong, code or none
+    progress: tuple[float, float] | None = None  # done and total, drawn as a bar
+    below: "Sequence[Cell]" = ()
 
 
 @dataclass(frozen=True)
@@ -148,7 +186,7 @@ class Api(Protocol):
     """The admin API as commands use it."""
 
     async def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
-        """The decoded answer. AgentError with the exit code of the agent's own error."""
+        """The decoded answer. UnreachableError, or the agent's own error with its exit code."""
 
     def lines(self, path: str) -> AsyncIterator[Any]:
         """Each line of a stream, decoded, until the agent ends it."""
@@ -157,10 +195,28 @@ class Api(Protocol):
 class CommandContext(Protocol):
     """``ctx.obj`` of every command."""
 
-    config: Path
+    @property
+    def api(self) -> str | None:
+        """The agent's address when the command line names one: another node's, perhaps."""
 
     def client(self) -> Api:
         """A client of the agent. SettingsError when nothing says where it listens."""
+
+    def offline(self, room: str) -> tuple[Any, Path]:
+        """The room's settings and the state directory, for commands that work without the agent.
+
+        Defaults, with a warning, where the settings file cannot be used: a kill switch must not
+        depend on it.
+        """
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command group of the command line: ``nodeagent NAME ...``."""
+
+    name: str
+    summary: str  # its line in ``nodeagent --help``
+    load: Callable[[], "click.Group"]  # imports it
 
 
 Build = Callable[[Any, Path, kit.findings.Reporter], Component[Any]]
@@ -174,8 +230,7 @@ class Room:
     summary: str  # describes the settings section; says what its absence means
     settings: type[kit.settings.Section]
     build: Build  # settings, state_dir, reporter -> component; no I/O
-    routes: Sequence[Route] = ()
-    openapi: tuple[str, ...] = ()  # YAML resources "package:file" that describe the routes
-    # Called by the command line only, so that the agent does not import what commands need.
-    commands: Callable[[], Sequence["click.Command"]] = tuple
+    routes: Callable[[], Sequence[Route]] = tuple
+    openapi: str = ""  # the YAML resource "package:file" that describes the routes
+    commands: Sequence[Command] = ()
     page: Callable[[Any], Sequence[PageSection]] | None = None  # component -> sections

@@ -1,4 +1,8 @@
-"""Sizes, times and shares as people write them: ``500GiB``, ``30s``, ``10%``."""
+"""Sizes, times and shares as people write them: ``500GiB``, ``30s``, ``10%``.
+
+pydantic's ByteSize is not used: its errors name no units, its text form is rounded (effective
+settings must read back exactly), and it has no counterpart for times and shares.
+"""
 
 import decimal
 import math
@@ -55,7 +59,7 @@ def parse_share(value: object) -> float:
     number, unit = _split(value, "10%")
     share = number / 100 if unit == "%" else number
     if unit not in ("", "%") or not 0 <= share < 1:
-        raise ValueError(f"{value!r} is no share of a whole; write it like 10%")
+        raise ValueError(f"{value!r} is not a share of a whole; write it like 10%")
     return share
 
 

@@ -1,4 +1,18 @@
-"""The process: one root, named tasks, a staged stop."""
+"""The process: one root, named tasks, a staged stop.
+
+``Agent.run`` is the root. It serves the admin API first, so that a node whose component hangs while
+it starts can be asked why. Then it starts the components one after another in the registry's order,
+each with a deadline. From then on one task for each component calls ``reconcile`` every few seconds
+and when the settings change. No task ends by itself: the first that does, by an error or by a
+signal, ends the process.
+
+Components stop in reverse order, each with a deadline: a component that hangs must not keep the
+others from stopping. What they have set up (mounts, BPF programs, containerd leases) stays in the
+kernel and in the runtime.
+
+A component's expected errors do not end the process: its reconcile is tried again after growing
+pauses, and its health says what is wrong.
+"""
 
 import asyncio
 import contextlib
@@ -14,9 +28,9 @@ import structlog
 
 import kit.errors
 import kit.room
-from nodeagent import components, configfile, configwatch, reporting
-from nodeagent.admin import server
-from nodeagent.settings import Settings
+from nodeagent import configfile, configwatch, state
+from nodeagent.api import server
+from nodeagent.settings import Process, Settings
 
 log = structlog.get_logger("agent")
 
@@ -54,15 +68,11 @@ def _only_one(state_dir: Path) -> Iterator[None]:
 
 
 class Agent:
-    """Holds the components and keeps them reconciled until told to stop."""
+    """Runs the components of one settings file until a signal ends it."""
 
     def __init__(self, config: Path, settings: Settings) -> None:
         self.config = config
-        self.settings = settings
-        self.findings = reporting.Findings()
-        self.components: list[kit.room.Component[Any]] = components.build(settings, self.findings)
-        self.refused: list[str] = []  # settings in the file that need a restart
-        self.config_error: str = ""  # why the file's latest content is not in force
+        self.state = state.build(settings)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
 
@@ -71,18 +81,18 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
-        with _only_one(self.settings.state_dir):
+        with _only_one(self.state.settings.state_dir):
             started: list[kit.room.Component[Any]] = []
-            async with server.serving(self):
+            async with server.serving(self.state):
                 try:
-                    for component in self.components:
+                    for component in self.state.components:
                         async with asyncio.timeout(START_DEADLINE_SECONDS):
                             await component.start()
                         started.append(component)
                     log.info(
                         "agent started",
                         components=[c.name for c in started],
-                        admin=self.settings.admin.listen,
+                        admin=self.state.settings.admin.listen,
                     )
                     await self._work()
                 finally:
@@ -93,7 +103,7 @@ class Agent:
     async def _work(self) -> None:
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._reconcile_forever(component), name=component.name)
-            for component in self.components
+            for component in self.state.components
         ]
         tasks.append(asyncio.create_task(self._follow_settings(), name="settings"))
         tasks.append(asyncio.create_task(self._stopping.wait(), name="stop"))
@@ -116,7 +126,7 @@ class Agent:
     async def _reconcile_forever(self, component: kit.room.Component[Any]) -> None:
         failures = 0
         while True:
-            section = getattr(self.settings, component.name)
+            section = getattr(self.state.settings, component.name)
             try:
                 refused = await component.reconcile(section)
                 failures = 0
@@ -131,39 +141,39 @@ class Agent:
                     await self._wake.wait()
 
     def _note_refused(self, name: str, refused: Any) -> None:
-        others = [r for r in self.refused if not r.startswith(f"{name}.")]
+        others = [r for r in self.state.refused if not r.startswith(f"{name}.")]
         now = others + [f"{name}.{r}" for r in refused]
-        for setting in set(now) - set(self.refused):
+        for setting in set(now) - set(self.state.refused):
             log.warning("setting needs a restart of the agent to change", setting=setting)
-        self.refused = now
+        self.state.refused = now
 
     async def _follow_settings(self) -> None:
         async for _ in configwatch.changes(self.config):
             try:
                 new = configfile.load(self.config)
             except kit.errors.SettingsError as error:
-                self.config_error = str(error)
+                self.state.config_error = str(error)
                 log.error("settings file is not usable, the old settings stay", error=str(error))
                 continue
-            self.config_error = ""
+            self.state.config_error = ""
             self._apply(new)
 
     def _apply(self, new: Settings) -> None:
         """Take over what can change live; name what cannot."""
         refused = [
             name
-            for name in ("admin", "state_dir")
-            if getattr(new, name) != getattr(self.settings, name)
+            for name in Process.model_fields
+            if getattr(new, name) != getattr(self.state.settings, name)
         ]
-        keep: dict[str, Any] = {name: getattr(self.settings, name) for name in refused}
-        running = {component.name for component in self.components}
+        keep: dict[str, Any] = {name: getattr(self.state.settings, name) for name in refused}
+        running = {component.name for component in self.state.components}
         for name in Settings.model_fields:
-            if name in ("admin", "state_dir"):
+            if name in Process.model_fields:
                 continue
             if (getattr(new, name) is not None) != (name in running):
                 refused.append(name)
-                keep[name] = getattr(self.settings, name)
-        self.settings = new.model_copy(update=keep)
-        self.refused = [r for r in self.refused if "." in r] + refused
+                keep[name] = getattr(self.state.settings, name)
+        self.state.settings = new.model_copy(update=keep)
+        self.state.refused = [r for r in self.state.refused if "." in r] + refused
         log.info("settings reloaded", needs_restart=refused)
         self._wake.set()

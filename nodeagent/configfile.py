@@ -1,4 +1,9 @@
-"""Reading the settings file: YAML with line numbers into the frozen models."""
+"""The settings file: YAML into the frozen models with the line of each mistake.
+
+PyYAML's plain loader forgets where a value stood, and silently keeps the last of two equal keys. So
+the file is composed into nodes first: duplicates are refused there, and the place of a value that
+pydantic refuses is looked up there afterwards.
+"""
 
 import os
 from pathlib import Path

@@ -1,4 +1,12 @@
-"""Notice when the settings file changes, ConfigMap's symlink swap included."""
+"""Notices when the settings file changes.
+
+kubelet updates a ConfigMap by swapping a symbolic link beside the file, and an editor may replace
+the file itself. So every directory in which a name on the way to the file's bytes could be replaced
+is watched with inotify. What counts is that the bytes differ: a touch is not a change. A slow poll
+finds what inotify misses.
+
+Not in ``configfile``: the command line loads settings too, and must not pay for this.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,7 +20,7 @@ log = structlog.get_logger("settings")
 # kubelet replaces a ConfigMap in two steps within milliseconds; editors write several times.
 SETTLE_SECONDS = 0.2
 # The net under inotify: a file on a network file system, or a queue that overflowed.
-SLOW_LOOK_SECONDS = 60.0
+POLL_SECONDS = 60.0
 
 _CHANGES = Mask.CLOSE_WRITE | Mask.MOVED_TO | Mask.CREATE | Mask.DELETE | Mask.MOVED_FROM
 
@@ -40,41 +48,41 @@ def _read(path: Path) -> bytes | None:
         return None
 
 
-async def _something(path: Path, last: bytes | None) -> None:
-    """Back when something happened to ``path``, or it is time for the slow look.
+async def _wait(path: Path, last: bytes | None) -> None:
+    """Return when something happened to ``path``, or it is time to poll.
 
     OSError when the kernel gives no watch.
     """
     with Inotify() as inotify:
         for directory in _directories(path):
             inotify.add_watch(directory, _CHANGES)
-        # What changed before the watches were there raises no event.
+        # What changed before the watches were in place raises no event.
         if _read(path) in (last, None):
             try:
-                async with asyncio.timeout(SLOW_LOOK_SECONDS):
+                async with asyncio.timeout(POLL_SECONDS):
                     await inotify.get()
             except TimeoutError:
-                return  # the slow look
+                return
         await asyncio.sleep(SETTLE_SECONDS)
 
 
 async def changes(path: Path) -> AsyncIterator[None]:
-    """One item whenever the bytes of ``path`` are other than they were at the last item."""
+    """One item whenever the bytes of ``path`` differ from those at the last item."""
     last = _read(path)
     watched = True
     while True:
         try:
-            await _something(path, last)
+            await _wait(path, last)
             watched = True
         except OSError as error:
-            # No descriptors or watches left, or a directory went just now.
+            # No descriptors or watches are left, or a directory has just been removed.
             if watched:
                 log.warning(
-                    "settings file cannot be watched; it is looked at now and then",
-                    path=str(path), every_seconds=SLOW_LOOK_SECONDS, why=str(error),
+                    "settings file cannot be watched; it is polled instead",
+                    path=str(path), every_seconds=POLL_SECONDS, why=str(error),
                 )  # fmt: skip
             watched = False
-            await asyncio.sleep(SLOW_LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         now = _read(path)
         if now is not None and now != last:
             last = now

@@ -1,14 +1,14 @@
-"""The settings file as frozen models. Each room brings its own section; this joins them."""
+"""The settings file as frozen models: the process's own settings and one section for each room."""
 
 import ipaddress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import pydantic
 from pydantic import Field, field_validator, model_validator
 
 import kit.settings
-from cache import settings as cache_settings
-from preheat import settings as preheat_settings
-from volumes import settings as volumes_settings
+from nodeagent import rooms
 
 
 class AdminSettings(kit.settings.Section):
@@ -59,26 +59,31 @@ class AdminSettings(kit.settings.Section):
         return self
 
 
-class Settings(kit.settings.Section):
-    """The whole file. A section that is absent leaves that part of the agent out."""
+class Process(kit.settings.Section):
+    """What the process itself needs."""
 
     admin: AdminSettings = Field(default_factory=AdminSettings, description="The admin API.")
-    state_dir: Path = Field(
+    state_dir: kit.settings.AbsolutePath = Field(
         default=Path("/var/lib/nodeagent/state"),
         description="Small state of the agent: locks, source mount points. Survives reboots.",
     )
-    cache: cache_settings.CacheSettings | None = Field(
-        default=None, description="The dataset cache; absent: no cache on this node."
-    )
-    volumes: volumes_settings.VolumesSettings | None = Field(
-        default=None, description="Volumes kept safe; absent: neither guard nor audit on this node."
-    )
 
-    preheat: preheat_settings.PreheatSettings | None = Field(
-        default=None, description="Images held ready; absent: none on this node."
-    )
 
-    @field_validator("state_dir")
-    @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return kit.settings.absolute(value)
+if TYPE_CHECKING:
+
+    class Settings(Process):
+        """The whole file; a room's section is the attribute of its name, None when absent."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    # pydantic makes the model from the registry: a room's section exists because the room does.
+    Settings = pydantic.create_model(
+        "Settings",
+        __base__=Process,
+        __doc__="The whole file. A section that is absent leaves that room out of the agent.",
+        **{
+            room.name: (room.settings | None, Field(default=None, description=room.summary))
+            for room in rooms.ROOMS
+        },
+    )

@@ -49,7 +49,7 @@ def test_not_root_is_said_and_nothing_is_made(area: Path, node: Agent, source: P
     node.write()
     os.chmod(node.folder, 0o777)
     os.chmod(node.config, 0o644)
-    script = "import sys; sys.argv[0] = 'nodeagent'; from nodeagent.cli.main import main; main()"
+    script = "import sys; sys.argv[0] = 'nodeagent'; from nodeagent.main import main; main()"
     if not os.access("/root", os.X_OK):
         raise AssertionError("this test runs as root")
     done = subprocess.run(

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kit import errors, files
+from kit import files
 
 
-def test_a_saved_file_holds_the_new_bytes_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+def test_save_replaces_file_readable_by_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     files.save(path, b"old")
     files.save(path, b"new")
@@ -17,7 +17,7 @@ def test_a_saved_file_holds_the_new_bytes_and_only_its_owner_reads_it(tmp_path: 
     assert os.listdir(tmp_path) == ["state.json"]
 
 
-def test_when_saving_fails_the_old_file_stays_and_no_litter(tmp_path: Path) -> None:
+def test_failed_save_leaves_old_file_and_no_litter(tmp_path: Path) -> None:
     path = tmp_path / "state"
     path.mkdir()  # a directory cannot be replaced by a file
     (path / "in").touch()
@@ -27,7 +27,7 @@ def test_when_saving_fails_the_old_file_stays_and_no_litter(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["state"]
 
 
-def test_a_save_that_was_killed_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
+def test_killed_save_leaves_old_file(tmp_path: Path) -> None:
     path = tmp_path / "state"
     files.save(path, b"old")
     script = (
@@ -43,16 +43,29 @@ def test_a_save_that_was_killed_in_the_middle_leaves_the_old_file(tmp_path: Path
     assert os.listdir(tmp_path) == ["state"]
 
 
-def test_each_class_of_error_has_an_exit_code_of_its_own() -> None:
-    classes: list[type[errors.AgentError]] = errors.AgentError.__subclasses__()
-    ours = [c for c in classes if c.__module__ == "kit.errors"]
-    codes = [errors.AgentError.exit_code, *(c.exit_code for c in ours)]
-    assert len(set(codes)) == len(codes)
-    assert 0 not in codes
-    assert 2 not in codes  # click's for bad usage
+def test_append_keeps_two_bounded_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LARGEST_LOG", 1000)
+    path = tmp_path / "made" / "operator.log"
+    for number in range(100):
+        files.append(path, {"number": number})
+    assert files.last_entries(path, 3) == [{"number": n} for n in (97, 98, 99)]
+    assert sorted(os.listdir(path.parent)) == ["operator.log", "operator.log.1"]
+    assert all(each.stat().st_size < 1100 for each in path.parent.iterdir())
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_an_error_says_thing_cause_and_remedy_in_one_line() -> None:
-    error = errors.SourceError("dataset a", "it does not answer", "look at it")
-    assert str(error) == "dataset a: it does not answer; look at it"
-    assert str(errors.AgentError("a", "b", "")) == "a: b"
+def test_last_entries_leaves_torn_line_out(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    files.append(path, {"a": 1})
+    with path.open("ab") as stream:
+        stream.write(b'{"a": ')
+    assert files.last_entries(path, 10) == [{"a": 1}]
+    assert files.last_entries(tmp_path / "missing", 10) == []
+
+
+def test_lock_refuses_while_another_holds_it(tmp_path: Path) -> None:
+    first = files.lock(tmp_path / "lock", 0)
+    with pytest.raises(OSError, match="another process holds the lock"):
+        files.lock(tmp_path / "lock", 0.05)
+    os.close(first)
+    os.close(files.lock(tmp_path / "lock", 0))

@@ -18,12 +18,12 @@ from kit import units
         ("1PiB", 2**50),
     ],
 )
-def test_sizes_are_read_as_people_write_them(text: object, size: int) -> None:
+def test_parse_size(text: object, size: int) -> None:
     assert units.parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1 gib", "1Gi", True, None, [], "1e3", "1%"])
-def test_what_is_no_size_is_refused_with_an_example_or_the_units(text: object) -> None:
+def test_parse_size_refuses_with_example(text: object) -> None:
     with pytest.raises(ValueError, match=r"GiB"):
         units.parse_size(text)
 
@@ -31,12 +31,12 @@ def test_what_is_no_size_is_refused_with_an_example_or_the_units(text: object) -
 @pytest.mark.parametrize(
     ("text", "seconds"), [("30s", 30), ("200ms", 0.2), ("5m", 300), ("1h", 3600), (2.5, 2.5)]
 )
-def test_times_are_read_as_people_write_them(text: object, seconds: float) -> None:
+def test_parse_duration(text: object, seconds: float) -> None:
     assert units.parse_duration(text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["-5s", "5 seconds", "s", False, "5sm"])
-def test_what_is_no_time_is_refused(text: object) -> None:
+def test_parse_duration_refuses(text: object) -> None:
     with pytest.raises(ValueError, match=r"write it like|unknown unit|expected"):
         units.parse_duration(text)
 
@@ -44,36 +44,36 @@ def test_what_is_no_time_is_refused(text: object) -> None:
 @pytest.mark.parametrize(
     ("text", "share"), [("10%", 0.1), ("0.25", 0.25), (0, 0.0), ("99.9%", 0.999)]
 )
-def test_shares_are_read_as_people_write_them(text: object, share: float) -> None:
+def test_parse_share(text: object, share: float) -> None:
     assert units.parse_share(text) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("text", ["100%", "1", "1.5", "-1%", "10GiB", "ten"])
-def test_what_is_no_share_is_refused(text: object) -> None:
+def test_parse_share_refuses(text: object) -> None:
     with pytest.raises(ValueError, match="10%"):
         units.parse_share(text)
 
 
 @given(st.integers(0, 2**53))
-def test_a_size_in_the_effective_settings_reads_back_exactly(size: int) -> None:
+def test_setting_size_reads_back_exactly(size: int) -> None:
     assert units.parse_size(units._setting_size(size)) == size
 
 
 @given(st.floats(0.0, 1e7).map(lambda value: round(value, 3)))
-def test_a_time_in_the_effective_settings_reads_back_exactly(seconds: float) -> None:
+def test_setting_duration_reads_back_exactly(seconds: float) -> None:
     assert units.parse_duration(units._setting_duration(seconds)) == pytest.approx(
         seconds, rel=1e-12
     )
 
 
 @given(st.integers(0, 9999))
-def test_a_share_in_the_effective_settings_reads_back_exactly(tenths: int) -> None:
+def test_setting_share_reads_back_exactly(tenths: int) -> None:
     share = tenths / 10_000
     assert units.parse_share(units._setting_share(share)) == pytest.approx(share, rel=1e-12)
 
 
 @given(st.integers(0, 2**62))
-def test_a_size_for_people_has_a_unit_and_is_short(size: int) -> None:
+def test_format_size_is_short(size: int) -> None:
     text = units.format_size(size)
     number, unit = text.split(" ")
     assert unit in ("B", "KiB", "MiB", "GiB", "TiB")
@@ -83,5 +83,5 @@ def test_a_size_for_people_has_a_unit_and_is_short(size: int) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0s"), (59.4, "59s"), (245, "4m05s"), (7380, "2h03m"), (-3, "0s")]
 )
-def test_a_time_for_people_is_short(seconds: float, text: str) -> None:
+def test_format_duration_is_short(seconds: float, text: str) -> None:
     assert units.format_duration(seconds) == text

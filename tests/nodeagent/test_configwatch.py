@@ -13,9 +13,9 @@ SOON = 15.0
 
 
 @pytest.fixture(autouse=True)
-def no_slow_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is seen is seen by inotify."""
-    monkeypatch.setattr(configwatch, "SLOW_LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(configwatch, "POLL_SECONDS", 3600.0)
     monkeypatch.setattr(configwatch, "SETTLE_SECONDS", 0.05)
 
 
@@ -32,14 +32,14 @@ async def seen(watch: AsyncIterator[None], change: object = None) -> None:
     await asyncio.wait_for(task, SOON)
 
 
-async def test_a_file_written_anew_is_noticed(tmp_path: Path) -> None:
+async def test_rewritten_file_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("one")
     watch = await begin(path)
     await seen(watch, lambda: path.write_text("two"))
 
 
-async def test_a_file_replaced_by_rename_is_noticed_each_time(tmp_path: Path) -> None:
+async def test_renamed_file_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("one")
     watch = await begin(path)
@@ -52,13 +52,13 @@ async def test_a_file_replaced_by_rename_is_noticed_each_time(tmp_path: Path) ->
     await seen(watch, lambda: replace("three"))
 
 
-async def test_a_file_that_appears_later_is_noticed(tmp_path: Path) -> None:
+async def test_new_file_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     watch = await begin(path)
     await seen(watch, lambda: path.write_text("here"))
 
 
-async def test_the_symlink_swap_of_a_configmap_is_noticed_each_time(tmp_path: Path) -> None:
+async def test_configmap_swap_is_noticed(tmp_path: Path) -> None:
     # As kubelet lays it out: file -> ..data/file, ..data -> ..<time>, replaced by rename.
     def version(number: int) -> None:
         folder = tmp_path / f"..2026_{number}"
@@ -78,7 +78,7 @@ async def test_the_symlink_swap_of_a_configmap_is_noticed_each_time(tmp_path: Pa
         await seen(watch, lambda number=number: version(number))
 
 
-async def test_a_touch_without_new_bytes_is_no_change(tmp_path: Path) -> None:
+async def test_same_bytes_are_not_a_change(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("one")
     watch = await begin(path)
@@ -92,7 +92,7 @@ async def test_a_touch_without_new_bytes_is_no_change(tmp_path: Path) -> None:
     await asyncio.wait_for(task, SOON)
 
 
-async def test_a_change_while_the_last_one_is_being_applied_is_not_missed(tmp_path: Path) -> None:
+async def test_change_between_items_is_not_missed(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("one")
     watch = await begin(path)
@@ -102,7 +102,7 @@ async def test_a_change_while_the_last_one_is_being_applied_is_not_missed(tmp_pa
     await asyncio.wait_for(anext(watch), SOON)
 
 
-async def test_without_watches_the_bytes_are_compared_and_it_is_said_once(
+async def test_without_watches_the_file_is_polled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(*_: Any) -> None:
@@ -110,7 +110,7 @@ async def test_without_watches_the_bytes_are_compared_and_it_is_said_once(
 
     path = tmp_path / "a.yaml"
     path.write_text("one")
-    monkeypatch.setattr(configwatch, "SLOW_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(configwatch, "POLL_SECONDS", 0.05)
     with monkeypatch.context() as full, structlog.testing.capture_logs() as said:
         full.setattr(configwatch, "Inotify", none_left)
         watch = await begin(path)
@@ -118,5 +118,5 @@ async def test_without_watches_the_bytes_are_compared_and_it_is_said_once(
         await seen(watch, lambda: path.write_text("three"))
     assert len(said) == 1
     assert "Too many open files" in said[0]["why"]
-    monkeypatch.setattr(configwatch, "SLOW_LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(configwatch, "POLL_SECONDS", 3600.0)
     await seen(watch, lambda: path.write_text("four"))  # by inotify again

@@ -12,10 +12,7 @@ import click.testing
 import pytest
 
 import kit.errors
-import preheat.component
-from nodeagent.admin import images as images_api
-from nodeagent.admin import openapi
-from nodeagent.cli import main
+from nodeagent import main
 from tests.preheat import rig
 from tests.testbed import agent as agents
 from tests.testbed import containerd, proxy, registry
@@ -177,16 +174,3 @@ def _post(url: str, data: bytes) -> tuple[int, dict[str, Any]]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, json.loads(error.read())
-
-
-def test_every_route_is_in_the_document_and_nothing_else() -> None:
-    room = preheat.component.Preheat.__new__(preheat.component.Preheat)  # nothing is called
-    routes = {(route.method.lower(), route.path) for route in images_api.routes(room)}
-    paths = {
-        (method, path)
-        for path, methods in openapi.document()["paths"].items()
-        if path.startswith("/v1/images")
-        for method in methods
-    }
-
-    assert routes == paths

@@ -11,7 +11,13 @@ mount -t overlay overlay -o lowerdir=/host,upperdir=/rw/u,workdir=/rw/w /new
 mount -t proc proc /new/proc; mount -t sysfs sys /new/sys; mount -t devtmpfs dev /new/dev
 mount -t cgroup2 cgroup2 /new/sys/fs/cgroup; mount -t tmpfs tmpfs /new/tmp; mount -t tmpfs tmpfs /new/run
 mkdir -p /new/lib/modules /new/dev/shm; mount -o bind /lib/modules /new/lib/modules
-mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=262144,cache=loose work /new/mnt
+mkdir -p /work /rw/mu /rw/mw
+mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=262144,cache=loose work /work
+mount -t overlay overlay -o lowerdir=/work,upperdir=/rw/mu,workdir=/rw/mw /new/mnt
+# The checkout may lie below a folder that was just covered, /tmp for example.
+checkout=$(cat /work/guest-checkout)
+[ -e "/new$checkout/pyproject.toml" ] ||
+  { mkdir -p "/new$checkout" && mount -o bind "/host$checkout" "/new$checkout"; }
 for word in $(cat /proc/cmdline); do case $word in script=*) script=${word#script=};; esac; done
 echo "guest: running $script"
 # The first process goes into the new root itself: its mounts and its root are the host's here.

@@ -9,6 +9,7 @@ import contextlib
 import os
 import random
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,11 +40,14 @@ def prepare() -> None:
 
 
 def run(script: str, folder: Path, timeout: float = 180.0) -> Result:
-    """Run ``script`` (bash) in a fresh guest; ``folder`` is its working folder, seen at /mnt and
-    under its own path, read-only. TimeoutExpired when it takes longer."""
+    """Run ``script`` (bash) in a fresh guest; it sees what is in ``folder`` at /mnt.
+
+    Raises TimeoutExpired when it takes longer.
+    """
     prepare()
     file = folder / "guest-script.sh"
     file.write_text(script)
+    (folder / "guest-checkout").write_text(str(ROOT))
     command = [
         *("qemu-system-x86_64", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2"),
         *("-m", str(MEMORY_MIB), "-nodefaults", "-no-user-config", "-display", "none"),
@@ -93,5 +97,5 @@ def with_cluster(folder: Path) -> Iterator[tuple[ceph.CephCluster, Path]]:
 
 def environment() -> str:
     """Lines for the head of a script: our environment and this checkout."""
-    path = f"{ROOT}/.venv/bin:{os.environ['PATH']}"
-    return f"export PATH={path} PYTHONPATH={ROOT}\ncd {ROOT}\n"
+    path, root = shlex.quote(f"{ROOT}/.venv/bin:{os.environ['PATH']}"), shlex.quote(str(ROOT))
+    return f"export PATH={path} PYTHONPATH={root}\ncd {root}\n"

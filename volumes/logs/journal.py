@@ -72,6 +72,10 @@ class Journal:
                 self._since = max(self._since, time.time() - OVERLAP_SECONDS)
                 self.state("")
                 begun = self.feed(block, begun)
+            # Its output has ended, so it ends by itself. A signal sent now would reap it behind
+            # the event loop's back, and its exit code would be lost.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), END_SECONDS)
         finally:
             steady.cancel()
             await _end(process)

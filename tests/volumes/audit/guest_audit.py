@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from linux import kmsg
-from nodeagent import reporting
+from nodeagent import findings as reporting
 from tests.testbed import waiting
 from volumes.audit import faces, service
 from volumes.audit.settings import AuditSettings

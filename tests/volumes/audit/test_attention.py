@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nodeagent import reporting
+from nodeagent import findings as reporting
 from tests.volumes.audit import world
 from volumes.audit import attention, faces, service
 from volumes.inventory import client, model, scan

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nodeagent.admin import openapi
+from nodeagent.api import openapi
 from tests.testbed import waiting
 from tests.testbed.agent import Agent, ApiError
 from tests.volumes.audit import stage as stages

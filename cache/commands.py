@@ -1,0 +1,294 @@
+"""``nodeagent dataset``: a client of the admin API."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+import kit.errors
+import kit.units
+from kit import terminal
+from kit.room import CommandContext
+
+# Exit codes of commands that wait, beside those of kit.errors (docs/cli.md).
+PARTIAL, STOPPED = 10, 11
+_PLAIN_LINE_SECONDS = 5.0
+
+_name = click.argument("name")
+
+
+class NotFinishedError(kit.errors.AgentError):
+    """What was waited for ended, but not well."""
+
+    def __init__(self, code: int, thing: str, cause: str, remedy: str) -> None:
+        super().__init__(thing, cause, remedy)
+        self.exit_code = code  # type: ignore[misc]  # one class for the codes of waiting
+
+
+dataset = click.Group("dataset")
+
+
+def _path(name: str, what: str = "") -> str:
+    return f"/v1/datasets/{quote(name, safe='')}{what}"
+
+
+@dataset.command("list")
+@terminal.json_option
+@click.pass_obj
+def listing(ctx: CommandContext, as_json: bool) -> None:
+    """All datasets."""
+    answer = terminal.call(ctx, "GET", "/v1/datasets")
+    if as_json:
+        terminal.print_json(answer["datasets"])
+        return
+    rows = []
+    for d in answer["datasets"]:
+        total = d["files"]["total"]
+        share = f"{d['files']['done'] * 100 // total}%" if total else "-"
+        rows.append(
+            [
+                d["name"],
+                d["state"],
+                d["served_by"],
+                share,
+                f"{d['files']['done']}/{total}",
+                kit.units.format_size(d["store_bytes"]),
+                d["view"],
+            ]
+        )
+    terminal.table(["NAME", "STATE", "SERVED BY", "STORED", "FILES", "ON SSD", "VIEW"], rows)
+    for name in answer["orphans"]:
+        click.echo(f"{name}: not in the settings any more; 'dataset remove {name}' deletes it")
+
+
+@dataset.command()
+@_name
+@click.option("--failures", is_flag=True, help="Also list entries that could not be copied.")
+@terminal.json_option
+@click.pass_obj
+def show(ctx: CommandContext, name: str, failures: bool, as_json: bool) -> None:
+    """One dataset, with everything that is known of it."""
+    shown = terminal.call(ctx, "GET", _path(name))
+    if failures:
+        shown["failures"] = list(_failures(ctx, name))
+    if as_json:
+        terminal.print_json(shown)
+        return
+    for line in _lines(shown):
+        click.echo(line)
+    for failure in shown.get("failures", ()):
+        click.echo(f"  {terminal.plain(failure['path'])}: {failure['reason']}")
+
+
+def _failures(ctx: CommandContext, name: str) -> Any:
+    after = ""
+    while after is not None:
+        page = terminal.call(ctx, "GET", _path(name, "/failures"), limit=1000, after=after)
+        yield from page["failures"]
+        after = page["next"]
+
+
+def _lines(d: dict[str, Any]) -> list[str]:
+    size = kit.units.format_size
+    about = "about " if d["estimated"] else ""
+    files, data = d["files"], d["bytes"]
+    read_by = f"read by {d['source']['read_by']}" if d["source"]["reachable"] else "not reachable"
+    if d["state"] == "complete" and not d["source"]["reachable"]:
+        read_by = "not needed any more"
+    stored = f"{files['done']} of {about}{files['total']} stored"
+    odd = f"{files['failed']} failed, {files['skipped']} skipped (sockets, fifos, devices)"
+    sizes = f"{size(data['done'])} of {about}{size(data['total'])} stored"
+    lines = [
+        f"name       {d['name']}",
+        f"state      {d['state']}" + (f": {d['why']}" if d["why"] else ""),
+        f"view       {d['view']} (served by {d['served_by']})",
+        f"source     {d['source']['kind']} {d['source']['path']} ({d['freshness']}), {read_by}",
+        f"files      {stored}, {odd}",
+        f"bytes      {sizes}, {size(d['store_bytes'])} on the SSD",
+    ]
+    if files["no_room"]:
+        lines.append(f"no room    for {files['no_room']} files, {size(data['no_room'])}")
+    if d["phase"]:
+        lines.append(f"progress   {_progress_text(d)}")
+    if verify := d["verify"]:
+        lines.append(
+            f"verify     {verify['state']}"
+            + (
+                f": {verify['checked_files']} files, {verify['bad']} bad, "
+                f"{verify['replaced']} replaced, {verify['withdrawn']} withdrawn"
+                + (f", {left} not compared" if (left := verify.get("not_compared")) else "")
+                if "checked_files" in verify
+                else ""
+            )
+        )
+    return lines + [f"note       {note}" for note in d["notes"]]
+
+
+def _progress_text(d: dict[str, Any]) -> str:
+    files, data, rate = d["files"], d["bytes"], d["rate"]
+    eta = (
+        "" if d["eta_seconds"] is None else f", {kit.units.format_duration(d['eta_seconds'])} left"
+    )
+    size = kit.units.format_size
+    return (
+        f"{d['state']} {files['done']}/{files['total']} files, {size(data['done'])}/"
+        f"{size(data['total'])}, {rate['files']:.0f} files/s, {size(rate['bytes'])}/s, "
+        f"{files['failed']} failed{eta}"
+    )
+
+
+@dataset.command()
+@_name
+@click.option("--wait", is_flag=True, help="Wait until it is complete, or cannot become so.")
+@terminal.json_option
+@click.pass_obj
+def warm(ctx: CommandContext, name: str, wait: bool, as_json: bool) -> None:
+    """Fill the store with NAME; go on after a pause, a cancel or a failure."""
+    shown = terminal.call(ctx, "POST", _path(name, "/warm"))
+    if wait:
+        shown = asyncio.run(_follow(ctx, name, _warm_ended, quiet=as_json))
+    if as_json:
+        terminal.print_json(shown)
+    elif shown["state"] == "complete":
+        click.echo(f"{name} is complete: {shown['files']['done']} files, read at {shown['view']}")
+    elif not wait:
+        click.echo(
+            f"{name} is {shown['state']}; follow it with 'nodeagent dataset warm {name} --wait'"
+        )
+    if wait:
+        _judge(shown)
+
+
+def _warm_ended(d: dict[str, Any]) -> bool:
+    if d["state"] in ("waiting", "failed"):
+        return bool(d["why"])
+    return d["state"] in ("complete", "partial", "cancelled", "removed")
+
+
+def _judge(d: dict[str, Any]) -> None:
+    thing, remedy = f"dataset {d['name']}", "see 'nodeagent dataset show'"
+    if d["state"] in ("waiting", "failed"):
+        why = d["why"].removeprefix(f"{thing}: ")
+        raise NotFinishedError(kit.errors.SourceError.exit_code, thing, why, "")
+    if d["state"] == "partial":
+        raise NotFinishedError(PARTIAL, thing, f"only partly stored: {d['why']}", remedy)
+    if d["state"] in ("cancelled", "removed"):
+        raise NotFinishedError(STOPPED, thing, f"it was {d['state']}", remedy)
+
+
+async def _follow(ctx: CommandContext, name: str, ended: Any, *, quiet: bool) -> dict[str, Any]:
+    """The dataset when ``ended`` says so, shown on the way."""
+    stream = ctx.client().lines(_path(name, "/progress"))
+    show = _silently if quiet else _with_bar if terminal.on_terminal() else _with_lines
+    last: dict[str, Any] = {}
+    async for last in show(stream):
+        if ended(last):
+            return last
+    raise NotFinishedError(STOPPED, f"dataset {name}", "the agent ended the stream", "look again")
+
+
+async def _silently(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for shown in stream:
+        yield shown
+
+
+async def _with_lines(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    said, state = 0.0, ""
+    async for shown in stream:
+        now = time.monotonic()
+        if now - said >= _PLAIN_LINE_SECONDS or shown["state"] != state:
+            said, state = now, shown["state"]
+            click.echo(_progress_text(shown), err=True)
+        yield shown
+
+
+async def _with_bar(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    from rich import progress as bars  # only where there is a terminal
+    from rich.console import Console
+
+    with bars.Progress(
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.TextColumn("{task.fields[text]}"),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        task = bar.add_task("", total=None, text="")
+        async for shown in stream:
+            done, total = shown["files"]["done"], shown["files"]["total"]
+            text = _progress_text(shown).partition(" ")[2]
+            bar.update(
+                task, completed=done, total=total or None, description=shown["state"], text=text
+            )
+            yield shown
+
+
+def _simple(verb: str, text: str) -> None:
+    @dataset.command(verb, help=text)
+    @_name
+    @terminal.json_option
+    @click.pass_obj
+    def command(ctx: CommandContext, name: str, as_json: bool) -> None:
+        shown = terminal.call(ctx, "POST", _path(name, f"/{verb}"))
+        if as_json:
+            terminal.print_json(shown)
+        else:
+            click.echo(f"{name} is {shown['state']}")
+
+
+_simple("pause", "Stop copying NAME for a while; 'resume' or 'warm' goes on.")
+_simple("resume", "Go on with a paused NAME.")
+_simple("cancel", "Stop filling or verifying NAME; what is stored stays and serves.")
+
+
+@dataset.command()
+@_name
+@click.option("--source", is_flag=True, help="Compare with the source too: reads all of it.")
+@click.option("--wait/--no-wait", default=True, help="Wait for the result (default).")
+@terminal.json_option
+@click.pass_obj
+def verify(ctx: CommandContext, name: str, source: bool, wait: bool, as_json: bool) -> None:
+    """Read the store of NAME against its checksums; bad files are replaced."""
+    shown = terminal.call(ctx, "POST", _path(name, "/verify"), {"source": source})
+    if wait:
+        shown = asyncio.run(_follow(ctx, name, _verify_ended, quiet=as_json))
+    if as_json:
+        terminal.print_json(shown)
+    elif wait:
+        click.echo(_lines(shown)[-1].partition(" ")[2].strip())
+    else:
+        click.echo(f"{name}: verify is {shown['verify']['state']}")
+    if wait:
+        result = shown["verify"]
+        if result["state"] in ("failed", "cancelled"):
+            raise NotFinishedError(STOPPED, f"dataset {name}", f"verify {result['state']}", "")
+        if result["bad"] > result["replaced"]:
+            raise NotFinishedError(
+                PARTIAL, f"dataset {name}", f"{result['bad']} bad files, {result['replaced']} "
+                "replaced", "check the SSD and the source",
+            )  # fmt: skip
+
+
+def _verify_ended(d: dict[str, Any]) -> bool:
+    return bool(d["verify"]) and d["verify"]["state"] not in ("queued", "running")
+
+
+@dataset.command()
+@_name
+@terminal.json_option
+@click.pass_obj
+def remove(ctx: CommandContext, name: str, as_json: bool) -> None:
+    """Take the view of NAME down and delete what is stored, unless somebody uses it."""
+    answer = terminal.call(ctx, "DELETE", _path(name))
+    if as_json:
+        terminal.print_json(answer)
+        return
+    click.echo(f"{name} is removed")
+    if answer["in_settings"]:
+        click.echo(
+            f"it is still in the settings and stays removed until 'nodeagent dataset warm {name}'",
+            err=True,
+        )

@@ -1,0 +1,1 @@
+"""Ceph: the one package that speaks to clusters."""

@@ -1,0 +1,127 @@
+"""One Ceph cluster as the agent asks it: typed questions, each with a deadline.
+
+All of it runs in a worker process (``ceph.worker``) that starts with the first question and ends
+when it was idle for a minute, because a connection takes 60 MB. A question that fails because of
+the cluster costs the worker its life, and for a moment the next ones fail at once with the same
+error. Rooms with different deadlines use a ``Cluster`` each: questions wait for their turn.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+import structlog
+
+import kit.errors
+import kit.worker
+from ceph.protocol import (
+    Answer,
+    ClusterView,
+    ContentQuestion,
+    Credentials,
+    ImageContent,
+    ImageId,
+    ImageName,
+    MetadataChange,
+    Request,
+    ViewQuestion,
+)
+from ceph.settings import ClusterSettings
+
+log = structlog.get_logger("ceph")
+
+IDLE_SECONDS = 60.0
+PAUSE_SECONDS = 1.0  # after a failure
+_LARGEST_ANSWER = 32 * 2**20
+
+
+class Cluster:
+    """Asks one cluster. Every method raises AgentError.
+
+    NotFoundError and RefusedError are answers about one image; any other error means that the
+    cluster itself does not answer, and counts in ``failures``.
+    """
+
+    def __init__(
+        self, settings: ClusterSettings, deadline: float, *, patience: float | None = None
+    ) -> None:
+        """``deadline``: seconds for a whole question. ``patience``: seconds for each of the
+        cluster's answers to it; less than the deadline gives more telling errors."""
+        self.settings = settings
+        self.fsid = ""  # known after the first answer
+        self.failures = 0
+        self._deadline = deadline
+        self._credentials = Credentials(
+            cluster=settings.name,
+            monitors=settings.monitors,
+            conf=str(settings.conf or ""),
+            user=settings.user,
+            secret_file=str(settings.secret_file or ""),
+            patience=deadline if patience is None else patience,
+        )
+        self._worker = kit.worker.Worker(
+            "ceph.worker:main",
+            Answer,
+            about=f"cluster {settings.name}",
+            largest=_LARGEST_ANSWER,
+            idle=IDLE_SECONDS,
+            backoff=kit.worker.Backoff(PAUSE_SECONDS, PAUSE_SECONDS),
+        )
+        self._turn = asyncio.Lock()
+        self._error: kit.errors.AgentError | None = None
+        self._not_before = 0.0
+
+    async def connect(self) -> str:
+        """The cluster's fsid."""
+        return (await self._ask()).fsid
+
+    async def content(self, image: ImageId, metadata_key: str, *, extents: bool) -> ImageContent:
+        """A metadata entry of an image and, with ``extents``, whether any data was written."""
+        answer = await self._ask(content=ContentQuestion(image, metadata_key, extents))
+        assert answer.content is not None
+        return answer.content
+
+    async def set_metadata(self, image: ImageId, metadata_key: str, value: str) -> None:
+        await self._ask(change=MetadataChange(image, metadata_key, value))
+
+    async def view(self, images: Iterable[ImageName]) -> ClusterView:
+        """State of the cluster and of these images. What the key may not ask is a gap in it."""
+        answer = await self._ask(view=ViewQuestion(tuple(images)))
+        assert answer.view is not None
+        return answer.view
+
+    async def _ask(
+        self,
+        content: ContentQuestion | None = None,
+        change: MetadataChange | None = None,
+        view: ViewQuestion | None = None,
+    ) -> Answer:
+        async with self._turn:
+            if self._error is not None and time.monotonic() < self._not_before:
+                raise self._error
+            request = Request(self._credentials, self.fsid, content, change, view)
+            try:
+                answer = await self._worker.ask(request, self._deadline)
+            except (kit.errors.NotFoundError, kit.errors.RefusedError):
+                raise
+            except (kit.errors.AgentError, OSError, kit.worker.ChildError) as error:
+                raise await self._failed(error) from error
+            self._error = None
+            self.fsid = answer.fsid
+            return answer
+
+    async def _failed(self, error: Exception) -> kit.errors.AgentError:
+        self.failures += 1
+        if not isinstance(error, kit.errors.AgentError):
+            error = kit.errors.SourceError(
+                f"cluster {self.settings.name}", f"asking it failed ({error})", "it is tried again"
+            )
+        if self._error is None or str(error) != str(self._error):
+            log.warning("cluster does not answer", cluster=self.settings.name, cause=str(error))
+        self._error = error
+        self._not_before = time.monotonic() + PAUSE_SECONDS
+        await self._worker.close()
+        return error
+
+    async def close(self) -> None:
+        await self._worker.close()

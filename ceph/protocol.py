@@ -1,0 +1,181 @@
+"""What the agent and its Ceph worker process say to each other, as frozen dataclasses."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """How the worker connects. The key itself stays in its file until the worker reads it."""
+
+    cluster: str  # its name in settings, for errors
+    monitors: tuple[str, ...]
+    conf: str  # empty: librados reads no ceph.conf, /etc/ceph/ceph.conf neither
+    user: str
+    secret_file: str  # empty: the keyring that conf names
+    patience: float  # seconds for each answer of the cluster
+
+
+@dataclass(frozen=True)
+class ImageId:
+    """An RBD image by its ids, which renaming does not change."""
+
+    pool_id: int
+    namespace: str
+    image_id: str
+
+
+@dataclass(frozen=True)
+class ImageName:
+    """An RBD image by its names."""
+
+    pool: str
+    namespace: str
+    name: str
+
+
+@dataclass(frozen=True)
+class ContentQuestion:
+    """Does the image hold data, and what does its metadata say?"""
+
+    image: ImageId
+    metadata_key: str
+    extents: bool  # also look for an allocated extent
+
+
+@dataclass(frozen=True)
+class MetadataChange:
+    """Set a metadata entry of the image."""
+
+    image: ImageId
+    metadata_key: str
+    value: str
+
+
+@dataclass(frozen=True)
+class ViewQuestion:
+    """How is the cluster, and who uses these images?"""
+
+    images: tuple[ImageName, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """At most one question is set; without one, the answer is the cluster's fsid.
+
+    ``fsid``: the cluster that was connected to before; another one is an error.
+    """
+
+    credentials: Credentials
+    fsid: str = ""
+    content: ContentQuestion | None = None
+    change: MetadataChange | None = None
+    view: ViewQuestion | None = None
+
+
+@dataclass(frozen=True)
+class ImageContent:
+    """``size`` and ``extent`` are set only when extents were asked for."""
+
+    metadata: str | None  # None: the image has no such entry
+    size: int | None = None
+    extent: tuple[int, int] | None = None  # offset and length of an allocated extent; None: none
+
+
+@dataclass(frozen=True)
+class Watcher:
+    client: str  # "client4144"
+    address: str  # "10.0.0.5:0/123456"
+
+
+@dataclass(frozen=True)
+class Lock:
+    client: str
+    address: str
+    cookie: str
+
+
+@dataclass(frozen=True)
+class ImageView:
+    """One image as the cluster sees it.
+
+    Readers leave no watcher: an image without watchers may still be in use.
+    """
+
+    pool: str
+    namespace: str
+    name: str
+    features: int = 0
+    watchers: tuple[Watcher, ...] = ()
+    locks: tuple[Lock, ...] = ()
+    error: str = ""  # why it could not be asked
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.pool, self.namespace, self.name
+
+
+@dataclass(frozen=True)
+class VersionCount:
+    kind: str  # mon, mgr, osd, mds
+    version: str  # "ceph version 16.2.15 (...) pacific (stable)"
+    count: int
+
+
+@dataclass(frozen=True)
+class FeatureGroup:
+    kind: str  # mon, osd, client, ...
+    release: str
+    features: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """A health check that fails."""
+
+    code: str  # OSD_NEARFULL
+    severity: str
+    summary: str
+
+
+def refusal(command: str) -> str:
+    return f"'ceph {command}' is not allowed to this key"
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """One cluster at one moment."""
+
+    name: str
+    taken: float  # Unix time
+    fsid: str
+    versions: tuple[VersionCount, ...] = ()
+    features: tuple[FeatureGroup, ...] = ()
+    min_client: str = ""  # require_min_compat_client
+    checks: tuple[Check, ...] = ()
+    used: float = 0.0  # share of raw space
+    blocklist: tuple[str, ...] = ()  # addresses, and ranges as "cidr:10.1.0.0:0/24"
+    monitors_v1: tuple[str, ...] = ()
+    monitors_v2: tuple[str, ...] = ()
+    images: tuple[ImageView, ...] = ()
+    node_client: str = ""  # version of this node's Ceph client: "16.2.15"
+    denied: tuple[str, ...] = ()  # commands that this key may not run; what they give is missing
+
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """The denied commands, for people."""
+        return tuple(refusal(command) for command in self.denied)
+
+    def refused(self, commands: tuple[str, ...]) -> list[str]:
+        """Why the answers of these commands are unknown."""
+        return [f"cluster {self.name}: {refusal(c)}" for c in commands if c in self.denied]
+
+    def image(self, pool: str, namespace: str, name: str) -> ImageView | None:
+        return next((i for i in self.images if i.key == (pool, namespace, name)), None)
+
+
+@dataclass(frozen=True)
+class Answer:
+    fsid: str
+    content: ImageContent | None = None
+    view: ClusterView | None = None

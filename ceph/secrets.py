@@ -1,0 +1,46 @@
+"""The one reader of Ceph keys. No error, log line or command line ever holds a key."""
+
+import re
+from pathlib import Path
+
+import kit.errors
+
+_KEY = re.compile(r"[A-Za-z0-9+/]{20,}={0,2}")
+
+
+def read(path: Path, user: str, thing: str) -> str:
+    """The key of ``user`` (without 'client.') in a bare secret file or a keyring.
+
+    SourceError about ``thing``, whose text never shows what the file holds.
+    """
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+        raise kit.errors.SourceError(
+            thing, f"secret_file {path} cannot be read ({why})", "put the user's key there"
+        ) from None
+    key = _of_keyring(text, user) if "[" in text else text
+    if key is None:
+        raise kit.errors.SourceError(
+            thing, f"secret_file {path} has no key for client.{user}", "add it, or name the user"
+        )
+    if not _KEY.fullmatch(key):
+        raise kit.errors.SourceError(
+            thing,
+            f"secret_file {path} does not hold a Ceph key",
+            "put the output of 'ceph auth print-key' there",
+        )
+    return key
+
+
+def _of_keyring(text: str, user: str) -> str | None:
+    section = ""
+    for line in text.splitlines():
+        stripped = line.strip()
+        if stripped.startswith("["):
+            section = stripped.strip("[]")
+        key, equals, value = stripped.partition("=")
+        if equals and key.strip() == "key" and section == f"client.{user}":
+            return value.strip()
+    return None

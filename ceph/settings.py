@@ -1,0 +1,70 @@
+"""How settings name a Ceph cluster: its monitors, a user and the user's key.
+
+Every room that reaches a cluster uses these types, so that an operator learns them once.
+"""
+
+import re
+from typing import Annotated, TypeVar
+
+from pydantic import AfterValidator, Field, model_validator
+
+import kit.settings
+
+
+def _addresses(monitors: tuple[str, ...]) -> tuple[str, ...]:
+    for monitor in monitors:
+        if not re.fullmatch(r"[\w.:,\[\]/-]+", monitor):
+            raise ValueError(f"{monitor!r} is not a monitor address, like 10.0.0.1:6789")
+    return monitors
+
+
+def _user(name: str) -> str:
+    return kit.settings.word(name).removeprefix("client.")
+
+
+Monitors = Annotated[tuple[str, ...], AfterValidator(_addresses)]
+User = Annotated[str, AfterValidator(_user)]
+
+# What settings say of these fields.
+MONITORS = "HOST:PORT of each monitor, or [v2:HOST:PORT,v1:HOST:PORT]."
+SECRET_FILE = (
+    "The user's key: the bare secret, or a keyring file. Never logged or put on a command line."
+)
+
+
+class ClusterSettings(kit.settings.Section):
+    """One Ceph cluster, and a user of it."""
+
+    name: kit.settings.Word = Field(max_length=63, description="How findings call it.")
+    monitors: Monitors = Field(default=(), description=MONITORS)
+    conf: kit.settings.AbsolutePath | None = Field(
+        default=None, description="ceph.conf that names the monitors, instead of 'monitors'."
+    )
+    user: User = Field(
+        default="nodeagent",
+        description="cephx user without 'client.'. mon 'profile rbd' and osd 'profile rbd' are "
+        "enough; with 'profile rbd-read-only' the guard's ledger stays on this node.",
+    )
+    secret_file: kit.settings.AbsolutePath | None = Field(
+        default=None, description=f"{SECRET_FILE} Default: the keyring that 'conf' names."
+    )
+
+    @model_validator(mode="after")
+    def _reachable(self) -> "ClusterSettings":
+        if (self.conf is None) == (not self.monitors):
+            raise ValueError("give either 'monitors' or 'conf'")
+        if self.conf is None and self.secret_file is None:
+            raise ValueError("'monitors' need a 'secret_file'")
+        return self
+
+
+ClusterT = TypeVar("ClusterT", bound=ClusterSettings)
+
+
+def unique(clusters: tuple[ClusterT, ...]) -> tuple[ClusterT, ...]:
+    """``clusters`` when each has a name of its own, else ValueError."""
+    names = [cluster.name for cluster in clusters]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"cluster {name!r} is there twice; names are unique")
+    return clusters

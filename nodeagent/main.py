@@ -1,0 +1,142 @@
+"""The command ``nodeagent``: ``run`` is the agent, ``config`` reads the settings file, the rest are
+clients of the admin API.
+
+The rooms bring the rest (``kit.room.Command``). A room's commands are imported when one of them is
+called, so that ``nodeagent --help`` and the agent itself do not load what only they need.
+"""
+
+import asyncio
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+import kit.errors
+import kit.room
+from kit import terminal
+from nodeagent import configfile, rooms
+from nodeagent.settings import Settings
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every command gets (``kit.room.CommandContext``)."""
+
+    config: Path
+    api: str | None
+
+    def client(self) -> kit.room.Api:
+        from nodeagent import client  # the HTTP client takes longer to import than all else
+
+        if self.api is not None:
+            return client.Client(self.api, token_file=None)
+        admin = configfile.load(self.config).admin
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(admin.host, admin.host)
+        url = f"http://[{host}]:{admin.port}" if ":" in host else f"http://{host}:{admin.port}"
+        return client.Client(url, token_file=admin.token_file)
+
+    def offline(self, room: str) -> tuple[Any, Path]:
+        try:
+            settings = configfile.load(self.config)
+        except kit.errors.SettingsError as error:
+            if self.config.exists():
+                click.echo(f"nodeagent: {error}; using the defaults", err=True)
+            settings = Settings()
+        section = getattr(settings, room)
+        if section is None:
+            section = next(r.settings() for r in rooms.ROOMS if r.name == room)
+        return section, settings.state_dir
+
+
+class _Room(click.Group):
+    """A room's command group; its help line is known before its module is imported."""
+
+    def __init__(self, command: kit.room.Command) -> None:
+        super().__init__(command.name, help=command.summary)
+        self._load = command.load
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return self._load().list_commands(ctx)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return self._load().get_command(ctx, cmd_name)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Settings file; default $NODEAGENT_CONFIG, then /etc/nodeagent/nodeagent.yaml.",
+)
+@click.option(
+    "--api",
+    metavar="URL",
+    envvar="NODEAGENT_API",
+    help="Admin API of the agent to talk to; default: admin.listen of the settings file.",
+)
+@click.version_option(package_name="nodeagent")
+@click.pass_context
+def cli(ctx: click.Context, config_path: Path | None, api: str | None) -> None:
+    """Node agent for GPU clusters: dataset cache, ready images, safe volumes."""
+    ctx.obj = Context(config=configfile.locate(config_path), api=api)
+
+
+@cli.command()
+@click.pass_obj
+def run(ctx: Context) -> None:
+    """Run the agent in the foreground until SIGTERM or SIGINT."""
+    from nodeagent import app, logs  # clients of the API do not pay for the server
+
+    settings = configfile.load(ctx.config)
+    if os.geteuid() != 0:
+        raise kit.errors.HostError(
+            "nodeagent run",
+            "not root: mounts and trusted xattrs need CAP_SYS_ADMIN",
+            "run it as root, or in a privileged container",
+        )
+    logs.configure()
+    asyncio.run(app.Agent(ctx.config, settings).run())
+
+
+@cli.group("config")
+def config() -> None:
+    """Settings file."""
+
+
+@config.command("check")
+@click.argument("file", type=click.Path(path_type=Path))
+@terminal.json_option
+def check(file: Path, as_json: bool) -> None:
+    """Print the effective settings of FILE, or what is wrong with it and in which line."""
+    settings = configfile.load(file)
+    if as_json:
+        terminal.print_json(settings.model_dump(mode="json", exclude_none=True))
+    else:
+        click.echo(configfile.dump(settings), nl=False)
+
+
+for _command in (command for room in rooms.ROOMS for command in room.commands):
+    cli.add_command(_Room(_command))
+
+
+def main() -> None:
+    """Entry point. Errors of ours end with one line and the exit code of their class."""
+    try:
+        cli(standalone_mode=False)
+    except kit.errors.AgentError as error:
+        click.echo(f"nodeagent: {error}", err=True)
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("nodeagent: interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stdout = None  # the reader of our output is gone; nothing is left to print
+        sys.exit(141)

@@ -1,0 +1,193 @@
+"""``nodeagent image``: images held ready on this node."""
+
+import asyncio
+import time
+import urllib.parse
+from typing import Any
+
+import click
+
+import kit.errors
+import kit.units
+from kit import terminal
+from kit.room import CommandContext
+
+_FIELDS = ("ref", "digest", "state", "pinned", "bytes_total", "bytes_done")
+
+
+class ImageError(kit.errors.AgentError):
+    """An image that was waited for did not become ready."""
+
+    exit_code = 5
+
+
+image = click.Group("image")
+
+
+def _call(ctx: CommandContext, method: str, path: str, body: Any = None, **query: str) -> Any:
+    return terminal.call(ctx, method, f"/v1/images{path}", body, **query)
+
+
+def _share(row: dict[str, Any]) -> str:
+    total = row["bytes_total"]
+    if not total:
+        return "-"
+    done = 100 * row["bytes_done"] / total
+    return f"{done:.0f} % of {kit.units.format_size(total)}"
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    pinned = "pinned" if row["pinned"] else "not pinned"
+    click.echo(f"{row['ref']}: {row['state']}, {pinned}, {_share(row)}")
+    if row["reason"] and row["state"] != "ready":
+        click.echo(f"  {row['reason']}")
+
+
+@image.command("list")
+@terminal.json_option
+@click.pass_obj
+def list_images(ctx: CommandContext, as_json: bool) -> None:
+    """All images that are wanted or pinned here."""
+    rows = _call(ctx, "GET", "")["images"]
+    if as_json:
+        keys = (*_FIELDS, "reason", "by", "keep", "priority", "in_use")
+        terminal.print_json([{key: row[key] for key in keys} for row in rows])
+        return
+    if not rows:
+        click.echo("No image is wanted or pinned here; see preheat.images in the settings.")
+    width = max((len(row["ref"]) for row in rows), default=0)
+    for row in rows:
+        pinned = "pinned" if row["pinned"] else "-"
+        line = f"{row['ref']:<{width}}  {row['state']:<9}  {pinned:<6}  {_share(row):<20}"
+        click.echo((line + (f"  {row['reason']}" if row["state"] != "ready" else "")).rstrip())
+
+
+@image.command("show")
+@click.argument("ref")
+@terminal.json_option
+@click.pass_obj
+def show(ctx: CommandContext, ref: str, as_json: bool) -> None:
+    """Everything about one image, layer by layer while it is pulled."""
+    row = _call(ctx, "GET", "/one", ref=ref)
+    if as_json:
+        terminal.print_json(row)
+        return
+    _print_row(row)
+    size = kit.units.format_size
+    lines = {
+        "digest": row["digest"] or "not known yet",
+        "wanted by": f"{row['by']}, pin {row['keep']}, priority {row['priority']}",
+        "to fetch": size(row["bytes_missing"]),
+        "unpacked": size(row["bytes_unpacked"]),
+        "in use": "yes" if row["in_use"] else "no",
+    }
+    if row["failure_kind"]:
+        again = "not tried again by itself"
+        if row["retry_at"] is not None:
+            wait = kit.units.format_duration(row["retry_at"] - time.time())
+            again = f"tried again in {wait}"
+        lines["failure"] = f"{row['failure_kind']}, attempt {row['attempts']}, {again}"
+    for key, value in lines.items():
+        click.echo(f"  {key + ':':<11} {value}")
+    for layer in row["layers"]:
+        done, total = layer["bytes_done"], layer["bytes_total"]
+        click.echo(f"  {layer['digest'][:19]}  {100 * done / total:4.0f} %  {size(total):>10}")
+
+
+@image.command("preheat")
+@click.argument("ref")
+@click.option("--wait", is_flag=True, help="Show progress until it is ready; fails if it fails.")
+@click.option("--pin", default="always", metavar="RULE", help="always, never or a time like 72h.")
+@terminal.json_option
+@click.pass_obj
+def preheat(ctx: CommandContext, ref: str, wait: bool, pin: str, as_json: bool) -> None:
+    """Bring REF to this node now and pin it."""
+    rule: Any = pin if pin in ("always", "never") else {"for": pin}
+    row = _call(ctx, "POST", "/preheat", {"ref": ref, "pin": rule})
+    if wait:
+        row = asyncio.run(_wait(ctx, row, quiet=as_json))
+    if as_json:
+        terminal.print_json(row)
+    else:
+        _print_row(row)
+    if wait and row["state"] != "ready":
+        raise ImageError(f"image {ref}", f"{row['state']} ({row['reason']})", "")
+
+
+async def _wait(ctx: CommandContext, row: dict[str, Any], quiet: bool) -> dict[str, Any]:
+    from rich import console, progress  # only where something is drawn
+
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=console.Console(stderr=True),
+        disable=quiet,
+        transient=True,
+    )
+    query = f"/v1/images/watch?ref={urllib.parse.quote(row['ref'], safe='')}"
+    with bar:
+        task = bar.add_task("looking", total=None)
+        async for row in ctx.client().lines(query):
+            bar.update(
+                task,
+                description=row["state"],
+                total=row["bytes_total"] or None,
+                completed=row["bytes_done"],
+            )
+    return row
+
+
+def _simple(name: str, text: str) -> None:
+    @image.command(name, help=text)
+    @click.argument("ref")
+    @terminal.json_option
+    @click.pass_obj
+    def command(ctx: CommandContext, ref: str, as_json: bool) -> None:
+        row = _call(ctx, "POST", f"/{name}", {"ref": ref})
+        if as_json:
+            terminal.print_json(row)
+        else:
+            _print_row(row)
+
+
+_simple("pin", "Pin REF so that no garbage collection takes it; pulled first if it is not here.")
+_simple("unpin", "Let go of REF: unpinned, and the settings do not bring it back until asked.")
+_simple("pause", "Stop pulling REF; what is here of it stays.")
+_simple("resume", "Go on pulling REF, or try again at once after a failure.")
+_simple("cancel", "Stop pulling REF and give back what is here of it.")
+
+
+@image.command("plan")
+@terminal.json_option
+@click.pass_obj
+def plan(ctx: CommandContext, as_json: bool) -> None:
+    """What is pulled next, what is not and why, and whether your layers are shared."""
+    found = _call(ctx, "GET", "/plan")
+    if as_json:
+        terminal.print_json(found)
+        return
+    size = kit.units.format_size
+    disk = found["disk"]
+    click.echo(
+        f"disk: {size(disk['free'])} free of {size(disk['capacity'])}, "
+        f"{size(max(0, disk['room']))} before the kubelet's thresholds"
+    )
+    pinned, budget = size(found["pinned_bytes"]), size(found["pin_budget"])
+    click.echo(f"pins: {pinned} of {budget}")
+    if found["pause"]:
+        click.echo(f"paused: {found['pause']}")
+    for title in ("running", "pull", "waiting", "pin"):
+        for ref in found[title]:
+            click.echo(f"{title}: {ref}")
+    for each in found["release"]:
+        click.echo(f"release: {each['ref']} ({each['text']})")
+    for each in found["skip"]:
+        click.echo(f"skip: {each['ref']} ({each['text']})")
+    for each in found["reuse"]:
+        share = 100 * each["shared"] / each["total"] if each["total"] else 0
+        bases = f" with {', '.join(each['bases'])}" if each["bases"] else ""
+        total = size(each["total"])
+        click.echo(f"layers: {each['ref']} shares {share:.0f} % of {total}{bases}")

@@ -1,0 +1,180 @@
+"""``nodeagent dataset`` against an agent that answers what a test wants; output and exit codes."""
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from nodeagent import client, main
+
+
+def dataset(**more: Any) -> dict[str, Any]:
+    shown = {
+        "name": "a", "state": "complete", "why": "", "view": "/v/a/data", "served_by": "store",
+        "freshness": "frozen", "priority": 0, "warm": True,
+        "source": {"kind": "dir", "path": "/s", "reachable": True, "read_by": "directory"},
+        "files": {"total": 10, "done": 10, "failed": 0, "skipped": 0, "no_room": 0},
+        "bytes": {"total": 1000, "done": 1000, "no_room": 0},
+        "estimated": False, "phase": "", "rate": {"files": 0.0, "bytes": 0},
+        "eta_seconds": None, "store_bytes": 4096, "refreshes": 0, "verify": None,
+        "completed": 1.0, "notes": [],
+    }  # fmt: skip
+    return shown | more
+
+
+class FakeAgent:
+    """Stands in for the API; the real one is met in tests/e2e."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: dict[str, Any] = {}
+        self.stream: list[dict[str, Any]] = []
+        self.asked: list[tuple[str, str, Any]] = []
+        agent = self
+
+        async def call(_: Any, method: str, path: str, body: Any = None, **query: Any) -> Any:
+            agent.asked.append((method, path, body))
+            answer = agent.answers[path.rpartition("/")[2]]
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        async def lines(_: Any, path: str) -> Any:
+            for line in agent.stream:
+                yield line
+
+        monkeypatch.setattr(client.Client, "call", call)
+        monkeypatch.setattr(client.Client, "lines", lines)
+        monkeypatch.setenv("NODEAGENT_API", "http://127.0.0.1:1")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeAgent:
+    return FakeAgent(monkeypatch)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["nodeagent", *words])
+    try:
+        main.main()
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        return end.code
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("state", "why", "code"),
+    [
+        ("complete", "", 0),
+        ("partial", "no room: 5 files, 500 bytes stay out", 10),
+        ("cancelled", "", 11),
+        ("removed", "", 11),
+        ("failed", "the source hangs", 5),
+        ("waiting", "dataset a: no monitor answers", 5),
+    ],
+)
+def test_warm_wait_exits_by_outcome(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fake: FakeAgent,
+    state: str,
+    why: str,
+    code: int,
+) -> None:
+    fake.answers["warm"] = dataset(state="filling")
+    fake.stream = [dataset(state="filling", phase="filling"), dataset(state=state, why=why)]
+    assert run(monkeypatch, "dataset", "warm", "a", "--wait") == code
+    said = capsys.readouterr()
+    if code:
+        assert said.err.splitlines()[-1].startswith("nodeagent: ")
+        assert why in said.err
+    else:
+        assert "a is complete: 10 files, read at /v/a/data" in said.out
+
+
+def test_progress_without_terminal_is_plain_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeAgent
+) -> None:
+    fake.answers["warm"] = dataset(state="filling")
+    fake.stream = [dataset(state=state) for state in ("scanning", "filling", "complete")]
+    assert run(monkeypatch, "dataset", "warm", "a", "--wait") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == ["scanning", "filling", "complete"]
+    assert all("\x1b" not in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("list",), ("show", "a"), ("warm", "a"), ("warm", "a", "--wait"), ("pause", "a"),
+        ("resume", "a"), ("cancel", "a"), ("verify", "a"), ("remove", "a"),
+    ],
+)  # fmt: skip
+def test_commands_print_only_json(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fake: FakeAgent,
+    words: tuple[str, ...],
+) -> None:
+    good = {"state": "good", "checked_files": 1, "bad": 0, "replaced": 0, "withdrawn": 0}
+    shown = dataset(verify=good)
+    fake.answers = dict.fromkeys(("a", "warm", "pause", "resume", "cancel", "verify"), shown)
+    fake.answers["datasets"] = {"datasets": [shown], "orphans": ["old"]}
+    if words[0] == "remove":
+        fake.answers["a"] = {"removed": "a", "in_settings": True}
+    fake.stream = [shown]
+    assert run(monkeypatch, "dataset", *words, "--json") == 0
+    json.loads(capsys.readouterr().out)
+
+
+def test_remote_error_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeAgent
+) -> None:
+    body = {"thing": "view /v", "cause": "in use by pid 7", "remedy": "end it", "exit_code": 6}
+    fake.answers["a"] = client.RemoteError(body)
+    assert run(monkeypatch, "dataset", "remove", "a") == 6
+    assert capsys.readouterr().err == "nodeagent: view /v: in use by pid 7; end it\n"
+
+
+@pytest.mark.parametrize(
+    ("verify", "code"),
+    [
+        ({"state": "good", "checked_files": 9, "bad": 0, "replaced": 0, "withdrawn": 0}, 0),
+        ({"state": "good", "checked_files": 9, "bad": 2, "replaced": 2, "withdrawn": 0}, 0),
+        ({"state": "bad", "checked_files": 9, "bad": 2, "replaced": 1, "withdrawn": 1}, 10),
+        ({"state": "failed", "why": "the index is lost"}, 11),
+        ({"state": "cancelled"}, 11),
+    ],
+)
+def test_verify_exits_by_result(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeAgent, verify: dict[str, Any], code: int
+) -> None:
+    fake.answers["verify"] = dataset()
+    fake.stream = [dataset(verify={"state": "running"}), dataset(verify=verify)]
+    assert run(monkeypatch, "dataset", "verify", "a") == code
+
+
+def test_list_shows_datasets_and_orphans(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeAgent
+) -> None:
+    fake.answers["datasets"] = {"datasets": [dataset(), dataset(name="b")], "orphans": ["old"]}
+    assert run(monkeypatch, "dataset", "list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["NAME", "STATE"]
+    assert [line.split()[0] for line in lines[1:3]] == ["a", "b"]
+    assert "dataset remove old" in lines[3]
+
+
+def test_show_escapes_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeAgent
+) -> None:
+    fake.answers["a"] = dataset()
+    fake.answers["failures"] = {
+        "failures": [{"path": "d/bad\nname\x1b[2J", "reason": "Permission denied"}], "next": None
+    }  # fmt: skip
+    assert run(monkeypatch, "dataset", "show", "a", "--failures") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.strip().startswith("d/bad")
+    assert last.endswith("Permission denied")
+    assert "\x1b" not in last

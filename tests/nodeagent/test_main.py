@@ -1,0 +1,64 @@
+"""The command line itself: exit codes, and commands that must work without an agent."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from nodeagent import main
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["nodeagent", *words])
+    try:
+        main.main()
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        return end.code
+    return 0
+
+
+def test_local_errors_have_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NODEAGENT_API", raising=False)
+    assert run(monkeypatch, "--api", "http://127.0.0.1:1", "dataset", "list") == 9
+    assert "no agent answers there" in capsys.readouterr().err
+    assert run(monkeypatch, "--config", "/no/such", "dataset", "list") == 3
+    assert run(monkeypatch, "--config", "/no/such", "run") == 3
+    assert run(monkeypatch, "dataset", "lisst") == 2
+    assert run(monkeypatch, "datasset") == 2
+
+
+def test_help_of_each_group_lists_its_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for group, command in (("dataset", "warm"), ("image", "preheat"), ("volume", "probe")):
+        assert run(monkeypatch, group, "-h") == 0
+        shown = capsys.readouterr().out
+        assert f"nodeagent {group} [OPTIONS] COMMAND" in shown
+        assert f"\n  {command} " in shown
+
+
+@pytest.mark.parametrize("text", [None, "volumes: [", "volumes: {guard: {mode: nonsense}}"])
+def test_offline_defaults_when_the_file_is_unusable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
+) -> None:
+    """A kill switch works with a broken settings file, and says that it ignored it."""
+    file = tmp_path / "a.yaml"
+    if text is not None:
+        file.write_text(text)
+    section, state_dir = main.Context(file, None).offline("volumes")
+    assert section.guard.mode
+    assert state_dir == Path("/var/lib/nodeagent/state")
+    assert ("using the defaults" in capsys.readouterr().err) is (text is not None)
+
+
+def test_offline_reads_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("state_dir: /x\nvolumes: {guard: {mode: enforce}}\n")
+    section, state_dir = main.Context(file, None).offline("volumes")
+    assert (section.guard.mode, state_dir) == ("enforce", Path("/x"))
+    file.write_text("state_dir: /x\n")  # no section: its defaults, with the file's state_dir
+    section, state_dir = main.Context(file, None).offline("volumes")
+    assert (section.guard.mode, state_dir) == (type(section)().guard.mode, Path("/x"))

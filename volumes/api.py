@@ -1,0 +1,146 @@
+"""The admin API of guard, probe, ledger and audit; paths and bodies are in openapi.yaml."""
+
+from typing import get_args
+
+import kit.errors
+from kit.room import Json, Request, Role, Route
+from volumes import settings
+from volumes.audit import faces
+from volumes.audit.service import Audit
+from volumes.component import Volumes
+from volumes.inventory.model import Inventory
+
+_MODES = (*get_args(settings.GuardSettings.model_fields["mode"].annotation), "settings")
+_LONGEST_TEXT = 4096
+
+
+def _texts(request: Request, *names: str) -> list[str]:
+    """The body's fields of these names; SettingsError names one that is missing or not a text."""
+    for name in names:
+        value = request.body.get(name)
+        if not isinstance(value, str) or len(value) > _LONGEST_TEXT or "\0" in value:
+            raise kit.errors.SettingsError(
+                f"request field {name!r}",
+                f"is missing or not a text of at most {_LONGEST_TEXT} characters",
+                "see /openapi.json",
+            )
+    return [request.body[name] for name in names]
+
+
+# --- guard, probe, ledger
+
+
+async def _guard(volumes: Volumes, _: Request) -> Json:
+    return volumes.guard_status()
+
+
+async def _set_mode(volumes: Volumes, request: Request) -> Json:
+    mode, by, reason = _texts(request, "mode", "by", "reason")
+    if mode not in _MODES:
+        raise kit.errors.SettingsError(
+            f"mode {mode!r}", "is not a mode", f"use one of {', '.join(_MODES)}"
+        )
+    return await volumes.set_mode(mode, by, reason)
+
+
+async def _detach(volumes: Volumes, request: Request) -> Json:
+    by, reason = _texts(request, "by", "reason")
+    return await volumes.detach(by, reason)
+
+
+async def _probe(volumes: Volumes, request: Request) -> Json:
+    (device,) = _texts(request, "device")
+    return await volumes.probe(device)
+
+
+async def _ledger(volumes: Volumes, _: Request) -> Json:
+    return {"volumes": volumes.ledger()}
+
+
+async def _accept(volumes: Volumes, request: Request) -> Json:
+    volume, by = _texts(request, "volume", "by")
+    return await volumes.accept(volume, by)
+
+
+async def _allow_format(volumes: Volumes, request: Request) -> Json:
+    device, volume, reason, by = _texts(request, "device", "volume", "reason", "by")
+    return await volumes.allow_format(device, volume, reason, by)
+
+
+# --- audit
+
+
+def _audit(volumes: Volumes) -> Audit:
+    if volumes.audit is None:
+        raise kit.errors.NotFoundError(
+            "volume audit", "it is switched off on this node", "set volumes.audit.enabled"
+        )
+    return volumes.audit
+
+
+def _inventory(audit: Audit, thing: str) -> Inventory:
+    if audit.inventory is None:
+        raise kit.errors.RefusedError(
+            thing, "the agent has not scanned the node yet", "try again in a few seconds"
+        )
+    return audit.inventory
+
+
+async def _overview(volumes: Volumes, _: Request) -> Json:
+    return faces.overview(_audit(volumes))
+
+
+async def _scan_now(volumes: Volumes, _: Request) -> Json:
+    audit = _audit(volumes)
+    await audit.audit_now()
+    return faces.overview(audit)
+
+
+async def _devices(volumes: Volumes, _: Request) -> Json:
+    audit = _audit(volumes)
+    _inventory(audit, "volumes")
+    return {"devices": faces.devices(audit)}
+
+
+async def _device(volumes: Volumes, request: Request) -> Json:
+    audit, name = _audit(volumes), request.path["device"]
+    inventory = _inventory(audit, f"volume {name}")
+    found = inventory.device(name.removeprefix("/dev/"))
+    if found is None:
+        raise kit.errors.NotFoundError(
+            f"volume {name}",
+            "no guarded device has that name",
+            "see 'nodeagent volume list'; devices of other drivers are not watched",
+        )
+    return faces.detail(audit, inventory, found)
+
+
+async def _findings(volumes: Volumes, _: Request) -> Json:
+    return {"findings": faces.findings(_audit(volumes))}
+
+
+async def _act(volumes: Volumes, request: Request) -> Json:
+    audit = _audit(volumes)
+    identity, dry_run = request.body.get("finding"), request.body.get("dry_run", True)
+    if not isinstance(identity, str) or not isinstance(dry_run, bool):
+        raise kit.errors.SettingsError(
+            "request", "finding must be a text and dry_run true or false", "see /openapi.json"
+        )
+    return await audit.act(identity, dry_run=dry_run)
+
+
+ROUTES = (
+    Route("GET", "/v1/volumes/guard", _guard),
+    Route("PUT", "/v1/volumes/guard/mode", _set_mode, Role.DANGEROUS),
+    Route("POST", "/v1/volumes/guard/detach", _detach, Role.DANGEROUS),
+    Route("POST", "/v1/volumes/probe", _probe, Role.OPERATE),
+    Route("GET", "/v1/volumes/ledger", _ledger),
+    Route("POST", "/v1/volumes/ledger/accept", _accept, Role.DANGEROUS),
+    Route("POST", "/v1/volumes/allow-format", _allow_format, Role.DANGEROUS),
+    Route("GET", "/v1/audit", _overview),
+    Route("POST", "/v1/audit/pass", _scan_now, Role.OPERATE),
+    Route("GET", "/v1/audit/devices", _devices),
+    Route("GET", "/v1/audit/devices/{device}", _device),
+    Route("GET", "/v1/audit/findings", _findings),
+    Route("POST", "/v1/audit/act", _act, Role.DANGEROUS),
+)
