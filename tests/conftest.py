@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from tests.testbed import agent, ceph, leftovers
+from tests.testbed import agent, ceph, kubernetes, leftovers
 
 if TYPE_CHECKING:
     from tests.testbed import bigset
@@ -67,6 +67,17 @@ def cluster(run_folder: Path) -> Iterator[ceph.CephCluster]:
     made = ceph.CephCluster(run_folder / "ceph")
     made.start()
     try:
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="session")
+def kube(run_folder: Path) -> Iterator[kubernetes.Kubernetes]:
+    """The session's Kubernetes with one node: started when the first test asks for it."""
+    made = kubernetes.Kubernetes(run_folder / "kube")
+    try:
+        made.start()
         yield made
     finally:
         made.stop()

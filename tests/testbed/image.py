@@ -1,8 +1,8 @@
 """The agent's image, built from a clean checkout by our own Dockerfile.
 
-buildah builds it on a base made by Debian's mmdebstrap, because a machine of the tests need not reach
-a registry. Base, layers and finished images live in the cache folder outside the clone, so a fresh
-clone builds only what it changed. An image is known by the hash of the files it is built from.
+buildah builds it on a base made by Debian's mmdebstrap, because a machine of the tests need not
+reach a registry. Base, layers and finished images live in the cache folder outside the clone, so a
+fresh clone builds only what it changed. A hash of the files it is built from is an image's tag.
 
 The machine's own package settings (mirrors, proxies, certificate authorities) reach the build as a
 folder mounted over /etc/apt, read-only: nothing of it is in the image.
@@ -12,6 +12,7 @@ import configparser
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 REPO = Path(__file__).parents[2]
 CACHE = Path(os.environ.get("NODEAGENT_CACHE", "~/.cache/nodeagent")).expanduser()
@@ -26,6 +28,7 @@ NAME = "localhost/nodeagent"
 BASE = "localhost/nodeagent-base:bookworm"
 BUILD_SECONDS = 1500.0  # the first time, on a busy machine; a changed version takes half a minute
 KEPT = 3
+MOST_LAYERS = 200
 # Files of the checkout that no image holds; as in .dockerignore.
 _LEFT_OUT = ("tests/", "docs/", ".ci/", "deploy/chart/", "deploy/manifests/")
 _DOCUMENTATION = ("doc", "man", "locale", "info")  # Debian's slim images have none either
@@ -44,6 +47,33 @@ class Image:
     @property
     def reference(self) -> str:
         return f"{NAME}:{self.tag}"
+
+
+@contextlib.contextmanager
+def container(image: Image) -> Iterator["Container"]:
+    """The image's file system with commands run in it (a chroot), gone afterwards."""
+    home = CACHE / "image"
+    name = _buildah(home, "from", "--pull-never", image.reference).strip()
+    try:
+        yield Container(image, home, name, Path(_buildah(home, "mount", name).strip()))
+    finally:
+        _buildah(home, "rm", name)
+
+
+@dataclass(frozen=True)
+class Container:
+    image: Image
+    home: Path
+    name: str
+    root: Path
+
+    def run(self, *words: str) -> str:
+        """What it prints; AssertionError when it fails. Without /dev and /proc."""
+        path = "PATH=/opt/nodeagent/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        return _run("chroot", str(self.root), "/usr/bin/env", path, *words)
+
+    def config(self) -> Any:
+        return json.loads(_buildah(self.home, "inspect", self.name))["OCIv1"]["config"]
 
 
 def version() -> str:
@@ -124,7 +154,9 @@ def _package_settings(folder: Path) -> Path:
         if not line.startswith(("Acquire::IndexTargets", "Acquire::Changelogs"))
     )
     pip = configparser.RawConfigParser()
-    pip.read(["/etc/pip.conf", *(Path.home() / p for p in (".config/pip/pip.conf", ".pip/pip.conf"))])
+    pip.read(
+        ["/etc/pip.conf", *(Path.home() / p for p in (".config/pip/pip.conf", ".pip/pip.conf"))]
+    )
     if not pip.has_section("global"):
         pip.add_section("global")
     for name, value in os.environ.items():
@@ -180,8 +212,9 @@ def _forget_old(home: Path) -> None:
     for archive in archives[:-KEPT]:
         archive.unlink()
         _buildah(home, "rmi", f"{NAME}:{archive.stem}", check=False)
-    # Layers of builds that nothing refers to any more, the newest left for the next build.
-    _buildah(home, "rmi", "--prune", check=False)
+    # Layers that the next build starts from, and with time many that no build does.
+    if len(_buildah(home, "images", "--all", "--quiet").splitlines()) > MOST_LAYERS:
+        _buildah(home, "rmi", "--prune", check=False)
 
 
 def _buildah(home: Path, *words: str, check: bool = True) -> str:

@@ -1,10 +1,12 @@
-"""A real Kubernetes: etcd, API server, controllers, scheduler, and one node with kubelet and containerd.
+"""A real Kubernetes: etcd, API server, controllers, scheduler, one node (kubelet, containerd).
 
-The control plane are plain processes on loopback, ready in about 5 s. The node is what a machine is
-to its kubelet: it has a mount namespace whose mounts are shared, as under systemd (elsewhere on the
-machines of the tests nothing is shared, and containers with propagation are refused), its own processes (a PID
-namespace: pid 1 is the node's, and everything on it dies with that), its own /etc, /run and /var on
-a small disk of its own, its own bpf file system. Network, /dev and cgroups are the machine's.
+The control plane consists of plain processes on loopback and is ready in about 5 s. The node is to
+its kubelet what a machine is. It has
+* a mount namespace whose mounts are shared, as under systemd. On the machines of the tests nothing
+  else is shared, and containers with propagation are refused there;
+* processes of its own: a PID namespace. Its pid 1 is the node's, and all of it ends with that one;
+* /etc, /run, /var and a bpf file system of its own, on a small disk of its own.
+Network, /dev and cgroups are the machine's.
 
 scripts/kubernetes.sh builds the programs.
 """
@@ -35,7 +37,8 @@ openssl req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -subj /CN=c
 one() {
   openssl req -newkey rsa:2048 -nodes -keyout "$1.key" -out "$1.csr" -subj "$2"
   echo "subjectAltName=$3" >"$1.ext"
-  openssl x509 -req -in "$1.csr" -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 -out "$1.crt" -extfile "$1.ext"
+  openssl x509 -req -in "$1.csr" -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 \\
+    -out "$1.crt" -extfile "$1.ext"
 }
 one api /CN=kube-apiserver IP:127.0.0.1,IP:10.96.0.1,DNS:kubernetes.default
 one admin /O=system:masters/CN=admin DNS:admin
@@ -58,6 +61,8 @@ for each in containerd kubelet nodeagent; do
   mkdir -p lib/$each /var/lib/$each
   mount --bind lib/$each /var/lib/$each
 done
+mkdir -p mnt
+mount --bind mnt /mnt
 mount -t tmpfs tmpfs /var/log
 cp -r {folder}/certs.d/. /etc/containerd/certs.d/
 cd /
@@ -65,7 +70,8 @@ containerd --config {folder}/containerd.toml >{folder}/containerd.log 2>&1 &
 until ctr --timeout 2s version >/dev/null 2>&1; do sleep 0.1; done
 while :; do
   {bin}/kubelet --config {folder}/kubelet.yaml --kubeconfig {folder}/pki/node.kubeconfig \\
-    --hostname-override localhost --root-dir /var/lib/kubelet --v 1 >>{folder}/kubelet.log 2>&1 || true
+    --hostname-override localhost --root-dir /var/lib/kubelet --v 1 \\
+    >>{folder}/kubelet.log 2>&1 || true
   sleep 0.2
 done
 """
@@ -94,7 +100,7 @@ disabled_plugins = ["io.containerd.internal.v1.opt", "io.containerd.tracing.proc
 
 
 class Kubernetes:
-    """``start`` it, ``stop`` it; below one folder. ``busybox`` is an image that the node can pull."""
+    """Below one folder: ``start`` it, ``stop`` it. ``busybox``: an image that the node can pull."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
@@ -225,7 +231,9 @@ class Kubernetes:
         disk = self.folder / "disk.img"
         with disk.open("wb") as stream:
             stream.truncate(6 * 2**30)  # sparse
-        _run("mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=1,lazy_journal_init=1", str(disk))
+        _run(
+            "mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=1,lazy_journal_init=1", str(disk)
+        )
         for controller in _controllers():
             (controller / self._cgroup).mkdir(exist_ok=True)
         network = {
@@ -287,6 +295,8 @@ class Kubernetes:
             "--propagation", "private", "bash", str(self.folder / "node.sh"),
         )  # fmt: skip
         self._until_there("node", self._node_ready)
+        # No pod is admitted into a namespace before the controllers gave it this account.
+        self._until_there("node", lambda: self._ask("get", "serviceaccount", "default"))
 
     def _node_ready(self) -> bool:
         found = self._ask("get", "node", NODE, "-o", "json")
@@ -353,6 +363,11 @@ class Kubernetes:
         parent = self._processes["node"].pid
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
         return int(children[0])
+
+    @property
+    def root(self) -> Path:
+        """The node's file system as this machine sees it."""
+        return Path(f"/proc/{self.pid}/root")
 
     def on_node(
         self, *words: str, check: bool = True, seconds: float = 120.0
