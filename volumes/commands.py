@@ -19,8 +19,10 @@ import kit.errors
 import kit.units
 from kit import terminal
 from kit.room import CommandContext
-from volumes import devices, settings
-from volumes.guard import journal, kernel, layout, switch
+from linux import blockdev
+from volumes import settings
+from volumes import status as volume_status
+from volumes.guard import kernel, override
 from volumes.ledger import store
 from volumes.probe import prober
 
@@ -120,7 +122,9 @@ def status(ctx: CommandContext, as_json: bool, direct: bool) -> None:
 
     def here() -> Any:
         wanted, state_dir = _offline(ctx)
-        return switch.status(wanted, state_dir) | {"operator_log": journal.last(state_dir)}
+        return volume_status.without_agent(wanted, state_dir) | {
+            "operator_log": override.noted(state_dir)
+        }
 
     answer = here() if direct else _ask(ctx, ("GET", "/v1/volumes/guard", None), here, 10.0)
     _show(answer, as_json, _status_text)
@@ -137,9 +141,9 @@ def set_mode(ctx: CommandContext, mode: str, reason: str, as_json: bool, direct:
 
     def here() -> Any:
         wanted, state_dir = _offline(ctx)
-        journal.append(state_dir, "set-mode", _who(), reason, mode=mode)
-        switch.set_mode(wanted, state_dir, mode, _who(), reason)
-        return switch.status(wanted, state_dir)
+        override.note(state_dir, "set-mode", _who(), reason, mode=mode)
+        override.set_mode(wanted, state_dir, mode, _who(), reason)
+        return volume_status.without_agent(wanted, state_dir)
 
     body = {"mode": mode, "by": _who(), "reason": reason}
     request = ("PUT", "/v1/volumes/guard/mode", body)
@@ -156,9 +160,9 @@ def detach(ctx: CommandContext, reason: str, as_json: bool, direct: bool) -> Non
 
     def here() -> Any:
         wanted, state_dir = _offline(ctx)
-        switch.detach(wanted, state_dir, _who(), reason)
-        journal.append(state_dir, "detach", _who(), reason)
-        return switch.status(wanted, state_dir)
+        override.detach(wanted, state_dir, _who(), reason)
+        override.note(state_dir, "detach", _who(), reason)
+        return volume_status.without_agent(wanted, state_dir)
 
     request = ("POST", "/v1/volumes/guard/detach", {"by": _who(), "reason": reason})
     _show(here() if direct else _ask(ctx, request, here, _KILL_SECONDS), as_json, _status_text)
@@ -170,12 +174,12 @@ def detach(ctx: CommandContext, reason: str, as_json: bool, direct: bool) -> Non
 def attach(ctx: CommandContext, as_json: bool) -> None:
     """Attach as the settings say, without an agent: for the boot, before kubelet starts."""
     wanted, state_dir = _offline(ctx)
-    handle = switch.handle(wanted)
-    mode = switch.wanted_mode(wanted, state_dir)
-    handle.apply(kernel.wanted(wanted, mode, devices.majors()))
+    handle = override.handle(wanted)
+    mode = override.wanted_mode(wanted, state_dir)
+    handle.apply(kernel.wanted(wanted, mode, blockdev.majors()))
     handle.close()
-    _show(switch.status(wanted, state_dir), as_json, _status_text)
-    if mode is layout.Mode.OFF:
+    _show(volume_status.without_agent(wanted, state_dir), as_json, _status_text)
+    if mode is kernel.Mode.OFF:
         click.echo("nodeagent: mode is off: nothing attached", err=True)
 
 
@@ -200,10 +204,8 @@ def probe(ctx: CommandContext, device: str, as_json: bool) -> None:
     """What DEVICE holds: reads only, and tells 'could not read' from 'nothing there'."""
 
     def here() -> Any:
-        from volumes import component  # the agent's side of the room: only when there is none
-
         wanted, state_dir = _offline(ctx)
-        found = devices.by_path(device)
+        found = blockdev.by_path(device)
         ledger = store.Store(state_dir / "volumes" / "ledger")
         ledger.load()
 
@@ -215,7 +217,7 @@ def probe(ctx: CommandContext, device: str, as_json: bool) -> None:
                 await looker.close()
 
         seen = asyncio.run(look())
-        return component.describe_probe(found, seen, ledger.get(found.volume))
+        return volume_status.describe_probe(found, seen, ledger.get(found.volume))
 
     request = ("POST", "/v1/volumes/probe", {"device": str(Path(device).absolute())})
     _show(_ask(ctx, request, here), as_json, _probe_text)

@@ -1,4 +1,4 @@
-"""The volumes room as the process sees it: the format guard, and beside it the audit."""
+"""The running volumes room: the format guard, and beside it the audit where it is enabled."""
 
 import asyncio
 import dataclasses
@@ -12,14 +12,17 @@ from prometheus_client.core import Metric
 import kit.errors
 import kit.findings
 import kit.room
-from volumes import devices, settings
-from volumes.audit import joint
-from volumes.guard import journal, keeper, report, switch
-from volumes.ledger import entry
-from volumes.probe import verdict
+from linux import blockdev
+from volumes import metrics, settings, status
+from volumes.audit import metrics as audit_metrics
+from volumes.audit import service
+from volumes.audit.settings import AuditSettings, ClusterSettings
+from volumes.audit.types import GuardView, LedgerMismatch
+from volumes.guard import controller, kernel, override
+from volumes.probe.examine import Kind
 
-_ALIVE_SECONDS = 120.0  # a reconcile takes milliseconds; a loop that stands this long is dead
-# Bound to what was made of them at the start.
+_ALIVE_SECONDS = 120.0  # a reconcile takes milliseconds; a loop that stands still so long is dead
+# What the guard was built from; a change needs a restart.
 _FIXED = ("cgroup", "pins", "object_file", "clusters", "cluster_timeout")
 
 
@@ -35,13 +38,25 @@ class Volumes:
     ) -> None:
         self._settings = wanted
         self._state_dir = state_dir
-        self.guard = keeper.Keeper(wanted.guard, state_dir=state_dir, reporter=reporter)
-        self.audit = joint.build(wanted, self.guard, state_dir, reporter)
+        self._reporter = reporter
+        self.guard = controller.Controller(
+            wanted.guard, state_dir=state_dir, changed=self._report_guard
+        )
+        self.audit: service.Audit | None = None
+        if wanted.audit.enabled:
+            self.audit = service.Audit(
+                _audit_settings(wanted),
+                drivers=wanted.guard.drivers,
+                state_dir=state_dir,
+                reporter=reporter,
+                guard=lambda: guard_view(self.guard),
+            )
         self._advanced = time.monotonic()
 
     async def start(self) -> None:
         await self.guard.start()
-        await joint.start(self.audit)
+        if self.audit is not None:
+            await self.audit.start()
 
     async def reconcile(self, wanted: settings.VolumesSettings) -> Sequence[str]:
         before = self._settings.guard
@@ -49,88 +64,128 @@ class Volumes:
         keep = {name: getattr(before, name) for name in _FIXED}
         self._settings = wanted.model_copy(update={"guard": wanted.guard.model_copy(update=keep)})
         await self.guard.apply(self._settings.guard)
-        refused += await joint.reconcile(self.audit, self._settings)
+        if (self.audit is not None) != wanted.audit.enabled:
+            refused.append("audit.enabled")
+        if self.audit is not None:
+            refused += await self.audit.reconcile(
+                _audit_settings(self._settings), self._settings.guard.drivers
+            )
         self._advanced = time.monotonic()
         return refused
 
     async def stop(self) -> None:
-        await joint.stop(self.audit)
+        if self.audit is not None:
+            await self.audit.stop()
         await self.guard.stop()
 
     def health(self) -> kit.room.Health:
-        reasons = report.reasons(self.guard) + joint.reasons(self.audit)
-        return kit.room.Health(
-            alive=time.monotonic() - self._advanced < _ALIVE_SECONDS and joint.alive(self.audit),
-            ready=not reasons,
-            reasons=tuple(reasons),
-        )
+        reasons = self.guard.problems()
+        alive = time.monotonic() - self._advanced < _ALIVE_SECONDS
+        if self.audit is not None:
+            audit = self.audit.health()
+            reasons += audit.reasons
+            alive = alive and audit.alive
+        return kit.room.Health(alive=alive, ready=not reasons, reasons=tuple(reasons))
 
     def metrics(self) -> Iterable[Metric]:
-        yield from report.metrics(self.guard)
-        yield from joint.metrics(self.audit)
+        yield from metrics.metrics(self.guard)
+        if self.audit is not None:
+            yield from audit_metrics.metrics(self.audit)
+
+    def _report_guard(self) -> None:
+        self._reporter.report("volumes.guard", status.findings(self.guard, time.time()))
 
     # --- what the admin API asks for
 
     def guard_status(self) -> dict[str, Any]:
-        return self.guard.status() | {"operator_log": journal.last(self._state_dir)}
+        return status.describe(self.guard) | {"operator_log": override.noted(self._state_dir)}
 
     async def set_mode(self, mode: str, by: str, reason: str) -> dict[str, Any]:
-        """``settings`` or a mode; in the kernel when it returns."""
+        """``mode``: ``settings`` or a mode. It is in the kernel when this returns."""
         await self._note("set-mode", by, reason, mode=mode)
         guard = self._settings.guard
         try:
-            await asyncio.to_thread(switch.set_mode, guard, self._state_dir, mode, by, reason)
+            await asyncio.to_thread(override.set_mode, guard, self._state_dir, mode, by, reason)
         except kit.errors.RefusedError:
-            pass  # nothing attached: remembered, and the next lines attach it
+            pass  # nothing is attached: the mode is remembered, and apply attaches the guard
         await self.guard.apply(guard)
         return self.guard_status()
 
     async def detach(self, by: str, reason: str) -> dict[str, Any]:
         guard = self._settings.guard
-        await asyncio.to_thread(switch.detach, guard, self._state_dir, by, reason)
+        await asyncio.to_thread(override.detach, guard, self._state_dir, by, reason)
         await self._note("detach", by, reason)
         await self.guard.apply(guard)
         return self.guard_status()
 
     async def probe(self, path: str) -> dict[str, Any]:
         """The verdict on any block device, with what the ledger knows of its volume."""
-        device = await asyncio.to_thread(devices.by_path, path)
-        found = await self.guard.judge.prober.probe(path)
-        return describe_probe(device, found, self.guard.ledger.get(device.volume))
+        device = await asyncio.to_thread(blockdev.by_path, path)
+        found = await self.guard.manager.prober.probe(path)
+        return status.describe_probe(device, found, self.guard.ledger.get(device.volume))
 
     def ledger(self) -> list[dict[str, Any]]:
         return [dataclasses.asdict(each) for each in self.guard.ledger.entries()]
 
     async def accept(self, volume: str, by: str) -> dict[str, Any]:
         await self._note("accept", by, "", volume=volume)
-        return dataclasses.asdict(await self.guard.judge.accept(volume, by))
+        return dataclasses.asdict(await self.guard.manager.accept(volume, by))
 
     async def allow_format(self, path: str, volume: str, reason: str, by: str) -> dict[str, Any]:
         if not reason.strip():
             raise kit.errors.RefusedError("allow-format", "no reason is given", "say why")
         await self._note("allow-format", by, reason, device=path, volume=volume)
-        device = await self.guard.judge.allow(path, volume, reason, by)
+        device = await self.guard.manager.allow(path, volume, reason, by)
         seconds = self._settings.guard.lease
         return {"device": device.path, "volume": device.volume, "seconds": seconds}
 
     async def _note(self, action: str, by: str, reason: str, **fields: Any) -> None:
+        """An action that cannot be written down is not done."""
         try:
-            await asyncio.to_thread(journal.append, self._state_dir, action, by, reason, **fields)
+            await asyncio.to_thread(override.note, self._state_dir, action, by, reason, **fields)
         except OSError as error:
             raise kit.errors.HostError(
-                str(journal.path(self._state_dir)), str(error.strerror), "make it writable"
+                str(override.log(self._state_dir)), str(error.strerror), "make it writable"
             ) from error
 
 
-def describe_probe(
-    device: devices.BlockDevice, found: verdict.Verdict, known: entry.Entry | None
-) -> dict[str, Any]:
-    """A probe's answer as JSON."""
-    return {
-        **found.as_json(),
-        "device": device.path,
-        "driver": device.driver,
-        "volume": device.volume,
-        "title": device.title,
-        "ledger": None if known is None else dataclasses.asdict(known),
-    }
+def guard_view(guard: controller.Controller) -> GuardView:
+    """What the audit's rules ask of the guard."""
+    reasons = guard.problems()
+    if guard.wanted_mode() is not kernel.Mode.ENFORCE:
+        reasons.insert(0, f"its mode is {guard.wanted_mode()}")
+    known = list(guard.manager.known.values())
+    return GuardView(
+        enforcing=not reasons,
+        reasons=tuple(reasons),
+        mismatches=tuple(
+            LedgerMismatch(
+                device=each.device.name,
+                image=each.device.volume,
+                expected=each.changed_from or each.missing,
+                seen=str(each.seen),
+            )
+            for each in known
+            if each.changed_from or each.missing
+        ),
+        unreadable=tuple(
+            each.device.name
+            for each in known
+            if each.seen is not None
+            and each.seen.verdict is Kind.UNREADABLE
+            and not each.raw  # its pod may write to it
+        ),
+    )
+
+
+def _audit_settings(wanted: settings.VolumesSettings) -> AuditSettings:
+    """The audit's own clusters, else the guard's."""
+    if wanted.audit.clusters or not wanted.guard.clusters:
+        return wanted.audit
+    clusters = tuple(
+        ClusterSettings(
+            name=f"cluster-{number}", conf=each.conf, user=each.user, secret_file=each.keyring
+        )
+        for number, each in enumerate(wanted.guard.clusters, 1)
+    )
+    return wanted.audit.model_copy(update={"clusters": clusters})

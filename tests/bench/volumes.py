@@ -11,8 +11,8 @@ from tests.bench import harness
 from tests.testbed import blockdev, cell, formatters
 from tests.testbed.agent import Agent
 from volumes import settings
-from volumes.guard import kernel, layout
-from volumes.probe import prober, verdict
+from volumes.guard import kernel
+from volumes.probe import examine, prober
 
 MOST_ADDED_US = 1.0
 KUBELET_RETRY_SECONDS = 0.5
@@ -60,7 +60,7 @@ def _opens_at_all(path: str) -> bool:
 def _cost_of_opens(where: cell.Cell, device: str) -> harness.Results:
     """With and without the program, alternately in one run, so that both see the same machine."""
     enforce = kernel.wanted(
-        settings.GuardSettings(drivers=("loop",)), layout.Mode.ENFORCE, {7: "loop"}
+        settings.GuardSettings(drivers=("loop",)), kernel.Mode.ENFORCE, {7: "loop"}
     )
     kinds = {
         "open_guarded_write": (device, os.O_RDWR),  # by a named program
@@ -98,7 +98,7 @@ async def _probes(device: str) -> list[float]:
             began = time.perf_counter()
             found = await look.probe(device)
             times.append(time.perf_counter() - began)
-        if found.verdict is not verdict.Kind.BLANK_VERIFIED:
+        if found.verdict is not examine.Kind.BLANK_VERIFIED:
             raise RuntimeError(f"a blank device was called {found}")
         return times
     finally:

@@ -39,7 +39,7 @@ class Cell:
         return subprocess.Popen(
             ["sh", "-c", _JOIN, "sh", *command],
             env={**os.environ, "CELL": str(self.path)},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     def guard(self, object_file: Path | None = None) -> kernel.Kernel:

@@ -1,8 +1,8 @@
-"""Prove what the kernel enforces: open a guarded device that no driver can have.
+"""Prove what the kernel enforces by an attempt, instead of believing what was configured.
 
-Run as a script, in a child: CGROUP-or-dash DIRECTORY. It joins the cgroup, makes a block node with
-major 4095 in the directory and opens it for writing: EPERM is the guard's answer, ENXIO means that
-the open was let through. No device is touched either way.
+A child process joins the guarded cgroup, makes a block device node with a major number that no
+driver can have (4095), and opens it for writing. EPERM is the guard's answer; ENXIO means that the
+guard let the open through. No device is touched either way. The child imports nothing else.
 """
 
 import errno
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 DEADLINE_SECONDS = 10.0
-_MAJOR = 4095  # layout.CANARY_MAJOR; written again because the script imports nothing of ours
+_MAJOR = 4095  # CANARY_MAJOR in guard.bpf.c
 
 
 def prove(cgroup: Path, root: bool, directory: Path) -> str:

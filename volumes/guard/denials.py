@@ -8,7 +8,7 @@ from pathlib import Path
 
 import kit.findings
 from linux import procfs
-from volumes.guard import layout
+from volumes.guard import kernel
 
 KEPT = 256  # last denials, for the status
 MOST_GROUPS = 128  # (device, program) pairs with a finding of their own
@@ -56,7 +56,7 @@ def _of_process(pid: int) -> str:
         return ""
 
 
-def resolve(event: layout.Event, mount: int | None, device: str, volume: str, title: str) -> Denial:
+def resolve(event: kernel.Event, mount: int | None, device: str, volume: str, title: str) -> Denial:
     """The event with names. ``mount``: the cgroup hierarchy, open; a process that has ended already
     is still found through its cgroup. On hosts with cgroup v1 containers only /proc knows."""
     path = ""

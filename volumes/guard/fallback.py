@@ -6,76 +6,59 @@ privileged process can take the flag off), and the exec guard refuses known form
 
 import asyncio
 import contextlib
-import fcntl
 import json
-import os
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
-from volumes import devices
-from volumes.guard import denials, layout
-from volumes.probe import verdict
-
-if TYPE_CHECKING:
-    from volumes.guard import judge
+from linux import blockdev
+from volumes.guard import kernel, lease_manager
+from volumes.probe.examine import Kind
 
 log = structlog.get_logger("volumes")
 
-_SCRIPT = Path(__file__).with_name("execguard.py")
-_BLKROSET = 0x125D
-_FLAGGED_FOR = frozenset(
-    {verdict.Kind.UNREADABLE, verdict.Kind.TIMEOUT, verdict.Kind.UNKNOWN_CONTENT}
-)
+_SCRIPT = Path(__file__).with_name("exec_filter.py")
+_FLAGGED_FOR = frozenset({Kind.UNREADABLE, Kind.TIMEOUT, Kind.UNKNOWN_CONTENT})
 _RESTART_SECONDS = 10.0
-
-
-def set_read_only(path: str, flag: bool) -> None:
-    """Raises OSError. Opens read-only, which never waits for the device."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        fcntl.ioctl(fd, _BLKROSET, struct.pack("=i", int(flag)))
-    finally:
-        os.close(fd)
 
 
 class Fallback:
     """Leases kept here instead of in the kernel: they end with the agent."""
 
-    def __init__(self, refused: Callable[[denials.Denial], None], cgroup: str) -> None:
-        self._refused = refused
+    def __init__(self, denied: Callable[[kernel.Event, None], None], cgroup: str) -> None:
+        self._denied = denied
         self._cgroup = cgroup  # from the hierarchy's root; "/" for all processes
-        self._leases: dict[layout.Number, layout.Lease] = {}
+        self._leases: dict[kernel.Number, kernel.Lease] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._not_before = 0.0
         self._config: dict[str, Any] = {}
-        self.flagged: dict[str, devices.BlockDevice] = {}
+        self.flagged: dict[str, blockdev.BlockDevice] = {}
         self.exec_guard = False
 
     # --- as the judge sees leases
 
-    def grant(self, number: layout.Number, until: float) -> None:
-        self._leases[number] = layout.Lease(until, 1)  # opens are not counted: taken as used
+    def grant(self, number: kernel.Number, until: float, diskseq: int | None) -> None:
+        # Opens are not counted, so each lease counts as used.
+        self._leases[number] = kernel.Lease(until, 1, diskseq or 0)
         self._send()
 
-    def revoke(self, number: layout.Number) -> layout.Lease | None:
+    def revoke(self, number: kernel.Number) -> kernel.Lease | None:
         held = self._leases.pop(number, None)
         self._send()
         return held
 
-    def leases(self) -> dict[layout.Number, layout.Lease]:
+    def leases(self) -> dict[kernel.Number, kernel.Lease]:
         return dict(self._leases)
 
     # --- the two means
 
     async def apply(
-        self, mode: layout.Mode, majors: frozenset[int], known: Iterable["judge.Known"]
+        self, mode: kernel.Mode, majors: frozenset[int], known: Iterable[lease_manager.Known]
     ) -> None:
         self._config = {
             "mode": str(mode),
@@ -84,13 +67,13 @@ class Fallback:
         }
         await self._keep_running()
         self._send()
-        if mode is layout.Mode.ENFORCE:
+        if mode is kernel.Mode.ENFORCE:
             for each in known:
                 self._flag(each)
         else:
             self._unflag_all()
 
-    def _flag(self, known: "judge.Known") -> None:
+    def _flag(self, known: lease_manager.Known) -> None:
         device = known.device
         flagged = self.flagged.get(device.name)
         doubtful = known.seen is not None and known.seen.verdict in _FLAGGED_FOR
@@ -99,7 +82,7 @@ class Fallback:
         with contextlib.suppress(OSError):
             if doubtful and not leased and not device.holders and flagged is None:
                 if not device.read_only:  # what others made read-only is not ours to undo
-                    set_read_only(device.path, True)
+                    blockdev.set_read_only(device.path, device.number)
                     self.flagged[device.name] = device
                     log.warning("device flagged read-only", device=device.name)
             elif flagged is not None and (leased or not doubtful):
@@ -107,10 +90,10 @@ class Fallback:
 
     def _unflag(self, name: str) -> None:
         device = self.flagged.pop(name, None)
-        now = devices.identify(name)
+        now = blockdev.identify(name)
         if device is not None and now is not None and now.attachment == device.attachment:
             with contextlib.suppress(OSError):
-                set_read_only(device.path, False)
+                blockdev.set_read_only(device.path, device.number, False, claim=False)
 
     def _unflag_all(self) -> None:
         for name in list(self.flagged):
@@ -140,14 +123,11 @@ class Fallback:
                 self.exec_guard = True
                 continue
             number = (told["number"][0], told["number"][1])
-            name = devices.name_of(number)
-            device = devices.identify(name)
-            event = layout.Event(
+            event = kernel.Event(
                 time.monotonic(), 0, told["tid"], 0, number, told["denied"],
                 Path(told["words"][0]).name, "", tuple(told["words"]),
             )  # fmt: skip
-            volume, title = (device.volume, device.title) if device else ("", "")
-            self._refused(denials.resolve(event, None, name, volume, title))
+            self._denied(event, None)
         self.exec_guard = False
 
     def _send(self) -> None:

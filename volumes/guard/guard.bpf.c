@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
-// The format guard. Attached to a cgroup v2 directory, the kernel asks it about every open of a
-// device node by any process below: 1 lets the open go on, 0 makes it fail with EPERM.
+// The format guard. Attached to a cgroup v2 directory, the kernel calls it at every open of a
+// device node by any process below it: 1 allows the open, 0 makes it fail with EPERM.
 //
 // A write open of a guarded block device passes only
-//   1. while the device has an unexpired lease (the agent found it blank, or an operator said so),
+//   1. while the device has an unexpired lease (it was found blank, or an operator allowed it),
 //   2. for a named program that mounts, checks or grows a file system, or connects the device,
 //   3. for a named program with a named first argument (cryptsetup luksOpen, never luksFormat).
 // Everything else is reported and, in mode enforce, refused. Reads, mknod, unmap: never touched.
@@ -28,7 +28,7 @@ struct task_struct {
 } __attribute__((preserve_access_index));
 
 struct device { __u32 major, minor; };
-struct lease { __u64 until_ns, opens; };            // CLOCK_MONOTONIC; write opens it let pass
+struct lease { __u64 until_ns, opens, diskseq; };   // CLOCK_MONOTONIC; opens let pass; for the agent
 struct word { char name[NAME], first[NAME]; };
 struct event {
 	__u64 time_ns, cgroup;

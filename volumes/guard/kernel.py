@@ -1,13 +1,15 @@
-"""The guard program in the kernel: attach, adopt, upgrade, read, detach.
+"""The guard program in the kernel: its layouts, and how it is attached, adopted, upgraded and read.
 
-The truth is what is attached to the cgroup: programs are found by asking the kernel, their maps by
-the programs' own list, so that a lost bpf file system or state directory loses nothing. Pins are a
-second hold, and names for people with bpftool. All calls are short and never wait for a device;
-loading takes tens of milliseconds. Errors are OSError from the kernel and HostError.
+What is attached to the cgroup is the truth: programs are found by asking the kernel, their maps by
+the program's own list, so a lost bpf file system or state directory loses nothing. Pins are a
+second reference, and names for people with bpftool. An upgrade attaches the new program before it
+detaches the old one, so there is no moment without a guard.
+
+All calls are short and never wait for a device; loading takes tens of milliseconds. Errors are
+OSError from the kernel, HostError and InUseError.
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -15,60 +17,152 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import kit.errors
 from linux import bpf, mountinfo, mounts
 from volumes import settings
-from volumes.guard import layout
 
-_BPF_FS_MAGIC = 0xCAFE4A11
+# --- layouts shared with guard.bpf.c: change both together
+
+OBJECT = Path(__file__).with_name("guard.bpf.o")
+FULL, PLAIN = "nodeagent_guard", "nodeagent_plain"  # the object's programs, the better one first
+COUNTERS = ("by_lease", "by_name", "by_word", "would_deny", "denied", "lost")
+NAME_BYTES = 16
+_EVENT = struct.Struct("=QQ6I16s16s256s")
+_LEASE = struct.Struct("=QQQ")
 _LOCK_SECONDS = 10.0
-_OURS = (layout.FULL, layout.PLAIN)
+
+Number = tuple[int, int]  # major, minor
+
+
+class Mode(StrEnum):
+    OFF = "off"
+    DRY_RUN = "dry-run"
+    ENFORCE = "enforce"
+
+    @property
+    def number(self) -> int:
+        return list(Mode).index(self)
+
+
+def _u32(number: int) -> bytes:
+    return struct.pack("=I", number)
+
+
+def _key(number: Number) -> bytes:
+    return struct.pack("=II", *number)
+
+
+def _number(key: bytes) -> Number:
+    major, minor = struct.unpack("=II", key)
+    return major, minor
+
+
+def _name(text: str) -> bytes:
+    """As the kernel keeps a task's name: at most 15 bytes."""
+    return text.encode()[: NAME_BYTES - 1].ljust(NAME_BYTES, b"\0")
+
+
+def _text(raw: bytes) -> str:
+    return raw.split(b"\0")[0].decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Lease:
+    """``until``: CLOCK_MONOTONIC seconds. ``opens``: checks that it let pass; the kernel checks one
+    open twice, so 0 means that nothing was opened. ``diskseq``: the attachment it was given to; 0
+    where the kernel does not number attachments. The program ignores it."""
+
+    until: float
+    opens: int
+    diskseq: int = 0
+
+    def pack(self) -> bytes:
+        return _LEASE.pack(int(self.until * 1e9), self.opens, self.diskseq)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> "Lease":
+        # A map of a program before DISKSEQ was kept has shorter values.
+        until, opens, diskseq = _LEASE.unpack(raw.ljust(_LEASE.size, b"\0"))
+        return cls(until / 1e9, opens, diskseq)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A write open that the guard denied, or in dry-run would have denied."""
+
+    time: float  # CLOCK_MONOTONIC seconds
+    cgroup: int  # id in the cgroup v2 hierarchy: the directory's inode number
+    pid: int
+    parent_pid: int
+    number: Number
+    denied: bool
+    program: str  # the task's name
+    parent: str
+    arguments: tuple[str, ...]  # the first 256 bytes of the command line; may be empty
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> "Event":
+        time_ns, cgroup, pid, ppid, major, minor, mode, size, name, parent, args = _EVENT.unpack(
+            raw[: _EVENT.size]
+        )
+        words = args[: min(size, 256)].rstrip(b"\0").split(b"\0") if size else []
+        return cls(
+            time=time_ns / 1e9,
+            cgroup=cgroup,
+            pid=pid,
+            parent_pid=ppid,
+            number=(major, minor),
+            denied=mode == Mode.ENFORCE.number,
+            program=_text(name),
+            parent=_text(parent),
+            arguments=tuple(word.decode(errors="replace") for word in words),
+        )
+
+
+# --- what is wanted and what is there
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What shall be in force. ``words``: (program, first argument) pairs."""
+    """What must be in force. ``words``: (program, first argument) pairs."""
 
-    mode: layout.Mode
-    majors: frozenset[int]
-    devices: frozenset[layout.Number] = frozenset()
+    mode: Mode = Mode.OFF
+    majors: frozenset[int] = frozenset()
+    devices: frozenset[Number] = frozenset()
     openers: frozenset[str] = frozenset()
     words: frozenset[tuple[str, str]] = frozenset()
 
 
 def wanted(
     guard: settings.GuardSettings,
-    mode: layout.Mode,
+    mode: Mode,
     majors: Mapping[int, str],
-    parts: frozenset[layout.Number] = frozenset(),
+    parts: frozenset[Number] = frozenset(),
 ) -> Wanted:
-    """The settings in the kernel's terms. ``majors``: as devices.majors() gives them."""
+    """The settings in the kernel's terms. ``majors``: as blockdev.majors() returns them."""
     pairs = (pair.split() for pair in guard.words)
     return Wanted(
         mode=mode,
         majors=frozenset(major for major, name in majors.items() if name in guard.drivers),
         devices=parts,
-        openers=frozenset(layout.text(layout.name(name)) for name in guard.openers),
-        words=frozenset((layout.text(layout.name(name)), word) for name, word in pairs),
+        openers=frozenset(_text(_name(name)) for name in guard.openers),
+        words=frozenset((_text(_name(name)), word) for name, word in pairs),
     )
 
 
 @dataclass(frozen=True)
-class Present:
+class Present(Wanted):
     """What the kernel says is in force."""
 
-    cgroup: str
-    whole_node: bool  # the cgroup is the root of the hierarchy
+    cgroup: str = ""
+    whole_node: bool = False  # the cgroup is the root of the hierarchy
     programs: Sequence[bpf.ProgramInfo] = ()
-    mode: layout.Mode = layout.Mode.OFF
-    majors: frozenset[int] = frozenset()
-    devices: frozenset[layout.Number] = frozenset()
-    openers: frozenset[str] = frozenset()
-    words: frozenset[tuple[str, str]] = frozenset()
-    leases: Mapping[layout.Number, layout.Lease] = field(default_factory=dict)
+    leases: Mapping[Number, Lease] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
     pinned: bool = False
 
@@ -76,9 +170,12 @@ class Present:
     def attached(self) -> bool:
         return bool(self.programs)
 
+    def is_as(self, wanted: Wanted) -> bool:
+        return all(getattr(self, f.name) == getattr(wanted, f.name) for f in fields(Wanted))
+
 
 def find_cgroup() -> Path:
-    """Where the whole cgroup v2 hierarchy is mounted. HostError when nowhere."""
+    """The mount point of the whole cgroup v2 hierarchy. HostError without one."""
     for mount in mountinfo.read():
         # Not mount.root: in a cgroup namespace of its own, a pod sees the host's root as /../..
         if mount.fstype == "cgroup2" and is_root(Path(mount.target)):
@@ -108,7 +205,7 @@ def below_root(cgroup: Path | None) -> str:
 class Kernel:
     """Handles on one cgroup's guard. ``maps`` are those of the attached program."""
 
-    def __init__(self, cgroup: Path, pins: Path, object_file: Path = layout.OBJECT) -> None:
+    def __init__(self, cgroup: Path, pins: Path, object_file: Path = OBJECT) -> None:
         self.cgroup = cgroup
         self.pins = pins
         self.object_file = object_file
@@ -160,7 +257,7 @@ class Kernel:
                     continue  # detached meanwhile
                 raise
             info = program.info()
-            if info.name in _OURS:
+            if info.name in (FULL, PLAIN):
                 found.append((program, info))
             else:
                 program.close()
@@ -197,36 +294,33 @@ class Kernel:
             ours = self._ours(fd)
             for program, _ in ours:
                 program.close()
-        present = Present(str(self.cgroup), is_root(self.cgroup))
+        where: dict[str, Any] = {"cgroup": str(self.cgroup), "whole_node": is_root(self.cgroup)}
         if not ours:
             self.close()
-            return present
+            return Present(**where)
         self._open(ours[0][1])
         return Present(
-            cgroup=present.cgroup,
-            whole_node=present.whole_node,
+            **where,
             programs=[info for _, info in ours],
             mode=self._mode(),
             majors=frozenset(struct.unpack("=I", k)[0] for k in self.maps["majors"].snapshot()),
-            devices=frozenset(layout.device_of(k) for k in self.maps["devices"].snapshot()),
-            openers=frozenset(layout.text(k) for k in self.maps["openers"].snapshot()),
-            words=frozenset(
-                (layout.text(k[:16]), layout.text(k[16:])) for k in self.maps["words"].snapshot()
-            ),
+            devices=frozenset(_number(k) for k in self.maps["devices"].snapshot()),
+            openers=frozenset(_text(k) for k in self.maps["openers"].snapshot()),
+            words=frozenset((_text(k[:16]), _text(k[16:])) for k in self.maps["words"].snapshot()),
             leases=self.leases(),
             counters=self._counters(),
             pinned=(self.pins / "program").exists(),
         )
 
-    def _mode(self) -> layout.Mode:
-        raw = self.maps["config"].get(layout.u32(0)) or layout.u32(0)
+    def _mode(self) -> Mode:
+        raw = self.maps["config"].get(_u32(0)) or _u32(0)
         number = struct.unpack("=I", raw)[0]
-        return list(layout.Mode)[number] if number < len(layout.Mode) else layout.Mode.OFF
+        return list(Mode)[number] if number < len(Mode) else Mode.OFF
 
     def _counters(self) -> dict[str, int]:
         found = {}
-        for index, name in enumerate(layout.COUNTERS):
-            raw = self.maps["counters"].get(layout.u32(index)) or b""
+        for index, name in enumerate(COUNTERS):
+            raw = self.maps["counters"].get(_u32(index)) or b""
             found[name] = sum(struct.unpack(f"={len(raw) // 8}Q", raw))
         return found
 
@@ -235,7 +329,7 @@ class Kernel:
     def apply(self, wanted: Wanted) -> Present:
         """Bring the kernel to ``wanted``: attach, adopt what an earlier agent left, or replace it
         without a gap (the new program is asked before the old one is taken away)."""
-        if wanted.mode is layout.Mode.OFF:
+        if wanted.mode is Mode.OFF:
             self.detach()
             return self.read()
         with self._directory(lock=True) as fd:
@@ -285,7 +379,7 @@ class Kernel:
                 "build it: scripts/bpf.sh (needs clang and libbpf's headers)",
             )
         causes = []
-        for name in _OURS:
+        for name in (FULL, PLAIN):
             for reuse in (dict(self.maps), {}):
                 try:
                     with bpf.loaded(self.object_file, name, reuse) as (program, maps):
@@ -305,13 +399,13 @@ class Kernel:
         still wanted, so there is no moment without it."""
         fill(self.maps, wanted)
 
-    def set_mode(self, mode: layout.Mode) -> None:
+    def set_mode(self, mode: Mode) -> None:
         """One map write. RefusedError when nothing is attached."""
         if not self.read().attached:
             raise kit.errors.RefusedError(
                 f"guard of {self.cgroup}", "is not attached", "start the agent, which attaches it"
             )
-        self.maps["config"].set(layout.u32(0), layout.u32(mode.number))
+        self.maps["config"].set(_u32(0), _u32(mode.number))
 
     def detach(self) -> int:
         """The kill switch: take away every guard program there, and the pins. How many."""
@@ -329,34 +423,38 @@ class Kernel:
 
     # --- leases
 
-    def grant(self, number: layout.Number, until: float) -> None:
+    def grant(self, number: Number, until: float, diskseq: int | None) -> None:
         """Let write opens of the device pass until CLOCK_MONOTONIC ``until`` (seconds).
-        RefusedError when nothing is attached."""
+
+        ``diskseq``: the attachment that the lease is given to. RefusedError when nothing is
+        attached.
+        """
         with self._hold:
             if "leases" not in self.maps:
                 raise kit.errors.RefusedError(
                     f"guard of {self.cgroup}", "is not attached", "attach it first"
                 )
-            self.maps["leases"].set(layout.device(number), layout.Lease(until, 0).pack())
+            new = Lease(until, 0, diskseq or 0)
+            self.maps["leases"].set(_key(number), new.pack())
 
-    def revoke(self, number: layout.Number) -> layout.Lease | None:
+    def revoke(self, number: Number) -> Lease | None:
         """End the lease now; what it was."""
-        key = layout.device(number)
+        key = _key(number)
         with self._hold:
             if "leases" not in self.maps:
                 return None
             raw = self.maps["leases"].get(key)
             self.maps["leases"].delete(key)
-        return layout.Lease.unpack(raw) if raw else None
+        return Lease.unpack(raw) if raw else None
 
-    def leases(self) -> dict[layout.Number, layout.Lease]:
+    def leases(self) -> dict[Number, Lease]:
         """All that are written down, expired ones too."""
         found = {}
         with self._hold:
             for key in self.maps["leases"].snapshot() if "leases" in self.maps else ():
                 raw = self.maps["leases"].get(key)
                 if raw is not None:
-                    found[layout.device_of(key)] = layout.Lease.unpack(raw)
+                    found[_number(key)] = Lease.unpack(raw)
         return found
 
     # --- pins
@@ -365,7 +463,8 @@ class Kernel:
         """Names in a bpf file system, mounted where there is none. Failure is no failure of the
         guard: an attached program stays without a pin."""
         with contextlib.suppress(OSError):
-            if not _is_bpf(self.pins.parent):
+            mounted = mountinfo.containing(str(self.pins.parent), mountinfo.read())
+            if mounted is None or mounted.fstype != "bpf":
                 self.pins.parent.mkdir(parents=True, exist_ok=True)
                 mounts.mount("bpf", self.pins.parent, "bpf", 0)
             self.pins.mkdir(mode=0o700, exist_ok=True)
@@ -379,11 +478,11 @@ class Kernel:
 def fill(maps: Mapping[str, bpf.Map], wanted: Wanted) -> None:
     """The maps as wanted; the mode last, so that it never meets half of them."""
     one = b"\1"
-    _replace(maps["majors"], {layout.u32(n): one for n in wanted.majors})
-    _replace(maps["devices"], {layout.device(n): one for n in wanted.devices})
-    _replace(maps["openers"], {layout.name(n): one for n in wanted.openers})
-    _replace(maps["words"], {layout.name(n) + layout.name(w): one for n, w in wanted.words})
-    maps["config"].set(layout.u32(0), layout.u32(wanted.mode.number))
+    _replace(maps["majors"], {_u32(n): one for n in wanted.majors})
+    _replace(maps["devices"], {_key(n): one for n in wanted.devices})
+    _replace(maps["openers"], {_name(n): one for n in wanted.openers})
+    _replace(maps["words"], {_name(n) + _name(w): one for n, w in wanted.words})
+    maps["config"].set(_u32(0), _u32(wanted.mode.number))
 
 
 def _replace(where: bpf.Map, wanted: Mapping[bytes, bytes]) -> None:
@@ -401,12 +500,3 @@ def _copy(source: bpf.Map, target: bpf.Map) -> None:
             value = source.get(key)
             if value is not None:
                 target.set(key, value)
-
-
-def _is_bpf(path: Path) -> bool:
-    """statfs(2): f_type is the first long."""
-    buffer = ctypes.create_string_buffer(256)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.statfs(os.fsencode(path), buffer):
-        return False
-    return bool(struct.unpack_from("=Q", buffer, 0)[0] & 0xFFFFFFFF == _BPF_FS_MAGIC)

@@ -1,36 +1,159 @@
-"""The ledger on this node: one small fsynced file per volume."""
+"""The ledger: what each volume was last seen to hold, kept on this node.
+
+A device that reads as zeros may be new, or may be a volume whose backend fails. The device cannot
+tell; a memory of the volume can. So the agent writes down what it saw on each volume, and, before
+it permits a format, that it permitted one. One small fsynced file per volume; ``mirror`` keeps a
+copy in the image's own metadata, for other nodes.
+
+Invariants: ``Store.put`` returns only when the entry would survive a power cut. A file that cannot
+be understood is kept, and its volume's knowledge is UNKNOWN, never NONE.
+"""
 
 import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
 import kit.files
-from volumes.ledger import entry
 
+VERSION = 1
+MOST_PREVIOUS = 5
+MOST_BYTES = 4096  # of an entry's JSON; RBD metadata values are small strings
 MOST_ENTRIES = 20_000
-# last_seen alone is no reason to write: a mount a minute would be an fsync a minute.
+# A later last_seen alone is not worth an fsync: that would be one for each mount.
 SEEN_AGAIN_SECONDS = 600.0
 
 
-class Store:
-    """All entries in memory, each change on disk before it counts.
+class Knowledge(StrEnum):
+    """What one source says about a volume's content."""
 
-    Invariant: ``put`` returns after the entry would survive a power cut. A file that cannot be
-    understood is kept and its volume's knowledge is UNKNOWN, never NONE.
+    NONE = "none"  # asked: there is no content
+    MAYBE = "maybe"  # a format was permitted; its outcome is not known
+    CONTENT = "content"
+    UNKNOWN = "unknown"  # the source did not answer, or its answer was not understood
+    NOT_ASKED = "not_asked"  # this volume has no such source
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of one volume. Times are Unix seconds.
+
+    ``type`` is empty while no content was seen. ``permitted``: when a format was last permitted
+    whose outcome is not known; 0: there is no such permission.
     """
+
+    volume: str
+    title: str = ""
+    type: str = ""
+    uuid: str = ""
+    label: str = ""
+    first_seen: float = 0.0
+    last_seen: float = 0.0
+    node: str = ""
+    permitted: float = 0.0
+    permitted_by: str = ""
+    previous: tuple[str, ...] = ()  # earlier contents, the newest first
+    version: int = VERSION
+
+    @property
+    def knowledge(self) -> Knowledge:
+        if self.type:
+            return Knowledge.CONTENT
+        return Knowledge.MAYBE if self.permitted else Knowledge.NONE
+
+    @property
+    def content(self) -> str:
+        """Type and UUID, for people."""
+        return f"{self.type} {self.uuid}".strip()
+
+    def saw(self, type_: str, uuid: str, label: str, now: float, node: str) -> "Entry":
+        """After this content was seen. Other content than before moves to ``previous``."""
+        same = (self.type, self.uuid) == (type_, uuid)
+        previous = self.previous
+        if self.type and not same:
+            old = f"{self.type} {self.uuid} until {self.last_seen:.0f}"
+            previous = (old, *previous)[:MOST_PREVIOUS]
+        return replace(
+            self,
+            type=type_,
+            uuid=uuid,
+            label=label,
+            first_seen=self.first_seen if same and self.first_seen else now,
+            last_seen=now,
+            node=node,
+            permitted=0.0,
+            permitted_by="",
+            previous=previous,
+        )
+
+    def permit(self, by: str, now: float) -> "Entry":
+        """With a permission to format, to be saved before the permission is given."""
+        return replace(self, permitted=now, permitted_by=by[:200])
+
+    def unused(self) -> "Entry":
+        """Without the permission: nothing opened the device for writing under it."""
+        return replace(self, permitted=0.0, permitted_by="")
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def parse(text: str) -> Entry:
+    """ValueError or TypeError for anything but an entry of a version that this agent knows."""
+    if len(text) > 16 * MOST_BYTES:
+        raise ValueError("too long for a ledger entry")
+    data = json.loads(text)
+    if not isinstance(data, dict) or not isinstance(data.get("version"), int):
+        raise ValueError("not a ledger entry")
+    if data["version"] > VERSION:
+        raise ValueError(f"written by a newer agent (version {data['version']})")
+    known = {name: data[name] for name in Entry.__dataclass_fields__ if name in data}
+    known["previous"] = tuple(str(p) for p in known.get("previous", ()))
+    for name in ("volume", "type", "uuid"):
+        if not isinstance(known.get(name), str):
+            raise ValueError(f"{name} is missing")
+    for name in ("first_seen", "last_seen", "permitted"):
+        known[name] = float(known.get(name, 0.0))
+    return Entry(**known)
+
+
+def merge(here: Entry, there: Entry) -> Entry:
+    """One entry from two copies: the content seen last wins, and a permission of either copy stays
+    open unless content was seen after it."""
+    newer, older = (here, there) if here.last_seen >= there.last_seen else (there, here)
+    if not newer.type and older.type:
+        newer, older = older, newer
+    permitted = max(
+        (e for e in (here, there) if e.permitted > newer.last_seen),
+        key=lambda e: e.permitted,
+        default=None,
+    )
+    return replace(
+        newer,
+        title=newer.title or older.title,
+        permitted=permitted.permitted if permitted else 0.0,
+        permitted_by=permitted.permitted_by if permitted else "",
+        previous=newer.previous or older.previous,
+    )
+
+
+class Store:
+    """All entries, in memory and on disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._entries: dict[str, entry.Entry] = {}
-        self.unreadable: dict[str, str] = {}  # file name: why
+        self._entries: dict[str, Entry] = {}
+        self.unreadable: dict[str, str] = {}  # file name -> error
 
     def load(self) -> None:
-        """Read everything. OSError when the folder cannot be made or listed."""
+        """Read all files. OSError when the folder cannot be made or listed."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._entries.clear()
         self.unreadable.clear()
         for file in sorted(self.folder.glob("*.json")):
             try:
-                found = entry.parse(file.read_text(encoding="utf-8"))
+                found = parse(file.read_text(encoding="utf-8"))
                 if self._file(found.volume) != file:
                     raise ValueError("its name does not match its content")
             except (OSError, ValueError, TypeError) as error:
@@ -41,18 +164,18 @@ class Store:
     def _file(self, volume: str) -> Path:
         return self.folder / f"{hashlib.sha256(volume.encode()).hexdigest()[:32]}.json"
 
-    def get(self, volume: str) -> entry.Entry | None:
+    def get(self, volume: str) -> Entry | None:
         return self._entries.get(volume)
 
-    def knowledge(self, volume: str) -> entry.Knowledge:
-        """What this node knows; UNKNOWN where the file is damaged or nothing names the volume."""
+    def knowledge(self, volume: str) -> Knowledge:
+        """UNKNOWN when the volume's file is damaged or the device has no volume identity."""
         if not volume or self._file(volume).name in self.unreadable:
-            return entry.Knowledge.UNKNOWN
+            return Knowledge.UNKNOWN
         found = self._entries.get(volume)
-        return found.knowledge if found else entry.Knowledge.NONE
+        return found.knowledge if found else Knowledge.NONE
 
-    def put(self, new: entry.Entry) -> None:
-        """Blocking; OSError when it could not be made durable, and then nothing has changed."""
+    def put(self, new: Entry) -> None:
+        """Save an entry. Blocks. OSError when it is not durable; then nothing has changed."""
         file = self._file(new.volume)
         kit.files.save(file, new.dump().encode())
         self.unreadable.pop(file.name, None)
@@ -60,8 +183,8 @@ class Store:
         if len(self._entries) > MOST_ENTRIES:
             self._prune()
 
-    def needs(self, new: entry.Entry) -> bool:
-        """Whether the difference to what is stored is worth an fsync."""
+    def needs(self, new: Entry) -> bool:
+        """Whether ``new`` differs enough from the stored entry to be worth an fsync."""
         old = self._entries.get(new.volume)
         if old is None or new.last_seen - old.last_seen >= SEEN_AGAIN_SECONDS:
             return True
@@ -70,12 +193,12 @@ class Store:
         )
 
     def _prune(self) -> None:
-        """The images' own metadata still know what is forgotten here, the longest unseen first."""
+        """Drop the RBD images not seen for longest: their own metadata keeps their entries."""
         images = [e for e in self._entries.values() if e.volume.startswith("rbd:")]
         for old in sorted(images, key=lambda e: e.last_seen)[: len(self._entries) - MOST_ENTRIES]:
             self._file(old.volume).unlink(missing_ok=True)
             del self._entries[old.volume]
 
-    def entries(self) -> list[entry.Entry]:
+    def entries(self) -> list[Entry]:
         """Sorted by volume."""
         return [self._entries[volume] for volume in sorted(self._entries)]

@@ -6,7 +6,7 @@ import random
 import sys
 from pathlib import Path
 
-from volumes.probe import verdict
+from volumes.probe import examine
 
 _CHILD = Path(__file__).with_name("child.py")
 _LAST_WORDS = 2000
@@ -21,7 +21,7 @@ class Prober:
 
     def __init__(self, deadline: float = 3.0, at_once: int = 4) -> None:
         self.deadline = deadline  # seconds
-        self._children: dict[str, asyncio.Task[verdict.Verdict]] = {}
+        self._children: dict[str, asyncio.Task[examine.Verdict]] = {}
         self._slots = asyncio.Semaphore(at_once)
         self._hanging: set[str] = set()
         self._spare: asyncio.subprocess.Process | None = None
@@ -33,7 +33,7 @@ class Prober:
         """Devices whose child has outlived its deadline."""
         return frozenset(self._hanging)
 
-    async def probe(self, device: str) -> verdict.Verdict:
+    async def probe(self, device: str) -> examine.Verdict:
         """The verdict on the node ``device``, at the latest after the deadline (once a child may
         start: hanging ones hold no slot). Calls for one device share one child."""
         task = self._children.get(device)
@@ -56,9 +56,9 @@ class Prober:
             self._slots.release()
         return self._timeout(device)
 
-    def _timeout(self, device: str) -> verdict.Verdict:
-        return verdict.Verdict(
-            verdict.Kind.TIMEOUT, device, where="no answer", seconds=self.deadline
+    def _timeout(self, device: str) -> examine.Verdict:
+        return examine.Verdict(
+            examine.Kind.TIMEOUT, device, where="no answer", seconds=self.deadline
         )
 
     def _ended(self, device: str) -> None:
@@ -88,7 +88,7 @@ class Prober:
             return process
         return await self._start()
 
-    async def _run(self, device: str) -> verdict.Verdict:
+    async def _run(self, device: str) -> examine.Verdict:
         self.started += 1
         process = await self._take()
         loop = asyncio.get_running_loop()
@@ -104,13 +104,13 @@ class Prober:
             timer.cancel()
         await self.warm()
         try:
-            return verdict.Verdict.from_json(json.loads(out))
+            return examine.Verdict.from_json(json.loads(out))
         except (ValueError, KeyError):
             if loop.time() >= ends:  # our own kill ended it, not the device
                 return self._timeout(device)
             words = err.decode(errors="replace")[-_LAST_WORDS:].strip()
             where = f"probe ended with {process.returncode}: {words}"
-            return verdict.Verdict(verdict.Kind.UNREADABLE, device, where=where, errno=5)
+            return examine.Verdict(examine.Kind.UNREADABLE, device, where=where, errno=5)
 
     @staticmethod
     def _kill(process: asyncio.subprocess.Process) -> None:

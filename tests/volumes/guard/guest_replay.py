@@ -1,7 +1,7 @@
 """Runs inside the guest: the accident on real /dev/rbd devices. Says ``check: text`` lines.
 
 One process without the agent's web server, because starting one takes long under emulation; the
-keeper is the agent's own.
+controller is the agent's own.
 """
 
 import asyncio
@@ -16,9 +16,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import kit.findings
+from linux import blockdev
 from tests.testbed import formatters, waiting
-from volumes import devices, settings
-from volumes.guard import keeper, layout, switch
+from volumes import settings
+from volumes import status as volume_status
+from volumes.guard import controller
+from volumes.guard.kernel import Mode
 
 MONITOR, SECRET, CONF = sys.argv[1:4]
 TARGET = "/run/target"
@@ -27,11 +30,6 @@ findings: list[kit.findings.Finding] = []
 
 def say(text: str) -> None:
     print(f"check: {text}", flush=True)
-
-
-class Reporter:
-    def report(self, origin: str, found: list[kit.findings.Finding]) -> None:
-        findings[:] = found
 
 
 def run(*command: str) -> "subprocess.CompletedProcess[str]":
@@ -88,11 +86,15 @@ async def main() -> None:
         probe_timeout=30,
         lease=20,
     )
-    guard = keeper.Keeper(wanted, state_dir=Path("/run/state"), reporter=Reporter())
+
+    def changed() -> None:
+        findings[:] = volume_status.findings(guard, time.time())
+
+    guard = controller.Controller(wanted, state_dir=Path("/run/state"), changed=changed)
     await guard.start()
     kernel = guard.guard
     assert kernel is not None
-    status = switch.status(wanted, Path("/run/state"))
+    status = volume_status.without_agent(wanted, Path("/run/state"))
     say(f"status {status['mode']} {status['proof']} whole {status['whole_node']}")
 
     # A new, blank image: leased by itself, formatted and mounted by kubelet's sequence.
@@ -109,8 +111,8 @@ async def main() -> None:
     say(f"blank mounted {outcome.mounted} after {time.monotonic() - began:.1f}s {outcome.error}")
     Path(TARGET, "data").write_text("precious")
     run("sync")
-    identity = devices.identify(name)
-    assert identity is not None and identity.rbd is not None
+    identity = blockdev.identify(name)
+    assert identity is not None and identity.image is not None
     say(f"volume {identity.volume}")
     await until("the ledger", lambda: (guard.ledger.get(identity.volume) or identity).title
                 and (e := guard.ledger.get(identity.volume)) and e.type == "ext4")  # fmt: skip
@@ -133,13 +135,13 @@ async def main() -> None:
     done = await in_thread("fsck.ext4", "-f", "-y", device)
     say(f"allowed fsck {done.returncode}")
     detach(device)
-    say("allowed unmap 0")
+    say(f"allowed unmap {not Path('/sys/block', name).exists()}")
 
     # The accident: the superblock reads as zeros (blkid: nothing there), kubelet wants mkfs.
-    kernel.set_mode(layout.Mode.DRY_RUN)
+    kernel.set_mode(Mode.DRY_RUN)
     device = attach("blank")
-    with open(device, "rb") as stream:
-        kept = stream.read(64 * 1024)
+    with open(device, "rb") as whole:
+        kept = whole.read(64 * 1024)
     zeroed(device)
     await guard.apply(wanted)
     accident = await asyncio.to_thread(
@@ -148,8 +150,8 @@ async def main() -> None:
     say(f"accident found {accident.found!r} mkfs {accident.mkfs} "
         f"EPERM {'Operation not permitted' in accident.mkfs_error}")  # fmt: skip
     await until("the finding", lambda: any(f.rule == "content-missing" for f in findings))
-    say("finding content-missing True")
-    kernel.set_mode(layout.Mode.DRY_RUN)
+    say(f"findings {' '.join(sorted(f.rule for f in findings))}")
+    kernel.set_mode(Mode.DRY_RUN)
     with open(device, "r+b", buffering=0) as stream:  # the fault clears
         stream.write(kept)
         os.fsync(stream.fileno())
@@ -159,7 +161,7 @@ async def main() -> None:
     run("umount", TARGET)
 
     # Another node without memory of its own: the image's metadata tells it.
-    answer = await guard.clusters.look(identity.rbd, extents=True)
+    answer = await guard.clusters.look(identity.image, extents=True)
     say(f"metadata {answer.mirror} extents {answer.extents}")
     await guard.stop()
     detach(device)

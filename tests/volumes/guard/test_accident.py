@@ -106,7 +106,7 @@ def _plain(*command: str) -> Any:
 
 @pytest.mark.parametrize("fstype", ["ext4", "xfs"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_without_the_guard_the_data_is_lost(
+def test_accident_without_guard_loses_data(
     disk: blockdev.FaultyDisk, originals: dict[str, Original], fault: str, fstype: str,
     tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -119,7 +119,7 @@ def test_without_the_guard_the_data_is_lost(
 @pytest.mark.parametrize("way", [formatters.kubelet, formatters.ceph_csi])
 @pytest.mark.parametrize("fstype", ["ext4", "xfs"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_with_the_guard_mkfs_is_refused_and_the_data_is_there_afterwards(
+def test_accident_with_guard_keeps_data(
     disk: blockdev.FaultyDisk, originals: dict[str, Original], fault: str, fstype: str,
     way: Callable[..., formatters.Outcome], where: cell.Cell, agent: Agent, tmp_path: Path,
 ) -> None:  # fmt: skip

@@ -8,7 +8,6 @@ import pytest
 
 from tests.testbed import blockdev, cell, waiting
 from tests.testbed.agent import Agent
-from volumes.guard import layout
 
 pytestmark = pytest.mark.real
 
@@ -32,7 +31,7 @@ def fallen(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield made
 
 
-def test_status_and_findings_say_what_is_missing_and_what_is_there_instead(
+def test_status_names_missing_program_and_fallback(
     fallen: Agent,
 ) -> None:
     waiting.until(
@@ -48,7 +47,7 @@ def test_status_and_findings_say_what_is_missing_and_what_is_there_instead(
     assert not fallen.get("/readyz")["ready"]
 
 
-def test_formatters_are_refused_by_name_and_mounting_is_not(
+def test_exec_filter_refuses_formatters_by_name(
     where: cell.Cell, fallen: Agent, tmp_path: Path
 ) -> None:
     waiting.until(
@@ -90,15 +89,20 @@ def test_formatters_are_refused_by_name_and_mounting_is_not(
         )
 
 
-def test_a_device_that_cannot_be_read_is_flagged_read_only_until_it_can(
-    fallen: Agent, tmp_path: Path
+def test_unreadable_device_is_read_only_until_readable(
+    where: cell.Cell, fallen: Agent, tmp_path: Path
 ) -> None:
+    """Reads fail, writes would not: only the flag keeps a writer of unknown name out."""
+    unknown = str(shutil.copy(shutil.which("dd") or "", tmp_path / "unknown-formatter"))
     broken = [{"offset": 0, "length": SIZE, "errno": 5}]
     with blockdev.faulty_disk(tmp_path / "disk", SIZE, faults=broken) as disk:
+        write = (unknown, "if=/dev/zero", f"of={disk.device}", "bs=1M", "count=1", "oflag=direct")
         read_only = Path("/sys/block", disk.name, "ro")
         waiting.until(lambda: read_only.read_text().strip() == "1", 20, "the flag")
-        copy = shutil.copy(shutil.which("mkfs.ext4") or "", tmp_path / "unknown-formatter")
-        assert blockdev.run(str(copy), "-F", disk.device, check=False).returncode != 0
+        done = blockdev.run(*write, check=False)
+        assert done.returncode != 0
+        assert "not permitted" in done.stderr or "denied" in done.stderr, done.stderr
         disk.clear()
-        fallen.cli_json("volume", "probe", disk.device)
-    assert layout.OBJECT.exists()
+        where.run("mkfs.ext4", "-q", "-F", disk.device)  # refused; the device is examined again
+        waiting.until(lambda: read_only.read_text().strip() == "0", 20, "the flag to go")
+        assert blockdev.run(*write, check=False).returncode == 0

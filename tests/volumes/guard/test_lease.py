@@ -1,8 +1,9 @@
-"""The decision to permit a format: never where any source of truth says, or may say, 'data'."""
+"""Who may format a device: never where any source says, or may say, "data"."""
 
 import dataclasses
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from volumes.guard import lease
-from volumes.ledger.entry import Entry, Knowledge, merge
-from volumes.probe.verdict import Kind, Verdict
+from linux import mountinfo
+from volumes.guard import kernel, lease
+from volumes.guard.lease import Step
+from volumes.ledger.store import Entry, Knowledge, merge
+from volumes.probe.examine import Kind, Verdict
 
-HERE = ((254, 0), 7, 2**30, "rbd:f/1//a")
-OTHER = ((254, 0), 8, 2**30, "rbd:f/1//a")
+HERE: lease.Attachment = ((254, 0), 7, 2**30, "rbd:f/1//a")
+OTHER: lease.Attachment = ((254, 0), 8, 2**30, "rbd:f/1//a")
 BLANK = Verdict(Kind.BLANK_VERIFIED, size=2**30, diskseq=7)
 
 GOOD = lease.Evidence(
@@ -25,11 +28,11 @@ GOOD = lease.Evidence(
 )  # fmt: skip
 
 
-def test_a_verified_blank_volume_is_permitted() -> None:
+def test_refusals_empty_for_verified_blank_volume() -> None:
     assert lease.refusals(GOOD, lease.Policy()) == ()
 
 
-def test_without_credentials_local_knowledge_suffices_unless_extents_are_required() -> None:
+def test_refusals_without_credentials_depend_on_require_extents() -> None:
     alone = dataclasses.replace(
         GOOD, mirror=Knowledge.NOT_ASKED, extents=Knowledge.NOT_ASKED, cluster_size=None
     )
@@ -76,7 +79,7 @@ _nearly_good = st.builds(
 
 
 def _may_hold_data(e: lease.Evidence, policy: lease.Policy) -> bool:
-    """Written from the issue's text, independently of the decision."""
+    """Written from the promise's text, independently of the product's decision."""
     blank_twice = all(
         v is not None and v.verdict is Kind.BLANK_VERIFIED and e.after is not None
         and (v.diskseq, v.size) == (e.after[1], e.after[2])
@@ -106,9 +109,7 @@ def _may_hold_data(e: lease.Evidence, policy: lease.Policy) -> bool:
 @settings(max_examples=1_500, deadline=None, database=None,
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(st.one_of(_nearly_good, _nearly_good, _evidence), st.booleans())
-def test_no_lease_where_anything_says_or_may_say_data(
-    evidence: lease.Evidence, require: bool
-) -> None:
+def test_refusals_agree_with_the_written_rule(evidence: lease.Evidence, require: bool) -> None:
     policy = lease.Policy(quiet=60.0, require_extents=require)
     refused = bool(lease.refusals(evidence, policy))
     assert refused == _may_hold_data(evidence, policy)
@@ -143,7 +144,7 @@ def _random_evidence(choose: random.Random) -> lease.Evidence:
     return dataclasses.replace(GOOD, **{name: drawn[name] for name in names})
 
 
-def test_a_hundred_thousand_seeded_states_agree_with_the_issues_words() -> None:
+def test_refusals_agree_with_the_written_rule_in_100000_states() -> None:
     given_, refused = 0, 0
     for seed in range(100_000):
         choose = random.Random(seed)
@@ -155,133 +156,315 @@ def test_a_hundred_thousand_seeded_states_agree_with_the_issues_words() -> None:
     assert given_ > 10_000 and refused > 10_000, "both answers must be tried"
 
 
+class Killed(Exception):
+    """The agent was killed between two steps."""
+
+
 @dataclass
-class World:
-    """A volume, its ledger copies and the kernel, with everything that can go wrong.
+class Volume:
+    """``written``: something was written to it. ``lies``: its reads return zeros whatever it holds
+    (the worst backend). ``entry``: in this node's ledger. ``mirror``: in the image's metadata."""
 
-    ``written``: something was written to it since it was created. ``lies``: its reads give zeros
-    whatever it holds (the worst backend).
-    """
-
+    name: str
     written: bool = False
     lies: bool = False
-    entry: Entry = dataclasses.field(default_factory=lambda: Entry("rbd:f/1//a"))
+    entry: Entry = dataclasses.field(default_factory=lambda: Entry(""))
     mirror: Entry | None = None
+
+
+@dataclass
+class World:
+    """A device number, the volumes that are attached to it in turn, and the kernel's map of leases,
+    which knows the number only. The agent is killed and started at any time.
+
+    ``known``: the attachment that the running agent has seen; ``agent`` False: none is running.
+    """
+
+    choose: random.Random
     cluster: bool = True  # configured, and its extents are the truth
     cluster_up: bool = True
-    lease_until: float | None = None
-    opens: int = 0
     now: float = 1000.0
     diskseq: int = 7
+    held: kernel.Lease | None = None
+    agent: bool = True
+    known: lease.Attachment | None = None
+    granted: int = 0
+    revoked_stale: int = 0
+    adopted: int = 0
 
-    def verdict(self) -> Verdict:
-        if self.written and not self.lies:
+    def __post_init__(self) -> None:
+        self.volumes = [Volume(name, entry=Entry(name)) for name in ("rbd:f/1//a", "rbd:f/1//b")]
+        self.volume = self.volumes[0]
+
+    # --- the world
+
+    @property
+    def attachment(self) -> lease.Attachment:
+        return (254, 0), self.diskseq, 2**30, self.volume.name
+
+    @property
+    def leased(self) -> bool:
+        """The kernel lets a write open of the number pass."""
+        return self.held is not None and self.now < self.held.until
+
+    @property
+    def stale(self) -> bool:
+        """The lease was given to another attachment than the one that is there."""
+        return self.held is not None and self.held.diskseq != self.diskseq
+
+    def attach(self) -> None:
+        """Another attachment takes the number. The kernel's map of leases stays as it is."""
+        self.volume = self.choose.choice(self.volumes)
+        self.diskseq += 1
+
+    def probe(self) -> Verdict:
+        if self.volume.written and not self.volume.lies:
             return Verdict(Kind.HAS_FS, type="ext4", uuid="u", size=2**30, diskseq=self.diskseq)
         return Verdict(Kind.BLANK_VERIFIED, size=2**30, diskseq=self.diskseq)
 
-    def asked(self) -> tuple[Knowledge, Knowledge]:
+    def ask(self) -> tuple[Knowledge, Knowledge]:
         if not self.cluster:
             return Knowledge.NOT_ASKED, Knowledge.NOT_ASKED
         if not self.cluster_up:
             return Knowledge.UNKNOWN, Knowledge.UNKNOWN
-        mirror = self.mirror.knowledge if self.mirror else Knowledge.NONE
-        return mirror, Knowledge.CONTENT if self.written else Knowledge.NONE
+        mirror = self.volume.mirror
+        extents = Knowledge.CONTENT if self.volume.written else Knowledge.NONE
+        return mirror.knowledge if mirror else Knowledge.NONE, extents
 
-    @property
-    def leased(self) -> bool:
-        return self.lease_until is not None and self.now < self.lease_until
+    # --- the agent: what LeaseManager does, with the product's decisions and steps
 
+    def carry_out(self, steps: Iterable[Step], volume: Volume, seen: lease.Attachment) -> None:
+        for step in steps:
+            if self.choose.random() < 0.08:
+                self.agent, self.known = False, None
+                raise Killed
+            match step:
+                case Step.RECORD_PERMISSION:
+                    volume.entry = volume.entry.permit("auto", self.now)
+                case Step.MIRROR:
+                    if self.cluster and self.cluster_up:
+                        volume.mirror = volume.entry
+                case Step.CONFIRM:
+                    if self.attachment != seen:
+                        return
+                case Step.GRANT:
+                    # What may hold data by the world's own truth must never get a lease.
+                    assert not volume.written, self
+                    self.held = kernel.Lease(self.now + 90, 0, seen[1] or 0)
+                    self.granted += 1
+                case Step.SHORTEN:
+                    until = min(self.held.until if self.held else 0, self.now + 5)
+                    self.held = kernel.Lease(until, 0, seen[1] or 0)
+                case Step.REVOKE:
+                    self.held = None
+                case Step.RECORD_CONTENT:
+                    volume.entry = volume.entry.saw("ext4", "u", "", self.now, "n")
+                case Step.CLOSE_PERMISSION:
+                    volume.entry = volume.entry.unused()
+            if self.leased and not self.stale:
+                assert self.volume.entry.permitted or self.volume.entry.type, "lease without trace"
+            if step is not Step.GRANT and self.choose.random() < 0.02:
+                self.attach()  # its uevent is read after this look
 
-def _step(world: World, step: lease.Step) -> None:
-    match step:
-        case lease.Step.RECORD_PERMISSION:
-            world.entry = world.entry.permit("auto", world.now)
-        case lease.Step.MIRROR:
-            if world.cluster and world.cluster_up:
-                world.mirror = world.entry
-        case lease.Step.GRANT:
-            world.lease_until, world.opens = world.now + 90, 0
-        case lease.Step.SHORTEN:
-            world.lease_until = min(world.lease_until or 0, world.now + lease.LINGER_SECONDS)
-        case lease.Step.REVOKE:
-            world.lease_until, world.opens = None, 0
-        case lease.Step.RECORD_CONTENT:
-            world.entry = world.entry.saw("ext4", "u", "", world.now, "n")
-        case lease.Step.CLOSE_PERMISSION:
-            world.entry = world.entry.unused()
+    def meet(self) -> None:
+        """A uevent, a look, or the start of the agent."""
+        steps = lease.met(self.held.diskseq if self.held else None, self.known, self.attachment)
+        self.revoked_stale += bool(steps) and self.stale
+        self.adopted += self.known is None and self.leased and not steps
+        self.carry_out(steps, self.volume, self.attachment)
+        self.known = self.attachment
 
-
-def _look(world: World, choose: random.Random) -> None:
-    """The judge's look, interrupted (the agent is killed) after any number of steps."""
-    seen = world.verdict()
-    if seen.has_content and world.mirror and world.cluster_up:
-        world.entry = merge(world.entry, world.mirror)
-    held = world.lease_until is not None
-    steps = list(lease.conclude(
-        has_content=seen.has_content, verdict_known=seen.verdict is Kind.BLANK_VERIFIED,
-        leased=held, expired=held and world.now > (world.lease_until or 0) + 1,
-        opens=world.opens, open_=world.entry.permitted > 0,
-    ))  # fmt: skip
-    if not seen.has_content and not world.leased:
-        mirror, extents = world.asked()
-        attachment = ((254, 0), world.diskseq, 2**30, world.entry.volume)
-        after_steps = world.entry
-        if lease.Step.CLOSE_PERMISSION in steps:
-            after_steps = after_steps.unused()
+    def look(self) -> None:
+        self.meet()
+        volume, seen, attachment = self.volume, self.probe(), self.attachment
+        if seen.has_content and volume.mirror and self.cluster_up:
+            volume.entry = merge(volume.entry, volume.mirror)
+        self.carry_out(lease.conclude(
+            has_content=seen.has_content, blank=not seen.has_content,
+            leased=self.held is not None,
+            expired=self.held is not None and self.now > self.held.until + 1,
+            opens=self.held.opens if self.held else 0, permitted=volume.entry.permitted > 0,
+        ), volume, attachment)  # fmt: skip
+        if lease.undisputed(seen, leased=self.leased, attached=True, asked=True) is not None:
+            return
+        mirror, extents = self.ask()
         evidence = lease.Evidence(
-            is_rbd=True, before=attachment, after=attachment, first=seen, second=seen,
-            ledger=after_steps.knowledge, mirror=mirror, extents=extents, quiet_for=math.inf,
+            is_rbd=True, before=attachment, after=self.attachment, first=seen, second=self.probe(),
+            ledger=volume.entry.knowledge, mirror=mirror, extents=extents, quiet_for=math.inf,
             read_only=False, in_use=False,
         )  # fmt: skip
         if not lease.refusals(evidence, lease.Policy()):
-            # Invariant: what may hold data by the world's own truth is never leased.
-            assert not world.written, (world, evidence)
-            steps += lease.GRANTING
-    for step in steps[: choose.randrange(len(steps) + 1) if choose.random() < 0.5 else None]:
-        _step(world, step)
-        if world.leased:
-            assert world.entry.permitted or world.entry.type, "a lease without a trace"
+            self.carry_out(lease.GRANTING, volume, attachment)
 
+    def detach(self) -> None:
+        """A uevent of the running agent."""
+        volume, held, attachment = self.volume, self.held, self.attachment
+        self.held = self.known = None
+        if held is not None and held.diskseq == self.diskseq:
+            steps = lease.detached(held.opens, volume.entry.permitted > 0)
+            self.carry_out(steps, volume, attachment)
 
-def _event(world: World, choose: random.Random) -> None:
-    match choose.randrange(8):
-        case 0 | 1 | 2:
-            _look(world, choose)
-        case 3:
-            if world.leased:  # mkfs gets in
-                world.opens += 2
-                world.written = world.written or choose.random() < 0.8
-        case 4:
-            world.now += choose.choice([0.5, 5, 60, 92, 1000])
-        case 5:
-            world.lies = not world.lies
-        case 6:
-            world.cluster_up = not world.cluster_up
-        case 7:  # detached and attached: the kernel forgets leases; on another node, the ledger too
-            world.lease_until, world.opens = None, 0
-            world.diskseq += 1
-            if choose.random() < 0.3 and world.cluster:
-                world.entry = Entry(world.entry.volume)
+    def heard(self) -> None:
+        """The uevents that wait."""
+        if self.agent and self.known is not None and self.known != self.attachment:
+            self.meet()
+
+    # --- what happens
+
+    def mkfs(self) -> bool:
+        """False when it got through a lease of another attachment."""
+        if not self.leased:
+            return True
+        assert self.held is not None
+        if self.stale:
+            assert not self.agent, "an agent that runs leaves no such lease"
+            return False
+        self.held = dataclasses.replace(self.held, opens=self.held.opens + 2)
+        self.volume.written = self.volume.written or self.choose.random() < 0.8
+        return True
+
+    def reattach(self) -> None:
+        if self.agent:
+            self.detach()
+        self.attach()
+        if self.agent:
+            self.meet()
+
+    def move(self) -> None:
+        """The volume goes to a node that has never seen it; only its cluster remembers."""
+        self.held, self.known, self.agent = None, None, True
+        self.diskseq += 1
+        for volume in self.volumes:
+            volume.entry = Entry(volume.name)
+
+    def event(self) -> bool:
+        """False: the world ends, because what a dead agent cannot prevent has happened."""
+        try:
+            match self.choose.randrange(10):
+                case 0 | 1 | 2:
+                    if self.agent:
+                        self.look()
+                case 3:
+                    return self.mkfs()
+                case 4:
+                    self.now += self.choose.choice([0.5, 5, 60, 92, 1000])
+                case 5:
+                    self.volume.lies = not self.volume.lies
+                case 6:
+                    self.cluster_up = not self.cluster_up
+                case 7:
+                    self.reattach()
+                case 8 if self.cluster and self.choose.random() < 0.3:
+                    self.move()
+                case 8:
+                    self.agent, self.known = False, None
+                case 9:
+                    self.agent, self.known = True, None
+                    self.meet()
+            self.heard()
+        except Killed:
+            pass
+        assert not (self.agent and self.leased and self.stale), "a lease outlived its attachment"
+        return True
 
 
 @pytest.mark.timeout(240)
-def test_interrupted_at_any_step_a_volume_that_was_written_is_never_leased_again() -> None:
-    """20,000 random lives of a volume, each up to 40 events, killed within decisions; half of
-    them with a cluster that can be asked (and then seen by nodes without memory)."""
-    leased = 0
+def test_no_written_volume_gets_a_lease_in_20000_lives() -> None:
+    """Random lives, each up to 60 events, the agent killed between steps too; half of them with a
+    cluster that can be asked (and with nodes that know nothing).
+
+    One thing is outside the promise (docs/guard.md, Limits): a number that passes to another volume
+    while no agent runs keeps its lease until the agent starts or the lease ends.
+    """
+    granted = revoked = adopted = beyond = 0
     for seed in range(20_000):
         choose = random.Random(seed)
-        world = World(cluster=choose.random() < 0.5)
-        for _ in range(choose.randrange(5, 40)):
-            _event(world, choose)
-            leased += world.leased
-    assert leased > 10_000, "the lives must have leases in them, or this proves nothing"
+        world = World(choose, cluster=choose.random() < 0.5)
+        beyond += not all(world.event() for _ in range(choose.randrange(5, 60)))
+        granted += world.granted
+        revoked += world.revoked_stale
+        adopted += world.adopted
+    # Without these in the lives, they would prove nothing.
+    assert granted > 10_000 and revoked > 500 and adopted > 500, (granted, revoked, adopted)
+    assert 0 < beyond < 2_000
+
+
+def test_met_keeps_only_a_lease_of_the_same_attachment() -> None:
+    assert lease.met(None, None, HERE) == ()  # no lease
+    assert lease.met(7, None, HERE) == ()  # an earlier agent's, DISKSEQ 7
+    assert lease.met(7, HERE, HERE) == ()
+    assert lease.met(0, HERE, HERE) == ()  # no DISKSEQ on this kernel, but seen by this agent
+    for held, known, now in ((7, None, OTHER), (7, HERE, OTHER), (0, None, HERE),
+                             (0, None, (HERE[0], None, *HERE[2:]))):  # fmt: skip
+        assert lease.met(held, known, now) == (Step.REVOKE,)
 
 
 @pytest.mark.parametrize("broken", [
     {"extents": Knowledge.UNKNOWN}, {"mirror": Knowledge.UNKNOWN}, {"ledger": Knowledge.UNKNOWN},
     {"quiet_for": None}, {"quiet_for": 59.9}, {"in_use": None}, {"after": OTHER}, {"second": None},
 ])  # fmt: skip
-def test_each_unknown_is_a_no_with_its_reason(broken: dict[str, Any]) -> None:
+def test_refusals_name_each_unknown(broken: dict[str, Any]) -> None:
     reasons = lease.refusals(dataclasses.replace(GOOD, **broken), lease.Policy())
     assert len(reasons) >= 1 and all(reasons)
+
+
+# --- facts
+
+
+@pytest.mark.parametrize(("line", "device", "is_rbd"), [
+    ("I/O error, dev rbd0, sector 2048 op 0x0:(READ) flags 0x0 phys_seg 1", "rbd0", True),
+    ("Buffer I/O error on dev rbd0, logical block 0, async page read", "rbd0", True),
+    ("rbd: rbd0: read at objno 4 593920~4096 result -108", "rbd0", True),
+    ("rbd: rbd0: encountered watch error: -107", "rbd0", True),
+    ("block nbd3: Connection timed out", "nbd3", False),
+    ("EXT4-fs error (device rbd0): ext4_find_entry:1455", "rbd0", True),
+    ("libceph: osd0 down", "rbd7", True),
+    ("libceph: mon0 (1)10.0.0.1:6789 session lost, hunting for new mon", "rbd7", True),
+    ("libceph: osd1 (1)10.0.0.2:6801 socket closed (con state CONNECTING)", "rbd7", True),
+    ("libceph: osd0 (1)10.0.0.1:6801 feature set mismatch, my 1 < server's 2, missing 1", "rbd7",
+     True),
+    ("blk_print_req_error: 12 callbacks suppressed", "anything", False),
+])  # fmt: skip
+def test_error_log_counts_device_and_client_errors(line: str, device: str, is_rbd: bool) -> None:
+    log = lease.ErrorLog()
+    log.readable = True
+    assert log.quiet_for(device, is_rbd, 100.0) == math.inf
+    log.note(line, 90.0)
+    assert log.quiet_for(device, is_rbd, 100.0) == 10.0
+
+
+@pytest.mark.parametrize("line", [
+    "rbd: rbd0: capacity 1073741824 features 0x3d",
+    "libceph: osd1 (1)10.0.0.2:6801 socket closed (con state OPEN)",
+    "EXT4-fs (rbd0): mounted filesystem with ordered data mode",
+    "I/O error, dev rbd1, sector 2048",
+])  # fmt: skip
+def test_error_log_ignores_normal_lines_and_other_devices(line: str) -> None:
+    log = lease.ErrorLog()
+    log.readable = True
+    log.note(line, 90.0)
+    assert log.quiet_for("rbd0", True, 100.0) == math.inf
+
+
+def test_error_log_unreadable_or_overwritten_is_not_quiet() -> None:
+    log = lease.ErrorLog()
+    assert log.quiet_for("rbd0", True, 1.0) is None
+    log.readable = True
+    log.lost(5.0)
+    assert log.quiet_for("rbd0", True, 6.0) == 1.0
+
+
+def test_error_log_forgets_oldest_device_as_error_of_all() -> None:
+    log = lease.ErrorLog()
+    log.readable = True
+    for number in range(10_000):
+        log.note(f"I/O error, dev rbd{number}, sector 1", float(number))
+    assert log.quiet_for("rbd0", False, 10_000.0) < 10_000.0  # type: ignore[operator]
+
+
+def test_published_raw_finds_kubelet_bind() -> None:
+    line = (b"1 2 0:5 /rbd0 /var/lib/kubelet/plugins/kubernetes.io/csi/volumeDevices/publish/pvc/u"
+            b" rw - devtmpfs udev rw")  # fmt: skip
+    assert lease.published_raw("rbd0", [mountinfo.parse_line(line)])
+    other = line.replace(b"/rbd0 ", b"/rbd1 ")
+    assert not lease.published_raw("rbd0", [mountinfo.parse_line(other)])

@@ -1,0 +1,211 @@
+"""The guard outlives its agent, is adopted by the next one, and is replaced without a gap."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.testbed import blockdev, cell, waiting
+from volumes import settings
+from volumes.guard import kernel
+
+pytestmark = pytest.mark.real
+
+# Tries to open the device for writing as fast as it can, under a name of its choice, until told to
+# stop; says how often it was let in and refused.
+_HAMMER = """
+import os, sys
+device, name = sys.argv[1:3]
+open('/proc/self/comm', 'w').write(name)
+opened = refused = 0
+print('going', flush=True)
+os.set_blocking(0, False)
+while True:
+    try:
+        os.close(os.open(device, os.O_WRONLY)); opened += 1
+    except PermissionError:
+        refused += 1
+    if (opened + refused) % 64 == 0:
+        try:
+            if os.read(0, 1) == b'':
+                break
+        except BlockingIOError:
+            pass
+print(opened, refused)
+"""
+
+
+@contextlib.contextmanager
+def _hammer(where: cell.Cell, device: str, name: str) -> Iterator[Callable[[], tuple[int, int]]]:
+    process = subprocess.Popen(
+        ["sh", "-c", 'echo 0 > "$CELL/cgroup.procs" && exec "$@"', "sh",
+         sys.executable, "-c", _HAMMER, device, name],
+        env={**os.environ, "CELL": str(where.path)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdin is not None
+    assert process.stdout.readline() == "going\n"
+
+    def stop() -> tuple[int, int]:
+        assert process.stdout is not None and process.stdin is not None
+        process.stdin.close()
+        opened, refused = process.stdout.read().split()
+        return int(opened), int(refused)
+
+    try:
+        yield stop
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[str]:
+    image = tmp_path / "image"
+    with image.open("wb") as stream:
+        stream.truncate(320 * blockdev.MiB)
+    with blockdev.loop(image) as made:
+        blockdev.run("mkfs.ext4", "-q", made)
+        yield made
+
+
+def test_guard_outlives_killed_agent_and_is_adopted(
+    where: cell.Cell, device: str, tmp_path: Path
+) -> None:
+    with cell.agent(tmp_path, where) as agent:
+        before = agent.cli_json("volume", "guard", "status")
+        assert (before["mode"], before["proof"]) == ("enforce", "enforced")
+
+        agent.kill()
+        done = where.run("mkfs.ext4", "-F", device)
+        assert done.returncode != 0 and "not permitted" in done.stderr
+        alone = agent.cli_json("volume", "guard", "status")
+        assert (alone["agent"], alone["mode"], alone["proof"]) == (
+            *("not running", "enforce", "enforced"),
+        )
+
+        agent.start()
+        after = agent.cli_json("volume", "guard", "status")
+        assert after["programs"] == before["programs"]
+        # What was refused while no agent ran is told now.
+        told = waiting.until(lambda: agent.findings(), 10, "the refusal to be told")
+        assert {f["rule"] for f in told} == {"format-denied"}
+
+
+def test_guard_is_adopted_without_pins(where: cell.Cell, tmp_path: Path) -> None:
+    enforce = kernel.wanted(
+        settings.GuardSettings(drivers=("loop",)), kernel.Mode.ENFORCE, {7: "loop"}
+    )
+    first = where.guard()
+    before = first.apply(enforce)
+    first.close()
+    blockdev.run("umount", str(where.pins.parent))
+
+    second = kernel.Kernel(where.path, tmp_path / "bpf" / "elsewhere")
+    after = second.apply(enforce)
+    second.close()
+    blockdev.run("umount", str(tmp_path / "bpf"), check=False)
+
+    assert [p.id for p in after.programs] == [p.id for p in before.programs]
+
+
+def _rebuilt(folder: Path, name: str, *changes: tuple[str, str]) -> Path:
+    """Another version of the program."""
+    text = kernel.OBJECT.with_name("guard.bpf.c").read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    source = folder / f"{name}.c"
+    source.write_text(text)
+    include = f"-I/usr/include/{os.uname().machine}-linux-gnu"
+    blockdev.run("clang", "-O2", "-g", "-target", "bpf", include, "-c", str(source), "-o",
+                 str(folder / f"{name}.o"))  # fmt: skip
+    return folder / f"{name}.o"
+
+
+def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> None:
+    """Same maps, then other maps, then back, again and again under constant attempts."""
+    enforce = kernel.wanted(
+        settings.GuardSettings(drivers=("loop",)), kernel.Mode.ENFORCE, {7: "loop"}
+    )
+    logic = _rebuilt(tmp_path, "logic", ("CANARY_MAJOR 4095", "CANARY_MAJOR 4094"))
+    maps = _rebuilt(tmp_path, "maps", ("struct lease, 4096", "struct lease, 2048"))
+    where.guard().apply(enforce)
+    seen = set()
+    held = (7, 3)
+    where_now = where.guard()
+    where_now.read()
+    where_now.grant(held, time.monotonic() + 600, 1)
+    with _hammer(where, device, "mkfs.ext4") as bad, _hammer(where, device, "mount") as good:
+        for _ in range(5):
+            for version in (logic, maps, kernel.OBJECT):
+                guard = where.guard(version)
+                present = guard.apply(enforce)
+                assert len(present.programs) == 1
+                assert held in present.leases
+                seen.add(present.programs[0].id)
+                guard.close()
+        bad_opened, bad_refused = bad()
+        good_opened, good_refused = good()
+    where_now.close()
+    assert len(seen) == 15, "every step replaced the program"
+    assert (bad_opened, good_refused) == (0, 0)
+    assert bad_refused > 1000 and good_opened > 1000
+
+
+def test_detach_lasts_until_set_mode_settings(
+    where: cell.Cell, device: str, tmp_path: Path
+) -> None:
+    with cell.agent(tmp_path, where) as agent:
+        agent.cli_json("volume", "guard", "detach", "--reason", "a test")
+        assert where.run("tune2fs", "-L", "x", device).returncode == 0
+        time.sleep(6)  # longer than a reconcile: the agent does not attach it again by itself
+        status = agent.cli_json("volume", "guard", "status")
+        assert (status["mode"], status["proof"]) == ("off", "let through")
+        assert status["override"]["reason"] == "a test"
+        assert "guard-overridden" in {f["rule"] for f in agent.findings()}
+
+        agent.cli_json("volume", "guard", "set-mode", "settings", "--reason", "over")
+        assert where.run("mkfs.ext4", "-F", device).returncode != 0
+        actions = [e["action"] for e in agent.cli_json("volume", "guard", "status")["operator_log"]]
+        assert actions == ["detach", "set-mode"]
+
+
+def test_kill_switch_works_without_agent(where: cell.Cell, device: str, tmp_path: Path) -> None:
+    with cell.agent(tmp_path, where) as agent:
+        agent.kill()
+        assert where.run("tune2fs", "-L", "x", device).returncode != 0
+        agent.cli_json("volume", "guard", "set-mode", "dry-run", "--reason", "a test")
+        assert where.run("tune2fs", "-L", "x", device).returncode == 0
+        agent.cli_json("volume", "guard", "set-mode", "enforce", "--reason", "a test")
+        assert where.run("tune2fs", "-L", "x", device).returncode != 0
+        agent.cli_json("volume", "guard", "detach", "--reason", "a test")
+        assert where.run("tune2fs", "-L", "x", device).returncode == 0
+        agent.start()  # and the next agent respects it
+        assert agent.cli_json("volume", "guard", "status")["mode"] == "off"
+
+
+def test_attach_command_works_without_agent(where: cell.Cell, device: str, tmp_path: Path) -> None:
+    with cell.agent(tmp_path, where) as agent:
+        agent.kill()
+        where.guard().detach()
+        assert where.run("tune2fs", "-L", "x", device).returncode == 0
+        status = agent.cli_json("volume", "guard", "attach")
+        assert (status["mode"], status["proof"]) == ("enforce", "enforced")
+        assert where.run("tune2fs", "-L", "x", device).returncode != 0
+
+
+def test_controller_attaches_again_after_foreign_detach(where: cell.Cell, tmp_path: Path) -> None:
+    with cell.agent(tmp_path, where) as agent:
+        where.guard().detach()  # by somebody's bpftool, not by our kill switch
+        waiting.until(
+            lambda: agent.get("/v1/volumes/guard")["attached"] and where.guard().read().attached,
+            10,
+            "the guard to be attached again",
+        )

@@ -1,0 +1,351 @@
+"""What the kernel refuses and what it never hinders, whoever asks and from wherever."""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from linux import bpf
+from tests.testbed import blockdev, cell, waiting
+from volumes import settings
+from volumes.guard import kernel
+
+pytestmark = pytest.mark.real
+
+SIZE = 320 * blockdev.MiB
+
+WRITERS = {
+    "mkfs.ext4 -F": ("mkfs.ext4", "-F"),
+    "mkfs.xfs -f": ("mkfs.xfs", "-f"),
+    "mkfs.btrfs -f": ("mkfs.btrfs", "-f"),
+    "wipefs -a": ("wipefs", "-a", "-f"),
+    "dd": ("dd", "if=/dev/zero", "count=1", "conv=notrunc"),
+    "mkswap": ("mkswap", "-f"),
+    "blkdiscard": ("blkdiscard", "-f"),
+    "parted": ("parted", "-s"),
+    "luksFormat": (
+        *("cryptsetup", "-q", "--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"),
+        *("--key-file", "/etc/hostname", "luksFormat"),
+    ),
+    "shell redirection": ("sh", "-c"),
+}
+
+
+def _command(name: str, device: str) -> tuple[str, ...]:
+    words = WRITERS[name]
+    if name == "dd":
+        return (*words, f"of={device}")
+    if name == "parted":
+        return (*words, device, "mklabel", "gpt")
+    if name == "shell redirection":
+        return (*words, f"echo x > {device}")
+    return (*words, device)
+
+
+@pytest.fixture(scope="module")
+def guarded(where: cell.Cell) -> Iterator[cell.Cell]:
+    """Enforced by the kernel alone; no agent, so no leases and no looking."""
+    guard = where.guard()
+    enforce = settings.GuardSettings(drivers=("loop",))
+    guard.apply(kernel.wanted(enforce, kernel.Mode.ENFORCE, {7: "loop"}))
+    guard.close()
+    yield where
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("image")
+    image = folder / "image"
+    with image.open("wb") as stream:
+        stream.truncate(SIZE)
+    with blockdev.loop(image) as device:
+        blockdev.run("mkfs.ext4", "-q", device)
+        with blockdev.mounted(device, folder / "mnt") as target:
+            (target / "data").write_bytes(os.urandom(2**20))
+    return image
+
+
+@pytest.fixture
+def device(image: Path) -> Iterator[str]:
+    with blockdev.loop(image) as made:
+        yield made
+
+
+def _untouched(device: str, image: Path, before: str) -> bool:
+    os.sync()
+    return blockdev.sha256(image) == before
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_enforce_denies_writers(guarded: cell.Cell, device: str, image: Path, name: str) -> None:
+    before = blockdev.sha256(image)
+
+    done = guarded.run(*_command(name, device))
+
+    assert done.returncode != 0
+    assert blockdev.sha256(image) == before
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_writers_succeed_without_guard(tmp_path: Path, name: str) -> None:
+    """Else the refusals above might have another cause."""
+    blank = tmp_path / "blank"
+    with blank.open("wb") as stream:
+        stream.truncate(SIZE)
+    with blockdev.loop(blank) as device:
+        done = blockdev.run(*_command(name, device), check=False)
+        # mkfs.xfs -f and the others write; cryptsetup needs the device mapper only to open
+        assert done.returncode == 0, done.stderr
+
+
+def test_enforce_denies_chroot_with_own_node(
+    guarded: cell.Cell, device: str, image: Path, tmp_path: Path
+) -> None:
+    shutil.copy("/bin/busybox", tmp_path / "busybox")
+    os.mknod(tmp_path / "disk", 0o60600, os.stat(device).st_rdev)
+    before = blockdev.sha256(image)
+
+    for words in (("dd", "if=/busybox", "of=/disk", "count=1"), ("mkswap", "/disk")):
+        done = guarded.run("chroot", str(tmp_path), "/busybox", *words)
+        assert done.returncode != 0 and "Operation not permitted" in done.stderr
+
+    assert blockdev.sha256(image) == before
+
+
+def test_enforce_denies_other_mount_namespace(guarded: cell.Cell, device: str, image: Path) -> None:
+    before = blockdev.sha256(image)
+    done = guarded.run("unshare", "-m", "mkfs.ext4", "-F", device)
+    assert done.returncode != 0 and "not permitted" in done.stderr
+    assert blockdev.sha256(image) == before
+
+
+def test_enforce_denies_second_devtmpfs(guarded: cell.Cell, device: str, tmp_path: Path) -> None:
+    script = f"mount -t devtmpfs none {tmp_path} && mkfs.ext4 -F {tmp_path}/{Path(device).name}"
+    done = guarded.run("unshare", "-m", "sh", "-c", script)
+    assert done.returncode != 0 and "not permitted" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def allow_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The device program that a container runtime attaches for a privileged container."""
+    folder = tmp_path_factory.mktemp("bpf")
+    source = folder / "allow.c"
+    source.write_text(
+        "#define SEC(name) __attribute__((section(name), used))\n"
+        'SEC("cgroup/dev") int allow_all(void *ctx) { return 1; }\n'
+        'char LICENSE[] SEC("license") = "GPL";\n'
+    )
+    blockdev.run(
+        *("clang", "-O2", "-g", "-target", "bpf", "-c", str(source)), "-o", str(folder / "allow.o")
+    )
+    return folder / "allow.o"
+
+
+def test_enforce_denies_below_allow_all_program(
+    guarded: cell.Cell, device: str, allow_all: Path
+) -> None:
+    container = guarded.path / "container"
+    container.mkdir()
+    directory = os.open(container, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with bpf.loaded(allow_all, "allow_all", {}) as (program, _):
+            program.attach(directory)
+            done = guarded.run("mkfs.ext4", "-F", device, cgroup=container)
+            program.detach(directory)
+            program.close()
+    finally:
+        os.close(directory)
+        container.rmdir()
+    assert done.returncode != 0 and "not permitted" in done.stderr
+
+
+def test_enforce_allows_mount_check_read_resize_detach(guarded: cell.Cell, tmp_path: Path) -> None:
+    image, target = tmp_path / "image", tmp_path / "mnt"
+    target.mkdir()
+    with image.open("wb") as stream:
+        stream.truncate(SIZE)
+    with blockdev.loop(image) as device:
+        blockdev.run("mkfs.ext4", "-q", device, "100M")
+        for words in (
+            ("blkid", "-p", device),
+            ("lsblk", device),
+            ("wipefs", "-n", device),
+            ("blockdev", "--getsize64", device),
+            ("dd", f"if={device}", "of=/dev/null", "count=8"),
+            ("fsck", "-a", device),
+            ("fsck.ext4", "-f", "-y", device),
+            ("resize2fs", device),  # offline
+            ("mount", "-t", "ext4", "-o", "defaults", device, str(target)),
+            ("dd", "if=/dev/zero", f"of={target}/data", "bs=1M", "count=4", "conv=fsync"),
+            ("mount", "-o", "remount,ro", str(target)),
+            ("mount", "-o", "remount,rw", str(target)),
+            ("umount", str(target)),
+            ("mount", "-o", "ro", device, str(target)),
+            ("umount", str(target)),
+            ("losetup", "-d", device),
+        ):
+            done = guarded.run(*words)
+            assert done.returncode == 0, (words, done.stderr)
+
+
+def test_enforce_allows_online_growth(guarded: cell.Cell, tmp_path: Path) -> None:
+    """ext4 too grows online only with CAP_SYS_RESOURCE, which this machine withholds: the guest of
+    test_guest.py does that."""
+    target = tmp_path / "mnt"
+    target.mkdir()
+    for fstype, grow in (("xfs", "xfs_growfs"),):
+        image = tmp_path / fstype
+        with image.open("wb") as stream:
+            stream.truncate(SIZE)
+        with blockdev.loop(image) as device:
+            blockdev.run(f"mkfs.{fstype}", device)
+            assert guarded.run("mount", device, str(target)).returncode == 0
+            os.truncate(image, 2 * SIZE)
+            blockdev.run("losetup", "-c", device)
+            done = guarded.run(grow, str(target))
+            grown = os.statvfs(target).f_blocks * os.statvfs(target).f_frsize
+            assert guarded.run("umount", str(target)).returncode == 0
+        assert done.returncode == 0, done.stderr
+        assert grown > SIZE
+
+
+def test_words_allow_luks_open_and_deny_format(guarded: cell.Cell, tmp_path: Path) -> None:
+    """This machine has no device mapper: open gets as far as asking for it, past the guard."""
+    image, key = tmp_path / "image", tmp_path / "key"
+    key.write_bytes(b"k" * 64)
+    with image.open("wb") as stream:
+        stream.truncate(64 * blockdev.MiB)
+    with blockdev.loop(image) as device:
+        blockdev.run(*("cryptsetup", "-q", "--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"),
+                     *("--key-file", str(key), "luksFormat", device))  # fmt: skip
+        guard = guarded.guard()
+        before = guard.read().counters
+        opened = _writes_as(guarded, tmp_path, "cryptsetup", "luksOpen", device)
+        formatted = _writes_as(guarded, tmp_path, "cryptsetup", "luksFormat", device)
+        after = guard.read().counters
+        guard.close()
+    assert (opened, formatted) == ("opened", "EPERM")
+    assert after["by_word"] - before["by_word"] >= 1  # the kernel asks twice for one open
+    assert after["denied"] - before["denied"] == 1
+
+
+def _writes_as(where: cell.Cell, folder: Path, name: str, argument: str, device: str) -> str:
+    """A write open by a process called ``name`` with that first argument."""
+    source, program = folder / f"{name}.c", folder / name
+    if not program.exists():
+        source.write_text(
+            "#include <fcntl.h>\n#include <stdio.h>\n#include <errno.h>\n"
+            "int main(int c, char **v) { int f = open(v[2], O_RDWR);"
+            ' puts(f >= 0 ? "opened" : errno == EPERM ? "EPERM" : "other"); return 0; }\n'
+        )
+        blockdev.run("clang", "-o", str(program), str(source))
+    script = f"cd {folder} && exec ./{name} {argument} {device}"
+    return where.run("sh", "-c", script).stdout.strip()
+
+
+def test_reads_and_other_majors_are_not_counted(guarded: cell.Cell, device: str) -> None:
+    guard = guarded.guard()
+    before = guard.read().counters
+    guarded.run("dd", f"if={device}", "of=/dev/null", "count=1")
+    guarded.run("dd", "if=/dev/zero", "of=/dev/null", "count=1")
+    assert guard.read().counters == before
+    guard.close()
+
+
+def test_lease_allows_format_and_expires(guarded: cell.Cell, tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    with image.open("wb") as stream:
+        stream.truncate(64 * blockdev.MiB)
+    with blockdev.loop(image) as device:
+        rdev = os.stat(device).st_rdev
+        number = os.major(rdev), os.minor(rdev)
+        guard = guarded.guard()
+        guard.read()
+        assert guarded.run("mkfs.ext4", "-q", device).returncode != 0
+        guard.grant(number, time.monotonic() + 2, None)
+        assert guarded.run("mkfs.ext4", "-q", device).returncode == 0
+        assert guard.leases()[number].opens > 0
+        waiting.until(
+            lambda: guarded.run("mkfs.ext4", "-q", device).returncode != 0, 4, "the lease to end"
+        )
+        guard.revoke(number)
+        guard.close()
+
+
+def test_plain_program_denies_too(guarded: cell.Cell, device: str) -> None:
+    """In a cgroup of its own beside the full program's, with maps of its own."""
+    child = kernel.find_cgroup() / f"{guarded.path.name}-plain"
+    child.mkdir()
+    directory = os.open(child, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with bpf.loaded(kernel.OBJECT, kernel.PLAIN, {}) as (program, maps):
+            enforce = settings.GuardSettings(drivers=("loop",))
+            kernel.fill(maps, kernel.wanted(enforce, kernel.Mode.ENFORCE, {7: "loop"}))
+            program.attach(directory)
+            formatted = guarded.run("mkfs.ext4", "-F", device, cgroup=child)
+            checked = guarded.run("fsck.ext4", "-y", device, cgroup=child)
+            for each in (program, *maps.values()):
+                each.close()
+    finally:
+        os.close(directory)
+        child.rmdir()
+    assert formatted.returncode != 0 and "not permitted" in formatted.stderr
+    assert checked.returncode == 0
+
+
+def test_dry_run_allows_and_counts(guarded: cell.Cell, tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    with image.open("wb") as stream:
+        stream.truncate(64 * blockdev.MiB)
+    guard = guarded.guard()
+    try:
+        guard.set_mode(kernel.Mode.DRY_RUN)
+        before = guard.read().counters
+        with blockdev.loop(image) as device:
+            done = guarded.run("mkfs.ext4", "-q", "-F", device)
+        after = guard.read().counters
+    finally:
+        guard.set_mode(kernel.Mode.ENFORCE)
+        guard.close()
+    assert done.returncode == 0
+    assert after["would_deny"] > before["would_deny"] and after["denied"] == before["denied"]
+
+
+def test_open_descriptor_outlives_lease_and_new_open_does_not(
+    guarded: cell.Cell, tmp_path: Path
+) -> None:
+    """The guard is called at open: an expired lease closes no descriptor, and opens none."""
+    image = tmp_path / "image"
+    with image.open("wb") as stream:
+        stream.truncate(64 * blockdev.MiB)
+    with blockdev.loop(image) as device:
+        rdev = os.stat(device).st_rdev
+        number = os.major(rdev), os.minor(rdev)
+        guard = guarded.guard()
+        guard.read()
+        guard.grant(number, time.monotonic() + 60, None)
+        script = f"exec 3<>{device}; echo open; read go; echo x >&3 || exit 1; exec 4<>{device}"
+        process = guarded.popen("sh", "-c", script)
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "open\n"
+        guard.grant(number, time.monotonic() - 1, None)  # expired, not revoked
+        _, error = process.communicate("go\n", timeout=20)
+        guard.revoke(number)
+        guard.close()
+    assert process.returncode != 0
+    assert "not permitted" in error
+    assert image.read_bytes()[:1] == b"x"
+
+
+def test_cell_guards_only_itself(guarded: cell.Cell, tmp_path: Path) -> None:
+    """The machine outside the cell is not guarded by these tests."""
+    image = tmp_path / "image"
+    with image.open("wb") as stream:
+        stream.truncate(64 * blockdev.MiB)
+    with blockdev.loop(image) as device:
+        assert subprocess.run(["mkfs.ext4", "-q", "-F", device], check=False).returncode == 0

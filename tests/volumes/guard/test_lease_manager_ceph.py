@@ -1,0 +1,278 @@
+"""The guard and a real Ceph cluster: ledger in image metadata, extents through librbd.
+
+This machine has no krbd, so the devices here are loop devices that are given the identity of a real
+image (test_guest.py has real ones); everything that is asked of the cluster is real.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+import linux.blockdev
+from linux.rbd_sysfs import RbdImage
+from tests.testbed import blockdev, cell, ceph
+from volumes import settings
+from volumes.guard import denials, kernel, lease, lease_manager
+from volumes.ledger import mirror, store
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+
+SIZE = 64 * blockdev.MiB
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ceph.CephCluster]:
+    made = ceph.CephCluster(tmp_path_factory.mktemp("ceph"), osd_bytes=4 * 2**30)
+    try:
+        made.start()
+        made.run("rbd", "pool", "init", "rbd")
+        made.run("rbd", "namespace", "create", "rbd/team")
+        yield made
+    finally:
+        made.stop()
+
+
+def _credentials(backend: ceph.CephCluster, user: str = "admin") -> settings.ClusterSettings:
+    return settings.ClusterSettings(conf=backend.conf, user=user)
+
+
+def _image(backend: ceph.CephCluster, name: str, namespace: str = "") -> RbdImage:
+    spec = f"rbd/{namespace}/{name}" if namespace else f"rbd/{name}"
+    backend.run("rbd", "create", "--size", "64M", spec)
+    info = json.loads(backend.run("rbd", "info", "--format", "json", spec))
+    pools = json.loads(backend.run("ceph", "osd", "pool", "ls", "detail", "--format", "json"))
+    number = next(p["pool_id"] for p in pools if p["pool_name"] == "rbd")
+    return RbdImage("rbd", name, namespace, "", info["id"], backend.fsid, number)
+
+
+@pytest.fixture
+async def clusters(backend: ceph.CephCluster) -> AsyncIterator[mirror.Clusters]:
+    made = mirror.Clusters((_credentials(backend),), 10.0)
+    yield made
+    await made.close()
+
+
+@pytest.mark.parametrize("namespace", ["", "team"])
+async def test_look_reports_extents_and_metadata(
+    backend: ceph.CephCluster, clusters: mirror.Clusters, namespace: str
+) -> None:
+    image = _image(backend, f"img{namespace}", namespace)
+    spec = image.spec
+    assert await clusters.look(image, extents=True) == mirror.Answer(
+        store.Knowledge.NONE, store.Knowledge.NONE, size=SIZE
+    )
+
+    backend.run("rbd", "bench", "--io-type", "write", "--io-total", "8K", "--io-size", "4K", spec)
+    known = store.Entry("v", "t").saw("ext4", "u", "", 1.0, "n")
+    assert await clusters.write(image, known)
+
+    answer = await clusters.look(image, extents=True)
+    assert (answer.extents, answer.mirror) == (store.Knowledge.CONTENT, store.Knowledge.CONTENT)
+    assert answer.known == known
+    listed = backend.run("rbd", "image-meta", "list", "--format", "json", spec)
+    assert json.loads(json.loads(listed)["nodeagent.volume"])["uuid"] == "u"  # what people see
+    assert "watcher=" not in backend.run("rbd", "status", spec)
+
+
+async def test_look_counts_extents_of_a_clones_parent(
+    backend: ceph.CephCluster, clusters: mirror.Clusters
+) -> None:
+    _image(backend, "parent")
+    backend.run(*("rbd", "bench", "--io-type", "write", "--io-total", "8K", "--io-size", "4K"),
+                "rbd/parent")  # fmt: skip
+    backend.run("rbd", "snap", "create", "rbd/parent@s")
+    backend.run("rbd", "snap", "protect", "rbd/parent@s")
+    backend.run("rbd", "clone", "rbd/parent@s", "rbd/child")
+    info = json.loads(backend.run("rbd", "info", "--format", "json", "rbd/child"))
+    parent = _image(backend, "other")
+    child = RbdImage("rbd", "child", "", "", info["id"], backend.fsid, parent.pool_id)
+    assert (await clusters.look(child, extents=True)).extents is store.Knowledge.CONTENT
+
+
+async def test_look_at_missing_image_is_unknown(
+    backend: ceph.CephCluster, clusters: mirror.Clusters
+) -> None:
+    there = _image(backend, "there")
+    gone = RbdImage("rbd", "gone", "", "", "ffffffffffff", backend.fsid, there.pool_id)
+    for image in (gone, RbdImage("x", "gone", "", "", "a", backend.fsid, 999)):
+        for extents in (True, False):
+            answer = await clusters.look(image, extents=extents)
+            assert answer.mirror is store.Knowledge.UNKNOWN and answer.why
+    with pytest.raises(mirror.Failed):
+        await clusters.write(gone, store.Entry("v"))
+    assert (await clusters.look(there, extents=True)).extents is store.Knowledge.NONE
+
+
+async def test_look_does_not_ask_about_other_clusters(clusters: mirror.Clusters) -> None:
+    other = RbdImage("rbd", "a", "", "", "a", "00000000-0000-0000-0000-000000000000", 1)
+    assert await clusters.look(other, extents=True) == mirror.NOT_ASKED
+
+
+async def test_read_only_user_can_look_but_not_write(backend: ceph.CephCluster) -> None:
+    image = _image(backend, "readonly")
+    backend.run(*("ceph", "auth", "get-or-create", "client.looker"),
+                *("mon", "profile rbd-read-only", "osd", "profile rbd-read-only pool=rbd"),
+                *("-o", str(backend.folder / "looker.keyring")))  # fmt: skip
+    looker = settings.ClusterSettings(
+        conf=backend.conf, user="looker", keyring=backend.folder / "looker.keyring"
+    )
+    made = mirror.Clusters((looker,), 10.0)
+    try:
+        answer = await made.look(image, extents=True)
+        assert (answer.extents, answer.why) == (store.Knowledge.NONE, "")
+        with pytest.raises(mirror.Failed):
+            await made.write(image, store.Entry("v"))
+    finally:
+        await made.close()
+
+
+async def test_hanging_cluster_is_unknown_in_time_and_recovers(
+    backend: ceph.CephCluster,
+) -> None:
+    image = _image(backend, "hang")
+    made = mirror.Clusters((_credentials(backend),), 3.0)
+    try:
+        assert (await made.look(image, extents=True)).extents is store.Knowledge.NONE
+        with backend.frozen("mon", "osd"):
+            async with asyncio.timeout(8):
+                for _ in range(2):
+                    answer = await made.look(image, extents=True)
+                    assert answer.extents is answer.mirror is store.Knowledge.UNKNOWN
+        async with asyncio.timeout(60):
+            while (await made.look(image, extents=True)).extents is not store.Knowledge.NONE:
+                await asyncio.sleep(0.5)
+    finally:
+        await made.close()
+
+
+# --- the judge over devices with the identity of a real image
+
+
+class Bench:
+    """One agent's judge with a state directory of its own, over a guarded cell."""
+
+    def __init__(self, folder: Path, where: cell.Cell, backend: ceph.CephCluster) -> None:
+        self.guard = where.guard()
+        wanted = settings.GuardSettings(drivers=("loop",), lease=20.0, cluster_timeout=3.0)
+        self.guard.apply(kernel.wanted(wanted, kernel.Mode.ENFORCE, {7: "loop"}))
+        self.ledger = store.Store(folder)
+        self.ledger.load()
+        self.clusters = mirror.Clusters((_credentials(backend),), 3.0)
+        errors = lease.ErrorLog()
+        errors.readable = True
+        self.manager = lease_manager.LeaseManager(
+            wanted, self.guard, self.ledger, self.clusters, errors, denials.Denials(), node="n"
+        )
+
+    async def decided(self, device: str) -> lease_manager.Known:
+        name = Path(device).name
+        self.manager.consider(name)
+        deadline = time.monotonic() + 20
+        while (known := self.manager.known.get(name)) is None or known.reasons is None:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        return known
+
+    async def close(self) -> None:
+        await self.manager.close()
+        await self.clusters.close()
+        self.guard.close()
+
+
+@pytest.fixture
+def identities(monkeypatch: pytest.MonkeyPatch) -> dict[str, RbdImage]:
+    """Device path -> the image that it is taken for."""
+    import dataclasses
+
+    given: dict[str, RbdImage] = {}
+    real = linux.blockdev.identify
+
+    def identify(name: str) -> linux.blockdev.BlockDevice | None:
+        found = real(name)
+        if found is None or found.path not in given:
+            return found
+        return dataclasses.replace(found, driver="rbd", image=given[found.path])
+
+    monkeypatch.setattr(linux.blockdev, "identify", identify)
+    return given
+
+
+def _blank(path: Path) -> Path:
+    with path.open("wb") as stream:
+        stream.truncate(SIZE)
+    return path
+
+
+async def test_metadata_of_another_agent_refuses_lease(
+    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, RbdImage],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    image = _image(backend, "shared")
+    first = Bench(tmp_path / "a", where, backend)
+    second = Bench(tmp_path / "b", where, backend)
+    try:
+        with blockdev.loop(_blank(tmp_path / "image")) as device:
+            identities[device] = image
+            known = await first.decided(device)
+            assert known.reasons == ()
+            stored = (await second.clusters.look(image, extents=False)).known
+            assert stored is not None and stored.permitted  # written down before it was given
+            done = await asyncio.to_thread(where.run, "mkfs.ext4", "-q", device)
+            assert done.returncode == 0
+            deadline = time.monotonic() + 10
+            while not first.manager.known[Path(device).name].seen.has_content:  # type: ignore[union-attr]
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            first.manager.forget(Path(device).name)
+
+        # Another node: the image's metadata is all it has; its device reads as zeros. The cluster
+        # would say "no extents" (nothing was written to the image itself): metadata alone decides.
+        with blockdev.loop(_blank(tmp_path / "zeros")) as device:
+            identities[device] = image
+            known = await second.decided(device)
+            assert any("image's metadata says that it holds data" in r for r in known.reasons or ())
+            assert known.missing.startswith("ext4")
+            assert where.run("mkfs.ext4", "-q", device).returncode != 0
+    finally:
+        await first.close()
+        await second.close()
+
+
+async def test_extents_refuse_lease_of_zeros(
+    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, RbdImage],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    image = _image(backend, "extents")
+    backend.run(*("rbd", "bench", "--io-type", "write", "--io-total", "8K", "--io-size", "4K"),
+                "rbd/extents")  # fmt: skip
+    agent = Bench(tmp_path / "a", where, backend)
+    try:
+        with blockdev.loop(_blank(tmp_path / "zeros")) as device:
+            identities[device] = image
+            known = await agent.decided(device)
+            assert known.reasons == ("the cluster says that extents of it are allocated",)
+            assert where.run("mkfs.ext4", "-q", device).returncode != 0
+    finally:
+        await agent.close()
+
+
+async def test_cluster_down_refuses_lease(
+    backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, RbdImage],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    image = _image(backend, "down")
+    agent = Bench(tmp_path / "a", where, backend)
+    try:
+        with blockdev.loop(_blank(tmp_path / "zeros")) as device:
+            identities[device] = image
+            with backend.frozen("mon", "osd"):
+                known = await agent.decided(device)
+                assert any("the cluster could not say" in r for r in known.reasons or ())
+                assert where.run("mkfs.ext4", "-q", device).returncode != 0
+    finally:
+        await agent.close()

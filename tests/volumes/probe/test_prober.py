@@ -1,0 +1,211 @@
+"""Verdicts on real block devices, healthy and failing."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.testbed import blockdev
+from volumes.probe import prober, signature_offsets
+from volumes.probe.examine import Kind, Verdict
+
+pytestmark = pytest.mark.real
+
+MiB = blockdev.MiB
+SIZE = 320 * MiB
+
+
+@pytest.fixture
+async def look() -> AsyncIterator[prober.Prober]:
+    made = prober.Prober()
+    yield made
+    await made.close()
+
+
+def _image(path: Path, size: int = SIZE) -> Path:
+    with path.open("wb") as stream:
+        stream.truncate(size)
+    return path
+
+
+@pytest.mark.parametrize(("command", "kind", "type_"), [
+    (("mkfs.ext4", "-q"), Kind.HAS_FS, "ext4"),
+    (("mkfs.ext4", "-q", "-b", "1024"), Kind.HAS_FS, "ext4"),
+    (("mkfs.xfs", "-q"), Kind.HAS_FS, "xfs"),
+    (("mkfs.btrfs", "-q"), Kind.HAS_FS, "btrfs"),
+    (("mkswap",), Kind.HAS_FS, "swap"),
+    (("cryptsetup", "-q", "--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000",
+      "--key-file", "/etc/hostname", "luksFormat"), Kind.ENCRYPTED, "crypto_LUKS"),
+    (("parted", "-s", "DEVICE", "mklabel", "gpt"), Kind.PARTITIONED, "gpt"),
+    (("parted", "-s", "DEVICE", "mklabel", "msdos"), Kind.PARTITIONED, "dos"),
+])  # fmt: skip
+async def test_probe_recognises_content_and_uuid(
+    look: prober.Prober, tmp_path: Path, command: tuple[str, ...], kind: Kind, type_: str
+) -> None:
+    with blockdev.loop(_image(tmp_path / "image")) as device:
+        words = [device if word == "DEVICE" else word for word in command]
+        blockdev.run(*words, *([] if "DEVICE" in command else [device]))
+        found = await look.probe(device)
+    assert (found.verdict, found.type) == (kind, type_)
+    assert found.uuid and found.size == SIZE and found.diskseq
+
+
+async def test_probe_reads_all_marks_before_blank(look: prober.Prober, tmp_path: Path) -> None:
+    with blockdev.loop(_image(tmp_path / "image")) as device:
+        found = await look.probe(device)
+    assert found.verdict is Kind.BLANK_VERIFIED
+    assert found.bytes_read >= 6 * MiB + 64 * 1024
+
+
+# name, how it is made, the part of the front that is lost
+_BACKUPS = {
+    "ext4, first 4 MiB lost": (("mkfs.ext4", "-q"), 4 * MiB + 64 * 1024),
+    "ext4 with 1 KiB blocks": (("mkfs.ext4", "-q", "-b", "1024"), 6 * MiB),
+    "xfs, first 5 MiB lost": (("mkfs.xfs", "-q"), 5 * MiB),
+    "xfs with 2 groups": (("mkfs.xfs", "-q", "-d", "agcount=2"), 5 * MiB),
+    "btrfs, first 5 MiB lost": (("mkfs.btrfs", "-q"), 5 * MiB),
+    "gpt, front lost": (("parted", "-s", "DEVICE", "mklabel", "gpt"), MiB),
+}
+
+
+@pytest.mark.parametrize("name", _BACKUPS)
+async def test_probe_finds_backups_behind_zeroed_front(
+    look: prober.Prober, tmp_path: Path, name: str
+) -> None:
+    command, lost = _BACKUPS[name]
+    with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
+        words = [disk.device if word == "DEVICE" else word for word in command]
+        blockdev.run(*words, *([] if "DEVICE" in command else [disk.device]))
+        disk.fault({"offset": 0, "length": lost, "zero": True})
+        found = await look.probe(disk.device)
+    assert found.verdict in (Kind.UNKNOWN_CONTENT, Kind.PARTITIONED, Kind.AMBIVALENT), found
+    if found.verdict is Kind.UNKNOWN_CONTENT:
+        assert found.offset >= lost
+
+
+def test_marks_cover_backups_of_large_volumes() -> None:
+    """Where mkfs puts backups on sizes that cannot be made here."""
+    for size, wanted in (
+        (2**40, [32768 * 4096, 3 * 32768 * 4096, 49 * 32768 * 4096, 64 * MiB, 2**38, 2**40 // 4]),
+        (10 * 2**40, [2**40 * 9, 32768 * 4096 * 3**10, 32768 * 4096 * 7**4]),
+    ):
+        marks = signature_offsets.marks(size)
+        for offset in wanted:
+            assert any(start <= offset < start + length for start, length in marks), offset
+        assert sum(length for _, length in marks) < 16 * MiB
+        assert all(start >= 0 and start + length <= size for start, length in marks)
+
+
+_UNREADABLE: dict[str, dict[str, Any]] = {
+    "everywhere": {"offset": 0, "length": SIZE, "errno": 5},
+    "timed out everywhere": {"offset": 0, "length": SIZE, "errno": 110},
+    "shut down (a blocklisted client)": {"offset": 0, "length": SIZE, "errno": 108},
+    "first 4 KiB": {"offset": 0, "length": 4096, "errno": 5},
+    "first MiB": {"offset": 0, "length": MiB, "errno": 5},
+    "last MiB": {"offset": SIZE - MiB, "length": MiB, "errno": 5},
+    "a backup's place": {"offset": 134217728, "length": 4096, "errno": 5},
+}
+
+
+@pytest.mark.parametrize("where", _UNREADABLE)
+async def test_probe_unreadable_is_never_blank(
+    look: prober.Prober, tmp_path: Path, where: str
+) -> None:
+    with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
+        disk.fault(_UNREADABLE[where])
+        found = await look.probe(disk.device)
+        assert found.verdict is Kind.UNREADABLE and found.errno
+        disk.clear()
+        assert (await look.probe(disk.device)).verdict is Kind.BLANK_VERIFIED
+
+
+async def test_probe_names_first_offset_of_unknown_content(
+    look: prober.Prober, tmp_path: Path
+) -> None:
+    image = _image(tmp_path / "image")
+    with image.open("r+b") as stream:
+        stream.seek(3 * MiB + 17)
+        stream.write(b"x")
+    with blockdev.loop(image) as device:
+        found = await look.probe(device)
+    assert (found.verdict, found.offset) == (Kind.UNKNOWN_CONTENT, 3 * MiB + 17)
+
+
+async def test_probe_two_filesystems_are_ambivalent(look: prober.Prober, tmp_path: Path) -> None:
+    image, other = _image(tmp_path / "image"), _image(tmp_path / "other")
+    blockdev.run("mkfs.ext4", "-q", str(image))
+    blockdev.run("mkfs.xfs", "-q", str(other))
+    with other.open("rb") as stream:
+        head = stream.read(512)  # ext4 begins at 1024
+    with image.open("r+b") as stream:
+        stream.write(head)
+    with blockdev.loop(image) as device:
+        found = await look.probe(device)
+    assert found.verdict is Kind.AMBIVALENT
+
+
+async def test_probe_without_device_is_no_media(look: prober.Prober) -> None:
+    for path in ("/dev/loop7", "/dev/there-is-none"):
+        if path == "/dev/loop7" and Path("/sys/block/loop7/loop/backing_file").exists():
+            continue  # another session uses it
+        assert (await look.probe(path)).verdict is Kind.NO_MEDIA
+
+
+async def test_probe_changes_nothing(look: prober.Prober, tmp_path: Path) -> None:
+    image = _image(tmp_path / "image", 64 * MiB)
+    blockdev.run("mkfs.ext4", "-q", str(image))
+    before = blockdev.sha256(image), image.stat().st_mtime_ns
+    with blockdev.loop(image) as device:
+        await look.probe(device)
+    assert (blockdev.sha256(image), image.stat().st_mtime_ns) == before
+
+
+async def test_hanging_device_has_one_child(
+    tmp_path: Path,
+) -> None:
+    look = prober.Prober(deadline=0.5, at_once=1)
+    try:
+        with (
+            blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk,
+            blockdev.loop(_image(tmp_path / "well")) as well,
+        ):
+            disk.fault({"offset": 0, "length": SIZE, "hang": True})
+            answers = await asyncio.gather(*(look.probe(disk.device) for _ in range(20)))
+            answers += [await look.probe(disk.device) for _ in range(20)]
+            assert {a.verdict for a in answers} == {Kind.TIMEOUT}
+            assert look.started == 1 and look.hanging == {disk.device}
+            look.deadline = 5.0  # the machine may be busy; and the only slot is free again
+            assert (await look.probe(well)).verdict is Kind.BLANK_VERIFIED
+            disk.clear()
+            async with asyncio.timeout(10):
+                while look.hanging:
+                    await asyncio.sleep(0.05)
+            assert (await look.probe(disk.device)).verdict is Kind.BLANK_VERIFIED
+    finally:
+        await look.close()
+
+
+async def test_joined_probe_of_hanging_device_is_timeout(
+    tmp_path: Path,
+) -> None:
+    look = prober.Prober(deadline=0.6)
+    silent = tmp_path / "device"
+    os.mkfifo(silent)  # opening it waits for a writer, until SIGKILL: as a buffered read does
+    try:
+        first = asyncio.create_task(look.probe(str(silent)))
+        await asyncio.sleep(0.3)
+        answers = [await look.probe(str(silent)), await first]
+        assert [a.verdict for a in answers] == [Kind.TIMEOUT, Kind.TIMEOUT]
+        assert look.started == 1
+    finally:
+        await look.close()
+
+
+def test_verdict_survives_json() -> None:
+    verdict = Verdict(Kind.UNREADABLE, "/dev/rbd0", where="offset 0", errno=5, content_at=4096)
+    assert Verdict.from_json(verdict.as_json()) == verdict
+    assert str(verdict) == "unreadable (offset 0: EIO, Input/output error)"
+    assert os.strerror(5) in str(verdict)

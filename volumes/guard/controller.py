@@ -1,0 +1,370 @@
+"""The guard's control loop: keeps the kernel at what the settings say, and hears of devices.
+
+Four sources say that a device is worth a look: uevents (attached, changed, detached), the guard
+program's ring buffer (a write open was denied), a scan every 30 s in case an event was lost, and
+the clock (content may change unnoticed). Each ends in ``LeaseManager.consider``. The kernel's log
+feeds the ``ErrorLog``. The controller itself decides nothing about a device.
+
+What is attached stays attached when the agent stops; expiring leases expire by themselves.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import fnmatch
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+import kit.errors
+from linux import blockdev, bpf, kmsg, netlink
+from volumes import settings
+from volumes.guard import canary, denials, fallback, kernel, lease, lease_manager, override
+from volumes.ledger import mirror, store
+
+log = structlog.get_logger("volumes")
+
+SCAN_SECONDS = 30.0  # in case a uevent was lost
+LOOK_AGAIN_SECONDS = 600.0  # at a device whose content may have changed unnoticed
+PROOF_SECONDS = 60.0
+
+
+def node_name() -> str:
+    """$NODE_NAME, as the downward API gives it, else the host's name."""
+    return os.environ.get("NODE_NAME") or socket.gethostname()
+
+
+class Controller:
+    """One per agent. Works on the event loop in short pieces; probes, clusters and the exec filter
+    are processes of their own. ``changed`` is called when the findings may have changed."""
+
+    def __init__(
+        self,
+        wanted: settings.GuardSettings,
+        *,
+        state_dir: Path,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.settings = wanted
+        self.state_dir = state_dir
+        self.guard: kernel.Kernel | None = None
+        self.present: kernel.Present | None = None
+        self.unsupported = ""  # why this kernel does not take the program
+        self.proof = "unknown: not tried yet"
+        self.override: override.Override | None = None
+        self.override_error = ""
+        self.errors = lease.ErrorLog()
+        self.denials = denials.Denials()
+        self.ledger = store.Store(state_dir / "volumes" / "ledger")
+        self.clusters = mirror.Clusters(wanted.clusters, wanted.cluster_timeout)
+        self.manager = lease_manager.LeaseManager(
+            wanted, None, self.ledger, self.clusters, self.errors, self.denials,
+            node=node_name(), changed=changed,
+        )  # fmt: skip
+        self.fallback: fallback.Fallback | None = None
+        self._changed = changed
+        self._uevents: netlink.Uevents | None = None
+        self._kmsg: kmsg.Kmsg | None = None
+        self._ring: bpf.Ring | None = None
+        self._ring_map = 0
+        self._mount: int | None = None
+        self._scanned = self._proved = -1e9
+        self._majors: frozenset[int] = frozenset()
+        self._guarded_parts: frozenset[kernel.Number] = frozenset()
+
+    # --- life
+
+    async def start(self) -> None:
+        """Adopt what is attached and begin to listen. HostError when the state directory cannot be
+        used. What the kernel lacks is a finding, not an error."""
+        self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            await asyncio.to_thread(self.ledger.load)
+        except OSError as error:
+            raise kit.errors.HostError(
+                f"ledger {self.ledger.folder}", str(error.strerror), "make it readable"
+            ) from error
+        self._listen()
+        await self.manager.prober.warm()
+        await self.apply(self.settings)
+
+    def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            self._kmsg = kmsg.Kmsg()
+            for record in self._kmsg.read(100_000):  # what the kernel's buffer still holds
+                self.errors.note(record.text, record.time)
+            self.errors.readable = True
+            loop.add_reader(self._kmsg.fd, self._on_kmsg)
+        except OSError as error:
+            log.warning("kernel log cannot be read: no automatic leases", error=str(error))
+        try:
+            self._uevents = netlink.Uevents()
+            loop.add_reader(self._uevents.fd, self._on_uevent)
+        except OSError as error:
+            log.warning("no uevents: devices are found by scanning", error=str(error))
+
+    async def stop(self) -> None:
+        loop = asyncio.get_running_loop()
+        await self.manager.close()
+        await self.clusters.close()
+        if self.fallback is not None:
+            await self.fallback.close()
+        self._drop_ring()
+        for source in (self._kmsg, self._uevents):
+            if source is not None:
+                loop.remove_reader(source.fd)
+                source.close()
+        self._kmsg = self._uevents = None
+        if self._mount is not None:
+            os.close(self._mount)
+            self._mount = None
+        if self.guard is not None:
+            self.guard.close()
+
+    # --- the kernel
+
+    def wanted_mode(self) -> kernel.Mode:
+        return self.override.mode if self.override else kernel.Mode(self.settings.mode)
+
+    def problems(self) -> list[str]:
+        """Why the guard is not in force as wanted; empty: it is."""
+        found = []
+        wanted = self.wanted_mode()
+        if self.unsupported and wanted is not kernel.Mode.OFF:
+            found.append(f"the guard is not attached: {self.unsupported}")
+        elif self.present is None or self.present.mode is not wanted:
+            found.append(f"the guard is not in mode {wanted}")
+        expected = "enforced" if wanted is kernel.Mode.ENFORCE else "let through"
+        proved = self.proof == expected or self.proof.startswith("unknown")
+        if not self.unsupported and not proved:
+            found.append(f"an attempt in the guarded cgroup was {self.proof}, not {expected}")
+        return found
+
+    async def apply(self, new: settings.GuardSettings) -> None:
+        """Bring the kernel to the settings and an operator's override; scan for devices."""
+        self.settings = self.manager.settings = new
+        self.manager.prober.deadline = new.probe_timeout
+        try:
+            self.override = override.load(self.state_dir)
+            self.override_error = ""
+        except kit.errors.HostError as error:
+            self.override_error = str(error)  # the last one known stays in force
+        await self._attach()
+        now = time.monotonic()
+        if now - self._scanned >= SCAN_SECONDS:
+            self._scanned = now
+            self._scan()
+        if self.guard is not None and now - self._proved >= PROOF_SECONDS:
+            self._proved = now
+            self.proof = await asyncio.to_thread(
+                canary.prove, self.guard.cgroup, kernel.is_root(self.guard.cgroup), self.state_dir
+            )
+        self._changed()
+
+    async def _attach(self) -> None:
+        before = self.present
+        try:
+            if self.guard is None:
+                self.guard = override.handle(self.settings)
+            self.present = await asyncio.to_thread(self._apply_now, self.guard)
+            self.unsupported = ""
+        except (kit.errors.HostError, kit.errors.InUseError, OSError) as error:
+            if not self.unsupported:
+                log.error("format guard is not in force", error=str(error))
+            self.unsupported = str(error)
+        attached = self.present is not None and self.present.attached and not self.unsupported
+        adopted = attached and self.manager.leases is not self.guard
+        self.manager.leases = self.guard if attached else None
+        if adopted:
+            self.manager.revoke_unproven()
+        if attached:
+            self._take_ring()
+        else:
+            self._drop_ring()
+        await self._fall_back(attached)
+        if self.present is not None and (before is None or before.mode != self.present.mode):
+            self._proved = -1e9
+            log.info(
+                "format guard", mode=str(self.present.mode), attached=self.present.attached,
+                programs=[p.id for p in self.present.programs], majors=sorted(self.present.majors),
+            )  # fmt: skip
+
+    def _apply_now(self, guard: kernel.Kernel) -> kernel.Present:
+        """In a thread: reads and writes of the kernel, milliseconds."""
+        wanted = self._wanted()
+        present = guard.read()
+        first = self.present is None  # an upgraded agent may bring another program
+        if wanted.mode is kernel.Mode.OFF:
+            return guard.apply(wanted) if present.attached else present
+        if first or not present.attached or len(present.programs) != 1:
+            return guard.apply(wanted)
+        if not present.is_as(wanted):
+            guard.configure(wanted)
+            return guard.read()
+        return present
+
+    def _wanted(self) -> kernel.Wanted:
+        new = kernel.wanted(
+            self.settings, self.wanted_mode(), blockdev.majors(), self._guarded_parts
+        )
+        self._majors = new.majors
+        return new
+
+    async def _fall_back(self, attached: bool) -> None:
+        """Only where the kernel does not take the program."""
+        needed = self.settings.fallback and self.wanted_mode() is not kernel.Mode.OFF
+        if attached or not needed or not self.unsupported:
+            if self.fallback is not None:
+                await self.fallback.close()
+                self.fallback = None
+            return
+        if self.fallback is None:
+            self.fallback = fallback.Fallback(self._denied, kernel.below_root(self.settings.cgroup))
+        self.manager.leases = self.fallback
+        await self.fallback.apply(
+            self.wanted_mode(), self._majors, list(self.manager.known.values())
+        )
+
+    # --- events
+
+    def _take_ring(self) -> None:
+        assert self.guard is not None
+        events = self.guard.maps["events"]
+        if self._ring is not None and self._ring_map == events.info.id:
+            return
+        self._drop_ring()
+        self._ring = bpf.Ring(events, self._on_event)
+        self._ring_map = events.info.id
+        asyncio.get_running_loop().add_reader(self._ring.fd, self._ring.consume)
+        self._ring.consume()  # what came while no agent listened
+
+    def _drop_ring(self) -> None:
+        if self._ring is not None:
+            asyncio.get_running_loop().remove_reader(self._ring.fd)
+            self._ring.close()
+            self._ring = None
+
+    def _on_event(self, raw: bytes) -> None:
+        event = kernel.Event.unpack(raw)
+        if self._mount is None and self.guard is not None:
+            with contextlib.suppress(OSError):
+                self._mount = os.open(self.guard.cgroup, os.O_RDONLY | os.O_DIRECTORY)
+        self._denied(event, self._mount)
+
+    def _denied(self, event: kernel.Event, mount: int | None) -> None:
+        """``mount``: the cgroup hierarchy, open; None where only /proc tells who it was."""
+        name = blockdev.name_of(event.number) or f"{event.number[0]}:{event.number[1]}"
+        known = self.manager.known.get(name)
+        device = known.device if known else blockdev.identify(name)
+        volume, title = (device.volume, device.title) if device else ("", "")
+        undecided = known is None or known.reasons is None
+        remembered = self.ledger.get(volume)
+        denial = dataclasses.replace(
+            denials.resolve(event, mount, name, volume, title),
+            early=undecided and not (remembered and remembered.type),
+        )
+        log.warning(
+            "write open denied" if denial.denied else "write open would be denied",
+            device=name, program=denial.program, pid=denial.pid, pod=denial.pod,
+            command=denial.command,
+        )  # fmt: skip
+        self.denials.add(denial)
+        if device is not None and not device.parent and self._is_watched(device):
+            self.manager.consider(name)
+        else:
+            self.denials.decided(name, "", ("this device never gets an automatic lease",))
+            self._changed()
+
+    def _on_kmsg(self) -> None:
+        assert self._kmsg is not None
+        now = time.monotonic()
+        before = self._kmsg.lost
+        try:
+            records = self._kmsg.read()
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                self.errors.readable = False
+                asyncio.get_running_loop().remove_reader(self._kmsg.fd)
+            return
+        for record in records:
+            self.errors.note(record.text, now)
+        if self._kmsg.lost != before:
+            self.errors.lost(now)
+
+    def _on_uevent(self) -> None:
+        assert self._uevents is not None
+        try:
+            for event in self._uevents.read():
+                if event.action == "remove":
+                    if self.manager.knows(event.name):
+                        self.manager.forget(event.name)
+                else:
+                    self._seen(event.name)
+        except netlink.Overflow:
+            self._scanned = -1e9  # with the next reconcile
+        except OSError as error:
+            log.warning("uevents cannot be read", error=str(error))
+
+    # --- devices
+
+    def _is_watched(self, device: blockdev.BlockDevice) -> bool:
+        return device.driver in self.settings.drivers and any(
+            fnmatch.fnmatchcase(device.name, pattern) for pattern in self.settings.names
+        )
+
+    def _seen(self, name: str) -> blockdev.BlockDevice | None:
+        """A device was attached or changed, or was found by a scan."""
+        device = blockdev.identify(name)
+        if device is None or device.driver not in self.settings.drivers:
+            return device
+        self._cover(device)
+        if device.parent or not self._is_watched(device):
+            return device
+        known = self.manager.known.get(name)
+        if device.size == 0:
+            if known is not None:
+                self.manager.forget(name)
+        elif known is None or known.device.attachment != device.attachment:
+            self.manager.consider(name, device)
+        return device
+
+    def _cover(self, device: blockdev.BlockDevice) -> None:
+        """Guard the number of a driver that was loaded just now, or of a partition with an extended
+        major, before anybody can use it."""
+        if (
+            device.number[0] in self._majors
+            or self.guard is None
+            or "majors" not in self.guard.maps
+        ):
+            return
+        if device.parent and blockdev.majors().get(device.number[0]) == "blkext":
+            self._guarded_parts |= {device.number}
+        with contextlib.suppress(OSError):
+            self.guard.configure(self._wanted())
+
+    def _scan(self) -> None:
+        """All attached devices; looks again where the last look is long ago."""
+        now = time.monotonic()
+        present = set(blockdev.names())
+        for name in self.manager.known.keys() - present:
+            self.manager.forget(name)
+        parts = set()
+        for name in present:
+            device = self._seen(name)
+            known = self.manager.known.get(name)
+            if known is not None and now - known.looked >= LOOK_AGAIN_SECONDS:
+                self.manager.consider(name)
+            if known is None and device is not None:
+                parts |= {device.number} & self._guarded_parts
+        self._guarded_parts = frozenset(parts)
+        self.manager.revoke_unproven()
+
+    def driver_names(self) -> frozenset[str]:
+        """Drivers that are loaded now."""
+        return frozenset(blockdev.majors().values())

@@ -1,0 +1,517 @@
+"""Looks at guarded devices, keeps the ledger, and grants and revokes leases.
+
+One task per device, so what happens to one device happens in order. ``_look`` is the whole story of
+one look: probe the device, write down what was seen, and, where it is blank, ask every other source
+and perhaps grant a lease. Decisions and the order of steps are those of ``lease``; this module
+collects the facts and executes the steps (``_carry_out``). A look that fails is a refusal.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+import kit.errors
+from linux import blockdev, mountinfo
+from volumes import settings
+from volumes.guard import denials, kernel, lease
+from volumes.guard.lease import Step
+from volumes.ledger import mirror, store
+from volumes.probe import prober
+from volumes.probe.examine import Kind, Verdict
+
+log = structlog.get_logger("volumes")
+
+SAVE_SECONDS = 10.0  # for an fsync of the ledger; the state directory's disk may hang
+AGAIN_SECONDS = 0.3  # least time between two looks at a device
+LEASED_LOOK_SECONDS = 1.0  # between looks while a lease runs
+RAW_LEASE_SECONDS = 3600.0  # renewed while the device is published; ends without an agent
+MOST_DEVICES = 1024
+
+
+class Leases(Protocol):
+    """Who holds leases: the kernel program, or the weaker fallback."""
+
+    def grant(self, number: blockdev.Number, until: float, diskseq: int | None) -> None: ...
+
+    def revoke(self, number: blockdev.Number) -> kernel.Lease | None: ...
+
+    def leases(self) -> dict[blockdev.Number, kernel.Lease]: ...
+
+
+@dataclass
+class Known:
+    """What is known of one attached device.
+
+    ``reasons``: why it may not be formatted; None: not decided; empty: it has a lease.
+    """
+
+    device: blockdev.BlockDevice
+    seen: Verdict | None = None
+    reasons: tuple[str, ...] | None = None
+    looked: float = 0.0  # CLOCK_MONOTONIC
+    raw: bool = False
+    changed_from: str = ""  # the ledger's content, when other content is there now
+    missing: str = ""  # the ledger's content, when nothing recognisable is there now
+    lease_seconds: float | None = None  # from first sight to lease
+    mirrored: tuple[str, str, str, float] | None = None  # what the image's metadata holds of ours
+
+
+@dataclass
+class _Turn:
+    """Steps are carried out on this: a device, its ledger entry, and who asked for it."""
+
+    known: Known
+    entry: store.Entry | None  # None: nothing to write
+    seen: Verdict | None = None
+    by: str = ""
+
+
+class LeaseManager:
+    def __init__(
+        self,
+        wanted: settings.GuardSettings,
+        leases: Leases | None,
+        ledger: store.Store,
+        clusters: mirror.Clusters,
+        errors: lease.ErrorLog,
+        refused: denials.Denials,
+        *,
+        node: str,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.settings = wanted
+        self.leases = leases  # None: nothing is enforced, so nothing is granted
+        self.ledger = ledger
+        self.clusters = clusters
+        self.errors = errors
+        self.denials = refused
+        self.node = node
+        self.prober = prober.Prober(wanted.probe_timeout)
+        self.known: dict[str, Known] = {}
+        self._changed = changed
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._again: dict[str, asyncio.Event] = {}
+        self._identified: dict[str, blockdev.BlockDevice] = {}  # for the next look
+        self._chores: set[asyncio.Task[None]] = set()
+        self._writing = asyncio.Lock()
+        self.granted = 0
+        self.mirror_failures = 0
+        self.verdicts: dict[str, int] = {}
+
+    # --- one task per device
+
+    def consider(self, name: str, device: blockdev.BlockDevice | None = None) -> None:
+        """Look at the device now, or once more after the look that is running.
+
+        ``device``: what was attached a moment ago, where the caller has just identified it.
+        """
+        if device is not None:
+            self._identified[name] = device
+        if name in self._tasks:
+            self._again[name].set()
+        elif len(self._tasks) < MOST_DEVICES:
+            self._again[name] = asyncio.Event()
+            self._tasks[name] = asyncio.create_task(self._work(name), name=f"lease {name}")
+
+    async def _work(self, name: str) -> None:
+        again = self._again[name]
+        asked = True  # False: only a look at what became of a lease
+        try:
+            while True:
+                again.clear()
+                wait = await self._try_look(name, asked)
+                self._changed()
+                if again.is_set():
+                    await asyncio.sleep(AGAIN_SECONDS)
+                elif wait is None:
+                    return
+                else:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(again.wait(), wait)
+                asked = again.is_set()
+        finally:
+            del self._tasks[name], self._again[name]
+
+    async def _try_look(self, name: str, asked: bool) -> float | None:
+        """A look whose failure is a refusal. Seconds until the next look; None: when asked."""
+        try:
+            device = self._identified.pop(name, None) or blockdev.identify(name)
+            if device is None or device.size == 0:
+                self.forget(name)
+                return None
+            return await self._look(device, asked)
+        except (kit.errors.AgentError, OSError, TimeoutError, mirror.Failed) as error:
+            reason = f"the decision failed: {error or type(error).__name__}"
+            log.error("look at device failed", device=name, error=reason)
+            known = self.known.get(name)
+            if known is not None:
+                known.reasons = (reason,)
+            self.denials.decided(name, "", (reason,))
+            return None
+
+    def knows(self, name: str) -> bool:
+        """Whether the device was looked at, or is about to be."""
+        return name in self.known or name in self._identified
+
+    def forget(self, name: str) -> None:
+        """The device was detached: revoke its lease."""
+        self._identified.pop(name, None)
+        known = self.known.pop(name, None)
+        if known is not None:
+            held = self._revoke(known.device.number)
+            if held is not None and known.device.volume:
+                chore = asyncio.create_task(self._detached(known, held.opens), name=f"close {name}")
+                self._chores.add(chore)
+                chore.add_done_callback(self._chores.discard)
+        self.denials.forget(name)
+        self._changed()
+
+    async def _detached(self, known: Known, opens: int) -> None:
+        entry = self._entry(known.device)
+        try:
+            steps = lease.detached(opens, permitted=entry.permitted > 0)
+            await self._carry_out(steps, _Turn(known, entry))
+        except (OSError, TimeoutError) as error:
+            log.warning("unused permission stays open", volume=known.device.title, error=str(error))
+
+    def revoke_unproven(self) -> None:
+        """Revoke leases on numbers that no known device has, unless their attachment is still the
+        one they were given to: an earlier agent may have left them. Call it at adoption and now
+        and then."""
+        if self.leases is None:
+            return
+        numbers = {known.device.number for known in self.known.values()}
+        try:
+            for number, held in self.leases.leases().items():
+                name = blockdev.name_of(number) if number not in numbers else ""
+                device = blockdev.identify(name) if name else None
+                if number in numbers or (
+                    device is not None and not lease.met(held.diskseq, None, device.attachment)
+                ):
+                    continue
+                log.warning("lease of another attachment revoked", device=name, number=number)
+                self._revoke(number)
+        except OSError as error:
+            log.error("leases cannot be read", error=str(error))
+
+    async def close(self) -> None:
+        tasks = [*self._tasks.values(), *self._chores]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.prober.close()
+
+    # --- one look
+
+    async def _look(self, device: blockdev.BlockDevice, asked: bool) -> float | None:
+        """Seconds until the next look, while there is a lease."""
+        began = time.monotonic()
+        known = self._meet(device)
+        if self.settings.raw_block and lease.published_raw(device.name, host_mounts()):
+            return self._lease_raw(known)
+        known.raw = False
+        known.seen = first = await self._probe(device)
+        known.looked = time.monotonic()
+        wait = await self._conclude(known, first)
+        reasons = lease.undisputed(
+            first,
+            leased=self._until(device) is not None,
+            attached=self.leases is not None,
+            asked=asked,
+        )
+        if reasons is None:
+            evidence = await self._evidence(known, first)
+            reasons = lease.refusals(
+                evidence, lease.Policy(self.settings.quiet, self.settings.require_extents)
+            )
+            if not reasons:
+                await self._grant(known, f"automatic on {self.node}")
+                if known.lease_seconds is None:
+                    known.lease_seconds = time.monotonic() - began
+                wait = LEASED_LOOK_SECONDS
+        self._decided(known, reasons)
+        return wait
+
+    def _meet(self, device: blockdev.BlockDevice) -> Known:
+        """What is known of this attachment. A new one starts without a lease that is not its."""
+        known = self.known.get(device.name)
+        before = known.device.attachment if known is not None else None
+        held = self._held(device)
+        if lease.met(held.diskseq if held else None, before, device.attachment):
+            self._revoke(device.number)
+        if known is None or before != device.attachment:
+            known = self.known[device.name] = Known(device, looked=time.monotonic())
+        known.device = device
+        return known
+
+    def _lease_raw(self, known: Known) -> float:
+        """A pod writes the device itself: there is no file system that mkfs could destroy."""
+        known.raw = True
+        device = known.device
+        if self.leases is not None:
+            until = time.monotonic() + RAW_LEASE_SECONDS
+            self.leases.grant(device.number, until, device.diskseq)
+        self._decided(known, ())
+        return RAW_LEASE_SECONDS / 4
+
+    async def _probe(self, device: blockdev.BlockDevice) -> Verdict:
+        found = await self.prober.probe(device.path)
+        self.verdicts[found.verdict] = self.verdicts.get(found.verdict, 0) + 1
+        return found
+
+    async def _conclude(self, known: Known, seen: Verdict) -> float | None:
+        """Write down what was seen, and end a lease that has served. Seconds until the next look,
+        while there is a lease."""
+        device = known.device
+        blank = seen.verdict is Kind.BLANK_VERIFIED
+        turn = _Turn(known, self._entry(device), seen)
+        if not blank and device.image is not None and device.volume:  # what other nodes have seen
+            answer = await self.clusters.look(device.image, extents=False)
+            turn.entry = _merged(turn.entry, answer.known)
+        held = self._held(device)
+        now = time.monotonic()
+        expired = held is not None and now > held.until + 1.0
+        steps = lease.conclude(
+            has_content=seen.has_content,
+            blank=blank,
+            leased=held is not None,
+            expired=expired,
+            opens=held.opens if held else 0,
+            permitted=turn.entry is not None and turn.entry.permitted > 0,
+        )
+        await self._carry_out(steps, turn)
+        self._note_missing(known, turn.entry)
+        if held is None or expired:
+            return None
+        return max(0.2, min(LEASED_LOOK_SECONDS, held.until - now + 1.1))
+
+    async def _evidence(self, known: Known, first: Verdict) -> lease.Evidence:
+        """Ask every source. The cluster answers after the first probe; the second probe and the
+        device's identity come last."""
+        device = known.device
+        asked: asyncio.Task[mirror.Answer] | None = None
+        if device.image is not None:
+            asked = asyncio.create_task(self.clusters.look(device.image, extents=True))
+        try:
+            await asyncio.sleep(self.settings.settle)
+            second = await self._probe(device)
+            answer = await asked if asked is not None else mirror.NOT_ASKED
+        finally:
+            if asked is not None and not asked.done():
+                asked.cancel()
+        if answer.known is not None:
+            self._note_missing(known, _merged(self._entry(device), answer.known))
+        after = blockdev.identify(device.name)
+        is_rbd = device.driver == "rbd"
+        now = time.monotonic()
+        return lease.Evidence(
+            is_rbd=is_rbd,
+            before=device.attachment,
+            after=after.attachment if after else None,
+            first=first,
+            second=second,
+            ledger=self.ledger.knowledge(device.volume),
+            mirror=answer.mirror,
+            extents=answer.extents,
+            quiet_for=self.errors.quiet_for(device.parent or device.name, is_rbd, now),
+            read_only=after.read_only if after else None,
+            in_use=_in_use(after) if after else None,
+            snapshot=bool(device.image and device.image.snapshot),
+            cluster_size=answer.size,
+            why_unknown=answer.why,
+        )
+
+    def _decided(self, known: Known, reasons: tuple[str, ...]) -> None:
+        if known.reasons != reasons:
+            log.info(
+                "device decided",
+                device=known.device.name, volume=known.device.title,
+                verdict=str(known.seen), may_be_formatted=not reasons, reasons=reasons,
+            )  # fmt: skip
+        known.reasons = reasons
+        self.denials.decided(known.device.name, str(known.seen), reasons)
+
+    def _note_missing(self, known: Known, current: store.Entry | None) -> None:
+        """Note content that the ledger knows and that the probe did not see."""
+        assert known.seen is not None
+        gone = current is not None and bool(current.type) and not current.permitted
+        gone = gone and not known.seen.has_content
+        known.missing = current.content if gone and current is not None else ""
+
+    # --- steps
+
+    async def _carry_out(self, steps: Iterable[Step], turn: _Turn) -> None:
+        """Each step in order. RefusedError, OSError or TimeoutError from one ends it there."""
+        for step in steps:
+            await self._do(step, turn)
+
+    async def _do(self, step: Step, turn: _Turn) -> None:
+        known, entry = turn.known, turn.entry
+        device = known.device
+        match step:
+            case Step.RECORD_PERMISSION:
+                if device.volume:  # only an operator permits without a volume's name
+                    turn.entry = self._entry(device).permit(turn.by, time.time())
+                    await self._save(turn.entry)
+            case Step.MIRROR:
+                if entry is not None and device.volume:
+                    await self._mirror(known, entry)
+            case Step.CONFIRM:
+                again = blockdev.identify(device.name)
+                if again is None or again.attachment != device.attachment:
+                    raise kit.errors.RefusedError(
+                        device.name, "another device was attached to it", "try it again"
+                    )
+            case Step.GRANT:
+                until = time.monotonic() + self.settings.lease
+                self._holder().grant(device.number, until, device.diskseq)
+                self.granted += 1
+            case Step.SHORTEN:
+                until = time.monotonic() + lease.LINGER_SECONDS
+                until = min(self._until(device) or 0.0, until)
+                if self.leases is not None:
+                    self.leases.grant(device.number, until, device.diskseq)
+            case Step.REVOKE:
+                self._revoke(device.number)
+            case Step.RECORD_CONTENT:
+                await self._record(turn)
+            case Step.CLOSE_PERMISSION:
+                if entry is not None:
+                    turn.entry = entry.unused()
+                    await self._save(turn.entry)
+
+    async def _record(self, turn: _Turn) -> None:
+        """Save the content seen. Other content than the ledger's is a finding instead, and the
+        ledger keeps its entry until a person accepts the change."""
+        known, current, seen = turn.known, turn.entry, turn.seen
+        assert seen is not None
+        if not known.device.volume or current is None:
+            return
+        differs = current.type and (current.type, current.uuid) != (seen.type, seen.uuid)
+        if differs and not current.permitted:
+            known.changed_from = current.content
+            turn.entry = None
+            return
+        known.changed_from = ""
+        new = replace(
+            current.saw(seen.type, seen.uuid, seen.label, time.time(), self.node),
+            title=known.device.title,
+        )
+        if self.ledger.needs(new):
+            await self._save(new)
+        turn.entry = new
+
+    async def _save(self, new: store.Entry) -> None:
+        """Durable here when it returns. OSError or TimeoutError otherwise."""
+        async with self._writing:
+            async with asyncio.timeout(SAVE_SECONDS):
+                await asyncio.to_thread(self.ledger.put, new)
+
+    async def _mirror(self, known: Known, new: store.Entry) -> None:
+        """Into the image's metadata, where credentials for its cluster are configured."""
+        image = known.device.image
+        state = (new.type, new.uuid, new.label, new.permitted)
+        if image is None or image.snapshot or known.mirrored == state:
+            return
+        try:
+            if await self.clusters.write(image, new):
+                known.mirrored = state
+        except mirror.Failed as error:
+            self.mirror_failures += 1
+            log.warning("ledger not mirrored", volume=known.device.title, error=str(error))
+
+    def _entry(self, device: blockdev.BlockDevice) -> store.Entry:
+        found = self.ledger.get(device.volume)
+        return found or store.Entry(volume=device.volume, title=device.title)
+
+    # --- leases
+
+    async def _grant(self, known: Known, by: str) -> None:
+        self._holder()  # before anything is written down
+        await self._carry_out(lease.GRANTING, _Turn(known, None, by=by))
+        log.info("format permitted", device=known.device.name, volume=known.device.title, by=by,
+                 seconds=self.settings.lease)  # fmt: skip
+
+    def _holder(self) -> Leases:
+        if self.leases is None:
+            raise kit.errors.RefusedError(
+                "a lease", "the guard is not attached", "see: nodeagent volume guard status"
+            )
+        return self.leases
+
+    def _revoke(self, number: blockdev.Number) -> kernel.Lease | None:
+        return self.leases.revoke(number) if self.leases is not None else None
+
+    def _held(self, device: blockdev.BlockDevice) -> kernel.Lease | None:
+        return self.leases.leases().get(device.number) if self.leases is not None else None
+
+    def _until(self, device: blockdev.BlockDevice) -> float | None:
+        """Until when the kernel lets it be formatted; None when it does not now."""
+        held = self._held(device)
+        return held.until if held and held.until > time.monotonic() else None
+
+    # --- operators
+
+    async def allow(self, path: str, volume: str, reason: str, by: str) -> blockdev.BlockDevice:
+        """A lease whatever the device holds. NotFoundError, RefusedError, InUseError."""
+        device = blockdev.by_path(path)
+        if device.volume != volume:
+            raise kit.errors.RefusedError(
+                path,
+                f"holds volume {device.volume or '(no name)'}, not {volume or '(empty)'}",
+                "look at it with 'nodeagent volume probe' and name the volume that it shows",
+            )
+        if _in_use(device):
+            raise kit.errors.InUseError(
+                path, "is mounted, or another device is stacked on it", "unmount it first"
+            )
+        log.warning("format permitted by an operator", device=device.name, volume=volume, by=by,
+                    reason=reason)  # fmt: skip
+        await self._grant(self._meet(device), f"{by}: {reason}")
+        self.consider(device.name)
+        return device
+
+    async def accept(self, volume: str, by: str) -> store.Entry:
+        """An operator accepts that the volume holds other content than the ledger knew."""
+        known = next((k for k in self.known.values() if k.device.volume == volume), None)
+        if known is None or known.seen is None or not known.seen.has_content:
+            raise kit.errors.RefusedError(
+                f"volume {volume}", "is not attached here with readable content", "attach it"
+            )
+        seen = known.seen
+        new = self._entry(known.device).saw(
+            seen.type, seen.uuid, seen.label, time.time(), self.node
+        )
+        await self._save(new)
+        await self._mirror(known, new)
+        known.changed_from = ""
+        log.warning("changed content accepted", volume=volume, by=by)
+        self._changed()
+        return new
+
+
+def host_mounts() -> list[mountinfo.Mount]:
+    """The host's mounts, as far as this process may see them."""
+    try:
+        return mountinfo.read(Path("/proc/1/mountinfo"))
+    except OSError:
+        return mountinfo.read()
+
+
+def _merged(here: store.Entry | None, there: store.Entry | None) -> store.Entry | None:
+    return store.merge(here, there) if here is not None and there is not None else here
+
+
+def _in_use(device: blockdev.BlockDevice) -> bool:
+    """Mounted by any process (the kernel's own list per file system), or below another device."""
+    if device.holders:
+        return True
+    if any(Path("/sys/fs", kind, device.name).exists() for kind in ("ext4", "xfs", "f2fs")):
+        return True
+    return any(mount.device == device.number for mount in mountinfo.read())

@@ -1,0 +1,223 @@
+"""Examine one block device: what does it hold, and could all of it be read?
+
+A failed read must never pass for "empty": that is how data is formatted away. So the verdict
+``blank_verified`` needs libblkid to find nothing *without an error* and every place where a file
+system, RAID, LVM, LUKS or partition table leaves a mark (``signature_offsets``) to read as zeros.
+All reads bypass the page cache, which may hold what an earlier attachment or fault left there.
+
+This runs in a child process that the agent abandons when the device hangs (``prober``). It imports
+little, because each new child waits for its imports.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from linux import blkid
+from volumes.probe import signature_offsets
+
+_BLKGETSIZE64 = 0x80081272
+_BLKGETDISKSEQ = 0x80081280
+_CHUNK = 2**20
+_READERS = 8  # a network device answers many small reads at once
+_GONE = (errno.ENOMEDIUM, errno.ENXIO, errno.ENODEV, errno.ENOENT)
+
+
+class Kind(StrEnum):
+    HAS_FS = "has_fs"
+    PARTITIONED = "partitioned"
+    ENCRYPTED = "encrypted"
+    BLANK_VERIFIED = "blank_verified"
+    UNKNOWN_CONTENT = "unknown_content"
+    AMBIVALENT = "ambivalent"
+    UNREADABLE = "unreadable"
+    NO_MEDIA = "no_media"
+    TIMEOUT = "timeout"
+
+
+CONTENT = frozenset({Kind.HAS_FS, Kind.PARTITIONED, Kind.ENCRYPTED})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer. Fields that do not belong to ``verdict`` are empty or zero."""
+
+    verdict: Kind
+    device: str = ""
+    type: str = ""  # has_fs, encrypted: libblkid's TYPE; partitioned: its PTTYPE
+    uuid: str = ""
+    label: str = ""
+    offset: int = 0  # unknown_content: the first byte found that is not zero
+    where: str = ""  # unreadable, no_media: what failed
+    errno: int = 0
+    size: int = 0  # bytes
+    diskseq: int | None = None  # the kernel's number of this attachment; None before Linux 5.15
+    bytes_read: int = 0
+    content_at: int | None = None  # unreadable: a byte found there that is not zero
+    seconds: float = 0.0
+    seed: int = 0  # of the sampled pages
+
+    @classmethod
+    def from_json(cls, answer: Mapping[str, Any]) -> "Verdict":
+        known = {name: answer[name] for name in cls.__dataclass_fields__ if name in answer}
+        return cls(**{**known, "verdict": Kind(answer["verdict"])})
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": str(self.verdict)}
+
+    @property
+    def has_content(self) -> bool:
+        """libblkid recognised what is on it."""
+        return self.verdict in CONTENT
+
+    def __str__(self) -> str:
+        match self.verdict:
+            case Kind.HAS_FS | Kind.ENCRYPTED | Kind.PARTITIONED:
+                return f"{self.verdict} {self.type} {self.uuid}".strip()
+            case Kind.UNKNOWN_CONTENT:
+                return f"{self.verdict} at offset {self.offset}"
+            case Kind.UNREADABLE:
+                code = errno.errorcode.get(self.errno, str(self.errno))
+                return f"{self.verdict} ({self.where}: {code}, {os.strerror(self.errno)})"
+            case _:
+                return str(self.verdict)
+
+
+def _long(descriptor: int, request: int) -> int:
+    return int(struct.unpack("=Q", fcntl.ioctl(descriptor, request, bytes(8)))[0])
+
+
+def examine(path: str, seed: int) -> Verdict:
+    """The verdict on the block device at ``path``. An OSError becomes a verdict too.
+
+    ``seed`` chooses the sampled pages: another seed, other pages.
+    """
+    began = time.monotonic()
+    found = _examine(path, seed)
+    return replace(found, device=path, seed=seed, seconds=round(time.monotonic() - began, 4))
+
+
+def _examine(path: str, seed: int) -> Verdict:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        kind = Kind.NO_MEDIA if error.errno in _GONE else Kind.UNREADABLE
+        return Verdict(kind, where="open", errno=error.errno or 0)
+    size, diskseq = 0, None
+    try:
+        size = _long(descriptor, _BLKGETSIZE64)
+        try:
+            diskseq = _long(descriptor, _BLKGETDISKSEQ)
+        except OSError:
+            pass  # before Linux 5.15
+        found = _content(path, descriptor, size, seed)
+    except OSError as error:
+        found = Verdict(Kind.UNREADABLE, where="device", errno=error.errno or 0)
+    finally:
+        os.close(descriptor)
+    return replace(found, size=size, diskseq=diskseq)
+
+
+def _content(path: str, descriptor: int, size: int, seed: int) -> Verdict:
+    if size == 0:
+        return Verdict(Kind.NO_MEDIA, where="size")
+    buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # libblkid reads through the page cache; this drops the cache of this device only.
+        os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_DONTNEED)
+        result, values = blkid.probe(buffered)
+    finally:
+        os.close(buffered)
+    if result == blkid.AMBIVALENT:
+        return Verdict(Kind.AMBIVALENT)
+    if result == blkid.FOUND and values:
+        return _recognised(values)
+    reads = _Reads(descriptor)
+    reads.run(signature_offsets.marks(size))
+    if reads.failed is None and reads.content is None:
+        reads.run(signature_offsets.samples(size, seed))
+    if reads.failed is not None:
+        where, code = reads.failed
+        found = Verdict(Kind.UNREADABLE, where=f"offset {where}", errno=code)
+    elif result < 0:
+        found = Verdict(Kind.UNREADABLE, where="libblkid", errno=-result)
+    elif reads.content is not None:
+        found = Verdict(Kind.UNKNOWN_CONTENT, offset=reads.content)
+    else:
+        found = Verdict(Kind.BLANK_VERIFIED)
+    return replace(found, bytes_read=reads.total, content_at=reads.content)
+
+
+def _recognised(values: Mapping[str, str]) -> Verdict:
+    kind = Kind.HAS_FS
+    if values.get("USAGE") == "crypto":
+        kind = Kind.ENCRYPTED
+    elif "TYPE" not in values:
+        kind = Kind.PARTITIONED
+    return Verdict(
+        kind,
+        type=values.get("TYPE") or values.get("PTTYPE") or "unknown",
+        uuid=values.get("UUID") or values.get("PTUUID") or "",
+        label=values.get("LABEL", ""),
+    )
+
+
+class _Reads:
+    """Reads past the page cache. ``failed``: the lowest (offset, errno) of a failed read;
+    ``content``: the lowest offset that is not zero."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self.failed: tuple[int, int] | None = None
+        self.content: int | None = None
+        self.total = 0
+
+    def run(self, wanted: list[tuple[int, int]]) -> None:
+        pieces = [
+            (at, min(_CHUNK, start + length - at))
+            for start, length in wanted
+            for at in range(start, start + length, _CHUNK)
+        ]
+        pieces.reverse()
+        threads = [threading.Thread(target=self._work, args=(pieces,)) for _ in range(_READERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _work(self, pieces: list[tuple[int, int]]) -> None:
+        with mmap.mmap(-1, _CHUNK) as buffer, memoryview(buffer) as view:
+            while True:
+                try:
+                    offset, length = pieces.pop()
+                except IndexError:
+                    return
+                self._one(view, offset, length)
+
+    def _one(self, view: memoryview, offset: int, length: int) -> None:
+        fault = None
+        data = b""
+        try:
+            with view[:length] as part:
+                got = os.preadv(self._descriptor, [part], offset)
+                data = bytes(part[:got])
+            if got < length:  # a short read inside the device is a failure too
+                fault = (offset + got, errno.EIO)
+        except OSError as error:
+            fault = (offset, error.errno or errno.EIO)
+        content = offset + len(data) - len(data.lstrip(b"\0")) if data.strip(b"\0") else None
+        with self._lock:
+            self.total += len(data)
+            if fault is not None and (self.failed is None or fault < self.failed):
+                self.failed = fault
+            if content is not None and (self.content is None or content < self.content):
+                self.content = content

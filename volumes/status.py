@@ -1,0 +1,206 @@
+"""What operators see of the guard: its findings, its status, a probe's answer."""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kit.findings import Finding, Severity
+from linux import blockdev
+from volumes import settings
+from volumes.guard import canary, controller, kernel, lease_manager, override
+from volumes.ledger import store
+from volumes.probe.examine import Kind, Verdict
+
+
+def findings(guard: controller.Controller, now: float) -> list[Finding]:
+    """Everything that is wrong now. ``now``: Unix seconds."""
+    found = guard.denials.findings(now)
+    for known in guard.manager.known.values():
+        hanging = known.device.path in guard.manager.prober.hanging
+        found += _of_device(known, hanging)
+    return [*found, *_of_guard(guard)]
+
+
+def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
+    def finding(id: str, rule: str, severity: Severity, message: str, advice: str) -> Finding:
+        return Finding(id, rule, severity, "format guard", message, advice)
+
+    for problem in guard.problems():
+        yield finding(
+            f"guard-not-in-force:{problem[:40]}",
+            "guard-not-in-force",
+            Severity.CRITICAL,
+            problem,
+            "'nodeagent volume guard status' shows what the kernel says; see docs/guard.md",
+        )
+    if (change := guard.override) is not None:
+        yield finding(
+            "guard-overridden",
+            "guard-overridden",
+            Severity.WARNING,
+            f"{change.by} set mode {change.mode} over the settings' {guard.settings.mode}: "
+            f"{change.reason}",
+            "Return to the settings: nodeagent volume guard set-mode settings",
+        )
+    damaged = sorted(guard.ledger.unreadable.items())[:20]
+    for text in (guard.override_error, *(f"ledger file {name}: {why}" for name, why in damaged)):
+        if text:
+            yield finding(
+                f"guard-state-damaged:{text[:60]}",
+                "guard-state-damaged",
+                Severity.WARNING,
+                text,
+                "The volume concerned gets no automatic lease until the file is restored from the "
+                "image's metadata or removed",
+            )
+
+
+def _of_device(known: lease_manager.Known, hanging: bool) -> Iterator[Finding]:
+    device, seen = known.device, known.seen
+    evidence = {"device": device.path, "volume": device.volume, "verdict": str(seen)}
+
+    def finding(rule: str, severity: Severity, message: str, advice: str) -> Finding:
+        id = f"{rule}:{device.volume or device.name}"
+        return Finding(id, rule, severity, device.title, message, advice, evidence)
+
+    if known.changed_from:
+        yield finding(
+            "content-changed",
+            Severity.CRITICAL,
+            f"{device.title} held {known.changed_from} and now holds {seen}: it was formatted "
+            "elsewhere, or another image is mapped in its place",
+            "Stop its users and examine its content. If the change was intended: "
+            f"nodeagent volume ledger --accept {device.volume}",
+        )
+    elif known.missing:
+        yield finding(
+            "content-missing",
+            Severity.CRITICAL,
+            f"{device.title} held {known.missing} and now the probe says {seen}",
+            "Do not format it: most likely the data is there and cannot be read from here. Look at "
+            "the kernel's log, the cluster's health and its blocklist; unmap the volume and map it "
+            "again",
+        )
+    elif seen is not None and seen.verdict is Kind.UNREADABLE:
+        yield finding(
+            "volume-unreadable",
+            Severity.WARNING,
+            f"{device.title} cannot be read: {seen}",
+            "Look at the kernel's log and the cluster's health",
+        )
+    if hanging or (seen is not None and seen.verdict is Kind.TIMEOUT):
+        yield finding(
+            "probe-hangs",
+            Severity.WARNING,
+            f"{device.title} does not answer reads; its probe was abandoned",
+            "Look at its backend; processes that use it hang in the kernel",
+        )
+
+
+def describe_kernel(present: kernel.Present) -> dict[str, Any]:
+    """What is attached, as JSON."""
+    return {
+        "attached": present.attached,
+        "mode": str(present.mode) if present.attached else "off",
+        "cgroup": present.cgroup,
+        "whole_node": present.whole_node,
+        "pinned": present.pinned,
+        "programs": [
+            {"id": p.id, "name": p.name, "tag": p.tag, "knows_arguments": p.name == kernel.FULL}
+            for p in present.programs
+        ],
+        "majors": sorted(present.majors),
+        "partitions": sorted(f"{major}:{minor}" for major, minor in present.devices),
+        "openers": sorted(present.openers),
+        "words": sorted(" ".join(pair) for pair in present.words),
+        "leases": [
+            {
+                "device": f"{number[0]}:{number[1]}",
+                "until_monotonic": round(held.until, 3),
+                "opens": held.opens,
+            }
+            for number, held in sorted(present.leases.items())
+        ],
+        "counters": dict(present.counters),
+    }
+
+
+def without_agent(wanted: settings.GuardSettings, state_dir: Path) -> dict[str, Any]:
+    """Everything the kernel says, and a proof: an attempt by a process in the cgroup."""
+    guard = override.handle(wanted)
+    try:
+        present = guard.read()
+    finally:
+        guard.close()
+    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = override.load(state_dir)
+    return describe_kernel(present) | {
+        "proof": canary.prove(guard.cgroup, present.whole_node, state_dir),
+        "wanted_mode": str(found.mode if found else wanted.mode),
+        "settings_mode": wanted.mode,
+        "override": None if found is None else found.as_json(),
+        "agent": "not running",
+    }
+
+
+def describe(guard: controller.Controller) -> dict[str, Any]:
+    """The guard's status as JSON."""
+    now = time.monotonic()
+    present, found = guard.present, guard.override
+    program = present.programs[0] if present and present.programs else None
+    return {
+        "attached": False,
+        "mode": "off",
+        **(describe_kernel(present) if present is not None else {}),
+        "proof": guard.proof,
+        "wanted_mode": str(guard.wanted_mode()),
+        "settings_mode": guard.settings.mode,
+        "override": None if found is None else found.as_json(),
+        "agent": "running",
+        "unsupported": guard.unsupported,
+        "fallback": guard.fallback.status() if guard.fallback is not None else None,
+        "loaded_seconds_after_boot": None if program is None else round(program.loaded_ns / 1e9, 1),
+        "drivers_not_loaded": sorted(set(guard.settings.drivers) - guard.driver_names()),
+        "kernel_log": guard.errors.readable,
+        "devices": [_device(each, now) for _, each in sorted(guard.manager.known.items())],
+        "denials": [dataclasses.asdict(each) for each in guard.denials.last],
+        "denied_then_leased": guard.denials.delayed,
+        "probes_hanging": sorted(guard.manager.prober.hanging),
+        "in_force": not guard.problems(),
+        "reasons": guard.problems(),
+    }
+
+
+def _device(known: lease_manager.Known, now: float) -> dict[str, Any]:
+    device = known.device
+    return {
+        "device": device.path,
+        "number": f"{device.number[0]}:{device.number[1]}",
+        "driver": device.driver,
+        "diskseq": device.diskseq,
+        "size": device.size,
+        "volume": device.volume,
+        "title": device.title,
+        "verdict": None if known.seen is None else known.seen.as_json(),
+        "looked_seconds_ago": round(now - known.looked, 1),
+        "may_be_formatted": known.reasons == (),
+        "reasons": list(known.reasons or ()),
+        "raw_block": known.raw,
+        "lease_after_seconds": known.lease_seconds,
+    }
+
+
+def describe_probe(
+    device: blockdev.BlockDevice, found: Verdict, known: store.Entry | None
+) -> dict[str, Any]:
+    """A probe's answer as JSON."""
+    return {
+        **found.as_json(),
+        "device": device.path,
+        "driver": device.driver,
+        "volume": device.volume,
+        "title": device.title,
+        "ledger": None if known is None else dataclasses.asdict(known),
+    }
