@@ -42,10 +42,16 @@ staging() {
     < <(grep -oE '^\s*k8s\.io/\S+ => \./staging' "$home/go.mod")
 }
 
+minor=${kubernetes#1.} minor=${minor%.*}
+flags=
+for package in k8s.io/component-base/version k8s.io/client-go/pkg/version; do
+  flags+=" -X $package.gitVersion=v$kubernetes -X $package.gitMajor=1 -X $package.gitMinor=$minor"
+  flags+=" -X $package.gitTreeState=clean"
+done
 module kubernetes
 staging
 go mod edit -require "k8s.io/kubernetes@v$kubernetes"
-for program in "${programs[@]}"; do build "$program" "k8s.io/kubernetes/cmd/$program"; done
+for program in "${programs[@]}"; do build "$program" "k8s.io/kubernetes/cmd/$program" "$flags"; done
 module etcd
 go mod edit -require "go.etcd.io/etcd/server/v3@v$etcd"
 build etcd go.etcd.io/etcd/server/v3
@@ -53,7 +59,6 @@ module helm
 staging  # the same libraries: their compiled packages are there
 go mod edit -require "helm.sh/helm/v3@v$helm"
 # What 'helm template' takes for the cluster's version; unset it is v1.20.
-minor=${kubernetes#1.} minor=${minor%.*}
 flags="-X helm.sh/helm/v3/internal/version.version=v$helm"
 for package in pkg/chartutil pkg/lint/rules; do
   flags+=" -X helm.sh/helm/v3/$package.k8sVersionMajor=1 -X helm.sh/helm/v3/$package.k8sVersionMinor=$minor"
