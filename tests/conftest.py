@@ -35,7 +35,7 @@ def _group(item: pytest.Item) -> str | None:
     if item.get_closest_marker("real") is None:
         return None
     room = item.path.relative_to(TESTS).parts[0]
-    if room == "volumes":
+    if room == "volumes" or "kube" in getattr(item, "fixturenames", ()):
         return "host"
     if "cluster" in getattr(item, "fixturenames", ()):
         return "cluster"

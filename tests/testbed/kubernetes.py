@@ -407,9 +407,12 @@ def _controllers() -> list[Path]:
 
 
 def clear_cgroups() -> bool:
-    """Remove cgroups of nodes that are no more; whether none of ours is left with processes."""
+    """Remove cgroups of runs that have ended, and ours; whether none of ours is left."""
     for controller in _controllers():
         for top in controller.glob("nodeagent-kube-*"):
+            run = top.name.rpartition("-")[2]
+            if run != str(os.getpid()) and Path("/proc", run).exists():
+                continue  # another run's node
             for folder in sorted((each for each in top.rglob("*") if each.is_dir()), reverse=True):
                 with contextlib.suppress(OSError):
                     folder.rmdir()
