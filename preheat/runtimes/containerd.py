@@ -375,7 +375,7 @@ class Containerd(cri.CriRuntime):
         request = pb.ListRequest(filters=[wanted])
         async for envelope in self.connection.stream(api.SUBSCRIBE, request, deadline=None):
             if envelope.HasField("event"):
-                yield pb.ImageDelete.FromString(envelope.event.value).name
+                yield cri.decode(pb.ImageDelete, envelope.event.value, "a removal event").name
 
 
 def _target(found: pb.Descriptor) -> manifest.Target:

@@ -48,6 +48,13 @@ REST_SECONDS = (1.0, 10.0, 60.0, 600.0, 3600.0)
 TRIPS_FORGOTTEN_SECONDS = 900.0
 
 
+def decode(kind: type[ResponseT], data: bytes, what: str) -> ResponseT:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise base.RuntimeCallError(what, f"cannot be decoded ({error})", "", "INTERNAL") from error
+
+
 @dataclass(frozen=True)
 class Method(Generic[RequestT, ResponseT]):
     """A remote method. It has a ``check`` exactly when it changes something."""
@@ -58,12 +65,7 @@ class Method(Generic[RequestT, ResponseT]):
     check: Callable[[RequestT], None] | None = None
 
     def decode(self, data: bytes) -> ResponseT:
-        try:
-            return self.response.FromString(data)
-        except DecodeError as error:
-            raise base.RuntimeCallError(
-                self._name, f"its answer cannot be decoded ({error})", "", "INTERNAL"
-            ) from error
+        return decode(self.response, data, f"the answer of the {self._name}")
 
     @property
     def _name(self) -> str:
