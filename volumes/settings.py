@@ -2,12 +2,14 @@
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
+import ceph.settings
 import kit.settings
 import kit.units
+import volumes.audit.settings
 from volumes.audit.settings import AuditSettings
 
 # Programs that mount, check, grow or connect; none of them makes a file system.
@@ -173,6 +175,15 @@ class GuardSettings(kit.settings.Section):
 class VolumesSettings(kit.settings.Section):
     """Volumes kept safe: the format guard and the audit."""
 
+    clusters: Annotated[
+        tuple[volumes.audit.settings.ClusterSettings, ...], AfterValidator(ceph.settings.unique)
+    ] = Field(
+        default=(),
+        max_length=16,
+        description="Ceph clusters of the volumes. The guard asks them what an image holds and "
+        "keeps its ledger there too; the audit asks them about their state. Without any, the guard "
+        "decides by what this node knows.",
+    )
     guard: GuardSettings = Field(
         default_factory=GuardSettings, description="No mkfs on a volume that holds data."
     )
