@@ -117,7 +117,7 @@ def test_data_that_a_writer_has_not_flushed_is_in_the_copy_of_its_snapshot(
     names = [f"f{number}" for number in range(40)]
     for name in names:
         (fs / "dirty" / name).write_bytes(old)
-    os.sync()
+    trees.sync(fs)
     writer = cephfs.LibCephFS(conffile=str(cluster.conf), auth_id="admin")
     # Holds what is written for as long as it may.
     for key in ("client_oc_max_dirty_age", "client_caps_release_delay"):
