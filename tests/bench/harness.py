@@ -89,7 +89,7 @@ def say(text: str) -> None:
 
 
 def drop_caches() -> None:
-    """Page cache, names and inodes of everything on the machine; our disk's pages are clean first."""
+    """Page cache, names and inodes of the whole machine, after our disk was flushed."""
     trees.sync(RESULTS)
     trees.drop_caches()
 
