@@ -339,15 +339,11 @@ class Jobs:
                 return
             await dataset.change(state="filling", why="", left_files=0, left_bytes=0)
         task = messages.FillTask(
-            generation=dataset.folder,
-            source=reached.root,
-            stamp=reached.stamp,
-            immutable=dataset.source.immutable,
-            limits=self._limits(dataset, "fill"),
-            native=reached.native,
-            mounted=_mounted_below(reached.root),
+            generation=dataset.folder, source=reached.root, stamp=reached.stamp,
+            immutable=dataset.source.immutable, limits=self._limits(dataset, "fill"),
+            native=reached.native, mounted=_mounted_below(reached.root),
             used=dataset.generation.used,
-        )
+        )  # fmt: skip
         dataset.fill_queued = False
         try:
             end = await self._run(dataset, "fill", task)
@@ -411,12 +407,10 @@ class Jobs:
         task = messages.VerifyTask(
             generation=dataset.folder,
             source=reached.root if reached is not None else dataset.tree,
-            stamp=reached.stamp if reached is not None else "",
-            immutable=dataset.source.immutable,
-            limits=self._limits(dataset, "verify"),
-            against_source=against_source,
+            stamp=reached.stamp if reached is not None else "", immutable=dataset.source.immutable,
+            limits=self._limits(dataset, "verify"), against_source=against_source,
             reachable=reached is not None,
-        )
+        )  # fmt: skip
         try:
             end = await self._run(dataset, "verify", task)
         finally:
@@ -489,13 +483,10 @@ class Jobs:
         reached = dataset.reached
         assert reached is not None
         task = messages.WithdrawTask(
-            generation=dataset.folder,
-            source=reached.root,
-            stamp=reached.stamp,
-            immutable=dataset.source.immutable,
-            limits=self._limits(dataset, "withdraw"),
+            generation=dataset.folder, source=reached.root, stamp=reached.stamp,
+            immutable=dataset.source.immutable, limits=self._limits(dataset, "withdraw"),
             part=part,
-        )
+        )  # fmt: skip
         try:
             return await self._run(dataset, "withdraw", task)
         finally:

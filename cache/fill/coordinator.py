@@ -126,7 +126,7 @@ class Coordinator:
                 generation=task.generation,
                 immutable=task.immutable,
                 native=access,
-            ),
+            ),  # fmt: skip
         )
         self.batch = Batch()
         self.agent = AgentChannel()
@@ -255,7 +255,7 @@ class Coordinator:
                     path=self.index.path(staged.directory),
                     links=staged.links,
                     mtime_ns=self.index.directory(staged.directory).attributes.mtime_ns,
-                )
+                )  # fmt: skip
                 for staged in self.batch.begin_commit()
             ],
             seals=[
@@ -264,7 +264,7 @@ class Coordinator:
                     path=self.index.path(directory.id),
                     entries=directory.entries,
                     mtime_ns=directory.attributes.mtime_ns,
-                )
+                )  # fmt: skip
                 for directory in directories
             ],
         )
@@ -307,12 +307,9 @@ class Coordinator:
             sum(each.inodes for each in jobs) + inodes,
         )
         return room(
-            os.statvfs(self.generation),
-            reserve=self.limits.reserve,
-            budget=self.limits.budget,
-            used=self.limits.others + self.used(),
-            pending=pending,
-        )
+            os.statvfs(self.generation), reserve=self.limits.reserve, budget=self.limits.budget,
+            used=self.limits.others + self.used(), pending=pending,
+        )  # fmt: skip
 
     @property
     def copies_in_flight(self) -> bool:
@@ -377,17 +374,11 @@ class Coordinator:
         counts = self._pass.counts()  # may bring the totals up to date
         copied_files, copied_bytes = self.page.counted()
         progress = messages.Progress(
-            phase=self._pass.phase,
-            counts=counts,
-            skipped=self.totals.skipped,
-            sealed=self.totals.sealed,
-            copied_files=copied_files,
-            copied_bytes=copied_bytes,
-            beats=self.page.beats(),
-            commits=self.commits,
-            used=self.used(),
+            phase=self._pass.phase, counts=counts, skipped=self.totals.skipped,
+            sealed=self.totals.sealed, copied_files=copied_files, copied_bytes=copied_bytes,
+            beats=self.page.beats(), commits=self.commits, used=self.used(),
             syncing=bool(self.pool.assigned(Commit, Finish)),
-        )
+        )  # fmt: skip
         self.agent.say(messages.Report(progress=progress))
 
     def note(self, text: str) -> None:

@@ -107,12 +107,10 @@ class FillPass(coordinator.Pass):
         self.scanning.add(number)
         rescanned = self.index.directory(number).rescans > 0
         job = Scan(
-            directory=number,
-            path=path,
-            mounted=self.mounted.get(tuple(path), []),
+            directory=number, path=path, mounted=self.mounted.get(tuple(path), []),
             again=self.look_in_tree,
             extras=self.look_in_tree and (not self.immutable or rescanned),
-        )
+        )  # fmt: skip
         return Assignment(job, directory=number)
 
     def _skeleton_complete(self) -> None:
@@ -144,13 +142,9 @@ class FillPass(coordinator.Pass):
             if job.again:
                 self.index.none_ahead(job.directory)
             self.index.listed(
-                job.directory,
-                entries=answer.entries,
-                files=answer.files,
-                size=answer.bytes,
-                stored=answer.stored,
-                skipped=answer.skipped,
-            )
+                job.directory, entries=answer.entries, files=answer.files, size=answer.bytes,
+                stored=answer.stored, skipped=answer.skipped,
+            )  # fmt: skip
 
     # --- copy
 
@@ -179,19 +173,13 @@ class FillPass(coordinator.Pass):
             return None
         self.copying.add(chunk.id)
         job = Copy(
-            folder=str(chunk.id),
-            path=self.index.path(chunk.directory),
-            entries=items,
-            location=self.index.location(chunk.directory),
-            hinted=self.hinted,
-        )
+            folder=str(chunk.id), path=self.index.path(chunk.directory), entries=items,
+            location=self.index.location(chunk.directory), hinted=self.hinted,
+        )  # fmt: skip
         return Assignment(
-            job,
-            directory=chunk.directory,
-            allocated=sum(costs[: len(items)]),
-            inodes=len(items),
+            job, directory=chunk.directory, allocated=sum(costs[: len(items)]), inodes=len(items),
             chunk=chunk,
-        )
+        )  # fmt: skip
 
     def _costs(self, chunk: index.Chunk) -> list[int]:
         """The most SSD bytes that each entry takes beyond what is counted already."""
@@ -230,7 +218,7 @@ class FillPass(coordinator.Pass):
                 failed=answer.failed,
                 links=answer.links,
                 left={item.name for item in chunk.entries} - given | set(answer.left),
-            )
+            )  # fmt: skip
         )
 
     # --- hints
@@ -268,7 +256,7 @@ class FillPass(coordinator.Pass):
                 bytes=size,
                 allocated=size,
                 ahead=taken,
-            )
+            )  # fmt: skip
         )
 
     # --- answers
@@ -425,12 +413,9 @@ class FillPass(coordinator.Pass):
             self.run.totals = self.index.totals()
         totals = self.run.totals
         return messages.Counts(
-            files_total=totals.files,
-            bytes_total=totals.bytes,
-            files_done=totals.done_files,
-            bytes_done=totals.done_bytes,
-            failed=totals.failed,
-        )
+            files_total=totals.files, bytes_total=totals.bytes, files_done=totals.done_files,
+            bytes_done=totals.done_bytes, failed=totals.failed,
+        )  # fmt: skip
 
     def end(self, ended: Ended) -> messages.End:
         files, size = self.index.left()

@@ -268,7 +268,7 @@ Job = Scan | Copy | Hint | Commit | Recheck | Finish | Verify | Unseal | Prune
 
 
 class Done(Message):
-    """The job is done: the start, Finish, Unseal or Prune."""
+    """The start, or a job without a result, is done."""
 
 
 class NotDone(Message):
@@ -421,10 +421,11 @@ def answers() -> Stream[Answer]:
 
 # --- the control page
 
-_U64, _F64 = struct.Struct("<Q"), struct.Struct("<d")
-_CANCEL, _CRAMPED, _BYTES_RATE, _FILES_RATE = 0, 8, 16, 24
-_SLOT = 64
 MOST_WORKERS = 65  # as many as settings allow, and the one that commits
+_SLOT = 8  # numbers of 8 bytes for each worker; the first slot is the coordinator's
+_CANCEL, _CRAMPED, _BYTES_RATE, _FILES_RATE = range(4)
+_FILES, _BYTES, _BEATS = range(3)
+_SIZE = 8 * _SLOT * (1 + MOST_WORKERS)
 
 _NAP_SECONDS = 0.05
 # What a worker may copy at once after a rest, in seconds of its rate.
@@ -436,71 +437,66 @@ class Cancelled(Exception):
 
 
 class Control:
-    """The control page. Each field has one writer: the coordinator, or the worker of a slot.
+    """The control page. Each number has one writer: the coordinator, or the worker of a slot.
 
-    offset  0  u64  cancel (1: stop soon)
-    offset  8  u64  cramped (1: no room for more directories)
-    offset 16  f64  bytes per second for one worker, 0: no limit
-    offset 24  f64  files per second for one worker, 0: no limit
-    offset 64 + 64 * n: worker n's   u64 files copied, u64 bytes copied, u64 signs of life
+    The first slot holds cancel, cramped (no room for more directories), and the bytes and files per
+    second of one worker (0: no limit, as f64); slot 1 + n holds worker n's files copied, bytes
+    copied and signs of life.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._page = mmap.mmap(descriptor, _SLOT * (1 + MOST_WORKERS))
+        page = memoryview(mmap.mmap(descriptor, _SIZE))
+        self._numbers, self._rates = page.cast("Q"), page.cast("d")
 
     @classmethod
     def create(cls) -> "Control":
         descriptor = os.memfd_create("nodeagent-control", 0)
-        os.ftruncate(descriptor, _SLOT * (1 + MOST_WORKERS))
+        os.ftruncate(descriptor, _SIZE)
         return cls(descriptor)
 
     def set_limits(self, bytes_per_second: float, files_per_second: float) -> None:
-        """Of each worker; 0 is no limit."""
-        _F64.pack_into(self._page, _BYTES_RATE, bytes_per_second)
-        _F64.pack_into(self._page, _FILES_RATE, files_per_second)
+        """Of each worker; 0 means no limit."""
+        self._rates[_BYTES_RATE] = bytes_per_second
+        self._rates[_FILES_RATE] = files_per_second
 
     def limits(self) -> tuple[float, float]:
-        return (
-            _F64.unpack_from(self._page, _BYTES_RATE)[0],
-            _F64.unpack_from(self._page, _FILES_RATE)[0],
-        )
+        return self._rates[_BYTES_RATE], self._rates[_FILES_RATE]
 
     def cancel(self) -> None:
-        _U64.pack_into(self._page, _CANCEL, 1)
+        self._numbers[_CANCEL] = 1
 
     @property
     def cancelled(self) -> bool:
-        return bool(_U64.unpack_from(self._page, _CANCEL)[0])
+        return bool(self._numbers[_CANCEL])
 
     def set_cramped(self, cramped: bool) -> None:
         """While it is set, a scan that would make a directory ends with ENOSPC."""
-        _U64.pack_into(self._page, _CRAMPED, int(cramped))
+        self._numbers[_CRAMPED] = int(cramped)
 
     @property
     def cramped(self) -> bool:
-        return bool(_U64.unpack_from(self._page, _CRAMPED)[0])
+        return bool(self._numbers[_CRAMPED])
 
     def count(self, worker: int, files: int, size: int) -> None:
         """Add to the counters of a worker; only that worker may."""
-        at = _SLOT * (1 + worker)
-        _U64.pack_into(self._page, at, _U64.unpack_from(self._page, at)[0] + files)
-        _U64.pack_into(self._page, at + 8, _U64.unpack_from(self._page, at + 8)[0] + size)
+        slot = _SLOT * (1 + worker)
+        self._numbers[slot + _FILES] += files
+        self._numbers[slot + _BYTES] += size
 
     def beat(self, worker: int) -> None:
         """A sign of life where nothing is counted: an entry was listed, a limit delays it."""
-        at = _SLOT * (1 + worker) + 16
-        _U64.pack_into(self._page, at, _U64.unpack_from(self._page, at)[0] + 1)
+        self._numbers[_SLOT * (1 + worker) + _BEATS] += 1
 
     def beats(self) -> int:
-        slots = (_SLOT * (1 + worker) + 16 for worker in range(MOST_WORKERS))
-        return sum(int(_U64.unpack_from(self._page, at)[0]) for at in slots)
+        return self._sum(_BEATS)
 
     def counted(self) -> tuple[int, int]:
         """Files and bytes that all workers copied, uncommitted ones included."""
-        slots = [_SLOT * (1 + worker) for worker in range(MOST_WORKERS)]
-        files = sum(_U64.unpack_from(self._page, at)[0] for at in slots)
-        return files, sum(_U64.unpack_from(self._page, at + 8)[0] for at in slots)
+        return self._sum(_FILES), self._sum(_BYTES)
+
+    def _sum(self, field: int) -> int:
+        return sum(self._numbers[_SLOT + field :: _SLOT].tolist())
 
 
 class Throttle:

@@ -121,22 +121,15 @@ class VerifyPass(coordinator.Pass):
 
     def counts(self) -> messages.Counts:
         return messages.Counts(
-            files_total=self.run.totals.done_files,
-            bytes_total=self.run.totals.done_bytes,
-            files_done=self.checked_files,
-            bytes_done=self.checked_bytes,
-            failed=self.found,
-        )
+            files_total=self.run.totals.done_files, bytes_total=self.run.totals.done_bytes,
+            files_done=self.checked_files, bytes_done=self.checked_bytes, failed=self.found,
+        )  # fmt: skip
 
     def end(self, ended: Ended) -> messages.End:
         result = messages.VerifyEnd(
-            checked_files=self.checked_files,
-            checked_bytes=self.checked_bytes,
-            bad=self.found,
-            not_compared=self.uncompared,
-            replaced=self.replaced,
-            unreplaced=self.quarantine(),
-        )
+            checked_files=self.checked_files, checked_bytes=self.checked_bytes, bad=self.found,
+            not_compared=self.uncompared, replaced=self.replaced, unreplaced=self.quarantine(),
+        )  # fmt: skip
         return messages.End(ended.result, ended.why, verify=result)
 
     def quarantine(self) -> int:

@@ -74,12 +74,9 @@ class WithdrawPass(coordinator.Pass):
 
     def counts(self) -> messages.Counts:
         return messages.Counts(
-            files_total=self.withdrawn + len(self.waiting),
-            bytes_total=0,
-            files_done=self.withdrawn,
-            bytes_done=0,
-            failed=0,
-        )
+            files_total=self.withdrawn + len(self.waiting), bytes_total=0,
+            files_done=self.withdrawn, bytes_done=0, failed=0,
+        )  # fmt: skip
 
     def end(self, ended: Ended) -> messages.End:
         return messages.End(ended.result, ended.why, withdrawn=self.withdrawn)
