@@ -12,11 +12,12 @@ complete, every seal is checked in the tree, because after a power cut the index
 the disk has.
 """
 
+import dataclasses
 import errno
 import os
 import time
 
-from cache.fill import coordinator, messages
+from cache.fill import coordinator, messages, worker
 from cache.fill.coordinator import Ended, Staged
 from cache.fill.messages import Copy, Hint, Scan
 from cache.fill.worker_pool import Assignment
@@ -127,10 +128,10 @@ class FillPass(coordinator.Pass):
                 self.index.add_directories(number, part.folders)
             if part.chunk:
                 self.index.add_chunk(number, part.chunk)
-            for failure in part.failed:
-                self.index.fail(number, failure.name, failure.reason, lasting=failure.lasting)
+            for name, reason, lasting in part.failed:
+                self.index.fail(number, name, reason, lasting=lasting)
         if part.made:
-            self.run.made_directories(part.made)
+            self.run.count_added(part.made)
             if not self.run.room(inodes=1).holds(4096, 1):
                 self.run.page.set_cramped(True)
 
@@ -138,12 +139,12 @@ class FillPass(coordinator.Pass):
         self.scanning.discard(job.directory)
         with self.index.transaction():
             if self.look_in_tree:
-                self.index.drop_vanished(job.directory, set(answer.names))
+                self.index.drop_vanished(job.directory, set(answer.folders))
             if job.again:
                 self.index.none_ahead(job.directory)
             self.index.listed(
                 job.directory, entries=answer.entries, files=answer.files, size=answer.bytes,
-                stored=answer.stored, skipped=answer.skipped,
+                stored=dataclasses.astuple(answer.stored), skipped=answer.skipped,
             )  # fmt: skip
 
     # --- copy
@@ -218,7 +219,7 @@ class FillPass(coordinator.Pass):
                 failed=answer.failed,
                 links=answer.links,
                 left={item.name for item in chunk.entries} - given | set(answer.left),
-            )  # fmt: skip
+            )
         )
 
     # --- hints
@@ -256,7 +257,7 @@ class FillPass(coordinator.Pass):
                 bytes=size,
                 allocated=size,
                 ahead=taken,
-            )  # fmt: skip
+            )
         )
 
     # --- answers
@@ -411,11 +412,8 @@ class FillPass(coordinator.Pass):
     def counts(self) -> messages.Counts:
         if not self.skeleton:
             self.run.totals = self.index.totals()
-        totals = self.run.totals
-        return messages.Counts(
-            files_total=totals.files, bytes_total=totals.bytes, files_done=totals.done_files,
-            bytes_done=totals.done_bytes, failed=totals.failed,
-        )  # fmt: skip
+        now = self.run.totals
+        return messages.Counts(now.files, now.bytes, now.done_files, now.done_bytes, now.failed)
 
     def end(self, ended: Ended) -> messages.End:
         files, size = self.index.left()
@@ -461,7 +459,8 @@ def begin(task: messages.FillTask) -> tuple[coordinator.Coordinator, FillPass]:
     source = tree.open_source(task.source, task.stamp)
     try:
         root = tree.entry_of("", os.fstat(source))
-        run = coordinator.Coordinator(task, task.native if native.available() else None)
+        access = task.native if native.available() else None
+        run = coordinator.Coordinator(task, worker.serve, access)
         decides = FillPass(run, task)
         run.index.add_root(root)
         top = tree.open_root(str(run.generation / "tree"))
