@@ -116,8 +116,9 @@ def test_snapshot_includes_unflushed_data(
     old, new = b"old " * 2000, b"new " * 2000
     names = [f"f{number}" for number in range(40)]
     for name in names:
-        (fs / "dirty" / name).write_bytes(old)
-    os.sync()
+        with (fs / "dirty" / name).open("wb") as stream:
+            stream.write(old)
+            os.fsync(stream.fileno())
     writer = cephfs.LibCephFS(conffile=str(cluster.conf), auth_id="admin")
     # Holds what is written for as long as it may.
     for key in ("client_oc_max_dirty_age", "client_caps_release_delay"):
