@@ -77,6 +77,10 @@ def _offline(ctx: CommandContext) -> tuple[settings.GuardSettings, Path]:
     return section.guard, state_dir
 
 
+def _status_now(wanted: settings.GuardSettings, state_dir: Path) -> dict[str, Any]:
+    return asyncio.run(volume_status.without_agent(wanted, state_dir))
+
+
 def _show(answer: Any, as_json: bool, text: Callable[[Any], str]) -> None:
     if as_json:
         terminal.print_json(answer)
@@ -122,9 +126,7 @@ def status(ctx: CommandContext, as_json: bool, direct: bool) -> None:
 
     def here() -> Any:
         wanted, state_dir = _offline(ctx)
-        return volume_status.without_agent(wanted, state_dir) | {
-            "operator_log": override.noted(state_dir)
-        }
+        return _status_now(wanted, state_dir) | {"operator_log": override.noted(state_dir)}
 
     answer = here() if direct else _ask(ctx, ("GET", "/v1/volumes/guard", None), here, 10.0)
     _show(answer, as_json, _status_text)
@@ -143,7 +145,7 @@ def set_mode(ctx: CommandContext, mode: str, reason: str, as_json: bool, direct:
         wanted, state_dir = _offline(ctx)
         override.note(state_dir, "set-mode", _who(), reason, mode=mode)
         override.set_mode(wanted, state_dir, mode, _who(), reason)
-        return volume_status.without_agent(wanted, state_dir)
+        return _status_now(wanted, state_dir)
 
     body = {"mode": mode, "by": _who(), "reason": reason}
     request = ("PUT", "/v1/volumes/guard/mode", body)
@@ -162,7 +164,7 @@ def detach(ctx: CommandContext, reason: str, as_json: bool, direct: bool) -> Non
         wanted, state_dir = _offline(ctx)
         override.detach(wanted, state_dir, _who(), reason)
         override.note(state_dir, "detach", _who(), reason)
-        return volume_status.without_agent(wanted, state_dir)
+        return _status_now(wanted, state_dir)
 
     request = ("POST", "/v1/volumes/guard/detach", {"by": _who(), "reason": reason})
     _show(here() if direct else _ask(ctx, request, here, _KILL_SECONDS), as_json, _status_text)
@@ -178,7 +180,7 @@ def attach(ctx: CommandContext, as_json: bool) -> None:
     mode = override.wanted_mode(wanted, state_dir)
     handle.apply(kernel.wanted(wanted, mode, blockdev.majors()))
     handle.close()
-    _show(volume_status.without_agent(wanted, state_dir), as_json, _status_text)
+    _show(_status_now(wanted, state_dir), as_json, _status_text)
     if mode is kernel.Mode.OFF:
         click.echo("nodeagent: mode is off: nothing attached", err=True)
 

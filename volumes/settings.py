@@ -2,13 +2,14 @@
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
+import ceph.settings
 import kit.settings
 import kit.units
-from volumes.audit.settings import AuditSettings
+from volumes.audit.settings import AuditSettings, ClusterSettings
 
 # Programs that mount, check, grow or connect; none of them makes a file system.
 OPENERS = (
@@ -22,36 +23,8 @@ WORDS = (
 )
 
 
-class ClusterSettings(kit.settings.Section):
-    """Credentials for one Ceph cluster, to ask what an image holds and to keep the ledger in it."""
-
-    conf: Path = Field(
-        default=Path("/etc/ceph/ceph.conf"), description="ceph.conf with the monitors' addresses."
-    )
-    user: str = Field(
-        default="nodeagent",
-        description="cephx user without 'client.'. Caps: mon 'profile rbd', osd 'profile rbd'; "
-        "with 'profile rbd-read-only' extents are asked but the ledger stays on this node.",
-    )
-    keyring: Path | None = Field(
-        default=None, description="Keyring file of the user; default: what ceph.conf says."
-    )
-
-    @field_validator("conf", "keyring")
-    @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else kit.settings.absolute(value)
-
-    @field_validator("user")
-    @classmethod
-    def _word(cls, value: str) -> str:
-        if not re.fullmatch(r"[\w.+-]+", value):
-            raise ValueError(f"{value!r} is not a plain name")
-        return value.removeprefix("client.")
-
-
 class GuardSettings(kit.settings.Section):
-    """The format guard. All but cgroup, pins, object_file and clusters changes while running."""
+    """The format guard. All but cgroup, pins and object_file changes while running."""
 
     mode: Literal["off", "dry-run", "enforce"] = Field(
         default="dry-run",
@@ -102,9 +75,6 @@ class GuardSettings(kit.settings.Section):
     probe_timeout: kit.units.Seconds = Field(
         default=3.0, gt=0, le=60, description="After this a device that does not answer is TIMEOUT."
     )
-    clusters: tuple[ClusterSettings, ...] = Field(
-        default=(), description="Ceph clusters that can be asked. None: local knowledge only."
-    )
     cluster_timeout: kit.units.Seconds = Field(
         default=5.0,
         gt=0,
@@ -114,7 +84,7 @@ class GuardSettings(kit.settings.Section):
     require_extents: bool = Field(
         default=False,
         description="Refuse every automatic lease for an RBD image whose cluster is not among "
-        "'clusters'. Off by default, because then no new volume could be formatted without "
+        "'volumes.clusters'. Off by default, because then no new volume could be formatted without "
         "credentials on the node.",
     )
     raw_block: bool = Field(
@@ -173,6 +143,12 @@ class GuardSettings(kit.settings.Section):
 class VolumesSettings(kit.settings.Section):
     """Volumes kept safe: the format guard and the audit."""
 
+    clusters: Annotated[tuple[ClusterSettings, ...], AfterValidator(ceph.settings.unique)] = Field(
+        default=(),
+        description="Ceph clusters of the volumes. The guard asks them what an image holds and "
+        "keeps its ledger there too; the audit asks them about their state. Without any, the guard "
+        "decides by what this node knows.",
+    )
     guard: GuardSettings = Field(
         default_factory=GuardSettings, description="No mkfs on a volume that holds data."
     )

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+import ceph.settings
 import kit.settings
 import kit.units
 from kit.findings import Severity
@@ -14,59 +15,14 @@ from kit.findings import Severity
 _RULE = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
 
 
-class ClusterSettings(kit.settings.Section):
-    """One Ceph cluster that is asked about versions, health, blocklist and mapped images."""
+class ClusterSettings(ceph.settings.ClusterSettings):
+    """One Ceph cluster of this node's volumes."""
 
-    name: str = Field(description="How findings call it.")
-    monitors: tuple[str, ...] = Field(
-        default=(), description="HOST:PORT of each monitor, or [v2:HOST:PORT,v1:HOST:PORT]."
-    )
-    conf: Path | None = Field(
-        default=None, description="ceph.conf that names the monitors, instead of 'monitors'."
-    )
-    user: str = Field(
-        default="nodeagent",
-        description="cephx user without 'client.'; mon 'profile rbd-read-only' and osd 'profile "
-        "rbd-read-only' are enough.",
-    )
-    secret_file: Path | None = Field(
-        default=None,
-        description="The user's key: the bare secret, or a keyring file; default: what conf says. "
-        "Never logged or put on a command line.",
-    )
     expected_version: str | None = Field(
         default=None,
         description="What every daemon of it and this node's client should be, like '18.2' or "
         "'18.2.4'. Default: all alike, the node at most two releases apart.",
     )
-
-    @field_validator("name", "user")
-    @classmethod
-    def _word(cls, value: str) -> str:
-        if not re.fullmatch(r"[\w.+-]{1,63}", value):
-            raise ValueError(f"{value!r} is not a plain name")
-        return value.removeprefix("client.")
-
-    @field_validator("monitors")
-    @classmethod
-    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for monitor in value:
-            if not re.fullmatch(r"[\w.:,\[\]/-]+", monitor):
-                raise ValueError(f"{monitor!r} is no monitor address, like 10.0.0.1:6789")
-        return value
-
-    @field_validator("secret_file", "conf")
-    @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else kit.settings.absolute(value)
-
-    @model_validator(mode="after")
-    def _reachable(self) -> "ClusterSettings":
-        if (self.conf is None) == (not self.monitors):
-            raise ValueError("give either 'monitors' or 'conf'")
-        if self.conf is None and self.secret_file is None:
-            raise ValueError("'monitors' need a 'secret_file'")
-        return self
 
 
 class LogSource(kit.settings.Section):

@@ -21,7 +21,8 @@ from linux import blockdev, mountinfo
 from volumes import settings
 from volumes.guard import denials, kernel, lease
 from volumes.guard.lease import Step
-from volumes.ledger import mirror, store
+from volumes.ledger import store
+from volumes.ledger.mirror import NOT_ASKED, Answer, Mirror
 from volumes.probe import prober
 from volumes.probe.examine import Kind, Verdict
 
@@ -78,7 +79,7 @@ class LeaseManager:
         wanted: settings.GuardSettings,
         leases: Leases | None,
         ledger: store.Store,
-        clusters: mirror.Clusters,
+        mirror: Mirror,
         errors: lease.ErrorLog,
         refused: denials.Denials,
         *,
@@ -88,7 +89,7 @@ class LeaseManager:
         self.settings = wanted
         self.leases = leases  # None: nothing is enforced, so nothing is granted
         self.ledger = ledger
-        self.clusters = clusters
+        self.mirror = mirror
         self.errors = errors
         self.denials = refused
         self.node = node
@@ -146,7 +147,7 @@ class LeaseManager:
                 self.forget(name)
                 return None
             return await self._look(device, asked)
-        except (kit.errors.AgentError, OSError, TimeoutError, mirror.Failed) as error:
+        except (kit.errors.AgentError, OSError, TimeoutError) as error:
             reason = f"the decision failed: {error or type(error).__name__}"
             log.error("look at device failed", device=name, error=reason)
             known = self.known.get(name)
@@ -272,7 +273,7 @@ class LeaseManager:
         blank = seen.verdict is Kind.BLANK_VERIFIED
         turn = _Turn(known, self._entry(device), seen)
         if not blank and device.image is not None and device.volume:  # what other nodes have seen
-            answer = await self.clusters.look(device.image, extents=False)
+            answer = await self.mirror.look(device.image, extents=False)
             turn.entry = _merged(turn.entry, answer.known)
         held = self._held(device)
         now = time.monotonic()
@@ -295,13 +296,13 @@ class LeaseManager:
         """Ask every source. The cluster answers after the first probe; the second probe and the
         device's identity come last."""
         device = known.device
-        asked: asyncio.Task[mirror.Answer] | None = None
+        asked: asyncio.Task[Answer] | None = None
         if device.image is not None:
-            asked = asyncio.create_task(self.clusters.look(device.image, extents=True))
+            asked = asyncio.create_task(self.mirror.look(device.image, extents=True))
         try:
             await asyncio.sleep(self.settings.settle)
             second = await self._probe(device)
-            answer = await asked if asked is not None else mirror.NOT_ASKED
+            answer = await asked if asked is not None else NOT_ASKED
         finally:
             if asked is not None and not asked.done():
                 asked.cancel()
@@ -420,9 +421,9 @@ class LeaseManager:
         if image is None or image.snapshot or known.mirrored == state:
             return
         try:
-            if await self.clusters.write(image, new):
+            if await self.mirror.write(image, new):
                 known.mirrored = state
-        except mirror.Failed as error:
+        except kit.errors.AgentError as error:
             self.mirror_failures += 1
             log.warning("ledger not mirrored", volume=known.device.title, error=str(error))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kit import messages
 from tests.testbed import blockdev
 from volumes.probe import prober, signature_offsets
 from volumes.probe.examine import Kind, Verdict
@@ -204,8 +205,8 @@ async def test_joined_probe_of_hanging_device_is_timeout(
         await look.close()
 
 
-def test_verdict_survives_json() -> None:
+def test_verdict_is_shown_with_its_error() -> None:
     verdict = Verdict(Kind.UNREADABLE, "/dev/rbd0", where="offset 0", errno=5, content_at=4096)
-    assert Verdict.from_json(verdict.as_json()) == verdict
+    assert messages.decode(messages.encode(verdict), Verdict) == verdict
+    assert verdict.as_json()["verdict"] == "unreadable"
     assert str(verdict) == "unreadable (offset 0: EIO, Input/output error)"
-    assert os.strerror(5) in str(verdict)
