@@ -42,7 +42,7 @@ STOP_DEADLINE_SECONDS = 10.0
 
 @contextlib.contextmanager
 def _only_one(state_dir: Path) -> Iterator[None]:
-    """Two agents over one state directory would undo each other's work."""
+    """Hold the lock of ``state_dir``: two agents with one would undo each other's work."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -59,7 +59,7 @@ def _only_one(state_dir: Path) -> Iterator[None]:
         raise kit.errors.RefusedError(
             f"state_dir {state_dir}",
             "another agent runs with it",
-            "stop that one, or give this one a state_dir, store and views of its own",
+            "stop that agent, or give this one its own state_dir, store and views",
         ) from error
     try:
         yield
@@ -110,7 +110,7 @@ class Agent:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # an eternal task that ended with an error ends the agent with it
+                task.result()  # its error ends the agent
         finally:
             for task in tasks:
                 task.cancel()
@@ -153,13 +153,15 @@ class Agent:
                 new = configfile.load(self.config)
             except kit.errors.SettingsError as error:
                 self.state.config_error = str(error)
-                log.error("settings file is not usable, the old settings stay", error=str(error))
+                log.error(
+                    "settings file is unusable; the old settings stay in force", error=str(error)
+                )
                 continue
             self.state.config_error = ""
             self._apply(new)
 
     def _apply(self, new: Settings) -> None:
-        """Take over what can change live; name what cannot."""
+        """Adopt what can change while running; note in ``state.refused`` what cannot."""
         refused = [
             name
             for name in Process.model_fields

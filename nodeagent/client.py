@@ -1,4 +1,4 @@
-"""Client of the admin API, for the command line."""
+"""The client of the admin API, for the command line."""
 
 import json
 from collections.abc import AsyncIterator
@@ -11,18 +11,12 @@ import kit.errors
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
-# The server sends progress at least every few seconds, changed or not.
+# The agent sends a line at least every few seconds (kit.room.HEARTBEAT_SECONDS).
 SILENCE_SECONDS = 60.0
 
 
-class UnreachableError(kit.errors.AgentError):
-    """No agent answers at the address."""
-
-    exit_code = 9
-
-
 class RemoteError(kit.errors.AgentError):
-    """An error that the agent answered with; carries the exit code of its class."""
+    """An error that the agent answered, with the exit code that the agent gave it."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         super().__init__(body["thing"], body["cause"], body["remedy"])
@@ -30,7 +24,7 @@ class RemoteError(kit.errors.AgentError):
 
 
 class Client:
-    """One short-lived session per call: commands make one or two calls and end."""
+    """``kit.room.Api`` over HTTP. One session per call: a command makes one or two and ends."""
 
     def __init__(self, url: str, token_file: Path | None) -> None:
         self._url = url.rstrip("/")
@@ -45,15 +39,14 @@ class Client:
         )
         return aiohttp.ClientSession(headers=headers, timeout=timeout, read_bufsize=2**20)
 
-    def _unreachable(self, error: Exception) -> UnreachableError:
-        return UnreachableError(
+    def _unreachable(self, error: Exception) -> kit.errors.UnreachableError:
+        return kit.errors.UnreachableError(
             self._url,
             f"no agent answers there ({error or type(error).__name__})",
             "start it with 'nodeagent --config FILE run', or name its address with --api",
         )
 
     async def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
-        """The decoded answer. UnreachableError, or the agent's own error as RemoteError."""
         try:
             async with (
                 self._session(ANSWER_SECONDS) as session,
@@ -68,15 +61,14 @@ class Client:
         try:
             answer = json.loads(text) if text else {}
         except ValueError as error:
-            raise UnreachableError(
-                self._url, f"something else answers there (status {status})", "name another --api"
+            raise kit.errors.UnreachableError(
+                self._url, f"what answers there is not an agent (status {status})", "correct --api"
             ) from error
         if isinstance(answer, dict) and "error" in answer and status >= 400:
             raise RemoteError(answer["error"])
         return answer
 
     async def lines(self, path: str) -> AsyncIterator[Any]:
-        """Each line of an NDJSON stream, decoded, until the agent ends it."""
         try:
             async with self._session(None) as session, session.get(self._url + path) as response:
                 if response.status >= 400:

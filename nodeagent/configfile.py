@@ -42,14 +42,14 @@ def load(path: Path) -> Settings:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that says where a value is that looks like a date or a number and is none."""
+    """SafeLoader whose errors name the line of a malformed date or number."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise yaml.constructor.ConstructorError(
-                None, None, f"{node.value!r} is not a value of its kind: {error}", node.start_mark
+                None, None, f"{node.value!r} is malformed: {error}", node.start_mark
             ) from error
 
 
@@ -82,10 +82,12 @@ def parse(text: str, origin: str) -> Settings:
 
 
 def _refuse_duplicates(node: yaml.Node, origin: str, above: tuple[yaml.Node, ...] = ()) -> None:
-    """YAML would silently keep the last of two equal keys. An alias into itself has no end."""
+    """SettingsError for a key set twice, and for an alias that contains itself."""
     if node in above:
         raise kit.errors.SettingsError(
-            f"{origin}:{node.start_mark.line + 1}", "it contains itself", "write it out"
+            f"{origin}:{node.start_mark.line + 1}",
+            "an alias contains itself",
+            "write its content out",
         )
     above = (*above, node)
     if isinstance(node, yaml.MappingNode):
@@ -128,7 +130,7 @@ def _readable(
 def _find(root: yaml.Node, location: tuple[int | str, ...]) -> tuple[int, str]:
     """Line and dotted path of the deepest part of ``location`` that the file has.
 
-    Parts that are not keys of the file (names of union members) are passed over.
+    Skips parts that are not keys of the file: pydantic also names the members of unions.
     """
     node, line, path = root, root.start_mark.line + 1, ""
     for position, part in enumerate(location):

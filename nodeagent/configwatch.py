@@ -28,7 +28,7 @@ _CHANGES = Mask.CLOSE_WRITE | Mask.MOVED_TO | Mask.CREATE | Mask.DELETE | Mask.M
 def _directories(path: Path) -> set[Path]:
     """Every directory in which a name on the way to the file's bytes could be replaced."""
     found = {path.parent}
-    for _ in range(8):  # the depth of a sane chain of links
+    for _ in range(8):  # longer chains of links are followed no further
         if not path.is_symlink():
             break
         path = path.parent / path.readlink()

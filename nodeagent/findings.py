@@ -1,4 +1,9 @@
-"""The reporting port: findings become log lines and metrics. Kubernetes joins here later."""
+"""Where findings arrive: they become log lines and metrics, and the API and the page show them.
+
+Each origin (a room or a part of one) reports the whole list of what it finds now, as often as it
+likes. This module compares the list with the one before, by the findings' ids, so that a finding is
+logged once when it appears and once when it clears, and keeps the time at which it was first seen.
+"""
 
 import dataclasses
 import time
@@ -11,14 +16,14 @@ import kit.findings
 
 log = structlog.get_logger("findings")
 
-# Bounded: a rule gone wrong must not fill memory or the log.
+# Of one origin: a faulty rule must not fill the memory or the log.
 MOST_FINDINGS = 1000
 
 
 class Findings:
-    """Keeps what each origin has found now; says each change once.
+    """What each origin finds now (``kit.findings.Reporter``).
 
-    Invariant: a finding keeps its ``since`` for as long as it is reported again and again.
+    Invariant: a finding keeps its ``since`` for as long as its origin reports it.
     """
 
     def __init__(self) -> None:
@@ -46,14 +51,14 @@ class Findings:
         self._by_origin[origin] = now
 
     def current(self) -> list[kit.findings.Finding]:
-        """All findings, the gravest and oldest first."""
+        """All findings: the most severe first, of these the oldest first."""
         order = list(kit.findings.Severity)[::-1]
         found = [f for by_id in self._by_origin.values() for f in by_id.values()]
         return sorted(found, key=lambda f: (order.index(f.severity), f.since))
 
     def metrics(self) -> Iterable[Metric]:
         family = GaugeMetricFamily(
-            "nodeagent_findings", "Findings that stand now.", labels=["origin", "severity"]
+            "nodeagent_findings", "Current findings.", labels=["origin", "severity"]
         )
         for origin, by_id in self._by_origin.items():
             for severity in kit.findings.Severity:

@@ -1,4 +1,4 @@
-"""Logs: one event per fact with fields; JSON in a pod, plain lines on a terminal."""
+"""The log: one event per fact, with fields; JSON in a pod, plain lines on a terminal."""
 
 import logging
 import sys
@@ -7,7 +7,7 @@ import structlog
 
 
 def configure() -> None:
-    """To standard error. Level INFO; the asyncio debug noise stays out."""
+    """Log to standard error, from level INFO."""
     renderer: structlog.typing.Processor
     if sys.stderr.isatty():
         renderer = structlog.dev.ConsoleRenderer()

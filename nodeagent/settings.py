@@ -16,12 +16,13 @@ class AdminSettings(kit.settings.Section):
 
     listen: str = Field(
         default="127.0.0.1:9470",
-        description="HOST:PORT. Loopback by default: whoever reaches the API steers the agent.",
+        description="HOST:PORT. Loopback by default: who reaches the API controls the agent.",
     )
     token_file: Path | None = Field(
         default=None,
-        description="A file with a bearer token that changing requests must carry. Needed when "
-        "listen is not a loopback address. Default none: on loopback, being on the node is enough.",
+        description="File with the bearer token that requests need unless they only read. Required "
+        "when 'listen' is not a loopback address. Without it everybody on the node may change "
+        "things.",
     )
 
     @field_validator("listen")
@@ -62,10 +63,13 @@ class AdminSettings(kit.settings.Section):
 class Process(kit.settings.Section):
     """What the process itself needs."""
 
-    admin: AdminSettings = Field(default_factory=AdminSettings, description="The admin API.")
+    admin: AdminSettings = Field(
+        default_factory=AdminSettings, description="The admin API and the status page."
+    )
     state_dir: kit.settings.AbsolutePath = Field(
         default=Path("/var/lib/nodeagent/state"),
-        description="Small state of the agent: locks, source mount points. Survives reboots.",
+        description="Small files of the agent: lock, journals, mount points of sources. "
+        "Must survive reboots.",
     )
 
 

@@ -1,6 +1,5 @@
 """Write docs/settings.md from the models: every setting with unit, default and reason."""
 
-import sys
 import types
 import typing
 from pathlib import Path
@@ -9,20 +8,23 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from nodeagent.settings import Settings
+from nodeagent import rooms
+from nodeagent.settings import Process
 
 TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
 
 HEAD = """\
 # Settings
 
-One YAML file. `nodeagent --config FILE run`; without `--config`, `$NODEAGENT_CONFIG`, then
-`/etc/nodeagent/nodeagent.yaml`. Unknown keys are refused. Sizes are written `500GiB`, times `30s`,
-shares `10%`. `nodeagent config check FILE` prints the effective settings, or what is wrong and in
-which line. The file is read again when it changes (a ConfigMap's swap included): what can change
-while running does, what cannot is named in the log, at `/readyz` and on the status page.
+The agent reads one YAML file: `nodeagent --config FILE run`; without `--config` the file in
+`$NODEAGENT_CONFIG`, else `/etc/nodeagent/nodeagent.yaml`. Unknown keys are refused. Write sizes
+like `500GiB`, times like `30s`, shares like `10%`. `nodeagent config check FILE` prints the
+effective settings, or what is wrong and in which line.
 
-This page is made from the models by `scripts/settings_doc.py`; a test keeps it current.
+The agent reads the file again when it changes, also when a ConfigMap is updated. Most settings
+change while it runs. The log, `/readyz` and the status page name those that need a restart.
+
+`scripts/settings_doc.py` makes this page from the models; a test checks that it is current.
 """
 
 
@@ -36,13 +38,14 @@ def models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def rows(model: type[BaseModel], prefix: str) -> list[str]:
+    """A table row for each setting of ``model`` and of the models inside it."""
     found = []
     for name, field in model.model_fields.items():
         inner = models(field.annotation)
         many = typing.get_origin(field.annotation) is tuple
         path = f"{prefix}{name}{'[]' if many and inner else ''}"
         if field.default is PydanticUndefined and field.default_factory is None:
-            default = "needed"
+            default = "required"
         elif inner or field.default is None or field.default == ():
             default = ""
         else:
@@ -57,11 +60,21 @@ def rows(model: type[BaseModel], prefix: str) -> list[str]:
     return found
 
 
+def section(title: str, text: str, model: type[BaseModel], prefix: str) -> str:
+    lines = [f"## {title}", "", *([text, ""] if text else [])]
+    lines += ["| setting | default | meaning |", "| --- | --- | --- |", *rows(model, prefix)]
+    return "\n".join(lines) + "\n"
+
+
 def document() -> str:
-    table = "\n".join(rows(Settings, ""))
-    return f"{HEAD}\n| setting | default | meaning |\n| --- | --- | --- |\n{table}\n"
+    """The whole page."""
+    parts = [HEAD, section("The process", "", Process, "")]
+    parts += [
+        section(f"`{room.name}`", room.summary, room.settings, f"{room.name}.")
+        for room in rooms.ROOMS
+    ]
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":
     TARGET.write_text(document())
-    sys.exit(0)

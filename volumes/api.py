@@ -5,10 +5,10 @@ from typing import get_args
 import kit.errors
 from kit.room import Json, Request, Role, Route
 from volumes import settings
-from volumes.audit import faces
+from volumes.audit import status
+from volumes.audit.inventory.model import Inventory
 from volumes.audit.service import Audit
 from volumes.component import Volumes
-from volumes.inventory.model import Inventory
 
 _MODES = (*get_args(settings.GuardSettings.model_fields["mode"].annotation), "settings")
 _LONGEST_TEXT = 4096
@@ -87,19 +87,19 @@ def _inventory(audit: Audit, thing: str) -> Inventory:
 
 
 async def _overview(volumes: Volumes, _: Request) -> Json:
-    return faces.overview(_audit(volumes))
+    return status.overview(_audit(volumes))
 
 
 async def _scan_now(volumes: Volumes, _: Request) -> Json:
     audit = _audit(volumes)
     await audit.audit_now()
-    return faces.overview(audit)
+    return status.overview(audit)
 
 
 async def _devices(volumes: Volumes, _: Request) -> Json:
     audit = _audit(volumes)
     _inventory(audit, "volumes")
-    return {"devices": faces.devices(audit)}
+    return {"devices": status.devices(audit)}
 
 
 async def _device(volumes: Volumes, request: Request) -> Json:
@@ -112,11 +112,11 @@ async def _device(volumes: Volumes, request: Request) -> Json:
             "no guarded device has that name",
             "see 'nodeagent volume list'; devices of other drivers are not watched",
         )
-    return faces.detail(audit, inventory, found)
+    return status.detail(audit, inventory, found)
 
 
 async def _findings(volumes: Volumes, _: Request) -> Json:
-    return {"findings": faces.findings(_audit(volumes))}
+    return {"findings": status.findings(_audit(volumes))}
 
 
 async def _act(volumes: Volumes, request: Request) -> Json:

@@ -14,11 +14,12 @@ import kit.findings
 import kit.room
 from linux import blockdev
 from volumes import metrics, settings, status
+from volumes.audit import metrics as audit_metrics
 from volumes.audit import service
 from volumes.audit.settings import AuditSettings
+from volumes.audit.types import GuardView, LedgerMismatch
 from volumes.guard import controller, kernel, override
 from volumes.probe.examine import Kind
-from volumes.rules.base import GuardView, LedgerMismatch
 
 _ALIVE_SECONDS = 120.0  # a reconcile takes milliseconds; a loop that stands still so long is dead
 # What the guard was built from; a change needs a restart.
@@ -89,7 +90,7 @@ class Volumes:
     def metrics(self) -> Iterable[Metric]:
         yield from metrics.metrics(self.guard)
         if self.audit is not None:
-            yield from self.audit.metrics()
+            yield from audit_metrics.metrics(self.audit)
 
     def _report_guard(self) -> None:
         self._reporter.report("volumes.guard", status.findings(self.guard, time.time()))

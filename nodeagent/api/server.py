@@ -79,7 +79,10 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        shown = kit.errors.AgentError(request.path, error.reason, "see /openapi.json")
+        remedy = "see /openapi.json"
+        if error.status == 404:
+            remedy += "; a part of the agent that the settings leave out has no paths"
+        shown = kit.errors.AgentError(request.path, error.reason, remedy)
         headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         return web.json_response(_error_body(shown), status=error.status, headers=headers)
 

@@ -33,11 +33,7 @@ def refused(text: str) -> str:
     return str(error.value)
 
 
-def with_datasets(*lines: str) -> str:
-    return "cache:\n  datasets:\n" + "".join(f"    - {line}\n" for line in lines)
-
-
-def test_the_shape_that_other_tools_rely_on_is_read() -> None:
+def test_load_reads_the_known_shape() -> None:
     settings = configfile.parse(ISSUE, "x")
     assert settings.admin.listen == "127.0.0.1:9470"
     assert settings.state_dir == Path("/var/lib/nodeagent/state")
@@ -53,7 +49,7 @@ def test_the_shape_that_other_tools_rely_on_is_read() -> None:
     assert (coco.source.snapshot, coco.source.user, coco.source.client) == ("v1", "gpu", "auto")
 
 
-def test_the_effective_settings_read_back_to_the_same() -> None:
+def test_dump_reads_back_the_same() -> None:
     settings = configfile.parse(ISSUE, "x")
     assert configfile.parse(configfile.dump(settings), "y") == settings
     assert configfile.parse(configfile.dump(Settings()), "y") == Settings()
@@ -66,7 +62,7 @@ def test_the_effective_settings_read_back_to_the_same() -> None:
     st.integers(0, 2**40),
     st.integers(-1000, 1000),
 )
-def test_any_effective_settings_read_back_to_the_same(
+def test_dump_reads_back_any_settings(
     budget: int, reserve: float, interval: float, rate: int, priority: int
 ) -> None:
     settings = Settings.model_validate(
@@ -86,7 +82,7 @@ def test_any_effective_settings_read_back_to_the_same(
     assert configfile.parse(configfile.dump(settings), "y") == settings
 
 
-def test_an_empty_file_is_all_defaults() -> None:
+def test_empty_file_is_all_defaults() -> None:
     assert configfile.parse("", "x") == configfile.parse("# only a remark\n", "x") == Settings()
 
 
@@ -109,7 +105,7 @@ def test_an_empty_file_is_all_defaults() -> None:
         ("just text\n", 1, ["the file"]),
     ],
 )
-def test_an_error_names_file_line_setting_and_cause(text: str, line: int, words: list[str]) -> None:
+def test_error_names_line_setting_and_cause(text: str, line: int, words: list[str]) -> None:
     message = refused(text)
     assert message.startswith(f"file.yaml:{line}: ")
     for word in words:
@@ -129,115 +125,19 @@ def test_an_error_names_file_line_setting_and_cause(text: str, line: int, words:
         ("{2024-13-45: 1}\n", "file.yaml:1"),
     ],
 )
-def test_a_value_that_yaml_cannot_make_is_told_with_its_line(text: str, place: str) -> None:
+def test_malformed_value_is_reported_with_its_line(text: str, place: str) -> None:
     with pytest.raises(kit.errors.SettingsError) as raised:
         configfile.parse(text, "file.yaml")
     assert raised.value.thing == place
     assert "\n" not in raised.value.cause
 
 
-def test_all_errors_of_a_file_are_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     message = refused("cache:\n  bugdet: 1\n  reserve: 2\nadmn: {}\n")
     assert [int(n) for n in re.findall(r"file\.yaml:(\d+)", message)] == [2, 3, 4]
 
 
-FROZEN = "freshness: frozen"
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{name: a, source: {kind: dir, path: /a}}",
-        "{name: a, freshness: live, source: {kind: dir, path: /a}}",
-        "{name: a, freshness: snapshot, source: {kind: dir, path: /a}}",
-        "{name: a, freshness: snapshot, source: {kind: cephfs, monitors: [a], secret_file: /s}}",
-    ],
-)
-def test_a_live_tree_is_refused_with_the_reason_and_the_alternatives(line: str) -> None:
-    message = refused(with_datasets(line))
-    assert "ESTALE" in message
-    assert "freshness: snapshot" in message
-    assert "freshness: frozen" in message
-    assert message.startswith("file.yaml:3: cache.datasets[0]")
-
-
-@pytest.mark.parametrize(
-    ("line", "word"),
-    [
-        ("{name: Über, freshness: frozen, source: {kind: dir, path: /a}}", "dataset name"),
-        ("{name: a/b, freshness: frozen, source: {kind: dir, path: /a}}", "dataset name"),
-        ("{name: .., freshness: frozen, source: {kind: dir, path: /a}}", "dataset name"),
-        (f"{{name: {'a' * 64}, freshness: frozen, source: {{kind: dir, path: /a}}}}", "at most 63"),
-        ("{name: a, freshness: frozen, source: {kind: dir, path: a}}", "relative"),
-        ("{name: a, freshness: frozen, source: {kind: nfs, path: /a}}", "nfs"),
-        ("{name: a, freshness: frozen, source: {kind: dir}}", "missing"),
-        ("{name: a, freshness: frozen, source: {kind: dir, path: /x/.snap/v1}}", "snapshot"),
-        ("{freshness: frozen, source: {kind: dir, path: /a}}", "missing"),
-    ],
-)
-def test_a_bad_dataset_is_refused_with_what_is_wrong(line: str, word: str) -> None:
-    assert word in refused(with_datasets(line))
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"path": "relative"}, "no absolute path"),
-        ({"path": "/a/../b"}, "no absolute path"),
-        ({"path": "/a/.snap/v1"}, "named by 'snapshot'"),
-        ({"snapshot": "a/b"}, "no snapshot name"),
-        ({"snapshot": ".."}, "no snapshot name"),
-        ({"monitors": []}, "at least 1"),
-        ({"monitors": ["a b"]}, "no monitor address"),
-        ({"monitors": ["a,ro"]}, ""),
-        ({"user": "a b"}, "plain name"),
-        ({"filesystem": "a\nb"}, "plain name"),
-        ({"user": "a\n"}, "plain name"),
-        ({"monitors": ["a\nkeyring = /x"]}, "no monitor address"),
-        ({"monitors": ["10.0.0.1:6789\n"]}, "no monitor address"),
-        ({"secret_file": "secret"}, "relative"),
-        ({"client": "nfs"}, "client"),
-    ],
-)
-def test_a_bad_cephfs_source_is_refused_with_what_is_wrong(
-    change: dict[str, object], word: str
-) -> None:
-    import yaml
-
-    source = {"kind": "cephfs", "monitors": ["a:1"], "snapshot": "s", "secret_file": "/s"} | change
-    dataset = {"name": "a", "freshness": "snapshot", "source": source}
-    text = yaml.safe_dump({"cache": {"datasets": [dataset]}})
-    if word:
-        assert word in refused(text)
-    else:
-        configfile.parse(text, "x")
-
-
-def test_two_datasets_of_one_name_are_refused() -> None:
-    line = "{name: a, freshness: frozen, source: {kind: dir, path: /%s}}"
-    assert "twice" in refused(with_datasets(line % "a", line % "b"))
-
-
-@pytest.mark.parametrize(
-    ("store", "views", "source"),
-    [
-        ("/a", "/a", "/s"),
-        ("/a", "/a/b", "/s"),
-        ("/a/b", "/a", "/s"),
-        ("/a", "/b", "/a/s"),
-        ("/a", "/b", "/a"),
-        ("/a", "/b", "/b/s"),
-        ("/s/a", "/b", "/s"),
-        ("/a", "/s/b", "/s"),
-    ],
-)
-def test_roots_that_overlap_are_refused(store: str, views: str, source: str) -> None:
-    dataset = f"{{name: x, {FROZEN}, source: {{kind: dir, path: {source}}}}}"
-    text = f"cache:\n  store: {store}\n  views: {views}\n  datasets:\n    - {dataset}\n"
-    assert "lies inside" in refused(text)
-
-
-def test_the_command_prints_effective_settings_that_it_reads_back(tmp_path: Path) -> None:
+def test_config_check_output_reads_back(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(ISSUE)
     shown = CliRunner().invoke(main.cli, ["config", "check", str(file)])
@@ -248,7 +148,7 @@ def test_the_command_prints_effective_settings_that_it_reads_back(tmp_path: Path
     assert "refresh_interval: 5s" in shown.output
 
 
-def test_a_file_that_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_unreadable_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(kit.errors.SettingsError, match=r"there is no such settings file; name one"):
         configfile.load(tmp_path / "none.yaml")
     with pytest.raises(kit.errors.SettingsError, match="cannot be read"):
@@ -258,7 +158,7 @@ def test_a_file_that_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> No
         configfile.load(tmp_path / "latin")
 
 
-def test_the_file_is_found_by_option_then_environment_then_default(
+def test_locate_prefers_option_then_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("NODEAGENT_CONFIG", "/from/env")
@@ -266,26 +166,3 @@ def test_the_file_is_found_by_option_then_environment_then_default(
     assert configfile.locate(None) == Path("/from/env")
     monkeypatch.setenv("NODEAGENT_CONFIG", "")
     assert configfile.locate(None) == Path("/etc/nodeagent/nodeagent.yaml")
-
-
-def test_every_setting_says_what_it_is_for() -> None:
-    def fields(model: type) -> list[tuple[str, str | None]]:
-        found = []
-        for name, field in model.model_fields.items():  # type: ignore[attr-defined]
-            found.append((f"{model.__name__}.{name}", field.description))
-        return found
-
-    import cache.settings as cache_settings
-    from nodeagent import settings as process_settings
-
-    models = [
-        value
-        for module in (cache_settings, process_settings)
-        for value in vars(module).values()
-        if isinstance(value, type)
-        and hasattr(value, "model_fields")
-        and value.__module__ == module.__name__
-    ]
-    assert len(models) >= 6
-    missing = [name for model in models for name, text in fields(model) if not text]
-    assert missing == []

@@ -1,53 +1,52 @@
-"""The audit as the volumes room sees it: the shape of kit.room.Component."""
+"""The audit: scans the node, applies the rules, reports findings, and acts where it is allowed to.
+
+One round is: a quick scan and whatever scans follow from it (scheduler), all rules over the result
+(evaluate), the life of their findings (finding_state), the report, and the actions that are due
+(actions). A round follows every change of mounts or block devices and every relevant log line, at
+most one per ``settle``, and else a schedule.
+
+Invariant: everything that can hang in the kernel runs in child processes: the scan, the log child,
+one call for each cluster, one for each action.
+"""
 
 import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
-from prometheus_client.core import Metric
 
 import kit.errors
 import kit.findings
 import kit.room
 from linux import mountinfo, netlink, syscalls
-from volumes.actions import plan, runner
-from volumes.audit import attention, clusters, figures, judging, standing
+from volumes.audit import cluster_polling, evaluate, finding_state, scheduler
+from volumes.audit.actions import plan, runner
+from volumes.audit.inventory import scan
+from volumes.audit.inventory.cluster import ClusterView
+from volumes.audit.inventory.model import Inventory
+from volumes.audit.logs import follower, hits, matcher, patterns
+from volumes.audit.rules.agent import LOG_PREFIX
+from volumes.audit.rules.mappings import MAPPED_ELSEWHERE
 from volumes.audit.settings import AuditSettings
-from volumes.inventory import client, scan
-from volumes.inventory.cluster import ClusterView
-from volumes.inventory.model import Inventory
-from volumes.logs import book, patterns
-from volumes.logs import client as log_client
-from volumes.rules.base import Claim, GuardView, Scene
+from volumes.audit.types import GuardView, Scene
 
 log = structlog.get_logger("audit")
 
 ORIGIN = "volume-audit"
-HOST_TABLE = "/proc/1/mountinfo"
-# A burst of mounts is one change.
-DEBOUNCE_SECONDS = 0.2
-# kubelet in a mount namespace of its own: its table is not pid 1's, which is all that is watched.
-OWN_NAMESPACE_SECONDS = 5.0
-MOST_LOOKS = 3  # of one round: quick, namespaces, open files
-MOST_FORMER = 64
-
-
-def _nothing() -> None:
-    return None
+_HOST_TABLE = "/proc/1/mountinfo"
+_DEBOUNCE_SECONDS = 0.2  # a burst of mounts is one change
+# While kubelet has a mount namespace of its own: only pid 1's mount table is watched.
+_OWN_NAMESPACE_SECONDS = 5.0
+_MOST_SCANS = 3  # of one round: quick, namespaces, open files
+_MOST_FORMER = 64
 
 
 class Audit:
-    """Looks at the node, judges, reports, and acts where it may.
-
-    ``guard`` and ``claims`` are asked each round and must not block; None means not known.
-    """
-
-    name = "audit"
+    """``guard`` returns the guard's state; it is called each round and must not block."""
 
     def __init__(
         self,
@@ -56,31 +55,24 @@ class Audit:
         drivers: Sequence[str],
         state_dir: Path,
         reporter: kit.findings.Reporter,
-        guard: Callable[[], GuardView | None] = _nothing,
-        claims: Callable[[], Mapping[str, Claim] | None] = _nothing,
-        taints: runner.Taints | None = None,
-        log_options: dict[str, Any] | None = None,
+        guard: Callable[[], GuardView | None] = lambda: None,
     ) -> None:
         self.settings = settings
         self.drivers = tuple(drivers)
         self.inventory: Inventory | None = None
-        self.states: list[judging.RuleState] = []
+        self.states: list[evaluate.RuleState] = []
         self.findings: list[kit.findings.Finding] = []
-        self.rounds = 0
-        self.round_seconds = 0.0
+        self.scanner = scan.Scanner()
+        self.clusters = cluster_polling.Poller(self.wake)
+        self.runner = runner.Runner(state_dir)
+        self.follower: follower.Follower | None = None
         self._reporter = reporter
         self._guard = guard
-        self._claims = claims
-        self._log_options = log_options
-        self.scanner = client.Scanner()
-        self.clusters = clusters.Clusters(self.wake)
-        self.runner = runner.Runner(state_dir, taints)
         self._patterns: dict[str, patterns.Pattern] = {}
-        self._book = book.Book()
-        self.follower: log_client.Follower | None = None
-        self._memory = attention.Memory()
-        self._standing: standing.Standing = {}
-        self._former: dict[attention.Key, frozenset[str]] = {}
+        self._hits = hits.Hits()
+        self._memory = scheduler.Memory()
+        self._state: finding_state.State = {}
+        self._former: dict[scheduler.Key, frozenset[str]] = {}
         self._blind = ""
         self._wake = asyncio.Event()
         self._round = asyncio.Lock()
@@ -88,35 +80,32 @@ class Audit:
         self._log_task: asyncio.Task[None] | None = None
         self._watch: mountinfo.Watch | None = None
         self._uevents: netlink.Uevents | None = None
-        self._turned = 0.0  # monotonic: when the loop last went round
+        self._advanced = 0.0  # monotonic time of the loop's last round
 
-    # -- component -------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """SettingsError for an unusable pattern file; HostError without the host's /proc."""
         self._load_patterns(self.settings)
         try:
-            self._watch = mountinfo.Watch(HOST_TABLE, self._mounts_changed)
+            self._watch = mountinfo.Watch(_HOST_TABLE, self._mounts_changed)
         except OSError as error:
             raise kit.errors.HostError(
-                HOST_TABLE,
+                _HOST_TABLE,
                 f"cannot be read ({error.strerror})",
                 "run with the host's pid namespace (hostPID: true)",
             ) from error
-        self._listen()
-        self._turned = time.monotonic()
+        try:
+            self._uevents = netlink.Uevents()
+            asyncio.get_running_loop().add_reader(self._uevents.fd, self._devices_changed)
+        except OSError as error:
+            log.warning("no uevents: new devices are found at intervals only", error=str(error))
+        self._advanced = time.monotonic()
         self._tasks = [
             asyncio.create_task(self._loop(), name="audit"),
             asyncio.create_task(self.clusters.run(lambda: self.settings), name="audit clusters"),
         ]
         self._follow_logs()
-
-    def _listen(self) -> None:
-        try:
-            self._uevents = netlink.Uevents()
-            asyncio.get_running_loop().add_reader(self._uevents.fd, self._devices_changed)
-        except OSError as error:
-            log.warning("no uevents: devices are found by the slow pass", error=str(error))
 
     def _load_patterns(self, settings: AuditSettings) -> None:
         self._patterns = {p.id: p for p in patterns.load(settings.logs.patterns)}
@@ -124,19 +113,18 @@ class Audit:
     def _follow_logs(self) -> None:
         if self._log_task is not None:
             self._log_task.cancel()
-        self.follower = log_client.Follower(
-            self.settings.logs,
-            tuple(self._patterns.values()),
-            self.drivers,
+        self.follower = follower.Follower(
+            follower.configuration(
+                self.settings.logs, tuple(self._patterns.values()), self.drivers
+            ),
             self._log_hits,
-            extra=self._log_options,
         )
         self._log_task = asyncio.create_task(self.follower.run(), name="audit logs")
 
     async def reconcile(
         self, settings: AuditSettings, drivers: Sequence[str] | None = None
     ) -> Sequence[str]:
-        """Everything changes while running. Raises what ended the work, if something did."""
+        """Take over new settings; all of them change while running. Raises what ended the loop."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
@@ -153,7 +141,7 @@ class Audit:
         return ()
 
     async def stop(self) -> None:
-        """Ends the children; findings stay as they were reported."""
+        """End the child processes. Findings stay as they were reported."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -169,21 +157,18 @@ class Audit:
         await self.scanner.close()
 
     def health(self) -> kit.room.Health:
-        longest = self.settings.interval + MOST_LOOKS * self.settings.look_timeout + 60.0
+        longest = self.settings.interval + _MOST_SCANS * self.settings.look_timeout + 60.0
         alive = bool(self._tasks) and not any(task.done() for task in self._tasks)
-        alive = alive and time.monotonic() - self._turned < longest
+        alive = alive and time.monotonic() - self._advanced < longest
         reasons = [self._blind] if self._blind else []
         if self.follower is not None and self.follower.trouble:
             reasons.append(self.follower.trouble)
         return kit.room.Health(alive, alive and self.inventory is not None, reasons)
 
-    def metrics(self) -> Iterable[Metric]:
-        return figures.metrics(self)
-
-    # -- what wakes it ---------------------------------------------------------------------------
+    # -- what starts a round -----------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Look soon."""
+        """Start a round soon."""
         self._wake.set()
 
     def _mounts_changed(self) -> None:
@@ -192,130 +177,132 @@ class Audit:
 
     def _devices_changed(self) -> None:
         assert self._uevents is not None
-        with contextlib.suppress(netlink.Overflow):  # the look sees everything anyway
+        with contextlib.suppress(netlink.Overflow):  # the scan reads everything anyway
             self._uevents.read()
         self._wake.set()
 
-    def _log_hits(self, hits: list[dict[str, Any]]) -> None:
-        self._book = book.note(
-            self._book, hits, self._patterns, time.time(), self.settings.logs.hold
-        )
+    def _log_hits(self, found: Sequence[matcher.Hit]) -> None:
+        self._note(found)
         self._wake.set()
 
-    # -- the work --------------------------------------------------------------------------------
+    def _note(self, found: Sequence[matcher.Hit] = ()) -> None:
+        """Add log hits, and drop old ones."""
+        hold = self.settings.logs.hold
+        self._hits = hits.note(self._hits, found, self._patterns, time.time(), hold)
 
     async def _loop(self) -> None:
         while True:
-            self._turned = time.monotonic()
+            self._advanced = time.monotonic()
             self._wake.clear()
-            await self.look()
-            pause = attention.next_look(
+            await self.round()
+            now = time.time()
+            pause = scheduler.next_round(
                 self._memory,
                 self.settings,
-                time.time(),
-                standing.pending(self._standing, time.time()),
-                self._youngest(),
+                now,
+                finding_state.pending(self._state, now),
+                self._youngest(now),
                 blind=bool(self._blind),
             )
             if self.inventory is not None and len(self.inventory.host_spaces) > 1:
-                pause = min(pause, OWN_NAMESPACE_SECONDS)
-            rest = asyncio.create_task(asyncio.sleep(self.settings.settle))
+                pause = min(pause, _OWN_NAMESPACE_SECONDS)
+            settled = asyncio.create_task(asyncio.sleep(self.settings.settle))
             try:
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
-                await asyncio.sleep(DEBOUNCE_SECONDS)
+                await asyncio.sleep(_DEBOUNCE_SECONDS)
             except TimeoutError:
-                pass  # nothing happened, it is time
-            await rest  # however many changes: one look in 'settle'
+                pass  # nothing happened; the schedule is due
+            await settled  # however many changes there are
 
-    def _youngest(self) -> float | None:
+    def _youngest(self, now: float) -> float | None:
+        """Age of the youngest finding about holders."""
         ages = [
-            time.time() - entry.since
-            for entry in self._standing.values()
-            if entry.raised and entry.rule in attention.RECHECKED
+            now - entry.since
+            for entry in self._state.values()
+            if entry.raised and entry.rule in scheduler.RECHECKED
         ]
         return min(ages, default=None)
 
-    async def look(self, *, full: bool = False) -> Inventory | None:
-        """One round: look, judge, report, act. None when the node could not be looked at."""
+    # -- one round ---------------------------------------------------------------------------------
+
+    async def round(self, *, full: bool = False) -> Inventory | None:
+        """Scan, evaluate, report, act. ``full`` visits the mount namespaces in any case. None when
+        the node could not be scanned."""
         async with self._round:
-            began = time.monotonic()
             if full:
                 self._memory = dataclasses.replace(self._memory, deep_at=0.0)
-            await self._see()
-            self._judge()
-            self.rounds += 1
-            self.round_seconds = time.monotonic() - began
-            steps = self._plans() if self.inventory is not None and not self._blind else []
+            await self._scan()
+            self._evaluate()
+            steps = self._plans() if not self._blind else []
             due = self.runner.due(steps, self.settings.actions)
         for step in due:
             await self.runner.run(step, self.settings.actions, self._plans_afresh)
             self.wake()
-        if not self._blind:
-            await self.runner.taint(self.findings, self.settings.actions)
         return None if self._blind else self.inventory
 
-    async def _see(self, wish: attention.Wish = attention.QUICK) -> None:
-        """The look that is wished for and those that follow from it; blind until all are done."""
+    async def _scan(self, depth: scheduler.Depth = scheduler.QUICK) -> None:
+        """Run the requested scan and those that follow from it; blind unless all succeed."""
         fresh = False
         try:
-            for _ in range(MOST_LOOKS):
-                request = scan.Request(
-                    drivers=self.drivers,
-                    kubelet=str(self.settings.kubelet),
-                    proc="/proc",
-                    sys="/sys",
-                    containers=str(self.settings.containers),
-                    deep=wish.deep,
-                    users_of=wish.users_of,
-                    kubelet_set="kubelet" in self.settings.model_fields_set,
-                )
+            for _ in range(_MOST_SCANS):
                 began = time.time()
-                new = await self.scanner.look(request, self.settings.look_timeout)
-                self._memory = attention.fulfilled(self._memory, wish, began)
+                new = await self.scanner.scan(self._request(depth), self.settings.look_timeout)
+                self._memory = scheduler.fulfilled(self._memory, depth, began)
                 fresh = fresh or new.deep
-                merged = attention.merged(new, self.inventory)
+                merged = scheduler.merged(new, self.inventory)
                 self.inventory = dataclasses.replace(merged, deep=fresh)  # of this round
                 self._remember(self.inventory)
                 scene = self._scene()
-                wish, self._memory = attention.consider(
+                depth, self._memory = scheduler.consider(
                     scene,
                     self.inventory,
                     self._memory,
-                    self.settings,
                     fresh=fresh,
-                    unconfirmed=standing.unconfirmed(self._standing, scene.now),
+                    unconfirmed=finding_state.unconfirmed(self._state, scene.now),
                 )
-                if not wish:
+                if not depth:
                     break
             self._blind = ""
-        except client.BlindError as error:
+        except scan.BlindError as error:
             if not self._blind:
-                log.warning("the node cannot be looked at", cause=str(error))
+                log.warning("cannot scan the node", cause=str(error))
             self._blind = f"{error.thing}: {error.cause}"
 
+    def _request(self, depth: scheduler.Depth) -> scan.Request:
+        return scan.Request(
+            drivers=self.drivers,
+            kubelet=str(self.settings.kubelet),
+            proc="/proc",
+            sys="/sys",
+            containers=str(self.settings.containers),
+            deep=depth.deep,
+            users_of=depth.users_of,
+            kubelet_set="kubelet" in self.settings.model_fields_set,
+        )
+
     def _remember(self, inventory: Inventory) -> None:
-        """Where the host had each device: what a leaked copy is a copy of."""
+        """Where the host has had each device mounted, which tells what a leaked copy copies."""
         former = {}
         for device in inventory.devices:
-            name = attention.key(device)
+            name = scheduler.key(device)
             targets = {place.target for place in inventory.on_host(device)}
             known = self._former.get(name, frozenset())
-            former[name] = frozenset(sorted(known | targets)[:MOST_FORMER])
+            former[name] = frozenset(sorted(known | targets)[:_MOST_FORMER])
         self._former = former
         self.clusters.want(inventory)
 
     def cluster_views(self) -> dict[str, ClusterView | str]:
-        """Every cluster that is set: what it said last, or why it says nothing."""
+        """The latest view of every configured cluster, or why there is none."""
         return {
             c.name: self.clusters.views.get(c.name, "not asked yet") for c in self.settings.clusters
         }
 
     def _scene(self) -> Scene:
         try:
-            ticking = syscalls.clock_state()
+            clock = syscalls.clock_state()
         except OSError:
-            ticking = None
+            clock = None
         return Scene(
             now=time.time(),
             settings=self.settings,
@@ -325,41 +312,38 @@ class Audit:
             watched_by=self.clusters.watched_by,
             paths=self.clusters.paths,
             guard=self._guard(),
-            claims=self._claims(),
-            clock=ticking,
+            clock=clock,
             unread_logs=self.follower.states() if self.follower else {},
-            logs=book.join(book.telling(self._book, self._patterns), self.inventory),
+            logs=hits.join(hits.frequent(self._hits, self._patterns), self.inventory),
             former=self._mounted_before(),
         )
 
     def _mounted_before(self) -> dict[str, frozenset[str]]:
         return {name: targets for (name, _, _), targets in self._former.items()}
 
-    def _judge(self) -> None:
-        now = time.time()
-        hold = self.settings.logs.hold
-        self._book = book.note(self._book, (), self._patterns, now, hold)
-        judged, self.states = judging.judge(self._scene())
+    def _evaluate(self) -> None:
+        self._note()
+        judged, self.states = evaluate.evaluate(self._scene())
         known = {result.rule for result in judged}
-        # Rules that come from log lines vanish with their lines: let their findings clear.
+        # A log line's rule vanishes with its hit: without this its finding would never clear.
         judged += [
-            standing.Judged(rule, ())
-            for rule in {entry.rule for entry in self._standing.values()} - known
-            if rule.startswith("log-")
+            finding_state.Judged(rule, ())
+            for rule in {entry.rule for entry in self._state.values()} - known
+            if rule.startswith(LOG_PREFIX)
         ]
-        self._standing = standing.advance(self._standing, judged, now, self.settings.clear_after)
-        self.findings = standing.findings(self._standing)
+        clear_after = self.settings.clear_after
+        self._state = finding_state.advance(self._state, judged, time.time(), clear_after)
+        self.findings = finding_state.findings(self._state)
         self._reporter.report(ORIGIN, self.findings)
-        waiting = [
-            e
-            for e in self._standing.values()
-            if not e.dormant and not e.stale and (not e.raised or e.gone is not None)
-        ]
-        if any(entry.rule == "mapped-elsewhere" for entry in waiting):
+        if any(
+            entry.rule == MAPPED_ELSEWHERE and (entry.waiting or entry.clearing)
+            for entry in self._state.values()
+        ):
             self.clusters.ask_soon()
 
     def _plans(self) -> list[plan.Plan]:
-        assert self.inventory is not None
+        if self.inventory is None:
+            return []
         return plan.plans(
             self.findings,
             self.inventory,
@@ -369,30 +353,31 @@ class Audit:
         )
 
     async def _plans_afresh(self) -> list[plan.Plan]:
+        """The plans after a scan of this moment; none when it fails."""
         async with self._round:
             names = {step.device for step in self._plans() if step.device}
-            await self._see(attention.Wish(deep=True, users_of=tuple(sorted(names))))
-            self._judge()
-            return self._plans() if self.inventory is not None and not self._blind else []
+            await self._scan(scheduler.Depth(deep=True, users_of=tuple(sorted(names))))
+            self._evaluate()
+            return [] if self._blind else self._plans()
+
+    # -- for the API -------------------------------------------------------------------------------
 
     def age(self) -> float:
-        """Seconds since the node was looked at; since 1970 when it never was."""
+        """Seconds since the last scan; since 1970 when there was none."""
         return time.time() - (self.inventory.taken if self.inventory else 0.0)
 
-    # -- what people ask for ---------------------------------------------------------------------
-
     def plans(self) -> list[plan.Plan]:
-        """What could be done about what stands now, refusals included."""
-        return self._plans() if self.inventory is not None else []
+        """Every action for the current findings, also those that are refused."""
+        return self._plans()
 
     async def act(self, finding: str, *, dry_run: bool) -> dict[str, Any]:
-        """What a person asks for; NotFoundError when nothing can be done about the finding."""
+        """Carry out the action for a finding. NotFoundError when there is none."""
         step = next((p for p in self.plans() if p.finding == finding), None)
         if step is None:
             raise kit.errors.NotFoundError(
                 f"finding {finding}",
-                "nothing can be done about it by the agent",
-                "see its advice in 'nodeagent volume findings'",
+                "the agent has no action for it",
+                "read its advice in 'nodeagent volume findings'",
             )
         result = await self.runner.run(
             step, self.settings.actions, self._plans_afresh, dry_run=dry_run, by="operator"
@@ -401,9 +386,9 @@ class Audit:
         return result
 
     async def audit_now(self) -> None:
-        """A full pass, clusters included."""
+        """A full round, clusters included."""
         if self.settings.clusters:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.cluster_timeout + 5.0):
                     await self.clusters.ask(self.settings)
-        await self.look(full=True)
+        await self.round(full=True)

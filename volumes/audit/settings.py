@@ -1,6 +1,5 @@
-"""Settings of the volume audit."""
+"""Settings of the volume audit (``volumes.audit``)."""
 
-import ipaddress
 import re
 from pathlib import Path
 from typing import Literal
@@ -12,7 +11,7 @@ import kit.settings
 import kit.units
 from kit.findings import Severity
 
-_RULE = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
+_NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
 
 
 class ClusterSettings(ceph.settings.ClusterSettings):
@@ -28,25 +27,25 @@ class ClusterSettings(ceph.settings.ClusterSettings):
 class LogSource(kit.settings.Section):
     """A log to follow: files by a pattern, or units of the journal."""
 
-    name: str = Field(description="How findings call it: kubelet, ceph-csi, containerd.")
+    name: str = Field(description="Its name in findings: kubelet, ceph-csi, containerd.")
     files: str | None = Field(
         default=None,
         description="Absolute path, '*' allowed in its last two parts. Followed across rotation.",
     )
-    unit: str | None = Field(default=None, description="A systemd unit, read by journalctl.")
+    unit: str | None = Field(default=None, description="A systemd unit, read with journalctl.")
 
     @field_validator("name")
     @classmethod
     def _word(cls, value: str) -> str:
-        if not _RULE.match(value):
-            raise ValueError(f"{value!r} is no name: lower-case letters, digits and '-'")
+        if not _NAME.match(value):
+            raise ValueError(f"{value!r} is not a name: use lower-case letters, digits and '-'")
         return value
 
     @field_validator("unit")
     @classmethod
     def _unit(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"[\w@.:-]{1,255}", value):
-            raise ValueError(f"{value!r} is no unit name")
+            raise ValueError(f"{value!r} is not a unit name")
         return value
 
     @model_validator(mode="after")
@@ -63,7 +62,7 @@ class LogSource(kit.settings.Section):
 
 
 class LogSettings(kit.settings.Section):
-    """What is read of logs, and how much of it."""
+    """Which logs are read, and how much of them."""
 
     kernel: bool = Field(default=True, description="Follow the kernel's log.")
     sources: tuple[LogSource, ...] = Field(
@@ -73,23 +72,23 @@ class LogSettings(kit.settings.Section):
             LogSource(name="ceph-csi", files="/var/log/containers/*csi-rbdplugin*.log"),
         ),
         max_length=32,
-        description="Logs beside the kernel's. A source that is not there is looked for again.",
+        description="Logs other than the kernel's. A missing source is tried again.",
     )
     patterns: Path | None = Field(
         default=None,
-        description="A YAML file of patterns of your own; one with a known id replaces that one.",
+        description="A YAML file with more patterns; the id of a built-in one replaces that one.",
     )
     lines_per_second: int = Field(
         default=20_000,
         ge=100,
         le=100_000,
-        description="Most lines matched per second and source; what is above is counted as "
-        "dropped. 20000 a second cost 2 % of a core while they last.",
+        description="Most lines matched per second and source; more are counted as dropped. "
+        "20000 a second cost 2 % of a core while they last.",
     )
     hold: kit.units.Seconds = Field(
         default=900.0,
         ge=1,
-        description="A finding from a log clears when the line stays away so long.",
+        description="A finding from a log line clears when the line stays away for so long.",
     )
 
     @field_validator("patterns")
@@ -102,22 +101,21 @@ Mode = Literal["off", "dry-run", "on"]
 
 
 class ActionSettings(kit.settings.Section):
-    """What the audit may do by itself. off: only on command; dry-run: says what it would do."""
+    """What the audit may do by itself. off: only on command; dry-run: the journal says what it
+    would do."""
 
     detach_leaked: Mode = Field(
         default="off", description="Unmount a private leaked copy inside its holder's namespace."
     )
     unmap_orphan: Mode = Field(
-        default="off", description="Unmap a mapping that nothing uses and kubelet knows nothing of."
+        default="off",
+        description="Unmap a mapping that nothing uses and of which kubelet has no record.",
     )
     set_readonly: Mode = Field(
         default="off", description="Flag a device read-only while the guard cannot read it."
     )
-    taint: Mode = Field(
-        default="off", description="Taint the node while a critical finding stands (Kubernetes)."
-    )
     orphan_after: kit.units.Seconds = Field(
-        default=1800.0, ge=1, description="How long a mapping must be idle before it is an orphan."
+        default=1800.0, ge=1, description="How long a mapping must be idle to be an orphan."
     )
     per_hour: int = Field(
         default=10, ge=1, le=1000, description="Most actions of one kind in an hour."
@@ -127,39 +125,42 @@ class ActionSettings(kit.settings.Section):
 class RuleSettings(kit.settings.Section):
     """Changes to one rule."""
 
-    enabled: bool = Field(default=True, description="false: the rule is not asked.")
-    severity: Severity | None = Field(default=None, description="Other than the rule's own.")
+    enabled: bool = Field(default=True, description="false: the rule is off.")
+    severity: Severity | None = Field(default=None, description="Replaces the rule's own.")
     patience: kit.units.Seconds | None = Field(
-        default=None, ge=0, description="How long a trouble must last, other than the rule's own."
+        default=None,
+        ge=0,
+        description="How long a trouble must last before it is a finding; replaces the rule's own.",
     )
     ignore: tuple[str, ...] = Field(
         default=(),
         max_length=100,
-        description="Words that must not be in a finding's subject, cgroup, pod or device.",
+        description="No finding whose subject, device, cgroup, pod, command or volume contains one "
+        "of these words.",
     )
 
 
 class RequiredMount(kit.settings.Section):
-    """Options that mounts of watched devices need."""
+    """Options that mounts of watched devices must have."""
 
     target: str = Field(description="Mount points, '*' allowed.")
-    options: tuple[str, ...] = Field(min_length=1, description="Options that must be there.")
-    fstype: str | None = Field(default=None, description="Only this file system.")
+    options: tuple[str, ...] = Field(min_length=1, description="Required options.")
+    fstype: str | None = Field(default=None, description="Only mounts of this file system type.")
 
 
 class AuditSettings(kit.settings.Section):
-    """The volume audit: leaked mounts, bad mappings, version skew, telling log lines."""
+    """The volume audit: leaked mounts, bad mappings, version skew, log lines of trouble."""
 
-    enabled: bool = Field(default=True, description="false: the audit is left out.")
+    enabled: bool = Field(default=True, description="false: no audit.")
     kubelet: Path = Field(
         default=Path("/var/lib/kubelet"), description="kubelet's root directory on the host."
     )
     containers: Path = Field(
         default=Path("/run/containerd/io.containerd.runtime.v2.task/k8s.io"),
-        description="containerd's bundles; pods are named from there when it is mounted.",
+        description="containerd's bundles, which hold the pods' names.",
     )
     interval: kit.units.Seconds = Field(
-        default=300.0, ge=5, le=86400, description="From one full pass to the next when idle."
+        default=300.0, ge=5, le=86400, description="Between two full scans when idle."
     )
     busy_interval: kit.units.Seconds = Field(
         default=60.0, ge=1, le=3600, description="The same while mounts come and go."
@@ -168,13 +169,16 @@ class AuditSettings(kit.settings.Section):
         default=1.0,
         ge=0.1,
         le=60,
-        description="Least time between two looks, however many mounts change.",
+        description="Least time between two scans, however many mounts change.",
     )
     look_timeout: kit.units.Seconds = Field(
-        default=10.0, gt=0, le=300, description="After this a look is given up and called unknown."
+        default=10.0,
+        gt=0,
+        le=300,
+        description="After this a scan is abandoned and its result is unknown.",
     )
     clear_after: kit.units.Seconds = Field(
-        default=5.0, ge=0, description="A finding clears when its trouble was away so long."
+        default=5.0, ge=0, description="A finding clears when its trouble was gone for so long."
     )
     clusters: tuple[ClusterSettings, ...] = Field(
         default=(), max_length=16, description="Clusters."
@@ -183,16 +187,17 @@ class AuditSettings(kit.settings.Section):
         default=300.0,
         ge=1,
         le=86400,
-        description="From one question to a cluster to the next: 7,500 nodes make 25 a second.",
+        description="Between two questions to a cluster: 7,500 nodes then ask 25 times a second.",
     )
     cluster_timeout: kit.units.Seconds = Field(
         default=15.0, gt=0, le=300, description="After this a cluster's answer is unknown."
     )
     near_full: kit.units.Share = Field(
-        default=0.8, description="Share of a cluster's raw space; the monitors warn later."
+        default=0.8,
+        description="Share of a cluster's raw space that is a finding; the monitors warn later.",
     )
     mount_options: tuple[RequiredMount, ...] = Field(
-        default=(), max_length=100, description="Options that mounts need."
+        default=(), max_length=100, description="Options that mounts must have."
     )
     rules: dict[str, RuleSettings] = Field(
         default_factory=dict, max_length=200, description="Changes to rules, by rule name."
@@ -211,15 +216,5 @@ class AuditSettings(kit.settings.Section):
         names = [cluster.name for cluster in value]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"cluster {name!r} is there twice; names are unique")
+                raise ValueError(f"cluster {name!r} is listed twice; names must be unique")
         return value
-
-
-def host_of(monitor: str) -> str | None:
-    """The address in ``10.0.0.1:6789`` or ``[v2:10.0.0.1:3300/0,v1:...]``; None for a name."""
-    first = monitor.strip("[]").split(",")[0].removeprefix("v2:").removeprefix("v1:")
-    host = first.split("/")[0].rpartition(":")[0].strip("[]")
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        return None

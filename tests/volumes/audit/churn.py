@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.volumes.audit import stage as stages
-from volumes.audit import faces
+from volumes.audit import status
 
 # Containers: a namespace each that follows the host's, some with kubelet's directory, two
 # processes in each. One parent starts them all, so that one kill ends them.
@@ -125,7 +125,7 @@ async def soak(
 
             async def look_on(until: float) -> None:
                 while time.monotonic() < until:
-                    for found in faces.findings(watch.audit):
+                    for found in status.findings(watch.audit):
                         if found["device"] in devices:
                             seen.setdefault(found["id"], found)
                     await asyncio.sleep(0.1)
@@ -142,14 +142,14 @@ async def soak(
             # mount or a double mapping would be false here.
             telling = ("leaked-mount", "busy-mount", "mapped-twice", "unmap-failing")
             result.false_findings = [f for f in seen.values() if f["rule"] in telling]
-            inventory = await watch.audit.look(full=True)
+            inventory = await watch.audit.round(full=True)
             assert inventory is not None
             result.full_pass_cpu_ms = inventory.cpu * 1000
             result.namespaces, result.processes = inventory.namespaces, inventory.processes
             if idle:
                 result.idle_cpu_percent = await _idle(watch, idle)
             await _leak(stage, watch, devices[0], result)
-            result.looks = watch.audit.scanner.looks
+            result.looks = watch.audit.scanner.scans
     finally:
         crowd.stdin.close()
         crowd.wait(timeout=30)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import AsyncIterator
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.testbed import waiting
+from volumes.audit.logs import follower as followers
+from volumes.audit.logs import matcher, patterns
 from volumes.audit.settings import LogSettings
-from volumes.logs import client, patterns
 
 LINE = (
     b'2026-01-01T00:00:00Z stderr F I1121 kubelet.go:2463] "SyncLoop UPDATE" source="api" n=%07d\n'
@@ -20,12 +22,11 @@ BLOCK = 5000
 
 @contextlib.asynccontextmanager
 async def following(
-    settings: LogSettings, told: list[dict[str, Any]], **extra: Any
-) -> AsyncIterator[client.Follower]:
-    """The log child running."""
-    follower = client.Follower(
-        settings, patterns.built_in(), ("rbd", "nbd"), told.extend, extra=extra
-    )
+    settings: LogSettings, told: list[matcher.Hit], **changes: Any
+) -> AsyncIterator[followers.Follower]:
+    """The log child running. ``changes`` of its configuration."""
+    configuration = followers.configuration(settings, patterns.built_in(), ("rbd", "nbd"))
+    follower = followers.Follower(dataclasses.replace(configuration, **changes), told.extend)
     task = asyncio.create_task(follower.run())
     try:
         yield follower
@@ -39,16 +40,16 @@ def sources(path: Path, **changes: Any) -> LogSettings:
     return LogSettings.model_validate(data | changes)
 
 
-def accounted(follower: client.Follower) -> int:
-    counts = follower.counters().get("kubelet", {})
-    return counts.get("seen", 0) + counts.get("dropped", 0)
+def accounted(follower: followers.Follower) -> int:
+    counts = follower.counters().get("kubelet", matcher.Counters())
+    return counts.seen + counts.dropped
 
 
 async def flood(folder: Path, lines: int) -> dict[str, Any]:
     """Write ``lines`` lines as fast as it goes; every line must be accounted for."""
     path = folder / "kubelet.log"
     path.touch()
-    told: list[dict[str, Any]] = []
+    told: list[matcher.Hit] = []
     longest = 0.0
     async with following(sources(path), told) as follower:
         await waiting.until_async(lambda: "kubelet" in follower.counters())
@@ -76,7 +77,7 @@ async def flood(folder: Path, lines: int) -> dict[str, Any]:
         "written_per_second": round(lines / written),
         "accounted_per_second": round(lines / took),
         "longest_stall_of_the_loop_ms": round(longest * 1000, 1),
-        **counts,
+        **dataclasses.asdict(counts),
     }
 
 

@@ -16,10 +16,10 @@ from typing import Any
 from linux import kmsg
 from nodeagent import findings as reporting
 from tests.testbed import waiting
-from volumes.audit import faces, service
+from volumes.audit import service, status
+from volumes.audit.logs import matcher, patterns
 from volumes.audit.settings import AuditSettings
-from volumes.logs import patterns, sieve
-from volumes.rules.base import GuardView
+from volumes.audit.types import GuardView
 
 CONF, MONITOR, SECRET = sys.argv[1:4]
 KUBELET = Path("/tmp/kubelet")
@@ -76,7 +76,7 @@ async def main() -> None:
     )
 
     def found(rule: str) -> list[dict[str, Any]]:
-        return [f for f in faces.findings(audit) if f["rule"] == rule]
+        return [f for f in status.findings(audit) if f["rule"] == rule]
 
     await audit.start()
     inventory = await until(lambda: audit.inventory, "the first look")
@@ -142,8 +142,8 @@ async def main() -> None:
     holder.kill()
     await audit.stop()
 
-    each = sieve.Sieve(
-        "kernel", [p for p in patterns.plain(patterns.built_in()) if p["source"] == "kernel"],
+    each = matcher.Matcher(
+        "kernel", [p for p in patterns.expressions(patterns.built_in()) if p.source == "kernel"],
         r"rbd\d+", 10**6,
     )  # fmt: skip
     lines = [record.text for record in kernel.read(10_000)]

@@ -15,9 +15,9 @@ from typing import Any
 import kit.findings
 from nodeagent import findings as reporting
 from tests.testbed import waiting
-from volumes.audit import faces, service
+from volumes.audit import service, status
 from volumes.audit.settings import AuditSettings
-from volumes.rules.base import GuardView
+from volumes.audit.types import GuardView
 
 HOLDER = Path(__file__).with_name("holder.py")
 # How long a test waits for what must come; how long it takes is measured in tests/bench.
@@ -222,13 +222,13 @@ class Watching:
 
     def found(self, device: str, rule: str) -> list[dict[str, Any]]:
         return [
-            f for f in faces.findings(self.audit) if f["rule"] == rule and f["device"] == device
+            f for f in status.findings(self.audit) if f["rule"] == rule and f["device"] == device
         ]
 
     async def until(self, condition: Callable[[], Any], what: str = "") -> Any:
         """The condition's first true value."""
         return await waiting.until_async(
-            condition, PATIENCE, what, detail=lambda: faces.findings(self.audit)
+            condition, PATIENCE, what, detail=lambda: status.findings(self.audit)
         )
 
     async def finding(self, device: str, rule: str) -> dict[str, Any]:

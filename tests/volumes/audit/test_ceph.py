@@ -227,7 +227,7 @@ async def test_a_cluster_that_is_down_is_unknown_and_not_fine(
             assert [f["id"] for f in still] == [found["id"]]
             assert still[0]["since"] == found["since"]
             assert "c1" in still[0]["evidence"]["not_looked_at_again"]
-            await watch.audit.look()  # the node itself is still looked at, at once
+            await watch.audit.round()  # the node itself is still looked at, at once
             assert watch.audit.inventory is not None
         await watch.until(lambda: states(watch)["cluster-near-full"] == "ok", "back")
         await watch.until(lambda: not watch.found("", "audit-blind"), "sees again")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from volumes.audit.logs import sources
 from volumes.audit.settings import AuditSettings
-from volumes.logs import journal
 
 TOP = Path(__file__).parents[3]
 DEFAULTS = AuditSettings()
@@ -26,7 +26,7 @@ def _files() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "path", [str(DEFAULTS.kubelet), str(DEFAULTS.containers), *_files(), *journal.DIRECTORIES]
+    "path", [str(DEFAULTS.kubelet), str(DEFAULTS.containers), *_files(), *sources.JOURNALS]
 )
 def test_what_the_audit_reads_is_mounted_where_it_is_on_the_host(pod: Any, path: str) -> None:
     hosts = {each["name"]: each.get("hostPath", {}).get("path") for each in pod["volumes"]}

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.volumes.audit.world import INVENTORY, place
-from volumes.audit import attention
-from volumes.inventory import scan
-from volumes.inventory.model import Inventory
+from volumes.audit import scheduler
+from volumes.audit.inventory import scan
+from volumes.audit.inventory.model import Inventory
 
 CSI = "plugins/kubernetes.io/csi/rbd.csi.ceph.com/aa"
 
@@ -52,7 +52,7 @@ class Host:
             users_of=users_of,
             kubelet_set=kubelet_set,
         )
-        return scan.look(request)
+        return scan.scan(request)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_missing_directory_is_a_gap_only_where_a_kubelet_is(host: Host) -> Non
 def test_a_quick_look_without_processes_keeps_what_was_known_until_the_directory_is_there() -> None:
     before = dataclasses.replace(INVENTORY, no_records="no kubelet directory at /k")
     quick = dataclasses.replace(INVENTORY, deep=False)
-    assert attention.merged(quick, before).no_records == before.no_records
+    assert scheduler.merged(quick, before).no_records == before.no_records
     there = dataclasses.replace(quick, kubelet=place("/", device=(8, 1)))
-    assert attention.merged(there, before).no_records == ""
-    assert attention.merged(INVENTORY, before).no_records == ""  # a full look knows itself
+    assert scheduler.merged(there, before).no_records == ""
+    assert scheduler.merged(INVENTORY, before).no_records == ""  # a full look knows itself

@@ -61,7 +61,7 @@ async def test_the_action_frees_the_device_and_leaves_the_holder_alone(stage: St
         await watch.until(lambda: not stages.active(device), "freed")
         await watch.until(lambda: not watch.found(device, "leaked-mount"), "cleared")
         assert stage.is_alive(pid)
-        done = [entry for entry in watch.audit.runner.journal.last if entry["device"] == device]
+        done = [entry for entry in watch.audit.runner.last if entry["device"] == device]
         assert [entry["outcome"] for entry in done] == ["begun", "done"]
         journal = (stage.folder / "state/volumes/actions.jsonl").read_text()
         assert device in journal

@@ -7,12 +7,12 @@ import pytest
 
 import kit.errors
 from tests.volumes.audit.world import place, scene, volume
+from volumes.audit.inventory.model import Publish
+from volumes.audit.logs import follower, hits, matcher, patterns
 from volumes.audit.settings import LogSource
-from volumes.inventory.model import Publish
-from volumes.logs import book, client, patterns, sieve
 
 PATTERNS = patterns.built_in()
-DEVICES = client.device_names(("rbd", "nbd"))
+DEVICES = follower.device_names(("rbd", "nbd"))
 
 
 def matched(
@@ -20,9 +20,9 @@ def matched(
     line: str,
     own: tuple[patterns.Pattern, ...] = PATTERNS,
     devices: str = DEVICES,
-) -> list[sieve.Hit]:
-    each = sieve.Sieve(
-        "test", [p for p in patterns.plain(own) if p["source"] == source], devices, 1000
+) -> list[matcher.Hit]:
+    each = matcher.Matcher(
+        "test", [p for p in patterns.expressions(own) if p.source == source], devices, 1000
     )
     each.feed(line.encode() + b"\n")
     return list(each.flush())
@@ -191,7 +191,7 @@ ABOUT_A_DEVICE = (
 def test_lines_about_guarded_devices_of_any_driver_are_matched(
     text: str, driver: str, name: str, another: str
 ) -> None:
-    devices = client.device_names((driver,))
+    devices = follower.device_names((driver,))
     hits = matched("kernel", text.format(name), devices=devices)
     assert [hit.groups["device"] for hit in hits] == [name]
     assert matched("kernel", text.format(another), devices=devices) == []
@@ -255,7 +255,7 @@ def test_a_bad_pattern_file_is_refused_with_the_pattern_named(
 
 
 def test_lines_above_the_budget_are_counted_not_lost() -> None:
-    each = sieve.Sieve("x", patterns.plain(PATTERNS), DEVICES, 1000, clock=lambda: 0.0)
+    each = matcher.Matcher("x", patterns.expressions(PATTERNS), DEVICES, 1000, clock=lambda: 0.0)
     block = b"some line of no interest\n" * 100
     for _ in range(500):
         each.feed(block)
@@ -267,7 +267,7 @@ def test_lines_cut_anywhere_are_matched_once() -> None:
     line = b"rbd image rbd/csi-vol-1 is still being used\n"
     data = b"x\n" + line * 3 + b"y\n"
     for cut in range(1, 60):
-        each = sieve.Sieve("x", patterns.plain(PATTERNS), DEVICES, 10**6)
+        each = matcher.Matcher("x", patterns.expressions(PATTERNS), DEVICES, 10**6)
         rest = b""
         for at in range(0, len(data), cut):
             rest = each.feed(data[at : at + cut], rest)
@@ -276,46 +276,45 @@ def test_lines_cut_anywhere_are_matched_once() -> None:
 
 
 def test_a_flood_of_made_up_names_is_bounded() -> None:
-    each = sieve.Sieve("x", patterns.plain(PATTERNS), DEVICES, 10**6)
+    each = matcher.Matcher("x", patterns.expressions(PATTERNS), DEVICES, 10**6)
     for number in range(1000):
         each.feed(f"rbd image rbd/i{number} is still being used\n".encode())
-    assert len(list(each.flush())) == sieve.MOST_HITS
-    assert each.counters.squeezed == 1000 - sieve.MOST_HITS
+    assert len(list(each.flush())) == matcher.MOST_HITS
+    assert each.counters.squeezed == 1000 - matcher.MOST_HITS
 
 
 def by_id() -> dict[str, patterns.Pattern]:
     return {p.id: p for p in PATTERNS}
 
 
-def raw(pattern: str, count: int = 1, **groups: str) -> dict[str, object]:
-    return {"pattern": pattern, "source": "s", "text": "t", "groups": groups, "count": count}
+def raw(pattern: str, count: int = 1, **groups: str) -> matcher.Hit:
+    return matcher.Hit(pattern, "s", "t", groups, count)
 
 
 def test_a_pattern_that_must_come_often_is_quiet_until_it_does() -> None:
-    state = book.note(book.Book(), [raw("ceph-session-flaps", 9)], by_id(), 100.0, 900.0)
-    assert book.telling(state, by_id()) == ()
-    state = book.note(state, [raw("ceph-session-flaps", 1)], by_id(), 150.0, 900.0)
-    assert len(book.telling(state, by_id())) == 1
-    late = book.note(state, [raw("ceph-session-flaps", 1)], by_id(), 250.0, 900.0)
-    assert book.telling(late, by_id()) == ()
+    state = hits.note(hits.Hits(), [raw("ceph-session-flaps", 9)], by_id(), 100.0, 900.0)
+    assert hits.frequent(state, by_id()) == ()
+    state = hits.note(state, [raw("ceph-session-flaps", 1)], by_id(), 150.0, 900.0)
+    assert len(hits.frequent(state, by_id())) == 1
+    late = hits.note(state, [raw("ceph-session-flaps", 1)], by_id(), 250.0, 900.0)
+    assert hits.frequent(late, by_id()) == ()
 
 
 def test_lines_are_forgotten_after_a_while_and_never_too_many_are_kept() -> None:
-    state = book.note(book.Book(), [raw("rbd-in-use", image="a/b")], by_id(), 100.0, 900.0)
-    assert book.telling(book.note(state, [], by_id(), 999.0, 900.0), by_id())
-    assert not book.telling(book.note(state, [], by_id(), 1001.0, 900.0), by_id())
+    state = hits.note(hits.Hits(), [raw("rbd-in-use", image="a/b")], by_id(), 100.0, 900.0)
+    assert hits.frequent(hits.note(state, [], by_id(), 999.0, 900.0), by_id())
+    assert not hits.frequent(hits.note(state, [], by_id(), 1001.0, 900.0), by_id())
     many = [raw("rbd-in-use", image=f"a/{n}") for n in range(1000)]
-    state = book.note(book.Book(), many, by_id(), 100.0, 900.0)
-    assert len(state.hits) == book.MOST
-    assert state.forgotten == 1000 - book.MOST
+    state = hits.note(hits.Hits(), many, by_id(), 100.0, 900.0)
+    assert len(state.recent) == hits.MOST
 
 
 def test_a_line_is_joined_to_the_device_of_its_volume_path_pod_or_image() -> None:
     uid = "1c6f2fcb-2a35-4a3c-a1f0-3d2fd3b0f1aa"
     staged = volume(publishes=(Publish(uid, "/p", "pvc-9", mounted=True, read_only=False),))
     inventory = scene(volumes=(staged,), host=(place("/mnt/x"),)).inventory
-    state = book.note(
-        book.Book(),
+    state = hits.note(
+        hits.Hits(),
         [
             raw("unmap-failed", volume="h1"),
             raw("target-busy", path="/mnt/x"),
@@ -327,8 +326,8 @@ def test_a_line_is_joined_to_the_device_of_its_volume_path_pod_or_image() -> Non
         100.0,
         900.0,
     )
-    hits = book.join(book.telling(state, by_id()), inventory)
-    assert [hit.device for hit in hits] == ["rbd0", "rbd0", "rbd0", "rbd0", ""]
+    joined = hits.join(hits.frequent(state, by_id()), inventory)
+    assert [hit.device for hit in joined] == ["rbd0", "rbd0", "rbd0", "rbd0", ""]
 
 
 def test_default_sources_are_valid() -> None:

@@ -18,8 +18,10 @@ from tests.volumes.audit.flood import following, sources
 from tests.volumes.audit.stage import Stage, settings, watching
 from tests.volumes.audit.test_logs import _children, append, images, line
 from tests.volumes.audit.world import judge, only, scene
-from volumes.logs import client, follow, journal
-from volumes.rules import unread_log
+from volumes.audit.logs import follower as client
+from volumes.audit.logs import sources as follow
+from volumes.audit.logs.matcher import Hit
+from volumes.audit.rules import agent
 
 pytestmark = pytest.mark.real
 
@@ -40,8 +42,8 @@ class Heard:
     def lose(self, count: int) -> None:
         self.lost += count
 
-    def follower(self, pattern: Path) -> follow.Follower:
-        return follow.Follower(str(pattern), self.feed, self.lose, self.states.append)
+    def follower(self, pattern: Path) -> follow.Files:
+        return follow.Files(str(pattern), self.feed, self.lose, self.states.append)
 
 
 @contextlib.asynccontextmanager
@@ -86,9 +88,9 @@ async def test_after_an_error_files_are_read_on_from_where_they_were(
 async def test_a_missing_directory_or_file_is_said_and_taken_back(tmp_path: Path) -> None:
     later = tmp_path / "logs"
     for pattern, why in (
-        (later / "*.log", f"{later} is not there"),
-        (later / "*" / "*.log", f"{later} is not there"),
-        (later / "x.log", f"{later / 'x.log'} is not there"),
+        (later / "*.log", f"{later} does not exist"),
+        (later / "*" / "*.log", f"{later} does not exist"),
+        (later / "x.log", f"{later / 'x.log'} does not exist"),
     ):
         heard = Heard()
         async with running(heard.follower(pattern)):
@@ -114,10 +116,10 @@ async def test_another_machines_journal_is_read_and_a_unit_without_lines_is_said
     journals: journald.Journald,
 ) -> None:
     """As in a container, whose machine id is not the host's."""
-    told: list[dict[str, Any]] = []
+    told: list[Hit] = []
     units = [{"name": "kubelet", "unit": journald.UNIT}, {"name": "k3s", "unit": "nosuch.service"}]
     configuration = sources(Path("/x"), sources=units)
-    async with following(configuration, told, journals=["/x", journals.directory]) as follower:
+    async with following(configuration, told, journals=("/x", journals.directory)) as follower:
         await until(lambda: "no line of nosuch.service" in follower.states().get("k3s", ""))
         journals.write(line(1))
         await until(lambda: images(told) == ["rbd/csi-vol-1"])
@@ -128,7 +130,7 @@ async def test_a_journal_is_read_on_after_journalctl_ended_and_the_trouble_is_ta
     journals: journald.Journald,
 ) -> None:
     heard = Heard()
-    unit = journal.Journal(journald.UNIT, heard.feed, heard.states.append, (journals.directory,))
+    unit = follow.Unit(journald.UNIT, heard.feed, heard.states.append, (journals.directory,))
     async with running(unit) as task:
         journalctl = await _following_process()
         journals.write("one")
@@ -136,7 +138,7 @@ async def test_a_journal_is_read_on_after_journalctl_ended_and_the_trouble_is_ta
         os.kill(journalctl, signal.SIGKILL)
         await task
         assert heard.states[-1] == f"journalctl for {journald.UNIT} ended with -9"
-    await asyncio.sleep(journal.OVERLAP_SECONDS + 0.5)
+    await asyncio.sleep(follow.OVERLAP_SECONDS + 0.5)
     journals.write("between")
     async with running(unit):
         # A line may come twice (OVERLAP_SECONDS), none may be missing.
@@ -154,7 +156,7 @@ async def _following_process() -> int:
 
 async def test_without_any_journal_that_is_said(tmp_path: Path) -> None:
     heard = Heard()
-    await journal.Journal("x.service", heard.feed, heard.states.append, (str(tmp_path),)).run()
+    await follow.Unit("x.service", heard.feed, heard.states.append, (str(tmp_path),)).run()
     assert heard.states == [f"no journal in {tmp_path}: mount the host's there"]
 
 
@@ -169,7 +171,7 @@ async def test_what_a_replaced_child_may_have_missed_is_counted(
     ]
     async with following(sources(tmp_path, sources=both), []) as follower:
         await until(lambda: "away" in follower.states())
-        (child,) = _children("volumes.logs.worker")
+        (child,) = _children("volumes.audit.logs.sources")
         os.kill(child, signal.SIGKILL)
         states: list[dict[str, str]] = []
 
@@ -178,7 +180,7 @@ async def test_what_a_replaced_child_may_have_missed_is_counted(
             return follower.restarts > 0 and "kubelet" in follower._now
 
         await until(replaced)
-        lost = {name: counts["lost"] for name, counts in follower.counters().items()}
+        lost = {name: counts.lost for name, counts in follower.counters().items()}
         assert lost == {"kubelet": 1, "away": 0}  # what was not followed has lost nothing
         assert all("away" in state for state in states)  # it does not flap meanwhile
 
@@ -190,17 +192,17 @@ async def test_an_unread_log_is_a_finding_and_clears(stage: Stage) -> None:
     async with watching(stage, patient) as watch:
         found = await watch.finding("", "unread-log")
         assert found["subject"] == "ceph-csi"
-        assert f"{path.parent} is not there" in found["message"]
+        assert f"{path.parent} does not exist" in found["message"]
         path.parent.mkdir()
         await watch.until(lambda: not watch.found("", "unread-log"), "cleared")
 
 
 def test_a_built_in_source_that_is_not_there_is_an_info_one_that_was_set_a_warning() -> None:
     unread = {"kubelet": "/var/log/journal has no line of kubelet.service"}
-    assert judge(unread_log.RULE, scene()).troubles == ()
-    assert only(unread_log.RULE, scene(unread_logs=unread)).severity is Severity.INFO
+    assert judge(agent.unread_log, scene()).troubles == ()
+    assert only(agent.unread_log, scene(unread_logs=unread)).severity is Severity.INFO
     chosen = {"logs": {"sources": [{"name": "kubelet", "unit": "kubelet.service"}]}}
     at = scene(unread_logs=unread, settings=chosen)
-    assert only(unread_log.RULE, at).severity is Severity.WARNING
+    assert only(agent.unread_log, at).severity is Severity.WARNING
     kernel = scene(unread_logs={"kernel": "/dev/kmsg: Operation not permitted"})
-    assert only(unread_log.RULE, kernel).severity is Severity.WARNING
+    assert only(agent.unread_log, kernel).severity is Severity.WARNING

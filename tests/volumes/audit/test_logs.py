@@ -7,7 +7,6 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from tests.testbed.waiting import until_async as until
 from tests.volumes.audit import flood
 from tests.volumes.audit.flood import following, sources
 from tests.volumes.audit.stage import Stage, settings, watching
+from volumes.audit.logs.matcher import Hit
 
 pytestmark = pytest.mark.real
 
@@ -24,8 +24,8 @@ def line(number: int) -> str:
     return f"rbd image rbd/csi-vol-{number} is still being used\n"
 
 
-def images(told: list[dict[str, Any]]) -> list[str]:
-    return sorted(hit["groups"]["image"] for hit in told for _ in range(hit["count"]))
+def images(told: list[Hit]) -> list[str]:
+    return sorted(hit.groups["image"] for hit in told for _ in range(hit.count))
 
 
 def append(path: Path, text: str) -> None:
@@ -51,7 +51,7 @@ async def test_lines_are_followed_across_rotation(tmp_path: Path, how: str) -> N
         path = tmp_path / "containers" / "csi-rbdplugin-1.log"
         path.parent.mkdir()
         path.symlink_to(real)
-    told: list[dict[str, Any]] = []
+    told: list[Hit] = []
     async with following(sources(path.parent / "*.log"), told) as follower:
         await until(lambda: "kubelet" in follower.counters())
         await asyncio.sleep(0.7)
@@ -61,7 +61,7 @@ async def test_lines_are_followed_across_rotation(tmp_path: Path, how: str) -> N
             shutil.copy(real, tmp_path / "old")
             os.truncate(real, 0)
             # Cut and written again to the same length between two looks could not be noticed.
-            await until(lambda: follower.counters()["kubelet"]["lost"] == 1)
+            await until(lambda: follower.counters()["kubelet"].lost == 1)
         else:
             append(real, line(2))  # written just before the rename: must not be missed
             old = real.rename(real.with_name("0.log.1"))
@@ -80,7 +80,7 @@ async def test_the_unfinished_line_of_one_file_is_not_glued_to_another_ones(tmp_
     one, two = tmp_path / "1.log", tmp_path / "2.log"
     one.touch()
     two.touch()
-    told: list[dict[str, Any]] = []
+    told: list[Hit] = []
     async with following(sources(tmp_path / "*.log"), told) as follower:
         await until(lambda: "kubelet" in follower.counters())
         await asyncio.sleep(0.7)
@@ -92,12 +92,12 @@ async def test_the_unfinished_line_of_one_file_is_not_glued_to_another_ones(tmp_
         append(two, line(3)[20:])
         await until(lambda: images(told) == [f"rbd/csi-vol-{n}" for n in (1, 2, 3)])
         assert flood.accounted(follower) == 3
-        texts = sorted(hit["text"] + "\n" for hit in told)
+        texts = sorted(hit.text + "\n" for hit in told)
         assert texts == [line(1), line(2), line(3)]
 
 
 async def test_a_log_that_comes_later_is_read_from_its_beginning(tmp_path: Path) -> None:
-    told: list[dict[str, Any]] = []
+    told: list[Hit] = []
     async with following(sources(tmp_path / "*" / "*.log"), told) as follower:
         await until(lambda: "kubelet" in follower.counters())
         await asyncio.sleep(0.7)
@@ -110,7 +110,7 @@ async def test_the_kernel_log_is_read_and_what_processes_wrote_there_is_not_beli
     mark = uuid.uuid4().int % 10**9
     text = f"rbd: rbd{mark}: encountered watch error: -107"
     for user, count in ((True, 1), (False, 0)):
-        told: list[dict[str, Any]] = []
+        told: list[Hit] = []
         quiet = sources(Path("/nonexistent/x"), kernel=True, sources=[])
         async with following(quiet, told, user_records=user) as follower:
             await until(lambda follower=follower: "kernel" in follower.counters())  # type: ignore[misc]
@@ -118,7 +118,7 @@ async def test_the_kernel_log_is_read_and_what_processes_wrote_there_is_not_beli
             with open("/dev/kmsg", "w") as log:
                 log.write(text + "\n")
             await asyncio.sleep(2)
-            found = [hit for hit in told if hit["groups"].get("device") == f"rbd{mark}"]
+            found = [hit for hit in told if hit.groups.get("device") == f"rbd{mark}"]
             assert len(found) == count
 
 
@@ -161,31 +161,31 @@ def test_records_that_were_overwritten_are_counted_exactly() -> None:
 
 async def test_a_missing_journal_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    told: list[dict[str, Any]] = []
+    told: list[Hit] = []
     unit = sources(tmp_path, sources=[{"name": "kubelet", "unit": "kubelet.service"}])
     async with following(unit, told) as follower:
-        await until(lambda: "journalctl is not there" in follower.states().get("kubelet", ""))
+        await until(lambda: "journalctl is missing" in follower.states().get("kubelet", ""))
 
 
 async def test_a_silent_log_child_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from volumes.logs import client
+    from volumes.audit.logs import follower as client
 
     monkeypatch.setattr(client, "SILENCE_SECONDS", 1.0)
     monkeypatch.setattr(client, "RESTART_SECONDS", 0.1)
     path = tmp_path / "x.log"
     path.touch()
-    told: list[dict[str, Any]] = []
+    told: list[Hit] = []
     async with following(sources(path), told) as follower:
         await until(lambda: "kubelet" in follower.counters())
         append(path, "a\n" * 100)
         await until(lambda: flood.accounted(follower) == 100)
-        children = _children("volumes.logs.worker")
+        children = _children("volumes.audit.logs.sources")
         for pid in children:
             os.kill(pid, 19)  # SIGSTOP
         await until(lambda: follower.restarts > 0)
-        await until(lambda: bool(set(_children("volumes.logs.worker")) - set(children)))
+        await until(lambda: bool(set(_children("volumes.audit.logs.sources")) - set(children)))
         await until(lambda: "kubelet" in follower._now)
         await asyncio.sleep(0.7)
         append(path, "b\n" * 10)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import kit.processes
 from linux import mount_namespaces
 from tests.volumes.audit.stage import Stage, run, settings, watching
 from tests.volumes.audit.test_logs import _children
-from volumes.inventory import client, scan
+from volumes.audit.inventory import scan
 
 pytestmark = pytest.mark.real
 
@@ -29,24 +30,24 @@ def request(stage: Stage, **changes: object) -> scan.Request:
 
 
 async def test_a_look_that_hangs_is_given_up_and_the_next_one_works(stage: Stage) -> None:
-    scanner = client.Scanner()
-    await scanner.look(request(stage), 20.0)
-    (child,) = _children("volumes.inventory.worker")
+    scanner = scan.Scanner()
+    await scanner.scan(request(stage), 20.0)
+    (child,) = _children("volumes.audit.inventory.scan")
     os.kill(child, signal.SIGSTOP)
-    with pytest.raises(client.BlindError, match=r"no answer within 0\.5s"):
-        await scanner.look(request(stage), 0.5)
-    inventory = await scanner.look(request(stage), 20.0)
+    with pytest.raises(scan.BlindError, match=r"no answer within 0\.5s"):
+        await scanner.scan(request(stage), 0.5)
+    inventory = await scanner.scan(request(stage), 20.0)
     assert inventory.namespaces > 0
     assert scanner.failures == 1
     await scanner.close()
 
 
 async def test_a_child_whose_look_was_cut_off_by_the_end_is_waited_for(stage: Stage) -> None:
-    scanner = client.Scanner()
-    await scanner.look(request(stage), 20.0)
-    (child,) = _children("volumes.inventory.worker")
+    scanner = scan.Scanner()
+    await scanner.scan(request(stage), 20.0)
+    (child,) = _children("volumes.audit.inventory.scan")
     os.kill(child, signal.SIGSTOP)
-    task = asyncio.create_task(scanner.look(request(stage), 20.0))
+    task = asyncio.create_task(scanner.scan(request(stage), 20.0))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -58,25 +59,25 @@ async def test_children_that_cannot_be_killed_are_bounded(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGKILL does nothing to a process in an uninterruptible sleep; here it is not sent."""
-    monkeypatch.setattr(asyncio.subprocess.Process, "kill", lambda _: None)
-    scanner = client.Scanner()
+    monkeypatch.setattr(kit.processes, "kill", lambda _: None)
+    scanner = scan.Scanner()
     frozen: list[int] = []
     try:
-        for _ in range(client.MOST_ABANDONED):
-            await scanner.look(request(stage), 20.0)
-            (child,) = set(_children("volumes.inventory.worker")) - set(frozen)
+        for _ in range(scan.MOST_ABANDONED):
+            await scanner.scan(request(stage), 20.0)
+            (child,) = set(_children("volumes.audit.inventory.scan")) - set(frozen)
             frozen.append(child)
             os.kill(child, signal.SIGSTOP)
-            with pytest.raises(client.BlindError):
-                await scanner.look(request(stage), 0.2)
-        assert scanner.stuck == client.MOST_ABANDONED
-        with pytest.raises(client.BlindError, match="still hang in the kernel"):
-            await scanner.look(request(stage), 20.0)
-        assert len(_children("volumes.inventory.worker")) == client.MOST_ABANDONED
+            with pytest.raises(scan.BlindError):
+                await scanner.scan(request(stage), 0.2)
+        assert scanner.stuck == scan.MOST_ABANDONED
+        with pytest.raises(scan.BlindError, match="still hang in the kernel"):
+            await scanner.scan(request(stage), 20.0)
+        assert len(_children("volumes.audit.inventory.scan")) == scan.MOST_ABANDONED
     finally:
         for pid in frozen:
             os.kill(pid, signal.SIGKILL)
-        await asyncio.gather(*(process.wait() for process in scanner._stuck))
+        await scanner.close()
 
 
 async def test_an_audit_that_cannot_look_says_unknown_and_keeps_what_stood(stage: Stage) -> None:
@@ -90,7 +91,7 @@ async def test_an_audit_that_cannot_look_says_unknown_and_keeps_what_stood(stage
         run("umount", target)
         found = await watch.finding(device, "leaked-mount")
         for _ in range(100):
-            for child in _children("volumes.inventory.worker"):
+            for child in _children("volumes.audit.inventory.scan"):
                 os.kill(child, signal.SIGSTOP)
             watch.audit.wake()
             still = watch.found(device, "leaked-mount")
@@ -106,9 +107,9 @@ async def test_an_audit_that_cannot_look_says_unknown_and_keeps_what_stood(stage
 async def test_a_look_keeps_nothing_busy(stage: Stage) -> None:
     device = stage.loop()
     target, _ = stage.staged(device)
-    scanner = client.Scanner()
+    scanner = scan.Scanner()
     for _ in range(3):
-        inventory = await scanner.look(request(stage, users_of=(device,)), 20.0)
+        inventory = await scanner.scan(request(stage, users_of=(device,)), 20.0)
         assert [user for user in inventory.users if user.device[1] == int(device[4:])] == []
     run("umount", target)  # would fail with 'target is busy' if the child were inside
     await scanner.close()
@@ -122,27 +123,27 @@ async def test_without_the_kernels_list_threads_and_processes_still_lead_to_name
     stage.staged(device)
     pid = stage.holder("thread", stage.folder)
     number = os.stat(f"/dev/{device}").st_rdev
-    from volumes.inventory import processes, spaces
+    from volumes.audit.inventory import holders, processes
 
     everything = processes.Processes("/proc", "/nonexistent")
-    old = spaces.Scan(
+    old = holders.Namespaces(
         everything,
         "/proc",
         {everything.host_space()},
         {(os.major(number), os.minor(number))},
         None,
     )
-    walked = old.run(set())
+    walked = old.visit(set())
     saved = mount_namespaces.walk
     try:
         mount_namespaces.walk = _not_there  # type: ignore[assignment]
-        again = spaces.Scan(
+        again = holders.Namespaces(
             everything,
             "/proc",
             {everything.host_space()},
             {(os.major(number), os.minor(number))},
             None,
-        ).run(set())
+        ).visit(set())
     finally:
         mount_namespaces.walk = saved
     for found in (walked, again):
@@ -154,14 +155,14 @@ async def test_without_the_kernels_list_threads_and_processes_still_lead_to_name
 async def test_a_namespace_that_may_not_be_entered_is_a_gap_and_one_that_ended_is_none(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, listed: bool
 ) -> None:
-    from volumes.inventory import processes, spaces
+    from volumes.audit.inventory import holders, processes
 
     stage.holder("chroot", stage.kubelet, stage.folder)
     refused = OSError(errno.EPERM, "Operation not permitted")
     ended = OSError(errno.ESRCH, "No such process")
     own = os.stat("/proc/self/ns/mnt").st_ino
 
-    def found_with(error: OSError) -> spaces.Found:
+    def found_with(error: OSError) -> holders.Visited:
         def table(visitor: mount_namespaces.Visitor, descriptor: int) -> bytes:
             if os.fstat(descriptor).st_ino != own:
                 raise error
@@ -169,7 +170,7 @@ async def test_a_namespace_that_may_not_be_entered_is_a_gap_and_one_that_ended_i
 
         monkeypatch.setattr(mount_namespaces.Visitor, "table", table)
         everything = processes.Processes("/proc", "/nonexistent")
-        return spaces.Scan(everything, "/proc", {own}, set(), None).run(set())
+        return holders.Namespaces(everything, "/proc", {own}, set(), None).visit(set())
 
     if not listed:
         monkeypatch.setattr(mount_namespaces, "walk", _not_there)
@@ -198,4 +199,4 @@ def test_statmount_and_mountinfo_say_the_same_of_every_namespace(stage: Stage) -
 
 def test_a_missing_proc_is_an_error_that_says_what_to_do(stage: Stage) -> None:
     with pytest.raises(OSError):
-        scan.look(request(stage, proc=str(stage.folder / "none")))
+        scan.scan(request(stage, proc=str(stage.folder / "none")))

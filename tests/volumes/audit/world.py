@@ -3,29 +3,30 @@
 import dataclasses
 from typing import Any
 
+from linux.blockdev import BlockDevice
+from linux.rbd_sysfs import RbdClient, RbdImage
+from volumes.audit.inventory.cluster import ClusterView, ImageView, Lock, Watcher
+from volumes.audit.inventory.model import Inventory, Owner, Place, Space, Volume
+from volumes.audit.rules.base import Outcome, Rule
 from volumes.audit.settings import AuditSettings
-from volumes.inventory.cluster import ClusterView
-from volumes.inventory.model import Client, Device, Image, Inventory, Owner, Place, Space, Volume
-from volumes.rules.base import Outcome, Rule, Scene, Trouble
+from volumes.audit.types import LogHit, Scene, Severity, Trouble
 
-IMAGE = Image(pool="rbd", name="csi-vol-1", fsid="f1")
-DEVICE = Device(
+IMAGE = RbdImage(pool="rbd", name="csi-vol-1", fsid="f1")
+DEVICE = BlockDevice(
     name="rbd0",
     number=(252, 0),
     driver="rbd",
     size=1 << 30,
     read_only=False,
     diskseq=7,
-    active=(),
-    holders=(),
     image=IMAGE,
-    client=Client("0", "client10", "10.0.0.5:0/111"),
+    client=RbdClient("0", "client10", "10.0.0.5:0/111"),
 )
 OWNER = Owner(pid=42, started=1, comm="node_exporter", cgroup="/kubepods/x")
-INVENTORY = Inventory(taken=1000.0, took=0.1, cpu=0.1, boot=0.0, deep=True, devices=(DEVICE,))
+INVENTORY = Inventory(taken=1000.0, cpu=0.1, deep=True, devices=(DEVICE,))
 
 
-def device(**changes: Any) -> Device:
+def device(**changes: Any) -> BlockDevice:
     return dataclasses.replace(DEVICE, **changes)
 
 
@@ -95,3 +96,29 @@ def only(rule: Rule, at: Scene) -> Trouble:
     outcome = rule.judge(at)
     assert len(outcome.troubles) == 1, outcome
     return outcome.troubles[0]
+
+
+COPY = "/host/var/lib/kubelet/plugins/kubernetes.io/csi/rbd.csi.ceph.com/1/globalmount"
+CLUSTER = {"name": "c1", "monitors": ["10.0.0.1:6789"], "secret_file": "/k"}
+OURS = Watcher("client10", "10.0.0.5:0/111")
+THEIRS = Watcher("client77", "10.0.0.9:0/9")
+
+
+def image_view(*watchers: Watcher, locks: tuple[Lock, ...] = (), features: int = 0) -> ImageView:
+    return ImageView("rbd", "", "csi-vol-1", features, watchers, locks)
+
+
+def log_hit(**changes: Any) -> LogHit:
+    fields: dict[str, Any] = {
+        "pattern": "unmap-failed",
+        "severity": Severity.WARNING,
+        "source": "kubelet",
+        "text": "rbd: unmap failed: (16) Device or resource busy",
+        "first": 900.0,
+        "last": 990.0,
+        "count": 3,
+        "meaning": "m",
+        "advice": "a",
+        "hint": "unmap-failed",
+    }
+    return LogHit(**(fields | changes))

@@ -1,0 +1,109 @@
+"""Settings of the cache, as mistakes in a settings file show them."""
+
+import pytest
+import yaml
+
+import kit.errors
+from nodeagent import configfile
+
+
+def refused(text: str) -> str:
+    with pytest.raises(kit.errors.SettingsError) as error:
+        configfile.parse(text, "file.yaml")
+    return str(error.value)
+
+
+def with_datasets(*lines: str) -> str:
+    return "cache:\n  datasets:\n" + "".join(f"    - {line}\n" for line in lines)
+
+
+FROZEN = "freshness: frozen"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{name: a, source: {kind: dir, path: /a}}",
+        "{name: a, freshness: live, source: {kind: dir, path: /a}}",
+        "{name: a, freshness: snapshot, source: {kind: dir, path: /a}}",
+        "{name: a, freshness: snapshot, source: {kind: cephfs, monitors: [a], secret_file: /s}}",
+    ],
+)
+def test_live_tree_is_refused_with_alternatives(line: str) -> None:
+    message = refused(with_datasets(line))
+    assert "ESTALE" in message
+    assert "freshness: snapshot" in message
+    assert "freshness: frozen" in message
+    assert message.startswith("file.yaml:3: cache.datasets[0]")
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("{name: Über, freshness: frozen, source: {kind: dir, path: /a}}", "dataset name"),
+        ("{name: a/b, freshness: frozen, source: {kind: dir, path: /a}}", "dataset name"),
+        ("{name: .., freshness: frozen, source: {kind: dir, path: /a}}", "dataset name"),
+        (f"{{name: {'a' * 64}, freshness: frozen, source: {{kind: dir, path: /a}}}}", "at most 63"),
+        ("{name: a, freshness: frozen, source: {kind: dir, path: a}}", "relative"),
+        ("{name: a, freshness: frozen, source: {kind: nfs, path: /a}}", "nfs"),
+        ("{name: a, freshness: frozen, source: {kind: dir}}", "missing"),
+        ("{name: a, freshness: frozen, source: {kind: dir, path: /x/.snap/v1}}", "snapshot"),
+        ("{freshness: frozen, source: {kind: dir, path: /a}}", "missing"),
+    ],
+)
+def test_bad_dataset_is_refused(line: str, word: str) -> None:
+    assert word in refused(with_datasets(line))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"path": "relative"}, "no absolute path"),
+        ({"path": "/a/../b"}, "no absolute path"),
+        ({"path": "/a/.snap/v1"}, "named by 'snapshot'"),
+        ({"snapshot": "a/b"}, "no snapshot name"),
+        ({"snapshot": ".."}, "no snapshot name"),
+        ({"monitors": []}, "at least 1"),
+        ({"monitors": ["a b"]}, "no monitor address"),
+        ({"monitors": ["a,ro"]}, ""),
+        ({"user": "a b"}, "plain name"),
+        ({"filesystem": "a\nb"}, "plain name"),
+        ({"user": "a\n"}, "plain name"),
+        ({"monitors": ["a\nkeyring = /x"]}, "no monitor address"),
+        ({"monitors": ["10.0.0.1:6789\n"]}, "no monitor address"),
+        ({"secret_file": "secret"}, "relative"),
+        ({"client": "nfs"}, "client"),
+    ],
+)
+def test_bad_cephfs_source_is_refused(change: dict[str, object], word: str) -> None:
+    source = {"kind": "cephfs", "monitors": ["a:1"], "snapshot": "s", "secret_file": "/s"} | change
+    dataset = {"name": "a", "freshness": "snapshot", "source": source}
+    text = yaml.safe_dump({"cache": {"datasets": [dataset]}})
+    if word:
+        assert word in refused(text)
+    else:
+        configfile.parse(text, "x")
+
+
+def test_duplicate_dataset_name_is_refused() -> None:
+    line = "{name: a, freshness: frozen, source: {kind: dir, path: /%s}}"
+    assert "twice" in refused(with_datasets(line % "a", line % "b"))
+
+
+@pytest.mark.parametrize(
+    ("store", "views", "source"),
+    [
+        ("/a", "/a", "/s"),
+        ("/a", "/a/b", "/s"),
+        ("/a/b", "/a", "/s"),
+        ("/a", "/b", "/a/s"),
+        ("/a", "/b", "/a"),
+        ("/a", "/b", "/b/s"),
+        ("/s/a", "/b", "/s"),
+        ("/a", "/s/b", "/s"),
+    ],
+)
+def test_overlapping_roots_are_refused(store: str, views: str, source: str) -> None:
+    dataset = f"{{name: x, {FROZEN}, source: {{kind: dir, path: {source}}}}}"
+    text = f"cache:\n  store: {store}\n  views: {views}\n  datasets:\n    - {dataset}\n"
+    assert "lies inside" in refused(text)

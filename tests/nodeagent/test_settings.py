@@ -1,0 +1,77 @@
+"""The joined settings model and the page of the docs that is made from it."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from nodeagent import rooms
+from nodeagent.settings import AdminSettings, Settings
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    """scripts/settings_doc.py."""
+    spec = importlib.util.spec_from_file_location("settings_doc", ROOT / "scripts/settings_doc.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_room_has_a_section() -> None:
+    fields = Settings.model_fields
+    for room in rooms.ROOMS:
+        assert fields[room.name].default is None
+        assert fields[room.name].description == room.summary
+        assert getattr(Settings(), room.name) is None
+        section = getattr(Settings.model_validate({room.name: {}}), room.name)
+        assert isinstance(section, room.settings)
+
+
+def test_every_setting_is_described(generator: Any) -> None:
+    seen: set[type[BaseModel]] = set()
+
+    def missing(model: type[BaseModel]) -> list[str]:
+        if model in seen:
+            return []
+        seen.add(model)
+        found = []
+        for name, field in model.model_fields.items():
+            if not field.description:
+                found.append(f"{model.__name__}.{name}")
+            for inner in generator.models(field.annotation):
+                found += missing(inner)
+        return found
+
+    assert missing(Settings) == []
+    assert len(seen) >= 15
+
+
+@pytest.mark.parametrize(
+    ("listen", "host", "port", "loopback"),
+    [
+        ("127.0.0.1:9470", "127.0.0.1", 9470, True),
+        ("[::1]:80", "::1", 80, True),
+        ("localhost:1", "localhost", 1, True),
+    ],
+)
+def test_listen_is_taken_apart(listen: str, host: str, port: int, loopback: bool) -> None:
+    admin = AdminSettings(listen=listen)
+    assert (admin.host, admin.port, admin.is_loopback) == (host, port, loopback)
+
+
+def test_listen_beyond_loopback_needs_a_token() -> None:
+    with pytest.raises(ValueError, match="token_file"):
+        AdminSettings(listen="10.0.0.1:80")
+    assert not AdminSettings(listen="10.0.0.1:80", token_file=Path("/t")).is_loopback
+
+
+def test_docs_page_is_current(generator: Any) -> None:
+    current = generator.document() == generator.TARGET.read_text()
+    assert current, "run .venv/bin/python scripts/settings_doc.py"

@@ -1,0 +1,47 @@
+"""The functions that carry actions out, on real devices."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import kit.errors
+from tests.volumes.audit.stage import Stage
+from volumes.audit.actions import executors
+
+pytestmark = pytest.mark.real
+
+
+def test_unmap_of_nbd_refuses_a_claimed_or_opened_device(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No nbd in this kernel: a loop device stands in, and a script for rbd-nbd."""
+    device = stage.loop(fs=None)
+    called = stage.folder / "called"
+    tool = stage.folder / "rbd-nbd"
+    tool.write_text(f"#!/bin/sh\necho $* >> {called}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(stage.folder), prepend=":")
+    home = Path("/sys/block", device)
+    major, minor = (home / "dev").read_text().strip().split(":")
+    number, sequence = [int(major), int(minor)], int((home / "diskseq").read_text())
+
+    def unmap(diskseq: int = sequence) -> int:
+        return executors.unmap(device, "nbd", number, diskseq, "")
+
+    claim = os.open(f"/dev/{device}", os.O_RDONLY | os.O_EXCL)
+    with pytest.raises(OSError, match="busy"):
+        unmap()
+    os.close(claim)
+    pid = stage.holder("fd", f"/dev/{device}")
+    with pytest.raises(kit.errors.RefusedError, match=rf"pid {pid} .*has it open"):
+        unmap()
+    with pytest.raises(kit.errors.RefusedError, match="another device"):
+        unmap(sequence - 1)
+    assert not called.exists()
+    stage.end(pid)
+    assert unmap() == 1
+    assert called.read_text() == f"unmap /dev/{device}\n"
+    tool.write_text("#!/bin/sh\necho no such device >&2\nexit 3\n")
+    with pytest.raises(kit.errors.HostError, match="ended with 3: no such device"):
+        unmap()

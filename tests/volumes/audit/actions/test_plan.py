@@ -1,0 +1,79 @@
+"""What could be done about findings, and what forbids it. Pure."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kit.findings import Finding
+from linux.blockdev import Layer
+from tests.volumes.audit.world import COPY, device, only, place, scene, space
+from volumes.audit.actions import plan
+from volumes.audit.rules import mounts
+from volumes.audit.types import GuardView, Scene, Severity
+
+KUBELET = place("/", device=(8, 1))
+
+
+def detach(at: Scene, **evidence: str) -> plan.Plan:
+    """The plan for the leaked mount in ``at``."""
+    finding = Finding(
+        "leaked-mount/rbd0/mnt-99", "leaked-mount", Severity.CRITICAL, "rbd0", "m", "a",
+        {"device": "rbd0", "kind": "mount", "namespace": "99", **evidence},
+    )  # fmt: skip
+    assert at.inventory is not None
+    (step,) = plan.plans([finding], at.inventory, None, {}, 0.0)
+    return step
+
+
+def test_detach_needs_kubelets_directory() -> None:
+    held = space(place(COPY, namespace=99, propagation="private"))
+    blind = scene(spaces=(held,))
+    only(mounts.leaked_mount, blind)
+    assert "kubelet's directory is not visible" in detach(blind).refusal
+    assert detach(scene(spaces=(held,), kubelet=KUBELET)).refusal == ""
+
+
+@pytest.mark.parametrize("propagation", ["slave", "shared"])
+def test_detach_refuses_what_is_not_a_private_copy(propagation: str) -> None:
+    held = space(place(COPY, namespace=99, propagation=propagation))
+    assert "not a private copy" in detach(scene(spaces=(held,), kubelet=KUBELET)).refusal
+
+
+def test_detach_names_copies_by_the_numbers_of_their_mounts() -> None:
+    layers = (Layer("rbd0p1", (259, 1), ("ext4",)), Layer("rbd0p2", (259, 2), ("ext4",)))
+    partitioned = device(active=("ext4",), partitions=("rbd0p1", "rbd0p2"), layers=layers)
+    copies = space(
+        place("/host/1", device=(259, 1), propagation="private"),
+        place(COPY, device=(259, 2), propagation="private"),
+    )
+    at = scene(
+        devices=(partitioned,),
+        host=(place("/mnt/1", device=(259, 1)),),
+        spaces=(copies,),
+        kubelet=KUBELET,
+    )
+    step = detach(at)
+    assert step.refusal == ""
+    assert step.arguments == ("/proc/42/ns/mnt", 5, 99, [[259, 2, COPY]])
+    assert at.inventory is not None
+    host = (*at.inventory.host, place("/mnt/2", device=(259, 2)))
+    again = dataclasses.replace(at, inventory=dataclasses.replace(at.inventory, host=host))
+    assert "the host has it mounted again" in detach(again).refusal
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, False),
+        ({"raw": {"rbd0": ("/pods/x/dev",)}}, True),
+        ({"devices": (device(holders=("dm-0",)),)}, True),
+        ({"devices": (device(partitions=("rbd0p1",)),)}, True),
+        ({"host": (place(),)}, True),
+    ],
+)
+def test_set_readonly_refuses_a_device_in_use(changes: dict[str, Any], refused: bool) -> None:
+    at = scene(**changes)
+    assert at.inventory is not None
+    (step,) = plan.plans([], at.inventory, GuardView(True, unreadable=("rbd0",)), {}, 0.0)
+    assert bool(step.refusal) is refused

@@ -1,0 +1,128 @@
+"""Rules about clusters. Pure; test_ceph.py has a real cluster."""
+
+import pytest
+
+from linux.rbd_sysfs import RbdClient, RbdImage
+from linux.syscalls import ClockState
+from tests.volumes.audit.world import CLUSTER, DEVICE, device, image_view, judge, only, scene, view
+from volumes.audit.inventory.cluster import Check, FeatureGroup, VersionCount
+from volumes.audit.rules import clusters
+from volumes.audit.rules.base import Outcome
+from volumes.audit.types import NetworkPath, Severity, cluster_of
+
+PACIFIC = "ceph version 16.2.15 (618f440892089921c3e944a991122ddc44e60516) pacific (stable)"
+
+
+@pytest.mark.parametrize(
+    ("expected", "versions", "client", "key"),
+    [
+        (None, (PACIFIC,), "16.2.15", None),
+        (None, (PACIFIC,), "", None),
+        (None, (PACIFIC, PACIFIC.replace("15 ", "14 ")), "16.2.15", "mixed"),
+        (None, (PACIFIC,), "19.2.0", "apart"),
+        (None, (PACIFIC,), "18.2.0", None),
+        ("16.2", (PACIFIC,), "16.2.15", None),
+        ("16.2.15", (PACIFIC,), "16.2.15", None),
+        ("16.2.1", (PACIFIC,), "16.2.15", "expected"),
+        ("17.2", (PACIFIC,), "17.2.0", "expected"),
+        ("16.2", (PACIFIC,), "17.2.0", "expected"),
+    ],
+)
+def test_version_skew(
+    expected: str | None, versions: tuple[str, ...], client: str, key: str | None
+) -> None:
+    counts = tuple(VersionCount("osd", version, 1) for version in versions)
+    at = scene(
+        clusters={"c1": view(versions=counts, node_client=client)},
+        settings={"clusters": [CLUSTER | {"expected_version": expected}]},
+    )
+    outcome = judge(clusters.version_skew, at)
+    assert [t.key for t in outcome.troubles] == ([key] if key else [])
+
+
+def test_feature_skew_of_clients_older_than_required() -> None:
+    groups = (FeatureGroup("client", "jewel", 1, 3), FeatureGroup("client", "luminous", 2, 1))
+    strict = scene(clusters={"c1": view(features=groups, min_client="luminous")})
+    assert "3 clients of jewel" in only(clusters.feature_skew, strict).message
+    at = scene(clusters={"c1": view(features=groups)})
+    assert judge(clusters.feature_skew, at).troubles == ()
+
+
+def test_feature_skew_names_image_features_that_the_kernel_lacks() -> None:
+    images = (image_view(features=0b1111101),)
+    at = scene(clusters={"c1": view(images=images)}, supported_features=0b111101)
+    assert only(clusters.feature_skew, at).evidence["missing"] == "journaling"
+
+
+def test_feature_skew_ignores_the_same_image_name_of_another_cluster() -> None:
+    kernel = 0x3D
+    modern = view(name="c2", fsid="f2", images=(image_view(features=kernel | 0x2),))
+    own = view(images=(image_view(features=kernel),))
+    at = scene(supported_features=kernel, clusters={"c2": modern, "c1": own})
+    assert judge(clusters.feature_skew, at).troubles == ()
+    assert cluster_of(at.clusters, DEVICE) is own
+
+
+def test_cluster_of_a_silent_driver_is_the_only_cluster() -> None:
+    own = view()
+    nameless = device(image=RbdImage("rbd", "csi-vol-1"))  # without the cluster's fsid
+    assert cluster_of({"c1": own, "c2": view(name="c2", fsid="f2")}, nameless) is None
+    assert cluster_of({"c1": own}, nameless) is own
+    assert cluster_of({"c1": own, "c2": "not asked yet"}, nameless) is None
+
+
+def test_near_full_passes_on_checks_and_its_own_limit() -> None:
+    rule = clusters.near_full
+    check = Check("OSD_NEARFULL", "HEALTH_WARN", "1 nearfull osd(s)")
+    assert only(rule, scene(clusters={"c1": view(checks=(check,), used=0.9)})).key == check.code
+    full = Check("OSD_FULL", "HEALTH_ERR", "1 full osd(s)")
+    assert only(rule, scene(clusters={"c1": view(checks=(full,))})).severity is Severity.CRITICAL
+    assert only(rule, scene(clusters={"c1": view(used=0.81)})).key == "used"
+    assert judge(rule, scene(clusters={"c1": view(used=0.5)})).troubles == ()
+
+
+def test_clock_skew_of_node_and_monitors() -> None:
+    skew = Check("MON_CLOCK_SKEW", "HEALTH_WARN", "clock skew detected on mon.b")
+    at = scene(clusters={"c1": view(checks=(skew,))}, clock=ClockState(True, 0.0))
+    assert only(clusters.clock_skew, at).key == "monitors"
+    assert only(clusters.clock_skew, scene(clock=ClockState(False, 16.0))).key == "unsynchronised"
+
+
+def test_mtu_mismatch_is_a_smaller_path_than_interface() -> None:
+    settings = {"clusters": [CLUSTER]}
+    small = NetworkPath("c1", "10.0.0.1", 1500, "eth0", 9000)
+    assert only(clusters.mtu_mismatch, scene(paths=(small,), settings=settings)).key == "10.0.0.1"
+    fine = NetworkPath("c1", "10.0.0.1", 9000, "eth0", 9000)
+    assert judge(clusters.mtu_mismatch, scene(paths=(fine,), settings=settings)).troubles == ()
+
+
+def test_mtu_mismatch_is_unknown_without_a_route() -> None:
+    settings = {"clusters": [{"name": "c1", "conf": "/etc/ceph/ceph.conf"}]}
+    outcomes = {
+        "not asked yet": {},
+        "no answer": {"c1": "no answer"},
+        "'ceph mon dump' is not allowed": {"c1": view(denied=("mon dump",))},
+        "no route to any": {"c1": view()},
+    }
+    for why, views in outcomes.items():
+        outcome = judge(clusters.mtu_mismatch, scene(settings=settings, clusters=views))
+        assert why in outcome.unknown and "c1" in outcome.unknown
+    path = NetworkPath("c1", "10.0.0.1", 1500, "eth0", 1500)
+    at = scene(settings=settings, clusters={"c1": view()}, paths=(path,))
+    assert judge(clusters.mtu_mismatch, at) == Outcome()
+
+
+@pytest.mark.parametrize(
+    ("config", "v1", "v2", "found"),
+    [
+        ("10.0.0.1:3300 name=a,ms_mode=prefer-crc rbd vol -", ("m",), ("m",), False),
+        ("10.0.0.1:3300 name=a,ms_mode=prefer-crc rbd vol -", ("m",), (), True),
+        ("10.0.0.1:6789 name=a rbd vol -", ("m",), ("m",), False),
+        ("10.0.0.1:6789 name=a rbd vol -", (), ("m",), True),
+        ("", (), ("m",), False),
+    ],
+)
+def test_messenger_mode(config: str, v1: tuple[str], v2: tuple[str], found: bool) -> None:
+    mapped = device(client=RbdClient("0", "client10", "a", config=config))
+    at = scene(devices=(mapped,), clusters={"c1": view(monitors_v1=v1, monitors_v2=v2)})
+    assert bool(judge(clusters.messenger_mode, at).troubles) is found

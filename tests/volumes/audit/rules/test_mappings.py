@@ -1,0 +1,151 @@
+"""Rules about mapped devices. Pure; test_ceph.py has a real cluster."""
+
+import pytest
+
+from linux.rbd_sysfs import RbdClient, RbdImage
+from tests.volumes.audit.world import (
+    DEVICE,
+    OURS,
+    THEIRS,
+    device,
+    image_view,
+    judge,
+    log_hit,
+    only,
+    place,
+    scene,
+    space,
+    view,
+)
+from volumes.audit.inventory.cluster import ImageView, Lock
+from volumes.audit.rules import mappings
+from volumes.audit.rules.base import Outcome
+from volumes.audit.types import Severity
+
+
+def test_mapped_unmounted_means_no_use_at_all() -> None:
+    used = (
+        scene(host=(place(),)),
+        scene(spaces=(space(),)),
+        scene(devices=(device(active=("ext4",)),)),
+        scene(devices=(device(holders=("dm-0",)),)),
+        scene(devices=(device(partitions=("rbd0p1",)),)),
+        scene(raw={"rbd0": ("/publish/x",)}),
+    )
+    assert [judge(mappings.mapped_unmounted, at).troubles for at in used] == [()] * 6
+    assert "no record" in only(mappings.mapped_unmounted, scene()).message
+
+
+def test_unmap_failing_names_device_and_holder() -> None:
+    rule = mappings.unmap_failing
+    trouble = only(rule, scene(logs=(log_hit(image="rbd/csi-vol-1"),), spaces=(space(),)))
+    assert trouble.device == "rbd0"
+    assert "node_exporter" in trouble.advice
+    assert judge(rule, scene(logs=(log_hit(image="rbd/another"),))).troubles == ()
+
+
+def test_unmap_failing_without_a_name_is_the_only_leaked_device() -> None:
+    """'rbd: unmap failed: (16)' names none."""
+    rule = mappings.unmap_failing
+    assert only(rule, scene(logs=(log_hit(),), spaces=(space(),))).device == "rbd0"
+    old = log_hit(last=1000.0 - mappings.NAMELESS_SECONDS)
+    assert judge(rule, scene(logs=(old,), spaces=(space(),))).troubles == ()
+
+
+@pytest.mark.parametrize(
+    ("second", "severity"),
+    [
+        ({"read_only": False}, Severity.CRITICAL),
+        ({"read_only": True}, Severity.WARNING),
+        ({"image": RbdImage("rbd", "csi-vol-1", snapshot="s", fsid="f1")}, None),
+        ({"image": RbdImage("rbd", "csi-vol-1", namespace="n", fsid="f1")}, None),
+        ({"image": RbdImage("rbd", "csi-vol-1", fsid="another")}, None),
+    ],
+)
+def test_mapped_twice_is_one_image_with_a_writer(
+    second: dict[str, object], severity: Severity | None
+) -> None:
+    twin = device(name="rbd1", number=(252, 16), **second)
+    outcome = judge(mappings.mapped_twice, scene(devices=(DEVICE, twin)))
+    assert [t.severity for t in outcome.troubles] == ([severity] if severity else [])
+
+
+def test_mapped_elsewhere_is_another_writing_client() -> None:
+    rule = mappings.mapped_elsewhere
+    alone = scene(clusters={"c1": view(images=(image_view(OURS),))})
+    assert judge(rule, alone).troubles == ()
+    both = scene(clusters={"c1": view(images=(image_view(OURS, THEIRS),))})
+    assert only(rule, both).severity is Severity.CRITICAL
+    reader = device(read_only=True)
+    reading = scene(devices=(reader,), clusters={"c1": view(images=(image_view(THEIRS),))})
+    assert only(rule, reading).severity is Severity.WARNING
+    lock = Lock("client77", "10.0.0.9:0/9", "auto 1")
+    locked = scene(clusters={"c1": view(images=(image_view(OURS, THEIRS, locks=(lock,)),))})
+    assert "client77" in only(rule, locked).evidence["locks"]
+
+
+def test_mapped_elsewhere_takes_a_silent_driver_for_one_watcher() -> None:
+    nbd = device(name="nbd0", client=None)
+    one = scene(devices=(nbd,), clusters={"c1": view(images=(image_view(THEIRS),))})
+    assert judge(mappings.mapped_elsewhere, one).troubles == ()
+    two = scene(devices=(nbd,), clusters={"c1": view(images=(image_view(OURS, THEIRS),))})
+    assert len(judge(mappings.mapped_elsewhere, two).troubles) == 1
+
+
+def test_mapped_elsewhere_expects_an_image_in_its_own_cluster_only() -> None:
+    """Each cluster is asked about every image; DEVICE is of the cluster with fsid f1."""
+    rule = mappings.mapped_elsewhere
+    missing = ImageView("rbd", "", "csi-vol-1", error="RBD image not found")
+    other = view(name="c2", fsid="f2", images=(missing,))
+    at = scene(clusters={"c1": view(images=(image_view(OURS),)), "c2": other})
+    assert judge(rule, at) == Outcome()
+    trouble = only(rule, scene(clusters={"c2": other, "c1": view(images=(image_view(THEIRS),))}))
+    assert trouble.evidence["cluster"] == "c1"
+    lacking = scene(clusters={"c1": view(images=(missing,)), "c2": view(name="c2", fsid="f2")})
+    assert "not found" in judge(rule, lacking).unknown
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [
+        ("10.0.0.5:0/111", True),
+        ("10.0.0.5:0/0", True),
+        ("v1:10.0.0.5:0/111", True),
+        ("10.0.0.5:0/112", False),
+        ("10.0.0.55:0/0", False),
+        ("10.0.0.6:0/111", False),
+        ("cidr:10.0.0.0:0/24", True),
+        ("cidr:10.0.0.5:0/32", True),
+        ("cidr:10.0.1.0:0/24", False),
+        ("10.0.0.0:0/24", False),  # one client with the nonce 24, not a range
+        ("cidr:[fd00::]:0/64", False),
+    ],
+)
+def test_blocklisted_client_matches_address_and_nonce(entry: str, found: bool) -> None:
+    at = scene(clusters={"c1": view(blocklist=(entry,))})
+    assert bool(judge(mappings.blocklisted_client, at).troubles) is found
+
+
+@pytest.mark.parametrize(("entry", "found"), [("fd00::", True), ("fd01::", False)])
+def test_blocklisted_client_matches_ipv6_ranges(entry: str, found: bool) -> None:
+    ours = device(client=RbdClient("0", "client10", "[fd00::5]:0/111"))
+    at = scene(devices=(ours,), clusters={"c1": view(blocklist=(f"cidr:[{entry}]:0/64",))})
+    assert bool(judge(mappings.blocklisted_client, at).troubles) is found
+
+
+def test_blocklisted_client_of_a_silent_driver_is_its_last_only_watcher() -> None:
+    nbd = device(name="nbd0", client=None)
+    watched_by = {("c1", "rbd", "", "csi-vol-1"): "10.0.0.7:0/5"}
+    for entry, found in (("10.0.0.7:0/5", True), ("10.0.0.8:0/5", False)):
+        clusters = {"c1": view(blocklist=(entry,))}
+        at = scene(devices=(nbd,), clusters=clusters, watched_by=watched_by)
+        assert bool(judge(mappings.blocklisted_client, at).troubles) is found
+
+
+def test_read_only_claim_is_a_writable_mapping_with_read_only_mounts() -> None:
+    rule = mappings.read_only_claim
+    reading = (place(read_only=True),)
+    assert only(rule, scene(host=reading)).device == "rbd0"
+    assert judge(rule, scene(devices=(device(read_only=True),), host=reading)).troubles == ()
+    assert judge(rule, scene(host=(place(),))).troubles == ()
+    assert judge(rule, scene()).troubles == ()

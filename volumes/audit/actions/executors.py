@@ -1,0 +1,118 @@
+"""Carry out one action. Each function runs in a child process (kit.child), because it can hang.
+
+Each checks again that the device is still the same and still unused: between the plan and this
+moment another attach may have taken its name or number. All raise OSError, RefusedError when the
+state changed, HostError when a program fails.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+
+import kit.errors
+import kit.processes
+from linux import blockdev, mount_namespaces
+from volumes.audit.inventory import holders
+from volumes.audit.inventory.processes import Processes
+
+_UNMAP_SECONDS = 20.0
+
+
+def detach(way: str, namespace_id: int, inode: int, copies: list[tuple[int, int, str]]) -> int:
+    """Lazily unmount ``copies`` in a mount namespace; the number of unmounts, 0 if none was left.
+
+    ``way`` is the path of the namespace, empty to enter it by its id. ``copies`` are major and
+    minor of each mount (not of the device below it) and its path in the namespace.
+    """
+    wanted = [mount_namespaces.Copy((major, minor), target) for major, minor, target in copies]
+    if _mounted_on_host({copy.device for copy in wanted}):
+        raise kit.errors.RefusedError(
+            "detach-leaked", "the host has the device mounted again", "nothing was done"
+        )
+    if way:
+        return mount_namespaces.detach(way, inode, wanted)
+    return mount_namespaces.detach_by_id(namespace_id, inode, wanted)
+
+
+def _mounted_on_host(numbers: set[tuple[int, int]]) -> bool:
+    wanted = {f"{major}:{minor}" for major, minor in numbers}
+    lines = Path("/proc/1/mountinfo").read_text(errors="replace").splitlines()
+    return any(line.split(" ", 3)[2] in wanted for line in lines)
+
+
+def unmap(name: str, driver: str, device: list[int], diskseq: int | None, mapping: str) -> int:
+    """Unmap a device. The kernel refuses with EBUSY while anything has it open."""
+    home = Path("/sys/block", name)
+    number = device[0], device[1]
+    if (home / "dev").read_text().strip() != f"{number[0]}:{number[1]}":
+        raise _another(f"unmap {name}")
+    _check_attachment(f"unmap {name}", name, diskseq)
+    if (
+        any(Path("/sys/fs", fs, name).exists() for fs in ("ext4", "xfs", "f2fs"))
+        or any((home / "holders").iterdir())
+        or any(home.glob("*/partition"))
+    ):
+        raise kit.errors.RefusedError(f"unmap {name}", "it is in use again", "nothing was done")
+    if driver == "rbd":
+        # Without 'force', which would unmap a device that somebody writes to.
+        single = Path("/sys/bus/rbd/remove_single_major")
+        target = single if single.exists() else Path("/sys/bus/rbd/remove")
+        target.write_text(mapping)
+    elif driver == "nbd":
+        # Unlike the kernel, rbd-nbd unmaps a device that somebody has open.
+        with blockdev.claimed(f"/dev/{name}", number):
+            _refuse_users(name, number)
+            asyncio.run(_rbd_nbd_unmap(name))
+    elif driver == "loop":
+        blockdev.detach_loop(f"/dev/{name}", number)
+    else:
+        raise kit.errors.RefusedError(
+            f"unmap {name}",
+            f"the agent cannot unmap devices of driver {driver}",
+            "unmap it yourself",
+        )
+    return 1
+
+
+async def _rbd_nbd_unmap(name: str) -> None:
+    ended = await kit.processes.run(
+        ("rbd-nbd", "unmap", f"/dev/{name}"), about=f"rbd-nbd unmap {name}", deadline=_UNMAP_SECONDS
+    )
+    if ended.code:
+        said = ended.err.decode(errors="replace").strip()
+        raise kit.errors.HostError(
+            f"unmap {name}", f"rbd-nbd ended with {ended.code}: {said}", "see what holds the device"
+        )
+
+
+def _refuse_users(name: str, number: tuple[int, int]) -> None:
+    for user in holders.users(Processes("/proc", ""), "/proc", {number}, set()):
+        if user.owner.pid != os.getpid():  # our own claim
+            raise kit.errors.RefusedError(
+                f"unmap {name}",
+                f"{user.owner.label} has it open ({', '.join(user.ways)})",
+                "nothing was done",
+            )
+
+
+def set_read_only(path: str, device: list[int], diskseq: int | None) -> int:
+    """Flag a device read-only. EBUSY while it is mounted or claimed by a device on top of it."""
+    name = path.rpartition("/")[2]
+    _check_attachment(f"flag {name}", name, diskseq)
+    blockdev.set_read_only(path, (device[0], device[1]))
+    return 1
+
+
+def _check_attachment(what: str, name: str, diskseq: int | None) -> None:
+    try:
+        now = int(Path("/sys/block", name, "diskseq").read_text())
+    except (OSError, ValueError):
+        return  # before Linux 5.15
+    if now != diskseq:
+        raise _another(what)
+
+
+def _another(what: str) -> kit.errors.RefusedError:
+    return kit.errors.RefusedError(
+        what, "the name belongs to another device now", "nothing was done"
+    )

@@ -1,0 +1,171 @@
+"""The node's volumes as one frozen model, made by the scan child; everything else only reads it.
+
+Block devices, their images and Ceph clients are those of ``linux.blockdev``.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from linux.blockdev import BlockDevice, Number
+from linux.rbd_sysfs import RbdImage
+
+
+@dataclass(frozen=True)
+class Place:
+    """One mount of a watched device, or one that shows kubelet's directories."""
+
+    namespace: int  # inode of the mount namespace
+    target: str
+    root: str
+    device: Number
+    fstype: str
+    read_only: bool  # this mount
+    super_read_only: bool
+    options: tuple[str, ...]
+    super_options: tuple[str, ...]
+    propagation: str  # private, slave, shared
+
+    @property
+    def is_private(self) -> bool:
+        return self.propagation == "private"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process and its pod. ``started`` distinguishes it from a later one with the same pid."""
+
+    pid: int
+    started: int  # clock ticks since boot
+    comm: str
+    cgroup: str
+    container: str = ""  # id
+    pod_uid: str = ""
+    pod: str = ""  # namespace/name where the runtime's records say it
+    thread: int = 0  # a thread with a namespace of its own; 0: the process
+    host: bool = False  # it is in the host's mount namespace
+
+    @property
+    def label(self) -> str:
+        who = f"pid {self.pid} ({self.comm})"
+        if self.thread:
+            who = f"thread {self.thread} of {who}"
+        if self.pod or self.pod_uid:
+            who += f" of pod {self.pod or self.pod_uid}"
+        return who
+
+
+@dataclass(frozen=True)
+class Space:
+    """A mount namespace other than the host's, with the processes in it."""
+
+    inode: int
+    id: int  # 0 when the kernel does not give ids
+    owners: tuple[Owner, ...]  # a few of them; empty: no process
+    processes: int  # how many there are
+    kept_by: tuple[str, ...] = ()  # bind mounts and descriptors that keep it without processes
+    places: tuple[Place, ...] = ()  # watched devices and kubelet's directories only
+
+    @property
+    def owner(self) -> Owner | None:
+        return self.owners[0] if self.owners else None
+
+    @property
+    def label(self) -> str:
+        if self.owner is not None:
+            more = f" and {self.processes - 1} more" if self.processes > 1 else ""
+            return self.owner.label + more
+        kept = f", kept by {self.kept_by[0]}" if self.kept_by else ""
+        return f"mount namespace {self.inode} without processes{kept}"
+
+
+@dataclass(frozen=True)
+class User:
+    """A process that keeps a file system or the device itself in use without a mount."""
+
+    owner: Owner
+    device: Number
+    ways: tuple[str, ...]  # fd 5, cwd, root, exe, map, device fd 7
+    namespace: int
+
+
+@dataclass(frozen=True)
+class Publish:
+    """A staged volume given to a pod."""
+
+    pod_uid: str
+    path: str
+    volume: str  # the PV's name
+    mounted: bool
+    read_only: bool
+    handle: str = ""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """The records of kubelet and the CSI driver about one staged volume."""
+
+    driver: str
+    handle: str
+    staging: str  # the directory kubelet gave to the driver
+    mounts: tuple[str, ...]  # host mount points at or below it
+    device: str  # kernel name; empty when not known
+    image: RbdImage | None
+    publishes: tuple[Publish, ...]
+    name: str = ""  # the PV's name where a publish says it
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Everything one scan saw. ``deep``: the mount namespaces were visited too."""
+
+    taken: float  # Unix time
+    cpu: float  # seconds of CPU
+    deep: bool
+    devices: tuple[BlockDevice, ...] = ()  # watched devices that have a medium
+    # Device name -> where its node is bind-mounted, as kubelet does for raw block volumes.
+    raw: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    host: tuple[Place, ...] = ()  # watched devices in the host's namespaces
+    host_spaces: tuple[int, ...] = ()
+    kubelet: Place | None = None  # the host mount that kubelet's directory lies on
+    no_records: str = ""  # why kubelet's records could not be read; 'volumes' is then unknown
+    spaces: tuple[Space, ...] = ()
+    spaces_at: float = 0.0  # Unix time of the deep scan that ``spaces`` come from
+    users: tuple[User, ...] = ()
+    users_of: tuple[Number, ...] = ()  # devices whose users were searched
+    volumes: tuple[Volume, ...] = ()
+    supported_features: int = 0  # of the kernel's RBD client; 0: not loaded
+    kernel: str = ""
+    namespaces: int = 0  # how many there are
+    processes: int = 0
+    gaps: tuple[str, ...] = ()  # what this scan could not read, and why
+    # The same for the last deep scan, kept until the next one; and those that may hide mounts.
+    deep_gaps: tuple[str, ...] = ()
+    space_gaps: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def by_number(self) -> dict[Number, BlockDevice]:
+        """Every watched device by its number and those of its layers."""
+        layers = {number: device for device in self.devices for number in device.numbers}
+        return layers | {device.number: device for device in self.devices}
+
+    def device(self, name: str) -> BlockDevice | None:
+        return next((device for device in self.devices if device.name == name), None)
+
+    def on_host(self, device: BlockDevice) -> tuple[Place, ...]:
+        return tuple(place for place in self.host if place.device in device.numbers)
+
+    def elsewhere(self, device: BlockDevice) -> list[tuple[Space, Place]]:
+        """Mounts of the device outside the host's namespaces."""
+        return [
+            (space, place)
+            for space in self.spaces
+            for place in space.places
+            if place.device in device.numbers
+        ]
+
+    def users_on(self, device: BlockDevice) -> tuple[User, ...]:
+        return tuple(user for user in self.users if user.device in device.numbers)
+
+    def volume_of(self, device: BlockDevice) -> Volume | None:
+        return next((volume for volume in self.volumes if volume.device == device.name), None)

@@ -1,0 +1,139 @@
+"""Records of kubelet and ceph-csi about staged volumes. Runs in the scan child only.
+
+kubelet: plugins/kubernetes.io/csi/<driver>/<hash>/vol_data.json (before 1.24: csi/pv/<name>) and
+pods/<uid>/volumes/kubernetes.io~csi/<name>/vol_data.json. ceph-csi: image-meta.json in the staging
+directory. Files inside a mounted volume are never read.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from linux import mountinfo
+from linux.blockdev import BlockDevice
+from linux.rbd_sysfs import RbdImage
+from volumes.audit.inventory.model import Publish, Volume
+
+MOST_VOLUMES = 2048
+_LARGEST_RECORD = 1 << 16
+
+
+def _json(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as stream:  # noqa: PTH123
+            value = json.loads(stream.read(_LARGEST_RECORD))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _names(path: str) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except OSError:
+        return []
+
+
+def _staged(kubelet: str, root: str) -> Iterator[tuple[str, str]]:
+    """(directory with vol_data.json, staging directory)."""
+    base = f"{kubelet}/plugins/kubernetes.io/csi"
+    for driver in _names(root + base):
+        if driver == "volumeDevices":
+            continue  # raw block volumes: the bind mount of their device node shows them
+        for volume in _names(f"{root}{base}/{driver}"):
+            home = f"{base}/{driver}/{volume}"
+            yield home, f"{home}/globalmount"
+
+
+def _published(kubelet: str, root: str) -> Iterator[tuple[str, str, str]]:
+    """(pod uid, volume name, directory)."""
+    for uid in _names(f"{root}{kubelet}/pods"):
+        base = f"{kubelet}/pods/{uid}/volumes/kubernetes.io~csi"
+        for name in _names(root + base):
+            yield uid, name, f"{base}/{name}"
+
+
+def volumes(
+    kubelet: str, host: list[mountinfo.Mount], devices: list[BlockDevice], *, root: str = ""
+) -> tuple[list[Volume], list[str]]:
+    """Every staged volume with its publishes and its device; and what could not be read.
+
+    ``kubelet`` is its directory without symbolic links, ``root`` the directory to read it from.
+    """
+    by_target = {mount.target: mount for mount in host if _below(mount.target, kubelet)}
+    publishes: dict[str, list[Publish]] = {}
+    for uid, name, home in _published(kubelet, root):
+        record = _json(f"{root}{home}/vol_data.json")
+        mount = by_target.get(f"{home}/mount")
+        handle = str(record.get("volumeHandle", ""))
+        publishes.setdefault(handle, []).append(
+            Publish(
+                pod_uid=uid,
+                path=f"{home}/mount",
+                volume=str(record.get("specVolID", name)),
+                mounted=mount is not None,
+                read_only=mount is not None and mount.read_only,
+                handle=handle,
+            )
+        )
+    found: list[Volume] = []
+    gaps: list[str] = []
+    for home, staging in _staged(kubelet, root):
+        if len(found) >= MOST_VOLUMES:
+            gaps.append(f"{kubelet}: more than {MOST_VOLUMES} staged volumes, the rest left out")
+            break
+        record = _json(f"{root}{home}/vol_data.json")
+        handle = str(record.get("volumeHandle", ""))
+        mounts = [target for target in by_target if _below(target, staging)]
+        meta = {} if staging in mounts else _json(f"{root}{staging}/image-meta.json")
+        image = _image(meta)
+        device = _device(meta, image, [by_target[target] for target in mounts], devices)
+        published = publishes.get(handle, []) if handle else []
+        found.append(
+            Volume(
+                driver=str(record.get("driverName", "")),
+                handle=handle,
+                staging=staging,
+                mounts=tuple(sorted(mounts)),
+                device=device.name if device else "",
+                image=(device.image if device else None) or image,
+                publishes=tuple(published),
+                name=published[0].volume if published else str(record.get("specVolID", "")),
+            )
+        )
+    return found, gaps
+
+
+def _below(path: str, upper: str) -> bool:
+    return path == upper or path.startswith(upper + "/")
+
+
+def _image(meta: dict[str, Any]) -> RbdImage | None:
+    pool, name = meta.get("pool"), meta.get("image")
+    if not isinstance(pool, str) or not isinstance(name, str) or not name:
+        return None
+    return RbdImage(pool=pool, name=name, namespace=str(meta.get("radosNamespace") or ""))
+
+
+def _device(
+    meta: dict[str, Any],
+    image: RbdImage | None,
+    mounts: list[mountinfo.Mount],
+    devices: list[BlockDevice],
+) -> BlockDevice | None:
+    """The volume's device: by its mounts, else by ceph-csi's record, else by the image."""
+    numbers = {mount.device for mount in mounts}
+    for device in devices:
+        if not device.numbers.isdisjoint(numbers):
+            return device
+    noted = os.path.basename(str(meta.get("device") or ""))
+    for device in devices:
+        if device.name == noted or (
+            image
+            and device.image
+            and (device.image.pool, device.image.name, device.image.namespace)
+            == (image.pool, image.name, image.namespace)
+        ):
+            return device
+    return None

@@ -1,0 +1,286 @@
+"""One scan of the node: from a Request to an Inventory.
+
+Reading /proc, /sys and mount tables can hang in the kernel, for example in a dead network file
+system. So ``scan`` runs in a child process (``main``) that lives as long as the agent and answers
+one request after the other; ``Scanner`` is the agent's end of it. A child that does not answer in
+time is killed and abandoned, and the next scan starts another one.
+"""
+
+import dataclasses
+import gc
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import kit.errors
+import kit.processes
+import kit.worker
+from linux import blockdev, mountinfo, rbd_sysfs
+from linux.blockdev import BlockDevice, Number
+from volumes.audit.inventory import holders, records
+from volumes.audit.inventory.model import Inventory, Place, User, Volume
+from volumes.audit.inventory.processes import Processes, host_space
+
+_ABOUT = "scan of the node"
+# Children that hang in the kernel at the same time; one more would only hang beside them.
+MOST_ABANDONED = 3
+_LARGEST_ANSWER = 32 * 2**20
+_MOST_GAPS = 50
+_MOST_LINKS = 40  # as the kernel
+# Names of processes that are kubelet or contain it.
+_KUBELETS = ("kubelet", "k3s-server", "k3s-agent")
+
+Tables = Mapping[int, list[mountinfo.Mount]]  # by inode of the mount namespace
+
+
+@dataclass(frozen=True)
+class Request:
+    drivers: tuple[str, ...]
+    kubelet: str
+    proc: str
+    sys: str
+    containers: str  # containerd's bundles, for pods' names
+    deep: bool  # visit every mount namespace
+    users_of: tuple[str, ...] = ()  # devices whose open files are searched
+    kubelet_set: bool = False  # the settings say where kubelet's directory is
+
+
+# -- the agent's end ---------------------------------------------------------------------------
+
+
+class BlindError(kit.errors.AgentError):
+    """The node could not be scanned. What was known stays, and nothing counts as fine."""
+
+
+class Scanner:
+    """Scans one at a time, each with a deadline."""
+
+    def __init__(self) -> None:
+        self._child = kit.worker.Worker(
+            f"{__name__}:{main.__name__}",
+            Inventory,
+            about=_ABOUT,
+            largest=_LARGEST_ANSWER,
+            backoff=kit.worker.Backoff(first=0.0),  # the scheduler decides when to try again
+        )
+        self.scans = 0
+        self.failures = 0
+        self.cpu_seconds = 0.0
+
+    @property
+    def stuck(self) -> int:
+        return kit.processes.hanging(_ABOUT)
+
+    async def scan(self, request: Request, deadline: float) -> Inventory:
+        """BlindError when it takes longer than ``deadline`` seconds or fails."""
+        self.scans += 1
+        try:
+            if self.stuck >= MOST_ABANDONED:
+                raise kit.processes.DeadlineError(
+                    _ABOUT, f"{self.stuck} earlier scans still hang in the kernel", ""
+                )
+            inventory = await self._child.ask(request, deadline)
+        except kit.processes.DeadlineError as error:
+            self.failures += 1
+            raise BlindError(
+                "volume audit",
+                f"the scan of the node did not end: {error.cause}",
+                "something that it reads hangs in the kernel; see 'nodeagent volume audit'",
+            ) from error
+        except (OSError, ValueError, kit.worker.ChildError) as error:
+            self.failures += 1
+            raise BlindError(
+                "volume audit",
+                f"the scan of the node failed: {error}",
+                "run the agent as root with the host's /proc and /sys",
+            ) from error
+        self.cpu_seconds += inventory.cpu
+        return inventory
+
+    async def close(self) -> None:
+        """End the child; one that hangs is left to the kernel."""
+        await self._child.close()
+
+
+# -- the child ---------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """The child's function; see kit.worker."""
+    try:
+        os.nice(5)
+    except OSError:
+        pass  # a limit forbids it
+    gc.freeze()
+    kit.worker.serve(Request, scan)
+
+
+def scan(request: Request) -> Inventory:
+    """The node now. OSError only when /proc or /sys themselves cannot be read."""
+    cpu = time.process_time()
+    devices = blockdev.scan(request.drivers, request.sys, request.proc)
+    watched = {number for device in devices for number in device.numbers}
+    gaps: list[str] = []
+    processes: Processes | None = None
+    if request.deep or request.users_of:
+        processes = Processes(request.proc, request.containers)
+    tables = _host_tables(request.proc, processes, gaps)
+    everything = [mount for table in tables.values() for mount in table]
+    host = [
+        holders.place(inode, mount)
+        for inode, table in tables.items()
+        for mount in table
+        if mount.device in watched
+    ]
+    root = _root(request.proc)
+    directory = _host_path(request.kubelet, root)
+    kubelet = _kubelet(directory, root, tables)
+    volumes, missing = records.volumes(directory, everything, devices, root=root)
+    gaps += missing
+    no_records = ""
+    if kubelet is None and _needs_kubelet(request, processes):
+        no_records = f"no kubelet directory at {request.kubelet}"
+        gaps.append(f"{no_records}: mount it, or set volumes.audit.kubelet to its path")
+    hidden = _hidden(processes)
+    visited = holders.Visited()
+    users: list[User] = []
+    numbers: list[Number] = []
+    if processes is not None:
+        if request.deep:
+            unexplained = {n for d in devices for n in d.live} - {p.device for p in host}
+            visited = holders.Namespaces(
+                processes, request.proc, set(tables), watched, kubelet
+            ).visit(unexplained)
+        numbers = [n for d in devices if d.name in request.users_of for n in sorted(d.numbers)]
+        users = holders.users(processes, request.proc, set(numbers), set(tables))
+    return Inventory(
+        taken=time.time(),
+        cpu=time.process_time() - cpu,
+        deep=request.deep,
+        devices=tuple(_named(devices, volumes)),
+        raw=_raw(devices, everything),
+        host=tuple(host),
+        host_spaces=tuple(tables),
+        kubelet=kubelet[0] if kubelet else None,
+        no_records=no_records,
+        spaces=tuple(visited.spaces),
+        spaces_at=time.time() if request.deep else 0.0,
+        users=tuple(users),
+        users_of=tuple(numbers),
+        volumes=tuple(volumes),
+        supported_features=rbd_sysfs.supported_features(request.sys),
+        kernel=os.uname().release,
+        namespaces=visited.count,
+        processes=processes.count if processes else 0,
+        gaps=tuple((gaps + ([] if request.deep else hidden))[:_MOST_GAPS]),
+        deep_gaps=tuple((hidden + visited.gaps)[:_MOST_GAPS]) if request.deep else (),
+        space_gaps=tuple((visited.gaps + (hidden if visited.by_processes else []))[:_MOST_GAPS]),
+    )
+
+
+def _host_tables(
+    proc: str, processes: Processes | None, gaps: list[str]
+) -> dict[int, list[mountinfo.Mount]]:
+    """The mount tables of the host's namespaces: pid 1's, and kubelet's where it has its own."""
+    if processes is None:
+        homes = {host_space(proc, []): 1}
+    else:
+        homes = {processes.host_space(): 1}
+        for pid in processes.named("kubelet"):
+            homes.setdefault(Processes.space(f"{proc}/{pid}/ns/mnt"), pid)
+    tables: dict[int, list[mountinfo.Mount]] = {}
+    for inode, pid in homes.items():
+        tables[inode] = []
+        try:
+            with open(f"{proc}/{pid}/mountinfo", "rb") as stream:  # noqa: PTH123
+                tables[inode] = mountinfo.parse(stream.read())
+        except OSError as error:
+            gaps.append(f"mount table of pid {pid}: {error.strerror}")
+    return tables
+
+
+def _hidden(processes: Processes | None) -> list[str]:
+    if processes is None or processes.hidden <= 1:
+        return []
+    return [f"{processes.hidden} processes may not be read; does the agent have CAP_SYS_PTRACE?"]
+
+
+def _raw(devices: list[BlockDevice], host: list[mountinfo.Mount]) -> dict[str, tuple[str, ...]]:
+    """Device name -> where its node, or that of a layer, is bind-mounted."""
+    bound: dict[str, list[str]] = {}
+    for mount in host:
+        if mount.fstype == "devtmpfs" and mount.root != "/":
+            bound.setdefault(mount.root.removeprefix("/"), []).append(mount.target)
+    found = {}
+    for device in devices:
+        names = (device.name, *(layer.name for layer in device.layers))
+        if targets := tuple(target for name in names for target in bound.get(name, ())):
+            found[device.name] = targets
+    return found
+
+
+def _root(proc: str) -> str:
+    """The directory of the host's files; empty (the agent's own view) if pid 1's is forbidden."""
+    try:
+        os.stat(f"{proc}/1/root/.")
+    except OSError:
+        return ""
+    return f"{proc}/1/root"
+
+
+def _host_path(path: str, root: str) -> str:
+    """``path`` without symbolic links, as the host's mount tables have it.
+
+    realpath would follow the host's absolute links into the agent's own file system.
+    """
+    todo, done, links = path.split("/")[::-1], "", 0
+    while todo:
+        part = todo.pop()
+        if part in ("", "."):
+            continue
+        if part == "..":
+            done = done.rpartition("/")[0]
+            continue
+        try:
+            target = os.readlink(f"{root}{done}/{part}")
+        except OSError:  # not a link, or nothing there
+            done = f"{done}/{part}"
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            return path
+        if target.startswith("/"):
+            done = ""
+        todo += target.split("/")[::-1]
+    return done or "/"
+
+
+def _needs_kubelet(request: Request, processes: Processes | None) -> bool:
+    """Whether kubelet's directory must exist: not on a node without kubelet."""
+    if request.kubelet_set:
+        return True
+    return processes is not None and any(processes.named(name) for name in _KUBELETS)
+
+
+def _kubelet(real: str, root: str, tables: Tables) -> tuple[Place, str] | None:
+    """The host mount that kubelet's directory is on, and its path in that file system."""
+    if not os.path.isdir(root + real):
+        return None
+    for inode, table in tables.items():
+        mount = mountinfo.containing(real, table)
+        if mount is not None:
+            below = real[len(mount.target.rstrip("/")) :]
+            return holders.place(inode, mount), (mount.root.rstrip("/") + below).rstrip("/") or "/"
+    return None
+
+
+def _named(devices: list[BlockDevice], volumes: list[Volume]) -> list[BlockDevice]:
+    """Devices whose driver does not show the image get it from ceph-csi's record."""
+    images = {v.device: v.image for v in volumes if v.device and v.image}
+    return [
+        dataclasses.replace(device, image=images[device.name])
+        if device.image is None and device.name in images
+        else device
+        for device in devices
+    ]

@@ -1,0 +1,112 @@
+"""Rules about what the agent's own parts report: guard-not-enforcing, ledger-mismatch, unread-log,
+and the findings that come straight from log lines (log-<pattern id>).
+"""
+
+from collections.abc import Iterator
+
+from volumes.audit.rules.base import Outcome, rule
+from volumes.audit.types import GuardView, LogHit, Scene, Severity, Trouble
+
+LOG_PREFIX = "log-"
+_NO_GUARD = "the guard does not report its state"
+
+
+@rule(
+    "guard-not-enforcing", "the format guard is not in force on this node", Severity.WARNING, 60.0
+)
+def guard_not_enforcing(scene: Scene) -> Outcome:
+    if scene.guard is None:
+        return Outcome(unknown=_NO_GUARD)
+    if scene.guard.enforcing:
+        return Outcome()
+    why = "; ".join(scene.guard.reasons) or "its mode is not enforce"
+    trouble = Trouble(
+        subject="guard",
+        message=f"the format guard does not enforce: {why}",
+        advice="a failed probe can still end in mkfs on this node: see 'nodeagent volume guard "
+        "status' and set volumes.guard.mode to enforce",
+        evidence={"reasons": why},
+    )
+    return Outcome((trouble,))
+
+
+@rule(
+    "ledger-mismatch",
+    "a volume does not hold the file system that it held before",
+    Severity.CRITICAL,
+    0.0,
+)
+def ledger_mismatch(scene: Scene) -> Outcome:
+    if scene.guard is None:
+        return Outcome(unknown=_NO_GUARD)
+    return Outcome(tuple(_mismatches(scene.guard)))
+
+
+def _mismatches(guard: GuardView) -> Iterator[Trouble]:
+    for mismatch in guard.mismatches:
+        yield Trouble(
+            subject=mismatch.device,
+            key=mismatch.image,
+            device=mismatch.device,
+            message=f"{mismatch.image or mismatch.device} held {mismatch.expected} and now holds "
+            f"{mismatch.seen}",
+            advice="it was formatted or overwritten elsewhere: stop its pods before they build an "
+            "empty data set, and restore it from a snapshot. If the change was intended, accept it "
+            "('nodeagent volume ledger --accept VOLUME')",
+            evidence={"expected": mismatch.expected, "seen": mismatch.seen},
+        )
+
+
+@rule(
+    "unread-log",
+    "a configured log cannot be read",
+    Severity.WARNING,
+    120.0,  # logs appear late after a boot, and are missing for moments during rotation
+)
+def unread_log(scene: Scene) -> Outcome:
+    return Outcome(tuple(_unread(scene)))
+
+
+def _unread(scene: Scene) -> Iterator[Trouble]:
+    # The default sources fit most nodes, not all: k3s has no kubelet.service.
+    chosen = "sources" in scene.settings.logs.model_fields_set
+    for source, why in scene.unread_logs.items():
+        yield Trouble(
+            subject=source,
+            severity=Severity.WARNING if chosen or source == "kernel" else Severity.INFO,
+            message=f"log source {source} is not readable: {why}",
+            advice="its lines can announce trouble and nobody reads them: mount the log where the "
+            "agent expects it, or list this node's logs in volumes.audit.logs.sources (without the "
+            "sources that it does not have)",
+            evidence={"source": source, "cause": why},
+        )
+
+
+def from_logs(scene: Scene) -> Iterator[tuple[str, LogHit, Trouble]]:
+    """(rule name, hit, trouble) for each log hit. The rule is named ``log-<pattern id>``."""
+    for hit in scene.logs:
+        evidence = {
+            "line": hit.text[:500],
+            "source": hit.source,
+            "times": str(hit.count),
+            "image": hit.image,
+            "pod_uid": hit.pod_uid,
+            "volume": hit.volume,
+        }
+        device = scene.inventory.device(hit.device) if scene.inventory and hit.device else None
+        if device is not None and scene.inventory is not None:
+            evidence["image"] = hit.image or (device.image.spec if device.image else "")
+            volume = scene.inventory.volume_of(device)
+            if volume is not None:
+                evidence["volume"] = volume.name or volume.handle
+                evidence["pods"] = ", ".join(p.pod_uid for p in volume.publishes[:4])
+        trouble = Trouble(
+            subject=hit.device or hit.image or hit.volume or hit.pod_uid or hit.source,
+            device=hit.device,
+            pid=hit.pid,
+            severity=hit.severity,
+            message=f"{hit.meaning}: {hit.text[:200]}",
+            advice=hit.advice,
+            evidence={name: value for name, value in evidence.items() if value},
+        )
+        yield LOG_PREFIX + hit.pattern, hit, trouble

@@ -1,0 +1,113 @@
+"""How a rule is defined.
+
+A rule is a pure function from a Scene to Troubles. It lives in the module of its subject and is
+made a Rule by one of three decorators, which also decide when the rule is ``unknown``:
+
+    @node_rule(...)      judge(scene, inventory): asked when the node could be scanned
+    @cluster_rule(...)   judge(scene, view): asked once for each cluster that answered
+    @rule(...)           judge(scene) -> Outcome: decides everything itself
+
+To take effect it needs one line in ``volumes.audit.evaluate.RULES`` and a section in docs/audit.md.
+Invariant: a rule that could not see everything says ``unknown``; then none of its findings clear.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from volumes.audit.inventory.cluster import ClusterView
+from volumes.audit.inventory.model import Inventory
+from volumes.audit.types import Scene, Severity, Trouble
+
+NO_CLUSTER = "no cluster is configured (volumes.audit.clusters)"
+NOT_SCANNED = "the node has not been scanned yet"
+_MOST_GAPS = 3  # named in a reason
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one rule. ``unknown``: why it could not see everything. ``off``: why it does
+    not apply on this node."""
+
+    troubles: tuple[Trouble, ...] = ()
+    unknown: str = ""
+    off: str = ""
+
+
+Judge = Callable[[Scene], Outcome]
+NodeJudge = Callable[[Scene, Inventory], Iterable[Trouble]]
+ClusterJudge = Callable[[Scene, ClusterView], Iterable[Trouble]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    name: str
+    summary: str  # one line for docs and the command line
+    severity: Severity
+    patience: float  # seconds a trouble must last before it becomes a finding
+    judge: Judge
+
+
+def rule(name: str, summary: str, severity: Severity, patience: float) -> Callable[[Judge], Rule]:
+    """A rule that decides by itself when it is unknown or off."""
+    return lambda judge: Rule(name, summary, severity, patience, judge)
+
+
+def node_rule(
+    name: str,
+    summary: str,
+    severity: Severity,
+    patience: float,
+    *,
+    records: bool = False,
+    namespaces: bool = False,
+) -> Callable[[NodeJudge], Rule]:
+    """A rule about this node: unknown while the node cannot be scanned.
+
+    ``records``: also unknown while kubelet's directory is missing. ``namespaces``: what it searches
+    for may hide in any mount namespace, so finding nothing counts only if all could be entered.
+    """
+
+    def decorate(judge: NodeJudge) -> Rule:
+        def judged(scene: Scene) -> Outcome:
+            inventory = scene.inventory
+            if inventory is None or scene.blind:  # an old inventory proves nothing now
+                return Outcome(unknown=scene.blind or NOT_SCANNED)
+            troubles = tuple(judge(scene, inventory))
+            unknown = inventory.no_records if records else ""
+            if namespaces and not troubles and not unknown and inventory.space_gaps:
+                unknown = _not_entered(inventory.space_gaps)
+            return Outcome(troubles, unknown=unknown)
+
+        return Rule(name, summary, severity, patience, judged)
+
+    return decorate
+
+
+def _not_entered(gaps: tuple[str, ...]) -> str:
+    more = f" and {len(gaps) - _MOST_GAPS} more" if len(gaps) > _MOST_GAPS else ""
+    return "not scanned: " + "; ".join(gaps[:_MOST_GAPS]) + more
+
+
+def cluster_rule(
+    name: str, summary: str, severity: Severity, patience: float, *, commands: tuple[str, ...]
+) -> Callable[[ClusterJudge], Rule]:
+    """A rule about each cluster: unknown while a cluster does not answer, or forbids the agent's
+    key one of the ``commands`` that the rule relies on."""
+
+    def decorate(judge: ClusterJudge) -> Rule:
+        def judged(scene: Scene) -> Outcome:
+            if not scene.clusters:
+                return Outcome(off=NO_CLUSTER)
+            troubles: list[Trouble] = []
+            unknown = []
+            for cluster, view in scene.clusters.items():
+                if isinstance(view, str):
+                    unknown.append(f"cluster {cluster}: {view}")
+                else:
+                    troubles += judge(scene, view)
+                    unknown += view.refused(commands)
+            return Outcome(tuple(troubles), unknown="; ".join(unknown))
+
+        return Rule(name, summary, severity, patience, judged)
+
+    return decorate

@@ -1,0 +1,346 @@
+"""Rules about clusters and the way to them: ceph-version-skew, ceph-feature-skew, clock-skew,
+cluster-near-full, mtu-mismatch, messenger-mode.
+
+Why: these states do not fail at once. They fail at the next map, the next reconnect or the next
+large read, often on many nodes together.
+"""
+
+import re
+from collections.abc import Iterator
+
+from volumes.audit.inventory.cluster import ClusterView, refusal
+from volumes.audit.rules.base import NO_CLUSTER, Outcome, cluster_rule, rule
+from volumes.audit.types import Scene, Severity, Trouble
+
+# Ceph's release names and their major versions.
+_RELEASES = {
+    "firefly": 0,
+    "hammer": 0,
+    "infernalis": 9,
+    "jewel": 10,
+    "kraken": 11,
+    "luminous": 12,
+    "mimic": 13,
+    "nautilus": 14,
+    "octopus": 15,
+    "pacific": 16,
+    "quincy": 17,
+    "reef": 18,
+    "squid": 19,
+    "tentacle": 20,
+}
+_MOST_APART = 2  # releases between client and daemons
+_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
+# Bits of an RBD image's features, which /sys/bus/rbd/supported_features lists too.
+_IMAGE_FEATURES = {
+    0: "layering",
+    1: "striping",
+    2: "exclusive-lock",
+    3: "object-map",
+    4: "fast-diff",
+    5: "deep-flatten",
+    6: "journaling",
+    7: "data-pool",
+    8: "operations",
+    9: "migrating",
+}
+_FULL = {
+    "OSD_FULL": Severity.CRITICAL,
+    "POOL_FULL": Severity.CRITICAL,
+    "OSD_BACKFILLFULL": Severity.WARNING,
+    "OSD_NEARFULL": Severity.WARNING,
+    "POOL_NEAR_FULL": Severity.WARNING,
+    "POOL_BACKFILLFULL": Severity.WARNING,
+}
+_LARGEST_PACKET = 65535  # of IP; the loopback interface has an MTU of one byte more
+_MESSENGER_MODE = re.compile(r"ms_mode=([\w-]+)")
+
+
+# -- ceph-version-skew -------------------------------------------------------------------------
+
+
+@cluster_rule(
+    "ceph-version-skew",
+    "versions of the cluster and of this node's client do not match",
+    Severity.WARNING,
+    0.0,
+    commands=("versions",),
+)
+def version_skew(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
+    daemons: dict[str, list[str]] = {}
+    for entry in view.versions:
+        daemons.setdefault(_number(entry.version), []).append(f"{entry.count} {entry.kind}")
+    evidence = {
+        "cluster": view.name,
+        "daemons": "; ".join(f"{v}: {', '.join(who)}" for v, who in sorted(daemons.items())),
+        "node_client": view.node_client,
+        "kernel": scene.inventory.kernel if scene.inventory else "",
+    }
+    wanted = next(
+        (c.expected_version for c in scene.settings.clusters if c.name == view.name), None
+    )
+    if wanted is not None:
+        yield from _unexpected(view, daemons, wanted, evidence)
+        return
+    if len(daemons) > 1:
+        yield Trouble(
+            subject=view.name,
+            key="mixed",
+            severity=Severity.INFO,
+            message=f"cluster {view.name} runs {len(daemons)} versions: "
+            + ", ".join(sorted(daemons)),
+            advice="this is normal during an upgrade: finish it before you upgrade clients",
+            evidence=evidence,
+        )
+    majors = [int(v.split(".")[0]) for v in daemons if v]
+    if view.node_client and majors:
+        own = int(view.node_client.split(".")[0])
+        if max(abs(own - major) for major in majors) > _MOST_APART:
+            yield Trouble(
+                subject=view.name,
+                key="apart",
+                message=f"this node's Ceph client {view.node_client} and cluster {view.name} "
+                f"({', '.join(sorted(daemons))}) are more than {_MOST_APART} releases apart",
+                advice="install client packages of a release near the cluster's: nobody tests this "
+                "combination",
+                evidence=evidence,
+            )
+
+
+def _unexpected(
+    view: ClusterView, daemons: dict[str, list[str]], wanted: str, evidence: dict[str, str]
+) -> Iterator[Trouble]:
+    odd = [version for version in daemons if version and not _fits(version, wanted)]
+    if view.node_client and not _fits(view.node_client, wanted):
+        odd.append(f"this node's client {view.node_client}")
+    if odd:
+        yield Trouble(
+            subject=view.name,
+            key="expected",
+            message=f"cluster {view.name}: expected {wanted}, found {', '.join(odd)}",
+            advice="finish the upgrade, install client packages of the same release on the node, "
+            "or correct expected_version of the cluster in the settings",
+            evidence=evidence | {"expected": wanted},
+        )
+
+
+def _number(version: str) -> str:
+    """``16.2.15`` from "ceph version 16.2.15 (...) pacific (stable)"; empty without a number."""
+    found = _VERSION.search(version)
+    return found[0] if found else ""
+
+
+def _fits(actual: str, expected: str) -> bool:
+    """Whether 18.2.4 is an 18.2 (or 18.2.4, or 18)."""
+    return actual == expected or actual.startswith(expected + ".")
+
+
+# -- ceph-feature-skew -------------------------------------------------------------------------
+
+
+@cluster_rule(
+    "ceph-feature-skew",
+    "a client lacks features that the cluster or an image requires",
+    Severity.WARNING,
+    0.0,
+    commands=("features", "osd get-require-min-compat-client"),
+)
+def feature_skew(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
+    needed = _RELEASES.get(view.min_client)
+    for group in view.features if needed is not None else ():
+        have = _RELEASES.get(group.release)
+        if group.kind == "client" and have is not None and needed is not None and have < needed:
+            yield Trouble(
+                subject=view.name,
+                key=f"{group.release}-{group.features:x}",
+                message=f"cluster {view.name} has {group.count} clients of {group.release}, but "
+                f"requires {view.min_client}",
+                advice="they cannot reconnect once they lose their session: find them ('ceph "
+                "features', 'ceph tell mon.* sessions') and upgrade them first",
+                evidence={"cluster": view.name, "features": hex(group.features)},
+            )
+    inventory = scene.inventory
+    if inventory is None or not inventory.supported_features:
+        return
+    for device in inventory.devices:
+        owner = scene.cluster_of(device)
+        if owner is None or owner.name != view.name or device.image is None:
+            continue
+        image = view.image(device.image.pool, device.image.namespace, device.image.name)
+        missing = image.features & ~inventory.supported_features if image else 0
+        if device.client and missing:
+            names = [_IMAGE_FEATURES.get(bit, str(bit)) for bit in range(64) if missing >> bit & 1]
+            yield Trouble(
+                subject=device.name,
+                key=f"{missing:x}",
+                device=device.name,
+                message=f"{device.label} has features that kernel {inventory.kernel} lacks: "
+                f"{', '.join(names)}",
+                advice="its next map fails with ENXIO: disable them ('rbd feature disable'), or "
+                "use rbd-nbd",
+                evidence={
+                    "missing": ", ".join(names),
+                    "supported": hex(inventory.supported_features),
+                },
+            )
+
+
+# -- cluster-near-full, clock-skew -------------------------------------------------------------
+
+
+@cluster_rule(
+    "cluster-near-full",
+    "a cluster is running out of space",
+    Severity.WARNING,
+    0.0,
+    commands=("health", "df"),
+)
+def near_full(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
+    advice = "once it is full, every write to every volume blocks: delete data or add space now"
+    checks = [check for check in view.checks if check.code in _FULL]
+    for check in checks:
+        yield Trouble(
+            subject=view.name,
+            key=check.code,
+            severity=_FULL[check.code],
+            message=f"cluster {view.name}: {check.summary}",
+            advice=advice,
+            evidence={"cluster": view.name, "check": check.code, "used": f"{view.used:.0%}"},
+        )
+    if view.used >= scene.settings.near_full and not checks:
+        yield Trouble(
+            subject=view.name,
+            key="used",
+            message=f"cluster {view.name} is {view.used:.0%} full",
+            advice=advice,
+            evidence={"cluster": view.name, "used": f"{view.used:.4f}"},
+        )
+
+
+@rule("clock-skew", "a clock is wrong, on this node or on a monitor", Severity.WARNING, 60.0)
+def clock_skew(scene: Scene) -> Outcome:
+    troubles = []
+    unknown = []
+    if scene.clock is None:
+        unknown.append("the kernel's clock state cannot be read")
+    elif not scene.clock.synchronised:
+        troubles.append(
+            Trouble(
+                subject="clock",
+                key="unsynchronised",
+                severity=Severity.INFO,
+                message="this node's clock is not synchronised (adjtimex)",
+                advice="run chrony (with rtcsync), systemd-timesyncd or ntpd: Ceph refuses the "
+                "tickets of a node whose clock is wrong",
+                evidence={"max_error_seconds": f"{scene.clock.max_error_seconds:g}"},
+            )
+        )
+    for name, view in scene.clusters.items():
+        if isinstance(view, str):
+            unknown.append(f"cluster {name}: {view}")
+            continue
+        unknown += view.refused(("health",))
+        troubles += [
+            Trouble(
+                subject=name,
+                key="monitors",
+                message=f"cluster {name}: {check.summary}",
+                advice="synchronise the monitors' clocks: beyond 0.05 s they lose their quorum",
+                evidence={"cluster": name},
+            )
+            for check in view.checks
+            if check.code == "MON_CLOCK_SKEW"
+        ]
+    return Outcome(tuple(troubles), unknown="; ".join(unknown))
+
+
+# -- mtu-mismatch, messenger-mode --------------------------------------------------------------
+
+
+@rule(
+    "mtu-mismatch",
+    "the network cannot carry packets of this node's size to a monitor",
+    Severity.WARNING,
+    0.0,
+)
+def mtu_mismatch(scene: Scene) -> Outcome:
+    if not scene.settings.clusters:
+        return Outcome(off=NO_CLUSTER)
+    troubles = []
+    by_cluster: dict[str, set[int]] = {}
+    for path in scene.paths:
+        by_cluster.setdefault(path.cluster, set()).add(path.interface_mtu)
+        if path.path_mtu < min(path.interface_mtu, _LARGEST_PACKET):
+            troubles.append(
+                Trouble(
+                    subject=path.cluster,
+                    key=path.monitor,
+                    message=f"the path to monitor {path.monitor} carries {path.path_mtu} bytes, "
+                    f"interface {path.interface} sends up to {path.interface_mtu}",
+                    advice="a switch or host on the path has a smaller MTU; if it drops large "
+                    "packets silently, large reads hang while pings succeed. Check with 'ping -M "
+                    f"do -s {path.interface_mtu - 28} {path.monitor}'",
+                    evidence={"interface": path.interface, "cluster": path.cluster},
+                )
+            )
+    for cluster, sizes in by_cluster.items():
+        if len(sizes) > 1:
+            troubles.append(
+                Trouble(
+                    subject=cluster,
+                    key="interfaces",
+                    severity=Severity.INFO,
+                    message=f"the monitors of {cluster} are reached through interfaces with "
+                    f"different MTUs: {', '.join(map(str, sorted(sizes)))}",
+                    advice="one of the interfaces is configured differently: set one MTU",
+                    evidence={"cluster": cluster},
+                )
+            )
+    unknown = [
+        f"cluster {each.name}: {_why_no_path(scene, each.name)}"
+        for each in scene.settings.clusters
+        if each.name not in by_cluster
+    ]
+    return Outcome(tuple(troubles), unknown="; ".join(unknown))
+
+
+def _why_no_path(scene: Scene, cluster: str) -> str:
+    view = scene.clusters.get(cluster, "not asked yet")
+    if isinstance(view, str):
+        return view
+    if "mon dump" in view.denied:
+        return refusal("mon dump")
+    return "the kernel has no route to any of its monitors"
+
+
+@cluster_rule(
+    "messenger-mode",
+    "a mapping uses a protocol that the cluster no longer offers",
+    Severity.WARNING,
+    0.0,
+    commands=("mon dump",),
+)
+def messenger_mode(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
+    if scene.inventory is None or not (view.monitors_v1 or view.monitors_v2):
+        return
+    for device in scene.inventory.devices:
+        owner = scene.cluster_of(device)
+        if device.client is None or owner is None or owner.name != view.name:
+            continue
+        found = _MESSENGER_MODE.search(device.client.config)
+        mode = found[1] if found else "legacy" if device.client.config else ""
+        if mode == "legacy" and not view.monitors_v1:
+            offer = "its monitors offer msgr2 only"
+        elif mode not in ("", "legacy") and not view.monitors_v2:
+            offer = "its monitors do not offer msgr2"
+        else:
+            continue
+        yield Trouble(
+            subject=device.name,
+            key=mode,
+            device=device.name,
+            message=f"{device.label} is mapped with ms_mode={mode}, but {offer}",
+            advice="the mapping works until its session ends and cannot reconnect then: map it "
+            "again with an ms_mode that the monitors offer (mapOptions 'krbd:ms_mode=prefer-crc')",
+            evidence={"cluster": view.name, "mode": mode},
+        )

@@ -1,0 +1,361 @@
+"""Rules about mapped devices: mapped-unmounted, unmap-failing, mapped-twice, mapped-elsewhere,
+blocklisted-client, read-only-claim.
+
+Why: a mapping is a client of the cluster with its own cache and locks. Two writing clients of one
+image destroy its file system, a mapping left behind is silently reused by the next attach, and a
+blocklisted client's reads fail, which makes a full volume look empty.
+"""
+
+import ipaddress
+from collections.abc import Iterator
+
+from linux.blockdev import BlockDevice
+from volumes.audit.inventory.cluster import ClusterView, ImageView, Watcher
+from volumes.audit.inventory.model import Inventory
+from volumes.audit.rules import mounts
+from volumes.audit.rules.base import NO_CLUSTER, NOT_SCANNED, Outcome, cluster_rule, node_rule, rule
+from volumes.audit.types import LogHit, Scene, Severity, Trouble
+
+MAPPED_UNMOUNTED = "mapped-unmounted"
+MAPPED_ELSEWHERE = "mapped-elsewhere"
+# kubelet retries after at most two minutes: an older line that names no device is over.
+NAMELESS_SECONDS = 150.0
+
+
+# -- mapped-unmounted --------------------------------------------------------------------------
+
+
+@node_rule(
+    MAPPED_UNMOUNTED,
+    "a device stays mapped although nothing uses it",
+    Severity.WARNING,
+    300.0,
+    records=True,
+)
+def mapped_unmounted(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    if inventory.no_records:
+        return  # the advice to unmap would be wrong for a volume that a pod is waiting for
+    for device in inventory.devices:
+        # A device with users is not idle (mkfs, fsck, a raw reader); unmap-failing names them.
+        if not is_idle(inventory, device) or inventory.users_on(device):
+            continue
+        volume = inventory.volume_of(device)
+        record = (
+            f"kubelet still has a record: {volume.staging}"
+            if volume
+            else "kubelet has no record of it"
+        )
+        yield Trouble(
+            subject=device.name,
+            device=device.name,
+            key=f"{device.diskseq}",
+            message=f"{device.label} is mapped, but not mounted and not used ({record})",
+            advice=(
+                "kubelet unmaps it once the volume's pod is gone; read kubelet's log for the volume"
+                if volume
+                else f"no pod will ask for it again: unmap it ('rbd unmap /dev/{device.name}', or "
+                "the action unmap-orphan). The next attach of the image would silently reuse it"
+            ),
+            evidence={
+                "driver": device.driver,
+                "size": str(device.size),
+                "backing": device.backing,
+                "record": record,
+                "deep": str(inventory.deep).lower(),
+            },
+        )
+
+
+def is_idle(inventory: Inventory, device: BlockDevice) -> bool:
+    """No mount in any namespace, no live file system, no device on top, no raw block use."""
+    return not (
+        inventory.on_host(device)
+        or inventory.elsewhere(device)
+        or device.active
+        or device.stacked
+        or inventory.raw.get(device.name)
+    )
+
+
+# -- unmap-failing -----------------------------------------------------------------------------
+
+
+@node_rule("unmap-failing", "a device cannot be unmapped", Severity.WARNING, 0.0)
+def unmap_failing(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    seen = set()
+    for device, hit in failing_unmaps(scene, inventory):
+        subject = device.name if device else hit.image or hit.device or "unknown device"
+        if subject in seen or (device is None and (hit.device or hit.image)):
+            continue  # reported already, or unmapped since
+        seen.add(subject)
+        holders = []
+        if device is not None:
+            holders = [space.label for space, _ in inventory.elsewhere(device)]
+            holders += [user.owner.label for user in inventory.users_on(device)]
+            holders += [f"{above} on top of it" for above in device.stacked]
+        yield Trouble(
+            subject=subject,
+            device=device.name if device else "",
+            message=f"unmapping {device.label if device else subject} fails: {hit.text[:200]}",
+            advice="held by: " + "; ".join(holders[:5])
+            if holders
+            else "no holder is visible: run 'nodeagent volume show' and search for processes in "
+            "state D; never force the unmap of a device that may still be written to",
+            evidence={"log": hit.text[:500], "source": hit.source, "times": str(hit.count)},
+        )
+
+
+def failing_unmaps(scene: Scene, inventory: Inventory) -> list[tuple[BlockDevice | None, LogHit]]:
+    """Unmaps that still fail: not of devices that a pod has again, nor old nameless ones."""
+    found = [(_device_of(inventory, h), h) for h in scene.logs if h.hint == "unmap-failed"]
+    return [
+        (device, hit)
+        for device, hit in found
+        if (device is None or not mounts.is_published(inventory, device))
+        and (hit.device or hit.image or scene.now - hit.last < NAMELESS_SECONDS)
+    ]
+
+
+def _device_of(inventory: Inventory, hit: LogHit) -> BlockDevice | None:
+    """The device by name or by image; for a line without a name the only leaked device."""
+    for device in inventory.devices:
+        spec = device.image.spec if device.image else ""
+        if device.name == hit.device or (hit.image and hit.image == spec):
+            return device
+    if hit.device or hit.image:
+        return None
+    leaked = [d for d in inventory.devices if mounts.is_leaked(inventory, d)]
+    return leaked[0] if len(leaked) == 1 else None
+
+
+# -- mapped-twice ------------------------------------------------------------------------------
+
+
+@node_rule(
+    "mapped-twice", "one image is mapped more than once on this node", Severity.CRITICAL, 2.0
+)
+def mapped_twice(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    groups: dict[str, list[BlockDevice]] = {}
+    for device in inventory.devices:
+        for content in _contents(device):
+            groups.setdefault(content, []).append(device)
+    distinct = {tuple(d.name for d in devices): content for content, devices in groups.items()}
+    for content in distinct.values():
+        devices = groups[content]
+        writers = [device for device in devices if not device.read_only]
+        if len(devices) < 2 or not writers:
+            continue
+        names = ", ".join(device.name for device in devices)
+        what = devices[0].image.spec if devices[0].image else devices[0].backing
+        yield Trouble(
+            subject=devices[0].name,
+            key="+".join(device.name for device in devices[:8]),
+            device=writers[0].name,
+            severity=Severity.CRITICAL if len(writers) > 1 else Severity.WARNING,
+            message=f"{what} is mapped {len(devices)} times on this node ({names}); "
+            f"{len(writers)} of the mappings can write",
+            advice="the kernel protects a mounted device only against writes through the same "
+            "mapping: mkfs or a second mount through another mapping destroys the file system. "
+            "Unmap all but the mapping in use (see 'nodeagent volume list')",
+            evidence={"thing": content, "devices": names, "writers": str(len(writers))},
+        )
+
+
+def _contents(device: BlockDevice) -> list[str]:
+    """What must not be written through two devices. A snapshot never changes."""
+    if device.image is not None and device.image.snapshot:
+        return []
+    image = [f"image {device.image.head}"] if device.image is not None else []
+    return image + ([f"file {device.backing_file}"] if device.backing_file else [])
+
+
+# -- mapped-elsewhere --------------------------------------------------------------------------
+
+
+@rule(
+    MAPPED_ELSEWHERE,
+    "another client has an image open for writing that is mapped here",
+    Severity.CRITICAL,
+    30.0,  # a volume that moves to this node keeps its old watcher for up to 30 s
+)
+def mapped_elsewhere(scene: Scene) -> Outcome:
+    if scene.inventory is None or scene.blind:
+        return Outcome(unknown=scene.blind or NOT_SCANNED)
+    if not scene.clusters:
+        return Outcome(off=NO_CLUSTER)
+    troubles: list[Trouble] = []
+    mapped = _by_image(scene, scene.inventory)
+    unknown = [f"cluster {n}: {v}" for n, v in scene.clusters.items() if isinstance(v, str)]
+    for view in scene.clusters.values():
+        if isinstance(view, ClusterView):
+            troubles += _other_writers(mapped, view)
+            # Every cluster is asked about every image; only the image's own cluster must have it.
+            unknown += [
+                f"image {image.pool}/{image.name}: {image.error}"
+                for image in view.images
+                if image.error and (view.name, *image.key) in mapped
+            ]
+    return Outcome(tuple(troubles), unknown="; ".join(unknown))
+
+
+def _by_image(
+    scene: Scene, inventory: Inventory
+) -> dict[tuple[str, str, str, str], list[BlockDevice]]:
+    """(cluster, pool, namespace, image) -> its devices on this node, snapshots left out."""
+    found: dict[tuple[str, str, str, str], list[BlockDevice]] = {}
+    for device in inventory.devices:
+        view = scene.cluster_of(device)
+        if view is None or device.image is None or device.image.snapshot:
+            continue
+        key = (view.name, device.image.pool, device.image.namespace, device.image.name)
+        found.setdefault(key, []).append(device)
+    return found
+
+
+def _other_watchers(devices: list[BlockDevice], image: ImageView) -> list[Watcher]:
+    """Watchers that are not this node's mappings of the image.
+
+    A kernel mapping shows its client. rbd-nbd and rbd-fuse do not: each is assumed to be one of the
+    remaining watchers. With two watchers and one such mapping, one watcher is another node's,
+    though it is not known which.
+    """
+    ours = {device.client.client for device in devices if device.client and device.client.client}
+    left = [watcher for watcher in image.watchers if watcher.client not in ours]
+    silent = sum(1 for d in devices if not (d.client and d.client.client) and not d.read_only)
+    return left[silent:]
+
+
+def _other_writers(
+    mapped: dict[tuple[str, str, str, str], list[BlockDevice]], view: ClusterView
+) -> Iterator[Trouble]:
+    for (cluster, *key), devices in mapped.items():
+        image = view.image(*key) if cluster == view.name else None
+        if image is None or image.error:
+            continue
+        found = _other_watchers(devices, image)
+        if not found:
+            continue
+        writers = [device for device in devices if not device.read_only]
+        ours = {device.client.client for device in devices if device.client}
+        locks = [lock for lock in image.locks if lock.client not in ours]
+        device = (writers or devices)[0]
+        yield Trouble(
+            subject=device.name,
+            key=found[0].client,
+            device=device.name,
+            severity=Severity.CRITICAL if writers else Severity.WARNING,
+            message=f"{device.label} is mapped {'read-write' if writers else 'read-only'} here, "
+            f"and {found[0].client} at {found[0].address} has it open for writing",
+            advice="two writers destroy a file system: find the other client ('rbd status "
+            f"{device.image.spec if device.image else ''}') and stop one of the two before "
+            "anything is mounted. The exclusive lock does not prevent a second writer, because "
+            "its owner hands it over on request; 'mapOptions: krbd:exclusive' does",
+            evidence={
+                "cluster": cluster,
+                "watchers": ", ".join(f"{w.client} {w.address}" for w in image.watchers[:8]),
+                "locks": ", ".join(f"{k.client} {k.address}" for k in locks[:4])
+                or "none by others",
+                "note": "read-only users leave no watcher",
+            },
+        )
+
+
+# -- blocklisted-client ------------------------------------------------------------------------
+
+
+@cluster_rule(
+    "blocklisted-client",
+    "the cluster refuses the I/O of a mapping on this node",
+    Severity.CRITICAL,
+    0.0,
+    commands=("osd blocklist ls", "osd blacklist ls"),
+)
+def blocklisted_client(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
+    for device in scene.inventory.devices if scene.inventory else ():
+        owner = scene.cluster_of(device)
+        if owner is None or owner.name != view.name:
+            continue
+        address = _address(scene, view, device)
+        hit = next((e for e in view.blocklist if address and _matches(address, e)), None)
+        if hit is None:
+            continue
+        yield Trouble(
+            subject=device.name,
+            key=hit,
+            device=device.name,
+            message=f"the Ceph client of {device.label} is blocklisted ({hit}): its I/O fails",
+            advice="another client broke its lock, most likely while this node was cut off. Do not "
+            "remove the entry: stop the pod, unmount and unmap, and let the volume be attached "
+            "again. A failed read looks like an empty volume to blkid, so format nothing now",
+            evidence={"cluster": view.name, "entry": hit},
+        )
+
+
+def _address(scene: Scene, view: ClusterView, device: BlockDevice) -> str:
+    """The address of the device's Ceph client; for silent drivers that of its last only watcher."""
+    if device.client and device.client.address:
+        return device.client.address
+    image = device.image
+    if image is None:
+        return ""
+    return scene.watched_by.get((view.name, image.pool, image.namespace, image.name), "")
+
+
+def _matches(address: str, entry: str) -> bool:
+    """Whether a blocklist entry is about the address.
+
+    Entries are ip:port/nonce. With port 0 and nonce 0 an entry is about all clients of the ip; a
+    range is cidr:ip:port/bits.
+    """
+    entry, address = (
+        text.split(":", 1)[1] if text[:3] in ("v1:", "v2:") else text for text in (entry, address)
+    )
+    if entry.startswith("cidr:"):
+        return _in_range(address, entry.removeprefix("cidr:"))
+    if entry == address:
+        return True
+    where, _, nonce = entry.rpartition("/")
+    return (
+        nonce == "0"
+        and where.rpartition(":")[2] == "0"
+        and (where.rpartition(":")[0] == address.rpartition("/")[0].rpartition(":")[0])
+    )
+
+
+def _in_range(address: str, entry: str) -> bool:
+    where, _, bits = entry.rpartition("/")
+    ip, network = (
+        text.rpartition(":")[0].strip("[]") for text in (address.rpartition("/")[0], where)
+    )
+    try:
+        return ipaddress.ip_address(ip) in ipaddress.ip_network(f"{network}/{bits}", strict=False)
+    except ValueError:
+        return False  # a host name, which nobody resolves here
+
+
+# -- read-only-claim ---------------------------------------------------------------------------
+
+
+@node_rule(
+    "read-only-claim",
+    "a volume that is only read is mapped read-write",
+    Severity.INFO,
+    30.0,
+    records=True,
+)
+def read_only_claim(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    for device in inventory.devices:
+        places = inventory.on_host(device)
+        if device.read_only or not places:
+            continue
+        if not all(place.read_only or place.super_read_only for place in places):
+            continue
+        yield Trouble(
+            subject=device.name,
+            device=device.name,
+            message=f"{device.label} is mapped read-write although its mounts are read-only",
+            advice="map it read-only ('rbd map --read-only'; PV accessModes [ReadOnlyMany] with "
+            "readOnly: true) and use a key with 'profile rbd-read-only': nothing on this node can "
+            "format it then",
+            evidence={"targets": ", ".join(place.target for place in places[:4])},
+        )

@@ -1,0 +1,376 @@
+"""Rules about mounts: leaked-mount, busy-mount, private-propagation, host-mount-options.
+
+Why: a device can be released only after its last mount is gone, in every mount namespace. A
+container that copied the host's mounts privately never receives the host's unmount, so it keeps the
+device in use while the host no longer shows it. The kernel then refuses to unmap the device, and
+another node may attach the image at the same time.
+
+How: "in use" is a live superblock in sysfs (``BlockDevice.live``) or a mount in another namespace
+(``Inventory.elsewhere``). What the host itself has mounted is never leaked. The holder is a mount
+namespace (``copies``) or, where no mount explains the use, a process with open files.
+"""
+
+import fnmatch
+from collections.abc import Iterator
+
+from linux.blockdev import BlockDevice, Number
+from volumes.audit.inventory.model import (
+    Inventory,
+    Owner,
+    Place,
+    Space,
+    User,
+    Volume,
+)
+from volumes.audit.rules.base import node_rule
+from volumes.audit.types import Scene, Severity, Trouble
+
+LEAKED_MOUNT = "leaked-mount"
+# Writing back during an unmount looks like this: a live file system without any holder.
+UNEXPLAINED_SECONDS = 60.0
+MOST_PER_DEVICE = 20
+# Where kubelet and CSI drivers mount volumes: a mount at such a path is a copy of the host's mount.
+_HOST_PATHS = ("/kubernetes.io/csi/", "/volumes/kubernetes.io~")
+
+
+# -- leaked-mount ------------------------------------------------------------------------------
+
+
+@node_rule(
+    LEAKED_MOUNT,
+    "a device is in use, but the host no longer has it mounted",
+    Severity.CRITICAL,
+    1.5,  # container runtimes pass through such a state for moments
+    namespaces=True,
+)
+def leaked_mount(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    for device in inventory.devices:
+        if not is_leaked(inventory, device):
+            continue
+        former = scene.former.get(device.name, frozenset())
+        found = list(_leaked_copies(inventory, device, former)) or list(
+            _leaked_users(inventory, device)
+        )
+        yield from found
+        if not found:
+            yield Trouble(
+                subject=device.name,
+                key="nobody",
+                device=device.name,
+                severity=Severity.WARNING,
+                patience=UNEXPLAINED_SECONDS,
+                message=f"{device.label} is not mounted anywhere, but its {device.active[0]} file "
+                "system is still live and no holder is visible",
+                advice="possible causes: data is still being written back; a process hangs in an "
+                "unmount; the kernel does not list the holder (a file in flight over a socket, "
+                "io_uring, swap, a loop device on one of its files). Search for processes in state "
+                "D: 'ps -eo pid,stat,wchan:30,cmd'",
+                evidence={"kind": "unknown", "file_systems": ", ".join(device.active)},
+            )
+
+
+def is_leaked(inventory: Inventory, device: BlockDevice) -> bool:
+    """Whether the device or a layer of it is in use although the host does not have it mounted."""
+    return bool(device.live - on_host(inventory, device) or copies(inventory, device))
+
+
+def on_host(inventory: Inventory, device: BlockDevice) -> set[Number]:
+    """Which numbers of the device the host has mounted."""
+    return {place.device for place in inventory.on_host(device)}
+
+
+def copies(inventory: Inventory, device: BlockDevice) -> list[tuple[Space, Place]]:
+    """Mounts in other namespaces of what the host does not have mounted."""
+    at_home = on_host(inventory, device)
+    return [each for each in inventory.elsewhere(device) if each[1].device not in at_home]
+
+
+def _leaked_copies(
+    inventory: Inventory, device: BlockDevice, former: frozenset[str]
+) -> Iterator[Trouble]:
+    spaces: dict[int, tuple[Space, list[Place]]] = {}
+    for space, place in copies(inventory, device):
+        spaces.setdefault(space.inode, (space, []))[1].append(place)
+    for space, places in list(spaces.values())[:MOST_PER_DEVICE]:
+        owner = space.owner
+        refusal = why_not_detach(inventory, device, space, places, former)
+        yield Trouble(
+            subject=device.name,
+            key=f"mnt-{space.inode}",
+            device=device.name,
+            pid=owner.pid if owner else 0,
+            message=f"{device.label} is not mounted on the host, but {space.label} still has it "
+            f"mounted at {places[0].target}",
+            advice=_leak_advice(space, places, device, refusal),
+            evidence={
+                "kind": "mount",
+                "namespace": str(space.inode),
+                "namespace_id": str(space.id),
+                "processes": str(space.processes),
+                "targets": ", ".join(place.target for place in places[:8]),
+                "propagation": places[0].propagation,
+                "on": ", ".join(sorted({device.name_of(place.device) for place in places})),
+                "read_only": str(all(p.read_only or p.super_read_only for p in places)).lower(),
+                "kept_by": "; ".join(space.kept_by),
+                "size": str(device.size),
+                **(_owner_evidence(owner) if owner else {}),
+            },
+        )
+
+
+def _leak_advice(space: Space, places: list[Place], device: BlockDevice, refusal: str) -> str:
+    if any(not place.is_private for place in places):
+        return (
+            "these mounts follow another namespace: find the mounts they come from, or end "
+            f"{space.label}"
+        )
+    if refusal:
+        return (
+            f"{refusal}. The host mount is gone, so the device can no longer be unmapped or moved "
+            f"safely: end {space.label} (delete its pod); kubelet then mounts the volume again"
+        )
+    targets = " ".join(place.target for place in places[:4])
+    cause = (
+        "it copied the host's mounts with private propagation, so it did not receive the host's "
+        "unmount"
+    )
+    # The finding's id is made by volumes.audit.finding_state.identity.
+    act = f"'nodeagent volume act {LEAKED_MOUNT}/{device.name}/mnt-{space.inode} --yes'"
+    owner = space.owner
+    if owner is not None:
+        way = f"/proc/{owner.pid}/task/{owner.thread}" if owner.thread else f"/proc/{owner.pid}"
+        return (
+            f"{cause}. Free the device now (the process keeps running): {act}. Without the agent, "
+            "if that container has the program: "
+            f"'nsenter --mount={way}/ns/mnt umount -l {targets}'. Permanent fix: give that "
+            "container 'mountPropagation: HostToContainer' (docker: rslave) and restart it. Do not "
+            f"use the content of {device.name} elsewhere until then"
+        )
+    keeper = space.kept_by[0] if space.kept_by else "a file descriptor that no process list shows"
+    return (
+        f"{cause}. No process is in the namespace; {keeper} keeps it: unmount or close that, or "
+        f"free the device with {act}"
+    )
+
+
+def why_not_detach(
+    inventory: Inventory,
+    device: BlockDevice,
+    space: Space,
+    places: list[Place],
+    former: frozenset[str],
+) -> str:
+    """Why the agent must not unmount ``places`` of ``space``; empty when it may.
+
+    ``former`` is where the host had the device. The finding's advice and the action use this one
+    decision, so the advice never recommends what the action refuses.
+    """
+    if any(not place.is_private for place in places):
+        return "it is not a private copy: an unmount there would reach other namespaces"
+    volume = inventory.volume_of(device)
+    pods = {owner.pod_uid for owner in space.owners if owner.pod_uid}
+    for publish in volume.publishes if volume is not None else ():
+        if publish.pod_uid in pods:
+            return f"pod {publish.pod_uid} still owns the volume"
+    for place in places:
+        if not _is_copy(place.target, former):
+            return (
+                f"{place.target} is not a copy of a host mount: that container works with it; end "
+                "the container instead"
+            )
+    return ""
+
+
+def _is_copy(target: str, former: frozenset[str]) -> bool:
+    if any(path in target for path in _HOST_PATHS):
+        return True
+    return any(target == path or target.endswith(path) for path in former)
+
+
+def _owner_evidence(owner: Owner) -> dict[str, str]:
+    known = {
+        "cgroup": owner.cgroup,
+        "comm": owner.comm,
+        "container": owner.container,
+        "pod_uid": owner.pod_uid,
+        "pod": owner.pod,
+        "thread": str(owner.thread) if owner.thread else "",
+        "process_started": str(owner.started),
+    }
+    return {name: value for name, value in known.items() if value}
+
+
+def _leaked_users(inventory: Inventory, device: BlockDevice) -> Iterator[Trouble]:
+    at_home = on_host(inventory, device)
+    users = [user for user in inventory.users_on(device) if user.device not in at_home]
+    for user in users[:MOST_PER_DEVICE]:
+        yield _user_trouble(
+            device,
+            user,
+            f"{device.label} is not mounted anywhere, but {user.owner.label} keeps its file "
+            f"system in use ({', '.join(user.ways)})",
+            "a lazy unmount (umount -l) or the end of a container left it behind: end or restart "
+            f"{user.owner.label}, or make it close these files; nothing else frees the device",
+        )
+
+
+def _user_trouble(device: BlockDevice, user: User, message: str, advice: str) -> Trouble:
+    return Trouble(
+        subject=device.name,
+        key=f"pid-{user.owner.pid}-{user.owner.started}",
+        device=device.name,
+        pid=user.owner.pid,
+        message=message,
+        advice=advice,
+        evidence={
+            "kind": "open",
+            "uses": ", ".join(user.ways),
+            "namespace": str(user.namespace),
+            **_owner_evidence(user.owner),
+        },
+    )
+
+
+# -- busy-mount --------------------------------------------------------------------------------
+
+
+@node_rule(
+    "busy-mount",
+    "a process has files open on a volume that should be unmounted",
+    Severity.WARNING,
+    2.0,
+    records=True,
+)
+def busy_mount(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    for device in busy_suspects(scene, inventory):
+        volume = inventory.volume_of(device)
+        where = inventory.on_host(device)[0].target
+        state = "not published to any pod" if _left_over(inventory, device) else "to be unmounted"
+        for user in inventory.users_on(device)[:MOST_PER_DEVICE]:
+            yield _user_trouble(
+                device,
+                user,
+                f"{device.label} at {where} is {state}, but {user.owner.label} keeps it busy "
+                f"({', '.join(user.ways)})",
+                f"make {user.owner.label} leave it (change its working directory, close its files) "
+                "or restart it; kubelet's next attempt to unmount then succeeds. An agent that "
+                "reads kubelet's directory should not keep files open there"
+                + (f". Volume {volume.name or volume.handle}" if volume else ""),
+            )
+
+
+def busy_suspects(scene: Scene, inventory: Inventory) -> list[BlockDevice]:
+    """Devices whose users would explain why an unmount does not happen."""
+    named = {hit.device for hit in scene.logs if hit.hint == "busy"}
+    return [
+        device
+        for device in inventory.devices
+        if inventory.on_host(device)
+        and not is_published(inventory, device)
+        and (_left_over(inventory, device) or device.name in named)
+    ]
+
+
+def is_published(inventory: Inventory, device: BlockDevice) -> bool:
+    """Whether a pod has the volume mounted: then an earlier failure to unmount it is over."""
+    volume = inventory.volume_of(device)
+    return volume is not None and any(publish.mounted for publish in volume.publishes)
+
+
+def _left_over(inventory: Inventory, device: BlockDevice) -> Volume | None:
+    """The device's volume if it is staged, mounted nowhere else on the host, and in no pod."""
+    volume = inventory.volume_of(device)
+    if volume is None or not volume.mounts or not inventory.on_host(device):
+        return None
+    if is_published(inventory, device):
+        return None
+    at = {place.target for place in inventory.on_host(device)}
+    return volume if at <= set(volume.mounts) else None
+
+
+# -- private-propagation -----------------------------------------------------------------------
+
+
+@node_rule(
+    "private-propagation",
+    "a container sees the host's volume directories but does not receive unmounts",
+    Severity.WARNING,
+    15.0,  # container runtimes use private mounts while a container starts
+    records=True,
+    namespaces=True,
+)
+def private_propagation(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    kubelet = inventory.kubelet
+    if kubelet is None:
+        return
+    for space in inventory.spaces:
+        shown = [p for p in space.places if p.device == kubelet.device and p.is_private]
+        if not shown:
+            continue
+        pinned = [p for p in space.places if p.device in inventory.by_number and p.is_private]
+        names = sorted({inventory.by_number[place.device].name for place in pinned})
+        owner = space.owner
+        holds = f" and holds copies of {', '.join(names)}" if names else ""
+        yield Trouble(
+            subject=owner.pod or owner.pod_uid or owner.comm if owner else f"mnt:[{space.inode}]",
+            # The kernel reuses inodes at once: a second short-lived namespace is another one.
+            key=f"mnt-{space.inode}" + (f"-{space.id}" if space.id else ""),
+            seen=inventory.spaces_at,
+            pid=owner.pid if owner else 0,
+            device=names[0] if names else "",
+            # Without a copy of a volume it pins nothing yet; after its next restart it will.
+            severity=Severity.WARNING if names else Severity.INFO,
+            message=f"{space.label} has kubelet's directory at {shown[0].target} with private "
+            f"propagation{holds}",
+            advice="it never receives unmounts of the host, so every volume mounted when it starts "
+            "stays in use. Give its hostPath mount 'mountPropagation: HostToContainer' (docker: "
+            "rslave) and restart it",
+            evidence={
+                "namespace": str(space.inode),
+                "targets": ", ".join(place.target for place in shown[:4]),
+                "devices": ", ".join(names[:16]),
+                **(_owner_evidence(owner) if owner else {}),
+            },
+        )
+
+
+# -- host-mount-options ------------------------------------------------------------------------
+
+
+@node_rule(
+    "host-mount-options",
+    "a host mount lacks required options",
+    Severity.WARNING,
+    10.0,
+    records=True,
+)
+def host_mount_options(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
+    kubelet = inventory.kubelet
+    if kubelet is not None and kubelet.propagation != "shared":
+        yield Trouble(
+            subject=kubelet.target,
+            message=f"kubelet's directory is on {kubelet.target}, which is not a shared mount",
+            advice="no container receives unmounts from it, not even with HostToContainer: run "
+            f"'mount --make-rshared {kubelet.target}', also at each boot",
+            evidence={"propagation": kubelet.propagation, "needs": "shared"},
+        )
+    for place in inventory.host:
+        device = inventory.by_number.get(place.device)
+        for need in scene.settings.mount_options:
+            if not fnmatch.fnmatchcase(place.target, need.target):
+                continue
+            if need.fstype is not None and need.fstype != place.fstype:
+                continue
+            has = set(place.options) | set(place.super_options)
+            missing = [option for option in need.options if option not in has]
+            if missing:
+                yield Trouble(
+                    subject=place.target,
+                    key=",".join(missing),
+                    device=device.name if device else "",
+                    message=f"{place.target} is mounted without {','.join(missing)}",
+                    advice="add the options to mountOptions of the StorageClass or PV; most of "
+                    "them can be set on a running mount: "
+                    f"'mount -o remount,{','.join(missing)} {place.target}'",
+                    evidence={"options": ",".join(sorted(has)), "needs": ",".join(need.options)},
+                )

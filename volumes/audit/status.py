@@ -1,0 +1,125 @@
+"""The audit's state as plain JSON values, for the API and the command line."""
+
+from typing import Any
+
+import msgspec
+
+from kit.findings import Finding
+from linux.blockdev import BlockDevice
+from volumes.audit.actions import runner
+from volumes.audit.inventory.model import Inventory
+from volumes.audit.service import Audit
+from volumes.audit.types import cluster_of
+
+_ORDER = {"critical": 0, "warning": 1, "info": 2}
+_LAST_ACTIONS = 20
+
+
+def _finding(found: Finding) -> dict[str, Any]:
+    """One finding, with the fields that scripts select by at the top level."""
+    evidence = dict(found.evidence)
+    return {
+        "id": found.id,
+        "rule": found.rule,
+        "severity": str(found.severity),
+        "subject": found.subject,
+        "device": evidence.pop("device", ""),
+        "pid": int(evidence.pop("pid", 0)),
+        "message": found.message,
+        "advice": found.advice,
+        "since": found.since,
+        "evidence": evidence,
+    }
+
+
+def findings(audit: Audit) -> list[dict[str, Any]]:
+    """The most severe first, of those the oldest first."""
+    plain = [_finding(found) for found in audit.findings]
+    return sorted(plain, key=lambda f: (_ORDER[f["severity"]], f["since"], f["id"]))
+
+
+def devices(audit: Audit) -> list[dict[str, Any]]:
+    if audit.inventory is None:
+        return []
+    return [_device(audit, audit.inventory, each) for each in audit.inventory.devices]
+
+
+def _device(audit: Audit, inventory: Inventory, device: BlockDevice) -> dict[str, Any]:
+    volume = inventory.volume_of(device)
+    return {
+        "name": device.name,
+        "driver": device.driver,
+        "number": f"{device.number[0]}:{device.number[1]}",
+        "size": device.size,
+        "read_only": device.read_only,
+        "image": device.image.spec if device.image else "",
+        "backing": device.backing,
+        "state": _state(inventory, device),
+        "file_systems": list(device.active),
+        "targets": [place.target for place in inventory.on_host(device)],
+        "volume": (volume.name or volume.handle) if volume else "",
+        "pods": [p.pod_uid for p in volume.publishes] if volume else [],
+        "findings": [f.id for f in audit.findings if f.evidence.get("device") == device.name],
+    }
+
+
+def _state(inventory: Inventory, device: BlockDevice) -> str:
+    if inventory.on_host(device):
+        return "mounted"
+    if inventory.elsewhere(device) or device.active:
+        return "leaked"
+    if inventory.raw.get(device.name):
+        return "raw block"
+    return "stacked" if device.stacked else "unmounted"
+
+
+def detail(audit: Audit, inventory: Inventory, device: BlockDevice) -> dict[str, Any]:
+    """Everything known about one device."""
+    plain = msgspec.to_builtins
+    owner = cluster_of(audit.cluster_views(), device)
+    image = device.image
+    view = owner.image(image.pool, image.namespace, image.name) if owner and image else None
+    return {
+        **_device(audit, inventory, device),
+        "details": plain(device) | {"raw": list(inventory.raw.get(device.name, ()))},
+        "mounts": [plain(place) for place in inventory.on_host(device)],
+        "elsewhere": [
+            {**plain(place), "owners": plain(space.owners), "kept_by": list(space.kept_by)}
+            for space, place in inventory.elsewhere(device)
+        ],
+        "users": [plain(user) for user in inventory.users_on(device)],
+        "users_looked_for": device.number in inventory.users_of,
+        "record": plain(inventory.volume_of(device)),
+        "cluster": plain(view),
+        "found": [_finding(f) for f in audit.findings if f.evidence.get("device") == device.name],
+    }
+
+
+def overview(audit: Audit) -> dict[str, Any]:
+    """The audit itself: what it sees, what it cannot see, what it may do."""
+    inventory = audit.inventory
+    follower = audit.follower
+    return {
+        "drivers": list(audit.drivers),
+        "looked_at": inventory.taken if inventory else None,
+        "devices": len(inventory.devices) if inventory else 0,
+        "mount_namespaces": inventory.namespaces if inventory else 0,
+        "gaps": list(dict.fromkeys(inventory.gaps + inventory.deep_gaps)) if inventory else [],
+        "reasons": list(audit.health().reasons),
+        "look_cpu_seconds": round(inventory.cpu, 4) if inventory else None,
+        "rules": [{"rule": s.name, "state": s.state, "why": s.why} for s in audit.states],
+        "clusters": [
+            {
+                "name": name,
+                "answers": not isinstance(view, str),
+                "why": view if isinstance(view, str) else "",
+                "gaps": [] if isinstance(view, str) else list(view.gaps),
+            }
+            for name, view in sorted(audit.clusters.views.items())
+        ],
+        "logs": msgspec.to_builtins(follower.counters()) if follower else {},
+        "log_trouble": follower.states() if follower else {},
+        "actions": runner.modes(audit.settings.actions),
+        "journal": list(audit.runner.last)[-_LAST_ACTIONS:],
+        "findings": findings(audit),
+    }
