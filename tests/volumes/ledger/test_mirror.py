@@ -57,8 +57,7 @@ def _mirror(monkeypatch: pytest.MonkeyPatch, *stands: Stand) -> mirror.Mirror:
     ahead = list(stands)
     monkeypatch.setattr(mirror, "Cluster", lambda settings, deadline: ahead.pop(0))
     settings = tuple(
-        ClusterSettings(name=each.fsid_, monitors=("h:1",), secret_file="/k")
-        for each in stands
+        ClusterSettings(name=each.fsid_, monitors=("h:1",), secret_file="/k") for each in stands
     )
     return mirror.Mirror(settings, 5.0)
 
