@@ -200,6 +200,9 @@ async def _talk(process: Process, data: bytes, largest: int) -> tuple[bytes, byt
         while stream is not None and (part := await stream.read(2**16)):
             said += part
             if len(said) > largest:
+                kill(process)
+                while await stream.read(2**16):
+                    pass  # to its end: a full pipe would stay open, and be waited for
                 raise OSError(27, f"the program said more than {largest} bytes")
         return bytes(said)
 

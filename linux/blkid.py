@@ -1,6 +1,6 @@
-"""libblkid's low-level probe (Debian: libblkid1), which knows "could not read" from "nothing".
+"""libblkid's low-level probe (Debian: libblkid1), which distinguishes "unreadable" from "empty".
 
-The command blkid throws that away: it ends with 2 for both. Imports little, because it runs in a
+The command blkid does not: it ends with 2 for both. Imports little, because it runs in a
 short-lived child.
 """
 
@@ -39,8 +39,8 @@ def _library() -> ctypes.CDLL:
 def probe(descriptor: int) -> tuple[int, dict[str, str]]:
     """(result, values) for the open device. values: TYPE, UUID, LABEL, USAGE, PTTYPE, ...
 
-    result is FOUND, NOTHING, AMBIVALENT (marks of more than one), else a negative errno: something
-    could not be read, and nothing is known. Raises OSError when the device cannot be set up.
+    result is FOUND, NOTHING, AMBIVALENT (signatures of several contents), else a negative errno: a
+    part could not be read, so the content is unknown. OSError when the device cannot be set up.
     """
     lib = _library()
     handle = lib.blkid_new_probe()

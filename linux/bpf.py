@@ -71,7 +71,7 @@ def _library() -> ctypes.CDLL:
     return lib
 
 
-# libbpf prints to standard error unless told otherwise; kept here for the error's text.
+# libbpf prints to standard error by default; we keep its last words for the text of errors.
 _log = bytearray()
 _vsnprintf = ctypes.CDLL(None).vsnprintf
 _vsnprintf.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_void_p]
@@ -159,7 +159,7 @@ class Program(Descriptor):
         return ProgramInfo(number, name, raw[8:16].hex(), loaded, tuple(ids[: min(count, 64)]))
 
     def attach(self, cgroup: int) -> None:
-        """To the cgroup v2 directory open as ``cgroup``; others there stay."""
+        """Attach to the cgroup v2 directory open as ``cgroup``, beside other programs."""
         _checked(
             _library().bpf_prog_attach(self.fd, cgroup, CGROUP_DEVICE, ALLOW_MULTI), "bpf attach"
         )
@@ -204,7 +204,7 @@ class Map(Descriptor):
         return True
 
     def snapshot(self) -> list[bytes]:
-        """All keys; entries that come and go meanwhile may be missed."""
+        """All keys; entries that appear or disappear during the call may be missing."""
         found: list[bytes] = []
         key: bytes | None = None
         while len(found) <= self.info.max_entries:
@@ -247,10 +247,10 @@ def attached(cgroup: int) -> list[int]:
 def loaded(
     path: Path, program: str, reuse: dict[str, Map]
 ) -> Iterator[tuple[Program, dict[str, Map]]]:
-    """Load ``program`` of the object file at ``path``; its maps are ``reuse``'s where they fit.
+    """Load ``program`` of the object file at ``path``; it uses maps of ``reuse`` of the same shape.
 
-    Raises OSError: ENOENT no such program; else the kernel's answer with the verifier's words.
-    The descriptors that are given out are the caller's own copies, and the caller closes them.
+    OSError: ENOENT when the file has no such program, else the kernel's error with the verifier's
+    last words. The caller owns the yielded program and maps, and closes them.
     """
     lib = _library()
     _log.clear()
@@ -289,7 +289,7 @@ def loaded(
 
 
 def _shape(item: int) -> tuple[int, int, int, int]:
-    """What the object file wants the map to be; reuse_fd would silently take another."""
+    """The map's shape in the object file; reuse_fd would silently accept another."""
     lib = _library()
     return (
         lib.bpf_map__type(item),
@@ -314,7 +314,7 @@ class Ring:
         self.fd: int = _library().ring_buffer__epoll_fd(self._ring)
 
     def consume(self) -> int:
-        """Give every waiting record to the sink; how many there were."""
+        """Pass every waiting record to the sink; returns their number."""
         return _checked(_library().ring_buffer__consume(self._ring), "ring buffer")
 
     def close(self) -> None:

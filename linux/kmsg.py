@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Record:
-    time: float  # CLOCK_MONOTONIC seconds, nearly: the kernel's own clock since boot
+    time: float  # seconds since boot by the kernel's own clock, close to CLOCK_MONOTONIC
     text: str
     level: int = 6  # 0 emergency ... 7 debug
     sequence: int = 0
 
 
 class Kmsg:
-    """Reads records as they come, what is still in the buffer first. OSError when not allowed.
+    """Reads records in order, beginning with those in the kernel's buffer. OSError when refused.
 
-    Invariant: what was read plus ``lost`` are all records written since the first one read.
+    Invariant: the records read plus ``lost`` are all records written since the first one read.
     """
 
     def __init__(self, *, from_now: bool = False, user: bool = False) -> None:
-        """``from_now``: without what the buffer holds. ``user``: also what processes wrote there,
-        which is not the kernel's word."""
+        """``from_now``: skip what the buffer holds. ``user``: also records that processes wrote,
+        which prove nothing about the kernel."""
         self.fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if from_now:
             os.lseek(self.fd, 0, os.SEEK_END)
@@ -30,7 +30,7 @@ class Kmsg:
         self.lost = 0  # records that were overwritten before they were read
 
     def read(self, most: int = 1000) -> list[Record]:
-        """Records that wait, at most ``most``."""
+        """The waiting records, at most ``most``."""
         found = []
         for _ in range(most):
             try:
@@ -39,7 +39,7 @@ class Kmsg:
                 break
             except OSError as error:
                 if error.errno == errno.EPIPE:
-                    continue  # the gap in the sequence says how many
+                    continue  # records were overwritten; the gap in the sequence counts them
                 raise
             sequence = _sequence(data)
             if sequence is not None:

@@ -46,15 +46,14 @@ _GET_INFO, _GET_NEXT, _GET_PREV = (_ioctl_number(n) for n in (10, 11, 12))
 
 @dataclass(frozen=True)
 class Listed:
-    """One mount namespace held open by ``descriptor``; closed when the walk goes on.
+    """One mount namespace held open by ``descriptor``; closed when the walk continues.
 
-    While it is open the namespace cannot go away, and what is mounted in it stays busy: look
-    quickly.
+    While it is open the namespace continues to exist and its mounts stay busy, so read quickly.
     """
 
     descriptor: int
     inode: int
-    id: int  # 64 bit, never used again while the kernel runs; 0 when not known
+    id: int  # 64 bit, unique while the kernel runs; 0 when unknown
     mounts: int
 
 
@@ -76,7 +75,7 @@ def _step(descriptor: int, request: int) -> int | None:
 
 @contextlib.contextmanager
 def opened(path: str, dir_fd: int | None = None) -> Iterator[int]:
-    """A descriptor while the block runs. OSError when the process has gone."""
+    """``path`` open while the block runs. OSError when the process has ended."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
         yield descriptor
@@ -85,7 +84,10 @@ def opened(path: str, dir_fd: int | None = None) -> Iterator[int]:
 
 
 def walk(start: str = "/proc/self/ns/mnt") -> Iterator[Listed]:
-    """Every mount namespace once, from ``start`` to both sides. OSError (ENOTTY) before 6.12."""
+    """Every mount namespace once: ``start``, the ones before it, the ones after it.
+
+    OSError (ENOTTY) before Linux 6.12.
+    """
     with opened(start) as own:
         identity, mounts = _info(own)
         yield Listed(own, os.fstat(own).st_ino, identity, mounts)
@@ -105,12 +107,11 @@ def walk(start: str = "/proc/self/ns/mnt") -> Iterator[Listed]:
 
 
 class Visitor:
-    """Reads mount tables from inside each namespace and comes back.
+    """Enters a namespace, reads its mount table and returns.
 
-    Only for a process with one thread that nothing else runs in: its root and working directory
-    move. Reading inside (setns, then /proc/self/mountinfo through a descriptor of the own /proc)
-    shows everything below the namespace's own root, whatever its processes are chrooted to, and
-    needs no process there.
+    For a process with a single thread and no other task: its root and working directory change.
+    Inside, /proc/self/mountinfo is read through a descriptor of our own /proc. It shows everything
+    below the namespace's own root, wherever its processes are chrooted, and needs no process there.
     """
 
     def __init__(self, proc: str = "/proc") -> None:
@@ -124,7 +125,7 @@ class Visitor:
         os.close(self._root)
 
     def table(self, descriptor: int) -> bytes:
-        """mountinfo of the namespace behind ``descriptor``. OSError, also when it may not."""
+        """mountinfo of the namespace behind ``descriptor``. OSError, also when that is denied."""
         enter(descriptor)
         try:
             with opened("self/mountinfo", self._proc) as table:
@@ -133,10 +134,10 @@ class Visitor:
                     chunks.append(chunk)
                 return b"".join(chunks)
         finally:
-            self._come_back()
+            self._return()
 
-    def _come_back(self) -> None:
-        """setns moves the root to the namespace's own; ours may be another (a chroot)."""
+    def _return(self) -> None:
+        """setns moves the root to the namespace's own root; ours may be another (a chroot)."""
         enter(self._home)
         os.fchdir(self._root)
         os.chroot(".")
@@ -179,7 +180,7 @@ def _statmount(mount: int, namespace: int) -> Mounted | None:
     try:
         syscalls.syscall(_STATMOUNT, "statmount", request, answer, len(answer), 0)
     except OSError:
-        return None  # gone since it was listed
+        return None  # unmounted since it was listed
     raw = answer.raw
     head = _HEAD.unpack_from(raw)
 
@@ -197,7 +198,7 @@ def _statmount(mount: int, namespace: int) -> Mounted | None:
 
 
 def mounts(namespace: int) -> Iterator[Mounted]:
-    """Every mount of the namespace with this id. OSError when the kernel cannot or may not."""
+    """Every mount of the namespace with this id. OSError when the kernel is older or refuses."""
     for identity in _mount_ids(namespace):
         found = _statmount(identity, namespace)
         if found is not None:
@@ -213,23 +214,23 @@ class Copy:
 
 
 def detach(namespace_path: str, inode: int, copies: list[Copy]) -> int:
-    """Lazily unmount ``copies`` in one namespace; how many were detached.
+    """Lazily unmount ``copies`` in one namespace; returns how many were detached. OSError.
 
-    For a child process: it moves into the namespace. Checked again right there: the namespace has
-    this ``inode``, the topmost mount on each target is of its device and private (others would
-    be unmounted elsewhere too). What no longer matches is left alone. OSError.
+    For a child process: it moves into the namespace and stays there. Nothing happens unless the
+    namespace still has this ``inode``. A mount is detached only when it is the topmost one on its
+    target, of the same device, and private: a shared one would be unmounted elsewhere, too.
     """
     visitor = Visitor()
     with opened(namespace_path) as descriptor:
         if os.fstat(descriptor).st_ino != inode:
-            return 0  # another namespace by now
+            return 0  # the path leads to another namespace now
         table = mountinfo.parse(visitor.table(descriptor))
         enter(descriptor)
     return _detach_here(table, copies)
 
 
 def detach_by_id(namespace: int, inode: int, copies: list[Copy]) -> int:
-    """As ``detach``, for a namespace without processes: found again by its id (6.12)."""
+    """``detach`` in a namespace without processes, found by its id (Linux 6.12)."""
     visitor = Visitor()
     for listed in walk():
         if listed.id == namespace and listed.inode == inode:
@@ -241,7 +242,7 @@ def detach_by_id(namespace: int, inode: int, copies: list[Copy]) -> int:
 
 def _detach_here(table: list[mountinfo.Mount], copies: list[Copy]) -> int:
     done = 0
-    # The deepest first; of what is stacked on one target only the topmost is looked at.
+    # The deepest first. Only the topmost mount of each target is considered.
     for copy in sorted(set(copies), key=lambda copy: len(copy.target), reverse=True):
         stack = mountinfo.at(copy.target, table)
         if not stack or stack[-1].device != copy.device or not stack[-1].is_private:

@@ -1,4 +1,4 @@
-"""The mount interface: detached trees, overlay, swaps beneath, refreshes.
+"""The mount interface: detached trees, overlays, swapping one mount for another, refreshing.
 
 Source: mount(2), open_tree(2), fsopen(2), move_mount(2), mount_setattr(2); the new calls have the
 same numbers on every architecture. All raise OSError.
@@ -41,7 +41,7 @@ def _bytes(path: str | Path) -> bytes:
 
 
 def clone_tree(path: str | Path) -> int:
-    """A detached bind mount of ``path`` (that mount only, not those below it); a descriptor."""
+    """A detached bind mount of ``path``, without the mounts below it; a descriptor."""
     flags = _OPEN_TREE_CLONE | _CLOEXEC
     return syscalls.syscall(
         _OPEN_TREE, f"open_tree {path}", _AT_FDCWD, ctypes.c_char_p(_bytes(path)), flags
@@ -57,14 +57,14 @@ def set_attributes(tree: int, attributes: int) -> None:
 
 
 def _messages(context: int) -> str:
-    """What the file system says of a failed configuration."""
-    said = []
+    """The kernel's messages about a failed configuration."""
+    found = []
     for _ in range(16):
         try:
-            said.append(os.read(context, 1024).decode(errors="replace").strip())
+            found.append(os.read(context, 1024).decode(errors="replace").strip())
         except OSError:
             break
-    return "; ".join(said)
+    return "; ".join(found)
 
 
 def new_filesystem(
@@ -72,7 +72,7 @@ def new_filesystem(
 ) -> int:
     """A detached mount of a new superblock; a descriptor.
 
-    The strings never show on a command line. OSError carries what the kernel says of the reason.
+    The strings never show on a command line. OSError carries the kernel's own reason.
     """
     context = syscalls.syscall(
         _FSOPEN, f"fsopen {fstype}", ctypes.c_char_p(fstype.encode()), _FSOPEN_CLOEXEC
@@ -119,9 +119,9 @@ def shows_layer(super_options: str, layer: str) -> bool:
 
 
 def overlay(layers: Sequence[str | Path], scratch: Path) -> int:
-    """A detached read-only overlay, the first layer wins; a descriptor.
+    """A detached read-only overlay in which the first layer wins; a descriptor.
 
-    ``scratch``: an empty directory of ours, used only when the options are too long for fsconfig.
+    ``scratch``: an empty directory, used only when the options are too long for fsconfig.
     OSError ENAMETOOLONG when they are too long for mount(2) as well.
     """
     lowerdir = ":".join(escape_layer(str(layer)) for layer in layers)
@@ -156,7 +156,7 @@ def mount(source: str, target: Path, fstype: str | None, flags: int, options: st
 
 
 def attach(tree: int, target: str | Path, *, beneath: bool = False) -> None:
-    """Mount a detached tree on ``target``, or beneath the mount that is there (kernel 6.5)."""
+    """Mount a detached tree on ``target``, or beneath the mount there (Linux 6.5)."""
     flags = _MOVE_MOUNT_F_EMPTY_PATH | (_MOVE_MOUNT_BENEATH if beneath else 0)
     syscalls.syscall(
         _MOVE_MOUNT,
@@ -170,10 +170,10 @@ def attach(tree: int, target: str | Path, *, beneath: bool = False) -> None:
 
 
 def swap(tree: int, target: str | Path) -> bool:
-    """Put ``tree`` in the place of the mount on ``target``; readers see the one or the other.
+    """Replace the mount on ``target`` by ``tree``; at any moment readers see one of the two.
 
-    Open files keep the old mount. Where the kernel cannot insert beneath (before 6.5) the new
-    mount goes on top and the old one stays below it; returns False then.
+    Open files keep the old mount. Before Linux 6.5, which cannot mount beneath, the new mount goes
+    on top and the old one stays below it; returns False then.
     """
     try:
         attach(tree, target, beneath=True)
@@ -187,22 +187,22 @@ def swap(tree: int, target: str | Path) -> bool:
 
 
 def detach(target: str | Path) -> None:
-    """Unmount lazily: out of the tree at once, gone when its last user is."""
+    """Unmount lazily: invisible at once, gone with its last user."""
     syscalls.checked(
         syscalls.libc.umount2(_bytes(target), _MNT_DETACH | _UMOUNT_NOFOLLOW), f"umount {target}"
     )
 
 
 def unmount(target: str | Path) -> None:
-    """Unmount; OSError EBUSY while anybody, in a namespace that follows ours too, uses it."""
+    """Unmount. OSError EBUSY while it is used, also in a namespace that follows ours."""
     syscalls.checked(syscalls.libc.umount2(_bytes(target), _UMOUNT_NOFOLLOW), f"umount {target}")
 
 
 def refresh(target: str | Path) -> None:
-    """Make the overlay on ``target`` forget what it looked up and nobody holds open.
+    """Make the overlay on ``target`` forget the names that nobody holds open.
 
     The kernel shrinks the superblock's dentry cache on any reconfigure: the next open of each
-    name is resolved anew, in every mount namespace, with no effect on open files.
+    name is resolved anew, in every mount namespace. Open files are not affected.
     """
     flags = MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV
     result = syscalls.libc.mount(None, _bytes(target), None, ctypes.c_ulong(flags), None)

@@ -107,18 +107,32 @@ def _uses(pid: int, held: list[mountinfo.Mount]) -> str:
                     return f"has {os.readlink(f'{base}/fd/{number}')} open"
             except OSError:
                 continue  # just closed
+        root = os.readlink(f"{base}/root")
         for link, text in (("cwd", "its working directory is"), ("root", "its root is")):
             path = os.readlink(f"{base}/{link}")
-            if any(path == m.target or path.startswith(m.target + "/") for m in held):
+            if any(_lies_on(path, root, mount) for mount in held):
                 return f"{text} {path}"
         for line in Path(f"{base}/maps").read_bytes().split(b"\n"):
             fields = line.split(maxsplit=5)
             path = os.fsdecode(fields[5]) if len(fields) == 6 else ""
-            if any(path.startswith(m.target + "/") for m in held):
+            if path.startswith("/") and any(_lies_on(path, root, mount) for mount in held):
                 return f"has {path} mapped"
     except OSError:
         pass  # just ended
     return ""
+
+
+def _lies_on(path: str, root: str, mount: mountinfo.Mount) -> bool:
+    """Whether ``path``, which our own /proc shows, is at or below the process's own mount.
+
+    Mount tables begin at the process's ``root``. For a process that is only chrooted our /proc
+    shows paths from our root; for one in another namespace, from the root of that.
+    """
+    if root != "/":
+        if path != root and not path.startswith(root + "/"):
+            return False
+        path = path[len(root) :] or "/"
+    return path == mount.target or path.startswith(mount.target.rstrip("/") + "/")
 
 
 def _keeps(

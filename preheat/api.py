@@ -6,7 +6,7 @@ from typing import Any
 import kit.errors
 import kit.units
 from kit.room import Answer, Json, Request, Role, Route, Stream, watch
-from preheat import faces, status
+from preheat import status
 from preheat.component import Preheat
 
 Change = Callable[[Preheat, str], Awaitable[status.Status | None]]
@@ -51,7 +51,7 @@ async def _show(preheat: Preheat, request: Request) -> Json:
 
 
 async def _plan(preheat: Preheat, _: Request) -> Json:
-    return faces.plan_json(preheat.core)
+    return preheat.plan()
 
 
 async def _watch(preheat: Preheat, request: Request) -> Stream:

@@ -1,4 +1,4 @@
-"""``nodeagent image``: images held ready on this node."""
+"""``nodeagent image``: container images kept ready on this node."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ _FIELDS = ("ref", "digest", "state", "pinned", "bytes_total", "bytes_done")
 
 
 class ImageError(kit.errors.AgentError):
-    """An image that was waited for did not become ready."""
+    """The image that the command waited for did not become ready."""
 
     exit_code = 5
 
@@ -47,14 +47,14 @@ def _print_row(row: dict[str, Any]) -> None:
 @terminal.json_option
 @click.pass_obj
 def list_images(ctx: CommandContext, as_json: bool) -> None:
-    """All images that are wanted or pinned here."""
+    """All images that are requested or pinned on this node."""
     rows = _call(ctx, "GET", "")["images"]
     if as_json:
         keys = (*_FIELDS, "reason", "by", "keep", "priority", "in_use")
         terminal.print_json([{key: row[key] for key in keys} for row in rows])
         return
     if not rows:
-        click.echo("No image is wanted or pinned here; see preheat.images in the settings.")
+        click.echo("No image is requested or pinned here; see preheat.images in the settings.")
     width = max((len(row["ref"]) for row in rows), default=0)
     for row in rows:
         pinned = "pinned" if row["pinned"] else "-"
@@ -67,7 +67,7 @@ def list_images(ctx: CommandContext, as_json: bool) -> None:
 @terminal.json_option
 @click.pass_obj
 def show(ctx: CommandContext, ref: str, as_json: bool) -> None:
-    """Everything about one image, layer by layer while it is pulled."""
+    """Everything about one image; each layer while it is pulled."""
     row = _call(ctx, "GET", "/one", ref=ref)
     if as_json:
         terminal.print_json(row)
@@ -76,19 +76,19 @@ def show(ctx: CommandContext, ref: str, as_json: bool) -> None:
     size = kit.units.format_size
     lines = {
         "digest": row["digest"] or "not known yet",
-        "wanted by": f"{row['by']}, pin {row['keep']}, priority {row['priority']}",
+        "requested by": f"{row['by']}, pin {row['keep']}, priority {row['priority']}",
         "to fetch": size(row["bytes_missing"]),
         "unpacked": size(row["bytes_unpacked"]),
         "in use": "yes" if row["in_use"] else "no",
     }
     if row["failure_kind"]:
-        again = "not tried again by itself"
+        again = "no retry"
         if row["retry_at"] is not None:
             wait = kit.units.format_duration(row["retry_at"] - time.time())
-            again = f"tried again in {wait}"
+            again = f"retry in {wait}"
         lines["failure"] = f"{row['failure_kind']}, attempt {row['attempts']}, {again}"
     for key, value in lines.items():
-        click.echo(f"  {key + ':':<11} {value}")
+        click.echo(f"  {key + ':':<14} {value}")
     for layer in row["layers"]:
         done, total = layer["bytes_done"], layer["bytes_total"]
         click.echo(f"  {layer['digest'][:19]}  {100 * done / total:4.0f} %  {size(total):>10}")
@@ -96,12 +96,12 @@ def show(ctx: CommandContext, ref: str, as_json: bool) -> None:
 
 @image.command("preheat")
 @click.argument("ref")
-@click.option("--wait", is_flag=True, help="Show progress until it is ready; fails if it fails.")
+@click.option("--wait", is_flag=True, help="Show progress until it is ready; fail if it fails.")
 @click.option("--pin", default="always", metavar="RULE", help="always, never or a time like 72h.")
 @terminal.json_option
 @click.pass_obj
 def preheat(ctx: CommandContext, ref: str, wait: bool, pin: str, as_json: bool) -> None:
-    """Bring REF to this node now and pin it."""
+    """Pull REF to this node now and pin it."""
     rule: Any = pin if pin in ("always", "never") else {"for": pin}
     row = _call(ctx, "POST", "/preheat", {"ref": ref, "pin": rule})
     if wait:
@@ -153,18 +153,18 @@ def _simple(name: str, text: str) -> None:
             _print_row(row)
 
 
-_simple("pin", "Pin REF so that no garbage collection takes it; pulled first if it is not here.")
-_simple("unpin", "Let go of REF: unpinned, and the settings do not bring it back until asked.")
-_simple("pause", "Stop pulling REF; what is here of it stays.")
-_simple("resume", "Go on pulling REF, or try again at once after a failure.")
-_simple("cancel", "Stop pulling REF and give back what is here of it.")
+_simple("pin", "Pin REF, so that garbage collection does not delete it; pull it first if needed.")
+_simple("unpin", "Release REF: delete its pin; the settings do not request it again until you do.")
+_simple("pause", "Stop pulling REF; the bytes fetched so far stay.")
+_simple("resume", "Continue to pull REF, or retry at once after a failure.")
+_simple("cancel", "Stop pulling REF and delete the bytes fetched so far.")
 
 
 @image.command("plan")
 @terminal.json_option
 @click.pass_obj
 def plan(ctx: CommandContext, as_json: bool) -> None:
-    """What is pulled next, what is not and why, and whether your layers are shared."""
+    """What is pulled next, what is not and why, and how much images share layers."""
     found = _call(ctx, "GET", "/plan")
     if as_json:
         terminal.print_json(found)

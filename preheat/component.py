@@ -1,11 +1,15 @@
-"""Image preheating as the process sees it, and what operators may ask of it."""
+"""Image preheating as the process sees it, and what operators may ask of it.
+
+Each request of an operator is written into the runtime as a hold or a note, under the lock of the
+work loop; the answer shows the image after the next cycle. So a request survives the agent.
+"""
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 from prometheus_client.core import Metric
@@ -13,35 +17,25 @@ from prometheus_client.core import Metric
 import kit.errors
 import kit.findings
 import kit.room
-from preheat import (
-    audit,
-    desired,
-    faces,
-    manifest,
-    metrics,
-    node,
-    plan,
-    reconciler,
-    registry,
-    settings,
-    status,
-)
+from preheat import manifest, metrics, plan, registry, settings, status
+from preheat.desired import Request
+from preheat.reconciler import Reconciler
 from preheat.runtimes import base
 
 log = structlog.get_logger("preheat")
 
-# Longer than any call's deadline within one cycle taken together.
-STANDS_AFTER_SECONDS = 300.0
+# Longer than all calls of one cycle may take together.
+HANGS_AFTER_SECONDS = 300.0
 FIXED = ("runtime", "socket", "crio", "hosts_dir")
 
 
-def _box(section: settings.PreheatSettings, state_dir: Path) -> base.Runtime:
-    """The adapter for the runtime in the settings: the one place where they are told apart."""
+def _runtime(section: settings.PreheatSettings, state_dir: Path) -> base.Runtime:
+    """The adapter of the runtime in the settings. Imported here: grpc takes 15 MB of memory."""
     if section.runtime == "crio":
         from preheat.runtimes import crio
 
         return crio.Crio(section.socket, section.crio.drop_in, state_dir / "preheat-crio.json")
-    from preheat.runtimes import containerd  # grpc: 15 MB that only this room needs
+    from preheat.runtimes import containerd
 
     return containerd.Containerd(section.socket)
 
@@ -58,18 +52,20 @@ class Preheat:
     ) -> None:
         self._reporter = reporter
         self._original = section
-        self.core = reconciler.Reconciler(
-            _box(section, state_dir), _complete(section), registry.Registry(section.hosts_dir)
+        self.reconciler = Reconciler(
+            _runtime(section, state_dir),
+            settings.complete(section),
+            registry.Registry(section.hosts_dir),
         )
         self._tasks: list[asyncio.Task[None]] = []
 
     # --- component --------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Never fails for a runtime that is down: it may start after the agent."""
+        """A runtime that does not answer is no error: it may start after the agent."""
         self._tasks = [
-            asyncio.create_task(self.core.work(), name="preheat work"),
-            asyncio.create_task(self.core.watch(), name="preheat watch"),
+            asyncio.create_task(self.reconciler.work(), name="preheat work"),
+            asyncio.create_task(self.reconciler.watch(), name="preheat watch"),
         ]
 
     async def reconcile(self, section: settings.PreheatSettings) -> Sequence[str]:
@@ -77,114 +73,100 @@ class Preheat:
             name for name in FIXED if getattr(section, name) != getattr(self._original, name)
         ]
         kept = {name: getattr(self._original, name) for name in refused}
-        section = _complete(section.model_copy(update=kept))
-        if section != self.core.section:
+        section = settings.complete(section.model_copy(update=kept))
+        if section != self.reconciler.section:
             self._take_over(section)
-        self._reporter.report(self.name, audit.findings(self.core, self._honours, self._rests))
+        self._reporter.report(self.name, status.findings(self.reconciler))
         return refused
 
     def _take_over(self, section: settings.PreheatSettings) -> None:
-        old = {each.ref: each for each in self.core.section.images}
-        new_logins = section.credentials != self.core.section.credentials
-        self.core.section = section
-        self.core.limit.rate = section.bytes_per_second
+        old = {each.ref: each for each in self.reconciler.section.images}
+        new_logins = section.credentials != self.reconciler.section.credentials
+        self.reconciler.section = section
+        self.reconciler.limit.rate = section.bytes_per_second
         for each in section.images:
             if new_logins or old.get(each.ref) != each:
-                self.core.failures.pop(each.ref, None)
-                self.core.resolver.again(each.ref)
-        self.core.wake()
+                self._retry(each.ref)
+        self.reconciler.wake()
 
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.core.stop()
+        await self.reconciler.stop()
 
     def health(self) -> kit.room.Health:
         ended = [task.get_name() for task in self._tasks if task.done()]
-        stands = time.monotonic() - self.core.last_cycle > STANDS_AFTER_SECONDS
+        hangs = time.monotonic() - self.reconciler.last_cycle > HANGS_AFTER_SECONDS
         reasons = [f"{name} has ended (a bug; see the log)" for name in ended]
-        if stands:
-            reasons.append("its work loop stands")
-        if self.core.trouble:
-            reasons.append(self.core.trouble)
+        if hangs:
+            reasons.append(f"its work loop made no progress for {HANGS_AFTER_SECONDS:.0f} s")
+        if self.reconciler.trouble:
+            reasons.append(self.reconciler.trouble)
         return kit.room.Health(
-            alive=not ended and not stands, ready=not reasons, reasons=tuple(reasons)
+            alive=not ended and not hangs, ready=not reasons, reasons=tuple(reasons)
         )
 
     def metrics(self) -> Iterable[Metric]:
-        breaker = getattr(self.core.box, "breaker", None)
-        trips = breaker.total if breaker is not None else 0
-        return metrics.collect(self.core, trips, self._honours)
+        return metrics.collect(self.reconciler)
 
-    @property
-    def _honours(self) -> bool | None:
-        return getattr(self.core.box, "honours_label", None)
-
-    @property
-    def _rests(self) -> float:
-        breaker = getattr(self.core.box, "breaker", None)
-        return 0.0 if breaker is None else float(breaker.rests)
-
-    # --- what operators see and ask ---------------------------------------------------------------
+    # --- what operators see -----------------------------------------------------------------------
 
     def images(self) -> Sequence[status.Status]:
-        return faces.rows(self.core)
+        return status.images(self.reconciler)
+
+    def plan(self) -> dict[str, Any]:
+        return status.plan_json(self.reconciler)
 
     def show(self, text: str) -> status.Status:
-        """NotFoundError when nobody wants or pins the image."""
+        """Raises NotFoundError when nobody requests or pins the image."""
         ref = _reference(text)
-        found = next((row for row in faces.rows(self.core) if row.ref == ref), None)
+        found = next((row for row in self.images() if row.ref == ref), None)
         if found is None:
-            raise kit.errors.NotFoundError(
-                f"image {ref}", "neither wanted nor pinned here", "see 'nodeagent image list'"
-            )
+            raise _unknown(ref)
         return found
 
+    # --- what operators ask -----------------------------------------------------------------------
+
     async def preheat(self, text: str, keep: str = "always") -> status.Status:
-        """Bring an image here now, before what the settings want; pinned unless ``never``."""
+        """Pull an image before what the settings request, and pin it unless ``never``."""
         ref = _reference(text)
         async with self._asking():
             await self._drop_notes(ref)
-            await self.core.box.begin(
-                base.Hold(
-                    id="",
-                    role="pull",
-                    ref=ref,
-                    by="operator",
-                    keep=keep,
-                    expires=time.time() + self.core.section.partial_keep,
-                )
+            expires = time.time() + self.reconciler.section.partial_keep
+            await self.reconciler.runtime.begin(
+                base.Hold("", "pull", ref, "operator", keep=keep, expires=expires)
             )
-            self.core.failures.pop(ref, None)
-            self.core.resolver.again(ref)
+            self._retry(ref)
         return await self._after(ref)
 
     async def pin(self, text: str) -> status.Status:
-        """Pin an image; when it is not here it is pulled first. RefusedError over the budget."""
+        """Pin an image, pulling it first if needed. Raises RefusedError over the pin budget."""
         ref = _reference(text)
         async with self._asking():
-            inventory = await self.core.box.inventory()
-            target = next((r.target for r in inventory.records if r.name == ref), None)
+            inventory = await self.reconciler.runtime.inventory()
+            target = inventory.target_of(ref)
             if target is not None:
-                await self._fits(ref, target, inventory)
+                await self._check_budget(ref, target, inventory)
                 await self._drop_notes(ref)
-                hold = base.Hold(
-                    id="", role="pin", ref=ref, by="operator", target=target, keep="always"
-                )
-                self.core.healer.remember(await self.core.box.pin(hold))
+                hold = base.Hold("", "pin", ref, "operator", target, keep="always")
+                self.reconciler.healer.remember(await self.reconciler.runtime.pin(hold))
         if target is None:
             return await self.preheat(ref)
         return await self._after(ref)
 
-    async def _fits(self, ref: str, target: manifest.Target, inventory: base.Inventory) -> None:
-        core = self.core
-        shape = await core.local.shape(target, inventory, core.section.platform)
-        parts = await core.local.parts(shape, inventory) if shape is not None else {}
-        want = plan.Wanted(ref, target.digest, (plan.OPERATOR, 0, 0.0), True, True, 0, 0, parts)
-        seen = await node.look(core.section, inventory.images_path, 0)
-        pinned = [pin for pin in core.view.pinned if pin.ref != ref]
-        decided = plan.decide(seen, [want], pinned, 1, time.time())
+    async def _check_budget(
+        self, ref: str, target: manifest.Target, inventory: base.Inventory
+    ) -> None:
+        local, section = self.reconciler.local, self.reconciler.section
+        shape = await local.shape(target, inventory, section.platform)
+        parts = await local.parts(shape, inventory) if shape is not None else {}
+        request = Request(
+            ref, "operator", digest=target.digest, present=True, measured=True, parts=parts
+        )
+        node = await self.reconciler.node(inventory.images_path)
+        pinned = [pin for pin in self.reconciler.snapshot.pinned if pin.ref != ref]
+        decided = plan.decide(node, [request], pinned, 1, time.time())
         if ref not in decided.pins:
             why = next((skip.text for skip in decided.skips), decided.pause)
             raise kit.errors.RefusedError(
@@ -192,69 +174,76 @@ class Preheat:
             )
 
     async def unpin(self, text: str) -> status.Status | None:
-        """Really let go: the pin, its mark, its partial bytes; the settings do not bring it back.
+        """Delete the pin, its mark and partial bytes; the settings do not request it again.
 
-        The image itself stays until garbage collection takes it. Asked for again by ``preheat``
-        or ``pin``. NotFoundError when there is nothing to let go of.
+        The image itself stays until garbage collection takes it. ``preheat`` and ``pin`` request it
+        again. Raises NotFoundError when nobody requests or pins it.
         """
         ref = _reference(text)
         async with self._asking():
-            await self.core.halt(ref)
-            inventory = await self.core.box.inventory()
+            await self.reconciler.halt(ref)
+            inventory = await self.reconciler.runtime.inventory()
             mine = [hold for hold in inventory.holds if hold.ref == ref and hold.role != "note"]
-            want = self.core.view.wanted.get(ref)
-            by_rule = want is not None and want.by != "operator"
-            by_rule = by_rule or any(each.ref == ref for each in self.core.section.images)
+            request = self.reconciler.snapshot.requests.get(ref)
+            section = self.reconciler.section
+            by_rule = request is not None and request.by != "operator"
+            by_rule = by_rule or any(each.ref == ref for each in section.images)
             if not mine and not by_rule:
-                raise kit.errors.NotFoundError(
-                    f"image {ref}", "neither wanted nor pinned here", "see 'nodeagent image list'"
-                )
-            if by_rule or self.core.section.retain is not None:
-                await self.core.note(ref, "operator", "released")
+                raise _unknown(ref)
+            if by_rule or section.retain is not None:
+                await self.reconciler.note(ref, "operator", "released")
             for hold in mine:
                 if hold.role == "pin":
-                    await self.core.release(hold)
+                    await self.reconciler.release(hold)
                 else:
-                    await self.core.box.end(hold)
-        return await self._after(ref, must_be_there=False)
+                    await self.reconciler.runtime.end(hold)
+        return await self._after(ref, requested=False)
 
     async def pause(self, text: str) -> status.Status:
-        """Stop pulling; every byte stays (for ``partial_keep``)."""
+        """Stop pulling; every byte stays for ``partial_keep``."""
         ref = self.show(text).ref
         async with self._asking():
-            await self.core.note(ref, "operator", "paused")
-            await self.core.halt(ref)
+            await self.reconciler.note(ref, "operator", "paused")
+            await self.reconciler.halt(ref)
         return await self._after(ref)
 
     async def resume(self, text: str) -> status.Status:
-        """Go on after ``pause``, or try again at once after a failure."""
+        """Continue after ``pause``, or retry at once after a failure."""
         ref = self.show(text).ref
         async with self._asking():
             await self._drop_notes(ref)
-            self.core.failures.pop(ref, None)
-            self.core.resolver.again(ref)
+            self._retry(ref)
         return await self._after(ref)
 
     async def cancel(self, text: str) -> status.Status | None:
-        """Stop pulling and give back the bytes; RefusedError when it is here already."""
+        """Stop pulling and delete the bytes. Raises RefusedError when the image is ready."""
         found = self.show(text)
         if found.state == "ready":
             raise kit.errors.RefusedError(
-                f"image {found.ref}", "it is here already", "let go of it with 'image unpin'"
+                f"image {found.ref}", "it is already on the node", "release it with 'image unpin'"
             )
         return await self.unpin(found.ref)
 
     async def _drop_notes(self, ref: str) -> None:
-        inventory = await self.core.box.inventory()
+        inventory = await self.reconciler.runtime.inventory()
         for hold in inventory.holds:
             if hold.role == "note" and hold.ref == ref:
-                await self.core.box.end(hold)
+                await self.reconciler.runtime.end(hold)
+
+    def _retry(self, ref: str) -> None:
+        self.reconciler.failures.pop(ref, None)
+        self.reconciler.resolver.again(ref)
 
     @contextlib.asynccontextmanager
     async def _asking(self) -> AsyncIterator[None]:
-        """A request at work: alone, on a runtime that answers, its errors as the API's."""
-        self._usable()
-        async with self.core.lock:
+        """Run a request under the lock, translating runtime errors."""
+        if self.reconciler.trouble:
+            raise kit.errors.SourceError(
+                "the container runtime",
+                self.reconciler.trouble,
+                "check that it runs; nothing was changed",
+            )
+        async with self.reconciler.lock:
             with self._translated():
                 yield
 
@@ -266,31 +255,25 @@ class Preheat:
             raise kit.errors.SettingsError(error.thing, error.cause, error.remedy) from error
         except base.RuntimeCallError as error:
             if isinstance(error, base.RuntimeGoneError):
-                self.core.trouble = str(error)
-                self.core.wake()
+                self.reconciler.trouble = str(error)
+                self.reconciler.wake()
             remedy = error.remedy or "try again; see the runtime's log"
             raise kit.errors.SourceError(error.thing, error.cause, remedy) from error
 
-    def _usable(self) -> None:
-        if self.core.trouble:
-            raise kit.errors.SourceError(
-                "the container runtime", self.core.trouble, "see that it runs; nothing was changed"
-            )
-
-    async def _after(self, ref: str, must_be_there: bool = True) -> status.Status:
-        """What is shown once the loop has taken the request in."""
+    async def _after(self, ref: str, requested: bool = True) -> status.Status:
+        """The image after a cycle that has seen the request."""
         with self._translated():
-            await self.core.cycle()
-        want = self.core.view.wanted.get(ref)
-        if want is None:
-            want = desired.Request(ref, "operator", "never", released=not must_be_there)
-        return dataclasses.replace(faces.row(self.core, want))
+            await self.reconciler.cycle()
+        request = self.reconciler.snapshot.requests.get(ref)
+        if request is None:
+            request = Request(ref, "operator", "never", released=not requested)
+        return status.image(self.reconciler, request)
 
 
-def _complete(section: settings.PreheatSettings) -> settings.PreheatSettings:
-    if section.platform:
-        return section
-    return section.model_copy(update={"platform": node.default_platform()})
+def _unknown(ref: str) -> kit.errors.NotFoundError:
+    return kit.errors.NotFoundError(
+        f"image {ref}", "nobody requests or pins it on this node", "see 'nodeagent image list'"
+    )
 
 
 def _reference(text: str) -> str:

@@ -1,7 +1,7 @@
 """Logins for registries: dockerconfigjson files and the kubelet's credential provider plugins.
 
-Secrets are read at each use and kept no longer than a plugin says; they are never logged, never
-in an exception and never in an argument list (a plugin gets its question on stdin).
+Secrets are read at each use and kept no longer than a plugin allows. They appear in no log, no
+exception and no argument list (a plugin gets its question on stdin).
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import base64
 import fnmatch
 import json
 import os
-import signal
 import time
 import urllib.parse
 from collections.abc import Mapping
@@ -18,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from cachetools import TLRUCache
 
 import kit.errors
-import kit.units
+import kit.processes
 from preheat import manifest, settings
 from preheat.runtimes import base
 
@@ -30,7 +30,7 @@ _REQUEST_KIND = "CredentialProviderRequest"
 
 
 class CredentialError(kit.errors.AgentError):
-    """A credential source that cannot be used."""
+    """A source of credentials that cannot be used."""
 
     exit_code = 3
 
@@ -48,7 +48,7 @@ class Provider:
 
 
 def matches(pattern: str, ref: manifest.Reference) -> bool:
-    """The kubelet's rule: ``*.host`` by label, port equal, path a prefix by parts."""
+    """As the kubelet: ``*`` within a label of the host, equal ports, the path a prefix by parts."""
     pattern = pattern.removeprefix("https://").removeprefix("http://").rstrip("/")
     host, _, path = pattern.partition("/")
     path = path.removeprefix("v1").removeprefix("v2").strip("/")
@@ -71,7 +71,7 @@ def _best(entries: Mapping[str, Any], ref: manifest.Reference) -> Any:
 
 
 def from_docker_config(data: bytes, ref: manifest.Reference) -> base.Login | None:
-    """The login for ``ref`` in a dockerconfigjson; ValueError when it is none."""
+    """The login for ``ref`` in a dockerconfigjson. Raises ValueError."""
     content = json.loads(data)
     auths = content.get("auths") if isinstance(content, dict) else None
     if not isinstance(auths, dict):
@@ -95,7 +95,7 @@ def from_docker_config(data: bytes, ref: manifest.Reference) -> base.Login | Non
 
 
 def read_providers(data: bytes) -> tuple[Provider, ...]:
-    """The plugins in a CredentialProviderConfig; ValueError when it is none."""
+    """The plugins in a CredentialProviderConfig. Raises ValueError."""
     content = yaml.safe_load(data)
     listed = content.get("providers") if isinstance(content, dict) else None
     if not isinstance(listed, list):
@@ -104,7 +104,7 @@ def read_providers(data: bytes) -> tuple[Provider, ...]:
     for entry in listed:
         name = str(entry.get("name", ""))
         if not name or "/" in name or name in (".", "..") or name != name.strip():
-            raise ValueError(f"provider {name!r} is no file name")
+            raise ValueError(f"provider {name!r} is not a file name")
         environment = tuple((str(e["name"]), str(e["value"])) for e in entry.get("env") or [])
         found.append(
             Provider(
@@ -120,7 +120,7 @@ def read_providers(data: bytes) -> tuple[Provider, ...]:
 
 
 def _go_duration(text: str) -> float:
-    """Go's ``12h``, ``1h30m0s``; 0 when it is not understood (then nothing is cached)."""
+    """Seconds of Go's ``12h`` or ``1h30m0s``; an unknown unit counts 0."""
     total, number = 0.0, ""
     unit = ""
     units = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
@@ -135,16 +135,25 @@ def _go_duration(text: str) -> float:
     return total
 
 
+@dataclass(frozen=True)
+class _Answer:
+    seconds: float
+    login: base.Login | None
+
+
 class Credentials:
-    """Finds the login for an image; None when no source has one."""
+    """Finds the login for an image."""
 
     def __init__(self) -> None:
-        self._cache: dict[tuple[str, str], tuple[float, base.Login | None]] = {}
+        # Answers of plugins, each for as long as its plugin allows.
+        self._cache: TLRUCache[tuple[str, str], _Answer] = TLRUCache(
+            MOST_CACHED, ttu=lambda _, answer, now: now + answer.seconds, timer=time.monotonic
+        )
 
     async def login(
         self, ref: manifest.Reference, where: settings.CredentialSettings
     ) -> base.Login | None:
-        """CredentialError when a source is there and cannot be used."""
+        """None when no source has one. Raises CredentialError for a source that cannot be used."""
         if where.docker_config is not None:
             data = await self._file(where.docker_config)
             try:
@@ -168,7 +177,9 @@ class Credentials:
 
     @staticmethod
     def _unusable(file: Path, why: str) -> CredentialError:
-        return CredentialError(str(file), f"not usable ({why})", "correct it (preheat.credentials)")
+        return CredentialError(
+            str(file), f"cannot be used ({why})", "correct it (preheat.credentials)"
+        )
 
     async def _file(self, file: Path) -> bytes:
         try:
@@ -181,11 +192,11 @@ class Credentials:
     ) -> base.Login | None:
         key = (provider.name, ref.repository)
         known = self._cache.get(key)
-        if known is not None and known[0] > time.monotonic():
-            return known[1]
+        if known is not None:
+            return known.login
         answer = await self._run(provider, ref, where)
         if answer.get("kind") != "CredentialProviderResponse":
-            raise self._failed(provider, "its answer is no CredentialProviderResponse")
+            raise self._failed(provider, "its answer is not a CredentialProviderResponse")
         auth = answer.get("auth") or {}
         entry = _best(auth, ref) if isinstance(auth, dict) else None
         login = None
@@ -194,73 +205,43 @@ class Credentials:
                 username=str(entry.get("username", "")),
                 password=str(entry.get("password", "")),
             )
-        told = answer.get("cacheDuration")
-        seconds = provider.cache_seconds if told is None else _go_duration(str(told))
+        duration = answer.get("cacheDuration")
+        seconds = provider.cache_seconds if duration is None else _go_duration(str(duration))
         if seconds > 0:
-            while len(self._cache) >= MOST_CACHED:
-                self._cache.pop(next(iter(self._cache)))
-            self._cache[key] = (time.monotonic() + seconds, login)
+            self._cache[key] = _Answer(seconds, login)
         return login
 
     @staticmethod
     def _failed(provider: Provider, why: str) -> CredentialError:
         return CredentialError(
-            f"credential provider {provider.name}", why, "run it by hand with the same question"
+            f"credential provider {provider.name}", why, "run it yourself with the same question"
         )
 
     async def _run(
         self, provider: Provider, ref: manifest.Reference, where: settings.CredentialSettings
     ) -> dict[str, Any]:
-        """Ask the plugin; it and its children end with the deadline."""
+        """Ask the plugin; at the deadline it is killed with its children."""
         assert where.provider_dir is not None
         question = {"kind": _REQUEST_KIND, "apiVersion": provider.api_version, "image": ref.text}
         try:
-            process = await asyncio.create_subprocess_exec(
-                str(where.provider_dir / provider.name),
-                *provider.arguments,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                env={**os.environ, **dict(provider.environment)},
-                start_new_session=True,
-                limit=LARGEST_ANSWER,
+            ended = await kit.processes.run(
+                [str(where.provider_dir / provider.name), *provider.arguments],
+                about=f"credential provider {provider.name}",
+                deadline=where.provider_timeout,
+                input=json.dumps(question).encode(),
+                environment={**os.environ, **dict(provider.environment)},
+                largest=LARGEST_ANSWER,
             )
         except OSError as error:
             raise self._failed(provider, error.strerror or str(error)) from None
-        assert process.stdin is not None and process.stdout is not None
+        except kit.processes.DeadlineError as error:
+            raise self._failed(provider, error.cause) from None
+        if ended.code != 0:
+            raise self._failed(provider, f"it ended with status {ended.code}")
         try:
-            async with asyncio.timeout(where.provider_timeout):
-                try:
-                    process.stdin.write(json.dumps(question).encode())
-                    process.stdin.close()
-                    data = await self._bounded(process.stdout)
-                except (BrokenPipeError, ConnectionResetError):
-                    data = b""
-                status = await process.wait()
-        except TimeoutError:
-            raise self._failed(provider, f"no answer in {where.provider_timeout:g} s") from None
-        finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-        if status != 0:
-            raise self._failed(provider, f"it ended with status {status}")
-        if len(data) > LARGEST_ANSWER:
-            raise self._failed(provider, "its answer is over 1 MiB")
-        try:
-            answer = json.loads(data)
+            answer = json.loads(ended.out)
         except ValueError:
-            raise self._failed(provider, "its answer is no JSON") from None
+            raise self._failed(provider, "its answer is not JSON") from None
         if not isinstance(answer, dict):
-            raise self._failed(provider, "its answer is no JSON object")
+            raise self._failed(provider, "its answer is not a JSON object")
         return answer
-
-    @staticmethod
-    async def _bounded(stream: asyncio.StreamReader) -> bytes:
-        data = b""
-        while len(data) <= LARGEST_ANSWER:
-            part = await stream.read(65536)
-            if not part:
-                break
-            data += part
-        return data

@@ -1,37 +1,72 @@
-"""Who wants which image here: the settings, an operator, or the use that pods make of it. Pure."""
+"""Which images are requested on this node, by whom and on what terms. Pure.
+
+There are three sources: the settings (policy), operators (their holds in the runtime) and, with
+``retain``, the containers that use an image now. One ``Request`` goes the whole way: this module
+says who wants the image, the reconciler adds what it costs here, the plan decides.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from preheat import manifest, plan, settings
+from preheat import manifest, settings
 from preheat.runtimes import base
 
 PRIVATE = (
-    "private: it cannot be pulled without credentials, and once here any pod on the node could "
+    "private: it cannot be pulled without credentials, and once it is on the node any pod could "
     "run it; allow that with share_private"
 )
+
+# Class, priority, last use. The plan releases the lowest rank first: retained images, then those of
+# the policy, then what an operator asked for.
+Rank = tuple[int, int, float]
+_CLASSES: dict[base.By, int] = {"retained": 0, "policy": 1, "operator": 2}
 
 
 @dataclass(frozen=True)
 class Request:
-    """One wanted reference. ``keep``: ``always``, ``never`` or ``for:<seconds>``."""
+    """One requested image. ``keep``: ``always``, ``never`` or ``for:<seconds>``.
+
+    The fields from ``digest`` on are what the reconciler found out; ``measured`` says whether it
+    knows the image's layers, and so its costs.
+    """
 
     ref: str
     by: base.By
-    keep: str
+    keep: str = "always"
     priority: int = 0
     share_private: bool = False
-    released: bool = False  # an operator let go of it; neither pulled nor pinned until asked
+    released: bool = False  # an operator released it: not pulled or pinned until asked for again
     paused: bool = False
-    done: bool = False  # pulled once with keep never
+    done: bool = False  # pulled once with keep ``never``
+    digest: str = ""
+    last_used: float = 0.0  # Unix time
+    present: bool = False
+    measured: bool = False
+    fetch: int = 0  # bytes to fetch
+    unpack: int = 0  # bytes that it takes unpacked beyond what is there
+    parts: Mapping[str, int] = field(default_factory=dict)  # what it keeps on disk (estimate)
+    running: bool = False  # a pull of it is in progress
+    blocked: str = ""  # why it must not be pulled now
 
-    def rank(self, last_used: float) -> plan.Rank:
-        if self.by == "operator":
-            return (plan.OPERATOR, self.priority, 0.0)
-        if self.by == "policy":
-            return (plan.POLICY, self.priority, 0.0)
-        return (plan.RETAINED, 0, last_used)
+    @property
+    def rank(self) -> Rank:
+        retained = self.by == "retained"
+        return (
+            _CLASSES[self.by],
+            0 if retained else self.priority,
+            self.last_used if retained else 0.0,
+        )
+
+    @property
+    def pins(self) -> bool:
+        """Whether it must be pinned once it is present."""
+        return self.measured and self.keep != "never" and not self.released
+
+    @property
+    def need(self) -> int:
+        """How far the disk use grows at most."""
+        return self.fetch + self.unpack
 
 
 def keep_text(pin: settings.Pin) -> str:
@@ -39,22 +74,18 @@ def keep_text(pin: settings.Pin) -> str:
 
 
 def keep_seconds(keep: str) -> float | None:
-    """Seconds after the last use; None: not bounded by time."""
+    """Seconds after the last use; None without a time limit."""
     return float(keep.removeprefix("for:")) if keep.startswith("for:") else None
 
 
-def on_node(wanted: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    return all(labels.get(key) == value for key, value in wanted.items())
-
-
 def gather(section: settings.PreheatSettings, holds: Iterable[base.Hold]) -> dict[str, Request]:
-    """From the settings and what operators asked for (their holds). By reference."""
+    """The requests of the settings and of operators, by reference."""
     found = {
         each.ref: Request(
             each.ref, "policy", keep_text(each.pin), each.priority, each.share_private
         )
         for each in section.images
-        if on_node(each.nodes, section.node_labels)
+        if each.nodes.items() <= section.node_labels.items()
     }
     notes: dict[str, set[str]] = {}
     for hold in sorted(holds, key=lambda h: h.role == "pull"):
@@ -62,7 +93,7 @@ def gather(section: settings.PreheatSettings, holds: Iterable[base.Hold]) -> dic
             notes.setdefault(hold.ref, set()).add(hold.state)
         elif hold.by == "operator":
             known = found.get(hold.ref)
-            # By hand is by decision: whoever may ask the agent may share a private image.
+            # Whoever may ask the agent may share a private image.
             found[hold.ref] = Request(
                 hold.ref,
                 "operator",
@@ -71,10 +102,9 @@ def gather(section: settings.PreheatSettings, holds: Iterable[base.Hold]) -> dic
                 share_private=True,
             )
     for ref, states in notes.items():
-        want = found.get(ref)
-        if want is not None:
+        if ref in found:
             found[ref] = dataclasses.replace(
-                want,
+                found[ref],
                 released="released" in states,
                 paused="paused" in states,
                 done="done" in states,
@@ -86,13 +116,13 @@ def retained(
     section: settings.PreheatSettings,
     inventory: base.Inventory,
     shapes: Mapping[str, manifest.Shape],
-    wanted: Mapping[str, Request],
+    requested: Mapping[str, Request],
 ) -> dict[str, Request]:
-    """Images that containers use now and that are worth keeping a while after (by reference)."""
+    """Requests for images that containers use now and nobody else asks for, by reference."""
     if section.retain is None:
         return {}
     found: dict[str, Request] = {}
-    covered = {inventory.digest_of(ref) for ref in wanted}
+    covered = {inventory.digest_of(ref) for ref in requested}
     released = {h.ref for h in inventory.holds if h.role == "note" and h.state == "released"}
     keep = f"for:{section.retain.duration:.0f}"
     for record in inventory.records:
@@ -102,7 +132,7 @@ def retained(
         try:
             ref = manifest.parse(record.name).text
         except ValueError:
-            continue  # an image id or a short name: its other record counts
+            continue  # an image id or a short name; the image has another record
         if ref != record.name or record.target.digest in covered or ref in released:
             continue
         if shape.bytes_total < section.retain.at_least:
@@ -112,13 +142,13 @@ def retained(
     return found
 
 
-def stale_notes(inventory: base.Inventory, wanted: Mapping[str, Request]) -> list[base.Hold]:
-    """Notes that say nothing any more: nobody wants the image, and it is not here."""
+def stale_notes(inventory: base.Inventory, requested: Mapping[str, Request]) -> list[base.Hold]:
+    """Notes about images that nobody requests and the node does not have."""
     names = {record.name for record in inventory.records}
     return [
         hold
         for hold in inventory.holds
         if hold.role == "note"
-        and hold.ref not in wanted
+        and hold.ref not in requested
         and not (hold.state == "released" and hold.ref in names)
     ]

@@ -1,60 +1,71 @@
-"""What an image will cost: bytes to fetch, bytes on disk, and what is here already.
+"""What an image costs: bytes to fetch, bytes on disk, and what of it the node has already.
 
-What has to be fetched is exact: a layer is fetched when neither its blob nor its unpacked snapshot
-is here. What it takes unpacked is read from the last four bytes of a gzip layer (its length modulo
-2^32) or the head of a zstd layer; where neither says, it is guessed, and ``exact`` is False.
+A layer must be fetched when the node has neither its blob nor its unpacked snapshot; that is exact.
+What a layer takes unpacked is read from the registry in one small request: the last four bytes of a
+gzip layer (its length modulo 2^32) or the head of a zstd layer. Where neither says it, it is
+guessed.
+
+``parts`` of an image are everything that it keeps on disk, by key, in bytes. Images that share a
+layer share its key, so a union of parts counts the layer once.
 """
 
 import struct
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from cachetools import LRUCache
+
 from preheat import manifest
 from preheat.runtimes import base
 
-# A guess for layers that do not say: what framework images compress by, on the large side.
+# A guess for layers that do not say: how framework images compress, on the large side.
 GUESSED_RATIO = 3
-# Above it the length modulo 2^32 may have wrapped; below, a quarter of it is no layer we know of.
 _WRAP = 1 << 32
-MOST_KNOWN = 8192
+MOST_SHAPES = 1024
+MOST_USAGES = 16384
 
-Span = Callable[[str, int, int], Awaitable[bytes]]
+Span = Callable[[str, int, int], Awaitable[bytes]]  # digest, first byte, last byte
 
 
 @dataclass(frozen=True)
 class Cost:
-    """``parts``: everything the image keeps on disk once it is here, by key, so that shared layers
-    count once in a union. All in bytes."""
+    """In bytes. A pull needs ``fetch`` and ``unpack``: it keeps the blobs until it is pinned."""
 
     fetch: int
     unpack: int
-    exact: bool
-    total: int
     parts: Mapping[str, int]
 
-    @property
-    def need(self) -> int:
-        """Most that the disk use grows by: a pull keeps the blobs until it is pinned."""
-        return self.fetch + self.unpack
 
-
-def content_key(digest: str) -> str:
+def _content_key(digest: str) -> str:
     return f"c {digest}"
 
 
-def snapshot_key(chain_id: str) -> str:
+def _snapshot_key(chain_id: str) -> str:
     return f"s {chain_id}"
 
 
+def unpacked_bytes(parts: Mapping[str, int]) -> int:
+    """What the unpacked layers among ``parts`` take."""
+    return sum(size for key, size in parts.items() if key.startswith("s "))
+
+
+def union(many: Iterable[Mapping[str, int]]) -> int:
+    """Bytes of all parts together, shared ones once."""
+    together: dict[str, int] = {}
+    for parts in many:
+        together |= parts
+    return sum(together.values())
+
+
 def is_here(shape: manifest.Shape, inventory: base.Inventory) -> bool:
-    """Whether every layer is unpacked and the documents that lead to it are in the store."""
+    """Whether the node has every layer unpacked and the documents that lead to the layers."""
     return all(layer.chain_id in inventory.snapshots for layer in shape.layers) and all(
         digest in inventory.content for digest, _ in shape.documents
     )
 
 
 def missing(shape: manifest.Shape, inventory: base.Inventory) -> tuple[manifest.Layer, ...]:
-    """Layers that have to be fetched, each blob once."""
+    """Layers that must be fetched, each blob once."""
     found: dict[str, manifest.Layer] = {}
     for layer in shape.layers:
         if layer.digest not in inventory.content and layer.chain_id not in inventory.snapshots:
@@ -62,70 +73,59 @@ def missing(shape: manifest.Shape, inventory: base.Inventory) -> tuple[manifest.
     return tuple(found.values())
 
 
-def cost(
-    shape: manifest.Shape, inventory: base.Inventory, unpacked: Mapping[str, tuple[int, bool]]
-) -> Cost:
-    """``unpacked``: bytes and exactness by chain id, for the layers whose snapshot is or will be.
+def cost(shape: manifest.Shape, inventory: base.Inventory, unpacked: Mapping[str, int]) -> Cost:
+    """``unpacked``: bytes by chain id, for layers of which that is known.
 
-    Bytes of half-fetched layers do not count as to be fetched: the pull goes on behind them.
+    Bytes of half-fetched layers need not be fetched: the pull continues behind them.
     """
     fetch = sum(size for digest, size in shape.documents if digest not in inventory.content)
-    parts = {content_key(digest): size for digest, size in shape.documents}
+    parts = {_content_key(digest): size for digest, size in shape.documents}
     for layer in missing(shape, inventory):
         begun = inventory.ingests.get(layer.digest, base.Ingest()).offset
         fetch += max(0, layer.size - begun)
-        parts[content_key(layer.digest)] = layer.size
-    unpack, exact = 0, True
+        parts[_content_key(layer.digest)] = layer.size
+    unpack = 0
     for layer in shape.layers:
-        size, known = unpacked.get(layer.chain_id, (layer.size * GUESSED_RATIO, False))
-        parts[snapshot_key(layer.chain_id)] = size
+        size = unpacked.get(layer.chain_id, layer.size * GUESSED_RATIO)
+        parts[_snapshot_key(layer.chain_id)] = size
         if layer.digest in inventory.content:
-            parts[content_key(layer.digest)] = layer.size
+            parts[_content_key(layer.digest)] = layer.size
         if layer.chain_id not in inventory.snapshots:
             unpack += size
-            exact = exact and known
-    return Cost(fetch, unpack, exact, shape.bytes_total, parts)
+    return Cost(fetch, unpack, parts)
 
 
-def union(many: Iterable[Mapping[str, int]]) -> int:
-    """Bytes that all of them keep together, shared parts once."""
-    together: dict[str, int] = {}
-    for parts in many:
-        together |= parts
-    return sum(together.values())
+# --- unpacked sizes -------------------------------------------------------------------------------
 
 
-async def unpacked_size(layer: manifest.Layer, span: Span) -> tuple[int, bool]:
-    """Bytes of the layer's tar and whether that is known; one small request at most."""
+async def unpacked_size(layer: manifest.Layer, span: Span) -> int:
+    """Bytes of the layer's tar, by at most one small request."""
+    guess = layer.size * GUESSED_RATIO
     if layer.media_type.endswith("tar"):
-        return layer.size, True
+        return layer.size
     if layer.media_type.endswith("zstd"):
-        head = await span(layer.digest, 0, min(17, layer.size - 1))
-        size = zstd_content_size(head)
-        return (layer.size * GUESSED_RATIO, False) if size is None else (size, True)
+        size = zstd_size(await span(layer.digest, 0, min(17, layer.size - 1)))
+        return guess if size is None else size
     if layer.size < 18:
-        return layer.size * GUESSED_RATIO, False
+        return guess
     tail = await span(layer.digest, layer.size - 4, layer.size - 1)
-    if len(tail) != 4:
-        return layer.size * GUESSED_RATIO, False
-    return gzip_size(struct.unpack("<I", tail)[0], layer.size)
+    return gzip_size(struct.unpack("<I", tail)[0], layer.size) if len(tail) == 4 else guess
 
 
-def gzip_size(modulo: int, packed: int) -> tuple[int, bool]:
-    """The unpacked size from its value modulo 2^32, and whether there is only one that fits.
+def gzip_size(modulo: int, packed: int) -> int:
+    """The unpacked size, from its value modulo 2^32.
 
-    Deflate grows data by less than a thousandth, so a smaller value means either a wrapped length
-    (a large layer) or a file of several gzip members, whose last length says nothing.
+    Deflate grows data by less than a thousandth. A smaller value means a length that wrapped (a
+    large layer) or a file of several gzip members, whose last length says nothing.
     """
     least = packed - packed // 500 - 64
     if packed < 1 << 30:
-        return (modulo, True) if modulo >= least else (packed * GUESSED_RATIO, False)
+        return modulo if modulo >= least else packed * GUESSED_RATIO
     fitting = [modulo + k * _WRAP for k in range(packed * 8 // _WRAP + 2)]
-    fitting = [size for size in fitting if size >= least]
-    return min(fitting, key=lambda size: abs(size - 2 * packed)), False
+    return min((size for size in fitting if size >= least), key=lambda size: abs(size - 2 * packed))
 
 
-def zstd_content_size(head: bytes) -> int | None:
+def zstd_size(head: bytes) -> int | None:
     """Frame_Content_Size of a zstd frame (RFC 8878, 3.1.1.1); None when the frame has none."""
     if len(head) < 6 or head[:4] != b"\x28\xb5\x2f\xfd":
         return None
@@ -139,9 +139,108 @@ def zstd_content_size(head: bytes) -> int | None:
     return size + 256 if width == 2 else size
 
 
+# --- what the node has ----------------------------------------------------------------------------
+
+
+class LocalImages:
+    """What the images on the node consist of and take, read from the runtime's store.
+
+    The shape of a digest and the size of a snapshot never change, so each is read once.
+    """
+
+    def __init__(self, runtime: base.Runtime) -> None:
+        self._runtime = runtime
+        self._shapes: LRUCache[str, manifest.Shape] = LRUCache(MOST_SHAPES)
+        self._usages: LRUCache[str, int] = LRUCache(MOST_USAGES)
+
+    async def shape(
+        self, target: manifest.Target, inventory: base.Inventory, platform: str
+    ) -> manifest.Shape | None:
+        """None when the store lacks one of its documents, or it is not a container image."""
+        known = self._shapes.get(target.digest)
+        if known is not None:
+            return known
+        if target.digest not in inventory.content:
+            return None
+
+        async def read(digest: str) -> bytes:
+            if digest not in inventory.content:
+                raise manifest.BadImageError(f"{digest} is not in the store")
+            return await self._runtime.read(digest)
+
+        try:
+            found = await manifest.shape(target, read, platform)
+        except manifest.BadImageError:
+            return None
+        except base.RuntimeCallError as error:
+            if error.code != "NOT_FOUND":
+                raise
+            return None
+        self._shapes[target.digest] = found
+        return found
+
+    async def shapes(self, inventory: base.Inventory, platform: str) -> dict[str, manifest.Shape]:
+        """The shapes of all images and pins, by top digest."""
+        found: dict[str, manifest.Shape] = {}
+        targets = [record.target for record in inventory.records]
+        targets += [hold.target for hold in inventory.holds if hold.target is not None]
+        for target in targets:
+            if target.digest not in found:
+                shape = await self.shape(target, inventory, platform)
+                if shape is not None:
+                    found[target.digest] = shape
+        return found
+
+    async def usages(self, shape: manifest.Shape, inventory: base.Inventory) -> dict[str, int]:
+        """Bytes on disk of the snapshots that exist, by chain id."""
+        found = {}
+        for layer in shape.layers:
+            if layer.chain_id not in inventory.snapshots:
+                continue
+            size = self._usages.get(layer.chain_id)
+            if size is None:
+                try:
+                    size = await self._runtime.usage(layer.chain_id)
+                except base.RuntimeCallError as error:
+                    if error.code != "NOT_FOUND":
+                        raise
+                    continue
+                self._usages[layer.chain_id] = size
+            found[layer.chain_id] = size
+        return found
+
+    async def parts(self, shape: manifest.Shape, inventory: base.Inventory) -> dict[str, int]:
+        """What the image keeps on disk now."""
+        digests = [digest for digest, _ in shape.documents]
+        digests += [layer.digest for layer in shape.layers]
+        parts = {
+            _content_key(digest): inventory.content[digest]
+            for digest in digests
+            if digest in inventory.content
+        }
+        for chain_id, size in (await self.usages(shape, inventory)).items():
+            parts[_snapshot_key(chain_id)] = size
+        return parts
+
+    async def freeable(
+        self,
+        shapes: Mapping[str, manifest.Shape],
+        inventory: base.Inventory,
+        pinned: list[Mapping[str, int]],
+    ) -> int:
+        """Bytes that garbage collection may take: of images neither pinned nor in use."""
+        every = [await self.parts(shape, inventory) for shape in shapes.values()]
+        used = [shape for shape in shapes.values() if shape.image_id in inventory.in_use]
+        kept = [*pinned, *[await self.parts(shape, inventory) for shape in used]]
+        return max(0, union(every) - union(kept))
+
+
+# --- reuse ----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Reuse:
-    """How much of an image its preheated bases bring along (compressed bytes)."""
+    """How much of an image its preheated bases already hold (compressed bytes)."""
 
     ref: str
     total: int
@@ -152,19 +251,19 @@ class Reuse:
 def reuse(shapes: Mapping[str, manifest.Shape], bases: frozenset[str]) -> list[Reuse]:
     """For each image the bytes of layers that it shares with the images in ``bases``.
 
-    A layer is shared when it lies on the same layers (same chain id): only then is its unpacked
-    snapshot shared as well.
+    A layer is shared when the layers below it are the same too (same chain id): only then images
+    share its unpacked snapshot as well.
     """
     report = []
     for ref, shape in sorted(shapes.items()):
         shared, with_bases = 0, set()
         for layer in shape.layers:
             found = {
-                base
-                for base in bases
-                if base != ref
-                and base in shapes
-                and any(other.chain_id == layer.chain_id for other in shapes[base].layers)
+                base_ref
+                for base_ref in bases
+                if base_ref != ref
+                and base_ref in shapes
+                and any(other.chain_id == layer.chain_id for other in shapes[base_ref].layers)
             }
             if found:
                 shared += layer.size

@@ -1,4 +1,8 @@
-"""Why a pull failed, in classes: what is shown, and what is done next."""
+"""Why a lookup or a pull failed, in classes, and when it is tried again.
+
+The class decides what the operator sees and how long the agent waits. A registry's status code
+gives it directly; of a pull the runtimes give little but words, which ``classify`` looks for.
+"""
 
 import random
 from dataclasses import dataclass
@@ -11,16 +15,15 @@ from preheat.runtimes import base
 class Kind(StrEnum):
     NOT_FOUND = "not_found"  # no such tag, digest or repository
     AUTH = "auth"  # the registry wants other credentials
-    NETWORK = "network"  # not reached, broken off, overloaded, or no byte for too long
-    CORRUPT = "corrupt"  # other bytes than the digest says, or too few
+    NETWORK = "network"  # not reached, broken off, overloaded, or no progress for too long
+    CORRUPT = "corrupt"  # the bytes do not match their digest or size
     DISK = "disk"  # no space left
     BAD_IMAGE = "bad_image"  # a reference, manifest or platform that cannot work
     RUNTIME = "runtime"  # the container runtime went away or failed
 
 
-# First wait and longest wait in seconds; None: not tried again before the settings change or
-# somebody asks. A missing tag may be pushed and a secret rotated, so these are looked at again,
-# slowly.
+# First and longest wait in seconds. None: no retry before the settings change or an operator asks.
+# Missing tags are pushed and secrets rotated, so the agent looks again, slowly.
 _WAITS: dict[Kind, tuple[float, float] | None] = {
     Kind.NOT_FOUND: (300.0, 3600.0),
     Kind.AUTH: (300.0, 3600.0),
@@ -33,30 +36,30 @@ _WAITS: dict[Kind, tuple[float, float] | None] = {
 
 _REMEDIES = {
     Kind.NOT_FOUND: "push it, or correct the reference",
-    Kind.AUTH: "check preheat.credentials; the registry's own message is above",
-    Kind.NETWORK: "it is tried again and goes on where it was",
-    Kind.CORRUPT: "its partial bytes were dropped and it is fetched anew; check the registry or "
-    "the proxy in between",
-    Kind.DISK: "what was fetched was given back; make room or lower the pin budget",
-    Kind.BAD_IMAGE: "correct the reference or the platform; not tried again until then",
-    Kind.RUNTIME: "it is tried again when the runtime answers; see the runtime's log",
+    Kind.AUTH: "check preheat.credentials",
+    Kind.NETWORK: "the agent tries again and continues where the pull stopped",
+    Kind.CORRUPT: "the agent dropped the half-fetched layers and fetches them again; check the "
+    "registry and any proxy in between",
+    Kind.DISK: "the agent deleted what it had fetched; make room or lower pin_budget",
+    Kind.BAD_IMAGE: "correct the reference or the platform; the agent does not retry until then",
+    Kind.RUNTIME: "the agent tries again when the runtime answers; see the runtime's log",
 }
 
 
 class PullError(kit.errors.AgentError):
-    """A pull or a look at the registry that failed, with its class."""
+    """A lookup in the registry or a pull that failed, with its class."""
 
     exit_code = 5
 
     def __init__(self, thing: str, kind: Kind, cause: str, wait: float | None = None) -> None:
         super().__init__(thing, f"{kind}: {cause}", _REMEDIES[kind])
         self.kind = kind
-        self.wait = wait  # what the registry asked for (Retry-After), seconds
+        self.wait = wait  # seconds that the registry asked for (Retry-After)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The latest failure of an image. ``retry_at`` is Unix time; None: not by itself."""
+    """The latest failure of an image. ``retry_at``: Unix time; None: only when asked."""
 
     kind: Kind
     message: str
@@ -65,7 +68,7 @@ class Failure:
 
 
 def after(error: PullError, attempts: int, now: float) -> Failure:
-    """What follows ``error``, the ``attempts``-th in a row: doubling, jittered, bounded waits."""
+    """The failure and its retry after ``attempts`` errors in a row: waits double, with jitter."""
     waits = _WAITS[error.kind]
     if waits is None:
         return Failure(error.kind, str(error), attempts, None)
@@ -74,7 +77,7 @@ def after(error: PullError, attempts: int, now: float) -> Failure:
     return Failure(error.kind, str(error), attempts, now + max(wait, error.wait or 0.0))
 
 
-# The runtimes' own words; tried from top to bottom, on the lower-cased text.
+# Words of the runtimes, in lower case. The first class that matches counts.
 _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     (Kind.DISK, ("no space left", "disk quota exceeded")),
     (
@@ -118,14 +121,18 @@ _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 
 
 def classify(ref: str, error: base.RuntimeCallError) -> PullError:
-    """The class of what PullImage answered. Runtimes say most of it only in words."""
+    """What PullImage answered, as an error with its class."""
     text = error.cause.lower()
     if isinstance(error, base.RuntimeGoneError):
         return PullError(ref, Kind.RUNTIME, error.cause)
     if isinstance(error, base.RuntimeSlowError):
-        return PullError(ref, Kind.NETWORK, "the attempt took too long")
+        return PullError(ref, Kind.NETWORK, "the attempt exceeded attempt_timeout")
     if "lease does not exist" in text or ("lease" in text and error.code == "NOT_FOUND"):
-        return PullError(ref, Kind.RUNTIME, "its hold ended meanwhile (another agent finished it)")
+        return PullError(
+            ref,
+            Kind.RUNTIME,
+            "its containerd lease ended meanwhile (another agent finished the pull)",
+        )
     if error.code == "NOT_FOUND":
         return PullError(ref, Kind.NOT_FOUND, error.cause)
     for kind, words in _WORDS:

@@ -1,7 +1,13 @@
-"""Pinned images back at once: on each removal event, and by a full look after any gap.
+"""Healing: a pinned image that somebody removed is restored within milliseconds.
 
-Invariants: a heal needs no byte from the registry; at most ``per_hour`` heals of one image in any
-hour; none while the disk is under pressure (the bytes stay held until the plan decides).
+No runtime lets us forbid a removal. Where the runtime does not tell the kubelet about pins, the
+kubelet's garbage collection deletes the records of pinned images. The containerd lease of the pin
+still keeps every byte, so a heal only writes the records again.
+
+A heal follows each removal event, and a full comparison follows each gap in the events.
+
+Invariants: a heal needs no byte from the registry; one image is healed at most ``per_hour`` times
+in any hour; nothing is healed under disk pressure (the bytes stay until the plan releases the pin).
 """
 
 import collections
@@ -17,7 +23,7 @@ from preheat.runtimes import base
 log = structlog.get_logger("preheat")
 
 HOUR = 3600.0
-# A removal takes an image's records one after the other: one removal, one heal.
+# One removal of an image removes several records, one after the other.
 SAME_REMOVAL_SECONDS = 2.0
 LOG_EVERY_SECONDS = 60.0
 
@@ -28,7 +34,6 @@ Pressed = Callable[[], Awaitable[bool]]
 class Counts:
     removals: int = 0  # of pinned images, by somebody else
     heals: int = 0
-    records: int = 0
     refused_pressure: int = 0
     refused_limit: int = 0
     saved_bytes: int = 0
@@ -36,7 +41,7 @@ class Counts:
 
 @dataclass
 class _Past:
-    """Starts of the heals within the last hour; bounded by the limit."""
+    """When this pin was healed within the last hour."""
 
     starts: collections.deque[float] = field(default_factory=collections.deque)
     limited: bool = False
@@ -48,12 +53,12 @@ class Healer:
 
     def __init__(
         self,
-        box: base.Runtime,
+        runtime: base.Runtime,
         pressed: Pressed,
         per_hour: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._box = box
+        self._runtime = runtime
         self._pressed = pressed
         self._clock = clock
         self.per_hour = per_hour
@@ -63,19 +68,17 @@ class Healer:
         self.sizes: dict[str, int] = {}  # hold id -> compressed bytes, for what a heal saved
 
     def learn(self, holds: Iterable[base.Hold]) -> None:
-        """The pins there are now; anything else is forgotten."""
+        """Take the pins among ``holds`` as all that exist."""
         pins = [hold for hold in holds if hold.role == "pin"]
-        # The newest pin of a tag says where the tag is to point.
+        # The newest pin of a tag says where the tag must point.
         pins.sort(key=lambda hold: hold.created)
         self._by_name = {name: hold for hold in pins for name in hold.names}
         known = {hold.id for hold in pins}
-        for gone in set(self._past) - known:
-            del self._past[gone]
-        for gone in set(self.sizes) - known:
-            del self.sizes[gone]
+        self._past = {key: past for key, past in self._past.items() if key in known}
+        self.sizes = {key: size for key, size in self.sizes.items() if key in known}
 
     def forget(self, hold: base.Hold) -> None:
-        """Before a pin is let go: its removal is no longer our business."""
+        """Call before a pin is released: its removal must not be healed."""
         self._by_name = {n: h for n, h in self._by_name.items() if h.id != hold.id}
 
     def remember(self, hold: base.Hold) -> None:
@@ -88,17 +91,20 @@ class Healer:
         return sorted({h.ref for h in self._by_name.values() if h.id in limited})
 
     async def removed(self, name: str) -> bool:
-        """A record went; put it back if it is pinned. Whether everything pinned is in place."""
+        """Heal the pin of a removed record. False when the pin is still without its records."""
         hold = self._by_name.get(name)
         return hold is None or await self._heal(hold)
 
     async def resync(self, inventory: base.Inventory) -> None:
-        """Heal whatever is missing, whoever missed the event."""
+        """Heal everything that is missing from the inventory."""
         names = {record.name for record in inventory.records}
         for hold in {h.id: h for h in self._by_name.values()}.values():
-            mine = [name for name in hold.names if self._by_name.get(name) is hold]
-            if not names.issuperset(mine):
+            if not names.issuperset(self._names(hold)):
                 await self._heal(hold)
+
+    def _names(self, hold: base.Hold) -> tuple[str, ...]:
+        """The names that no newer pin has taken over."""
+        return tuple(name for name in hold.names if self._by_name.get(name) is hold)
 
     async def _heal(self, hold: base.Hold) -> bool:
         now = self._clock()
@@ -116,16 +122,12 @@ class Healer:
             past.limited = True
             return False
         past.limited = False
-        mine = tuple(name for name in hold.names if self._by_name.get(name) is hold)
-        healed = await self._box.heal(dataclasses.replace(hold, names=mine))
-        self.counts.records += healed
+        healed = await self._runtime.heal(dataclasses.replace(hold, names=self._names(hold)))
         if is_new and healed:
             past.starts.append(now)
             self.counts.heals += 1
             self.counts.saved_bytes += self.sizes.get(hold.id, 0)
             if now - past.logged >= LOG_EVERY_SECONDS:
                 past.logged = now
-                log.warning(
-                    "pinned image was removed and is back", image=hold.ref, in_hour=len(past.starts)
-                )
+                log.warning("removed pinned image healed", image=hold.ref, in_hour=len(past.starts))
         return True

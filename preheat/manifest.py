@@ -1,4 +1,8 @@
-"""Images as data: references, targets, and the shape of an image (its layers and their ids)."""
+"""Images as data: references, targets, and the shape of an image (its layers and their ids).
+
+A shape is read from an image's documents: the index (if any), this platform's manifest and the
+config. The same code reads them from a registry and from the runtime's own store.
+"""
 
 import hashlib
 import json
@@ -37,7 +41,7 @@ MANIFEST_TYPES = frozenset(
 
 
 class BadImageError(ValueError):
-    """A manifest or config that is not what the image specification says."""
+    """A manifest or config that does not follow the image specification."""
 
 
 def is_digest(text: str) -> bool:
@@ -50,7 +54,7 @@ def digest_of(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Reference:
-    """``host/path:tag`` or ``host/path@digest``. The host is always named (see ``parse``)."""
+    """``host/path:tag`` or ``host/path@digest``; always with its host (see ``parse``)."""
 
     host: str
     path: str
@@ -70,22 +74,24 @@ class Reference:
 
 
 def parse(text: str) -> Reference:
-    """A full reference; ValueError saying what is wrong.
+    """A full reference. Raises ValueError.
 
     Short names (``ubuntu``) are refused: which registry they mean depends on the runtime's own
-    settings, and a pin must not. ``host/path:tag@digest`` means the digest. No tag is ``latest``.
+    settings. ``host/path:tag@digest`` means the digest. No tag means ``latest``.
     """
     match = _REFERENCE.fullmatch(text)
     if match is None or len(text) > 512:
-        raise ValueError(f"{text[:100]!r} is no image reference; write HOST/PATH:TAG or @sha256:…")
+        raise ValueError(
+            f"{text[:100]!r} is not an image reference; write HOST/PATH:TAG or HOST/PATH@sha256:…"
+        )
     host = match["host"]
     if not (host == "localhost" or "." in host or ":" in host):
         raise ValueError(
-            f"{text!r} names no registry; write its host in front, as kubectl describe pod shows it"
+            f"{text!r} names no registry; write HOST/ in front, as kubectl describe pod does"
         )
     port = host.rpartition(":")[2] if re.search(r":\d+$", host) else "1"
     if not 0 < int(port) < 65536:
-        raise ValueError(f"{text!r}: port {port} does not exist")
+        raise ValueError(f"{text!r}: port {port} is out of range")
     tag = None if match["digest"] else match["tag"] or "latest"
     return Reference(host, match["path"], tag, match["digest"])
 
@@ -109,7 +115,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Shape:
-    """One platform's image: what has to be fetched and what it becomes."""
+    """One platform's image: what must be fetched and what it becomes."""
 
     top: Target
     documents: tuple[tuple[str, int], ...]  # index, manifest, config: digest and bytes
@@ -133,15 +139,15 @@ def _load(data: bytes, what: str) -> Mapping[str, Any]:
     try:
         value = json.loads(data)
     except ValueError as error:
-        raise BadImageError(f"{what} is no JSON") from error
+        raise BadImageError(f"{what} is not JSON") from error
     if not isinstance(value, dict):
-        raise BadImageError(f"{what} is no JSON object")
+        raise BadImageError(f"{what} is not a JSON object")
     return value
 
 
 def _descriptor(value: Any, what: str) -> tuple[str, int, str]:
     if not isinstance(value, dict):
-        raise BadImageError(f"{what} is no descriptor")
+        raise BadImageError(f"{what} is not a descriptor")
     digest, size = value.get("digest"), value.get("size")
     if not isinstance(digest, str) or not is_digest(digest):
         raise BadImageError(f"{what} has no sha256 digest")
@@ -155,7 +161,7 @@ def _for_platform(index: Mapping[str, Any], platform: str) -> Any:
     wanted = platform.split("/")
     manifests = index.get("manifests")
     if not isinstance(manifests, list) or len(manifests) > 1000:
-        raise BadImageError("the index lists no manifests")
+        raise BadImageError("the index does not list manifests")
     seen = []
     for entry in manifests:
         found = entry.get("platform") if isinstance(entry, dict) else None
@@ -165,11 +171,11 @@ def _for_platform(index: Mapping[str, Any], platform: str) -> Any:
         seen.append("/".join(str(part) for part in parts if part))
         if parts[: len(wanted)] == wanted:
             return entry
-    raise BadImageError(f"there is no image for {platform}, only for {', '.join(seen[:8])}")
+    raise BadImageError(f"it has no image for {platform}, only for {', '.join(seen[:8])}")
 
 
 async def shape(top: Target, read: Read, platform: str) -> Shape:
-    """Read what ``top`` consists of. BadImageError when it is not a usable image."""
+    """Read what ``top`` consists of. Raises BadImageError."""
     documents = [(top.digest, top.size)]
     body = _load(await read(top.digest), f"manifest {top.digest}")
     if top.media_type in INDEX_TYPES or "manifests" in body:
@@ -183,9 +189,9 @@ async def shape(top: Target, read: Read, platform: str) -> Shape:
     rootfs = config.get("rootfs")
     diff_ids = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None
     if not isinstance(listed, list) or not isinstance(diff_ids, list):
-        raise BadImageError("it has no layers: not a container image")
+        raise BadImageError("it has no layers, so it is not a container image")
     if len(listed) != len(diff_ids) or not 0 < len(listed) <= MOST_LAYERS:
-        raise BadImageError(f"{len(listed)} layers but {len(diff_ids)} unpacked ids")
+        raise BadImageError(f"it has {len(listed)} layers but {len(diff_ids)} unpacked ids")
     if not all(isinstance(d, str) and is_digest(d) for d in diff_ids):
         raise BadImageError("an unpacked layer has no sha256 digest")
     layers = []

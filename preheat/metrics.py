@@ -4,32 +4,32 @@ from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from preheat import estimate, faces, reconciler, status
+from preheat import estimate, status
+from preheat.reconciler import Reconciler
 
 _P = "nodeagent_preheat_"
 
 
-def collect(
-    core: reconciler.Reconciler, breaker_trips: int, honours: bool | None
-) -> Iterable[Metric]:
-    """Cheap: from the last cycle's view."""
-    rows = faces.rows(core)
-    states = GaugeMetricFamily(_P + "images", "Wanted or pinned images.", labels=["state"])
+def collect(reconciler: Reconciler) -> Iterable[Metric]:
+    """Cheap: from the last snapshot."""
+    rows = status.images(reconciler)
+    states = GaugeMetricFamily(_P + "images", "Requested or pinned images.", labels=["state"])
     for state in status.STATES:
         states.add_metric([state], sum(row.state == state for row in rows))
     yield states
-    seen = core.view
+    seen, runtime = reconciler.snapshot, reconciler.runtime
+    honours = runtime.honours_pins
     gauges = {
         "pinned_bytes": (
             "Bytes on disk that pins keep, shared layers once.",
             estimate.union(pin.parts for pin in seen.pinned),
         ),
-        "pin_budget_bytes": ("Most bytes that pins may keep.", core.section.pin_budget),
+        "pin_budget_bytes": ("Most bytes that pins may keep.", reconciler.section.pin_budget),
         "missing_bytes": (
-            "Bytes still to fetch for everything wanted.",
+            "Bytes still to fetch for everything requested.",
             sum(row.bytes_missing for row in rows if row.state not in ("ready", "released")),
         ),
-        "pulls_running": ("Pulls in progress.", len(core.running)),
+        "pulls_running": ("Pulls in progress.", len(reconciler.running)),
         "disk_pressure": (
             "1 while the image disk is above the kubelet's thresholds.",
             int(seen.node is not None and seen.node.pressed),
@@ -39,36 +39,40 @@ def collect(
             -1 if honours is None else int(honours),
         ),
         "gc_fights": (
-            "Pinned images that are removed more often than heals are allowed.",
-            len(core.healer.fights),
+            "Pinned images that somebody removes more often than heals are allowed.",
+            len(reconciler.healer.fights),
         ),
     }
     for name, (text, value) in gauges.items():
         yield GaugeMetricFamily(_P + name, text, value=value)
-    counts = core.healer.counts
-    saved = CounterMetricFamily(
-        _P + "saved_bytes", "Bytes that did not have to be fetched when needed.", labels=["how"]
-    )
-    saved.add_metric(["use"], core.totals.used_bytes)
-    saved.add_metric(["heal"], counts.saved_bytes)
-    yield saved
-    refused = CounterMetricFamily(
-        _P + "heals_refused", "Removed pinned images that were not put back.", labels=["reason"]
-    )
-    refused.add_metric(["disk_pressure"], counts.refused_pressure)
-    refused.add_metric(["limit"], counts.refused_limit)
-    yield refused
-    failures = CounterMetricFamily(_P + "failures", "Failed pulls by class.", labels=["kind"])
-    for kind, count in core.failed.items():
-        failures.add_metric([kind], count)
-    yield failures
+    counts, totals = reconciler.healer.counts, reconciler.totals
     counters = {
-        "heals": ("Removed pinned images that were put back.", counts.heals),
+        "heals": ("Removed pinned images that were restored.", counts.heals),
         "removals": ("Removals of pinned images by somebody else.", counts.removals),
-        "pulls": ("Finished pulls.", core.totals.pulls),
-        "fetched_bytes": ("Bytes fetched by finished pulls.", core.totals.fetched_bytes),
-        "registry_requests": ("Requests of the agent to registries.", core.client.requests),
-        "breaker_trips": ("Times the runtime went away on a changing call.", breaker_trips),
+        "pulls": ("Finished pulls.", totals.pulls),
+        "fetched_bytes": ("Bytes fetched by finished pulls.", totals.fetched_bytes),
+        "registry_requests": ("Requests of the agent to registries.", reconciler.client.requests),
+        "breaker_trips": ("Times the runtime went away on a changing call.", runtime.trips),
     }
     for name, (text, value) in counters.items():
         yield CounterMetricFamily(_P + name, text, value=value)
+    yield _labelled(
+        "saved_bytes",
+        "Bytes that did not have to be fetched when needed.",
+        "how",
+        {"use": totals.used_bytes, "heal": counts.saved_bytes},
+    )
+    yield _labelled(
+        "heals_refused",
+        "Removed pinned images that were not restored.",
+        "reason",
+        {"disk_pressure": counts.refused_pressure, "limit": counts.refused_limit},
+    )
+    yield _labelled("failures", "Failed pulls by class.", "kind", totals.failed)
+
+
+def _labelled(name: str, text: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(_P + name, text, labels=[label])
+    for value, count in values.items():
+        family.add_metric([value], count)
+    return family

@@ -1,12 +1,11 @@
-"""The plan: what to release, pin, pull and leave, from what is wanted and what is there. Pure.
+"""The plan: what to release, pin, pull and leave, from the requests and what the node has. Pure.
 
-Invariants (tests/preheat/test_plan.py drives them with thousands of cases):
-* after the releases and then each pin and pull in order, pins and reserved pins together stay
-  within the pin budget; when the budget was exceeded before (it was lowered), they only shrink;
-* a pull is started only when the disk stays below the kubelet's gc_high with everything that is
-  running already;
-* nothing of lower rank keeps something of higher rank out, and nothing is released for something
-  of equal or lower rank;
+Invariants (tests/preheat/test_plan.py checks them over thousands of cases):
+* after the releases and then each pin and pull in order, pins and the pins reserved for pulls stay
+  within the pin budget together; where they exceeded it before (it was lowered), they only shrink;
+* a pull starts only when the disk stays below the kubelet's gc_high with everything that runs now;
+* an image of lower rank never keeps one of higher rank out, and nothing is released for an image of
+  equal or lower rank;
 * under disk pressure nothing is pulled or pinned.
 """
 
@@ -15,15 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from preheat.desired import Rank, Request
 from preheat.estimate import union
 
-# Free space that we leave below gc_high beside what was estimated: file system overhead.
+# Space left free below gc_high beyond the estimate, as a share of the disk: file system overhead.
 MARGIN = 0.01
-
-# class, priority, last use: what is released first sorts first. Retained images before images of
-# the policy before what an operator pinned by hand.
-Rank = tuple[int, int, float]
-RETAINED, POLICY, OPERATOR = 0, 1, 2
 
 
 class Reason(StrEnum):
@@ -47,7 +42,7 @@ class Node:
     gc_low: float
     eviction_free: float
     pin_budget: int
-    freeable: int = 0  # of images that garbage collection may take: not pinned, not in use
+    freeable: int = 0  # bytes of images that are neither pinned nor in use
 
     @property
     def used(self) -> int:
@@ -55,7 +50,7 @@ class Node:
 
     @property
     def pressed(self) -> bool:
-        """The kubelet deletes images or evicts pods, or is about to."""
+        """Whether the kubelet deletes images or evicts pods, or is about to."""
         return (
             self.used >= self.gc_high * self.capacity
             or self.free <= self.eviction_free * self.capacity
@@ -63,34 +58,14 @@ class Node:
 
     @property
     def room(self) -> int:
-        """Bytes until gc_high or eviction, whichever comes first, less the margin."""
+        """Bytes until gc_high or eviction, whichever comes first, minus the margin."""
         limit = min(self.gc_high, 1 - self.eviction_free) - MARGIN
         return int(limit * self.capacity) - self.used
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """An image that is to be here. ``blocked``: why it may not be pulled now."""
-
-    ref: str
-    digest: str
-    rank: Rank
-    keep: bool  # to be pinned
-    present: bool
-    fetch: int
-    unpack: int
-    parts: Mapping[str, int]
-    running: bool = False
-    blocked: str = ""
-
-    @property
-    def need(self) -> int:
-        return self.fetch + self.unpack
-
-
-@dataclass(frozen=True)
 class Pinned:
-    """A pin that is there now. ``expires``: Unix time at which its rule lets go."""
+    """A pin that exists. ``expires``: Unix time at which its rule ends."""
 
     hold: str
     ref: str
@@ -99,7 +74,7 @@ class Pinned:
     parts: Mapping[str, int]
     in_use: bool = False
     expires: float | None = None
-    wanted: bool = True  # by somebody still
+    requested: bool = True  # somebody still wants it pinned
 
 
 @dataclass(frozen=True)
@@ -121,7 +96,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Plan:
-    """To be done in this order: releases, pins, pulls. ``pause``: why pulls must rest, or ''."""
+    """To be done in this order: releases, pins, pulls. ``pause``: why all pulls must stop."""
 
     releases: tuple[Release, ...] = ()
     pins: tuple[str, ...] = ()
@@ -133,7 +108,7 @@ class Plan:
 
 
 class _Budget:
-    """Pins now, reserved pins of pulls, and what was released on the way."""
+    """The pins, the pins reserved for pulls, and what was released on the way."""
 
     def __init__(self, budget: int, pinned: Iterable[Pinned]) -> None:
         self.budget = budget
@@ -152,41 +127,43 @@ class _Budget:
     def weakest(self) -> list[Pinned]:
         return sorted(self.pins.values(), key=lambda pin: (pin.rank, pin.ref, pin.digest))
 
-    def make_room(self, want: Wanted) -> bool:
-        """Release pins of lower rank until ``want`` fits; nothing when they do not suffice."""
-        if self.bytes(want.parts) <= self.budget:
+    def make_room(self, request: Request) -> bool:
+        """Release pins of lower rank until ``request`` fits; none if all would not suffice."""
+        if self.bytes(request.parts) <= self.budget:
             return True
         victims: list[Pinned] = []
         for pin in self.weakest():
-            # Its own older digest goes as well: the tag has moved on.
-            if pin.rank >= want.rank and not (pin.ref == want.ref and pin.digest != want.digest):
+            # Its own older digest may go too: the tag has moved.
+            if pin.rank >= request.rank and not (
+                pin.ref == request.ref and pin.digest != request.digest
+            ):
                 continue
             victims.append(pin)
             gone = frozenset(each.hold for each in victims)
-            if self.bytes(want.parts, without=gone) <= self.budget:
+            if self.bytes(request.parts, without=gone) <= self.budget:
                 for victim in victims:
-                    self.release(victim, Reason.OUTRANKED, f"makes room for {want.ref}")
+                    self.release(victim, Reason.OUTRANKED, f"makes room for {request.ref}")
                 return True
         return False
 
 
 def decide(
-    node: Node, wanted: Iterable[Wanted], pinned: Iterable[Pinned], slots: int, now: float
+    node: Node, requests: Iterable[Request], pinned: Iterable[Pinned], slots: int, now: float
 ) -> Plan:
-    """The plan for one moment. ``slots``: pulls that may run at a time."""
-    wants = sorted(wanted, key=lambda want: (want.rank, want.ref), reverse=True)
-    budget = _Budget(node.pin_budget, _as_ranked_now(pinned, wants))
-    _let_go(budget, wants, now)
+    """The plan for one moment. ``slots``: how many pulls may run at a time."""
+    ranked = sorted(requests, key=lambda each: (each.rank, each.ref), reverse=True)
+    budget = _Budget(node.pin_budget, _ranked(pinned, ranked))
+    _release_obsolete(budget, ranked, now)
     if node.pressed:
-        return _under_pressure(node, budget, wants)
-    for want in wants:
-        if want.running and want.keep:
-            budget.reserved[want.ref] = want.parts
+        return _under_pressure(node, budget, ranked)
+    for request in ranked:
+        if request.running and request.pins:
+            budget.reserved[request.ref] = request.parts
     while budget.bytes() > node.pin_budget and budget.pins:
         budget.release(budget.weakest()[0], Reason.PIN_BUDGET, "the pin budget is exceeded")
     skips: list[Skip] = []
-    pins = _pins(budget, wants, skips)
-    pulls, waiting = _pulls(node, budget, wants, slots, skips)
+    pins = _pins(budget, ranked, skips)
+    pulls, waiting = _pulls(node, budget, ranked, slots, skips)
     return Plan(
         releases=tuple(budget.releases),
         pins=tuple(pins),
@@ -197,42 +174,42 @@ def decide(
     )
 
 
-def _as_ranked_now(pinned: Iterable[Pinned], wants: Iterable[Wanted]) -> Iterator[Pinned]:
-    """A pin counts as much as the want that it serves: else it went, only to be made again."""
-    ranks = {(want.ref, want.digest): want.rank for want in wants if want.keep}
+def _ranked(pinned: Iterable[Pinned], requests: Iterable[Request]) -> Iterator[Pinned]:
+    """Rank a pin at least as high as its request, so that it is not released and made in turns."""
+    ranks = {(each.ref, each.digest): each.rank for each in requests if each.pins}
     for pin in pinned:
         rank = max(pin.rank, ranks.get((pin.ref, pin.digest), pin.rank))
         yield dataclasses.replace(pin, rank=rank)
 
 
-def _let_go(budget: _Budget, wants: list[Wanted], now: float) -> None:
-    """Pins whose reason has gone: expired, no longer wanted, or the tag has moved on."""
-    current = {want.ref: want.digest for want in wants}
+def _release_obsolete(budget: _Budget, requests: list[Request], now: float) -> None:
+    """Release pins that expired, that nobody requests, or whose tag has moved."""
+    current = {each.ref: each.digest for each in requests}
     held = {(pin.ref, pin.digest) for pin in budget.pins.values()}
     for pin in budget.weakest():
         digest = current.get(pin.ref, pin.digest)
         if pin.digest != digest and (pin.ref, digest) in held:
             budget.release(pin, Reason.SUPERSEDED, f"the tag names {digest} now, which is pinned")
-        elif not pin.wanted:
-            budget.release(pin, Reason.UNWANTED, "no longer in the settings")
+        elif not pin.requested:
+            budget.release(pin, Reason.UNWANTED, "nobody requests it any more")
         elif pin.expires is not None and pin.expires <= now and not pin.in_use:
-            budget.release(pin, Reason.EXPIRED, "its time after the last use is over")
+            budget.release(pin, Reason.EXPIRED, "its time since the last use is over")
 
 
-def _under_pressure(node: Node, budget: _Budget, wants: list[Wanted]) -> Plan:
-    """Release what the kubelet will need below gc_low and cannot get from unpinned images."""
+def _under_pressure(node: Node, budget: _Budget, requests: list[Request]) -> Plan:
+    """Release what the kubelet needs to get below gc_low and cannot take from unpinned images."""
     shortage = node.used - node.gc_low * node.capacity - node.freeable
     before = budget.bytes()
     for pin in budget.weakest():
         if before - budget.bytes() >= shortage:
             break
-        if not pin.in_use:  # releasing those would free nothing
+        if not pin.in_use:  # releasing one in use would free nothing
             budget.release(pin, Reason.PRESSURE, "the disk is under pressure")
     text = f"the disk is {100 * node.used / max(1, node.capacity):.0f} % full"
     skips = [
-        Skip(want.ref, Reason.PRESSURE, text, want.need, node.room)
-        for want in wants
-        if not want.present
+        Skip(each.ref, Reason.PRESSURE, text, each.need, node.room)
+        for each in requests
+        if not each.present
     ]
     return Plan(
         releases=tuple(budget.releases),
@@ -242,50 +219,52 @@ def _under_pressure(node: Node, budget: _Budget, wants: list[Wanted]) -> Plan:
     )
 
 
-def _pins(budget: _Budget, wants: list[Wanted], skips: list[Skip]) -> list[str]:
+def _pins(budget: _Budget, requests: list[Request], skips: list[Skip]) -> list[str]:
     pins = []
-    for want in wants:
-        held = any(p.ref == want.ref and p.digest == want.digest for p in budget.pins.values())
-        if not (want.keep and want.present) or held or want.running:
+    for each in requests:
+        held = any(p.ref == each.ref and p.digest == each.digest for p in budget.pins.values())
+        if not (each.pins and each.present) or held or each.running:
             continue
-        if budget.make_room(want):
-            pins.append(want.ref)
-            budget.reserved[want.ref] = want.parts
+        if budget.make_room(each):
+            pins.append(each.ref)
+            budget.reserved[each.ref] = each.parts
         else:
-            skips.append(_over_budget(budget, want))
+            skips.append(_over_budget(budget, each))
     return pins
 
 
-def _over_budget(budget: _Budget, want: Wanted) -> Skip:
-    need = budget.bytes(want.parts) - budget.bytes()
+def _over_budget(budget: _Budget, request: Request) -> Skip:
+    need = budget.bytes(request.parts) - budget.bytes()
     free = max(0, budget.budget - budget.bytes())
-    text = f"pinning takes {need} bytes more, {free} of the pin budget are free"
-    return Skip(want.ref, Reason.PIN_BUDGET, text, need, free)
+    text = f"pinning it needs {need} bytes more, the pin budget has {free} bytes left"
+    return Skip(request.ref, Reason.PIN_BUDGET, text, need, free)
 
 
 def _pulls(
-    node: Node, budget: _Budget, wants: list[Wanted], slots: int, skips: list[Skip]
+    node: Node, budget: _Budget, requests: list[Request], slots: int, skips: list[Skip]
 ) -> tuple[list[str], list[str]]:
+    """What to pull now and what waits for a slot."""
     pulls: list[str] = []
     waiting: list[str] = []
-    slots -= sum(want.running for want in wants)
-    room = node.room - sum(want.need for want in wants if want.running)
-    for want in wants:
-        if want.present or want.running:
+    slots -= sum(each.running for each in requests)
+    room = node.room - sum(each.need for each in requests if each.running)
+    for each in requests:
+        if each.present or each.running:
             continue
-        if want.blocked:
-            skips.append(Skip(want.ref, Reason.BLOCKED, want.blocked, want.need, room))
-        elif want.need > room:
-            text = f"needs {want.need} bytes, {max(0, room)} are free below the kubelet's threshold"
-            skips.append(Skip(want.ref, Reason.DISK, text, want.need, max(0, room)))
+        if each.blocked:
+            skips.append(Skip(each.ref, Reason.BLOCKED, each.blocked, each.need, room))
+        elif each.need > room:
+            free = max(0, room)
+            text = f"it needs {each.need} bytes, {free} are free below the kubelet's threshold"
+            skips.append(Skip(each.ref, Reason.DISK, text, each.need, free))
         elif slots <= 0:
-            waiting.append(want.ref)
-        elif want.keep and not budget.make_room(want):
-            skips.append(_over_budget(budget, want))
+            waiting.append(each.ref)
+        elif each.pins and not budget.make_room(each):
+            skips.append(_over_budget(budget, each))
         else:
-            pulls.append(want.ref)
+            pulls.append(each.ref)
             slots -= 1
-            room -= want.need
-            if want.keep:
-                budget.reserved[want.ref] = want.parts
+            room -= each.need
+            if each.pins:
+                budget.reserved[each.ref] = each.parts
     return pulls, waiting

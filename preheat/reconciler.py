@@ -1,14 +1,22 @@
-"""The work loop: take stock, ask the plan, do what it says. Everything that waits is elsewhere.
+"""The work loop: take stock, make the plan, carry it out.
 
-One cycle holds ``lock``; so does each request of an operator. Pulls are tasks of their own. All
-that must outlive the agent is in the runtime's leases: a new engine finds it there.
+One cycle reads the runtime's inventory, gathers the requests, adds to each what it costs here, asks
+the pure planner and does what it says. A cycle runs every ``CYCLE_SECONDS`` and whenever something
+changed (a lookup came back, a pull ended, an operator asked). Nothing in a cycle waits for a
+registry: lookups (``resolver``) and pulls (``pull``) are tasks of their own.
+
+One cycle holds ``lock``, and so does each request of an operator. All that must outlive the agent
+is in the runtime's holds, where the next agent finds it.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import structlog
 
@@ -19,17 +27,14 @@ from preheat import (
     estimate,
     failure,
     heal,
-    limiter,
-    local,
     manifest,
-    node,
     plan,
     pull,
     registry,
     resolver,
     settings,
-    view,
 )
+from preheat.desired import Request
 from preheat.failure import Kind, PullError
 from preheat.runtimes import base
 
@@ -40,36 +45,58 @@ CYCLE_SECONDS = 15.0
 SETTLE_SECONDS = 0.05
 USE_NOTED_EVERY = 600.0
 RECONNECT_FIRST, RECONNECT_LONGEST = 0.05, 5.0
+PRESSURE_KNOWN_SECONDS = 1.0
+
+
+@dataclass
+class Totals:
+    """Counters since the start of the agent."""
+
+    pulls: int = 0
+    fetched_bytes: int = 0
+    used_bytes: int = 0  # of images pinned by us that containers then used
+    failed: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Kind})
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the last cycle saw and decided."""
+
+    inventory: base.Inventory = field(default_factory=base.Inventory)
+    requests: Mapping[str, Request] = field(default_factory=dict)
+    pinned: tuple[plan.Pinned, ...] = ()
+    shapes: Mapping[str, manifest.Shape] = field(default_factory=dict)  # by top digest
+    decided: plan.Plan = field(default_factory=plan.Plan)
+    node: plan.Node | None = None
+    at: float = 0.0  # Unix time; 0 before the first cycle
 
 
 class Reconciler:
     def __init__(
         self,
-        box: base.Runtime,
+        runtime: base.Runtime,
         section: settings.PreheatSettings,
         client: registry.Registry,
     ) -> None:
-        self.box = box
+        self.runtime = runtime
         self.section = section
         self.client = client
-        self.limit = limiter.Limiter(section.bytes_per_second)
-        self.logins = credentials.Credentials()
-        self.resolver = resolver.Resolver(client, self.logins, self.wake)
-        self.local = local.Local(box)
-        self.healer = heal.Healer(box, self.pressed, section.heal.per_hour)
-        self.totals = view.Totals()
-        # Before the first look at the runtime, the policy is known all the same.
-        self.view = view.View(wanted=desired.gather(section, ()))
-        self.running: dict[str, view.Running] = {}
+        self.limit = pull.Limiter(section.bytes_per_second)
+        self.resolver = resolver.Resolver(client, credentials.Credentials(), self.wake)
+        self.local = estimate.LocalImages(runtime)
+        self.healer = heal.Healer(runtime, self.pressed, section.heal.per_hour)
+        self.totals = Totals()
+        # The policy is known before the first cycle.
+        self.snapshot = Snapshot(requests=desired.gather(section, ()))
+        self.running: dict[str, pull.Running] = {}
         self.failures: dict[str, failure.Failure] = {}
-        self.failed: dict[str, int] = {kind.value: 0 for kind in Kind}
         self.trouble = "not connected yet"  # why the runtime cannot be used, or ""
         self.version = ""
         self.last_cycle = time.monotonic()
-        self._wake = asyncio.Event()
         self.lock = asyncio.Lock()
-        self._used: set[str] = set()
-        self._pressed = (0.0, False)
+        self._wake = asyncio.Event()
+        self._used: set[str] = set()  # top digests in use at the last cycle
+        self._pressed = (0.0, False)  # monotonic time, answer
 
     # --- tasks ------------------------------------------------------------------------------------
 
@@ -77,12 +104,12 @@ class Reconciler:
         self._wake.set()
 
     async def work(self) -> None:
-        """Cycles for ever: when woken, and every CYCLE_SECONDS."""
+        """Run cycles for ever."""
         while True:
             self._wake.clear()
             try:
                 if self.trouble:
-                    self.version = await self.box.connect()
+                    self.version = await self.runtime.connect()
                     log.info("container runtime answers", version=self.version)
                     self.trouble = ""
                 await self.cycle()
@@ -92,7 +119,7 @@ class Reconciler:
                 self.trouble = str(error)
             except kit.errors.AgentError as error:
                 if self.trouble != str(error):
-                    log.error("preheating rests", error=str(error))
+                    log.error("preheating stopped", error=str(error))
                 self.trouble = str(error)
             self.last_cycle = time.monotonic()
             wait = CYCLE_SECONDS if not self.trouble else RECONNECT_LONGEST
@@ -102,14 +129,14 @@ class Reconciler:
                     await asyncio.sleep(SETTLE_SECONDS)
 
     async def watch(self) -> None:
-        """Heal on each removal; a full look after every gap in the events."""
+        """Heal on each removal event, and compare everything after each gap in the events."""
         wait = RECONNECT_FIRST
-        while self.box.abilities.watches:
+        while self.runtime.abilities.watches:
             try:
-                await self.box.connect()
+                await self.runtime.connect()
                 gap = asyncio.create_task(self._after_gap(), name="resync")
                 try:
-                    async for name in self.box.removals():
+                    async for name in self.runtime.removals():
                         wait = RECONNECT_FIRST
                         if not await self.healer.removed(name):
                             self.wake()
@@ -122,38 +149,59 @@ class Reconciler:
             wait = min(wait * 2, RECONNECT_LONGEST)
 
     async def _after_gap(self) -> None:
-        """Events of the gap are lost: look at everything, now and once the stream surely runs."""
+        """Heal what was removed during the gap: now, and again once the new stream surely runs."""
         for wait in (0.0, 0.5):
             await asyncio.sleep(wait)
             with contextlib.suppress(kit.errors.AgentError):
                 async with self.lock:
-                    inventory = await self.box.inventory()
+                    inventory = await self.runtime.inventory()
                     self.healer.learn(inventory.holds)
                     await self.healer.resync(inventory)
         self.wake()
 
     async def stop(self) -> None:
-        """End our own work; leases keep what pulls have fetched."""
+        """End our own work. Holds keep what pulls have fetched."""
         await self.resolver.close()
         tasks = [each.task for each in self.running.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.client.close()
-        await self.box.close()
+        await self.runtime.close()
 
-    # --- one cycle --------------------------------------------------------------------------------
+    # --- taking stock -----------------------------------------------------------------------------
+
+    async def node(self, images_path: str, freeable: int = 0) -> plan.Node:
+        """The images' disk and the kubelet's thresholds. Raises HostError, SettingsError."""
+        path = images_path or "/"
+        try:
+            found = await asyncio.to_thread(os.statvfs, Path(path))
+        except OSError as error:
+            raise kit.errors.HostError(
+                f"the container runtime's image directory {path}",
+                f"cannot be read ({error.strerror})",
+                "mount the host's directory at the same path in the agent's pod (read-only)",
+            ) from error
+        kubelet = await asyncio.to_thread(settings.thresholds, self.section.kubelet)
+        return plan.Node(
+            capacity=found.f_blocks * found.f_frsize,
+            # Blocks reserved for root count as used, as the kubelet counts them.
+            free=found.f_bavail * found.f_frsize,
+            gc_high=kubelet.gc_high,
+            gc_low=min(kubelet.gc_low, kubelet.gc_high),
+            eviction_free=kubelet.eviction_free,
+            pin_budget=self.section.pin_budget,
+            freeable=freeable,
+        )
 
     async def pressed(self) -> bool:
-        """Whether the disk is under pressure; at most a second old."""
+        """Whether the disk is under pressure; the answer is at most a second old."""
         at, answer = self._pressed
-        if time.monotonic() - at > 1.0:
-            path = self.view.inventory.images_path
-            if not path:
-                return False
-            answer = (await node.look(self.section, path, 0)).pressed
+        path = self.snapshot.inventory.images_path
+        if path and time.monotonic() - at > PRESSURE_KNOWN_SECONDS:
+            answer = (await self.node(path)).pressed
             self._pressed = (time.monotonic(), answer)
-        return answer
+        return bool(path) and answer
 
     async def cycle(self) -> None:
         async with self.lock:
@@ -161,117 +209,129 @@ class Reconciler:
 
     async def _cycle(self) -> None:
         section = self.section
-        inventory = await self.box.inventory()
+        inventory = await self.runtime.inventory()
         self.healer.per_hour = section.heal.per_hour
         self.healer.learn(inventory.holds)
         await self.healer.resync(inventory)
-        shapes = await self._shapes(inventory)
+        shapes = await self.local.shapes(inventory, section.platform)
         inventory = await self._note_uses(inventory, shapes)
-        wanted = desired.gather(section, inventory.holds)
-        for ref, want in desired.retained(section, inventory, shapes, wanted).items():
-            wanted[ref] = want
-        for note in desired.stale_notes(inventory, wanted):
-            await self.box.end(note)
-        self.resolver.want([r for r, w in wanted.items() if w.by != "retained"], section)
-        self.failures = {ref: each for ref, each in self.failures.items() if ref in wanted}
-        rows = {ref: await self._row(want, inventory, shapes) for ref, want in wanted.items()}
-        pinned = await self._pinned(inventory, shapes, wanted)
-        state = await node.look(
-            section, inventory.images_path, await self._freeable(inventory, shapes, pinned)
+        requests = desired.gather(section, inventory.holds)
+        requests |= desired.retained(section, inventory, shapes, requests)
+        for note in desired.stale_notes(inventory, requests):
+            await self.runtime.end(note)
+        self.resolver.request((r.ref for r in requests.values() if r.by != "retained"), section)
+        self.failures = {ref: each for ref, each in self.failures.items() if ref in requests}
+        requests = {
+            ref: await self._measured(each, inventory, shapes) for ref, each in requests.items()
+        }
+        pinned = await self._pinned(inventory, shapes, requests)
+        freeable = await self.local.freeable(shapes, inventory, [pin.parts for pin in pinned])
+        node = await self.node(inventory.images_path, freeable)
+        self._pressed = (time.monotonic(), node.pressed)
+        known = [each for each in requests.values() if each.digest]
+        decided = plan.decide(node, known, pinned, section.concurrency, time.time())
+        self.snapshot = Snapshot(
+            inventory, requests, tuple(pinned), shapes, decided, node, time.time()
         )
-        self._pressed = (time.monotonic(), state.pressed)
-        known = [row for row in rows.values() if row.digest]
-        decided = plan.decide(state, known, pinned, section.concurrency, time.time())
-        self.view = view.View(
-            inventory, wanted, rows, tuple(pinned), shapes, decided, state, time.time()
+        await self._act(self.snapshot)
+
+    async def _note_uses(
+        self, inventory: base.Inventory, shapes: Mapping[str, manifest.Shape]
+    ) -> base.Inventory:
+        """Store uses in the runtime: at first sight, now and then, and when the last one ends.
+
+        Returns the inventory with them: what is in use, or was a cycle ago, was last used now.
+        """
+        now = time.time()
+        using = {d for d, shape in shapes.items() if shape.image_id in inventory.in_use}
+        ours = {h.target.digest for h in inventory.holds if h.role == "pin" and h.target}
+        self.totals.used_bytes += sum(
+            shapes[digest].bytes_total for digest in (using - self._used) & ours
         )
-        await self._act(decided, inventory, wanted)
-        self.totals.cycles += 1
+        noted = (using | self._used) & set(shapes)
+        for digest in noted:
+            ended = digest not in using
+            if ended or now - inventory.last_used.get(digest, 0.0) > USE_NOTED_EVERY:
+                with contextlib.suppress(base.RuntimeCallError):
+                    await self.runtime.note_use(digest, now)
+        self._used = using
+        last_used = dict(inventory.last_used) | dict.fromkeys(noted, now)
+        return dataclasses.replace(inventory, last_used=last_used)
 
-    async def _shapes(self, inventory: base.Inventory) -> dict[str, manifest.Shape]:
-        found: dict[str, manifest.Shape] = {}
-        targets = [record.target for record in inventory.records]
-        targets += [hold.target for hold in inventory.holds if hold.target is not None]
-        for target in targets:
-            if target.digest not in found:
-                shape = await self.local.shape(target, inventory, self.section.platform)
-                if shape is not None:
-                    found[target.digest] = shape
-        return found
-
-    async def _row(
+    async def _measured(
         self,
-        want: desired.Request,
+        request: Request,
         inventory: base.Inventory,
         shapes: Mapping[str, manifest.Shape],
-    ) -> plan.Wanted:
-        """A want with what it costs here and now."""
-        look = self.resolver.of(want.ref)
-        here = inventory.digest_of(want.ref)
-        shape = look.shape if look is not None else None
-        if shape is None and here is not None:
-            shape = shapes.get(here)
-        running = self.running.get(want.ref)
-        rank = want.rank(inventory.last_used.get(here or "", 0.0))
+    ) -> Request:
+        """The request with what it costs here and now."""
+        lookup = self.resolver.of(request.ref)
+        here = inventory.digest_of(request.ref)
+        shape = (lookup.shape if lookup is not None else None) or shapes.get(here)
+        last_used = inventory.last_used.get(here, 0.0)
         if shape is None:
-            return plan.Wanted(want.ref, here or "", rank, False, here is not None, 0, 0, {})
+            return dataclasses.replace(
+                request, digest=here, last_used=last_used, present=bool(here)
+            )
         digest = shape.top.digest
-        told = self.box.abilities.estimates
-        present = inventory.names(want.ref, digest) and (
-            not told or estimate.is_here(shape, inventory)
+        estimates = self.runtime.abilities.estimates
+        present = inventory.has(request.ref, digest) and (
+            not estimates or estimate.is_here(shape, inventory)
         )
         usages = await self.local.usages(shape, inventory)
         cost = estimate.cost(shape, inventory, self.resolver.unpacked(shape) | usages)
-        parts = await self.local.parts(shape, inventory) if present and told else cost.parts
-        return plan.Wanted(
-            ref=want.ref,
+        parts = cost.parts
+        if present and estimates:
+            parts = await self.local.parts(shape, inventory)
+        running = request.ref in self.running
+        return dataclasses.replace(
+            request,
             digest=digest,
-            rank=rank,
-            keep=want.keep != "never" and not want.released,
+            last_used=last_used,
             present=present,
+            measured=True,
             fetch=0 if present else cost.fetch,
             unpack=0 if present else cost.unpack,
             parts=parts,
-            running=running is not None,
-            blocked="" if present or running else self._blocked(want, digest, look, inventory),
+            running=running,
+            blocked="" if present or running else self._blocked(request, digest, lookup, inventory),
         )
 
     def _blocked(
         self,
-        want: desired.Request,
+        request: Request,
         digest: str,
-        look: resolver.Lookup | None,
+        lookup: resolver.Lookup | None,
         inventory: base.Inventory,
     ) -> str:
-        """Why this image may not be pulled now; '' when it may."""
+        """Why this image must not be pulled now; empty when it may."""
         now = time.time()
-        failed = self.failures.get(want.ref)
-        begun = any(h.role == "pull" and h.ref == want.ref for h in inventory.holds)
-        if want.released:
-            return "released by an operator; ask for it again with 'nodeagent image preheat'"
-        if want.paused:
+        failed = self.failures.get(request.ref)
+        if request.released:
+            return "released by an operator; 'nodeagent image preheat' requests it again"
+        if request.paused:
             return "paused by an operator"
-        if want.done:
+        if request.done:
             return "was pulled once and removed since; 'pin: never' does not fetch it again"
-        if self.box.abilities.watches and any(
-            h.role == "pin" and h.ref == want.ref and h.target and h.target.digest == digest
+        if self.runtime.abilities.watches and any(
+            h.role == "pin" and h.ref == request.ref and h.target and h.target.digest == digest
             for h in inventory.holds
         ):
-            # Not by a pull: that would go around the limit of heals.
-            return "removed from the runtime although pinned; healing rests"
-        if look is None or look.shape is None:
-            return "the registry is being asked"
-        if look.private and not want.share_private:
+            # A pull would bypass the limit of heals.
+            return "removed from the runtime although pinned; waiting for the next heal"
+        if lookup is None or lookup.shape is None:
+            return "the registry lookup is in progress"
+        if lookup.private and not request.share_private:
             return desired.PRIVATE
         if failed is not None and (failed.retry_at is None or failed.retry_at > now):
             return failed.message
-        if want.by == "policy":
+        if request.by == "policy":
             minute = time.gmtime(now).tm_hour * 60 + time.gmtime(now).tm_min
             if not settings.in_window(self.section.windows, minute):
                 return "outside the time windows"
-            turn = node.turn(node.name(self.section), want.ref, self.section.spread)
-            if not begun and now < look.digest_since + turn:
-                left = look.digest_since + turn - now
+            begun = any(h.role == "pull" and h.ref == request.ref for h in inventory.holds)
+            left = lookup.digest_since + settings.turn(self.section, request.ref) - now
+            if not begun and left > 0:
                 return f"its turn comes in {left:.0f} s (spread)"
         return ""
 
@@ -279,7 +339,7 @@ class Reconciler:
         self,
         inventory: base.Inventory,
         shapes: Mapping[str, manifest.Shape],
-        wanted: Mapping[str, desired.Request],
+        requests: Mapping[str, Request],
     ) -> list[plan.Pinned]:
         found = []
         for hold in inventory.holds:
@@ -289,139 +349,109 @@ class Reconciler:
             parts: Mapping[str, int] = {}
             if shape is not None:
                 parts = await self.local.parts(shape, inventory)
-            elif not self.box.abilities.estimates:
+            elif not self.runtime.abilities.estimates:
                 parts = self._looked_up_parts(hold)
-            want = wanted.get(hold.ref)
             self.healer.sizes[hold.id] = shape.bytes_total if shape is not None else 0
             used = max(inventory.last_used.get(hold.target.digest, 0.0), hold.created)
-            source = want or desired.Request(hold.ref, hold.by, hold.keep)
-            seconds = desired.keep_seconds(source.keep)
-            if want is None and hold.by == "retained" and self.section.retain is not None:
-                seconds = self.section.retain.duration
+            request = requests.get(hold.ref)
+            source = request or Request(hold.ref, hold.by, hold.keep)
+            keep = desired.keep_seconds(source.keep)
+            requested = request is not None and request.keep != "never" and not request.released
+            if request is None and hold.by == "retained" and self.section.retain is not None:
+                keep, requested = self.section.retain.duration, True
             found.append(
                 plan.Pinned(
                     hold=hold.id,
                     ref=hold.ref,
                     digest=hold.target.digest,
-                    rank=source.rank(used),
+                    rank=dataclasses.replace(source, last_used=used).rank,
                     parts=parts,
                     in_use=hold.image_id in inventory.in_use,
-                    expires=None if seconds is None else used + seconds,
-                    wanted=self._still_wanted(hold, want),
+                    expires=None if keep is None else used + keep,
+                    requested=requested,
                 )
             )
         return found
 
     def _looked_up_parts(self, hold: base.Hold) -> Mapping[str, int]:
-        """For a runtime that does not say what its images keep: as the registry describes it."""
-        look = self.resolver.of(hold.ref)
-        if look is None or look.shape is None:
+        """What an image keeps as the registry describes it, for a runtime that does not say."""
+        lookup = self.resolver.of(hold.ref)
+        if lookup is None or lookup.shape is None:
             return {}
-        return estimate.cost(look.shape, base.Inventory(), self.resolver.unpacked(look.shape)).parts
-
-    def _still_wanted(self, hold: base.Hold, want: desired.Request | None) -> bool:
-        if want is not None:
-            return not want.released and want.keep != "never"
-        return hold.by == "retained" and self.section.retain is not None
-
-    async def _freeable(
-        self,
-        inventory: base.Inventory,
-        shapes: Mapping[str, manifest.Shape],
-        pinned: list[plan.Pinned],
-    ) -> int:
-        """Bytes of images that garbage collection may take: neither pinned nor in use."""
-        every = [await self.local.parts(shape, inventory) for shape in shapes.values()]
-        kept = [pin.parts for pin in pinned]
-        used = [shape for shape in shapes.values() if shape.image_id in inventory.in_use]
-        kept += [await self.local.parts(shape, inventory) for shape in used]
-        return max(0, estimate.union(every) - estimate.union(kept))
+        unpacked = self.resolver.unpacked(lookup.shape)
+        return estimate.cost(lookup.shape, base.Inventory(), unpacked).parts
 
     # --- acting -----------------------------------------------------------------------------------
 
-    async def _act(
-        self,
-        decided: plan.Plan,
-        inventory: base.Inventory,
-        wanted: Mapping[str, desired.Request],
-    ) -> None:
-        holds = {hold.id: hold for hold in inventory.holds}
-        for release in decided.releases:
+    async def _act(self, seen: Snapshot) -> None:
+        holds = {hold.id: hold for hold in seen.inventory.holds}
+        for release in seen.decided.releases:
             log.info("pin released", image=release.ref, why=release.text)
             await self.release(holds[release.hold])
-        for ref in decided.pins:
-            await self._pin_present(wanted[ref], inventory)
-        for ref in list(self.running) if decided.pause else ():
-            log.warning("pull paused", image=ref, why=decided.pause)
+        for ref in seen.decided.pins:
+            await self._pin_present(seen.requests[ref], seen.inventory)
+        for ref in list(self.running) if seen.decided.pause else ():
+            log.warning("pull paused", image=ref, why=seen.decided.pause)
             await self.halt(ref)
-        for ref in decided.pulls:
-            self._start(wanted[ref])
-        await self._end_unwanted_pulls(inventory, wanted)
-        if decided.pause and decided.releases:
-            # Unpinned images do not suffice: half-fetched ones give their bytes back as well.
-            await self._give_back(inventory)
+        for ref in seen.decided.pulls:
+            self._start(seen.requests[ref])
+        await self._end_unrequested_pulls(seen)
+        if seen.decided.pause and seen.decided.releases:
+            # Garbage of unpinned images does not suffice: give back half-fetched images too.
+            await self._give_back(seen.inventory)
 
     async def _give_back(self, inventory: base.Inventory) -> None:
         for hold in inventory.holds:
             if hold.role == "pull":
-                await self.box.end(hold)
-                if hold.by == "operator":  # what was asked for is done once there is room
-                    await self.box.begin(hold)
+                await self.runtime.end(hold)
+                if hold.by == "operator":  # the request stays, to be done once there is room
+                    await self.runtime.begin(hold)
 
-    async def _end_unwanted_pulls(
-        self, inventory: base.Inventory, wanted: Mapping[str, desired.Request]
-    ) -> None:
-        """Half-fetched images that the settings no longer name, and leases of finished pulls."""
-        rows = self.view.rows
-        for hold in inventory.holds:
+    async def _end_unrequested_pulls(self, seen: Snapshot) -> None:
+        """End the holds of pulls that nobody requests any more, or that are finished."""
+        for hold in seen.inventory.holds:
             if hold.role != "pull" or hold.ref in self.running:
                 continue
-            want, row = wanted.get(hold.ref), rows.get(hold.ref)
-            finished = row is not None and row.present and not row.keep
-            pinned = any(h.role == "pin" and h.ref == hold.ref for h in inventory.holds)
-            if want is None or want.released or (row is not None and row.present and pinned):
-                await self.box.end(hold)
-            elif finished:
-                await self._finish_unpinned(want)
-                await self.box.end(hold)
-
-    async def _finish_unpinned(self, want: desired.Request) -> None:
-        if want.by == "policy":
-            await self.note(want.ref, "policy", "done")
+            request = seen.requests.get(hold.ref)
+            pinned = any(h.role == "pin" and h.ref == hold.ref for h in seen.inventory.holds)
+            if request is None or request.released or (request.present and pinned):
+                await self.runtime.end(hold)
+            elif request.present and not request.pins:
+                if request.by == "policy":
+                    await self.note(request.ref, "policy", "done")
+                await self.runtime.end(hold)
 
     async def note(self, ref: str, by: base.By, state: str) -> None:
-        await self.box.begin(base.Hold(id="", role="note", ref=ref, by=by, state=state))
+        await self.runtime.begin(base.Hold(id="", role="note", ref=ref, by=by, state=state))
 
     async def release(self, hold: base.Hold) -> None:
         self.healer.forget(hold)
-        await self.box.unpin(hold)
+        await self.runtime.unpin(hold)
 
-    async def _pin_present(self, want: desired.Request, inventory: base.Inventory) -> None:
-        target = next((r.target for r in inventory.records if r.name == want.ref), None)
+    async def _pin_present(self, request: Request, inventory: base.Inventory) -> None:
+        target = inventory.target_of(request.ref)
         if target is None:
             return
-        hold = base.Hold(id="", role="pin", ref=want.ref, by=want.by, target=target, keep=want.keep)
-        self.healer.remember(await self.box.pin(hold))
-        log.info("image pinned", image=want.ref, by=want.by)
+        hold = base.Hold("", "pin", request.ref, request.by, target, keep=request.keep)
+        self.healer.remember(await self.runtime.pin(hold))
+        log.info("image pinned", image=request.ref, by=request.by)
         self.wake()
 
-    def _start(self, want: desired.Request) -> None:
-        look = self.resolver.of(want.ref)
-        assert look is not None and look.shape is not None
-        job = pull.Job(look.ref, look.shape, look.login, want.by, want.keep)
-        puller = pull.Puller(self.box, self.client, self.limit, self.section, job)
-        task = asyncio.create_task(self._run(want, puller), name=f"pull {want.ref}")
-        here = max(0, look.shape.bytes_total - self.view.rows[want.ref].fetch)
-        self.running[want.ref] = view.Running(puller, task, here)
-        log.info("pull begins", image=want.ref, bytes=look.shape.bytes_total)
+    def _start(self, request: Request) -> None:
+        lookup = self.resolver.of(request.ref)
+        assert lookup is not None
+        puller = pull.Puller(self.runtime, self.client, self.limit, self.section, request, lookup)
+        task = asyncio.create_task(self._run(request, puller), name=f"pull {request.ref}")
+        self.running[request.ref] = pull.Running(puller.progress, task)
+        log.info("pull started", image=request.ref, bytes=puller.progress.bytes_total)
 
-    async def _run(self, want: desired.Request, puller: pull.Puller) -> None:
-        ref = want.ref
+    async def _run(self, request: Request, puller: pull.Puller) -> None:
+        ref = request.ref
         try:
             pin = await puller.run()
             if pin is not None:
                 self.healer.remember(pin)
-            elif want.by == "policy":
+            elif request.by == "policy":
                 with contextlib.suppress(base.RuntimeCallError):
                     await self.note(ref, "policy", "done")
             self.failures.pop(ref, None)
@@ -430,56 +460,33 @@ class Reconciler:
             log.info("pull done", image=ref, fetched=puller.fetched, pinned=pin is not None)
         except PullError as error:
             known = self.failures.get(ref)
-            attempts = known.attempts + 1 if known is not None else 1
-            self.failures[ref] = failure.after(error, attempts, time.time())
-            self.failed[error.kind.value] += 1
+            self._failed(ref, error, known.attempts + 1 if known is not None else 1)
             log.warning("pull failed", image=ref, kind=str(error.kind), error=str(error))
             if error.kind in (Kind.NOT_FOUND, Kind.AUTH):
                 self.resolver.again(ref)  # the tag or the login may have changed
         except Exception as error:  # a bug must not become a loop of pulls
             log.exception("pull failed unexpectedly", image=ref)
-            unexpected = PullError(ref, Kind.BAD_IMAGE, f"{type(error).__name__}, see the log")
-            self.failures[ref] = failure.after(unexpected, 1, time.time())
-            self.failed[Kind.BAD_IMAGE.value] += 1
+            text = f"{type(error).__name__}, see the agent's log"
+            self._failed(ref, PullError(ref, Kind.BAD_IMAGE, text), 1)
         finally:
             self.running.pop(ref, None)
-            self._later(ref)
+            self._wake_for_retry(ref)
             self.wake()
 
-    def _later(self, ref: str) -> None:
-        """A retry that is due sooner than the next cycle wakes the loop at its time."""
+    def _failed(self, ref: str, error: PullError, attempts: int) -> None:
+        self.failures[ref] = failure.after(error, attempts, time.time())
+        self.totals.failed[error.kind.value] += 1
+
+    def _wake_for_retry(self, ref: str) -> None:
+        """Wake the loop for a retry that is due before the next cycle."""
         failed = self.failures.get(ref)
         if failed is not None and failed.retry_at is not None:
             wait = failed.retry_at - time.time()
             if 0 < wait < CYCLE_SECONDS:
                 asyncio.get_running_loop().call_later(wait + 0.01, self.wake)
 
-    async def _note_uses(
-        self, inventory: base.Inventory, shapes: Mapping[str, manifest.Shape]
-    ) -> base.Inventory:
-        """Remember uses in the runtime: at the first sight, now and then, and when the last ends.
-
-        The inventory as it is with them: what is used, or was a cycle ago, was last used now.
-        """
-        now = time.time()
-        using = set()
-        ours = {h.target.digest for h in inventory.holds if h.role == "pin" and h.target}
-        for digest, shape in shapes.items():
-            if shape.image_id in inventory.in_use:
-                using.add(digest)
-                if digest not in self._used and digest in ours:
-                    self.totals.used_bytes += shape.bytes_total
-        for digest in (using | self._used) & set(shapes):
-            ended = digest not in using
-            if ended or now - inventory.last_used.get(digest, 0.0) > USE_NOTED_EVERY:
-                with contextlib.suppress(base.RuntimeCallError):
-                    await self.box.note_use(digest, now)
-        fresh = dict.fromkeys((using | self._used) & set(shapes), now)
-        self._used = using
-        return dataclasses.replace(inventory, last_used=dict(inventory.last_used) | fresh)
-
     async def halt(self, ref: str) -> None:
-        """End a running pull of ``ref``; its lease keeps the bytes."""
+        """Cancel a running pull; its hold keeps the bytes."""
         running = self.running.get(ref)
         if running is not None:
             running.task.cancel()

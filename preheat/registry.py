@@ -1,8 +1,9 @@
 """A client of container registries: resolve a reference, read manifests, stream blobs.
 
-The runtime pulls; this looks before (what will it cost, did the tag move) and, under a rate limit,
-fetches layers in its place. Mirrors, CAs and plain http come from containerd's own hosts.toml
-files. Everything read is bounded and checked against its digest.
+The runtime pulls. This client asks before a pull what an image costs and whether its tag moved, and
+under a rate limit it fetches layers in the runtime's place. Mirrors, CAs and plain http come from
+containerd's own hosts.toml files. Everything that is read has a size limit and is checked against
+its digest.
 """
 
 import asyncio
@@ -12,13 +13,13 @@ import re
 import ssl
 import tomllib
 import urllib.parse
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from cachetools import LRUCache
 
 from preheat import manifest
 from preheat.failure import Kind, PullError
@@ -48,7 +49,7 @@ class Host:
 def hosts(directory: Path, name: str) -> list[Host]:
     """The servers for registry ``name`` in the order of its hosts.toml, its own server last.
 
-    Blocking (small files). ValueError when the file is there and cannot be read.
+    Blocking (small files). Raises ValueError for a file that cannot be read.
     """
     own = ("http" if _LOOPBACK.fullmatch(name) else "https") + f"://{name}"
     for folder in (name, name.replace(":", "_") + "_", "_default"):
@@ -67,7 +68,7 @@ def _listed(content: Mapping[str, Any], own: str, file: Path) -> list[Host]:
     found = []
     tables = content.get("host", {})
     if not isinstance(tables, dict):
-        raise ValueError(f"{file}: [host] is no table")
+        raise ValueError(f"{file}: [host] is not a table")
     for url, table in tables.items():
         abilities = table.get("capabilities", ["pull", "resolve"])
         if "pull" in abilities and "resolve" in abilities:
@@ -102,10 +103,9 @@ class Registry:
     def __init__(self, hosts_dir: Path) -> None:
         self._hosts_dir = hosts_dir
         self._session: aiohttp.ClientSession | None = None
-        self._tokens: OrderedDict[tuple[str, str, str], str] = OrderedDict()
+        self._tokens: LRUCache[tuple[str, str, str], str] = LRUCache(MOST_TOKENS)
         self._contexts: dict[Host, ssl.SSLContext | bool] = {}
         self.requests = 0
-        self.bytes = 0
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -126,18 +126,20 @@ class Registry:
             session, self._session = self._session, None
             await session.close()
 
-    # --- what it is for ---------------------------------------------------------------------------
+    # --- images -----------------------------------------------------------------------------------
 
     async def resolve(self, ref: manifest.Reference, login: base.Login | None) -> manifest.Target:
-        """What ``ref`` names now. PullError with the class of what went wrong."""
+        """What ``ref`` names now. Raises PullError."""
         wanted = ref.digest or ref.tag or "latest"
         answer = await self._document(ref, f"manifests/{wanted}", login)
         digest = manifest.digest_of(answer.body)
         if ref.digest is not None and digest != ref.digest:
-            raise PullError(ref.text, Kind.CORRUPT, f"the registry gave {digest} instead")
+            raise PullError(ref.text, Kind.CORRUPT, f"the registry answered with {digest} instead")
         media_type = answer.headers.get("Content-Type", "").partition(";")[0].strip()
         if media_type not in manifest.INDEX_TYPES | manifest.MANIFEST_TYPES:
-            raise PullError(ref.text, Kind.BAD_IMAGE, f"a {media_type or 'typeless'} manifest")
+            raise PullError(
+                ref.text, Kind.BAD_IMAGE, f"a manifest of type {media_type or '(none)'}"
+            )
         return manifest.Target(media_type, digest, len(answer.body))
 
     async def shape(
@@ -147,13 +149,13 @@ class Registry:
         platform: str,
         login: base.Login | None,
     ) -> manifest.Shape:
-        """What the image consists of; documents are checked against their digests."""
+        """What the image consists of. Raises PullError, also for a document with another digest."""
 
         async def read(digest: str) -> bytes:
             kind = "manifests" if digest in manifests else "blobs"
             answer = await self._document(ref, f"{kind}/{digest}", login)
             if manifest.digest_of(answer.body) != digest:
-                raise PullError(ref.text, Kind.CORRUPT, f"{digest}: other bytes than it says")
+                raise PullError(ref.text, Kind.CORRUPT, f"the bytes do not match {digest}")
             if kind == "manifests":
                 manifests.update(_manifests_in(answer.body))
             return answer.body
@@ -167,7 +169,7 @@ class Registry:
     async def span(
         self, ref: manifest.Reference, digest: str, first: int, last: int, login: base.Login | None
     ) -> bytes:
-        """Bytes ``first`` to ``last`` of a blob; empty when the registry serves no ranges."""
+        """Bytes ``first`` to ``last`` of a blob; empty when the registry does not serve ranges."""
         headers = {"Range": f"bytes={first}-{last}"}
         answer = await self._document(ref, f"blobs/{digest}", login, headers, partial=True)
         return answer.body if answer.status == 206 else b""
@@ -175,7 +177,7 @@ class Registry:
     async def blob(
         self, ref: manifest.Reference, digest: str, offset: int, login: base.Login | None
     ) -> AsyncIterator[bytes]:
-        """The blob from ``offset`` on. The reader checks the digest (the runtime's store does)."""
+        """The blob from ``offset`` on. The caller checks the digest (the runtime's store does)."""
         headers = {"Range": f"bytes={offset}-"} if offset else {}
         last: PullError | None = None
         for host in await self._hosts(ref):
@@ -188,7 +190,6 @@ class Registry:
                 if offset and response.status != 206:
                     raise PullError(ref.text, Kind.NETWORK, "the registry cannot resume a blob")
                 async for chunk in response.content.iter_chunked(CHUNK):
-                    self.bytes += len(chunk)
                     yield chunk
                 return
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -214,7 +215,7 @@ class Registry:
         headers: Mapping[str, str] | None = None,
         partial: bool = False,
     ) -> _Answer:
-        """One bounded body, from the first host that has it."""
+        """A small body from the first host that has it."""
         last: PullError | None = None
         for host in await self._hosts(ref):
             try:
@@ -226,7 +227,6 @@ class Registry:
                         body = await response.content.read(LARGEST_DOCUMENT + 1)
                         while not response.content.at_eof() and len(body) <= LARGEST_DOCUMENT:
                             body += await response.content.read(LARGEST_DOCUMENT + 1 - len(body))
-                        self.bytes += len(body)
                     finally:
                         response.release() if response.content.at_eof() else response.close()
             except PullError as error:
@@ -237,7 +237,7 @@ class Registry:
                 continue
             if len(body) > LARGEST_DOCUMENT:
                 raise PullError(
-                    ref.text, Kind.BAD_IMAGE, f"{path} is over {LARGEST_DOCUMENT} bytes"
+                    ref.text, Kind.BAD_IMAGE, f"{path} has more than {LARGEST_DOCUMENT} bytes"
                 )
             return _Answer(response.status, response.headers, body)
         assert last is not None
@@ -260,7 +260,7 @@ class Registry:
         login: base.Login | None,
         headers: Mapping[str, str],
     ) -> aiohttp.ClientResponse:
-        """A 200 or 206 response that the caller closes, else PullError."""
+        """A 200 or 206 response, which the caller closes. Raises PullError."""
         url = f"{host.url}/v2/{ref.path}/{path}"
         token = self._tokens.get(self._token_key(host, ref, login))
         sent = {"Accept": _ACCEPT, **headers}
@@ -300,19 +300,21 @@ class Registry:
     async def _authorize(
         self, host: Host, ref: manifest.Reference, challenge: str, login: base.Login | None
     ) -> str:
-        """The Authorization header that the challenge asks for, kept for the next request."""
+        """The Authorization header that the challenge asks for; remembered for the next request."""
         scheme, _, rest = challenge.partition(" ")
         if scheme.lower() == "basic":
             if login is None or not login.username:
-                raise PullError(ref.text, Kind.AUTH, "the registry wants a login, none is set")
+                raise PullError(ref.text, Kind.AUTH, "it requires a login, but none is configured")
             value = _basic(login)
         elif scheme.lower() == "bearer":
             value = "Bearer " + await self._token(host, ref, dict(_CHALLENGE.findall(rest)), login)
         else:
-            raise PullError(ref.text, Kind.AUTH, f"unknown authentication scheme {scheme[:40]!r}")
+            raise PullError(
+                ref.text,
+                Kind.AUTH,
+                f"unknown authentication scheme {scheme[:40]!r}",
+            )
         self._tokens[self._token_key(host, ref, login)] = value
-        while len(self._tokens) > MOST_TOKENS:
-            self._tokens.popitem(last=False)
         return value
 
     async def _token(
@@ -327,10 +329,12 @@ class Registry:
         realm = asked.get("realm", "")
         parts = urllib.parse.urlsplit(realm)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise PullError(ref.text, Kind.AUTH, f"a token service at {realm[:80]!r}")
+            raise PullError(ref.text, Kind.AUTH, f"unusable token service {realm[:80]!r}")
         secret = login is not None
         if secret and parts.scheme == "http" and host.url.startswith("https:"):
-            raise PullError(ref.text, Kind.AUTH, "credentials would go over plain http")
+            raise PullError(
+                ref.text, Kind.AUTH, "its token service uses plain http: no credentials sent"
+            )
         query = {"service": asked.get("service", ""), "scope": f"repository:{ref.path}:pull"}
         headers: dict[str, str] = {}
         data: dict[str, str] | None = None
@@ -347,7 +351,7 @@ class Registry:
             async with asyncio.timeout(DOCUMENT_SECONDS):
                 session = self._connected()
                 self.requests += 1
-                # Only a server with the same trust settings: its own CA is the registry's.
+                # With the registry's trust settings: its CA is also that of its token service.
                 tls = self._tls(host)
                 request = (
                     session.post(realm, data=data, ssl=tls)
@@ -366,7 +370,7 @@ class Registry:
         except (ValueError, AttributeError):
             token = None
         if not isinstance(token, str) or not token:
-            raise PullError(ref.text, Kind.AUTH, "the token service gave no token")
+            raise PullError(ref.text, Kind.AUTH, "its token service answered without a token")
         return token
 
 
@@ -390,7 +394,7 @@ def _refused(ref: manifest.Reference, status: int, retry_after: str, who: str = 
     if status in (404, 410):
         return PullError(ref.text, Kind.NOT_FOUND, f"the registry answered {status}")
     if status == 416:
-        return PullError(ref.text, Kind.CORRUPT, "a blob is shorter than its manifest says")
+        return PullError(ref.text, Kind.CORRUPT, "a blob is shorter than the manifest says")
     if status in (408, 425, 429) or status >= 500:
         return PullError(ref.text, Kind.NETWORK, f"{who} answered {status}", wait)
     return PullError(ref.text, Kind.BAD_IMAGE, f"{who} answered {status}")

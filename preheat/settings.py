@@ -1,16 +1,22 @@
-"""Settings of image preheating."""
+"""Settings of image preheating, and what they mean on this node."""
 
+import hashlib
+import platform
 import re
+import socket
 from pathlib import Path
 from typing import Literal
 
+import yaml
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+import kit.errors
 import kit.settings
 import kit.units
 from preheat import manifest
 
 _WINDOW = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
+_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _PLATFORM = re.compile(r"[a-z0-9]+/[a-z0-9]+(/[a-z0-9]+)?")
 
 
@@ -20,7 +26,9 @@ class KeepFor(kit.settings.Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     duration: kit.units.Seconds = Field(
-        alias="for", gt=0, description="How long after its last use (or pull) it stays pinned."
+        alias="for",
+        gt=0,
+        description="How long it stays pinned after its last use (or its pull).",
     )
 
 
@@ -28,14 +36,14 @@ Pin = Literal["always", "never"] | KeepFor
 
 
 class ImageSettings(kit.settings.Section):
-    """One image that is to be on the node before a job asks for it."""
+    """One image that must be on the node before a job asks for it."""
 
     ref: str = Field(
-        description="HOST/PATH:TAG or HOST/PATH@sha256:…, its registry named. No tag: latest."
+        description="HOST/PATH:TAG or HOST/PATH@sha256:…; HOST is the registry. No tag: latest."
     )
     pin: Pin = Field(
         default="always",
-        description="always; never (fetched once, garbage collection may take it); or "
+        description="always; never (pulled once, garbage collection may delete it); or "
         "{for: 72h} after its last use.",
     )
     priority: int = Field(
@@ -43,13 +51,13 @@ class ImageSettings(kit.settings.Section):
     )
     share_private: bool = Field(
         default=False,
-        description="Allow an image that cannot be pulled without credentials. Default no: once on "
-        "the node, any pod of any tenant can run it without credentials unless the kubelet "
+        description="Allow an image that cannot be pulled without credentials. Default no: once it "
+        "is on the node, any pod of any tenant can run it without credentials, unless the kubelet "
         "verifies them again (docs/preheat.md).",
     )
     nodes: dict[str, str] = Field(
         default_factory=dict,
-        description="Node labels that must all be there (see node_labels); empty: every node.",
+        description="Only on nodes with all these labels (see node_labels); empty: every node.",
     )
 
     @field_validator("ref")
@@ -59,7 +67,7 @@ class ImageSettings(kit.settings.Section):
 
 
 class RetainSettings(kit.settings.Section):
-    """Images that pods use are kept for a while after their last use (delayed deletion)."""
+    """Keep images that pods used for a while after their last use (delayed deletion)."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
@@ -68,50 +76,49 @@ class RetainSettings(kit.settings.Section):
     )
     at_least: kit.units.Bytes = Field(
         default=1024**3,
-        description="Smaller images are not worth a pin: they are back in seconds.",
+        description="Smaller images are not pinned: pulling them again takes seconds.",
     )
 
 
 class CredentialSettings(kit.settings.Section):
-    """Where logins for registries come from. Read at each use, so a rotated secret is taken."""
+    """Where logins for registries come from. Read at each use, so that secrets can be rotated."""
 
-    docker_config: Path | None = Field(
-        default=None, description="A dockerconfigjson file (an imagePullSecret as a mounted file)."
+    docker_config: kit.settings.AbsolutePath | None = Field(
+        default=None, description="A dockerconfigjson file, e.g. a mounted imagePullSecret."
     )
-    provider_config: Path | None = Field(
+    provider_config: kit.settings.AbsolutePath | None = Field(
         default=None, description="The kubelet's --image-credential-provider-config file."
     )
-    provider_dir: Path | None = Field(
+    provider_dir: kit.settings.AbsolutePath | None = Field(
         default=None, description="The kubelet's --image-credential-provider-bin-dir."
     )
     provider_timeout: kit.units.Seconds = Field(
         default=30.0, gt=0, le=300, description="How long a provider plugin may take."
     )
 
-    @field_validator("docker_config", "provider_config", "provider_dir")
-    @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else kit.settings.absolute(value)
-
     @model_validator(mode="after")
     def _both(self) -> "CredentialSettings":
         if (self.provider_config is None) != (self.provider_dir is None):
-            raise ValueError("provider_config and provider_dir go together; give both or neither")
+            raise ValueError("give both provider_config and provider_dir, or neither")
         return self
 
 
 class KubeletSettings(kit.settings.Section):
-    """The kubelet's image garbage collection and eviction, so that nothing here triggers them."""
+    """The kubelet's thresholds for image garbage collection and eviction; no pull crosses them."""
 
     config: Path | None = Field(
         default=None,
-        description="The kubelet's configuration file; what it says comes before the three below.",
+        description="The kubelet's configuration file; its values override the three below.",
     )
     gc_high: kit.units.Share = Field(
-        default=0.85, gt=0, description="imageGCHighThresholdPercent: above it images are deleted."
+        default=0.85,
+        gt=0,
+        description="imageGCHighThresholdPercent: above it images are deleted.",
     )
     gc_low: kit.units.Share = Field(
-        default=0.80, gt=0, description="imageGCLowThresholdPercent: down to it."
+        default=0.80,
+        gt=0,
+        description="imageGCLowThresholdPercent: images are deleted down to it.",
     )
     eviction_free: kit.units.Share = Field(
         default=0.15, description="evictionHard imagefs.available: below it, DiskPressure."
@@ -125,29 +132,24 @@ class KubeletSettings(kit.settings.Section):
 
 
 class HealSettings(kit.settings.Section):
-    """Putting back what garbage collection took although it is pinned."""
+    """Restoring pinned images that garbage collection or somebody else removed."""
 
     per_hour: int = Field(
         default=30,
         ge=0,
         le=100_000,
-        description="Most heals of one image in an hour. The kubelet looks every 5 minutes, which "
-        "makes 12; more is a fight, and ends as a finding. 0: never heal.",
+        description="Most heals of one image in an hour. The kubelet collects every 5 minutes, 12 "
+        "times an hour; at the limit healing stops and a finding says so. 0: never heal.",
     )
 
 
 class CrioSettings(kit.settings.Section):
     """Only for runtime: crio."""
 
-    drop_in: Path = Field(
+    drop_in: kit.settings.AbsolutePath = Field(
         default=Path("/etc/crio/crio.conf.d/50-nodeagent-pinned-images.conf"),
-        description="The file that tells CRI-O what is pinned; it is ours alone.",
+        description="The file that lists pinned images for CRI-O. The agent overwrites it.",
     )
-
-    @field_validator("drop_in")
-    @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return kit.settings.absolute(value)
 
 
 class PreheatSettings(kit.settings.Section):
@@ -156,20 +158,20 @@ class PreheatSettings(kit.settings.Section):
     runtime: Literal["containerd", "crio"] = Field(
         default="containerd", description="Which container runtime the kubelet uses."
     )
-    socket: Path = Field(
+    socket: kit.settings.AbsolutePath = Field(
         default=Path("/run/containerd/containerd.sock"), description="The runtime's unix socket."
     )
     pin_budget: kit.units.Bytes = Field(
         default=200 * 1024**3,
         gt=0,
-        description="Most bytes that pins may keep, layers they share counted once. Keep it well "
-        "below the kubelet's gc_low of the disk.",
+        description="Most bytes that pins may keep; shared layers count once. Keep it well below "
+        "the kubelet's gc_low of the disk.",
     )
     images: tuple[ImageSettings, ...] = Field(
-        default=(), max_length=500, description="What is to be here."
+        default=(), max_length=500, description="Images that must be on the node."
     )
     retain: RetainSettings | None = Field(
-        default=None, description="Keep images that pods used; absent: not done."
+        default=None, description="Keep images that pods used; absent: off."
     )
     platform: str = Field(
         default="", description="os/architecture[/variant]; default: this machine's."
@@ -177,33 +179,36 @@ class PreheatSettings(kit.settings.Section):
     credentials: CredentialSettings = Field(
         default_factory=CredentialSettings, description="Logins for registries."
     )
-    hosts_dir: Path = Field(
+    hosts_dir: kit.settings.AbsolutePath = Field(
         default=Path("/etc/containerd/certs.d"),
-        description="containerd's registry configuration (hosts.toml per registry): mirrors, CAs "
-        "and plain http are taken from there, so that the agent asks whom the runtime asks.",
+        description="containerd's registry configuration (a hosts.toml per registry). The agent "
+        "takes mirrors, CAs and plain http from it, so that it asks the servers that containerd "
+        "asks.",
     )
     refresh: kit.units.Seconds = Field(
-        default=3600.0, ge=10, description="How often a tag is looked up again for a moved digest."
+        default=3600.0,
+        ge=10,
+        description="How often a tag is looked up, in case it names another digest.",
     )
     spread: kit.units.Seconds = Field(
         default=300.0,
         ge=0,
         le=86400,
-        description="Each node begins a new image at its own moment in this window (by a hash of "
-        "node and image), so that thousands do not ask the registry at once.",
+        description="Each node starts a new image at its own moment in this time (a hash of node "
+        "and image), so that thousands of nodes do not pull at once.",
     )
     concurrency: int = Field(default=2, ge=1, le=16, description="Pulls at a time on this node.")
     bytes_per_second: kit.units.Bytes | None = Field(
         default=None,
         ge=64 * 1024,
-        description="Limit for the layers' download, all pulls together; the agent then fetches "
-        "them itself. Default none: the runtime downloads as fast as it can.",
+        description="Limit for downloading layers, all pulls together; the agent then fetches them "
+        "itself. Default: no limit, the runtime downloads as fast as it can.",
     )
     windows: tuple[str, ...] = Field(
         default=(),
         max_length=24,
-        description="HH:MM-HH:MM in UTC, in which pulls of the policy may run; default always. "
-        "What was asked for by hand runs at any time.",
+        description="HH:MM-HH:MM in UTC: when pulls of these settings may start; default: always. "
+        "Pulls that an operator requests start at any time.",
     )
     attempt_timeout: kit.units.Seconds = Field(
         default=7200.0, ge=60, le=86400, description="Longest single attempt of a pull."
@@ -211,11 +216,13 @@ class PreheatSettings(kit.settings.Section):
     stall_timeout: kit.units.Seconds = Field(
         default=120.0,
         ge=1,
-        description="An attempt without progress for so long is ended and goes on in a new one. "
-        "containerd shows progress in steps of 1 MiB a layer.",
+        description="A pull without progress for so long is cancelled and continued by a new "
+        "attempt. containerd shows progress in steps of 1 MiB a layer.",
     )
     partial_keep: kit.units.Seconds = Field(
-        default=86400.0, ge=14400, description="How long bytes of an unfinished pull stay."
+        default=86400.0,
+        ge=14400,
+        description="How long the bytes of an unfinished pull stay.",
     )
     kubelet: KubeletSettings = Field(
         default_factory=KubeletSettings, description="Thresholds of the kubelet."
@@ -229,16 +236,11 @@ class PreheatSettings(kit.settings.Section):
         default_factory=dict, description="This node's labels, for images[].nodes."
     )
 
-    @field_validator("socket", "hosts_dir")
-    @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return kit.settings.absolute(value)
-
     @field_validator("platform")
     @classmethod
     def _platform(cls, value: str) -> str:
         if value and not _PLATFORM.fullmatch(value):
-            raise ValueError(f"{value!r} is no platform, like linux/amd64")
+            raise ValueError(f"{value!r} is not a platform like linux/amd64")
         return value
 
     @field_validator("windows")
@@ -246,7 +248,7 @@ class PreheatSettings(kit.settings.Section):
     def _windows(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for window in value:
             if not _WINDOW.fullmatch(window):
-                raise ValueError(f"{window!r} is no window, like 22:00-06:00 (UTC)")
+                raise ValueError(f"{window!r} is not a time window like 22:00-06:00 (UTC)")
         return value
 
     @model_validator(mode="after")
@@ -254,10 +256,10 @@ class PreheatSettings(kit.settings.Section):
         refs = [each.ref for each in self.images]
         for ref in refs:
             if refs.count(ref) > 1:
-                raise ValueError(f"image {ref!r} is there twice")
+                raise ValueError(f"image {ref!r} is listed twice")
         if self.runtime == "crio" and self.bytes_per_second is not None:
             raise ValueError(
-                "bytes_per_second needs containerd: CRI-O takes no layers from anybody else"
+                "bytes_per_second needs containerd: the agent cannot give layers to CRI-O"
             )
         if self.partial_keep < self.attempt_timeout + 3600:
             raise ValueError("partial_keep must exceed attempt_timeout by at least an hour")
@@ -265,7 +267,7 @@ class PreheatSettings(kit.settings.Section):
 
 
 def in_window(windows: tuple[str, ...], minute: int) -> bool:
-    """Whether ``minute`` of the (UTC) day is inside one; a window may cross midnight."""
+    """Whether ``minute`` of the UTC day is in a window; windows may cross midnight."""
     for window in windows:
         match = _WINDOW.fullmatch(window)
         assert match is not None
@@ -274,3 +276,45 @@ def in_window(windows: tuple[str, ...], minute: int) -> bool:
         if inside:
             return True
     return not windows
+
+
+def complete(section: PreheatSettings) -> PreheatSettings:
+    """With this node's name and platform where the settings leave them out."""
+    machine = platform.machine()
+    return section.model_copy(
+        update={
+            "platform": section.platform or f"linux/{_MACHINES.get(machine, machine)}",
+            "node": section.node or socket.gethostname(),
+        }
+    )
+
+
+def turn(section: PreheatSettings, ref: str) -> float:
+    """Seconds that this node waits before it starts with ``ref``: its own moment in ``spread``."""
+    key = hashlib.sha256(f"{section.node}\n{ref}".encode()).digest()
+    return int.from_bytes(key[:8], "big") / 2**64 * section.spread
+
+
+def thresholds(section: KubeletSettings) -> KubeletSettings:
+    """What the kubelet's own file says, else the settings. Blocking. Raises SettingsError."""
+    if section.config is None:
+        return section
+    try:
+        content = yaml.safe_load(section.config.read_bytes()) or {}
+        high = content.get("imageGCHighThresholdPercent")
+        low = content.get("imageGCLowThresholdPercent")
+        eviction = (content.get("evictionHard") or {}).get("imagefs.available")
+        update = {}
+        if high is not None:
+            update["gc_high"] = int(high) / 100
+        if low is not None:
+            update["gc_low"] = int(low) / 100
+        if isinstance(eviction, str) and eviction.endswith("%"):
+            update["eviction_free"] = float(eviction[:-1]) / 100
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise kit.errors.SettingsError(
+            f"preheat.kubelet.config {section.config}",
+            f"cannot be used ({error})",
+            "name the kubelet's configuration file, or leave it out and set the thresholds",
+        ) from error
+    return section.model_copy(update=update)

@@ -1,21 +1,36 @@
-"""What is shown of each image, and the reasons behind it."""
+"""What the room shows: the state of each image, the latest plan, and findings.
 
-from dataclasses import dataclass, field
+Everything here reads the reconciler's last snapshot and running pulls; nothing calls the runtime.
+"""
+
+import time
+from dataclasses import dataclass
 from typing import Any
+
+import kit.errors
+from kit.findings import Finding, Severity
+from preheat import desired, estimate, failure, manifest, plan, resolver
+from preheat.desired import Request
+from preheat.reconciler import Reconciler
 
 # Every state an image can be in; also the label values of a metric.
 STATES = (
-    "looking",  # the registry is being asked
-    "waiting",  # its turn, slot or window has not come
+    "looking",  # the registry lookup is in progress
+    "waiting",  # for its turn, a slot or a time window
     "pulling",
     "unpacking",
     "ready",
     "paused",
     "skipped",  # does not fit: disk or pin budget
-    "refused",  # private, and sharing was not allowed
-    "failed",  # see failure; tried again at retry_at, if at all
-    "released",  # let go by an operator
+    "refused",  # private, and sharing is not allowed
+    "failed",  # see failure_kind; tried again at retry_at, if at all
+    "released",  # by an operator
 )
+# A failure that goes away by itself becomes a finding after this many attempts in a row.
+PATIENCE = 3
+MOST_REUSES = 200
+# The breaker's short rests at a restart of the runtime are not worth a finding.
+SHORT_REST_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -40,9 +55,241 @@ class Status:
     retry_at: float | None = None
     in_use: bool = False
     last_used: float | None = None
-    layers: tuple[dict[str, Any], ...] = field(default=())
+    layers: tuple[dict[str, Any], ...] = ()
     layers_unpacked: int = 0
     bytes_per_second: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         return {**vars(self), "layers": list(self.layers)}
+
+
+# --- images ---------------------------------------------------------------------------------------
+
+
+def images(reconciler: Reconciler) -> list[Status]:
+    """Every image that is requested or still pinned, by priority, then name."""
+    requests = dict(reconciler.snapshot.requests)
+    for pin in reconciler.snapshot.pinned:
+        requests.setdefault(pin.ref, Request(pin.ref, "retained"))
+    every = [image(reconciler, request) for request in requests.values()]
+    return sorted(every, key=lambda each: (-each.priority, each.ref))
+
+
+def image(reconciler: Reconciler, request: Request) -> Status:
+    """The present state of one requested image."""
+    ref, seen = request.ref, reconciler.snapshot
+    lookup = reconciler.resolver.of(ref)
+    here = seen.inventory.digest_of(ref)
+    shape = (lookup.shape if lookup is not None else None) or seen.shapes.get(here)
+    digest = shape.top.digest if shape is not None else here
+    gone = {release.hold for release in seen.decided.releases}
+    failed = reconciler.failures.get(ref) or (lookup.failed if lookup is not None else None)
+    state, reason = _state(reconciler, request, lookup, failed)
+    shown = None if request.present else failed
+    total = shape.bytes_total if shape is not None else 0
+    missing = request.fetch if request.digest or request.present else total
+    done = total if request.present else max(0, total - missing)
+    layers: tuple[dict[str, Any], ...] = ()
+    speed, unpacked = 0.0, 0
+    running = reconciler.running.get(ref)
+    if running is not None:
+        progress = running.progress
+        done, unpacked = progress.bytes_done, progress.layers_unpacked
+        missing = max(0, total - done)
+        spent = max(0.001, time.time() - progress.started)
+        speed = max(0.0, (done - progress.began_with) / spent)
+        layers = tuple(
+            {"digest": name, "bytes_done": at, "bytes_total": end}
+            for name, (at, end) in progress.layers.items()
+        )
+    return Status(
+        ref=ref,
+        digest=digest,
+        state=state,
+        pinned=any(
+            pin.ref == ref and pin.digest == digest and pin.hold not in gone for pin in seen.pinned
+        ),
+        bytes_total=total,
+        bytes_done=done,
+        by=request.by,
+        keep=request.keep,
+        priority=request.priority,
+        reason=reason,
+        image_id=shape.image_id if shape is not None else "",
+        bytes_missing=missing,
+        bytes_unpacked=estimate.unpacked_bytes(request.parts),
+        failure_kind=str(shown.kind) if shown is not None else "",
+        attempts=shown.attempts if shown is not None else 0,
+        retry_at=shown.retry_at if shown is not None else None,
+        in_use=shape is not None and shape.image_id in seen.inventory.in_use,
+        last_used=seen.inventory.last_used.get(digest),
+        layers=layers,
+        layers_unpacked=unpacked,
+        bytes_per_second=round(speed, 1),
+    )
+
+
+def _state(
+    reconciler: Reconciler,
+    request: Request,
+    lookup: resolver.Lookup | None,
+    failed: failure.Failure | None,
+) -> tuple[str, str]:
+    """One of ``STATES`` and the reason."""
+    seen = reconciler.snapshot
+    skip = next((each for each in seen.decided.skips if each.ref == request.ref), None)
+    running = reconciler.running.get(request.ref)
+    if running is not None:
+        phase = running.progress.phase
+        return "unpacking" if phase == "unpacking" else "pulling", phase
+    if request.released:
+        return "released", "released by an operator"
+    if request.paused:
+        return "paused", "paused by an operator"
+    if request.present:
+        return "ready", skip.text if skip is not None else ""
+    if not seen.at:
+        return "waiting", reconciler.trouble or "the first look at the runtime is in progress"
+    if failed is not None and (failed.retry_at is None or skip is None or skip.reason != "disk"):
+        return "failed", failed.message
+    if lookup is not None and lookup.private and not request.share_private:
+        return "refused", desired.PRIVATE
+    if lookup is None or lookup.shape is None:
+        return "looking", "the registry lookup is in progress"
+    if skip is not None:
+        return "waiting" if skip.reason is plan.Reason.BLOCKED else "skipped", skip.text
+    return "waiting", "for a free slot or the next cycle"
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
+def plan_json(reconciler: Reconciler) -> dict[str, Any]:
+    """The latest plan with its figures."""
+    seen = reconciler.snapshot
+    if seen.node is None:
+        cause = reconciler.trouble or "there is none yet"
+        raise kit.errors.SourceError("the plan", cause, "try again soon")
+    decided, node = seen.decided, seen.node
+    return {
+        "at": seen.at,
+        "disk": {
+            "capacity": node.capacity,
+            "free": node.free,
+            "room": node.room,
+            "gc_high": node.gc_high,
+            "gc_low": node.gc_low,
+            "eviction_free": node.eviction_free,
+            "freeable": node.freeable,
+            "pressed": node.pressed,
+        },
+        "pin_budget": node.pin_budget,
+        "pinned_bytes": estimate.union(pin.parts for pin in seen.pinned),
+        "pause": decided.pause,
+        "pull": list(decided.pulls),
+        "running": sorted(reconciler.running),
+        "waiting": list(decided.waiting),
+        "pin": list(decided.pins),
+        "release": [
+            {"ref": r.ref, "reason": str(r.reason), "text": r.text} for r in decided.releases
+        ],
+        "skip": [
+            {"ref": s.ref, "reason": str(s.reason), "text": s.text, "need": s.need, "free": s.free}
+            for s in decided.skips
+        ],
+        "reuse": [vars(each) | {"bases": list(each.bases)} for each in _reuse(reconciler)],
+    }
+
+
+def _reuse(reconciler: Reconciler) -> list[estimate.Reuse]:
+    """How much of each image on the node the preheated images share."""
+    seen = reconciler.snapshot
+    shapes: dict[str, manifest.Shape] = {}
+    for record in seen.inventory.records:
+        shape = seen.shapes.get(record.target.digest)
+        if shape is not None and not manifest.is_digest(record.name) and "@" not in record.name:
+            shapes[record.name] = shape
+    bases = frozenset(ref for ref, each in seen.requests.items() if each.by != "retained")
+    return estimate.reuse(shapes, bases)[:MOST_REUSES]
+
+
+# --- findings -------------------------------------------------------------------------------------
+
+
+def findings(reconciler: Reconciler) -> list[Finding]:
+    """Everything that a person should look at now. The same trouble keeps its id."""
+    runtime, found = reconciler.runtime, []
+    if reconciler.trouble:
+        found.append(
+            _finding(
+                "runtime",
+                Severity.CRITICAL,
+                "container runtime",
+                reconciler.trouble,
+                "check that it runs and that preheat.socket is its socket; pins stay in place",
+            )
+        )
+    if runtime.rests > SHORT_REST_SECONDS:
+        found.append(
+            _finding(
+                "breaker",
+                Severity.CRITICAL,
+                "container runtime",
+                "it went away after changing calls; the agent sends no more for "
+                f"{runtime.rests:.0f} s",
+                "look for a panic in its log, and report it with the agent's log",
+            )
+        )
+    found += [
+        _finding(
+            "gc-fight",
+            Severity.WARNING,
+            ref,
+            "the image is pinned, but somebody removes it more often than preheat.heal.per_hour",
+            "find who removes it (the kubelet's garbage collection on a full disk, crictl rmi "
+            "--prune), or release it with 'nodeagent image unpin'",
+        )
+        for ref in reconciler.healer.fights
+    ]
+    for row in images(reconciler):
+        if row.state == "failed" and (row.attempts >= PATIENCE or row.retry_at is None):
+            rule, advice = "pull-failed", "see the failure's class in docs/preheat.md"
+        elif row.state == "skipped":
+            rule, advice = "image-skipped", "make room, raise pin_budget or raise its priority"
+        elif row.state == "refused":
+            rule, advice = "image-refused", "read docs/preheat.md, then set share_private for it"
+        else:
+            continue
+        evidence = {"need": str(row.bytes_missing), "kind": row.failure_kind}
+        found.append(_finding(rule, Severity.WARNING, row.ref, row.reason, advice, evidence))
+    if runtime.honours_pins is False and reconciler.snapshot.pinned:
+        found.append(
+            _finding(
+                "pin-not-honoured",
+                Severity.INFO,
+                reconciler.version,
+                "this runtime does not tell the kubelet which images are pinned: garbage "
+                "collection removes pinned images, and the agent heals them",
+                "no action is needed; containerd 1.6.22, 1.7.3 and newer tell the kubelet",
+            )
+        )
+    return found
+
+
+def _finding(
+    rule: str,
+    severity: Severity,
+    subject: str,
+    message: str,
+    advice: str,
+    evidence: dict[str, str] | None = None,
+) -> Finding:
+    return Finding(
+        id=f"preheat/{rule}/{subject}",
+        rule=f"preheat-{rule}",
+        severity=severity,
+        subject=subject,
+        message=message,
+        advice=advice,
+        evidence=evidence or {},
+    )

@@ -1,42 +1,44 @@
-"""The jobs of a worker that only look: stored files against their checksums and the source."""
+"""The worker's checks: are seals true, and are stored files as their checksums and the source say?
+
+Nothing here changes a file. A recheck removes the marks above a directory that lacks entries, so
+that readers get them from the source again.
+"""
 
 import contextlib
 import errno
 import os
 import stat
-from typing import Any
 
-from cache.fill import control, copying, entry, messages, tree
-from cache.fill.entry import Entry
+from cache.fill import copy, messages
+from cache.store import tree
+from cache.store.tree import Entry
 
-MOST_NAMED = 20  # of one directory's files that were not compared; all are counted
+MOST_NAMED = 20  # uncompared files of one directory that are named; all are counted
 
 
 class NotComparedError(Exception):
-    """The source's file cannot be read, which says nothing about the stored one.
+    """The source's file cannot be read; the stored one agrees with its checksum.
 
-    ``size``: bytes of the stored file, which is as its checksum says.
+    ``size``: bytes of the stored file.
     """
 
     def __init__(self, error: OSError, size: int) -> None:
-        super().__init__(f"cannot be read in the source: {copying.reason(error)}")
+        super().__init__(f"cannot be read in the source: {copy.reason(error)}")
         self.size = size
 
 
 class Checks:
-    """Nothing here changes a file; recheck takes the mark from a directory that lacks entries."""
+    """``source`` and ``stored``: descriptors of the roots, owned by the worker."""
 
-    def __init__(self, source: int, stored: int, throttle: control.Throttle) -> None:
-        """``source`` and ``stored``: descriptors of the roots, which stay the worker's."""
+    def __init__(self, source: int, stored: int, throttle: messages.Throttle) -> None:
         self.source = source
         self.tree = stored
         self.throttle = throttle
-        self._buffer = memoryview(bytearray(copying.BLOCK))
+        self._buffer = memoryview(bytearray(copy.BLOCK))
 
-    def recheck(self, job: dict[str, Any]) -> None:
-        """Answer which of the directories that are said to be sealed lack entries or the mark."""
+    def recheck(self, job: messages.Recheck) -> None:
         missing = []
-        for number, path, entries in job["directories"]:
+        for number, path, entries in job.directories:
             self.throttle.beat()
             try:
                 with tree.opened(self.tree, path) as directory:
@@ -45,74 +47,76 @@ class Checks:
                     if len(os.listdir(directory)) == entries:
                         continue
             except OSError:
-                pass  # without its mark, or not there at all
+                pass  # it has no mark, or does not exist
             for depth in range(1, len(path) + 1):
-                # Readers get what is missing from the source again, through every directory above.
+                # Every mark above it would hide the source's entries from readers too.
                 with contextlib.suppress(OSError), tree.opened(self.tree, path[:depth]) as above:
                     os.removexattr(above, tree.OPAQUE)
             missing.append(number)
-        messages.answer({"did": "recheck", "missing": missing})
+        messages.answer(messages.Rechecked(missing=missing))
 
-    def verify(self, job: dict[str, Any]) -> None:
-        """Read a directory of the tree against its checksums, on request against the source."""
-        bad: list[list[Any]] = []
-        uncompared: list[list[str]] = []
-        checked = [0, 0]
-        stopped = False
+    def verify(self, job: messages.Verify) -> None:
+        bad: list[tuple[Entry, str]] = []
+        uncompared: list[tuple[str, str]] = []
+        checked_files = checked_bytes = 0
         with contextlib.ExitStack() as stack:
-            directory = stack.enter_context(tree.opened(self.tree, job["path"]))
+            directory = stack.enter_context(tree.opened(self.tree, job.path))
             source: int | OSError | None = None
-            if job["source"]:
+            if job.against_source:
                 try:
-                    source = stack.enter_context(tree.opened(self.source, job["path"]))
+                    source = stack.enter_context(tree.opened(self.source, job.path))
                 except OSError as error:
                     if error.errno in (errno.ENOENT, *tree.SOURCE_GONE):
                         raise
                     source = error
             names = os.listdir(directory)
-            if job["entries"] is not None and len(names) != job["entries"]:
-                lost = tree.missing(self.source, job["path"], set(names))
-                bad += [[item, "is missing in the store"] for item in lost]
-            try:
+            if job.entries is not None and len(names) != job.entries:
+                lost = tree.entries_beside(self.source, job.path, set(names))
+                bad += [(item, "is missing in the store") for item in lost]
+            with contextlib.suppress(messages.Cancelled):
                 for name in names:
                     if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
                         try:
                             fault, size = self._verify_file(directory, name, source)
                         except NotComparedError as error:
                             fault, size = "", error.size
-                            uncompared.append([name, str(error)])
-                        checked[0] += 1
-                        checked[1] += size
+                            uncompared.append((name, str(error)))
+                        checked_files += 1
+                        checked_bytes += size
                         if fault:
-                            bad.append([self._entry_of(name, job["path"], directory), fault])
-            except control.Cancelled:
-                stopped = True
-        answer = {"bad": bad, "checked": checked, "stopped": stopped}
-        answer |= {"uncompared": len(uncompared), "named": uncompared[:MOST_NAMED]}
-        messages.answer({"did": "verify", "directory": job["directory"], **answer})
+                            bad.append((self._entry_of(name, job.path, directory), fault))
+        messages.answer(
+            messages.Verified(
+                checked_files=checked_files,
+                checked_bytes=checked_bytes,
+                bad=bad,
+                uncompared=len(uncompared),
+                named=uncompared[:MOST_NAMED],
+            )
+        )
 
     def _entry_of(self, name: str, path: list[str], directory: int) -> Entry:
         """As the source has it now, else as the store has it."""
         try:
             with tree.opened(self.source, path) as source:
-                return entry.of(name, os.stat(name, dir_fd=source, follow_symlinks=False))
+                return tree.entry_of(name, os.stat(name, dir_fd=source, follow_symlinks=False))
         except OSError:
-            return entry.of(name, os.stat(name, dir_fd=directory, follow_symlinks=False))
+            return tree.entry_of(name, os.stat(name, dir_fd=directory, follow_symlinks=False))
 
     def _verify_file(
         self, directory: int, name: str, source: int | OSError | None
     ) -> tuple[str, int]:
-        """What is wrong with a stored file ('' when nothing is), and its size.
+        """What is wrong with a stored file ('' for a good one), and its size.
 
-        ``source``: the source's directory to compare with, or why it cannot be had.
-        NotComparedError when nothing is wrong but the source's file cannot be read.
+        ``source``: the source's directory to compare with, or why it cannot be opened.
+        NotComparedError when the file is good and the source's cannot be read.
         """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         size = 0
         try:
             stored = os.open(name, flags, dir_fd=directory)
         except OSError as error:
-            return f"cannot be opened in the store: {copying.reason(error)}", 0
+            return f"cannot be opened in the store: {copy.reason(error)}", 0
         try:
             size = os.fstat(stored).st_size
             try:
@@ -120,10 +124,10 @@ class Checks:
             except OSError:
                 return "has no checksum in the store", size
             try:
-                if copying.checksum(stored, self.throttle, self._buffer) != kept:
+                if copy.checksum(stored, self.throttle, self._buffer) != kept:
                     return "its bytes are not those that were stored", size
             except OSError as error:
-                return f"cannot be read in the store: {copying.reason(error)}", size
+                return f"cannot be read in the store: {copy.reason(error)}", size
             if source is not None:
                 return self._compare(stored, kept, name, source), size
             return "", size
@@ -131,16 +135,15 @@ class Checks:
             os.close(stored)
 
     def _compare(self, stored: int, kept: str, name: str, source: int | OSError) -> str:
-        """What differs between a stored file and the source's; '' when nothing does.
+        """How a stored file differs from the source's, '' when it does not.
 
-        Only a file that is known to be another one, or known to be gone, is a difference: to
-        replace or withdraw a good copy because its source cannot be read would lose it.
+        An unreadable source file is not a difference: a good copy would be withdrawn for it.
         """
         here = os.fstat(stored)
         try:
             xattrs = tree.xattrs_of(stored)
         except OSError as error:
-            return f"its xattrs cannot be read in the store: {copying.reason(error)}"
+            return f"its xattrs cannot be read in the store: {copy.reason(error)}"
         try:
             if isinstance(source, OSError):
                 raise source
@@ -166,7 +169,7 @@ class Checks:
                     return f"differs from the source in {what.removeprefix('st_')}"
             if xattrs != tree.xattrs_of(origin):
                 return "differs from the source in its xattrs"
-            if copying.checksum(origin, self.throttle, self._buffer) != kept:
+            if copy.checksum(origin, self.throttle, self._buffer) != kept:
                 return "differs from the source in its bytes"
         finally:
             os.close(origin)

@@ -1,8 +1,11 @@
-"""The port to a container runtime: what the room asks of it, in the room's own words.
+"""The port to a container runtime: everything that this room asks of it, in the room's own words.
 
-Two adapters stand behind it: ``preheat.containerd`` (leases, resumable pulls, events) and
-``preheat.crio`` (CRI and a drop-in file). ``Abilities`` says what the one at hand can do; the
-plan and the pull ask those, never a name or a version.
+Two adapters implement ``Runtime``: ``containerd`` (leases, resumable pulls, events) and ``crio``
+(CRI and a drop-in file). ``Abilities`` says what a runtime can do. The rest of the room asks for an
+ability and never for the name or version of a runtime.
+
+The runtime is the room's only database. A ``Hold`` is a record that the runtime keeps for us: a
+pull and its bytes, a pinned image, or a note. A new agent finds the holds of the one before it.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,7 +20,7 @@ By = Literal["operator", "policy", "retained"]
 
 
 class RuntimeCallError(kit.errors.AgentError):
-    """The runtime refused or failed a call; ``code`` is the gRPC status name."""
+    """The runtime refused a call or failed in it; ``code`` is the gRPC status name."""
 
     exit_code = 5
 
@@ -27,32 +30,30 @@ class RuntimeCallError(kit.errors.AgentError):
 
 
 class RuntimeGoneError(RuntimeCallError):
-    """No runtime behind the socket, or it went away during the call."""
+    """No runtime listens on the socket, or it went away during the call."""
 
 
 class RuntimeSlowError(RuntimeCallError):
-    """No answer before the call's deadline."""
+    """The runtime did not answer before the call's deadline."""
 
 
 class BreakerOpenError(RuntimeGoneError):
-    """Not called at all: the runtime went away after an earlier changing call."""
+    """The call was not sent: the runtime went away after an earlier changing call."""
 
 
 class InvalidCallError(kit.errors.AgentError):
-    """A changing call that would be malformed; it was never sent (a bug of ours, or bad input)."""
+    """A changing call that is malformed; it was not sent (a bug of ours, or bad input)."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """What the runtime behind the port can do."""
+    """What a runtime can do."""
 
-    name: str
-    resumes: bool  # a cancelled pull keeps its bytes
-    watches: bool  # tells at once when an image record goes
-    ingests: bool  # takes blobs from us, so that a rate limit can be kept
-    estimates: bool  # says which blobs and snapshots it has
+    watches: bool  # reports at once that an image record was removed
+    ingests: bool  # takes blobs from us, so that we can limit the rate
+    estimates: bool  # lists the blobs and snapshots that it has
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,15 @@ class Record:
 
     name: str
     target: manifest.Target
-    pinned_label: bool = False
 
 
 @dataclass(frozen=True)
 class Hold:
-    """What we made the runtime keep, or remember. It lives in the runtime, nowhere else.
+    """What the runtime keeps or remembers for us.
 
-    ``pull``: a running or interrupted pull and all its bytes; ends by itself at ``expires``.
-    ``pin``: an image that no garbage collection may take. ``note``: no bytes, a memory only
-    (``state`` says of what: ``released``, ``paused`` or ``done``).
+    ``pull``: a running or interrupted pull with all its bytes; it ends by itself at ``expires``.
+    ``pin``: an image that garbage collection must not take. ``note``: keeps no bytes; its ``state``
+    says what to remember (``released``, ``paused`` or ``done``).
     """
 
     id: str
@@ -79,22 +79,21 @@ class Hold:
     by: By
     target: manifest.Target | None = None
     image_id: str = ""
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # image records to restore when somebody removes them
     state: str = ""
-    keep: str = ""  # the pin rule that the request asked for, as preheat.settings writes it
+    keep: str = ""  # the pin rule as desired.Request writes it
     created: float = 0.0
     expires: float | None = None
 
 
 @dataclass(frozen=True)
 class Ingest:
-    """A blob that is being fetched or was left half-fetched; offsets in bytes.
+    """A blob that is being fetched, or was left half-fetched; offsets in bytes.
 
-    ``ours``: written by us under a rate limit; ``theirs``: by the runtime. Each goes on only with
-    its own bytes.
+    ``ours`` was written by the agent under a rate limit, ``theirs`` by the runtime. Neither can
+    continue with the other's bytes.
     """
 
-    total: int = 0
     ours: int | None = None
     theirs: int | None = None
 
@@ -105,7 +104,7 @@ class Ingest:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Everything the plan needs to know of the runtime, at one moment."""
+    """What the runtime has at one moment."""
 
     records: tuple[Record, ...] = ()
     content: Mapping[str, int] = field(default_factory=dict)  # digest -> bytes
@@ -114,20 +113,25 @@ class Inventory:
     holds: tuple[Hold, ...] = ()
     in_use: frozenset[str] = frozenset()  # image ids of containers
     last_used: Mapping[str, float] = field(default_factory=dict)  # top digest -> Unix time
-    images_path: str = ""  # where the runtime keeps images
+    images_path: str = ""  # the directory in which the runtime keeps images
 
-    def digest_of(self, ref: str) -> str | None:
-        """The top digest that ``ref`` names here now."""
-        return next((r.target.digest for r in self.records if r.name == ref), None)
+    def target_of(self, ref: str) -> manifest.Target | None:
+        """What ``ref`` names in the runtime now."""
+        return next((record.target for record in self.records if record.name == ref), None)
 
-    def names(self, ref: str, digest: str) -> bool:
-        """Whether ``ref`` names ``digest`` here (some runtimes know an image by several)."""
+    def digest_of(self, ref: str) -> str:
+        """The top digest that ``ref`` names in the runtime now; empty without a record."""
+        target = self.target_of(ref)
+        return "" if target is None else target.digest
+
+    def has(self, ref: str, digest: str) -> bool:
+        """Whether ``ref`` names ``digest``. CRI-O has several records for one name."""
         return any(r.name == ref and r.target.digest == digest for r in self.records)
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """``here``: bytes fetched. ``theirs``: of those, by a fetch of the runtime in progress."""
+    """``here``: bytes fetched. ``theirs``: how many of them a running fetch of the runtime has."""
 
     here: int
     unpacked: bool
@@ -136,7 +140,7 @@ class LayerState:
 
 @dataclass(frozen=True, repr=False)
 class Login:
-    """Credentials for one registry. No repr: they must not get into a log or a traceback."""
+    """Credentials for one registry. Without a repr, so that no log or traceback shows them."""
 
     username: str = ""
     password: str = ""
@@ -145,55 +149,67 @@ class Login:
 
 
 class Runtime(Protocol):
-    """One container runtime. Every method raises RuntimeCallError or one of its kinds."""
+    """One container runtime. Every coroutine raises RuntimeCallError or a subclass."""
 
     @property
     def abilities(self) -> Abilities: ...
 
+    @property
+    def honours_pins(self) -> bool | None:
+        """Whether it tells the kubelet which images are pinned; None while not known."""
+
+    @property
+    def trips(self) -> int:
+        """How often the runtime went away on a changing call."""
+
+    @property
+    def rests(self) -> float:
+        """Seconds until changing calls are allowed again; 0 when they are."""
+
     async def connect(self) -> str:
-        """Probe it; what it says it is. Closes the breaker after an outage."""
+        """Call the runtime; its name and version."""
 
     async def close(self) -> None: ...
 
     async def inventory(self) -> Inventory: ...
 
     async def read(self, digest: str) -> bytes:
-        """A small blob (manifest, config) of the local store; at most 8 MiB."""
+        """A manifest or config from the runtime's store; at most 8 MiB."""
 
     async def usage(self, chain_id: str) -> int:
         """Bytes that one unpacked layer takes on disk."""
 
     async def begin(self, hold: Hold) -> Hold:
-        """Make a hold, or return the one that is there already."""
+        """Make a hold, or return the equal one that exists."""
 
     async def end(self, hold: Hold) -> None:
-        """Let go of a hold and what only it kept; nothing happens when it is gone already."""
+        """Remove a hold and what only it kept. A hold that is gone already is no error."""
 
     async def pull(self, ref: str, login: Login | None, hold: Hold, deadline: float) -> str:
-        """Pull through CRI under ``hold``; the image id. Cancelling keeps the bytes."""
+        """Pull through CRI under ``hold``; the image id. The hold keeps the bytes if cancelled."""
 
     async def progress(self, layers: Sequence[manifest.Layer]) -> Mapping[str, LayerState]:
-        """How far each of ``layers`` is, by digest; nothing of a runtime that does not tell."""
+        """The state of each layer, by digest; empty when the runtime does not say."""
 
     async def write(
         self, digest: str, size: int, source: manifest.Blobs, hold: Hold, origin: tuple[str, str]
     ) -> None:
-        """Put one blob into the store under ``hold``, resuming where an earlier try ended."""
+        """Write a blob into the store under ``hold``, from where an earlier attempt stopped."""
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
-        """Forget half-fetched blobs: bad ones, or our own that the runtime fetches itself."""
+        """Delete half-fetched blobs."""
 
     async def pin(self, hold: Hold) -> Hold:
-        """Keep ``hold.target`` for good; the hold completed with its names and image id."""
+        """Keep ``hold.target``; the hold, completed with its record names and image id."""
 
     async def unpin(self, hold: Hold) -> None:
-        """Let go, marks on records included; garbage collection may take the image again."""
+        """Remove a pin and its marks on records. Garbage collection may take the image again."""
 
     async def heal(self, hold: Hold) -> int:
-        """Put missing records of a pinned image back; how many."""
+        """Restore missing records of a pinned image; how many were missing."""
 
     async def note_use(self, digest: str, when: float) -> None:
-        """Remember that the image was last used at ``when`` (Unix time)."""
+        """Store when the image was last used (Unix time)."""
 
     def removals(self) -> AsyncIterator[str]:
-        """Names of image records that were removed. Ends or raises when the connection does."""
+        """Names of image records as they are removed, until the connection ends."""

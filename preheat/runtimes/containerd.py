@@ -1,10 +1,10 @@
-"""containerd behind the runtime port: pulls under leases, pins, heals, events.
+"""containerd: pulls under leases, pins, heals, events.
 
 Invariants:
-* bytes are only ever fetched under one of our leases, so a cancelled, killed or interrupted pull
-  keeps what it has, and a lease with an expiry keeps a dead agent's bytes from staying for ever;
-* a pin's lease is there before the pull's lease goes: no moment without one of them;
-* ``unpin`` takes the mark off the record and the lease away; the image itself is left to the
+* Bytes are only ever fetched under one of our containerd leases. A cancelled, killed or interrupted
+  pull so keeps what it has, and the lease's expiry frees the bytes if no agent comes back.
+* A pin's lease exists before the pull's lease ends: there is no moment without one of them.
+* ``unpin`` clears the mark on the record and deletes the lease. The image itself is left to the
   kubelet's garbage collection.
 """
 
@@ -12,15 +12,16 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import structlog
+from google.protobuf import field_mask_pb2
 
 from preheat import manifest
-from preheat.runtimes import base, cri, leases, wire
-from preheat.runtimes import messages as m
+from preheat.runtimes import base, cri, cri_pb2
+from preheat.runtimes import containerd_api as api
+from preheat.runtimes import containerd_pb2 as pb
 
 log = structlog.get_logger("preheat")
 
@@ -30,79 +31,86 @@ LAST_USED = "nodeagent/last-used"
 SNAPSHOTTER = "overlayfs"
 LARGEST_DOCUMENT = 8 * 1024**2
 WRITE_CHUNK = 1024**2
-# How long a runtime that honours the pinned label may take to say so (measured: 2-3 ms).
+# A lease with less left than this is renewed when its pull starts again.
+LEAST_LEFT_SECONDS = 3600.0
+# How long a runtime that honours the pinned label may take to show it (measured: 2 to 3 ms).
 HONOUR_SECONDS = 0.5
-_GONE = ("NOT_FOUND",)
+
+
+@contextlib.contextmanager
+def _allowing(code: str) -> Iterator[None]:
+    """Pass over an answer with this gRPC status."""
+    try:
+        yield
+    except base.RuntimeCallError as error:
+        if error.code != code:
+            raise
+
+
+def _label_mask(label: str) -> field_mask_pb2.FieldMask:
+    return field_mask_pb2.FieldMask(paths=[f"labels.{label}"])
 
 
 class Containerd:
-    """One containerd, its CRI plugin included."""
+    """One containerd with its CRI plugin."""
+
+    abilities = base.Abilities(watches=True, ingests=True, estimates=True)
 
     def __init__(self, socket: Path, snapshotter: str = SNAPSHOTTER) -> None:
-        self.calls = cri.Calls(socket)
+        self.connection = cri.Connection(socket)
         self._snapshotter = snapshotter
-        self._honours_label: bool | None = None  # found by trying, after each connect
+        self.honours_pins: bool | None = None  # found by trying at the first pin
         self._images_path = ""
         self._version = ""
 
     @property
-    def abilities(self) -> base.Abilities:
-        return base.Abilities(
-            "containerd", resumes=True, watches=True, ingests=True, estimates=True
-        )
+    def trips(self) -> int:
+        return self.connection.breaker.total
 
     @property
-    def honours_label(self) -> bool | None:
-        """Whether this runtime tells the kubelet about pins; None until the first pin tried."""
-        return self._honours_label
-
-    @property
-    def breaker(self) -> cri.Breaker:
-        return self.calls.breaker
+    def rests(self) -> float:
+        return self.connection.breaker.rests
 
     async def connect(self) -> str:
-        answer = await self.calls.read(cri.VERSION, m.Empty(), deadline=3.0)
+        answer = await self.connection.read(api.VERSION, cri.Empty(), deadline=cri.PROBE_SECONDS)
         if answer.version != self._version:
-            self._honours_label = None  # another version may honour what the last one did not
+            self.honours_pins = None  # another version may honour what the last one did not
         self._version = answer.version
-        info = await self.calls.read(cri.CRI_FS, m.Empty(), deadline=3.0)
-        for each in info.image_filesystems:
-            if each.fs_id is not None:
-                self._images_path = each.fs_id.mountpoint
+        paths = await cri.image_paths(self.connection, deadline=cri.PROBE_SECONDS)
+        self._images_path = paths[-1] if paths else self._images_path
         return f"containerd {answer.version}"
 
     async def close(self) -> None:
-        await self.calls.close()
+        await self.connection.close()
 
-    # --- what is there ----------------------------------------------------------------------------
+    # --- what it has ------------------------------------------------------------------------------
 
-    async def _records(self, *filters: str) -> list[m.Image]:
-        answer = await self.calls.read(cri.LIST_IMAGES, m.ListRequest(filters=filters))
-        return [each for each in answer.images if each.target is not None]
+    async def _records(self, *filters: str) -> list[pb.Image]:
+        answer = await self.connection.read(api.LIST_IMAGES, pb.ListRequest(filters=filters))
+        return [each for each in answer.images if each.HasField("target")]
 
     async def inventory(self) -> base.Inventory:
         content: dict[str, int] = {}
         last_used: dict[str, float] = {}
-        async for part in self.calls.stream(cri.LIST_CONTENT, m.ListRequest()):
+        async for part in self.connection.stream(api.LIST_CONTENT, pb.ListRequest()):
             for info in part.info:
                 content[info.digest] = info.size
-                with contextlib.suppress(ValueError, KeyError):
-                    last_used[info.digest] = float(info.labels[LAST_USED])
+                if LAST_USED in info.labels:
+                    with contextlib.suppress(ValueError):
+                        last_used[info.digest] = float(info.labels[LAST_USED])
         snapshots: set[str] = set()
-        listing = m.ListSnapshotsRequest(snapshotter=self._snapshotter)
-        async for found in self.calls.stream(cri.LIST_SNAPSHOTS, listing):
-            snapshots.update(each.name for each in found.info if each.kind == 3)
-        containers = await self.calls.read(cri.CRI_CONTAINERS, m.Empty())
+        listing = pb.ListSnapshotsRequest(snapshotter=self._snapshotter)
+        async for found in self.connection.stream(api.LIST_SNAPSHOTS, listing):
+            snapshots.update(each.name for each in found.info if each.kind == pb.COMMITTED)
         return base.Inventory(
+            in_use=frozenset(await cri.images_in_use(self.connection)),
             records=tuple(
-                base.Record(each.name, _target(each), each.labels.get(PINNED) == "pinned")
-                for each in await self._records()
+                base.Record(each.name, _target(each.target)) for each in await self._records()
             ),
             content=content,
             snapshots=frozenset(snapshots),
             ingests=await self.ingests(),
             holds=tuple(await self._holds()),
-            in_use=frozenset(each.image_ref for each in containers.containers),
             last_used=last_used,
             images_path=self._images_path,
         )
@@ -110,21 +118,20 @@ class Containerd:
     async def ingests(self) -> dict[str, base.Ingest]:
         """Half-fetched blobs by digest, whoever fetches them."""
         found: dict[str, base.Ingest] = {}
-        answer = await self.calls.read(cri.STATUSES, m.ListRequest())
+        answer = await self.connection.read(api.LIST_STATUSES, pb.ListRequest())
         for each in answer.statuses:
             kind, dash, digest = each.ref.partition("-")
-            if not dash or not manifest.is_digest(digest):
-                continue
-            known = found.get(digest, base.Ingest(total=each.total))
-            side = "ours" if kind == "nodeagent" else "theirs"
-            found[digest] = dataclasses.replace(known, **{side: each.offset})
+            if dash and manifest.is_digest(digest):
+                side = "ours" if kind == "nodeagent" else "theirs"
+                known = found.get(digest, base.Ingest())
+                found[digest] = dataclasses.replace(known, **{side: each.offset})
         return found
 
     async def progress(self, layers: Sequence[manifest.Layer]) -> dict[str, base.LayerState]:
-        """At most one question per layer that is neither being fetched nor known as unpacked."""
+        """Asks at most one question for each layer that is neither fetched now nor unpacked."""
         ingests = await self.ingests()
         found: dict[str, base.LayerState] = {}
-        below = True  # layers are unpacked from the lowest up
+        below = True  # containerd unpacks layers from the lowest up
         for layer in layers:
             below = below and await self._is_unpacked(layer.chain_id)
             ingest = ingests.get(layer.digest)
@@ -144,110 +151,95 @@ class Containerd:
         return found
 
     async def _is_unpacked(self, chain_id: str) -> bool:
-        request = m.UsageRequest(snapshotter=self._snapshotter, key=chain_id)
-        return await self._exists(cri.STAT_SNAPSHOT, request)
+        with _allowing("NOT_FOUND"):
+            await self.connection.read(api.STAT_SNAPSHOT, self._snapshot(chain_id))
+            return True
+        return False
 
     async def _has_content(self, digest: str) -> bool:
-        return await self._exists(cri.CONTENT_INFO, m.Digest(digest=digest))
-
-    async def _exists(self, method: cri.Method[Any, Any], request: wire.Message) -> bool:
-        try:
-            await self.calls.read(method, request)
+        with _allowing("NOT_FOUND"):
+            await self.connection.read(api.CONTENT_INFO, pb.ContentInfoRequest(digest=digest))
             return True
-        except base.RuntimeCallError as error:
-            if error.code not in _GONE:
-                raise
-            return False
+        return False
 
-    async def _holds(self) -> list[base.Hold]:
-        answer = await self.calls.read(
-            cri.LIST_LEASES, m.ListRequest(filters=(leases.OWNER_FILTER,))
-        )
-        return [hold for lease in answer.leases if (hold := leases.read(lease)) is not None]
+    def _snapshot(self, chain_id: str) -> pb.SnapshotRequest:
+        return pb.SnapshotRequest(snapshotter=self._snapshotter, key=chain_id)
 
     async def read(self, digest: str) -> bytes:
         data = bytearray()
-        request = m.ReadRequest(digest=digest)
-        async for part in self.calls.stream(cri.READ_CONTENT, request):
+        request = pb.ReadContentRequest(digest=digest)
+        async for part in self.connection.stream(api.READ_CONTENT, request):
             data += part.data
             if len(data) > LARGEST_DOCUMENT:
                 raise base.RuntimeCallError(
-                    digest, f"larger than {LARGEST_DOCUMENT} bytes", "it is no manifest"
+                    digest, f"it has more than {LARGEST_DOCUMENT} bytes", "no manifest is so large"
                 )
         return bytes(data)
 
     async def usage(self, chain_id: str) -> int:
-        request = m.UsageRequest(snapshotter=self._snapshotter, key=chain_id)
-        return (await self.calls.read(cri.USAGE, request)).size
+        return (await self.connection.read(api.USAGE, self._snapshot(chain_id))).size
 
     async def note_use(self, digest: str, when: float) -> None:
-        info = m.ContentInfo(digest=digest, labels={LAST_USED: f"{when:.0f}"})
-        mask = m.FieldMask(paths=(f"labels.{LAST_USED}",))
-        await self.calls.change(
-            cri.UPDATE_CONTENT, m.UpdateContentRequest(info=info, update_mask=mask)
-        )
+        info = pb.ContentInfo(digest=digest, labels={LAST_USED: f"{when:.0f}"})
+        request = pb.UpdateContentRequest(info=info, update_mask=_label_mask(LAST_USED))
+        await self.connection.change(api.UPDATE_CONTENT, request)
 
     # --- holds ------------------------------------------------------------------------------------
 
+    async def _holds(self) -> list[base.Hold]:
+        request = pb.ListRequest(filters=[api.OWNER_FILTER])
+        answer = await self.connection.read(api.LIST_LEASES, request)
+        return [hold for lease in answer.leases if (hold := api.hold_of(lease)) is not None]
+
     async def begin(self, hold: base.Hold) -> base.Hold:
-        digest = hold.target.digest if hold.role == "pin" and hold.target is not None else ""
-        hold = dataclasses.replace(
-            hold,
-            id=leases.lease_id(hold.role, hold.ref, digest),
-            created=hold.created or time.time(),
-        )
-        request = m.CreateLeaseRequest(id=hold.id, labels=leases.labels(hold))
-        try:
-            await self.calls.change(cri.CREATE_LEASE, request)
+        created = hold.created or time.time()
+        hold = dataclasses.replace(hold, id=api.lease_id(hold), created=created)
+        with _allowing("ALREADY_EXISTS"):
+            await self._create(hold)
             return hold
-        except base.RuntimeCallError as error:
-            if error.code != "ALREADY_EXISTS":
-                raise
         there = next((each for each in await self._holds() if each.id == hold.id), None)
-        if there is None:  # ended or expired just now
-            await self.calls.change(cri.CREATE_LEASE, request)
+        if there is None:  # it ended or expired just now
+            await self._create(hold)
             return hold
         wanted = dataclasses.replace(hold, created=0, expires=None)
         if dataclasses.replace(there, created=0, expires=None) == wanted and (
-            hold.expires is None or (there.expires or 0) > time.time() + 3600
+            hold.expires is None or (there.expires or 0) > time.time() + LEAST_LEFT_SECONDS
         ):
             return there
         return await self._renew(there, hold)
 
     async def _renew(self, old: base.Hold, new: base.Hold) -> base.Hold:
-        """A lease's labels cannot be changed: a second one takes over, then the name is moved."""
-        resources = await self.calls.read(cri.LIST_RESOURCES, m.LeaseId(id=old.id))
+        """Replace a lease, whose labels cannot change, by way of a second one with all it holds."""
+        request = pb.ListResourcesRequest(id=old.id)
+        resources = (await self.connection.read(api.LIST_RESOURCES, request)).resources
         bridge = dataclasses.replace(new, id=old.id + "-renew")
-        await self._create_with(bridge, resources.resources)
+        await self._create_with(bridge, resources)
         await self._delete(old.id)
-        await self._create_with(new, resources.resources)
+        await self._create_with(new, resources)
         await self._delete(bridge.id)
         return new
 
-    async def _create_with(self, hold: base.Hold, resources: Sequence[m.Resource]) -> None:
-        try:
-            await self.calls.change(
-                cri.CREATE_LEASE, m.CreateLeaseRequest(id=hold.id, labels=leases.labels(hold))
-            )
-        except base.RuntimeCallError as error:
-            if error.code != "ALREADY_EXISTS":
-                raise
+    async def _create(self, hold: base.Hold) -> None:
+        request = pb.CreateLeaseRequest(id=hold.id, labels=api.lease_labels(hold))
+        await self.connection.change(api.CREATE_LEASE, request)
+
+    async def _create_with(self, hold: base.Hold, resources: Iterable[pb.LeaseResource]) -> None:
+        with _allowing("ALREADY_EXISTS"):
+            await self._create(hold)
         for resource in resources:
             await self._add(hold.id, resource)
 
-    async def _add(self, lease: str, resource: m.Resource) -> None:
-        request = m.LeaseResourceRequest(id=lease, resource=resource)
-        await self.calls.change(cri.ADD_RESOURCE, request)
+    async def _add(self, lease: str, resource: pb.LeaseResource) -> None:
+        request = pb.AddResourceRequest(id=lease, resource=resource)
+        await self.connection.change(api.ADD_RESOURCE, request)
 
     async def _delete(self, lease: str, *, sync: bool = False) -> None:
-        try:
-            await self.calls.change(cri.DELETE_LEASE, m.DeleteLeaseRequest(id=lease, sync=sync))
-        except base.RuntimeCallError as error:
-            if error.code not in _GONE:
-                raise
+        with _allowing("NOT_FOUND"):
+            request = pb.DeleteLeaseRequest(id=lease, sync=sync)
+            await self.connection.change(api.DELETE_LEASE, request)
 
     async def end(self, hold: base.Hold) -> None:
-        """With a synchronous collection: the bytes that only this hold kept are free at return."""
+        """After a pull's hold containerd collects garbage at once: its bytes are free at return."""
         await self._delete(hold.id, sync=hold.role == "pull")
 
     # --- pull -------------------------------------------------------------------------------------
@@ -255,11 +247,7 @@ class Containerd:
     async def pull(
         self, ref: str, login: base.Login | None, hold: base.Hold, deadline: float
     ) -> str:
-        request = cri.pull_request(ref, login)
-        answer = await self.calls.long_change(
-            cri.CRI_PULL, request, lease=hold.id, deadline=deadline
-        )
-        return answer.image_ref
+        return await cri.pull(self.connection, ref, login, hold.id, deadline)
 
     async def write(
         self,
@@ -269,147 +257,137 @@ class Containerd:
         hold: base.Hold,
         origin: tuple[str, str],
     ) -> None:
-        ref = f"nodeagent-{digest}"
-        writer = self.calls.writer(hold.id)
+        ref = f"{cri.OWN_PREFIX}{digest}"
+        writer = cri.Exchange(self.connection, api.WRITE, hold.id)
         try:
-            start = m.WriteRequest(action=m.STAT, ref=ref, total=size, expected=digest)
-            try:
+            with _allowing("ALREADY_EXISTS"):
+                start = pb.WriteContentRequest(action=pb.STAT, ref=ref, total=size, expected=digest)
                 offset = (await writer.send(start)).offset
-            except base.RuntimeCallError as error:
-                if error.code == "ALREADY_EXISTS":
-                    return
-                raise
-            if offset < size:
-                async for chunk in source(offset):
-                    for begin in range(0, len(chunk), WRITE_CHUNK):
-                        data = chunk[begin : begin + WRITE_CHUNK]
-                        await writer.send(
-                            m.WriteRequest(
-                                action=m.WRITE, ref=ref, total=size, offset=offset, data=data
-                            )
-                        )
-                        offset += len(data)
-            commit = m.WriteRequest(
-                action=m.COMMIT,
-                ref=ref,
-                total=size,
-                expected=digest,
-                offset=offset,
-                labels={f"containerd.io/distribution.source.{origin[0]}": origin[1]},
-            )
-            try:
+                if offset < size:
+                    offset = await self._send(writer, ref, size, offset, source)
+                label = f"containerd.io/distribution.source.{origin[0]}"
+                commit = pb.WriteContentRequest(
+                    action=pb.COMMIT,
+                    ref=ref,
+                    total=size,
+                    expected=digest,
+                    offset=offset,
+                    labels={label: origin[1]},
+                )
                 await writer.send(commit)
-            except base.RuntimeCallError as error:
-                if error.code != "ALREADY_EXISTS":
-                    raise
         finally:
             writer.close()
-        # The store's own copy may have been there before, kept by nobody of ours.
-        await self._add(hold.id, m.Resource(id=digest, type="content"))
+        # The store may have had the blob before, with no lease of ours on it.
+        await self._add(hold.id, pb.LeaseResource(id=digest, type="content"))
+
+    @staticmethod
+    async def _send(
+        writer: cri.Exchange[pb.WriteContentRequest, pb.WriteContentResponse],
+        ref: str,
+        size: int,
+        offset: int,
+        source: manifest.Blobs,
+    ) -> int:
+        """Send the blob from ``offset`` on; where it ends."""
+        async for chunk in source(offset):
+            for begin in range(0, len(chunk), WRITE_CHUNK):
+                data = chunk[begin : begin + WRITE_CHUNK]
+                await writer.send(
+                    pb.WriteContentRequest(
+                        action=pb.WRITE, ref=ref, total=size, offset=offset, data=data
+                    )
+                )
+                offset += len(data)
+        return offset
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         kinds = ("nodeagent",) if ours_only else ("layer", "nodeagent")
-        answer = await self.calls.read(cri.STATUSES, m.ListRequest())
+        answer = await self.connection.read(api.LIST_STATUSES, pb.ListRequest())
         for each in answer.statuses:
             kind, _, digest = each.ref.partition("-")
             if digest in digests and kind in kinds:
                 with contextlib.suppress(base.RuntimeCallError):
-                    await self.calls.change(cri.ABORT, m.AbortRequest(ref=each.ref))
+                    await self.connection.change(api.ABORT, pb.AbortRequest(ref=each.ref))
 
     # --- pin and heal -----------------------------------------------------------------------------
 
     async def pin(self, hold: base.Hold) -> base.Hold:
         assert hold.target is not None
         digest = hold.target.digest
-        records = await self._records(f"target.digest=={digest}")
-        names = [each.name for each in records]
+        names = [each.name for each in await self._records(f"target.digest=={digest}")]
         image_id = hold.image_id or next((n for n in names if manifest.is_digest(n)), "")
-        # The image-id record first: healed before the others, it brings the mark with it. The list
-        # in the lease is bounded, so the names that matter least come last.
+        # The image-id record first: healed before the others, it brings the mark with it. The lease
+        # holds a limited number of names, so those that matter least come last.
         names.sort(key=lambda name: (not manifest.is_digest(name), name != hold.ref, name))
-        hold = dataclasses.replace(hold, image_id=image_id, names=tuple(names[: leases.MOST_NAMES]))
+        hold = dataclasses.replace(hold, image_id=image_id, names=tuple(names[: api.MOST_NAMES]))
         hold = await self.begin(hold)
-        await self._add(hold.id, m.Resource(id=digest, type="content"))
+        await self._add(hold.id, pb.LeaseResource(id=digest, type="content"))
         await self._mark(hold, "pinned")
         return hold
 
     async def _mark(self, hold: base.Hold, value: str) -> None:
-        """Set or clear the label by which CRI tells the kubelet, on the image-id record.
+        """Set or clear the label by which CRI tells the kubelet that an image is pinned.
 
-        That record, because every pull of a tag rewrites the tag's own record and its labels.
+        It is on the image-id record, because each pull of a tag rewrites the tag's own record.
         """
-        if not hold.image_id or (value and self._honours_label is False):
+        if not hold.image_id or (value and self.honours_pins is False):
             return
-        try:
-            answer = await self.calls.read(cri.GET_IMAGE, m.Name(name=hold.image_id))
-            record = answer.image
-            if record is None or (record.labels.get(PINNED, "") == value):
+        with _allowing("NOT_FOUND"):
+            request = pb.GetImageRequest(name=hold.image_id)
+            record = (await self.connection.read(api.GET_IMAGE, request)).image
+            if not record.name or record.labels.get(PINNED, "") == value:
                 return
-            await self.calls.change(
-                cri.UPDATE_IMAGE,
-                m.UpdateImageRequest(
-                    image=dataclasses.replace(record, labels={PINNED: value} if value else {}),
-                    update_mask=m.FieldMask(paths=(f"labels.{PINNED}",)),
-                ),
-            )
-        except base.RuntimeCallError as error:
-            if error.code not in _GONE:
-                raise
-            return
-        if value and self._honours_label is None:
-            self._honours_label = await self._says_pinned(hold.image_id)
-            log.info("tried the pinned label", honoured=self._honours_label)
-            if not self._honours_label:
-                await self._mark(hold, "")
+            record.labels.clear()  # the update reads the masked label only
+            if value:
+                record.labels[PINNED] = value
+            update = pb.UpdateImageRequest(image=record, update_mask=_label_mask(PINNED))
+            await self.connection.change(api.UPDATE_IMAGE, update)
+            if value and self.honours_pins is None:
+                self.honours_pins = await self._shows_pinned(hold.image_id)
+                log.info("tried the pinned label", honoured=self.honours_pins)
+                if not self.honours_pins:
+                    await self._mark(hold, "")
 
-    async def _says_pinned(self, image_id: str) -> bool:
+    async def _shows_pinned(self, image_id: str) -> bool:
         deadline = time.monotonic() + HONOUR_SECONDS
-        request = m.ImageSpecRequest(image=m.ImageSpec(image=image_id))
+        request = cri_pb2.ImageRequest(image=cri_pb2.ImageSpec(image=image_id))
         while time.monotonic() < deadline:
-            answer = await self.calls.read(cri.CRI_STATUS, request)
-            if answer.image is not None and answer.image.pinned:
+            answer = await self.connection.read(cri.IMAGE_STATUS, request)
+            if answer.image.pinned:
                 return True
             await asyncio.sleep(0.01)
         return False
 
     async def unpin(self, hold: base.Hold) -> None:
-        others = [
-            each
+        shared = any(
+            each.role == "pin" and each.image_id == hold.image_id and each.id != hold.id
             for each in await self._holds()
-            if each.role == "pin" and each.image_id == hold.image_id and each.id != hold.id
-        ]
-        if not others:
+        )
+        if not shared:
             await self._mark(hold, "")
         await self._delete(hold.id)
 
     async def heal(self, hold: base.Hold) -> int:
         assert hold.target is not None
         healed = 0
-        target = m.Descriptor(
-            media_type=hold.target.media_type, digest=hold.target.digest, size=hold.target.size
-        )
+        target = pb.Descriptor(**dataclasses.asdict(hold.target))
         for name in hold.names:
             labels = {MANAGED: "managed"}
-            if name == hold.image_id and self._honours_label is not False:
+            if name == hold.image_id and self.honours_pins is not False:
                 labels[PINNED] = "pinned"
-            record = m.Image(name=name, labels=labels, target=target)
-            try:
-                await self.calls.change(cri.CREATE_IMAGE, m.ImageRequest(image=record))
+            record = pb.Image(name=name, labels=labels, target=target)
+            with _allowing("ALREADY_EXISTS"):
+                await self.connection.change(api.CREATE_IMAGE, pb.CreateImageRequest(image=record))
                 healed += 1
-            except base.RuntimeCallError as error:
-                if error.code != "ALREADY_EXISTS":
-                    raise
         return healed
 
     async def removals(self) -> AsyncIterator[str]:
         wanted = f'topic=="/images/delete",namespace=="{cri.NAMESPACE}"'
-        request = m.ListRequest(filters=(wanted,))
-        async for envelope in self.calls.stream(cri.SUBSCRIBE, request, deadline=None):
-            if envelope.event is not None:
-                yield m.Name.decode(envelope.event.value).name
+        request = pb.ListRequest(filters=[wanted])
+        async for envelope in self.connection.stream(api.SUBSCRIBE, request, deadline=None):
+            if envelope.HasField("event"):
+                yield pb.ImageDelete.FromString(envelope.event.value).name
 
 
-def _target(record: m.Image) -> manifest.Target:
-    found = record.target
-    assert found is not None
+def _target(found: pb.Descriptor) -> manifest.Target:
     return manifest.Target(found.media_type, found.digest, found.size)

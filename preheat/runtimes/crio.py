@@ -1,8 +1,9 @@
-"""CRI-O behind the runtime port: pulls through CRI, pins by a drop-in file.
+"""CRI-O: pulls through CRI, pins by a drop-in file.
 
-CRI-O has neither leases nor events nor a way to hand it layers: a cancelled pull starts anew, a
-removed pin is pulled again at the next cycle, and what we hold is kept in a small file of ours.
-CRI-O reads the drop-in again on SIGHUP; its process is the one that listens on its socket.
+CRI-O has neither leases nor events, and it takes no layers. So a cancelled pull starts again from
+zero, a pinned image that was removed is pulled again at the next cycle, and our holds are kept in a
+small file of our own. CRI-O reads the drop-in file again on SIGHUP; its process is the one that
+listens on its socket.
 """
 
 import asyncio
@@ -19,54 +20,55 @@ from typing import Any
 
 import kit.files
 from preheat import manifest
-from preheat.runtimes import base, cri, leases
-from preheat.runtimes import messages as m
+from preheat.runtimes import base, containerd_api, cri, cri_pb2
 
 CONNECT_SECONDS = 3.0
 
 
 class Crio:
-    """One CRI-O, or as far as CRI goes any other runtime."""
+    """One CRI-O. Everything but the drop-in works with any other CRI runtime."""
+
+    abilities = base.Abilities(watches=False, ingests=False, estimates=False)
+    honours_pins = None
 
     def __init__(self, socket: Path, drop_in: Path, state: Path) -> None:
-        self.calls = cri.Calls(socket)
+        self.connection = cri.Connection(socket)
         self._socket = socket
         self._drop_in = drop_in
         self._state = state
         self._holds: dict[str, base.Hold] | None = None
 
     @property
-    def abilities(self) -> base.Abilities:
-        return base.Abilities("crio", resumes=False, watches=False, ingests=False, estimates=False)
+    def trips(self) -> int:
+        return self.connection.breaker.total
 
     @property
-    def breaker(self) -> cri.Breaker:
-        return self.calls.breaker
+    def rests(self) -> float:
+        return self.connection.breaker.rests
 
     async def connect(self) -> str:
-        answer = await self.calls.read(cri.CRI_VERSION, m.Empty(), deadline=CONNECT_SECONDS)
+        answer = await self.connection.read(cri.VERSION, cri.Empty(), deadline=cri.PROBE_SECONDS)
         return f"{answer.runtime_name} {answer.runtime_version}"
 
     async def close(self) -> None:
-        await self.calls.close()
+        await self.connection.close()
 
     async def inventory(self) -> base.Inventory:
-        listed = await self.calls.read(cri.CRI_IMAGES, m.Empty())
-        containers = await self.calls.read(cri.CRI_CONTAINERS, m.Empty())
-        info = await self.calls.read(cri.CRI_FS, m.Empty())
-        mounts = [each.fs_id.mountpoint for each in info.image_filesystems if each.fs_id]
+        listed = await self.connection.read(cri.LIST_IMAGES, cri.Empty())
+        used = await cri.images_in_use(self.connection)
+        paths = await cri.image_paths(self.connection)
         return base.Inventory(
             records=tuple(record for each in listed.images for record in _records(each)),
             holds=tuple((await self._read()).values()),
-            in_use=frozenset(_full(each.image_ref) for each in containers.containers),
-            images_path=mounts[0] if mounts else "",
+            in_use=frozenset(_full(image_id) for image_id in used),
+            images_path=paths[0] if paths else "",
         )
 
     async def read(self, digest: str) -> bytes:
-        raise base.RuntimeCallError(digest, "CRI-O shows no blobs", "", "UNIMPLEMENTED")
+        raise base.RuntimeCallError(digest, "CRI-O does not show blobs", "", "UNIMPLEMENTED")
 
     async def usage(self, chain_id: str) -> int:
-        raise base.RuntimeCallError(chain_id, "CRI-O shows no layers", "", "NOT_FOUND")
+        raise base.RuntimeCallError(chain_id, "CRI-O does not show layers", "", "NOT_FOUND")
 
     async def progress(self, layers: Sequence[manifest.Layer]) -> Mapping[str, base.LayerState]:
         return {}
@@ -79,20 +81,18 @@ class Crio:
         hold: base.Hold,
         origin: tuple[str, str],
     ) -> None:
-        raise base.RuntimeCallError(digest, "CRI-O takes no layers", "", "UNIMPLEMENTED")
+        raise base.RuntimeCallError(digest, "CRI-O does not take layers", "", "UNIMPLEMENTED")
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
-        """CRI-O keeps none."""
+        """CRI-O keeps no half-fetched blobs."""
 
     async def note_use(self, digest: str, when: float) -> None:
-        """Nowhere to write it to: after a restart a use counts from then."""
+        """CRI-O has no place for it: uses count from the agent's start."""
 
     async def pull(
         self, ref: str, login: base.Login | None, hold: base.Hold, deadline: float
     ) -> str:
-        request = cri.pull_request(ref, login)
-        answer = await self.calls.long_change(cri.CRI_PULL, request, lease=None, deadline=deadline)
-        return _full(answer.image_ref)
+        return _full(await cri.pull(self.connection, ref, login, None, deadline))
 
     # --- holds ------------------------------------------------------------------------------------
 
@@ -105,7 +105,9 @@ class Crio:
                 self._holds = {}
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise base.RuntimeCallError(
-                    str(self._state), f"cannot be read ({error})", "remove it: pins are made again"
+                    str(self._state),
+                    f"cannot be read ({error})",
+                    "remove it: the agent makes its pins again",
                 ) from error
         now = time.time()
         return {k: h for k, h in self._holds.items() if h.expires is None or h.expires > now}
@@ -116,8 +118,7 @@ class Crio:
         await asyncio.to_thread(kit.files.save, self._state, text.encode())
 
     async def begin(self, hold: base.Hold) -> base.Hold:
-        digest = hold.target.digest if hold.role == "pin" and hold.target else ""
-        name = leases.lease_id(hold.role, hold.ref, digest)
+        name = containerd_api.lease_id(hold)
         hold = dataclasses.replace(hold, id=name, created=hold.created or time.time())
         await self._save(await self._read() | {name: hold})
         return hold
@@ -129,12 +130,12 @@ class Crio:
 
     async def pin(self, hold: base.Hold) -> base.Hold:
         hold = await self.begin(dataclasses.replace(hold, names=(hold.ref,)))
-        await self._tell()
+        await self._write_drop_in()
         return hold
 
     async def unpin(self, hold: base.Hold) -> None:
         await self.end(hold)
-        await self._tell()
+        await self._write_drop_in()
 
     async def heal(self, hold: base.Hold) -> int:
         return 0  # the plan pulls it again
@@ -143,8 +144,8 @@ class Crio:
         return
         yield ""
 
-    async def _tell(self) -> None:
-        """Write the drop-in and have CRI-O read it, only when it changes."""
+    async def _write_drop_in(self) -> None:
+        """Write the pinned names for CRI-O and have it read them, if they changed."""
         pins = sorted({h.ref for h in (await self._read()).values() if h.role == "pin"})
         text = drop_in(pins).encode()
         try:
@@ -155,13 +156,13 @@ class Crio:
         except OSError as error:
             raise base.RuntimeCallError(
                 str(self._drop_in),
-                f"CRI-O could not be told what is pinned ({error})",
-                "the agent needs to write there and to see the host's processes (hostPID)",
+                f"the pins did not reach CRI-O ({error})",
+                "let the agent write there and see the host's processes (hostPID)",
             ) from error
 
 
 def drop_in(pins: list[str]) -> str:
-    """The configuration that names what is pinned. JSON's strings are TOML's."""
+    """The configuration that names the pinned images. JSON's strings are TOML's."""
     lines = "".join(f"  {json.dumps(ref)},\n" for ref in pins)
     return f"# Written by nodeagent; changes are lost.\n[crio.image]\npinned_images = [\n{lines}]\n"
 
@@ -174,7 +175,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _hang_up(socket: Path) -> None:
-    """SIGHUP to the process that listens on ``socket``. Blocking; OSError when it has none."""
+    """Send SIGHUP to the process that listens on ``socket``. Blocking; raises OSError."""
     with sockets.socket(sockets.AF_UNIX) as connection:
         connection.settimeout(CONNECT_SECONDS)
         connection.connect(str(socket))
@@ -190,8 +191,8 @@ def _full(image_id: str) -> str:
     return f"sha256:{image_id}" if len(image_id) == 64 and ":" not in image_id else image_id
 
 
-def _records(listed: m.CriImage) -> list[base.Record]:
-    """Each tag with each digest that it is known by (the index's and the manifest's)."""
+def _records(listed: cri_pb2.Image) -> list[base.Record]:
+    """Each name with each digest that the image has (the index's and the manifest's)."""
     digests = [each.rpartition("@")[2] for each in listed.repo_digests]
     targets = [
         manifest.Target("application/vnd.oci.image.manifest.v1+json", digest, max(1, listed.size))
@@ -199,7 +200,7 @@ def _records(listed: m.CriImage) -> list[base.Record]:
         if manifest.is_digest(digest)
     ]
     names = [*listed.repo_tags, *listed.repo_digests]
-    return [base.Record(name, target, listed.pinned) for name in names for target in targets]
+    return [base.Record(name, target) for name in names for target in targets]
 
 
 def _hold(value: Mapping[str, Any]) -> base.Hold:

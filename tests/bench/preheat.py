@@ -12,28 +12,26 @@ import time
 from pathlib import Path
 
 from tests.bench import harness
-from tests.preheat import rig
+from tests.preheat.rig import MB, Rig, pinned, started, state, until
 from tests.testbed import containerd, proxy, registry
 
-MB = 1_000_000
 HEALS = 100
 MOST_CYCLE_MS = 500
 Figures = dict[str, harness.Entry]
 
 
-async def _heal(
-    daemon: containerd.Containerd, kubelet: containerd.Kubelet, gate: proxy.Proxy, folder: Path
-) -> Figures:
+async def _heal(rig: Rig) -> Figures:
+    gate = rig.gate
     ref = f"{gate.host}/bench/heal:v1"
     after: list[float] = []
-    async with rig.running(daemon, folder, images=[{"ref": ref}]) as room:
-        await rig.until(lambda: room.images() and room.show(ref).pinned)
+    async with rig.running(images=[{"ref": ref}]) as room:
+        await pinned(room, ref)
         gate.reset()
         for _ in range(HEALS):
-            await kubelet.remove(ref)
+            await rig.kubelet.remove(ref)
             begun = time.perf_counter()
             while True:
-                found = [i for i in await kubelet.images() if ref in i.repo_tags]
+                found = [i for i in await rig.kubelet.images() if ref in i.repo_tags]
                 if found and found[0].repo_digests:
                     break
             after.append((time.perf_counter() - begun) * 1000)
@@ -47,21 +45,20 @@ async def _heal(
     }
 
 
-async def _resume(
-    daemon: containerd.Containerd, gate: proxy.Proxy, folder: Path, pushed: registry.Pushed
-) -> Figures:
+async def _resume(rig: Rig, pushed: registry.Pushed) -> Figures:
+    gate = rig.gate
     ref = f"{gate.host}/bench/big:v1"
     gate.rate = 60 * MB
-    async with rig.running(daemon, folder, images=[{"ref": ref}]) as room:
+    async with rig.running(images=[{"ref": ref}]) as room:
         gate.reset()
-        await rig.until(lambda: gate.blob_bytes >= pushed.fetched // 2, 60)
+        await until(lambda: gate.blob_bytes >= pushed.fetched // 2, 60)
         await room.pause(ref)
         await asyncio.sleep(0.5)
         missing = pushed.fetched - gate.blob_bytes
         gate.rate = 0
         gate.reset()
         await room.resume(ref)
-        await rig.state(room, ref, "ready", seconds=60)
+        await state(room, ref, "ready", seconds=60)
         again = gate.blob_bytes
         await room.unpin(ref)
     above = 100 * (again / missing - 1)
@@ -69,13 +66,8 @@ async def _resume(
     return {"resume": harness.at_most([above], 10, "%", note)}
 
 
-async def _pulls(
-    daemon: containerd.Containerd,
-    kubelet: containerd.Kubelet,
-    gate: proxy.Proxy,
-    folder: Path,
-    pushed: registry.Pushed,
-) -> Figures:
+async def _pulls(rig: Rig, pushed: registry.Pushed) -> Figures:
+    gate, kubelet = rig.gate, rig.kubelet
     ref = f"{gate.host}/bench/big:v1"
     seconds: dict[str, float] = {}
     await kubelet.remove(ref)
@@ -86,30 +78,30 @@ async def _pulls(
     for name, limit in (("pull", None), ("ingest", "100GB")):
         await kubelet.remove(ref)
         await kubelet.collect()
-        async with rig.running(daemon, folder, bytes_per_second=limit) as room:
+        async with rig.running(bytes_per_second=limit) as room:
             begun = time.perf_counter()
             await room.preheat(ref)
-            await rig.until(lambda r=room: r.show(ref).pinned, 60)  # type: ignore[misc]
+            await pinned(room, ref, seconds=60)
             seconds[name] = time.perf_counter() - begun
             await room.unpin(ref)
     await kubelet.remove(ref)
     await kubelet.collect()
-    async with rig.running(daemon, folder) as room:
+    async with rig.running() as room:
         gate.reset()
         row = await room.preheat(ref)
         await room.pause(ref)
-        await rig.until(lambda: room.show(ref).bytes_total > 0)
-        await room.core.cycle()
+        await until(lambda: room.show(ref).bytes_total > 0)
+        await room.reconciler.cycle()
         estimated = room.show(ref).bytes_missing
         gate.reset()
         await room.resume(ref)
-        await rig.state(room, ref, "ready", seconds=60)
+        await state(room, ref, "ready", seconds=60)
         fetched = sum(s.bytes for s in gate.requests() if s.agent != "nodeagent")
         error = 100 * abs(estimated - fetched) / fetched
         cycles = []
         for _ in range(20):
             begun = time.perf_counter()
-            await room.core.cycle()
+            await room.reconciler.cycle()
             cycles.append((time.perf_counter() - begun) * 1000)
         assert row.ref == ref
         await room.unpin(ref)
@@ -125,21 +117,16 @@ async def _pulls(
 async def _release(release: str, folder: Path, images: registry.Registry) -> Figures:
     gate = proxy.Proxy(images.port)
     gate.start()
-    daemon = containerd.Containerd(folder / release, release)
-    daemon.trust(gate.host, gate.url)
     images.push("bench/heal", "v1", [registry.layer(f"h{n}", 4 * MB, n) for n in range(3)])
     layers = [registry.layer(f"b{n}", s * MB, 10 + n) for n, s in enumerate((120, 120, 60))]
     pushed = images.push("bench/big", "v1", layers)
-    kubelet = containerd.Kubelet(daemon.socket)
+    daemon = containerd.Containerd(folder / release, release)
     try:
-        daemon.start()
-        (folder / f"{release}-state").mkdir()
-        found = await _heal(daemon, kubelet, gate, folder)
-        found |= await _resume(daemon, gate, folder, pushed)
-        return found | await _pulls(daemon, kubelet, gate, folder, pushed)
+        async with started(images, gate, daemon, folder) as rig:
+            found = await _heal(rig)
+            found |= await _resume(rig, pushed)
+            return found | await _pulls(rig, pushed)
     finally:
-        await kubelet.close()
-        daemon.remove()
         gate.stop()
 
 

@@ -1,11 +1,55 @@
-"""Records of /dev/kmsg."""
+import os
+
+import pytest
 
 from linux import kmsg
 
 
-def test_parse_skips_records_of_processes() -> None:
-    assert kmsg.parse(b"4,1234,5000000,-;I/O error, dev rbd0\n SUBSYSTEM=block\n") == kmsg.Record(
-        5.0, "I/O error, dev rbd0", level=4, sequence=1234
-    )
-    assert kmsg.parse(b"12,1,1,-;I/O error, dev rbd0 says a process") is None
-    assert kmsg.parse(b"nonsense") is None
+def test_parse_takes_the_kernels_records() -> None:
+    found = kmsg.parse(b"3,77,1500000,-;rbd: rbd0: failed\n SUBSYSTEM=block\n")
+    assert found == kmsg.Record(1.5, "rbd: rbd0: failed", level=3, sequence=77)
+
+
+@pytest.mark.parametrize("data", [b"", b"x,1,2,-;text", b"6,1;text", b";", b"\xff\xff"])
+def test_parse_skips_what_is_not_a_record(data: bytes) -> None:
+    assert kmsg.parse(data) is None
+
+
+def test_parse_takes_records_of_processes_on_demand_only() -> None:
+    data = b"12,5,100,-;root wrote this"
+    assert kmsg.parse(data) is None
+    found = kmsg.parse(data, user=True)
+    assert found is not None and (found.text, found.level) == ("root wrote this", 4)
+
+
+def test_read_counts_the_records_that_were_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[bytes | OSError] = [
+        *(b"6,10,1,-;a", b"6,11,2,-;b", OSError(32, "Broken pipe"), b"6,20,3,-;c"),
+        BlockingIOError(),
+    ]
+
+    def read(_: int, __: int) -> bytes:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    log = kmsg.Kmsg.__new__(kmsg.Kmsg)
+    log.fd, log._user, log._next, log.lost = -1, False, None, 0
+    monkeypatch.setattr(os, "read", read)
+    assert [record.text for record in log.read()] == ["a", "b", "c"]
+    assert log.lost == 8
+
+
+@pytest.mark.real
+def test_read_gives_new_records_in_order() -> None:
+    log = kmsg.Kmsg(from_now=True, user=True)
+    try:
+        for number in range(3):
+            with open("/dev/kmsg", "w") as stream:
+                stream.write(f"nodeagent test {os.getpid()} {number}\n")
+        texts = [record.text for record in log.read()]
+    finally:
+        log.close()
+    ours = [text for text in texts if f"nodeagent test {os.getpid()}" in text]
+    assert [text[-1] for text in ours] == ["0", "1", "2"]

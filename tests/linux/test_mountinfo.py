@@ -1,4 +1,6 @@
+import asyncio
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,18 @@ def test_our_own_mounts_are_read() -> None:
     found = mountinfo.read()
     assert mountinfo.containing(str(Path("/proc/self")), found) is not None
     assert len({m.mount_id for m in found}) == len(found)
+
+
+@pytest.mark.real
+async def test_watch_reports_mounts_and_unmounts_of_the_namespace(area: Path) -> None:
+    changed = asyncio.Event()
+    watch = mountinfo.Watch("/proc/self/mountinfo", changed.set)
+    try:
+        for command in (["mount", "-t", "tmpfs", "tmpfs", str(area)], ["umount", str(area)]):
+            changed.clear()
+            subprocess.run(command, check=True)
+            await asyncio.wait_for(changed.wait(), 10)
+    finally:
+        watch.close()
+    with pytest.raises(OSError):
+        mountinfo.Watch("/proc/0/mountinfo", changed.set)

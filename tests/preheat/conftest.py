@@ -8,7 +8,8 @@ import pytest
 import pytest_asyncio
 
 from preheat.runtimes import containerd as adapter
-from tests.testbed import containerd, proxy, registry
+from tests.preheat.rig import Clock, Rig
+from tests.testbed import agent, containerd, proxy, registry, waiting
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +60,17 @@ async def kubelet(daemon: containerd.Containerd) -> AsyncIterator[containerd.Kub
         await hand.close()
 
 
+@pytest.fixture
+def rig(
+    images: registry.Registry,
+    gate: proxy.Proxy,
+    daemon: containerd.Containerd,
+    kubelet: containerd.Kubelet,
+    tmp_path: Path,
+) -> Rig:
+    return Rig(images, gate, daemon, kubelet, tmp_path)
+
+
 @pytest_asyncio.fixture
 async def box(daemon: containerd.Containerd) -> AsyncIterator[adapter.Containerd]:
     """The adapter under test, connected."""
@@ -68,3 +80,24 @@ async def box(daemon: containerd.Containerd) -> AsyncIterator[adapter.Containerd
         yield runtime
     finally:
         await runtime.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of the work loop, which tests may advance."""
+    made = Clock()
+    monkeypatch.setattr("preheat.reconciler.time", made)
+    return made
+
+
+@pytest.fixture
+def node(rig: Rig) -> Iterator[agent.Agent]:
+    """An agent process that only preheats, ready."""
+    section = rig.section().model_dump(mode="json", exclude_none=True)
+    made = agent.Agent(rig.folder / "node", {"preheat": section})
+    try:
+        made.start()
+        waiting.until(lambda: made.get("/readyz")["ready"], what="the agent to be ready")
+        yield made
+    finally:
+        made.end()

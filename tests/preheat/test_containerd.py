@@ -1,66 +1,132 @@
-"""The containerd adapter on real containerd: pulls under leases, resume, pins, heals."""
+"""The containerd adapter on real containerd: pulls under leases, resume, pins."""
 
 import asyncio
+import os
 import time
 
 import pytest
 
-from preheat import manifest
 from preheat.runtimes import base
 from preheat.runtimes import containerd as adapter
-from tests.testbed import containerd, proxy, registry
+from tests.preheat.rig import Image, Rig, until
+from tests.testbed import registry
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
 MiB = 1024**2
 
 
-def pull_hold(ref: str) -> base.Hold:
-    return base.Hold(
-        id="", role="pull", ref=ref, by="operator", keep="always", expires=time.time() + 86400
-    )
-
-
-def pin_hold(ref: str, pushed: registry.Pushed, size: int) -> base.Hold:
-    target = manifest.Target(registry.INDEX, pushed.top, size)
-    return base.Hold(
-        id="", role="pin", ref=ref, by="operator", target=target, image_id=pushed.config
-    )
+def pull_hold(ref: str, keep: str = "always") -> base.Hold:
+    expires = time.time() + 86400
+    return base.Hold("", "pull", ref, "operator", keep=keep, expires=expires)
 
 
 async def pin_of(box: adapter.Containerd, ref: str) -> base.Hold:
     """A pin for what ``ref`` names in the runtime now."""
-    inventory = await box.inventory()
-    target = next(record.target for record in inventory.records if record.name == ref)
+    target = (await box.inventory()).target_of(ref)
     return await box.pin(base.Hold(id="", role="pin", ref=ref, by="operator", target=target))
 
 
-async def test_a_cancelled_pull_goes_on_where_it_was(
-    images: registry.Registry,
-    gate: proxy.Proxy,
-    box: adapter.Containerd,
-    kubelet: containerd.Kubelet,
-) -> None:
-    pushed = images.push("fw/resume", "v1", [registry.layer("a", 24 * MiB, 1)])
-    ref = f"{gate.host}/fw/resume:v1"
-    hold = await box.begin(pull_hold(ref))
-    gate.rate = 20 * MiB
-    task = asyncio.create_task(box.pull(ref, None, hold, 60.0))
-    while gate.live < 12 * MiB:
-        await asyncio.sleep(0.01)
+async def test_cancelled_pull_resumes(rig: Rig, box: adapter.Containerd) -> None:
+    image = rig.push("fw/resume:v1", size=24 * MiB)
+    hold = await box.begin(pull_hold(image.ref))
+    rig.gate.rate = 20 * MiB
+    task = asyncio.create_task(box.pull(image.ref, None, hold, 60.0))
+    await until(lambda: rig.gate.live > 12 * MiB)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.sleep(0.2)
+    await rig.quiet()
     kept = sum(each.offset for each in (await box.ingests()).values())
 
-    gate.rate = 0
-    gate.reset()
-    await box.pull(ref, None, hold, 60.0)
+    rig.gate.rate = 0
+    rig.gate.reset()
+    await box.pull(image.ref, None, hold, 60.0)
 
-    missing = pushed.fetched - kept
     assert kept > 8 * MiB
-    assert gate.blob_bytes <= missing * 1.1
-    pin = await pin_of(box, ref)
+    assert rig.gate.blob_bytes <= (image.pushed.fetched - kept) * 1.1
+    pin = await pin_of(box, image.ref)
     await box.end(hold)
-    assert {lease.id for lease in await kubelet.leases()} == {pin.id}
+    assert {lease.id for lease in await rig.kubelet.leases()} == {pin.id}
+
+
+async def test_begin_keeps_an_equal_hold_and_renews_another(
+    rig: Rig, box: adapter.Containerd
+) -> None:
+    """The resources of a renewed containerd lease move with it."""
+    image = rig.push("fw/renew:v1")
+    first = await box.begin(pull_hold(image.ref))
+    same = await box.begin(pull_hold(image.ref))
+    await box.pull(image.ref, None, first, 60.0)
+    await rig.kubelet.remove(image.ref)
+    renewed = await box.begin(pull_hold(image.ref, keep="never"))
+    await rig.kubelet.collect()
+    content = await rig.kubelet.content()
+    (lease,) = await rig.kubelet.leases()
+
+    assert same.created == pytest.approx(first.created, abs=1)
+    assert lease.id == renewed.id == first.id
+    assert lease.labels["nodeagent/keep"] == "never"
+    assert image.pushed.layers[0].digest in content
+
+
+async def test_removals_name_the_records(rig: Rig, box: adapter.Containerd) -> None:
+    image = rig.push("fw/events:v1")
+    await rig.kubelet.pull(image.ref)
+    names: list[str] = []
+
+    async def listen() -> None:
+        async for name in box.removals():
+            names.append(name)  # noqa: PERF401
+
+    listener = asyncio.create_task(listen())
+    try:
+        # Nobody says when the subscription begins: pull and remove until it has.
+        async def heard() -> bool:
+            await rig.kubelet.pull(image.ref)
+            await rig.kubelet.remove(image.ref)
+            return {image.ref, image.pushed.config} <= set(names)
+
+        await until(heard)
+    finally:
+        listener.cancel()
+        await asyncio.gather(listener, return_exceptions=True)
+
+
+async def test_thousand_cycles_leave_nothing(rig: Rig, box: adapter.Containerd) -> None:
+    """Pull under a lease, pin, unpin, remove; each tenth pull is cancelled and resumed."""
+    images = [rig.push(f"fw/tiny:v{n}", [registry.layer(f"t{n}", 2000, 200 + n)]) for n in range(5)]
+
+    async def cycle(ref: str, cancelled: bool) -> None:
+        hold = await box.begin(base.Hold("", "pull", ref, "operator", keep="always"))
+        if cancelled:
+            task = asyncio.create_task(box.pull(ref, None, hold, 30.0))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await box.pull(ref, None, hold, 30.0)
+        pin = await pin_of(box, ref)
+        await box.end(hold)
+        await box.unpin(pin)
+        await rig.kubelet.remove(ref)
+
+    async def many(image: Image, count: int) -> None:
+        for number in range(count):
+            await cycle(image.ref, cancelled=number % 10 == 9)
+
+    await many(images[0], 1)
+    with rig.gate.down():  # its connections are this process's as well
+        descriptors = len(os.listdir("/proc/self/fd"))
+    per_image = 200 if rig.daemon.release == "trixie" else 20
+    async with asyncio.TaskGroup() as group:
+        for image in images:
+            group.create_task(many(image, per_image))
+    await rig.kubelet.collect()
+
+    assert await rig.kubelet.images() == []
+    assert await rig.kubelet.leases() == []
+    assert await rig.kubelet.ingests() == []
+    assert await rig.kubelet.content() == {}
+    assert await rig.kubelet.snapshots() == set()
+    with rig.gate.down():
+        assert len(os.listdir("/proc/self/fd")) <= descriptors + 5

@@ -4,7 +4,6 @@ Pulls, lists and states go through the real CRI of containerd; the drop-in and i
 process that listens on a unix socket as CRI-O does. What CRI-O makes of them is not tested.
 """
 
-import asyncio
 import subprocess
 import sys
 import tomllib
@@ -14,12 +13,8 @@ from typing import Any
 
 import pytest
 
-import preheat.component
 from preheat.runtimes import base, crio
-from tests.preheat import rig
-from tests.testbed import containerd, proxy, registry
-
-MB = 1_000_000
+from tests.preheat.rig import Rig, pinned, state, until
 
 _LISTENER = """
 import pathlib, signal, socket, sys
@@ -52,61 +47,64 @@ def listener(tmp_path: Path) -> Iterator[Path]:
             process.stdout.close()
 
 
-async def test_pins_are_written_for_crio_and_it_is_told_only_when_they_change(
-    listener: Path, tmp_path: Path
-) -> None:
+def hups(listener: Path) -> int:
+    file = listener.parent / "hups"
+    return file.read_text().count("hup") if file.exists() else 0
+
+
+async def test_pins_reach_crio_only_when_they_change(listener: Path, tmp_path: Path) -> None:
     drop_in = tmp_path / "50.conf"
     box = crio.Crio(listener, drop_in, tmp_path / "state.json")
     hold = base.Hold("", "pin", 'r.e/a:b"]', "policy")
     pin = await box.pin(hold)
+    await until(lambda: hups(listener) == 1)
     await box.pin(hold)
     other = await box.pin(base.Hold("", "pin", "r.e/c:d", "operator"))
+    await until(lambda: hups(listener) == 2)
     named = tomllib.loads(drop_in.read_text())["crio"]["image"]["pinned_images"]
     # Another agent process finds them again.
     again = crio.Crio(listener, drop_in, tmp_path / "state.json")
     await again.unpin(pin)
+    await until(lambda: hups(listener) == 3)
     await again.unpin(other)
+    await until(lambda: hups(listener) == 4)
 
-    hups = tmp_path / "hups"
-    await rig.until(lambda: hups.read_text().count("hup") == 4)
     assert named == ['r.e/a:b"]', "r.e/c:d"]
     assert tomllib.loads(drop_in.read_text())["crio"]["image"]["pinned_images"] == []
 
 
+async def test_unreadable_state_is_named(listener: Path, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{")
+    box = crio.Crio(listener, tmp_path / "50.conf", tmp_path / "state.json")
+    with pytest.raises(base.RuntimeCallError, match=r"state\.json.*remove it"):
+        await box.begin(base.Hold("", "pull", "r.e/a:b", "operator"))
+
+
 @pytest.mark.real
 @pytest.mark.parametrize("release", ["trixie"], indirect=True)
-async def test_the_room_works_over_plain_cri(
-    images: registry.Registry,
-    gate: proxy.Proxy,
-    daemon: containerd.Containerd,
-    kubelet: containerd.Kubelet,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_room_works_over_plain_cri(
+    rig: Rig, listener: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pull, pin, notice a removal, pull again, unpin: no lease, no event, no native call."""
-    told: list[Path] = []
-    monkeypatch.setattr(crio, "_hang_up", told.append)
-    images.push("fw/crio", "v1", [registry.layer("crio", MB, 95)])
-    ref = f"{gate.host}/fw/crio:v1"
-    drop_in = tmp_path / "50.conf"
-    more: dict[str, Any] = {
-        "runtime": "crio",
-        "images": [{"ref": ref}],
-        "crio": {"drop_in": str(drop_in)},
-    }
-    room: preheat.component.Preheat
-    async with rig.running(daemon, tmp_path, **more) as room:
-        await rig.until(lambda: room.images() and room.show(ref).pinned)
-        written = drop_in.read_text()
-        await kubelet.remove(ref)
-        room.core.wake()
-        await rig.until(lambda: kubelet.status(ref))
-        await rig.state(room, ref, "ready")
-        await room.unpin(ref)
-        leases = await kubelet.leases()
-        await asyncio.sleep(0)
+    """Pull, pin, notice a removal, pull again, unpin: no lease, no event, no native call.
 
-    assert ref in written
-    assert ref not in drop_in.read_text()
-    assert leases == ()
-    assert len(told) == 2
+    containerd serves CRI; the listener stands for CRI-O's process and takes the signals.
+    """
+    hang_up = crio._hang_up
+    monkeypatch.setattr(crio, "_hang_up", lambda _: hang_up(listener))
+    image = rig.push("fw/crio:v1")
+    drop_in = rig.folder / "50.conf"
+    more: dict[str, Any] = {"runtime": "crio", "crio": {"drop_in": str(drop_in)}}
+    async with rig.running(images=[{"ref": image.ref}], **more) as room:
+        await pinned(room, image.ref)
+        written = drop_in.read_text()
+        await rig.kubelet.remove(image.ref)
+        room.reconciler.wake()
+        await until(lambda: rig.kubelet.status(image.ref))
+        await state(room, image.ref, "ready")
+        await room.unpin(image.ref)
+        leases = await rig.kubelet.leases()
+
+    assert image.ref in written
+    assert image.ref not in drop_in.read_text()
+    assert leases == []
+    assert hups(listener) == 2

@@ -1,4 +1,4 @@
-"""The plan keeps its promises over thousands of nodes, wishes and pins."""
+"""The plan keeps its promises over thousands of nodes, requests and pins."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preheat import plan
+from preheat.desired import Request
 from preheat.estimate import union
 
 # A small world, so that layers are really shared and budgets really bind.
@@ -14,8 +15,9 @@ PARTS = {f"s layer{n}": (n % 5 + 1) * 10 for n in range(12)}
 PART_SETS = st.sets(st.sampled_from(sorted(PARTS)), min_size=1, max_size=5).map(
     lambda names: {name: PARTS[name] for name in names}
 )
-RANKS = st.tuples(
-    st.sampled_from([plan.RETAINED, plan.POLICY, plan.OPERATOR]),
+RANKS = st.builds(
+    lambda by, priority, last_used: Request("", by, priority=priority, last_used=last_used).rank,
+    st.sampled_from(["retained", "policy", "operator"]),
     st.integers(-2, 2),
     st.sampled_from([0.0, 1.0, 2.0]),
 )
@@ -37,7 +39,7 @@ def nodes(draw: st.DrawFn) -> plan.Node:
 
 
 @st.composite
-def wishes(draw: st.DrawFn) -> list[plan.Wanted]:
+def requests(draw: st.DrawFn) -> list[Request]:
     count = draw(st.integers(0, 6))
     found = []
     for number in range(count):
@@ -45,12 +47,15 @@ def wishes(draw: st.DrawFn) -> list[plan.Wanted]:
         present = draw(st.booleans())
         size = sum(parts.values())
         found.append(
-            plan.Wanted(
+            Request(
                 ref=f"r{number}",
+                by=draw(st.sampled_from(["retained", "policy", "operator"])),
+                keep=draw(st.sampled_from(["always", "never"])),
+                priority=draw(st.integers(-2, 2)),
+                last_used=draw(st.sampled_from([0.0, 1.0, 2.0])),
                 digest=draw(st.sampled_from(["d1", "d2"])),
-                rank=draw(RANKS),
-                keep=draw(st.booleans()),
                 present=present,
+                measured=True,
                 fetch=0 if present else draw(st.integers(0, size)),
                 unpack=0 if present else draw(st.integers(0, size)),
                 parts=parts,
@@ -77,33 +82,33 @@ def pins(draw: st.DrawFn) -> list[plan.Pinned]:
             parts=draw(PART_SETS),
             in_use=draw(st.booleans()),
             expires=draw(st.sampled_from([None, NOW - 1, NOW + 1])),
-            wanted=draw(st.sampled_from([True, True, False])),
+            requested=draw(st.sampled_from([True, True, False])),
         )
         for ref, digest in keys
     ]
 
 
 def steps(
-    found: plan.Plan, wanted: list[plan.Wanted], pinned: list[plan.Pinned]
+    found: plan.Plan, wanted: list[Request], pinned: list[plan.Pinned]
 ) -> list[list[Mapping[str, int]]]:
     """What is pinned or reserved before and after every single step of the plan."""
     by_ref = {want.ref: want for want in wanted}
     held: dict[str, Mapping[str, int]] = {pin.hold: pin.parts for pin in pinned}
-    held |= {w.ref: w.parts for w in wanted if w.running and w.keep}
+    held |= {w.ref: w.parts for w in wanted if w.running and w.pins}
     seen = [list(held.values())]
     for release in found.releases:
         del held[release.hold]
         seen.append(list(held.values()))
-    for ref in (*found.pins, *(r for r in found.pulls if by_ref[r].keep)):
+    for ref in (*found.pins, *(r for r in found.pulls if by_ref[r].pins)):
         held[ref] = by_ref[ref].parts
         seen.append(list(held.values()))
     return seen
 
 
 @settings(max_examples=400, deadline=None)
-@given(nodes(), wishes(), pins(), st.integers(0, 3))
-def test_the_pin_budget_holds_at_every_step(
-    node: plan.Node, wanted: list[plan.Wanted], pinned: list[plan.Pinned], slots: int
+@given(nodes(), requests(), pins(), st.integers(0, 3))
+def test_plan_keeps_the_pin_budget_at_every_step(
+    node: plan.Node, wanted: list[Request], pinned: list[plan.Pinned], slots: int
 ) -> None:
     found = plan.decide(node, wanted, pinned, slots, NOW)
     sizes = [union(held) for held in steps(found, wanted, pinned)]
@@ -112,15 +117,15 @@ def test_the_pin_budget_holds_at_every_step(
     # Releases only shrink it; after them, every pin and pull stays within.
     assert sizes[: releases + 1] == sorted(sizes[: releases + 1], reverse=True)
     if not found.pause:
-        reserved = union(w.parts for w in wanted if w.running and w.keep)
+        reserved = union(w.parts for w in wanted if w.running and w.pins)
         for size in sizes[releases + 1 :]:
             assert size <= max(node.pin_budget, reserved)
 
 
 @settings(max_examples=400, deadline=None)
-@given(nodes(), wishes(), pins(), st.integers(0, 3))
-def test_pulls_never_fill_the_disk_to_the_kubelets_threshold(
-    node: plan.Node, wanted: list[plan.Wanted], pinned: list[plan.Pinned], slots: int
+@given(nodes(), requests(), pins(), st.integers(0, 3))
+def test_plan_never_fills_the_disk_to_the_threshold(
+    node: plan.Node, wanted: list[Request], pinned: list[plan.Pinned], slots: int
 ) -> None:
     found = plan.decide(node, wanted, pinned, slots, NOW)
     by_ref = {want.ref: want for want in wanted}
@@ -135,9 +140,9 @@ def test_pulls_never_fill_the_disk_to_the_kubelets_threshold(
 
 
 @settings(max_examples=400, deadline=None)
-@given(nodes(), wishes(), pins(), st.integers(0, 3))
-def test_under_pressure_nothing_is_pulled_or_pinned_and_pins_are_let_go_in_order(
-    node: plan.Node, wanted: list[plan.Wanted], pinned: list[plan.Pinned], slots: int
+@given(nodes(), requests(), pins(), st.integers(0, 3))
+def test_plan_under_pressure_only_releases_weakest_first(
+    node: plan.Node, wanted: list[Request], pinned: list[plan.Pinned], slots: int
 ) -> None:
     node = dataclasses.replace(node, free=node.capacity // 100)
     found = plan.decide(node, wanted, pinned, slots, NOW)
@@ -147,8 +152,8 @@ def test_under_pressure_nothing_is_pulled_or_pinned_and_pins_are_let_go_in_order
     assert found.pause
     assert not found.pulls
     assert not found.pins
-    # A pin counts as much as the want that it serves.
-    ranks = {(want.ref, want.digest): want.rank for want in wanted if want.keep}
+    # A pin ranks at least as high as its request.
+    ranks = {(want.ref, want.digest): want.rank for want in wanted if want.pins}
     order = [max(pin.rank, ranks.get((pin.ref, pin.digest), pin.rank)) for pin in pressed]
     assert order == sorted(order)
     assert not any(pin.in_use for pin in pressed)
@@ -161,9 +166,9 @@ def test_under_pressure_nothing_is_pulled_or_pinned_and_pins_are_let_go_in_order
 
 
 @settings(max_examples=400, deadline=None)
-@given(nodes(), wishes(), pins(), st.integers(0, 3))
-def test_nothing_is_released_for_something_of_lower_rank(
-    node: plan.Node, wanted: list[plan.Wanted], pinned: list[plan.Pinned], slots: int
+@given(nodes(), requests(), pins(), st.integers(0, 3))
+def test_plan_releases_nothing_for_a_lower_rank(
+    node: plan.Node, wanted: list[Request], pinned: list[plan.Pinned], slots: int
 ) -> None:
     found = plan.decide(node, wanted, pinned, slots, NOW)
     by_hold = {pin.hold: pin for pin in pinned}
@@ -180,9 +185,9 @@ def test_nothing_is_released_for_something_of_lower_rank(
 
 
 @settings(max_examples=300, deadline=None)
-@given(nodes(), wishes(), pins(), st.integers(0, 3))
-def test_a_plan_that_was_carried_out_is_not_undone_by_the_next(
-    node: plan.Node, wanted: list[plan.Wanted], pinned: list[plan.Pinned], slots: int
+@given(nodes(), requests(), pins(), st.integers(0, 3))
+def test_plan_keeps_what_the_last_one_pinned(
+    node: plan.Node, wanted: list[Request], pinned: list[plan.Pinned], slots: int
 ) -> None:
     """No pin is made and released in turns: the second plan releases none of the first's pins."""
     node = dataclasses.replace(node, free=node.capacity)  # the disk is not what this is about
@@ -192,7 +197,7 @@ def test_a_plan_that_was_carried_out_is_not_undone_by_the_next(
     after = [pin for pin in pinned if pin.hold not in gone]
     by_ref = {want.ref: want for want in wanted}
     done = []
-    for ref in (*first.pins, *(r for r in first.pulls if by_ref[r].keep)):
+    for ref in (*first.pins, *(r for r in first.pulls if by_ref[r].pins)):
         want = by_ref[ref]
         after.append(plan.Pinned(f"new {ref}", ref, want.digest, want.rank, want.parts))
         done.append(f"new {ref}")
@@ -205,10 +210,14 @@ def test_a_plan_that_was_carried_out_is_not_undone_by_the_next(
     assert not {r.hold for r in second.releases} & set(done)
 
 
-def test_a_moved_tag_is_pinned_before_the_old_digest_goes() -> None:
+def present(ref: str, digest: str, parts: Mapping[str, int]) -> Request:
+    return Request(ref, "policy", digest=digest, present=True, measured=True, parts=parts)
+
+
+def test_plan_pins_a_moved_tag_before_it_releases_the_old() -> None:
     node = plan.Node(1000, 900, 0.85, 0.8, 0.1, 300)
     old = plan.Pinned("h", "r", "old", (1, 0, 0.0), {"s a": 100})
-    new = plan.Wanted("r", "new", (1, 0, 0.0), True, True, 0, 0, {"s b": 100})
+    new = present("r", "new", {"s b": 100})
     first = plan.decide(node, [new], [old], 1, NOW)
     both = [old, plan.Pinned("h2", "r", "new", (1, 0, 0.0), {"s b": 100})]
     second = plan.decide(node, [new], both, 1, NOW)
@@ -219,10 +228,20 @@ def test_a_moved_tag_is_pinned_before_the_old_digest_goes() -> None:
     assert second.releases[0].reason == plan.Reason.SUPERSEDED
 
 
-def test_an_expired_pin_in_use_stays() -> None:
+def test_plan_keeps_an_expired_pin_in_use() -> None:
     node = plan.Node(1000, 900, 0.85, 0.8, 0.1, 300)
     pin = plan.Pinned("h", "r", "d", (0, 0, 0.0), {"s a": 1}, in_use=True, expires=NOW - 1)
 
     assert plan.decide(node, [], [pin], 1, NOW).releases == ()
     idle = dataclasses.replace(pin, in_use=False)
     assert plan.decide(node, [], [idle], 1, NOW).releases[0].reason == plan.Reason.EXPIRED
+
+
+def test_plan_releases_expired_pin_and_pins_its_request_again() -> None:
+    """As it is: a pin whose request stays is released and made again in one plan."""
+    node = plan.Node(1000, 900, 0.85, 0.8, 0.1, 300)
+    pin = plan.Pinned("h", "r", "d", (1, 0, 0.0), {"s a": 1}, expires=NOW - 1)
+    found = plan.decide(node, [present("r", "d", {"s a": 1})], [pin], 1, NOW)
+
+    assert [release.reason for release in found.releases] == [plan.Reason.EXPIRED]
+    assert found.pins == ("r",)

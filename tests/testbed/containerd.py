@@ -12,9 +12,10 @@ from typing import TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf import empty_pb2
+from google.protobuf.message import Message
 
-from preheat.runtimes import messages as m
-from preheat.runtimes import wire
+from preheat.runtimes import containerd_pb2, cri_pb2
 
 RUNTIMES = Path(__file__).parents[2] / "build" / "runtimes"
 # Debian release -> what its containerd is; scripts/runtimes.sh unpacks them.
@@ -59,7 +60,7 @@ _NEWER = """\
     sandbox = "{sandbox}"
 """
 
-ResponseT = TypeVar("ResponseT", bound=wire.Message)
+ResponseT = TypeVar("ResponseT", bound=Message)
 
 
 def _same(data: bytes) -> bytes:
@@ -205,50 +206,59 @@ class Kubelet:
         return await call(request, timeout=timeout, metadata=tuple(metadata))
 
     async def _cri(
-        self, method: str, request: wire.Message, response: type[ResponseT], timeout: float = 60.0
+        self, method: str, request: Message, response: type[ResponseT], timeout: float = 60.0
     ) -> ResponseT:
         path = f"/runtime.v1.ImageService/{method}"
-        return response.decode(await self.raw(path, request.encode(), timeout))
+        return response.FromString(await self.raw(path, request.SerializeToString(), timeout))
+
+    @staticmethod
+    def _image(ref: str) -> cri_pb2.ImageRequest:
+        return cri_pb2.ImageRequest(image=cri_pb2.ImageSpec(image=ref))
 
     async def pull(self, ref: str, timeout: float = 300.0) -> str:
-        request = m.PullImageRequest(image=m.ImageSpec(image=ref))
-        return (await self._cri("PullImage", request, m.PullImageResponse, timeout)).image_ref
+        request = cri_pb2.PullImageRequest(image=cri_pb2.ImageSpec(image=ref))
+        answer = await self._cri("PullImage", request, cri_pb2.PullImageResponse, timeout)
+        return answer.image_ref
 
     async def remove(self, ref: str) -> None:
-        await self._cri("RemoveImage", m.ImageSpecRequest(image=m.ImageSpec(image=ref)), m.Empty)
+        await self._cri("RemoveImage", self._image(ref), empty_pb2.Empty)
 
-    async def images(self) -> tuple[m.CriImage, ...]:
-        return (await self._cri("ListImages", m.Empty(), m.CriImages)).images
+    async def images(self) -> list[cri_pb2.Image]:
+        answer = await self._cri("ListImages", empty_pb2.Empty(), cri_pb2.ListImagesResponse)
+        return list(answer.images)
 
-    async def status(self, ref: str) -> m.CriImage | None:
-        request = m.ImageSpecRequest(image=m.ImageSpec(image=ref))
-        return (await self._cri("ImageStatus", request, m.ImageStatusResponse)).image
+    async def status(self, ref: str) -> cri_pb2.Image | None:
+        answer = await self._cri("ImageStatus", self._image(ref), cri_pb2.ImageStatusResponse)
+        return answer.image if answer.HasField("image") else None
 
-    async def leases(self) -> tuple[m.Lease, ...]:
-        path = "/containerd.services.leases.v1.Leases/List"
-        return m.Leases.decode(await self.raw(path, b"")).leases
+    async def leases(self) -> list[containerd_pb2.Lease]:
+        data = await self.raw("/containerd.services.leases.v1.Leases/List", b"")
+        return list(containerd_pb2.ListLeasesResponse.FromString(data).leases)
 
-    async def ingests(self) -> tuple[m.Status, ...]:
-        path = "/containerd.services.content.v1.Content/ListStatuses"
-        return m.Statuses.decode(await self.raw(path, b"")).statuses
+    async def ingests(self) -> list[containerd_pb2.IngestStatus]:
+        data = await self.raw("/containerd.services.content.v1.Content/ListStatuses", b"")
+        return list(containerd_pb2.ListStatusesResponse.FromString(data).statuses)
 
     async def _many(self, path: str, request: bytes) -> list[bytes]:
         metadata = (("containerd-namespace", "k8s.io"),)
         call = self._channel.unary_stream(path, _same, _same)
         return [part async for part in call(request, timeout=30.0, metadata=metadata)]
 
-    async def content(self) -> dict[str, m.ContentInfo]:
+    async def content(self) -> dict[str, containerd_pb2.ContentInfo]:
         parts = await self._many("/containerd.services.content.v1.Content/List", b"")
-        return {i.digest: i for part in parts for i in m.ContentInfos.decode(part).info}
+        answers = [containerd_pb2.ListContentResponse.FromString(part) for part in parts]
+        return {info.digest: info for answer in answers for info in answer.info}
 
     async def snapshots(self) -> set[str]:
-        request = m.ListSnapshotsRequest(snapshotter="overlayfs").encode()
+        request = containerd_pb2.ListSnapshotsRequest(snapshotter="overlayfs").SerializeToString()
         parts = await self._many("/containerd.services.snapshots.v1.Snapshots/List", request)
-        return {i.name for part in parts for i in m.SnapshotInfos.decode(part).info}
+        answers = [containerd_pb2.ListSnapshotsResponse.FromString(part) for part in parts]
+        return {info.name for answer in answers for info in answer.info}
 
     async def collect(self) -> None:
-        """Make garbage collection run now: delete an empty lease synchronously."""
-        create = m.CreateLeaseRequest(id="test-collect").encode()
-        await self.raw("/containerd.services.leases.v1.Leases/Create", create)
-        delete = m.DeleteLeaseRequest(id="test-collect", sync=True).encode()
-        await self.raw("/containerd.services.leases.v1.Leases/Delete", delete)
+        """Make garbage collection run now: delete an empty containerd lease synchronously."""
+        create = containerd_pb2.CreateLeaseRequest(id="test-collect")
+        delete = containerd_pb2.DeleteLeaseRequest(id="test-collect", sync=True)
+        service = "/containerd.services.leases.v1.Leases"
+        await self.raw(f"{service}/Create", create.SerializeToString())
+        await self.raw(f"{service}/Delete", delete.SerializeToString())

@@ -1,0 +1,79 @@
+"""The connection to a runtime: the breaker, and answers that cannot be read."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from preheat.runtimes import base, cri, cri_pb2
+
+
+def test_breaker_rests_longer_each_time_and_forgets() -> None:
+    clock = [10_000.0]
+    breaker = cri.Breaker(lambda: clock[0])
+    rests = []
+    for _ in range(6):
+        breaker.trip()
+        rests.append(breaker.rests)
+        with pytest.raises(base.BreakerOpenError):
+            breaker.check()
+        clock[0] += breaker.rests
+        breaker.check()
+    assert rests == [1.0, 10.0, 60.0, 600.0, 3600.0, 3600.0]
+    clock[0] += 10_000
+    breaker.trip()
+    assert breaker.rests == 1.0
+
+
+@pytest_asyncio.fixture
+async def broken(tmp_path: Path) -> AsyncIterator[cri.Connection]:
+    """A runtime whose answers are no messages."""
+
+    async def answer(request: bytes, context: object) -> bytes:
+        return b"\xff"
+
+    server = grpc.aio.server()
+    for service, method in (("RuntimeService", "Version"), ("ImageService", "PullImage")):
+        handler: Any = grpc.unary_unary_rpc_method_handler(answer)
+        generic = grpc.method_handlers_generic_handler(f"runtime.v1.{service}", {method: handler})
+        server.add_generic_rpc_handlers((generic,))
+    server.add_insecure_port(f"unix://{tmp_path}/socket")
+    await server.start()
+    connection = cri.Connection(tmp_path / "socket")
+    try:
+        yield connection
+    finally:
+        await connection.close()
+        await server.stop(None)
+
+
+async def test_broken_answer_is_an_error_not_none(broken: cri.Connection) -> None:
+    with pytest.raises(base.RuntimeCallError, match="cannot be decoded"):
+        await broken.read(cri.VERSION, cri.Empty())
+    with pytest.raises(base.RuntimeCallError, match="cannot be decoded"):
+        await cri.pull(broken, "r.e/a:b", base.Login("u", "p"), "nodeagent-pull-x", 5.0)
+    assert broken.breaker.total == 0
+
+
+async def test_change_refuses_a_foreign_lease_and_other_requests(broken: cri.Connection) -> None:
+    with pytest.raises(base.InvalidCallError, match="lease"):
+        await cri.pull(broken, "r.e/a:b", None, "somebody-else", 5.0)
+    with pytest.raises(base.InvalidCallError, match="another method"):
+        request: Any = cri_pb2.ImageRequest()
+        await broken.change(cri.PULL_IMAGE, request)
+
+
+async def test_missing_socket_does_not_trip_the_breaker(tmp_path: Path) -> None:
+    connection = cri.Connection(tmp_path / "nobody")
+    try:
+        async with asyncio.timeout(20):
+            with pytest.raises(base.RuntimeGoneError):
+                await cri.pull(connection, "r.e/a:b", None, None, 5.0)
+    finally:
+        await connection.close()
+
+    assert connection.breaker.total == 0

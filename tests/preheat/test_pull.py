@@ -1,0 +1,159 @@
+"""Pulls: the rate limit, and interrupted pulls of a 300 MB image that continue where they were.
+
+The bytes are counted by the proxy.
+"""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from preheat import pull
+from tests.preheat.rig import MB, Rig, state, until
+from tests.testbed import agent, registry
+
+RATE = 60 * MB  # per connection; three layers at a time
+real = pytest.mark.real
+
+
+async def test_limiter_keeps_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    async def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr("preheat.pull.asyncio.sleep", sleep)
+    limit = pull.Limiter(1000.0, clock=lambda: clock[0])
+    for _ in range(100):
+        await limit.take(100)
+    assert 9.0 <= clock[0] <= 10.1
+
+
+@pytest.fixture(scope="session")
+def big(images: registry.Registry) -> registry.Pushed:
+    """300 MB in three layers."""
+    sizes = (120, 120, 60)
+    layers = [registry.layer(f"big{n}", s * MB, 100 + n) for n, s in enumerate(sizes)]
+    return images.push("fw/big", "v1", layers)
+
+
+async def half(rig: Rig, big: registry.Pushed) -> None:
+    await until(lambda: rig.gate.blob_bytes >= big.fetched // 2, 60.0, "half of the image")
+
+
+async def rest_of(rig: Rig, big: registry.Pushed) -> int:
+    """The bytes still missing once nothing flows any more; from now on at full speed."""
+    await rig.quiet()
+    missing = big.fetched - rig.gate.blob_bytes
+    rig.gate.rate = 0
+    rig.gate.reset()
+    return missing
+
+
+@real
+@pytest.mark.timeout(180)
+async def test_without_a_lease_a_cancelled_pull_restarts_from_zero(
+    rig: Rig, big: registry.Pushed
+) -> None:
+    """The control: what a pull without a lease of ours does."""
+    ref = f"{rig.gate.host}/fw/big:v1"
+    rig.gate.rate = RATE
+    task = asyncio.create_task(rig.kubelet.pull(ref))
+    await half(rig, big)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await rest_of(rig, big)
+
+    await rig.kubelet.pull(ref)
+
+    assert rig.gate.blob_bytes > 0.95 * big.fetched
+
+
+@real
+@pytest.mark.timeout(180)
+async def test_paused_pull_fetches_only_the_rest(rig: Rig, big: registry.Pushed) -> None:
+    ref = f"{rig.gate.host}/fw/big:v1"
+    rig.gate.rate = RATE
+    async with rig.running(images=[{"ref": ref}]) as room:
+        await half(rig, big)
+        paused = await room.pause(ref)
+        missing = await rest_of(rig, big)
+        await room.resume(ref)
+        await state(room, ref, "ready", seconds=60)
+
+    assert paused.state == "paused"
+    assert rig.gate.blob_bytes <= 0.6 * big.fetched
+    assert rig.gate.blob_bytes <= 1.1 * missing
+    assert any(seen.range for seen in rig.gate.requests())
+
+
+@real
+@pytest.mark.timeout(180)
+async def test_limited_pull_keeps_its_rate_and_resumes(rig: Rig, big: registry.Pushed) -> None:
+    ref = f"{rig.gate.host}/fw/big:v1"
+    limit = 60 * MB
+    loop = asyncio.get_running_loop()
+    more: dict[str, Any] = {"images": [{"ref": ref}], "bytes_per_second": limit}
+    async with rig.running(**more) as room:
+        await until(lambda: rig.gate.blob_bytes > 10 * MB)
+        begun, at = rig.gate.blob_bytes, loop.time()
+        await half(rig, big)
+        rate = (rig.gate.blob_bytes - begun) / (loop.time() - at)
+        await room.pause(ref)
+        await rig.quiet()
+    # Only what was in buffers when it was paused may be lost.
+    async with rig.running(**(more | {"bytes_per_second": None})) as room:
+        inventory = await room.reconciler.runtime.inventory()
+        kept = sum(each.offset for each in inventory.ingests.values())
+        kept += sum(inventory.content.get(each.digest, 0) for each in big.layers)
+        rig.gate.reset()
+        await room.resume(ref)
+        await state(room, ref, "ready", seconds=60)
+
+    assert rate <= 1.2 * limit
+    assert kept > 0.4 * big.fetched
+    assert rig.gate.blob_bytes <= 1.1 * (big.fetched - kept)
+
+
+@real
+@pytest.mark.timeout(180)
+async def test_pull_survives_sigkill_of_containerd(rig: Rig, big: registry.Pushed) -> None:
+    ref = f"{rig.gate.host}/fw/big:v1"
+    rig.gate.rate = RATE
+    async with rig.running(images=[{"ref": ref}]) as room:
+        await half(rig, big)
+        rig.daemon.kill()
+        missing = await rest_of(rig, big)
+        rig.daemon.start()
+        await state(room, ref, "ready", seconds=60)
+
+    assert rig.gate.blob_bytes <= 0.6 * big.fetched
+    assert rig.gate.blob_bytes <= 1.1 * missing + 2 * MB  # what the killed process had buffered
+
+
+@real
+@pytest.mark.timeout(180)
+async def test_operators_pull_survives_sigkill_of_the_agent(
+    rig: Rig, node: agent.Agent, big: registry.Pushed
+) -> None:
+    """The whole way: command line, agent process, containerd. The request itself survives too."""
+    ref = f"{rig.gate.host}/fw/big:v1"
+    rig.gate.rate = RATE
+    await asyncio.to_thread(node.cli_json, "image", "preheat", ref)
+    await half(rig, big)
+    node.kill()
+    missing = await rest_of(rig, big)
+    await asyncio.to_thread(node.start)
+    await until(lambda: node.get("/readyz")["ready"], what="the agent to be ready")
+    row = await asyncio.to_thread(node.cli_json, "image", "preheat", ref, "--wait")
+    (shown,) = await asyncio.to_thread(node.cli_json, "image", "list")
+
+    assert node.stop() == 0
+    assert row["state"] == "ready"
+    assert rig.gate.blob_bytes <= 0.6 * big.fetched
+    assert rig.gate.blob_bytes <= 1.1 * missing
+    assert shown["ref"] == ref
+    assert shown["digest"] == big.top
+    assert shown["state"] == "ready"
+    assert shown["pinned"] is True
+    assert shown["bytes_total"] == shown["bytes_done"] == big.fetched

@@ -1,0 +1,211 @@
+"""Registries: which server is asked, and failures classified, shown and retried as documented."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preheat import registry
+from tests.preheat.rig import MB, Rig, state, until
+
+LOGIN = ("team", "correct horse")
+# The oldest and the newest containerd: of what registries do they report little but words.
+real = pytest.mark.real
+ends = pytest.mark.parametrize("release", ["bookworm", "sid"], indirect=True)
+
+
+def test_hosts_are_those_that_containerd_asks(tmp_path: Path) -> None:
+    folder = tmp_path / "reg.example"
+    folder.mkdir()
+    (folder / "hosts.toml").write_text(
+        'server = "https://upstream.example"\n'
+        '[host."http://mirror.example:5000"]\n  capabilities = ["pull", "resolve"]\n'
+        '[host."https://push.example"]\n  capabilities = ["push"]\n'
+        '[host."https://own.example"]\n  ca = "ca.crt"\n'
+    )
+    found = registry.hosts(tmp_path, "reg.example")
+
+    assert [each.url for each in found] == [
+        "http://mirror.example:5000",
+        "https://own.example",
+        "https://upstream.example",
+    ]
+    assert found[1].ca == str(folder / "ca.crt")
+    assert registry.hosts(tmp_path, "other.example")[0].url == "https://other.example"
+
+
+def test_hosts_refuses_a_broken_file(tmp_path: Path) -> None:
+    (tmp_path / "reg.example").mkdir()
+    (tmp_path / "reg.example" / "hosts.toml").write_text("not toml [")
+    with pytest.raises(ValueError, match=r"hosts\.toml"):
+        registry.hosts(tmp_path, "reg.example")
+
+
+def docker_config(rig: Rig, password: str) -> dict[str, Any]:
+    auth = base64.b64encode(f"{LOGIN[0]}:{password}".encode()).decode()
+    file = rig.folder / "docker.json"
+    file.write_text(json.dumps({"auths": {rig.gate.host: {"auth": auth}}}))
+    return {"docker_config": str(file)}
+
+
+@real
+@ends
+@pytest.mark.parametrize("bearer", [False, True], ids=["basic", "token"])
+async def test_wrong_password_is_auth_until_it_is_right(
+    rig: Rig, bearer: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    image = rig.push("fw/secret:v1")
+    rig.gate.login, rig.gate.bearer = LOGIN, bearer
+    more: dict[str, Any] = {"images": [{"ref": image.ref, "share_private": True}]}
+    more["credentials"] = docker_config(rig, "wrong donkey")
+    async with rig.running(**more) as room:
+        row = await state(room, image.ref, "failed")
+        requests = len(rig.gate.requests())
+        for _ in range(3):
+            await room.reconciler.cycle()
+        again = len(rig.gate.requests()) - requests
+        docker_config(rig, LOGIN[1])
+        await room.resume(image.ref)
+        await state(room, image.ref, "ready")
+
+    assert row.failure_kind == "auth"
+    assert row.retry_at is not None  # a secret may be rotated
+    assert again == 0
+    out = "".join(capfd.readouterr()) + str(row)
+    assert "donkey" not in out
+    assert LOGIN[1] not in out
+
+
+@real
+@ends
+async def test_private_image_needs_share_private(rig: Rig) -> None:
+    image = rig.push("fw/private:v1")
+    rig.gate.login = LOGIN
+    more: dict[str, Any] = {"credentials": docker_config(rig, LOGIN[1])}
+    async with rig.running(images=[{"ref": image.ref}], **more) as room:
+        row = await state(room, image.ref, "refused")
+        allowed = [{"ref": image.ref, "share_private": True}]
+        await room.reconcile(rig.section(images=allowed, **more))
+        await state(room, image.ref, "ready")
+
+    assert "share_private" in row.reason
+
+
+@real
+@ends
+async def test_public_image_is_pulled_without_credentials(rig: Rig) -> None:
+    image = rig.push("fw/public:v1")
+    more: dict[str, Any] = {"credentials": docker_config(rig, LOGIN[1])}
+    async with rig.running(images=[{"ref": image.ref}], **more) as room:
+        await state(room, image.ref, "ready")
+
+    assert not any(seen.authorized for seen in rig.gate.requests())
+
+
+@real
+@ends
+async def test_missing_tag_is_not_found_until_it_is_pushed(rig: Rig) -> None:
+    name = f"fw/late-{rig.daemon.release}:v1"
+    ref = f"{rig.gate.host}/{name}"
+    async with rig.running(images=[{"ref": ref}]) as room:
+        row = await state(room, ref, "failed")
+        rig.push(name)
+        await room.resume(ref)
+        await state(room, ref, "ready")
+
+    assert row.failure_kind == "not_found"
+    assert row.retry_at is not None
+
+
+@real
+@ends
+async def test_unreachable_registry_is_network_and_retried(rig: Rig) -> None:
+    image = rig.push("fw/down:v1")
+    with rig.gate.down():
+        async with rig.running(images=[{"ref": image.ref}]) as room:
+            row = await state(room, image.ref, "failed")
+    rig.gate.fail_status = 503
+    async with rig.running(images=[{"ref": image.ref}]) as room:
+        overloaded = await state(room, image.ref, "failed")
+        rig.gate.fail_status = 0
+        await state(room, image.ref, "ready")  # nobody asked for it
+
+    assert row.failure_kind == overloaded.failure_kind == "network"
+    assert row.retry_at is not None
+
+
+@real
+@ends
+async def test_truncated_blob_is_fetched_again_until_it_is_whole(rig: Rig) -> None:
+    image = rig.push("fw/short:v1", size=2 * MB)
+    blob = image.pushed.layers[0].digest
+    rig.gate.truncate = {blob}
+
+    def asked() -> int:
+        """Requests for the whole or the rest of the blob, all cut at half."""
+        return sum(blob in s.path and s.agent != "nodeagent" for s in rig.gate.requests())
+
+    async with rig.running(images=[{"ref": image.ref}]) as room:
+        failed = room.reconciler.totals.failed
+        await until(lambda: any(failed.values()), what="a failed pull")
+        cut = asked()
+        row = room.show(image.ref)
+        rig.gate.truncate = set()
+        await state(room, image.ref, "ready")
+        kinds = {kind for kind, count in failed.items() if count}
+        content = await rig.kubelet.content()
+
+    assert cut >= 1
+    assert asked() > cut
+    assert row.state != "ready"
+    assert kinds
+    assert kinds <= {"network", "corrupt"}
+    assert content[blob].size == len(image.pushed.layers[0].packed)
+
+
+@real
+@ends
+async def test_corrupt_blob_leaves_no_partial_bytes(rig: Rig) -> None:
+    """A half-fetched layer with a wrong byte must not be completed for ever."""
+    image = rig.push("fw/bad:v1", size=2 * MB)
+    rig.gate.corrupt = {image.pushed.layers[0].digest}
+    async with rig.running(images=[{"ref": image.ref}]) as room:
+        row = await state(room, image.ref, "failed")
+        partial = (await room.reconciler.runtime.inventory()).ingests
+        rig.gate.corrupt = set()
+        await room.resume(image.ref)
+        await state(room, image.ref, "ready")
+
+    assert row.failure_kind == "corrupt"
+    assert partial == {}
+
+
+@real
+@ends
+async def test_stalled_registry_is_network_a_slow_one_is_not(rig: Rig) -> None:
+    image = rig.push("fw/slow:v1", size=8 * MB)
+    rig.gate.rate = 2 * MB  # 4 s in all, but always moving
+    async with rig.running(images=[{"ref": image.ref}], stall_timeout=2) as room:
+        failed = room.reconciler.totals.failed
+        await until(lambda: rig.gate.blob_bytes > 6 * MB)
+        slow = failed["network"]
+        rig.gate.stall = True
+        await until(lambda: failed["network"] > 0)
+        rig.gate.stall, rig.gate.rate = False, 0
+        await state(room, image.ref, "ready")
+
+    assert slow == 0
+
+
+@real
+@ends
+async def test_other_platform_is_a_bad_image_and_not_retried(rig: Rig) -> None:
+    image = rig.push("fw/arch:v1")
+    async with rig.running(images=[{"ref": image.ref}], platform="linux/s390x") as room:
+        row = await state(room, image.ref, "failed")
+
+    assert row.failure_kind == "bad_image"
+    assert row.retry_at is None
+    assert "linux/amd64" in row.reason
