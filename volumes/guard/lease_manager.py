@@ -271,10 +271,11 @@ class LeaseManager:
         while there is a lease."""
         device = known.device
         blank = seen.verdict is Kind.BLANK_VERIFIED
-        turn = _Turn(known, self._entry(device), seen)
+        entry = self._entry(device)
         if not blank and device.image is not None and device.volume:  # what other nodes have seen
             answer = await self.mirror.look(device.image, extents=False)
-            turn.entry = _merged(turn.entry, answer.known)
+            entry = store.merge(entry, answer.known) if answer.known else entry
+        turn = _Turn(known, entry, seen)
         held = self._held(device)
         now = time.monotonic()
         expired = held is not None and now > held.until + 1.0
@@ -284,7 +285,7 @@ class LeaseManager:
             leased=held is not None,
             expired=expired,
             opens=held.opens if held else 0,
-            permitted=turn.entry is not None and turn.entry.permitted > 0,
+            permitted=entry.permitted > 0,
         )
         await self._carry_out(steps, turn)
         self._note_missing(known, turn.entry)
@@ -307,7 +308,7 @@ class LeaseManager:
             if asked is not None and not asked.done():
                 asked.cancel()
         if answer.known is not None:
-            self._note_missing(known, _merged(self._entry(device), answer.known))
+            self._note_missing(known, store.merge(self._entry(device), answer.known))
         after = blockdev.identify(device.name)
         is_rbd = device.driver == "rbd"
         now = time.monotonic()
@@ -322,7 +323,7 @@ class LeaseManager:
             extents=answer.extents,
             quiet_for=self.errors.quiet_for(device.parent or device.name, is_rbd, now),
             read_only=after.read_only if after else None,
-            in_use=_in_use(after) if after else None,
+            in_use=blockdev.in_use(after) if after else None,
             snapshot=bool(device.image and device.image.snapshot),
             cluster_size=answer.size,
             why_unknown=answer.why,
@@ -468,7 +469,7 @@ class LeaseManager:
                 f"holds volume {device.volume or '(no name)'}, not {volume or '(empty)'}",
                 "look at it with 'nodeagent volume probe' and name the volume that it shows",
             )
-        if _in_use(device):
+        if blockdev.in_use(device):
             raise kit.errors.InUseError(
                 path, "is mounted, or another device is stacked on it", "unmount it first"
             )
@@ -503,16 +504,3 @@ def host_mounts() -> list[mountinfo.Mount]:
         return mountinfo.read(Path("/proc/1/mountinfo"))
     except OSError:
         return mountinfo.read()
-
-
-def _merged(here: store.Entry | None, there: store.Entry | None) -> store.Entry | None:
-    return store.merge(here, there) if here is not None and there is not None else here
-
-
-def _in_use(device: blockdev.BlockDevice) -> bool:
-    """Mounted by any process (the kernel's own list per file system), or below another device."""
-    if device.holders:
-        return True
-    if any(Path("/sys/fs", kind, device.name).exists() for kind in ("ext4", "xfs", "f2fs")):
-        return True
-    return any(mount.device == device.number for mount in mountinfo.read())
