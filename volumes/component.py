@@ -16,7 +16,6 @@ from linux import blockdev
 from volumes import metrics, settings, status
 from volumes.audit import metrics as audit_metrics
 from volumes.audit import service
-from volumes.audit.settings import AuditSettings
 from volumes.audit.types import GuardView, LedgerMismatch
 from volumes.guard import controller, kernel, override
 from volumes.probe.examine import Kind
@@ -45,7 +44,8 @@ class Volumes:
         self.audit: service.Audit | None = None
         if wanted.audit.enabled:
             self.audit = service.Audit(
-                _audit_settings(wanted),
+                wanted.audit,
+                wanted.clusters,
                 drivers=wanted.guard.drivers,
                 state_dir=state_dir,
                 reporter=reporter,
@@ -68,7 +68,7 @@ class Volumes:
             refused.append("audit.enabled")
         if self.audit is not None:
             refused += await self.audit.reconcile(
-                _audit_settings(self._settings), self._settings.guard.drivers
+                wanted.audit, wanted.clusters, wanted.guard.drivers
             )
         self._advanced = time.monotonic()
         return refused
@@ -176,7 +176,3 @@ def guard_view(guard: controller.Controller) -> GuardView:
             and not each.raw  # its pod may write to it
         ),
     )
-
-
-def _audit_settings(wanted: settings.VolumesSettings) -> AuditSettings:
-    return wanted.audit.model_copy(update={"clusters": wanted.clusters})

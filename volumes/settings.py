@@ -20,8 +20,6 @@ WORDS = (
     *("cryptsetup luksOpen", "cryptsetup open", "cryptsetup luksResume", "cryptsetup resize"),
     *("btrfs check", "btrfs rescue"),
 )
-
-
 _MOST = 60  # names or pairs that fit into the kernel's tables
 
 
@@ -136,6 +134,7 @@ class VolumesSettings(kit.settings.Section):
 
     clusters: Annotated[tuple[ClusterSettings, ...], AfterValidator(ceph.settings.unique)] = Field(
         default=(),
+        max_length=16,
         description="Ceph clusters of the volumes. The guard asks them what an image holds and "
         "keeps its ledger there too; the audit asks them about their state. Without any, the guard "
         "decides by what this node knows.",

@@ -15,12 +15,12 @@ _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
 
 
 class ClusterSettings(ceph.settings.ClusterSettings):
-    """One Ceph cluster of this node's volumes."""
+    """A Ceph cluster of volumes; the guard and the audit ask the same ones."""
 
     expected_version: str | None = Field(
         default=None,
-        description="What every daemon of it and this node's client should be, like '18.2' or "
-        "'18.2.4'. Default: all alike, the node at most two releases apart.",
+        description="The version that every daemon of it and this node's client should have, like "
+        "'18.2' or '18.2.4'. Default: all alike, the node at most two releases apart.",
     )
 
 
@@ -74,7 +74,7 @@ class LogSettings(kit.settings.Section):
         max_length=32,
         description="Logs other than the kernel's. A missing source is tried again.",
     )
-    patterns: Path | None = Field(
+    patterns: kit.settings.AbsolutePath | None = Field(
         default=None,
         description="A YAML file with more patterns; the id of a built-in one replaces that one.",
     )
@@ -90,11 +90,6 @@ class LogSettings(kit.settings.Section):
         ge=1,
         description="A finding from a log line clears when the line stays away for so long.",
     )
-
-    @field_validator("patterns")
-    @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else kit.settings.absolute(value)
 
 
 Mode = Literal["off", "dry-run", "on"]
@@ -152,10 +147,10 @@ class AuditSettings(kit.settings.Section):
     """The volume audit: leaked mounts, bad mappings, version skew, log lines of trouble."""
 
     enabled: bool = Field(default=True, description="false: no audit.")
-    kubelet: Path = Field(
+    kubelet: kit.settings.AbsolutePath = Field(
         default=Path("/var/lib/kubelet"), description="kubelet's root directory on the host."
     )
-    containers: Path = Field(
+    containers: kit.settings.AbsolutePath = Field(
         default=Path("/run/containerd/io.containerd.runtime.v2.task/k8s.io"),
         description="containerd's bundles, which hold the pods' names.",
     )
@@ -180,9 +175,6 @@ class AuditSettings(kit.settings.Section):
     clear_after: kit.units.Seconds = Field(
         default=5.0, ge=0, description="A finding clears when its trouble was gone for so long."
     )
-    clusters: tuple[ClusterSettings, ...] = Field(
-        default=(), max_length=16, description="Clusters."
-    )
     cluster_interval: kit.units.Seconds = Field(
         default=300.0,
         ge=1,
@@ -204,17 +196,3 @@ class AuditSettings(kit.settings.Section):
     )
     logs: LogSettings = Field(default_factory=LogSettings, description="Logs.")
     actions: ActionSettings = Field(default_factory=ActionSettings, description="Actions.")
-
-    @field_validator("kubelet", "containers")
-    @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return kit.settings.absolute(value)
-
-    @field_validator("clusters")
-    @classmethod
-    def _unique(cls, value: tuple[ClusterSettings, ...]) -> tuple[ClusterSettings, ...]:
-        names = [cluster.name for cluster in value]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"cluster {name!r} is listed twice; names must be unique")
-        return value

@@ -28,7 +28,7 @@ def _files() -> list[str]:
 @pytest.mark.parametrize(
     "path", [str(DEFAULTS.kubelet), str(DEFAULTS.containers), *_files(), *sources.JOURNALS]
 )
-def test_what_the_audit_reads_is_mounted_where_it_is_on_the_host(pod: Any, path: str) -> None:
+def test_daemonset_mounts_what_the_audit_reads(pod: Any, path: str) -> None:
     hosts = {each["name"]: each.get("hostPath", {}).get("path") for each in pod["volumes"]}
     mounts = [
         mount
@@ -43,7 +43,7 @@ def test_what_the_audit_reads_is_mounted_where_it_is_on_the_host(pod: Any, path:
         assert mount["mountPropagation"] == "HostToContainer"
 
 
-def test_only_what_mounts_for_the_host_is_bidirectional(pod: Any) -> None:
+def test_daemonset_bidirectional_mounts(pod: Any) -> None:
     both = {
         mount["mountPath"]
         for mount in pod["containers"][0]["volumeMounts"]
@@ -53,7 +53,7 @@ def test_only_what_mounts_for_the_host_is_bidirectional(pod: Any) -> None:
     assert pod["hostPID"] is True
 
 
-def test_the_image_has_the_programs_that_the_audit_calls() -> None:
+def test_image_has_the_programs_that_the_audit_calls() -> None:
     last = (TOP / "Dockerfile").read_text().rsplit("\nFROM ", 1)[1]
     installed = set(re.findall(r"[\w.-]+", last))
     # journalctl, rados, rbd-nbd, the bindings
