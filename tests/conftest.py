@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from tests.testbed import agent, ceph, leftovers
+from tests.testbed import agent, ceph, kubernetes, leftovers
 
 if TYPE_CHECKING:
     from tests.testbed import bigset
@@ -35,7 +35,7 @@ def _group(item: pytest.Item) -> str | None:
     if item.get_closest_marker("real") is None:
         return None
     room = item.path.relative_to(TESTS).parts[0]
-    if room == "volumes":
+    if room == "volumes" or "kube" in getattr(item, "fixturenames", ()):
         return "host"
     if "cluster" in getattr(item, "fixturenames", ()):
         return "cluster"
@@ -84,6 +84,17 @@ def cluster(run_folder: Path) -> Iterator[ceph.CephCluster]:
     made = ceph.CephCluster(run_folder / "ceph")
     made.start()
     try:
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="session")
+def kube(run_folder: Path) -> Iterator[kubernetes.Kubernetes]:
+    """The session's Kubernetes with one node: started when the first test asks for it."""
+    made = kubernetes.Kubernetes(run_folder / "kube")
+    try:
+        made.start()
         yield made
     finally:
         made.stop()
