@@ -157,14 +157,13 @@ def _holder(pid: int, how: str) -> Holder:
         cgroup = Path(f"/proc/{pid}/cgroup").read_text()
     except OSError:
         command, cgroup = "ended", ""
+    return Holder(pid, command, how, *pod_and_container(cgroup))
+
+
+def pod_and_container(cgroup: str) -> tuple[str, str]:
+    """Pod UID and container id from the text of /proc/<pid>/cgroup; '' for each that is missing."""
     pod, container = _POD.search(cgroup), _CONTAINER.search(cgroup)
-    return Holder(
-        pid,
-        command,
-        how,
-        pod[1].replace("_", "-") if pod else "",
-        container[1] if container else "",
-    )
+    return pod[1].replace("_", "-") if pod else "", container[1] if container else ""
 
 
 def _family(root: int) -> set[int]:

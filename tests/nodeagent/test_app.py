@@ -45,6 +45,7 @@ class Slow:
         self.name = name
         self._order = order
         self._hang = hang
+        self.begun = asyncio.Event()
 
     async def _do(self, what: str) -> None:
         self._order.append(f"{what} {self.name}")
@@ -52,6 +53,7 @@ class Slow:
             await asyncio.Event().wait()
 
     async def start(self) -> None:
+        self.begun.set()
         await self._do("start")
 
     async def stop(self) -> None:
@@ -84,9 +86,9 @@ def running(agent: app.Agent, *components: Slow) -> app.Agent:
 
 
 async def test_run_stops_in_reverse_order(agent: app.Agent, order: list[str]) -> None:
-    task = asyncio.create_task(running(agent, Slow("a", order), Slow("b", order)).run())
-    while "start b" not in order:
-        await asyncio.sleep(0.01)
+    last = Slow("b", order)
+    task = asyncio.create_task(running(agent, Slow("a", order), last).run())
+    await asyncio.wait_for(last.begun.wait(), 10)
     agent._stopping.set()
     await asyncio.wait_for(task, 10)
     assert order == ["start a", "start b", "stop b", "stop a"]
@@ -112,9 +114,9 @@ async def test_start_has_a_deadline(
 
 
 async def test_second_agent_of_a_state_dir_is_refused(agent: app.Agent, order: list[str]) -> None:
-    task = asyncio.create_task(running(agent, Slow("a", order)).run())
-    while not order:
-        await asyncio.sleep(0.01)
+    component = Slow("a", order)
+    task = asyncio.create_task(running(agent, component).run())
+    await asyncio.wait_for(component.begun.wait(), 10)
     with pytest.raises(kit.errors.RefusedError, match="another agent runs with it"):
         await agent.run()
     agent._stopping.set()

@@ -1,14 +1,16 @@
-"""Where kubelet's directory is, and what holds when it is not there. A made /proc and host root."""
+"""A scan of an invented /proc and host root: kubelet's directory, and the trip through the pipe."""
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.volumes.audit.world import INVENTORY, place
+import kit.messages
+from tests.volumes.audit.world import IMAGE, INVENTORY, OWNER, place, scene, space, volume
 from volumes.audit import scheduler
-from volumes.audit.inventory import scan
+from volumes.audit.inventory import model, scan
 from volumes.audit.inventory.model import Inventory
 
 CSI = "plugins/kubernetes.io/csi/rbd.csi.ceph.com/aa"
@@ -61,7 +63,7 @@ def host(tmp_path: Path) -> Host:
 
 
 @pytest.mark.parametrize("link", ["/data/kubelet", "../../data/./kubelet", "/srv/../srv/k"])
-def test_a_directory_that_is_a_link_on_the_host_is_followed_there(host: Host, link: str) -> None:
+def test_linked_kubelet_directory_is_followed_on_the_host(host: Host, link: str) -> None:
     staging = host.root / "data/kubelet" / CSI
     (staging / "globalmount").mkdir(parents=True)
     (staging / "vol_data.json").write_text(json.dumps({"volumeHandle": "h1"}))
@@ -81,13 +83,13 @@ def test_a_directory_that_is_a_link_on_the_host_is_followed_there(host: Host, li
     assert inventory.no_records == ""
 
 
-def test_a_loop_of_links_ends(host: Host) -> None:
+def test_loop_of_links_ends(host: Host) -> None:
     (host.root / "var/lib").mkdir(parents=True)
     (host.root / "var/lib/kubelet").symlink_to("kubelet")
     assert "no kubelet directory" in host.look(kubelet_set=True).no_records
 
 
-def test_a_missing_directory_is_a_gap_only_where_a_kubelet_is(host: Host) -> None:
+def test_missing_kubelet_directory_is_a_gap_only_with_a_kubelet(host: Host) -> None:
     nothing = host.look()
     assert (nothing.no_records, nothing.gaps) == ("", ())  # no kubelet here, nothing is missing
     assert "at /var/lib/kubelet" in host.look(kubelet_set=True).no_records  # somebody said so
@@ -99,10 +101,26 @@ def test_a_missing_directory_is_a_gap_only_where_a_kubelet_is(host: Host) -> Non
     assert host.look().no_records == ""
 
 
-def test_a_quick_look_without_processes_keeps_what_was_known_until_the_directory_is_there() -> None:
+def test_quick_scan_keeps_no_records_until_the_directory_exists() -> None:
     before = dataclasses.replace(INVENTORY, no_records="no kubelet directory at /k")
     quick = dataclasses.replace(INVENTORY, deep=False)
     assert scheduler.merged(quick, before).no_records == before.no_records
     there = dataclasses.replace(quick, kubelet=place("/", device=(8, 1)))
     assert scheduler.merged(there, before).no_records == ""
     assert scheduler.merged(INVENTORY, before).no_records == ""  # a full look knows itself
+
+
+def test_inventory_survives_the_pipe() -> None:
+    """Names of files need not be UTF-8."""
+    odd = place("/mnt/" + os.fsdecode(b"\xff"))
+    at = scene(
+        spaces=(space(),),
+        host=(odd,),
+        volumes=(volume(image=IMAGE),),
+        raw={"rbd0": ("/dev/x",)},
+        users=(model.User(OWNER, (8, 1), ("fd 3",), 1),),
+    )
+    assert at.inventory is not None
+    assert at.inventory.by_number  # what is computed is not sent
+    text = kit.messages.encode(at.inventory)
+    assert kit.messages.decode(text, Inventory) == at.inventory

@@ -1,4 +1,4 @@
-"""The pattern file against the exact texts of the programs, and against near misses. Pure."""
+"""patterns.yaml against the exact texts of the programs and near misses; loading patterns. Pure."""
 
 import itertools
 from pathlib import Path
@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 import kit.errors
-from tests.volumes.audit.world import place, scene, volume
-from volumes.audit.inventory.model import Publish
-from volumes.audit.logs import follower, hits, matcher, patterns
+from volumes.audit.logs import follower, matcher, patterns
 from volumes.audit.settings import LogSource
 
 PATTERNS = patterns.built_in()
@@ -33,7 +31,7 @@ def matched(
     [(p, text) for p in PATTERNS for text in p.examples],
     ids=lambda v: str(v)[:40],
 )
-def test_every_example_is_matched_by_its_pattern(pattern: patterns.Pattern, text: str) -> None:
+def test_pattern_matches_its_examples(pattern: patterns.Pattern, text: str) -> None:
     assert pattern.id in [hit.pattern for hit in matched(pattern.source, text)]
 
 
@@ -42,11 +40,11 @@ def test_every_example_is_matched_by_its_pattern(pattern: patterns.Pattern, text
     [(p, text) for p in PATTERNS for text in p.near_misses],
     ids=lambda v: str(v)[:40],
 )
-def test_no_near_miss_is_matched_by_its_pattern(pattern: patterns.Pattern, text: str) -> None:
+def test_pattern_ignores_its_near_misses(pattern: patterns.Pattern, text: str) -> None:
     assert pattern.id not in [hit.pattern for hit in matched(pattern.source, text)]
 
 
-def test_every_pattern_brings_examples_and_near_misses() -> None:
+def test_built_in_patterns_have_examples_and_near_misses() -> None:
     for pattern in PATTERNS:
         assert pattern.examples, pattern.id
         assert pattern.near_misses, pattern.id
@@ -136,7 +134,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize(("text", "expected"), EXACT.items(), ids=lambda v: str(v)[:40])
-def test_the_exact_text_is_matched_by_its_pattern_and_no_other(text: str, expected: str) -> None:
+def test_exact_text_matches_one_pattern(text: str, expected: str) -> None:
     source = next(p.source for p in PATTERNS if p.id == expected)
     found = matched(source, text)
     assert [hit.pattern for hit in found] == [expected]
@@ -154,13 +152,13 @@ def test_the_exact_text_is_matched_by_its_pattern_and_no_other(text: str, expect
         ("pool/ns/csi-vol-9", {"image": "pool/ns/csi-vol-9"}),
     ],
 )
-def test_what_is_unmapped_is_a_device_or_an_image(spec: str, groups: dict[str, str]) -> None:
+def test_unmap_failed_names_a_device_or_an_image(spec: str, groups: dict[str, str]) -> None:
     """ceph-csi unmaps by the device's path where it knows it (rbd_attach.go)."""
     text = f"rbd: unmap for spec ({spec}) failed (an error (exit status 16)): (sysfs write failed)"
     assert [hit.groups for hit in matched("userspace", text)] == [groups]
 
 
-def test_every_pattern_is_exercised_by_an_exact_text() -> None:
+def test_exact_texts_cover_all_patterns() -> None:
     assert {p.id for p in PATTERNS} == set(EXACT.values())
 
 
@@ -188,7 +186,7 @@ ABOUT_A_DEVICE = (
     ],
 )
 @pytest.mark.parametrize("text", ABOUT_A_DEVICE)
-def test_lines_about_guarded_devices_of_any_driver_are_matched(
+def test_device_patterns_match_watched_drivers_only(
     text: str, driver: str, name: str, another: str
 ) -> None:
     devices = follower.device_names((driver,))
@@ -212,7 +210,7 @@ def test_ordinary_lines_match_nothing() -> None:
         assert matched(source, line) == []
 
 
-def test_an_operators_pattern_is_added_and_one_with_a_known_id_replaces_that(
+def test_load_adds_and_replaces_operator_patterns(
     tmp_path: Path,
 ) -> None:
     own = tmp_path / "own.yaml"
@@ -244,9 +242,7 @@ MISFIT = """
         (MISFIT, "own example"),
     ],
 )
-def test_a_bad_pattern_file_is_refused_with_the_pattern_named(
-    tmp_path: Path, text: str, named: str
-) -> None:
+def test_load_names_the_bad_pattern(tmp_path: Path, text: str, named: str) -> None:
     own = tmp_path / "own.yaml"
     own.write_text(text)
     with pytest.raises(kit.errors.SettingsError, match=named) as caught:
@@ -254,83 +250,7 @@ def test_a_bad_pattern_file_is_refused_with_the_pattern_named(
     assert str(own) in str(caught.value)
 
 
-def test_lines_above_the_budget_are_counted_not_lost() -> None:
-    each = matcher.Matcher("x", patterns.expressions(PATTERNS), DEVICES, 1000, clock=lambda: 0.0)
-    block = b"some line of no interest\n" * 100
-    for _ in range(500):
-        each.feed(block)
-    assert each.counters.seen + each.counters.dropped == 50_000
-    assert each.counters.seen == 1000
-
-
-def test_lines_cut_anywhere_are_matched_once() -> None:
-    line = b"rbd image rbd/csi-vol-1 is still being used\n"
-    data = b"x\n" + line * 3 + b"y\n"
-    for cut in range(1, 60):
-        each = matcher.Matcher("x", patterns.expressions(PATTERNS), DEVICES, 10**6)
-        rest = b""
-        for at in range(0, len(data), cut):
-            rest = each.feed(data[at : at + cut], rest)
-        assert [h.count for h in each.flush()] == [3], cut
-        assert each.counters.seen == 5
-
-
-def test_a_flood_of_made_up_names_is_bounded() -> None:
-    each = matcher.Matcher("x", patterns.expressions(PATTERNS), DEVICES, 10**6)
-    for number in range(1000):
-        each.feed(f"rbd image rbd/i{number} is still being used\n".encode())
-    assert len(list(each.flush())) == matcher.MOST_HITS
-    assert each.counters.squeezed == 1000 - matcher.MOST_HITS
-
-
-def by_id() -> dict[str, patterns.Pattern]:
-    return {p.id: p for p in PATTERNS}
-
-
-def raw(pattern: str, count: int = 1, **groups: str) -> matcher.Hit:
-    return matcher.Hit(pattern, "s", "t", groups, count)
-
-
-def test_a_pattern_that_must_come_often_is_quiet_until_it_does() -> None:
-    state = hits.note(hits.Hits(), [raw("ceph-session-flaps", 9)], by_id(), 100.0, 900.0)
-    assert hits.frequent(state, by_id()) == ()
-    state = hits.note(state, [raw("ceph-session-flaps", 1)], by_id(), 150.0, 900.0)
-    assert len(hits.frequent(state, by_id())) == 1
-    late = hits.note(state, [raw("ceph-session-flaps", 1)], by_id(), 250.0, 900.0)
-    assert hits.frequent(late, by_id()) == ()
-
-
-def test_lines_are_forgotten_after_a_while_and_never_too_many_are_kept() -> None:
-    state = hits.note(hits.Hits(), [raw("rbd-in-use", image="a/b")], by_id(), 100.0, 900.0)
-    assert hits.frequent(hits.note(state, [], by_id(), 999.0, 900.0), by_id())
-    assert not hits.frequent(hits.note(state, [], by_id(), 1001.0, 900.0), by_id())
-    many = [raw("rbd-in-use", image=f"a/{n}") for n in range(1000)]
-    state = hits.note(hits.Hits(), many, by_id(), 100.0, 900.0)
-    assert len(state.recent) == hits.MOST
-
-
-def test_a_line_is_joined_to_the_device_of_its_volume_path_pod_or_image() -> None:
-    uid = "1c6f2fcb-2a35-4a3c-a1f0-3d2fd3b0f1aa"
-    staged = volume(publishes=(Publish(uid, "/p", "pvc-9", mounted=True, read_only=False),))
-    inventory = scene(volumes=(staged,), host=(place("/mnt/x"),)).inventory
-    state = hits.note(
-        hits.Hits(),
-        [
-            raw("unmap-failed", volume="h1"),
-            raw("target-busy", path="/mnt/x"),
-            raw("orphaned-pod", pod=uid),
-            raw("rbd-in-use", image="rbd/csi-vol-1"),
-            raw("rbd-in-use", image="rbd/another"),
-        ],
-        by_id(),
-        100.0,
-        900.0,
-    )
-    joined = hits.join(hits.frequent(state, by_id()), inventory)
-    assert [hit.device for hit in joined] == ["rbd0", "rbd0", "rbd0", "rbd0", ""]
-
-
-def test_default_sources_are_valid() -> None:
+def test_log_source_needs_one_valid_origin() -> None:
     with pytest.raises(ValueError, match="last two"):
         LogSource(name="x", files="/var/*/pods/a/b.log")
     with pytest.raises(ValueError, match="either"):

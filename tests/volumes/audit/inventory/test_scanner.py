@@ -1,20 +1,22 @@
-"""The scan child: what hangs is abandoned, what it opens is not kept, gaps are said."""
+"""The scan child on the real node: hangs, gaps, and what it leaves open."""
 
 import asyncio
 import errno
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kit.processes
 from linux import mount_namespaces
-from tests.volumes.audit.stage import Stage, run, settings, watching
-from tests.volumes.audit.test_logs import _children
-from volumes.audit.inventory import scan
+from tests.volumes.audit.stage import Stage, children, run, settings, watching
+from volumes.audit.inventory import holders, processes, scan
 
 pytestmark = pytest.mark.real
+
+CHILD = "volumes.audit.inventory.scan"
 
 
 def request(stage: Stage, **changes: object) -> scan.Request:
@@ -29,10 +31,10 @@ def request(stage: Stage, **changes: object) -> scan.Request:
     return scan.Request(**(fields | changes))  # type: ignore[arg-type]
 
 
-async def test_a_look_that_hangs_is_given_up_and_the_next_one_works(stage: Stage) -> None:
+async def test_scanner_abandons_a_hanging_scan(stage: Stage) -> None:
     scanner = scan.Scanner()
     await scanner.scan(request(stage), 20.0)
-    (child,) = _children("volumes.audit.inventory.scan")
+    (child,) = children(CHILD)
     os.kill(child, signal.SIGSTOP)
     with pytest.raises(scan.BlindError, match=r"no answer within 0\.5s"):
         await scanner.scan(request(stage), 0.5)
@@ -42,10 +44,10 @@ async def test_a_look_that_hangs_is_given_up_and_the_next_one_works(stage: Stage
     await scanner.close()
 
 
-async def test_a_child_whose_look_was_cut_off_by_the_end_is_waited_for(stage: Stage) -> None:
+async def test_close_waits_for_an_interrupted_child(stage: Stage) -> None:
     scanner = scan.Scanner()
     await scanner.scan(request(stage), 20.0)
-    (child,) = _children("volumes.audit.inventory.scan")
+    (child,) = children(CHILD)
     os.kill(child, signal.SIGSTOP)
     task = asyncio.create_task(scanner.scan(request(stage), 20.0))
     await asyncio.sleep(0)
@@ -55,7 +57,7 @@ async def test_a_child_whose_look_was_cut_off_by_the_end_is_waited_for(stage: St
     assert not Path(f"/proc/{child}").exists()
 
 
-async def test_children_that_cannot_be_killed_are_bounded(
+async def test_scanner_bounds_children_that_cannot_be_killed(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGKILL does nothing to a process in an uninterruptible sleep; here it is not sent."""
@@ -65,7 +67,7 @@ async def test_children_that_cannot_be_killed_are_bounded(
     try:
         for _ in range(scan.MOST_ABANDONED):
             await scanner.scan(request(stage), 20.0)
-            (child,) = set(_children("volumes.audit.inventory.scan")) - set(frozen)
+            (child,) = set(children(CHILD)) - set(frozen)
             frozen.append(child)
             os.kill(child, signal.SIGSTOP)
             with pytest.raises(scan.BlindError):
@@ -73,14 +75,14 @@ async def test_children_that_cannot_be_killed_are_bounded(
         assert scanner.stuck == scan.MOST_ABANDONED
         with pytest.raises(scan.BlindError, match="still hang in the kernel"):
             await scanner.scan(request(stage), 20.0)
-        assert len(_children("volumes.audit.inventory.scan")) == scan.MOST_ABANDONED
+        assert len(children(CHILD)) == scan.MOST_ABANDONED
     finally:
         for pid in frozen:
             os.kill(pid, signal.SIGKILL)
         await scanner.close()
 
 
-async def test_an_audit_that_cannot_look_says_unknown_and_keeps_what_stood(stage: Stage) -> None:
+async def test_blind_audit_keeps_its_findings(stage: Stage) -> None:
     device = stage.loop()
     target, _ = stage.staged(device)
     empty = stage.folder / "empty"
@@ -90,21 +92,22 @@ async def test_an_audit_that_cannot_look_says_unknown_and_keeps_what_stood(stage
     async with watching(stage, impatient) as watch:
         run("umount", target)
         found = await watch.finding(device, "leaked-mount")
-        for _ in range(100):
-            for child in _children("volumes.audit.inventory.scan"):
+
+        def stale() -> list[dict[str, Any]]:
+            for child in children(CHILD):
                 os.kill(child, signal.SIGSTOP)
             watch.audit.wake()
             still = watch.found(device, "leaked-mount")
-            if "not_looked_at_again" in still[0]["evidence"]:
-                break
-            await asyncio.sleep(0.1)
+            return still if "not_looked_at_again" in still[0]["evidence"] else []
+
+        still = await watch.until(stale, "a scan that hangs")
         assert watch.found("", "audit-blind")
         assert [f["id"] for f in still] == [found["id"]]
         assert "no answer" in still[0]["evidence"]["not_looked_at_again"]
         await watch.until(lambda: not watch.found("", "audit-blind"), "sees again")
 
 
-async def test_a_look_keeps_nothing_busy(stage: Stage) -> None:
+async def test_scan_keeps_nothing_busy(stage: Stage) -> None:
     device = stage.loop()
     target, _ = stage.staged(device)
     scanner = scan.Scanner()
@@ -115,7 +118,7 @@ async def test_a_look_keeps_nothing_busy(stage: Stage) -> None:
     await scanner.close()
 
 
-async def test_without_the_kernels_list_threads_and_processes_still_lead_to_namespaces(
+async def test_namespaces_are_found_without_the_kernels_list(
     stage: Stage,
 ) -> None:
     """Kernels before 6.12: what the walk is replaced by, on the same scene."""
@@ -123,8 +126,6 @@ async def test_without_the_kernels_list_threads_and_processes_still_lead_to_name
     stage.staged(device)
     pid = stage.holder("thread", stage.folder)
     number = os.stat(f"/dev/{device}").st_rdev
-    from volumes.audit.inventory import holders, processes
-
     everything = processes.Processes("/proc", "/nonexistent")
     old = holders.Namespaces(
         everything,
@@ -152,11 +153,9 @@ async def test_without_the_kernels_list_threads_and_processes_still_lead_to_name
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "by processes"])
-async def test_a_namespace_that_may_not_be_entered_is_a_gap_and_one_that_ended_is_none(
+async def test_forbidden_namespace_is_a_gap_ended_one_is_not(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, listed: bool
 ) -> None:
-    from volumes.audit.inventory import holders, processes
-
     stage.holder("chroot", stage.kubelet, stage.folder)
     refused = OSError(errno.EPERM, "Operation not permitted")
     ended = OSError(errno.ESRCH, "No such process")
@@ -184,7 +183,7 @@ def _not_there(start: str = "") -> object:
     raise OSError(25, "Inappropriate ioctl for device")
 
 
-def test_statmount_and_mountinfo_say_the_same_of_every_namespace(stage: Stage) -> None:
+def test_statmount_agrees_with_mountinfo(stage: Stage) -> None:
     device = stage.loop()
     target = stage.mount(device, stage.folder / "m")
     own = os.stat("/proc/self/ns/mnt").st_ino
@@ -197,6 +196,6 @@ def test_statmount_and_mountinfo_say_the_same_of_every_namespace(stage: Stage) -
     assert [m.fstype for m in mounts if m.target == str(target)] == ["ext4"]
 
 
-def test_a_missing_proc_is_an_error_that_says_what_to_do(stage: Stage) -> None:
+def test_scan_without_proc_is_an_error(stage: Stage) -> None:
     with pytest.raises(OSError):
         scan.scan(request(stage, proc=str(stage.folder / "none")))
