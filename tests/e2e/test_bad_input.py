@@ -91,7 +91,7 @@ def test_foreign_store_is_refused(area: Path, node: Agent, source: Path) -> None
     (node.store / "precious").write_bytes(b"data")
     node.add_dir("a", source)
     node.write()
-    assert_refused(node, "not a store of ours", "precious", code=4)
+    assert_refused(node, "not empty and not a store", "precious", code=4)
     assert (node.store / "precious").read_bytes() == b"data"
     assert os.listdir(node.store) == ["precious"]
 
@@ -133,7 +133,7 @@ def test_kernel_without_overlayfs_is_refused(area: Path, node: Agent, source: Pa
         capture_output=True, text=True, check=False, timeout=60, env=node.environment,
     )  # fmt: skip
     assert done.returncode == 4, done.stderr
-    assert "no overlayfs" in done.stderr
+    assert "lacks overlayfs" in done.stderr
     assert "modprobe overlay" in done.stderr
     assert done.stderr.count("\n") == 1
     assert_nothing_made(node)
@@ -182,16 +182,16 @@ def cases(area: Path, cluster: ceph.CephCluster, secret: Path) -> Iterator[dict[
     port = ports.free(1)[0]
     yield {
         "wrong secret": (ceph_source(cluster, other), ["client.admin", "refused", "secret_file"]),
-        "no key": (ceph_source(cluster, noise), ["holds no Ceph key", "auth print-key"]),
+        "no key": (ceph_source(cluster, noise), ["does not hold a Ceph key", "auth print-key"]),
         "no file": (ceph_source(cluster, area / "nowhere"), ["cannot be read", "put the user's"]),
         "no monitor": (
             ceph_source(cluster, secret, monitors=[f"127.0.0.1:{port}"]),
             [f"127.0.0.1:{port}", "no monitor", "network"],
         ),
-        "no path": (ceph_source(cluster, secret, path="/not/there"), ["/not/there", "no path"]),
+        "no path": (ceph_source(cluster, secret, path="/not/there"), ["path /not/there", "does not exist"]),
         "no snapshot": (ceph_source(cluster, secret), ["no snapshot 'none'", "make it"]),
         "no user": (ceph_source(cluster, secret, user="nobody"), ["client.nobody", "refused"]),
-        "no directory": ({"kind": "dir", "path": str(area / "nowhere")}, ["no such directory"]),
+        "no directory": ({"kind": "dir", "path": str(area / "nowhere")}, ["the directory does not exist"]),
         "empty directory": ({"kind": "dir", "path": str(area / "empty")}, ["it is empty", "mount"]),
     }
 
@@ -239,7 +239,7 @@ def test_bad_sources_are_reported_with_cause_and_remedy(
 def test_source_that_appears_later_is_filled(area: Path, node: Agent) -> None:
     node.add_dir("a", area / "later")
     node.start()
-    node.wait_for(lambda: "no such directory" in node.dataset("a")["why"], 30, "the cause")
+    node.wait_for(lambda: "the directory does not exist" in node.dataset("a")["why"], 30, "the cause")
     trees.plain(area / "later", 20)
     node.wait_state("a", "complete", seconds=60)
     trees.assert_equal(area / "later", node.view("a"))
