@@ -188,10 +188,13 @@ def cases(area: Path, cluster: ceph.CephCluster, secret: Path) -> Iterator[dict[
             ceph_source(cluster, secret, monitors=[f"127.0.0.1:{port}"]),
             [f"127.0.0.1:{port}", "no monitor", "network"],
         ),
-        "no path": (ceph_source(cluster, secret, path="/not/there"), ["path /not/there", "does not exist"]),
+        "no path": (ceph_source(cluster, secret, path="/not/there"), ["/not/there", "not exist"]),
         "no snapshot": (ceph_source(cluster, secret), ["no snapshot 'none'", "make it"]),
         "no user": (ceph_source(cluster, secret, user="nobody"), ["client.nobody", "refused"]),
-        "no directory": ({"kind": "dir", "path": str(area / "nowhere")}, ["the directory does not exist"]),
+        "no directory": (
+            {"kind": "dir", "path": str(area / "nowhere")},
+            ["directory does not exist"],
+        ),
         "empty directory": ({"kind": "dir", "path": str(area / "empty")}, ["it is empty", "mount"]),
     }
 
@@ -239,7 +242,7 @@ def test_bad_sources_are_reported_with_cause_and_remedy(
 def test_source_that_appears_later_is_filled(area: Path, node: Agent) -> None:
     node.add_dir("a", area / "later")
     node.start()
-    node.wait_for(lambda: "the directory does not exist" in node.dataset("a")["why"], 30, "the cause")
+    node.wait_for(lambda: "directory does not exist" in node.dataset("a")["why"], 30, "the cause")
     trees.plain(area / "later", 20)
     node.wait_state("a", "complete", seconds=60)
     trees.assert_equal(area / "later", node.view("a"))
