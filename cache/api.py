@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import kit.errors
 import kit.units
-from cache import describe, failures
+from cache import status
 from cache.component import Cache
 from cache.dataset import Dataset
 from kit.room import Answer, Cell, Json, PageSection, Request, Role, Route, Stream, watch
@@ -19,12 +19,12 @@ def _named(cache: Cache, request: Request) -> Dataset:
 
 
 def _accepted(dataset: Dataset) -> Answer:
-    return Answer(describe.dataset(dataset), 202)
+    return Answer(status.of_dataset(dataset), 202)
 
 
 async def _list(cache: Cache, _: Request) -> Json:
     return {
-        "datasets": [describe.dataset(cache.datasets[name]) for name in sorted(cache.datasets)],
+        "datasets": [status.of_dataset(cache.datasets[name]) for name in sorted(cache.datasets)],
         "orphans": sorted({folder.split("/")[-2] for folder in cache.orphans}),
         "store_bytes": cache.used(),
         "budget_bytes": cache.settings.budget,
@@ -32,41 +32,41 @@ async def _list(cache: Cache, _: Request) -> Json:
 
 
 async def _show(cache: Cache, request: Request) -> Json:
-    return describe.dataset(_named(cache, request))
+    return status.of_dataset(_named(cache, request))
 
 
 async def _warm(cache: Cache, request: Request) -> Answer:
     request.fields()
     dataset = _named(cache, request)
-    await dataset.warm()
+    await cache.jobs.warm(dataset)
     return _accepted(dataset)
 
 
 async def _pause(cache: Cache, request: Request) -> Answer:
     request.fields()
     dataset = _named(cache, request)
-    await dataset.pause()
+    await cache.jobs.pause(dataset)
     return _accepted(dataset)
 
 
 async def _resume(cache: Cache, request: Request) -> Answer:
     request.fields()
     dataset = _named(cache, request)
-    await dataset.resume()
+    await cache.jobs.resume(dataset)
     return _accepted(dataset)
 
 
 async def _cancel(cache: Cache, request: Request) -> Answer:
     request.fields()
     dataset = _named(cache, request)
-    await dataset.cancel()
+    await cache.jobs.cancel(dataset)
     return _accepted(dataset)
 
 
 async def _verify(cache: Cache, request: Request) -> Answer:
     body = request.fields(source=bool)
     dataset = _named(cache, request)
-    await dataset.verify(source=body.get("source", False))
+    await cache.jobs.verify(dataset, source=body.get("source", False))
     return _accepted(dataset)
 
 
@@ -83,14 +83,14 @@ async def _failures(cache: Cache, request: Request) -> Json:
             "limit", f"{limit!r} is not a number from 1 to {MOST_FAILURES}", "correct it"
         )
     after = request.query.get("after", "")
-    return await failures.page(_named(cache, request), int(limit), after)
+    return await status.failures(_named(cache, request), int(limit), after)
 
 
 async def _progress(cache: Cache, request: Request) -> Stream:
     dataset = _named(cache, request)
 
     def read() -> Json | None:
-        return describe.dataset(dataset) if dataset in cache.datasets.values() else None
+        return status.of_dataset(dataset) if dataset in cache.datasets.values() else None
 
     return Stream(watch(read))
 
@@ -113,7 +113,7 @@ ROUTES = (
 def page(cache: Cache) -> Sequence[PageSection]:
     """Each dataset with its state, its progress and its place on the SSD."""
     size = kit.units.format_size
-    rows = [_row(describe.dataset(cache.datasets[name])) for name in sorted(cache.datasets)]
+    rows = [_row(status.of_dataset(cache.datasets[name])) for name in sorted(cache.datasets)]
     return [
         PageSection(
             title="Datasets",

@@ -1,7 +1,6 @@
-"""The cache as the process sees it: which datasets there are, and whose turn it is."""
+"""The cache as the process sees it: its datasets, and what of the store belongs to none."""
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,26 +12,22 @@ import kit.child
 import kit.errors
 import kit.findings
 import kit.room
-from cache import describe, hints, metrics, store, view
-from cache.dataset import STORE_SECONDS, VIEW_SECONDS, Dataset, state_file
+from cache import hints, status, view
+from cache.dataset import STORE_SECONDS, VIEW_SECONDS, Dataset, source_folder, state_file
+from cache.jobs import Jobs
 from cache.settings import CacheSettings, DatasetSettings
-from cache.sources import registry
+from cache.sources import cephfs
+from cache.store import generations
 
 log = structlog.get_logger("cache")
 
-# Deleting millions of files takes its time; it is done beside everything else.
+# Deleting millions of files takes long; it happens beside everything else.
 TRASH_SECONDS = 6 * 3600.0
 TRASH_RETRY_SECONDS = 60.0
 _LIVE = ("budget", "reserve", "refresh_interval", "source_timeout", "fill", "hints")
 
 
 class Cache:
-    """Holds the datasets; lets one pass run at a time, so that limits are those of the node.
-
-    The one with the highest priority goes first: a job waits for one whole dataset, not for all
-    of them a little.
-    """
-
     name = "cache"
 
     def __init__(
@@ -40,8 +35,10 @@ class Cache:
     ) -> None:
         self.settings = settings
         self.datasets: dict[str, Dataset] = {}
-        self.orphans: dict[str, int] = {}  # folders of no dataset in the settings, and their bytes
-        # The mount table knows only real paths: links on the way are followed once, here.
+        self.orphans: dict[str, int] = {}  # folders that no dataset has, and their SSD bytes
+        self.trashed = 0  # SSD bytes of discarded generations that are not deleted yet
+        self.jobs = Jobs(self.datasets, self._foreign)
+        # The mount table shows real paths only, so links are followed once, here.
         self._state_dir = Path(os.path.realpath(state_dir))
         self._store = os.path.realpath(settings.store)
         self._views = os.path.realpath(settings.views)
@@ -51,26 +48,22 @@ class Cache:
         self._hinter: asyncio.Task[None] | None = None
         self._trash: asyncio.Task[None] | None = None
         self._trash_waits = False  # something was discarded since emptying began
-        self._weighing = asyncio.Lock()  # the answer that comes last is the youngest
-        self.trashed = 0  # bytes of what was discarded and is not deleted yet
-        self._turn = asyncio.Event()
-        self._active: Dataset | None = None
-        self._crashed = ""
+        self._weighing = asyncio.Lock()  # so that the last answer is the newest
 
-    # --- protocol of components -----------------------------------------------------------------
+    # --- as kit.room.Component
 
     async def start(self) -> None:
         if os.geteuid() != 0:
             raise kit.errors.HostError("the cache", "it needs root", "run the agent as root")
         await kit.child.call(view.check_kernel, deadline=VIEW_SECONDS)
-        await kit.child.call(store.prepare, self._store, deadline=STORE_SECONDS)
+        await kit.child.call(generations.prepare, self._store, deadline=STORE_SECONDS)
         await kit.child.call(view.prepare, self._views, deadline=VIEW_SECONDS)
         await self._add(self.settings.datasets)
         await self._look_for_orphans()
         await self._weigh_trash()
         self._empty_trash()
-        self._scheduler = asyncio.create_task(self._schedule(), name="passes")
-        self._hinter = asyncio.create_task(hints.follow(self), name="hints")
+        self._scheduler = asyncio.create_task(self.jobs.follow(), name="jobs")
+        self._hinter = asyncio.create_task(hints.follow(self.datasets), name="hints")
 
     async def reconcile(self, settings: CacheSettings) -> Sequence[str]:
         refused = [
@@ -101,13 +94,13 @@ class Cache:
             if dataset.settings != new:
                 dataset.settings = new
                 dataset.wake()
-        if changed and self._active is not None and self._active.work.running is not None:
-            self._active.work.running.tell(self._active.work.limits(self._others(self._active)))
+        if changed:
+            await self.jobs.limits_changed()
         if {"budget", "reserve"} & set(changed):
             for dataset in self.datasets.values():
                 if dataset.generation.state == "partial" and dataset.generation.left_files:
-                    await dataset.warm()
-        self._turn.set()
+                    await self.jobs.warm(dataset)
+        self.jobs.wake()
         self._report()
         return refused
 
@@ -118,7 +111,7 @@ class Cache:
                 task.cancel()
         await asyncio.gather(*(d.stop() for d in self.datasets.values()))
         if self._scheduler is not None:
-            # It writes down how the pass ended; the pass has just been told to.
+            # It writes the outcome of the pass, which was cancelled above.
             done, _ = await asyncio.wait({self._scheduler}, timeout=1.0)
             if not done:
                 self._scheduler.cancel()
@@ -138,23 +131,23 @@ class Cache:
         return kit.room.Health(alive=alive, ready=alive and not reasons, reasons=reasons)
 
     def metrics(self) -> Iterable[Metric]:
-        return metrics.collect(self)
+        return status.metrics(self.datasets, budget=self.settings.budget, used=self.used())
 
-    # --- datasets -------------------------------------------------------------------------------
+    # --- datasets
 
     async def _add(self, added: Sequence[DatasetSettings]) -> None:
-        new = [Dataset(each, self.settings, self._state_dir, self._turn.set) for each in added]
+        new = [Dataset(each, self.settings, self._state_dir, self.jobs.wake) for each in added]
         folders = [dataset.folder for dataset in new]
-        found = await kit.child.call(store.adopt, folders, deadline=STORE_SECONDS)
+        found = await kit.child.call(generations.adopt, folders, deadline=STORE_SECONDS)
         for dataset, fields in zip(new, found, strict=True):
             dataset.adopt(fields)
             self.datasets[dataset.name] = dataset
             self._tasks[dataset.name] = asyncio.create_task(dataset.follow(), name=dataset.name)
 
     async def _drop(self, name: str) -> None:
-        """No longer in the settings: our work for it ends, view and store stay until removed.
+        """Stop work for a dataset that the settings lost. Its view and store stay until removed.
 
-        A slip in the settings file must not cost a dataset that took hours to warm.
+        A slip in the settings file must not cost a dataset that took hours to fill.
         """
         dataset = self.datasets.pop(name)
         task = self._tasks.pop(name)
@@ -165,21 +158,21 @@ class Cache:
         await self._look_for_orphans()
 
     def _can_change(self, old: DatasetSettings, new: DatasetSettings) -> bool:
-        """What a generation stands for cannot change under a view; the rest can."""
+        """The source cannot change under a view; everything else can."""
         return old.source == new.source and old.freshness == new.freshness
 
     def get(self, name: str) -> Dataset:
-        """NotFoundError names those that exist."""
+        """NotFoundError names the datasets that exist."""
         try:
             return self.datasets[name]
         except KeyError:
             names = ", ".join(sorted(self.datasets)) or "none"
             raise kit.errors.NotFoundError(
-                f"dataset {name!r}", "there is no such dataset", f"there are: {names}"
+                f"dataset {name!r}", "it does not exist", f"the datasets are: {names}"
             ) from None
 
     async def remove(self, name: str) -> None:
-        """Take a dataset down: one of the settings, or what is left of one that was there."""
+        """Remove a dataset of the settings, or what is left of one that the settings lost."""
         folders = [f for f in self.orphans if Path(f).parent.name == name]
         if name in self.datasets:
             await self.datasets[name].remove()
@@ -188,20 +181,20 @@ class Cache:
             if not folders and not await asyncio.to_thread(os.path.ismount, target):
                 self.get(name)
             await kit.child.call(view.take_down, target, deadline=VIEW_SECONDS)
-            await registry.let_go(name, self._state_dir)
+            await cephfs.release(source_folder(self._state_dir, name))
             state_file(self._state_dir, name).unlink(missing_ok=True)
         for folder in folders:
-            await kit.child.call(store.discard, self._store, folder, deadline=STORE_SECONDS)
+            await kit.child.call(generations.discard, self._store, folder, deadline=STORE_SECONDS)
         try:
             await self._weigh_trash()
             await self._look_for_orphans()
         finally:
             self._empty_trash()
-        self._turn.set()
+        self.jobs.wake()
 
     async def _look_for_orphans(self) -> None:
-        """Generations that no dataset of the settings has: they take space until removed."""
-        found = await kit.child.call(store.inventory, self._store, deadline=STORE_SECONDS)
+        """Find generations that no dataset of the settings has. They take space until removed."""
+        found = await kit.child.call(generations.inventory, self._store, deadline=STORE_SECONDS)
         ours = {dataset.folder for dataset in self.datasets.values()}
         self.orphans = {
             item["folder"]: int((item["fields"] or {}).get("used", 0))
@@ -211,7 +204,9 @@ class Cache:
 
     async def _weigh_trash(self) -> None:
         async with self._weighing:
-            self.trashed = await kit.child.call(store.trash, self._store, deadline=STORE_SECONDS)
+            self.trashed = await kit.child.call(
+                generations.trash_bytes, self._store, deadline=STORE_SECONDS
+            )
 
     def _empty_trash(self) -> None:
         self._trash_waits = True
@@ -222,63 +217,29 @@ class Cache:
         while self._trash_waits:
             self._trash_waits = False
             try:
-                await kit.child.call(store.empty_trash, self._store, deadline=TRASH_SECONDS)
+                await kit.child.call(generations.empty_trash, self._store, deadline=TRASH_SECONDS)
                 await self._weigh_trash()
             except (kit.errors.AgentError, OSError, RuntimeError) as error:
-                log.warning("trash could not be emptied, tried again later", why=str(error))
+                log.warning("trash could not be emptied; it is tried again", why=str(error))
                 self._trash_waits = True
                 await asyncio.sleep(TRASH_RETRY_SECONDS)
-        self._room_again()
+        await self._room_again()
 
-    def _room_again(self) -> None:
-        """What was discarded is deleted: its bytes are for those that lacked room."""
-        if self._active is not None and self._active.work.running is not None:
-            self._active.work.running.tell(self._active.work.limits(self._others(self._active)))
+    async def _room_again(self) -> None:
+        """Discarded generations are deleted: their bytes are for datasets that lacked room."""
+        await self.jobs.limits_changed()
         for dataset in self.datasets.values():
             if dataset.generation.left_files:
-                dataset.work.forgive()
-                dataset.wake()
+                dataset.retry_now()
 
-    # --- passes ---------------------------------------------------------------------------------
+    # --- space and reports
 
-    async def _schedule(self) -> None:
-        """One pass at a time, verifies before fills, then by priority and name."""
-        while True:
-            self._turn.clear()
-            dataset = self._next()
-            if dataset is None:
-                await self._turn.wait()
-                continue
-            self._active = dataset
-            others = self._others(dataset)
-            try:
-                if dataset.work.verify_queued:
-                    await dataset.work.run_verify(others)
-                else:
-                    await dataset.work.run_fill(others)
-            except (kit.errors.AgentError, OSError, RuntimeError, ValueError) as error:
-                log.error("pass could not be run", dataset=dataset.name, why=str(error))
-                dataset.work.verify_failed(str(error))
-                dataset.work.queued = False
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(5.0):
-                        await self._turn.wait()
-            finally:
-                self._active = None
-
-    def _next(self) -> Dataset | None:
-        waiting = [d for d in self.datasets.values() if d.work.wants_turn and not d.removed]
-        waiting.sort(key=lambda d: (not d.work.verify_queued, -d.settings.priority, d.name))
-        return waiting[0] if waiting else None
-
-    def _others(self, dataset: Dataset) -> int:
-        """Bytes of the store that are not this dataset's."""
-        used = sum(d.used() for d in self.datasets.values() if d is not dataset)
-        return used + sum(self.orphans.values()) + self.trashed
+    def _foreign(self) -> int:
+        return sum(self.orphans.values()) + self.trashed
 
     def used(self) -> int:
-        used = sum(d.used() for d in self.datasets.values())
-        return used + sum(self.orphans.values()) + self.trashed
+        """SSD bytes of the whole store."""
+        return sum(dataset.used() for dataset in self.datasets.values()) + self._foreign()
 
     def _report(self) -> None:
-        self._reporter.report("cache", describe.findings(self))
+        self._reporter.report("cache", status.findings(self.datasets, self.orphans))

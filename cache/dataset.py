@@ -1,81 +1,223 @@
-"""One dataset while the agent runs: facts in, decisions of ``cache.decide`` carried out."""
+"""A dataset: what is known about it, and what its view needs next.
+
+``Dataset.follow`` is a loop: collect the facts, let ``next_action`` choose, do that one action, and
+wait for an event when there is none. So a restarted agent, a lost source and an operator's request
+all take the same path. What copies or reads files is a job (``cache.jobs``); this module only asks
+for it by ``fill_queued``.
+
+Invariants: everything that changes the view or generation.json holds ``lock``. The store itself is
+published only when it is complete, for it has no source to fall back to. An overlay is published
+only when every directory of the source is in the tree: a directory that a reader looked up earlier
+would show the source only. Nothing here takes a view away; it changes what serves it.
+"""
 
 import asyncio
 import dataclasses
 import hashlib
 import json
 import os
-import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
 import kit.child
 import kit.errors
 import kit.files
-from cache import decide, progress, store, view, work
-from cache.settings import CacheSettings, DatasetSettings
-from cache.sources import reach, registry
+import kit.worker
+from cache import view
+from cache.settings import CacheSettings, CephfsSource, DatasetSettings
+from cache.sources import base, cephfs, directory
+from cache.store import generations
+from cache.view import Stage
 from linux import mountinfo
 
 log = structlog.get_logger("dataset")
 
-VIEW_SECONDS = 30.0  # a swap takes a millisecond; looking up a hanging source takes for ever
+VIEW_SECONDS = 30.0  # a swap takes a millisecond, but looking up a hanging source never ends
 STORE_SECONDS = 60.0
-LOOK_SECONDS = 30.0  # from one look at a source that answers to the next
-RETRY_SECONDS = (5.0, 300.0)  # first and longest wait for one that does not, and for a failed pass
-# A refresh takes 1.5 us per cached name: at most this share of the time goes into it.
+LOOK_SECONDS = 30.0  # between two checks of a source that answers
+RETRY_SECONDS = (5.0, 300.0)  # first and longest pause after a failure
+# A refresh takes 1.5 us per cached name. At most this share of the time is spent on it.
 REFRESH_SHARE = 0.05
 
 
+# --- what to do next
+
+
+class Action(Enum):
+    NOTHING = auto()
+    REACH = auto()  # mount the source if the agent mounts it, and check that it answers
+    PUBLISH_SOURCE = auto()
+    PUBLISH_OVERLAY = auto()
+    PUBLISH_STORE = auto()
+    QUEUE = auto()  # ask for a fill
+    REFRESH = auto()
+    RELEASE = auto()  # unmount the source
+
+
+@dataclass(frozen=True)
+class Facts:
+    stage: Stage
+    complete: bool
+    skeleton: bool
+    reached: bool  # the source answered the last check
+    reach_due: bool
+    moved: bool  # the view shows another mount of the source than the one that answers
+    fill_wanted: bool
+    job_there: bool  # queued or running
+    refresh_due: bool
+    source_needed: bool  # a job needs it
+    source_held: bool  # the agent may have mounted something of it
+
+
+def next_action(facts: Facts) -> Action:
+    """The most urgent action. Pure; asked again after each action."""
+    if facts.complete:
+        if facts.stage is not Stage.STORE:
+            return Action.PUBLISH_STORE
+        # A mounted source costs memory (the cache of ceph-fuse) and keeps devices busy.
+        release = facts.source_held and not facts.source_needed
+        return Action.RELEASE if release else Action.NOTHING
+    if not facts.reached:
+        return Action.REACH if facts.reach_due else Action.NOTHING
+    if facts.stage is Stage.OVERLAY or facts.skeleton:
+        if facts.stage is not Stage.OVERLAY or facts.moved:
+            return Action.PUBLISH_OVERLAY
+    elif facts.stage is not Stage.SOURCE or facts.moved:
+        return Action.PUBLISH_SOURCE
+    if facts.fill_wanted and not facts.job_there:
+        return Action.QUEUE
+    if facts.refresh_due and facts.stage is Stage.OVERLAY:
+        return Action.REFRESH
+    return Action.REACH if facts.reach_due else Action.NOTHING
+
+
+# --- what is known
+
+
+@dataclass
+class Figures:
+    """How much there is and how much is stored. From the running job, else as last known."""
+
+    files: int = 0
+    bytes: int = 0
+    done_files: int = 0
+    done_bytes: int = 0
+    failed: int = 0
+    skipped: int = 0
+    used: int = 0  # SSD bytes
+    estimated: bool = True  # files and bytes are not counted yet
+
+
+# Figures that generation.json keeps under the same names.
+FIGURES = ("files", "bytes", "done_files", "done_bytes", "failed", "skipped")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The last verify. ``state``: '', queued, running, good, bad, cancelled or failed."""
+
+    state: str = ""
+    source: bool = False  # compares with the source too
+    why: str = ""
+    result: dict[str, int] | None = None  # named as in the API
+    at: float = 0.0  # Unix time of its end
+
+    @property
+    def queued(self) -> bool:
+        return self.state == "queued"
+
+    @property
+    def pending(self) -> bool:
+        """From the request until the result is known, including the withdrawal of bad files."""
+        return self.state in ("queued", "running")
+
+
+class Job(Protocol):
+    """The running job of a dataset (``cache.jobs``)."""
+
+    kind: str  # fill, verify or withdraw
+    phase: str
+
+    def rates(self) -> tuple[float, float]:
+        """Files and bytes per second."""
+
+    def eta(self) -> float | None:
+        """Seconds left, None when they cannot be estimated."""
+
+    async def hint(self, paths: list[str]) -> None:
+        """Paths that a reader opened, relative to the dataset."""
+
+    async def cancel(self) -> None:
+        """Ends it after a last commit; kills it when it takes too long."""
+
+
 def state_file(state_dir: Path, name: str) -> Path:
-    """What is remembered of a dataset beside its store: whether it was removed, say."""
+    """What is remembered beside the store, for example that the dataset was removed."""
     return state_dir / "datasets" / f"{name}.json"
 
 
-class Dataset:
-    """Runs in one task (``follow``); the operations of the API wake it.
+def source_folder(state_dir: Path, name: str) -> Path:
+    """Mount point and keys of a source that the agent mounts."""
+    return state_dir / "sources" / name
 
-    Invariant: the view is only ever changed by this task, one change at a time.
-    """
+
+def source_of(settings: DatasetSettings, state_dir: Path) -> base.Source:
+    """The one place that knows the kinds of sources."""
+    if isinstance(settings.source, CephfsSource):
+        folder = source_folder(state_dir, settings.name)
+        return cephfs.Cephfs(settings, settings.source, folder)
+    return directory.Directory(settings, settings.source)
+
+
+class Dataset:
+    """One dataset of the settings while the agent runs."""
 
     def __init__(
         self,
         settings: DatasetSettings,
         cache: CacheSettings,
         state_dir: Path,
-        woken: Callable[[], None],
+        job_queued: Callable[[], None],
     ) -> None:
         self.settings = settings
         self.cache = cache
-        self.source: reach.Source = registry.make(settings, state_dir)
+        self.source: base.Source = source_of(settings, state_dir)
         self.view = f"{os.path.realpath(cache.views)}/{settings.name}/data"
         self._state = state_file(state_dir, settings.name)
         self._scratch = str(state_dir / "scratch")
-        self._woken = woken  # tells the component that the queue of passes may have changed
+        self._job_queued = job_queued  # wakes the scheduler
         identity = json.dumps(self.source.identity, sort_keys=True)
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         self._store = os.path.realpath(cache.store)
         self.folder = f"{self._store}/{settings.name}/{settings.freshness}-{digest}"
-        self.generation = store.Generation(settings.name, identity, created=time.time())
-        self.stage = view.Stage.NONE
-        self.reached: reach.Reached | None = None
-        self.trouble: kit.errors.AgentError | None = None  # why it is not better than it is
+        self.generation = generations.Generation(settings.name, identity, created=time.time())
+        self.stage = Stage.NONE
+        self.reached: base.Reached | None = None
+        self.trouble: kit.errors.AgentError | None = None  # of the last action that failed
         self.removed = False
-        self.work = work.Work(self)
         self.notes: list[str] = []
-        self._published_device = ""
-        self._source_held = True  # an earlier agent may have left it mounted
-        self._look_at = 0.0
-        self._reach_failures = 0
+        self.refreshes = 0
+        self.figures = Figures()
+        # Jobs: what is asked for, what runs, and when a fill may be asked for again.
+        self.fill_queued = False
+        self.verification = Verification()
+        self.job: Job | None = None
+        self.fill_backoff = kit.worker.Backoff(*RETRY_SECONDS)
+        self._no_fill_before = 0.0
+        self._reach_backoff = kit.worker.Backoff(*RETRY_SECONDS)
+        self._reach_at = 0.0
         self._refresh_wanted = False
         self._refresh_at = 0.0
-        self.refreshes = 0
+        self._published_device = ""
+        self._source_held = True  # an earlier agent may have left it mounted
         self._wake = asyncio.Event()
-        self.lock = asyncio.Lock()  # around everything that changes view or generation
+        self.lock = asyncio.Lock()
 
     @property
     def name(self) -> str:
@@ -85,16 +227,13 @@ class Dataset:
     def tree(self) -> str:
         return f"{self.folder}/tree"
 
-    # --- start --------------------------------------------------------------------------------
+    # --- start
 
     def adopt(self, fields: dict[str, Any] | None) -> None:
-        """Take up what an earlier agent left: the generation, the view, what was asked for.
-
-        ``fields``: what ``store.adopt`` found in our folder.
-        """
+        """Continue what an earlier agent left. ``fields``: of generation.json, if there is one."""
         if fields is not None and fields.get("identity") == self.generation.identity:
-            self.generation = store.generation_of(fields)
-            self.work.show_totals()
+            self.generation = generations.generation_of(fields)
+            self.show_kept_figures()
         try:
             kept = json.loads(self._state.read_bytes())
         except (OSError, ValueError):
@@ -103,37 +242,35 @@ class Dataset:
         self._published_device = str(kept.get("device", ""))
         self.stage = view.stage_of(self.view, self.tree, mountinfo.read())
 
-    def _keep_state(self) -> None:
+    def _save_state(self) -> None:
         self._state.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         kept = {"removed": self.removed, "device": self._published_device}
         kit.files.save(self._state, json.dumps(kept).encode())
 
     async def change(self, **changes: Any) -> None:
-        """Change generation.json, durably."""
+        """Change generation.json durably."""
         self.generation = dataclasses.replace(self.generation, **changes)
         fields = dataclasses.asdict(self.generation)
-        await kit.child.call(store.save, self.folder, fields, deadline=STORE_SECONDS)
+        await kit.child.call(generations.save, self.folder, fields, deadline=STORE_SECONDS)
 
-    def want_refresh(self) -> None:
-        """Something was committed that running views do not see yet."""
-        self._refresh_wanted = True
+    def show_kept_figures(self) -> None:
+        """Show the figures of generation.json, while no job reports newer ones."""
+        kept = self.generation
+        fields = {name: getattr(kept, name) for name in FIGURES}
+        self.figures = Figures(**fields, used=kept.used, estimated=not kept.skeleton)
 
-    def look_soon(self) -> None:
-        """The source is under suspicion."""
-        self._look_at = 0.0
-
-    # --- the loop -----------------------------------------------------------------------------
+    # --- the loop
 
     def wake(self) -> None:
         self._wake.set()
 
     async def follow(self) -> None:
-        """For ever: decide, act, wait for something to happen."""
+        """Runs until it is cancelled."""
         while True:
             self._wake.clear()
             try:
                 async with self.lock:
-                    acted = await self._act(decide.next_action(self.facts()))
+                    acted = await self._act(next_action(self.facts()))
             except (kit.errors.AgentError, OSError, RuntimeError) as error:
                 acted = False
                 self._note_trouble(error)
@@ -142,107 +279,101 @@ class Dataset:
                     async with asyncio.timeout(self._patience()):
                         await self._wake.wait()
                 except TimeoutError:
-                    pass  # time for the next look
+                    pass  # something is due
 
     def _patience(self) -> float:
         now = time.monotonic()
-        due = [self._look_at, *([self._refresh_at] if self._refresh_wanted else [])]
-        due.append(self.work.not_before)
+        due = [self._reach_at, self._no_fill_before]
+        if self._refresh_wanted:
+            due.append(self._refresh_at)
         later = [at for at in due if at > now]
         return max(0.05, min(later, default=now + LOOK_SECONDS) - now)
 
-    def facts(self) -> decide.Facts:
+    def facts(self) -> Facts:
         now = time.monotonic()
         generation = self.generation
         wanted = self.settings.warm or generation.wanted
-        # What failed may work later, and there may be room for what did not fit.
+        # What failed may succeed later, and there may be room for what did not fit.
         unfinished = generation.state in ("new", "filling") or (
             generation.state == "partial" and (generation.failed > 0 or generation.left_files > 0)
         )
-        return decide.Facts(
+        return Facts(
             stage=self.stage,
             complete=generation.state == "complete",
             skeleton=generation.skeleton,
             reached=self.reached is not None,
-            reach_due=now >= self._look_at and not self.removed,
+            reach_due=now >= self._reach_at and not self.removed,
             moved=self.reached is not None and self.reached.device != self._published_device,
-            pass_wanted=wanted
+            fill_wanted=wanted
             and unfinished
             and not generation.held
             and not self.removed
-            and now >= self.work.not_before,
-            pass_there=self.work.queued or self.work.running is not None,
+            and now >= self._no_fill_before,
+            job_there=self.fill_queued or self.job is not None,
             refresh_due=self._refresh_wanted and now >= self._refresh_at,
             source_held=self._source_held,
-            source_needed=self.work.verifying or self.work.running is not None,
+            source_needed=self.verification.pending or self.job is not None,
         )
 
-    async def _act(self, action: decide.Action) -> bool:
+    async def _act(self, action: Action) -> bool:
         if self.removed:
             return False
         match action:
-            case decide.Action.NOTHING:
+            case Action.NOTHING:
                 return False
-            case decide.Action.REACH:
+            case Action.REACH:
                 await self.reach()
-            case decide.Action.PUBLISH_SOURCE:
-                await self.publish(view.Stage.SOURCE)
-            case decide.Action.PUBLISH_OVERLAY:
-                await self.publish(view.Stage.OVERLAY)
-            case decide.Action.PUBLISH_STORE:
+            case Action.PUBLISH_SOURCE:
+                await self.publish(Stage.SOURCE)
+            case Action.PUBLISH_OVERLAY:
+                await self.publish(Stage.OVERLAY)
+            case Action.PUBLISH_STORE:
                 await self._publish_store()
-            case decide.Action.QUEUE:
-                self.work.queued = True
-                self._woken()
-            case decide.Action.REFRESH:
+            case Action.QUEUE:
+                self.fill_queued = True
+                self._job_queued()
+            case Action.REFRESH:
                 await self.refresh()
-            case decide.Action.RELEASE:
+            case Action.RELEASE:
                 self.reached = None
                 self._source_held = False
                 await self.source.release()
         return True
 
     def _note_trouble(self, error: Exception) -> None:
-        if isinstance(error, RuntimeError):  # a child of ours was killed, by lack of memory say
-            error = kit.errors.HostError(
-                f"dataset {self.name}",
-                f"a helper process failed ({str(error).splitlines()[-1]})",
-                "see the kernel log; it is tried again",
-            )
+        again = "see the kernel log; it is tried again"
+        if isinstance(error, RuntimeError):  # a child process died, for lack of memory perhaps
+            why = f"a helper process failed ({str(error).splitlines()[-1]})"
+            error = kit.errors.HostError(f"dataset {self.name}", why, again)
         elif isinstance(error, OSError):
-            error = kit.errors.HostError(
-                f"dataset {self.name}: view {self.view}",
-                f"{error.strerror or error}",
-                "see the kernel log; it is tried again",
-            )
+            thing = f"dataset {self.name}: view {self.view}"
+            error = kit.errors.HostError(thing, f"{error.strerror or error}", again)
         assert isinstance(error, kit.errors.AgentError)
         if self.trouble is None or str(error) != str(self.trouble):
             log.warning("dataset is not served as it should be", dataset=self.name, why=str(error))
         self.trouble = error
-        self._look_at = time.monotonic() + self.wait_after(self._reach_failures)
-        self._reach_failures += 1
+        self._reach_at = time.monotonic() + self._reach_backoff.next()
 
-    def wait_after(self, failures: int) -> float:
-        first, longest = RETRY_SECONDS
-        return float(min(first * 2 ** min(failures, 10), longest) * random.uniform(0.8, 1.2))
+    # --- what jobs use too; the caller has the lock
 
     async def reach(self) -> None:
-        """SourceError when it does not answer; what is published stays."""
-        self._look_at = time.monotonic() + LOOK_SECONDS
+        """Reach the source. SourceError when it does not answer; the view stays as it is."""
+        self._reach_at = time.monotonic() + LOOK_SECONDS
         self._source_held = True
         try:
             self.reached = await self.source.reach(self.cache.source_timeout)
         except kit.errors.SourceError:
             self.reached = None
             raise
-        self._reach_failures = 0
+        self._reach_backoff.reset()
         self.trouble = None
-        if not self.generation.skeleton and self.work.running is None:
-            shown = self.work.progress
-            shown.files_total = self.reached.files or shown.files_total
-            shown.bytes_total = self.reached.bytes or shown.bytes_total
+        if not self.generation.skeleton and self.job is None:
+            shown = self.figures
+            shown.files = self.reached.files or shown.files
+            shown.bytes = self.reached.bytes or shown.bytes
 
-    async def publish(self, stage: view.Stage) -> None:
+    async def publish(self, stage: Stage) -> None:
+        """Have ``stage`` serve the view. OSError."""
         source = self.reached.root if self.reached else ""
         before = self.stage
         clean = await kit.child.call(
@@ -253,17 +384,17 @@ class Dataset:
         self._refresh_wanted = False
         if self.reached is not None:
             self._published_device = self.reached.device
-            self._keep_state()
+            self._save_state()
         if not clean:
             self.notes = ["this kernel (before 6.5) keeps earlier mounts of the view below it"]
         log.info("view published", dataset=self.name, before=str(before), now=str(stage))
 
     async def _publish_store(self) -> None:
-        """The store itself; where that is gone or unreadable, back to the source (OSError then)."""
+        """Publish the store; when its tree cannot be opened, fill again from the source."""
         try:
-            await self.publish(view.Stage.STORE)
+            await self.publish(Stage.STORE)
         except OSError:
-            if self.stage is not view.Stage.STORE:
+            if self.stage is not Stage.STORE:
                 log.error("store of a complete dataset is unreadable", dataset=self.name)
                 await self.change(state="filling", skeleton=False, why="the store lost its tree")
             raise
@@ -276,148 +407,90 @@ class Dataset:
         took = time.monotonic() - began
         self._refresh_at = time.monotonic() + max(self.cache.refresh_interval, took / REFRESH_SHARE)
 
-    # --- operations of the API ------------------------------------------------------------------
-
-    async def warm(self) -> None:
-        """Begin, go on, or try again what failed. Nothing to do for a complete one."""
-        self.removed = False
-        self._keep_state()
-        self._look_at = 0.0
-        self._reach_failures = 0
-        self.work.forgive()
-        async with self.lock:
-            if self.generation.state != "complete":
-                state = "filling" if self.generation.state == "partial" else self.generation.state
-                await self.change(state=state, wanted=True, held="", why="")
+    def want_refresh(self) -> None:
+        """Something was committed that running views do not see yet."""
+        self._refresh_wanted = True
         self.wake()
 
-    async def pause(self) -> None:
-        """Stop copying, and let other datasets go on; ``resume`` begins with the next file."""
-        self._refuse_unless_filling("pause")
-        await self._hold(held="paused")
+    def fill_later(self, seconds: float | None = None) -> None:
+        """No fill for ``seconds``, by default for the next, longer pause after failures."""
+        pause = self.fill_backoff.next() if seconds is None else seconds
+        self._no_fill_before = time.monotonic() + pause
 
-    async def _hold(self, **changes: Any) -> None:
-        async with self.lock:
-            await self.change(**changes)
-        self.work.queued = False
-        if self.work.running is not None:
-            await self.work.running.cancel()
+    def retry_now(self) -> None:
+        """Check the source and fill soon; earlier failures delay nothing any more."""
+        self._reach_at = self._no_fill_before = 0.0
+        self._reach_backoff.reset()
+        self.fill_backoff.reset()
+        self.wake()
 
-    async def resume(self) -> None:
-        if not self.generation.held:
-            raise kit.errors.RefusedError(
-                f"dataset {self.name}", "it is not paused", "nothing to do"
-            )
-        await self.warm()
+    def suspect_source(self) -> None:
+        """Check the source soon."""
+        self._reach_at = 0.0
 
-    async def cancel(self) -> None:
-        """Stop filling or verifying; what is in the store stays and serves."""
-        if self.work.kind == "verify" and self.work.running is not None:
-            await self.work.running.cancel()
-            return
-        self._refuse_unless_filling("cancel")
-        await self._hold(held="cancelled", wanted=False)
+    def put_back(self) -> None:
+        """It was removed, and is wanted again."""
+        self.removed = False
+        self._save_state()
 
-    def _refuse_unless_filling(self, what: str) -> None:
-        if self.generation.state in ("complete", "partial"):
-            raise kit.errors.RefusedError(
-                f"dataset {self.name}",
-                f"it is {self.generation.state}, there is nothing to {what}",
-                "see 'nodeagent dataset show'",
-            )
-
-    async def verify(self, *, source: bool) -> None:
-        """Ask for a verify pass; its result shows in ``describe``."""
-        if self.work.running is not None or (self.work.verifying and not self.work.verify_queued):
-            kind = self.work.kind or "verify"
-            raise kit.errors.RefusedError(
-                f"dataset {self.name}", f"a {kind} pass is under way", "wait or cancel it"
-            )
-        if self.generation.state not in ("complete", "partial"):
-            raise kit.errors.RefusedError(
-                f"dataset {self.name}",
-                f"it is {self.state()}, nothing is finished yet",
-                "warm it first",
-            )
-        # Queued first: from here on a complete dataset does not let go of its source.
-        before = self.work.verified
-        self.work.verified = queued = {"state": "queued", "source": source}
-        try:
-            async with self.lock:
-                if source and self.reached is None and not self.removed:
-                    await self.reach()
-        except BaseException:
-            if self.work.verified is queued:  # not begun meanwhile
-                self.work.verified = before
-            self.wake()  # what was mounted by half is let go
-            raise
-        self._woken()
+    # --- end
 
     async def remove(self) -> None:
-        """Take the view down if nobody uses it, and what is stored. InUseError says who does."""
+        """Take the view down and discard the store. InUseError names who uses the view."""
         async with self.lock:
             await kit.child.call(view.take_down, self.view, deadline=VIEW_SECONDS)
-            self.stage = view.Stage.NONE
+            self.stage = Stage.NONE
             self.removed = True
-            self.work.queued = False
-            self._keep_state()
-        if self.work.running is not None:
-            await self.work.running.cancel()
+            self.fill_queued = False
+            self._save_state()
+        await self.stop()
         async with self.lock:
             await self.source.release()
             self.reached = None
-            await kit.child.call(store.discard, self._store, self.folder, deadline=STORE_SECONDS)
-            self.generation = store.Generation(
+            await kit.child.call(
+                generations.discard, self._store, self.folder, deadline=STORE_SECONDS
+            )
+            self.generation = generations.Generation(
                 self.name, self.generation.identity, created=time.time()
             )
-            self.work.progress = progress.Progress()
+            self.figures = Figures()
             self.trouble = None
         log.info("dataset removed", dataset=self.name)
 
-    def hint(self, paths: list[str]) -> None:
-        """Names that a job opened, relative to the dataset; a running fill fetches them sooner."""
-        if self.work.running is not None and self.work.kind == "fill":
-            self.work.running.tell({"do": "hints", "paths": paths})
-
     async def stop(self) -> None:
-        """End our pass. The view stays."""
-        if self.work.running is not None:
-            await self.work.running.cancel()
+        """End the running job. The view stays."""
+        if self.job is not None:
+            await self.job.cancel()
+
+    # --- for status
 
     def used(self) -> int:
-        """Bytes of the SSD that it takes."""
-        return max(
-            self.generation.used, self.work.progress.used if self.work.running is not None else 0
-        )
-
-    # --- for people -----------------------------------------------------------------------------
+        """SSD bytes that it takes."""
+        return max(self.generation.used, self.figures.used if self.job is not None else 0)
 
     def state(self) -> str:
         """One word; docs/cache.md lists them."""
+        generation = self.generation
         if self.removed:
             return "removed"
-        if self.work.kind == "verify":
-            return "verifying"
-        if self.work.running is not None:
-            return (
-                "paused"
-                if self.generation.held == "paused"
-                else self.work.progress.phase or "queued"
-            )
-        if self.generation.held and self.generation.state != "complete":
-            return self.generation.held
-        if self.generation.state == "complete" and self.stage is not view.Stage.STORE:
+        if self.job is not None:
+            if self.job.kind == "verify":
+                return "verifying"
+            return "paused" if generation.held == "paused" else self.job.phase or "queued"
+        if generation.held and generation.state != "complete":
+            return generation.held
+        if generation.state == "complete" and self.stage is not Stage.STORE:
             return "failed" if self.trouble is not None else "queued"
-        if self.generation.state in ("complete", "partial"):
-            return self.generation.state
+        if generation.state in ("complete", "partial"):
+            return generation.state
         if self.reached is None:
             return "waiting"
-        if self.work.queued:
+        if self.fill_queued:
             return "queued"
-        return "failed" if self.generation.why else "cold"
+        return "failed" if generation.why else "cold"
 
     def why(self) -> str:
-        """What keeps it from being better, one line."""
+        """Why its state is not better, in one line."""
         if self.trouble is not None and self.state() != "complete":
             return str(self.trouble)
         return self.generation.why

@@ -1,85 +1,141 @@
-"""What jobs open while a dataset fills is fetched sooner: one listening process per such dataset.
+"""Hints: what jobs open while a dataset fills is copied sooner.
 
-Off costs nothing; on, it listens for a fraction of the time (settings ``hints``).
+fanotify reports every open on the overlay, from all mount namespaces. It is watched in short
+windows (settings ``hints``), because a part of the opens says enough. For each dataset that fills
+behind an overlay, a child process watches; taking an event opens the file once more, which hangs
+when the source hangs.
 """
 
 import asyncio
 import contextlib
-import json
-import sys
-from typing import TYPE_CHECKING
+import os
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
+import kit.errors
+import kit.processes
+import kit.worker
+from cache.dataset import Dataset
 from cache.view import Stage
-
-if TYPE_CHECKING:
-    from cache.component import Cache
-    from cache.dataset import Dataset
+from linux import fanotify, mountinfo
 
 log = structlog.get_logger("hints")
 
-LOOK_SECONDS = 2.0
+CHECK_SECONDS = 2.0
+SILENCE_SECONDS = 600.0  # a watcher that hangs is killed after this
+MOST_IN_A_WINDOW = 512
 
 
-class Listener:
-    """One process of cache.hintprobe."""
-
-    def __init__(self, dataset: "Dataset") -> None:
-        self._dataset = dataset
-        self._process: asyncio.subprocess.Process | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        hints = self._dataset.cache.hints
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cache.hintprobe", self._dataset.view),
-            *(str(hints.window), str(hints.every)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            limit=4 * 1024 * 1024,
-        )
-        self._task = asyncio.create_task(self._follow(), name=f"hints {self._dataset.name}")
-
-    async def _follow(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            self._dataset.hint(json.loads(line))
-
-    @property
-    def ended(self) -> bool:
-        return self._task is None or self._task.done()
-
-    def stop(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-        if self._task is not None:
-            self._task.cancel()
+@dataclass(frozen=True)
+class Watch:
+    view: str
+    window: float
+    every: float
 
 
-async def follow(cache: "Cache") -> None:
-    """For ever: a listener for each dataset that fills behind an overlay, if hints are on."""
-    listeners: dict[str, Listener] = {}
+@dataclass(frozen=True)
+class Opened:
+    paths: list[str]  # relative to the dataset
+
+
+def _about(dataset: Dataset) -> str:
+    return f"hints of dataset {dataset.name}"
+
+
+async def _listen(dataset: Dataset) -> None:
+    """To the end of the watcher, which is killed when this is cancelled."""
+    settings = dataset.cache.hints
+    worker = kit.worker.Worker("cache.hints:watch", Opened, about=_about(dataset), largest=2**22)
+    request = Watch(dataset.view, settings.window, settings.every)
+    try:
+        async with contextlib.aclosing(worker.listen(request, SILENCE_SECONDS)) as messages:
+            async for opened in messages:
+                if opened.paths and dataset.job is not None:
+                    await dataset.job.hint(opened.paths)
+    except (kit.errors.AgentError, OSError, RuntimeError) as error:
+        # For example, the view was swapped. Only hints are lost.
+        log.debug("hints: the watcher ended", dataset=dataset.name, why=str(error))
+
+
+async def follow(datasets: Mapping[str, Dataset]) -> None:
+    """Have a watcher for each dataset that fills behind an overlay. Runs until cancelled."""
+    listeners: dict[str, asyncio.Task[None]] = {}
     try:
         while True:
             wanted = {
                 name: dataset
-                for name, dataset in cache.datasets.items()
-                if cache.settings.hints.enabled
-                and dataset.work.kind == "fill"
+                for name, dataset in datasets.items()
+                if dataset.cache.hints.enabled
+                and dataset.job is not None
+                and dataset.job.kind == "fill"
                 and dataset.stage is Stage.OVERLAY
             }
-            for name in [n for n in listeners if n not in wanted or listeners[n].ended]:
-                listeners.pop(name).stop()
+            for name in [n for n in listeners if n not in wanted or listeners[n].done()]:
+                listeners.pop(name).cancel()
             for name, dataset in wanted.items():
-                if name not in listeners:
-                    listeners[name] = Listener(dataset)
-                    await listeners[name].start()
-            await asyncio.sleep(LOOK_SECONDS)
+                # A killed watcher may still hang in the kernel; another one would hang beside it.
+                if name not in listeners and not kit.processes.hanging(_about(dataset)):
+                    listeners[name] = asyncio.create_task(_listen(dataset), name=_about(dataset))
+            await asyncio.sleep(CHECK_SECONDS)
     finally:
         for listener in listeners.values():
-            listener.stop()
+            listener.cancel()
+
+
+# --- the watcher's process
+
+
+def watch() -> None:
+    """Report what is opened, once per window, until the agent ends."""
+    request = kit.worker.hear(Watch)
+    if request is None:
+        return
+    try:
+        while True:
+            kit.worker.say(Opened(opened_in(request.view, request.window)))
+            time.sleep(max(0.0, request.every - request.window))
+    except (OSError, IndexError):
+        pass  # the agent has ended, the view was swapped, or the kernel cannot watch it
+
+
+def opened_in(view: str, seconds: float) -> list[str]:
+    """Files opened through ``view`` during ``seconds``, each once. OSError, IndexError."""
+    found: dict[str, None] = {}
+    targets: dict[int, list[str]] = {}
+    mount = mountinfo.at(view, mountinfo.read())[-1]
+    with fanotify.OpenWatch() as opens:
+        opens.watch_filesystem(view)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and len(found) < MOST_IN_A_WINDOW:
+            for descriptor, pid in opens.events():
+                try:
+                    is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+                    path = os.readlink(f"/proc/self/fd/{descriptor}") if is_file else ""
+                finally:
+                    os.close(descriptor)
+                if pid == os.getpid() or not path:
+                    continue
+                if pid not in targets:
+                    targets[pid] = [view, *_targets(pid, mount)]
+                for target in targets[pid]:
+                    if path.startswith(target + "/"):
+                        found[path[len(target) + 1 :]] = None
+                        break
+                if len(found) >= MOST_IN_A_WINDOW:
+                    break
+            time.sleep(0.01)
+    return list(found)
+
+
+def _targets(pid: int, mount: mountinfo.Mount) -> list[str]:
+    """Where a process has the view mounted: in a pod it has another path."""
+    try:
+        theirs = mountinfo.read(Path(f"/proc/{pid}/mountinfo"))
+    except OSError:
+        return []  # it has ended
+    return [each.target for each in theirs if each.device == mount.device]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+import ceph.settings
 import kit.settings
 import kit.units
 
@@ -23,12 +24,7 @@ class DirSource(kit.settings.Section):
     """Any mounted directory."""
 
     kind: Literal["dir"] = Field(description="A directory that something else has mounted.")
-    path: Path = Field(description="The directory that is the dataset's root.")
-
-    @field_validator("path")
-    @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return kit.settings.absolute(value)
+    path: kit.settings.AbsolutePath = Field(description="The directory that is the dataset's root.")
 
     @property
     def in_snapshot(self) -> bool:
@@ -39,19 +35,16 @@ class CephfsSource(kit.settings.Section):
     """A directory of a CephFS, mounted read-only by the agent itself."""
 
     kind: Literal["cephfs"] = Field(description="A CephFS directory.")
-    monitors: tuple[str, ...] = Field(
-        min_length=1, description="HOST:PORT of each monitor, or [v2:HOST:PORT,v1:HOST:PORT]."
+    monitors: ceph.settings.Monitors = Field(min_length=1, description=ceph.settings.MONITORS)
+    filesystem: kit.settings.Word = Field(
+        default="cephfs", description="Name of the file system in the cluster."
     )
-    filesystem: str = Field(default="cephfs", description="Name of the file system in the cluster.")
     path: str = Field(default="/", description="Directory in the file system; the dataset's root.")
     snapshot: str | None = Field(
         default=None, description="Name under .snap of path; needed by 'freshness: snapshot'."
     )
-    user: str = Field(default="admin", description="cephx user without the leading 'client.'.")
-    secret_file: Path = Field(
-        description="The user's key: the bare secret, or a keyring file. Never logged or put on a "
-        "command line."
-    )
+    user: ceph.settings.User = Field(default="admin", description="cephx user without 'client.'.")
+    secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
     client: Literal["auto", "kernel", "fuse"] = Field(
         default="auto",
         description="auto: the kernel client where the kernel has it, else ceph-fuse.",
@@ -63,8 +56,8 @@ class CephfsSource(kit.settings.Section):
         parts = [part for part in value.split("/") if part]
         if not value.startswith("/") or ".." in parts or ".snap" in parts:
             raise ValueError(
-                f"{value!r} is no absolute path inside the file system; a snapshot is named "
-                "by 'snapshot'"
+                f"{value!r} is not an absolute path inside the file system; set a snapshot with "
+                "'snapshot'"
             )
         return "/" + "/".join(parts)
 
@@ -72,28 +65,8 @@ class CephfsSource(kit.settings.Section):
     @classmethod
     def _plain_name(cls, value: str | None) -> str | None:
         if value is not None and (not value or "/" in value or value in (".", "..")):
-            raise ValueError(f"{value!r} is no snapshot name")
+            raise ValueError(f"{value!r} is not a snapshot name")
         return value
-
-    @field_validator("monitors")
-    @classmethod
-    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for monitor in value:
-            if not re.fullmatch(r"[\w.:,\[\]-]+", monitor):
-                raise ValueError(f"{monitor!r} is no monitor address, like 10.0.0.1:6789")
-        return value
-
-    @field_validator("user", "filesystem")
-    @classmethod
-    def _word(cls, value: str) -> str:
-        if not re.fullmatch(r"[\w.+-]+", value):
-            raise ValueError(f"{value!r} is not a plain name")
-        return value.removeprefix("client.")
-
-    @field_validator("secret_file")
-    @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return kit.settings.absolute(value)
 
 
 Source = Annotated[DirSource | CephfsSource, Field(discriminator="kind")]
@@ -103,14 +76,14 @@ class DatasetSettings(kit.settings.Section):
     """One dataset: a named directory tree that jobs read at <views>/<name>/data."""
 
     name: str = Field(description="Lower-case letters, digits, '-' and '.'; at most 63 characters.")
-    source: Source = Field(description="Where its truth is.")
+    source: Source = Field(description="Where the files are.")
     freshness: Literal["snapshot", "frozen"] = Field(
         description="snapshot: the source is an immutable snapshot. frozen: you promise that the "
         "tree does not change."
     )
     warm: bool = Field(
         default=True,
-        description="Fill the store without being asked. Default: a cache is for that.",
+        description="Fill the store without a request of an operator.",
     )
     priority: int = Field(
         default=0, ge=-1000, le=1000, description="Higher is filled first; equal ones by name."
@@ -121,8 +94,8 @@ class DatasetSettings(kit.settings.Section):
     def _label(cls, value: str) -> str:
         if not _NAME.match(value) or ".." in value:
             raise ValueError(
-                f"{value!r} is no dataset name: lower-case letters, digits, '-' and '.', "
-                "at most 63, beginning and ending with a letter or digit"
+                f"{value!r} is not a dataset name: use lower-case letters, digits, '-' and '.', "
+                "at most 63, and begin and end with a letter or digit"
             )
         return value
 
@@ -154,13 +127,13 @@ class DatasetSettings(kit.settings.Section):
 
 
 class FillSettings(kit.settings.Section):
-    """How hard the fill may work. All of it changes while running."""
+    """How hard a fill may work. These limits change while it runs."""
 
     workers: int = Field(
         default=8,
         ge=1,
         le=64,
-        description="Processes that copy. 8: enough to hide the latency of ceph-fuse on 2 cores.",
+        description="Processes that copy. 8 hide the latency of ceph-fuse on 2 cores.",
     )
     bytes_per_second: kit.units.Bytes = Field(
         default=0, ge=0, description="Most bytes read from sources per second; 0: no limit."
@@ -171,37 +144,37 @@ class FillSettings(kit.settings.Section):
 
 
 class HintSettings(kit.settings.Section):
-    """Fetch sooner what jobs open while a dataset fills (fanotify, sampled)."""
+    """Copy sooner what jobs open while a dataset fills (fanotify, sampled)."""
 
-    enabled: bool = Field(default=True, description="Off costs nothing.")
+    enabled: bool = Field(default=True, description="Off: nothing is watched.")
     window: kit.units.Seconds = Field(
-        default=0.2, gt=0, le=10, description="How long opens are listened to each time."
+        default=0.2, gt=0, le=10, description="How long opens are watched each time."
     )
     every: kit.units.Seconds = Field(
         default=2.0,
         gt=0,
         le=600,
-        description="From one window to the next. 0.2s in 2s: a tenth of the opens is plenty.",
+        description="From one window to the next. The default watches a tenth of the opens.",
     )
 
 
 class CacheSettings(kit.settings.Section):
     """The store on the SSD, the views, and what they hold."""
 
-    store: Path = Field(
+    store: kit.settings.AbsolutePath = Field(
         default=Path("/var/lib/nodeagent/store"), description="Directory on the node's SSD."
     )
-    views: Path = Field(
+    views: kit.settings.AbsolutePath = Field(
         default=Path("/var/lib/nodeagent/views"),
-        description="Where jobs read: <views>/<name>/data. Hand pods <views>/<name>.",
+        description="Where jobs read: <views>/<name>/data. Give pods <views>/<name>.",
     )
     budget: kit.units.Bytes = Field(
         default=500 * 1024**3, gt=0, description="Most bytes the store may occupy."
     )
     reserve: kit.units.Share = Field(
         default=0.1,
-        description="Share of the SSD's bytes and inodes never used, so that the node stays clear "
-        "of kubelet's DiskPressure (10 % of nodefs by default).",
+        description="Share of the SSD's bytes and inodes that is never used, so that kubelet does "
+        "not report DiskPressure (by default at 10 % of nodefs).",
     )
     refresh_interval: kit.units.Seconds = Field(
         default=5.0,
@@ -213,23 +186,18 @@ class CacheSettings(kit.settings.Section):
         default=15.0,
         gt=0,
         le=600,
-        description="How long reaching a source may take before it is tried again later.",
+        description="How long reaching a source may take before it is tried again.",
     )
     fill: FillSettings = Field(default_factory=FillSettings, description="Limits of the fill.")
     hints: HintSettings = Field(default_factory=HintSettings, description="Hints from readers.")
     datasets: tuple[DatasetSettings, ...] = Field(default=(), description="What is cached.")
-
-    @field_validator("store", "views")
-    @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return kit.settings.absolute(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> "CacheSettings":
         names = [dataset.name for dataset in self.datasets]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"dataset {name!r} is there twice; names are unique")
+                raise ValueError(f"dataset {name!r} exists twice; names are unique")
         roots = {"store": self.store, "views": self.views}
         for dataset in self.datasets:
             if isinstance(dataset.source, DirSource):

@@ -1,6 +1,12 @@
-"""The view of a dataset: one mount at <views>/<name>/data, swapped without readers noticing.
+"""The view of a dataset: one read-only mount at <views>/<name>/data.
 
-Everything here runs in a child process (kit.child): looking up a source may hang.
+What is mounted there changes while jobs read: first the source, then an overlay of the store over
+the source, at last the store itself. Each is mounted beneath the old one, which is then detached
+(kernel 6.5), so that a reader never misses the view: open files keep the old mount, the next open
+gets the new one. An overlay remembers the names that it looked up; ``refresh`` makes it forget
+them, so that readers get files that were stored since.
+
+The functions run in a child process, because looking up a source may hang.
 """
 
 import contextlib
@@ -15,16 +21,16 @@ from linux import mountinfo, mounts, procfs
 
 
 class Stage(StrEnum):
-    """What serves a view now, in the order in which it gets better."""
+    """What serves a view, from worst to best."""
 
     NONE = "none"
     SOURCE = "source"  # the source itself
     OVERLAY = "overlay"  # store over source
-    STORE = "store"  # the store itself: native speed, the source is not needed
+    STORE = "store"  # native speed, and the source is not needed
 
 
 def prepare(views: str) -> None:
-    """Make ``views`` a place from which mounts propagate to pods. HostError if that fails."""
+    """Make ``views`` a shared mount, from which mounts propagate to pods. HostError."""
     try:
         Path(views).mkdir(parents=True, exist_ok=True, mode=0o755)
         mount = mountinfo.containing(os.path.realpath(views), mountinfo.read())
@@ -47,18 +53,18 @@ def check_kernel() -> None:
         os.spawnlp(os.P_WAIT, "modprobe", "modprobe", "-q", "overlay")
         if "\toverlay\n" not in Path("/proc/filesystems").read_text():
             raise kit.errors.HostError(
-                "the kernel", "it has no overlayfs", "load the module 'overlay' (modprobe overlay)"
+                "the kernel", "it lacks overlayfs", "load the module 'overlay' (modprobe overlay)"
             )
 
 
 def stage_of(view: str, layer: str | None, all_mounts: Sequence[mountinfo.Mount]) -> Stage:
-    """What is mounted at ``view``; ``layer``: the tree of its generation, if it has one."""
+    """What is mounted at ``view``. ``layer``: the tree of its generation, if it has one."""
     stacked = mountinfo.at(view, all_mounts)
     if not stacked:
         return Stage.NONE
     top = stacked[-1]
     if _is_overlay(top):
-        # One over another generation (the source was changed in the settings) only shows a source.
+        # An overlay of another generation (the settings had another source) counts as a source.
         ours = layer is not None and mounts.shows_layer(top.super_options, layer)
         return Stage.OVERLAY if ours else Stage.SOURCE
     if layer is not None:
@@ -75,12 +81,12 @@ def _is_overlay(mount: mountinfo.Mount) -> bool:
 
 
 def publish(view: str, stage: str, source: str, layer: str, scratch: str) -> bool:
-    """Mount ``stage`` at ``view`` in the place of what is there.
+    """Mount ``stage`` at ``view``, in place of what is there. OSError.
 
-    Returns False where the kernel could not take the old mount away (before 6.5). OSError.
+    False when the old mount stays below it (kernels before 6.5).
     """
     target = Path(view)
-    # 0755 all the way: jobs of any user read here.
+    # 0755: jobs of any user read here.
     target.mkdir(parents=True, exist_ok=True, mode=0o755)
     match Stage(stage):
         case Stage.OVERLAY:
@@ -100,9 +106,8 @@ def publish(view: str, stage: str, source: str, layer: str, scratch: str) -> boo
 
 
 def _overlay(layers: list[str], scratch: Path) -> int:
-    """Other datasets do the same at the same time: each in a folder of its own."""
     scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
-    own = tempfile.mkdtemp(dir=scratch)
+    own = tempfile.mkdtemp(dir=scratch)  # other datasets do the same at the same time
     try:
         return mounts.overlay(layers, Path(own))
     finally:
@@ -110,10 +115,9 @@ def _overlay(layers: list[str], scratch: Path) -> int:
 
 
 def refresh(view: str) -> None:
-    """See mounts.refresh. Nothing unless an overlay of ours is on top.
+    """Make an overlay forget the names that it looked up; does nothing for another mount.
 
-    Only an overlay has something to forget; of a bind of the store or the source, the whole file
-    system would be remounted read-only.
+    On a bind mount the same call would make the whole file system below read-only.
     """
     stacked = mountinfo.at(view, mountinfo.read())
     if stacked and _is_overlay(stacked[-1]):
@@ -121,14 +125,15 @@ def refresh(view: str) -> None:
 
 
 def users(view: str) -> list[str]:
-    """Who reads the view, a line each; empty when nobody does. In a child of the agent."""
+    """Who uses the view, a line each. In a child process of the agent."""
     agent = os.getppid()
-    ours = agent if agent > 1 else 0  # 1: it has just died, everything descends from that
+    # 1: the agent has just died, and every process is a descendant of 1.
+    ours = agent if agent > 1 else 0
     return [str(holder) for holder in procfs.holders_of_mount(view, ours=ours)]
 
 
 def take_down(view: str) -> None:
-    """Unmount the view. InUseError saying who uses it."""
+    """Unmount the view. InUseError names who uses it."""
     if using := users(view):
         more = f" and {len(using) - 5} more" if len(using) > 5 else ""
         raise kit.errors.InUseError(
@@ -139,7 +144,7 @@ def take_down(view: str) -> None:
             mounts.unmount(view)
         except OSError as error:
             raise kit.errors.InUseError(
-                f"view {view}", f"somebody uses it ({error.strerror})", "end it, then try again"
+                f"view {view}", f"a process uses it ({error.strerror})", "end it, then try again"
             ) from error
     with contextlib.suppress(OSError):
         Path(view).rmdir()

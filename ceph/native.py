@@ -17,8 +17,9 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
+
+from ceph.protocol import Access as Access
 
 try:
     import rados
@@ -65,16 +66,6 @@ class _Dirent(c.Structure):
         ("type", c.c_uint8),
         ("name", c.c_char * 256),
     )
-
-
-@dataclass(frozen=True)
-class Access:
-    """How to reach a directory of a CephFS past the mount."""
-
-    conf: str  # ceph.conf with monitors and keyring
-    user: str  # without 'client.'
-    filesystem: str
-    root: str  # the directory in the file system, .snap/<name> included
 
 
 class Entry(NamedTuple):

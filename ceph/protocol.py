@@ -4,6 +4,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Access:
+    """How to reach a directory of a CephFS past the mount."""
+
+    conf: str  # ceph.conf with monitors and keyring
+    user: str  # without 'client.'
+    filesystem: str
+    root: str  # the directory in the file system, .snap/<name> included
+
+
+@dataclass(frozen=True)
 class Credentials:
     """How the worker connects. The key itself stays in its file until the worker reads it."""
 

@@ -16,7 +16,7 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Generic, TypeVar
 
 from kit import messages, processes
@@ -145,7 +145,7 @@ class Worker(Generic[AnswerT]):
         self._not_before = time.monotonic() + self._backoff.next()
         return error
 
-    async def listen(self, request: Any, silence: float) -> AsyncIterator[AnswerT]:
+    async def listen(self, request: Any, silence: float) -> AsyncGenerator[AnswerT, None]:
         """Start the child, give it one message, yield what it says until it ends.
 
         DeadlineError after ``silence`` seconds without a word, ChildError when it ended. The child

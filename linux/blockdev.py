@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kit.errors
-from linux import rbd_sysfs
+from linux import mountinfo, rbd_sysfs
 from linux.rbd_sysfs import RbdClient, RbdImage
 
 SYSFS = Path("/sys")
@@ -325,6 +325,16 @@ def by_path(path: str, sysfs: _Root = SYSFS, proc: _Root = PROC) -> BlockDevice:
     if device is None:
         raise kit.errors.NotFoundError(path, "nothing is attached to its number", "map it first")
     return device
+
+
+def in_use(device: BlockDevice, sysfs: _Root = SYSFS) -> bool:
+    """Mounted by any process (the kernel's own list per file system), or below another device."""
+    mounted = any(os.path.exists(f"{sysfs}/fs/{kind}/{device.name}") for kind in _FILE_SYSTEMS)
+    return (
+        bool(device.holders)
+        or mounted
+        or any(mount.device == device.number for mount in mountinfo.read())
+    )
 
 
 # --- ioctls (linux/fs.h, linux/loop.h). All raise OSError; all can hang.

@@ -162,7 +162,7 @@ def _holder(pid: int, how: str) -> Holder:
 
 
 def pod_and_container(cgroup: str) -> tuple[str, str]:
-    """Pod UID and container id in the path of a cgroup, the innermost ones; empty without."""
+    """The innermost pod UID and container id in paths of cgroups; '' for each that is missing."""
     pods, containers = _POD.findall(cgroup), _CONTAINER.findall(cgroup)
     return pods[-1].replace("_", "-") if pods else "", containers[-1] if containers else ""
 

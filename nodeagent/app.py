@@ -86,8 +86,7 @@ class Agent:
             async with server.serving(self.state):
                 try:
                     for component in self.state.components:
-                        async with asyncio.timeout(START_DEADLINE_SECONDS):
-                            await component.start()
+                        await self._start(component)
                         started.append(component)
                     log.info(
                         "agent started",
@@ -115,6 +114,19 @@ class Agent:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _start(self, component: kit.room.Component[Any]) -> None:
+        try:
+            async with asyncio.timeout(START_DEADLINE_SECONDS) as limit:
+                await component.start()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise kit.errors.HostError(
+                component.name,
+                f"it did not start within {START_DEADLINE_SECONDS:g}s",
+                "see the log for what it waits for",
+            ) from error
 
     async def _stop(self, component: kit.room.Component[Any]) -> None:
         try:

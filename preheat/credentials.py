@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import kit.processes
 import yaml
 from cachetools import TLRUCache
 
 import kit.errors
+import kit.processes
 from preheat import manifest, settings
 from preheat.runtimes import base
 

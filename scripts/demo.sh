@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# `make run`: the agent in the foreground with an embedded default: a local directory as source.
-# Everything lies below build/run; Ctrl-C ends the agent, the view stays until `make stop`.
+# `make run`: the agent in the foreground, with a small dataset in a local directory as its source.
+# Everything is below build/run. Ctrl-C ends the agent; the view stays until `make stop`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 here=$PWD/build/run
@@ -36,7 +36,7 @@ cat <<T
   in another shell:
              .venv/bin/nodeagent --config $here/nodeagent.yaml dataset list
              .venv/bin/nodeagent --config $here/nodeagent.yaml dataset warm demo --wait
-  Ctrl-C ends the agent; the view goes on being served. 'make stop' takes it down.
+  Ctrl-C ends the agent; the kernel still serves the view. 'make stop' takes it down.
 
 T
 .venv/bin/nodeagent --config "$here/nodeagent.yaml" run &

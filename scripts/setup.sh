@@ -69,6 +69,7 @@ if [ "${1:-base}" = full ]; then
   # shellcheck disable=SC2046
   packages $(grep -v '^#' scripts/packages.txt)
   scripts/runtimes.sh  # containerds and a registry, unpacked and not installed
+  scripts/kubernetes.sh  # Kubernetes, etcd and helm, built once into a cache folder
 fi
 ceph_bindings
 # An environment that forbids writing bytecode would compile every module at each start.

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from tests.testbed import agent, ceph, leftovers
+from tests.testbed import agent, ceph, kubernetes, leftovers
 
 if TYPE_CHECKING:
     from tests.testbed import bigset
 
-REPO = Path(__file__).parent.parent
-BUILD = REPO / "build"
+TESTS = Path(__file__).parent
 
 # A small shared machine: an example may be slow without being wrong.
 hypothesis.settings.register_profile(
@@ -26,17 +25,35 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
+def _group(item: pytest.Item) -> str | None:
+    """Tests of one group run one after the other, in one worker; None: anywhere.
+
+    "host": what looks at the whole host or changes it (mount namespaces, loop devices, the kernel's
+    log). "cluster": what shares the session's Ceph, so that it is started once. Others stay with
+    their module, whose fixtures they share, and image tests with their registry.
+    """
+    if item.get_closest_marker("real") is None:
+        return None
+    room = item.path.relative_to(TESTS).parts[0]
+    if room == "volumes" or "kube" in getattr(item, "fixturenames", ()):
+        return "host"
+    if "cluster" in getattr(item, "fixturenames", ()):
+        return "cluster"
+    return room if room == "preheat" else str(item.path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if group := _group(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def run_folder() -> Iterator[Path]:
     """build/test-<pid>; gone at the end, with all that lives below it."""
-    BUILD.mkdir(exist_ok=True)
-    leftovers.clear_dead_runs(BUILD)
-    folder = BUILD / f"test-{os.getpid()}"
-    folder.mkdir(mode=0o755)
-    try:
+    with leftovers.run_folder(TESTS.parent / "build") as folder:
         yield folder
-    finally:
-        leftovers.clear(folder)
 
 
 @pytest.fixture
@@ -67,6 +84,17 @@ def cluster(run_folder: Path) -> Iterator[ceph.CephCluster]:
     made = ceph.CephCluster(run_folder / "ceph")
     made.start()
     try:
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="session")
+def kube(run_folder: Path) -> Iterator[kubernetes.Kubernetes]:
+    """The session's Kubernetes with one node: started when the first test asks for it."""
+    made = kubernetes.Kubernetes(run_folder / "kube")
+    try:
+        made.start()
         yield made
     finally:
         made.stop()

@@ -16,14 +16,13 @@ from linux import blockdev
 from volumes import metrics, settings, status
 from volumes.audit import metrics as audit_metrics
 from volumes.audit import service
-from volumes.audit.settings import AuditSettings, ClusterSettings
 from volumes.audit.types import GuardView, LedgerMismatch
 from volumes.guard import controller, kernel, override
 from volumes.probe.examine import Kind
 
 _ALIVE_SECONDS = 120.0  # a reconcile takes milliseconds; a loop that stands still so long is dead
 # What the guard was built from; a change needs a restart.
-_FIXED = ("cgroup", "pins", "object_file", "clusters", "cluster_timeout")
+_FIXED = ("cgroup", "pins", "object_file")
 
 
 class Volumes:
@@ -40,12 +39,13 @@ class Volumes:
         self._state_dir = state_dir
         self._reporter = reporter
         self.guard = controller.Controller(
-            wanted.guard, state_dir=state_dir, changed=self._report_guard
+            wanted.guard, wanted.clusters, state_dir=state_dir, changed=self._report_guard
         )
         self.audit: service.Audit | None = None
         if wanted.audit.enabled:
             self.audit = service.Audit(
-                _audit_settings(wanted),
+                wanted.audit,
+                wanted.clusters,
                 drivers=wanted.guard.drivers,
                 state_dir=state_dir,
                 reporter=reporter,
@@ -63,12 +63,12 @@ class Volumes:
         refused = [f"guard.{n}" for n in _FIXED if getattr(wanted.guard, n) != getattr(before, n)]
         keep = {name: getattr(before, name) for name in _FIXED}
         self._settings = wanted.model_copy(update={"guard": wanted.guard.model_copy(update=keep)})
-        await self.guard.apply(self._settings.guard)
+        await self.guard.apply(self._settings.guard, wanted.clusters)
         if (self.audit is not None) != wanted.audit.enabled:
             refused.append("audit.enabled")
         if self.audit is not None:
             refused += await self.audit.reconcile(
-                _audit_settings(self._settings), self._settings.guard.drivers
+                wanted.audit, wanted.clusters, wanted.guard.drivers
             )
         self._advanced = time.monotonic()
         return refused
@@ -176,16 +176,3 @@ def guard_view(guard: controller.Controller) -> GuardView:
             and not each.raw  # its pod may write to it
         ),
     )
-
-
-def _audit_settings(wanted: settings.VolumesSettings) -> AuditSettings:
-    """The audit's own clusters, else the guard's."""
-    if wanted.audit.clusters or not wanted.guard.clusters:
-        return wanted.audit
-    clusters = tuple(
-        ClusterSettings(
-            name=f"cluster-{number}", conf=each.conf, user=each.user, secret_file=each.keyring
-        )
-        for number, each in enumerate(wanted.guard.clusters, 1)
-    )
-    return wanted.audit.model_copy(update={"clusters": clusters})

@@ -1,113 +1,108 @@
-"""A page of memory that a pass shares with its workers: limits down, counters up.
+"""The control page: memory that a coordinator shares with its workers. Limits down, counters up.
 
-Workers look at it between files and between blocks of a file, so that a limit or a cancel takes
-effect at once and costs no message.
-
-    offset  0  u64  cancel (1: stop soon)
-    offset  8  u64  cramped (1: there is no room for more directories)
-    offset 16  f64  bytes per second for one worker, 0: no limit
-    offset 24  f64  files per second for one worker, 0: no limit
-    offset 64 + 64 * n: worker n's   u64 files copied, u64 bytes copied, u64 signs of life
+Workers read it between files and between blocks of a file, so that a limit or a cancel takes effect
+at once and costs no message.
 """
 
 import mmap
 import os
-import struct
 import time
 
-_U64, _F64 = struct.Struct("<Q"), struct.Struct("<d")
-_CANCEL, _CRAMPED, _BYTES_RATE, _FILES_RATE = 0, 8, 16, 24
-_SLOT = 64
 MOST_WORKERS = 65  # as many as settings allow, and the one that commits
+_SLOT = 8  # numbers of 8 bytes for each worker; the first slot is the coordinator's
+_CANCEL, _CRAMPED, _BYTES_RATE, _FILES_RATE = range(4)
+_FILES, _BYTES, _BEATS = range(3)
+_SIZE = 8 * _SLOT * (1 + MOST_WORKERS)
 
 _NAP_SECONDS = 0.05
-# What a worker may copy in one go after a time of rest, in seconds of its rate.
+# What a worker may copy at once after a rest, in seconds of its rate.
 _BURST_SECONDS = 0.5
 
 
 class Cancelled(Exception):
-    """The pass is to end; what was copied so far is kept."""
+    """The pass is cancelled; what was copied so far is kept."""
 
 
 class Control:
-    """The page. One writer for each field: the pass for the limits, a worker for its slot."""
+    """The control page. Each number has one writer: the coordinator, or the worker of a slot.
+
+    The first slot holds cancel, cramped (no room for more directories), and the bytes and files per
+    second of one worker (0: no limit, as f64); slot 1 + n holds worker n's files copied, bytes
+    copied and signs of life.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._page = mmap.mmap(descriptor, _SLOT * (1 + MOST_WORKERS))
+        page = memoryview(mmap.mmap(descriptor, _SIZE))
+        self._numbers, self._rates = page.cast("Q"), page.cast("d")
 
     @classmethod
     def create(cls) -> "Control":
         descriptor = os.memfd_create("nodeagent-control", 0)
-        os.ftruncate(descriptor, _SLOT * (1 + MOST_WORKERS))
+        os.ftruncate(descriptor, _SIZE)
         return cls(descriptor)
 
     def set_limits(self, bytes_per_second: float, files_per_second: float) -> None:
-        """For each worker; 0 is no limit."""
-        _F64.pack_into(self._page, _BYTES_RATE, bytes_per_second)
-        _F64.pack_into(self._page, _FILES_RATE, files_per_second)
+        """Of each worker; 0 means no limit."""
+        self._rates[_BYTES_RATE] = bytes_per_second
+        self._rates[_FILES_RATE] = files_per_second
 
     def limits(self) -> tuple[float, float]:
-        return (
-            _F64.unpack_from(self._page, _BYTES_RATE)[0],
-            _F64.unpack_from(self._page, _FILES_RATE)[0],
-        )
+        return self._rates[_BYTES_RATE], self._rates[_FILES_RATE]
 
     def cancel(self) -> None:
-        _U64.pack_into(self._page, _CANCEL, 1)
+        self._numbers[_CANCEL] = 1
 
     @property
     def cancelled(self) -> bool:
-        return bool(_U64.unpack_from(self._page, _CANCEL)[0])
+        return bool(self._numbers[_CANCEL])
 
     def set_cramped(self, cramped: bool) -> None:
-        """Scans make no new directories, and end with ENOSPC where they would."""
-        _U64.pack_into(self._page, _CRAMPED, int(cramped))
+        """While it is set, a scan that would make a directory ends with ENOSPC."""
+        self._numbers[_CRAMPED] = int(cramped)
 
     @property
     def cramped(self) -> bool:
-        return bool(_U64.unpack_from(self._page, _CRAMPED)[0])
+        return bool(self._numbers[_CRAMPED])
 
     def count(self, worker: int, files: int, size: int) -> None:
-        """Add to a worker's counters; only that worker calls it."""
-        at = _SLOT * (1 + worker)
-        _U64.pack_into(self._page, at, _U64.unpack_from(self._page, at)[0] + files)
-        _U64.pack_into(self._page, at + 8, _U64.unpack_from(self._page, at + 8)[0] + size)
+        """Add to the counters of a worker; only that worker may."""
+        slot = _SLOT * (1 + worker)
+        self._numbers[slot + _FILES] += files
+        self._numbers[slot + _BYTES] += size
 
     def beat(self, worker: int) -> None:
-        """A sign of life where nothing is copied: an entry was listed, a limit was waited for."""
-        at = _SLOT * (1 + worker) + 16
-        _U64.pack_into(self._page, at, _U64.unpack_from(self._page, at)[0] + 1)
+        """A sign of life where nothing is counted: an entry was listed, a limit delays it."""
+        self._numbers[_SLOT * (1 + worker) + _BEATS] += 1
 
     def beats(self) -> int:
-        """Signs of life of all workers of this pass."""
-        slots = (_SLOT * (1 + worker) + 16 for worker in range(MOST_WORKERS))
-        return sum(int(_U64.unpack_from(self._page, at)[0]) for at in slots)
+        return self._sum(_BEATS)
 
     def counted(self) -> tuple[int, int]:
-        """Files and bytes copied by all workers of this pass, staged ones included."""
-        slots = [_SLOT * (1 + worker) for worker in range(MOST_WORKERS)]
-        files = sum(_U64.unpack_from(self._page, at)[0] for at in slots)
-        return files, sum(_U64.unpack_from(self._page, at + 8)[0] for at in slots)
+        """Files and bytes that all workers copied, uncommitted ones included."""
+        return self._sum(_FILES), self._sum(_BYTES)
+
+    def _sum(self, field: int) -> int:
+        return sum(self._numbers[_SLOT + field :: _SLOT].tolist())
 
 
 class Throttle:
-    """One worker's pace. ``step`` is called with what was just read, and waits as needed."""
+    """The pace of one worker, which calls ``step`` with what it has just read."""
 
     def __init__(self, control: Control, worker: int) -> None:
         self._control = control
         self._worker = worker
-        self._ready = [0.0, 0.0]  # when the next byte, the next file is due
+        self._ready = [0.0, 0.0]  # when the next byte and the next file are due
 
     def step(self, files: int, size: int) -> None:
-        """Count and keep the limits. Raises Cancelled."""
+        """Count, and wait as the limits demand. Raises Cancelled."""
         self._control.count(self._worker, files, size)
         rates = self._control.limits()
         if rates != (0.0, 0.0):
             now = time.monotonic()
             for i, (rate, amount) in enumerate(zip(rates, (size, files), strict=True)):
                 if rate > 0:
-                    # Due times lie at most a burst in the past, so that rest is not hoarded.
+                    # Due times are at most a burst in the past: a rest does not add up.
                     self._ready[i] = max(self._ready[i], now - _BURST_SECONDS) + amount / rate
                 else:
                     self._ready[i] = 0.0
@@ -119,13 +114,12 @@ class Throttle:
             if self._control.cancelled:
                 return
             if self._control.limits() != rates:
-                self._ready = [0.0, 0.0]  # due times of the old limits say nothing
+                self._ready = [0.0, 0.0]  # these due times follow from the old limits
                 return
-            self._control.beat(self._worker)
+            self.beat()
             time.sleep(min(left, _NAP_SECONDS))
 
     def beat(self) -> None:
-        """A sign of life where nothing is counted."""
         self._control.beat(self._worker)
 
     def check(self) -> None:

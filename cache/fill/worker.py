@@ -1,8 +1,14 @@
-"""A worker of a pass: lists directories, copies chunks, commits batches, verifies.
+"""A worker: lists directories, copies files, commits batches. One job at a time.
 
-A process of its own, because every call on the source may hang. It gets jobs on standard input and
-answers on standard output; it ends when the pass closes them or dies. Nothing that it does touches
-the tree except ``commit`` and ``seal``, which only ever rename whole, durable files into place.
+It is a process of its own because every call on the source may hang. It takes jobs on standard
+input, answers on standard output, and ends when its coordinator closes them or dies.
+
+It holds the roots of source and store open, so that something mounted over them later cannot be
+taken for the dataset.
+
+Invariants: a scan makes directories in the tree; files enter it by ``commit`` only, renamed whole
+after one syncfs made them durable. So a name in the tree implies durable bytes, also after a power
+cut.
 """
 
 import contextlib
@@ -11,144 +17,137 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-from cache.fill import checks, control, copying, entry, index, messages, native, tree
-from cache.fill.entry import Entry
+from cache.fill import control, copy, messages
+from cache.store import index, tree
+from cache.store.tree import Entry
+from ceph import native
 from kit import child_main
 from linux import fs_ordering, syscalls
 
-# A chunk is left for another time after so long: what is staged gets committed, hints get a turn.
+# The rest of a chunk waits for another turn after this long: what is staged gets committed, and
+# hints get a turn.
 CHUNK_SECONDS = 2.0
 
 
-def is_lasting(error: OSError) -> bool:
-    """Whether trying again soon is pointless."""
-    return error.errno in (errno.EPERM, errno.EACCES, errno.ENAMETOOLONG, errno.E2BIG)
-
-
 class Worker:
-    """Holds the roots open: what is mounted over them later cannot be taken for the dataset."""
-
-    def __init__(self, number: int, page: int, setup: dict[str, Any]) -> None:
+    def __init__(self, number: int, page: int, setup: messages.Setup) -> None:
+        """``page``: descriptor of the control page. OSError when a root cannot be opened."""
         self.number = number
         self.page = control.Control(page)
         self.throttle = control.Throttle(self.page, number)
-        self.immutable = bool(setup["immutable"])
-        self.copier = copying.Copier(self.throttle, immutable=self.immutable)
-        self.source = tree.open_source(setup["source"], setup["stamp"])
-        self.generation = tree.open_root(setup["generation"])
+        self.copier = copy.Copier(self.throttle, immutable=setup.immutable)
+        self.source = tree.open_source(setup.source, setup.stamp)
+        self.generation = tree.open_root(setup.generation)
         self.tree = os.open("tree", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
         self.staging = os.open("staging", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
         self.links = os.open("links", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
-        self.access = native.Access(**setup["native"]) if setup["native"] else None
-        self.no_objects = False
+        self.access = setup.native
+        self.no_objects = False  # the key does not allow object reads
         self._listing: native.Listing | None = None
         self._reader: native.Reader | None = None
-        self.checks = checks.Checks(self.source, self.tree, self.throttle)
 
     @functools.cached_property
     def ordered(self) -> bool:
-        """Asked by the one that commits."""
+        """The store's file system makes metadata changes durable in order."""
         return fs_ordering.keeps_order(self.generation)
 
     def close(self) -> None:
-        """Let go of the cluster; may hang with it, the pass waits for so long and no longer."""
+        """Disconnect from the cluster. May hang; the coordinator waits only a limited time."""
         if self._listing is not None:
             self._listing.close()
 
-    def scan(self, job: dict[str, Any]) -> None:
-        """List a directory: make its subdirectories, answer what is to copy in chunks."""
-        path: list[str] = job["path"]
-        mounted: set[str] = set(job["mounted"])
-        number = job["directory"]
-        answer: dict[str, Any] = {"did": "entries", "directory": number}
-        counts = {"entries": 0, "files": 0, "bytes": 0, "skipped": 0}
-        stored = [0, 0, 0]
-        batch: list[Entry] = []
-        folders: list[Entry] = []
-        failed: list[list[Any]] = []
-        names: list[str] = []
-        made = 0  # bytes of the SSD that new directories of this part take
+    # --- scan
 
-        def flush() -> None:
-            nonlocal made
-            part = {"chunk": batch, "folders": folders, "failed": failed, "made": made}
-            messages.answer(answer | part)
-            made = 0
-            batch.clear()
-            folders.clear()
-            failed.clear()
-
+    def scan(self, job: messages.Scan) -> None:
+        """Answers ScanPart for every few entries, then Scanned."""
+        part = messages.ScanPart(directory=job.directory)
+        found = messages.Scanned(stored=messages.Stored())
         with contextlib.ExitStack() as stack:
-            target = stack.enter_context(tree.opened(self.tree, path))
-            dressed = os.fstat(target).st_mtime_ns
+            target = stack.enter_context(tree.opened(self.tree, job.path))
+            mtime_ns = os.fstat(target).st_mtime_ns
             source: int | None = None
             if self.access is None:
-                source = stack.enter_context(tree.opened(self.source, path))
-            for item in self._entries(path, source):
+                source = stack.enter_context(tree.opened(self.source, job.path))
+            located = source is not None  # it matters only for reads past the mount
+            for item in self._entries(job.path, source):
                 if not isinstance(item, Entry):
                     name, error = item
                     if error.errno in tree.SOURCE_GONE:
                         raise error
-                    counts["entries"] += 1
-                    failed.append([name, copying.reason(error), is_lasting(error)])
+                    found.entries += 1
+                    part.failed.append(copy.failure(name, error))
                 elif item.is_directory:
-                    counts["entries"] += 1
-                    names.append(item.name)
-                    if item.name in mounted:
+                    found.entries += 1
+                    found.folders.append(item.name)
+                    if item.name in job.mounted:
                         text = "another file system is mounted here; it is not part of the dataset"
-                        failed.append([item.name, text, True])
+                        part.failed.append(messages.Failure(item.name, text, True))
                     else:
                         if source is None and item.xattrs:
-                            source = stack.enter_context(tree.opened(self.source, path))
-                        if self.page.cramped and not tree.has(target, item.name):
-                            flush()  # what was made is known, and counted
-                            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                        try:
-                            new = tree.make_directory(target, item, source)
-                        except OSError as error:
-                            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                                raise
-                            failed.append([item.name, copying.reason(error), is_lasting(error)])
-                        else:
-                            folders.append(item)
-                            # Beyond the block that every directory is reckoned with.
-                            status = os.stat(item.name, dir_fd=target, follow_symlinks=False)
-                            beyond = max(0, status.st_blocks * 512 - 4096) + item.name_bytes
-                            stored[2] += beyond
-                            if new:
-                                made += 4096 + beyond
+                            source = stack.enter_context(tree.opened(self.source, job.path))
+                        found.stored.allocated += self._make_directory(target, item, source, part)
                 elif item.is_file or item.is_link:
-                    if source is None and "location" not in answer:
-                        self._locate(path, item, answer)
-                    counts["entries"] += 1
-                    counts["files"] += 1
-                    counts["bytes"] += item.size if item.is_file else 0
-                    if not (job["again"] and self._has(target, item, stored)):
-                        batch.append(item)
+                    if not located and native.is_plain(item):
+                        located = True
+                        part.location = self._location(job.path, item)
+                    found.entries += 1
+                    found.files += 1
+                    found.bytes += item.size if item.is_file else 0
+                    if not (job.again and self._has(target, item, found.stored)):
+                        part.chunk.append(item)
                 else:
-                    counts["skipped"] += 1  # a socket, fifo or device
+                    found.skipped += 1  # a socket, fifo or device
                 self.page.beat(self.number)
-                if len(batch) + len(folders) + len(failed) >= index.CHUNK_ENTRIES:
-                    flush()
+                if _size(part) >= index.CHUNK_ENTRIES:
+                    _flush(part)
                     self.throttle.check()
-            if job["extras"]:
-                self._drop_extras(target, path)
-            os.utime(target, ns=(dressed, dressed))  # making directories in it changed it
-        if batch or folders or failed:
-            flush()
-        done = {"did": "scan", "directory": number, "stored": stored, "names": names, **counts}
-        messages.answer(done)
+            if job.extras:
+                self._drop_extras(target, job.path)
+            os.utime(target, ns=(mtime_ns, mtime_ns))  # new subdirectories changed it
+        if _size(part):
+            _flush(part)
+        messages.answer(found)
 
-    def _locate(self, path: Sequence[str], item: Entry, answer: dict[str, Any]) -> None:
-        """Say where the objects of this directory's files are, as soon as one shows it."""
-        if native.is_plain(item) and self._listing is not None:
-            try:
-                answer["location"] = self._listing.location(path, item.name)
-            except OSError:
-                answer["location"] = None  # only an acceleration: the mount serves as well
+    def _entries(
+        self, path: Sequence[str], source: int | None
+    ) -> Iterator[Entry | tuple[str, OSError]]:
+        if source is not None:
+            return tree.listing(source)
+        assert self.access is not None
+        if self._listing is None:
+            self._listing = native.Listing(self.access)
+        return (Entry(*item) for item in self._listing.entries(path))
+
+    def _make_directory(
+        self, target: int, item: Entry, source: int | None, part: messages.ScanPart
+    ) -> int:
+        """The SSD bytes that it takes beyond the one block that every directory counts."""
+        if self.page.cramped and not tree.has(target, item.name):
+            _flush(part)  # the coordinator must count what was made
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        try:
+            new = tree.make_directory(target, item, source)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            part.failed.append(copy.failure(item.name, error))
+            return 0
+        part.folders.append(item)
+        status = os.stat(item.name, dir_fd=target, follow_symlinks=False)
+        beyond = max(0, status.st_blocks * 512 - 4096) + item.name_bytes
+        if new:
+            part.made += 4096 + beyond
+        return beyond
+
+    def _location(self, path: Sequence[str], item: Entry) -> tuple[str, int] | None:
+        """Where the objects of this file are, and most likely those of its directory."""
+        assert self._listing is not None
+        try:
+            return self._listing.location(path, item.name)
+        except OSError:
+            return None  # the files are read through the mount
 
     def _drop_extras(self, target: int, path: Sequence[str]) -> None:
         """Remove names from the tree that the source no longer has."""
@@ -160,121 +159,87 @@ class Worker:
                     tree.remove(target, name)
                 self.page.beat(self.number)
 
-    def _entries(
-        self, path: Sequence[str], source: int | None
-    ) -> Iterator[Entry | tuple[str, OSError]]:
-        if source is not None:
-            return tree.listing(source)
-        assert self.access is not None
-        if self._listing is None:
-            self._listing = native.Listing(self.access)
-        return self._listing.entries(path)
-
-    def _has(self, target: int, item: Entry, stored: list[int]) -> bool:
-        """Whether the tree has this version already; counted then."""
+    def _has(self, target: int, item: Entry, stored: messages.Stored) -> bool:
+        """Whether the tree has this version already; if so it is counted in ``stored``."""
         try:
             status = os.stat(item.name, dir_fd=target, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        if not entry.same_content(item, status):
+        if not tree.same_content(item, status):
             return False
-        stored[0] += 1
-        stored[1] += item.size if item.is_file else 0
-        stored[2] += status.st_blocks * 512 + item.name_bytes
+        stored.files += 1
+        stored.bytes += item.size if item.is_file else 0
+        stored.allocated += status.st_blocks * 512 + item.name_bytes
         return True
 
-    def copy(self, job: dict[str, Any]) -> None:
-        """Copy a chunk into staging/<chunk>; answer what is staged and what failed."""
-        items = [Entry(*fields) for fields in job["entries"]]
-        folder = str(job["chunk"])
-        os.mkdir(folder, 0o700, dir_fd=self.staging)
-        failed: list[list[Any]] = []
-        staged = [0, 0, 0]
-        finished: set[str] = set()
-        links: list[list[str]] = []
-        stopped = ""
+    # --- copy
+
+    def copy(self, job: messages.Copy) -> None:
+        os.mkdir(job.folder, 0o700, dir_fd=self.staging)
+        copied = messages.Copied()
+        tried: set[str] = set()
+        stopped = False
         deadline = time.monotonic() + CHUNK_SECONDS
 
-        def took(item: Entry, allocated: int) -> None:
-            finished.add(item.name)
-            staged[0] += 1
-            staged[1] += item.size if item.is_file else 0
-            staged[2] += allocated + item.name_bytes
+        def add(item: Entry, allocated: int) -> None:
+            tried.add(item.name)
+            copied.files += 1
+            copied.bytes += item.size if item.is_file else 0
+            copied.allocated += allocated + item.name_bytes
 
         with contextlib.ExitStack() as stack:
-            staging = stack.enter_context(tree.opened(self.staging, [folder]))
+            staging = stack.enter_context(tree.opened(self.staging, [job.folder]))
             try:
-                rest = self._not_stored(job, items, took)
-                if job["location"] and not self.no_objects:
-                    rest = self._copy_objects(job, rest, staging, deadline, took)
-                if rest:
-                    source = stack.enter_context(tree.opened(self.source, job["path"]))
-                    for item in rest:
-                        if time.monotonic() >= deadline and finished:
-                            stopped = "time"
+                rest = self._not_stored(job, add) if job.hinted else job.entries
+                if job.location and not self.no_objects:
+                    rest = self._copy_objects(job.location, rest, staging, deadline, add)
+                source = None
+                for item in rest:
+                    if source is None:
+                        source = stack.enter_context(tree.opened(self.source, job.path))
+                    if time.monotonic() >= deadline and tried:
+                        stopped = True
+                        break
+                    try:
+                        add(item, self.copier.copy(source, item, staging))
+                        if item.is_file and item.nlink > 1:
+                            key = self._link_key(staging, item)
+                            copied.links.append(messages.Link(item.name, key))
+                    except OSError as error:
+                        if error.errno in tree.SOURCE_GONE:
+                            raise
+                        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                            stopped = copied.full = True
                             break
-                        try:
-                            took(item, self.copier.copy(source, item, staging))
-                            if item.is_file and item.nlink > 1:
-                                links.append([item.name, self._link_key(staging, item)])
-                        except OSError as error:
-                            if error.errno in tree.SOURCE_GONE:
-                                raise
-                            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                                stopped = "full"
-                                break
-                            failed.append([item.name, copying.reason(error), is_lasting(error)])
-                            finished.add(item.name)
+                        copied.failed.append(copy.failure(item.name, error))
+                        tried.add(item.name)
             except control.Cancelled:
-                stopped = "cancelled"
-        left = [item.name for item in items if item.name not in finished] if stopped else []
-        told = {"staged": staged, "failed": failed, "links": links}
-        answer = {"did": "copy", "chunk": job["chunk"], "left": left, "stopped": stopped}
-        messages.answer(answer | told)
+                stopped = True
+        if stopped:
+            copied.left = [item.name for item in job.entries if item.name not in tried]
+        messages.answer(copied)
 
-    def _not_stored(self, job: dict[str, Any], items: list[Entry], took: Any) -> list[Entry]:
-        """Those that a hint has not brought into the tree before their chunk came."""
-        if not job["hinted"]:
-            return items
+    def _not_stored(self, job: messages.Copy, add: Callable[[Entry, int], None]) -> list[Entry]:
+        """Entries that no hint has brought into the tree; the others are done."""
         rest = []
-        with tree.opened(self.tree, job["path"]) as target:
-            for item in items:
-                stored = [0, 0, 0]
+        with tree.opened(self.tree, job.path) as target:
+            for item in job.entries:
+                stored = messages.Stored()
                 if self._has(target, item, stored):
-                    took(item, stored[2] - item.name_bytes)
+                    add(item, stored.allocated - item.name_bytes)
                 else:
                     rest.append(item)
         return rest
 
-    def hint(self, job: dict[str, Any]) -> None:
-        """Copy single names that a reader opened, ahead of their chunk.
-
-        ``allowance``: bytes of the SSD that they may take; what does not fit waits for its chunk.
-        """
-        folder = str(job["chunk"])
-        left: int = job["allowance"]
-        taken: dict[str, int] = {}
-        os.mkdir(folder, 0o700, dir_fd=self.staging)
-        with (
-            tree.opened(self.staging, [folder]) as staging,
-            tree.opened(self.source, job["path"]) as source,
-            tree.opened(self.tree, job["path"]) as target,
-        ):
-            for name in job["names"]:
-                try:
-                    item = entry.of(name, os.stat(name, dir_fd=source, follow_symlinks=False))
-                    fits = item.is_file and item.nlink == 1 and item.allocated <= left
-                    if fits and not self._has(target, item, [0, 0, 0]):
-                        taken[name] = self.copier.copy(source, item, staging) + item.name_bytes
-                        left -= max(item.allocated, taken[name])
-                except (OSError, control.Cancelled):
-                    pass  # only a hint: the chunk itself will say what is wrong
-        messages.answer({"did": "hint", "chunk": folder, "staged": taken})
-
     def _copy_objects(
-        self, job: dict[str, Any], items: list[Entry], staging: int, deadline: float, took: Any
+        self,
+        location: tuple[str, int],
+        items: list[Entry],
+        staging: int,
+        deadline: float,
+        add: Callable[[Entry, int], None],
     ) -> list[Entry]:
-        """Copy what is plain by its object; what is left must go through the mount, or wait."""
+        """Copy plain files by their objects; the entries that must be read through the mount."""
         plain = [item for item in items if native.is_plain(item)]
         if not plain:
             return items
@@ -283,7 +248,7 @@ class Worker:
             try:
                 self._reader = native.Reader(self.access)
             except OSError:
-                self.no_objects = True  # the key may not do so: the mount serves as well
+                self.no_objects = True
                 return items
         rest = [item for item in items if not native.is_plain(item)]
 
@@ -292,63 +257,86 @@ class Worker:
                 rest.append(item)
                 return
             self.throttle.step(1, item.size)
-            took(item, self.copier.keep(item, data, staging))
+            add(item, self.copier.keep(item, data, staging))
 
         try:
-            location = native.Location(*job["location"])
-            rest += self._reader.read(location, plain, each, deadline)
+            rest += self._reader.read(native.Location(*location), plain, each, deadline)
         except PermissionError:
             self.no_objects = True
             return items
         return rest
 
     def _link_key(self, staging: int, item: Entry) -> str:
-        """Equal for two names only if they are links of one file with the same bytes."""
+        """Equal for two names only when they are links of one file with the same bytes."""
         checksum = os.getxattr(f"/proc/self/fd/{staging}/{item.name}", tree.CHECKSUM).decode()
         return f"{item.ino:x}-{checksum}-{item.mode:o}-{item.uid}-{item.gid}-{item.mtime_ns}"
 
-    def commit(self, job: dict[str, Any]) -> None:
-        """Make everything staged durable with one syncfs, then rename it into the tree.
+    def hint(self, job: messages.Hint) -> None:
+        """Errors do not matter: the chunk of these files follows and reports them."""
+        left = job.allowance
+        taken: dict[str, int] = {}
+        os.mkdir(job.folder, 0o700, dir_fd=self.staging)
+        with (
+            tree.opened(self.staging, [job.folder]) as staging,
+            tree.opened(self.source, job.path) as source,
+            tree.opened(self.tree, job.path) as target,
+        ):
+            for name in job.names:
+                try:
+                    status = os.stat(name, dir_fd=source, follow_symlinks=False)
+                    item = tree.entry_of(name, status)
+                    fits = item.is_file and item.nlink == 1 and item.allocated <= left
+                    if fits and not self._has(target, item, messages.Stored()):
+                        taken[name] = self.copier.copy(source, item, staging) + item.name_bytes
+                        left -= max(item.allocated, taken[name])
+                except (OSError, control.Cancelled):
+                    pass
+        messages.answer(messages.Hinted(taken=taken))
 
-        Invariant: a name in the tree implies durable bytes. Also seals the directories of the job,
-        whose renames an earlier commit made: they must be durable before the mark, which a journal
-        sees to by its order, and else this syncfs.
+    # --- commit and seal
+
+    def commit(self, job: messages.Commit) -> None:
+        """One syncfs, then the renames, then the seals.
+
+        The renames into a sealed directory were made by an earlier commit and must be durable
+        before its mark is: a journal keeps that order, elsewhere this syncfs does.
         """
-        if job["chunks"] or not self.ordered:
-            syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
+        if job.folders or not self.ordered:
+            self._sync()
         lost: list[int] = []
-        for chunk in job["chunks"]:
-            folder = str(chunk["chunk"])
+        for staged in job.folders:
             try:
-                target = tree.open_below(self.tree, chunk["path"])
+                target = tree.open_below(self.tree, staged.path)
             except OSError:
-                lost.append(chunk["directory"])  # the index was ahead of the tree
-                tree.remove(self.staging, folder)
+                lost.append(staged.directory)  # the index claimed more than the tree has
+                tree.remove(self.staging, staged.folder)
                 continue
             try:
-                self._place_all(folder, chunk, target)
+                self._place_all(staged, target)
             finally:
                 os.close(target)
-            os.rmdir(folder, dir_fd=self.staging)
+            os.rmdir(staged.folder, dir_fd=self.staging)
         sealed: list[int] = []
         missing: list[int] = []
-        for directory in job["seal"]:
-            done = self._seal(directory["path"], directory["entries"], Entry(*directory["as"]))
-            (sealed if done else missing).append(directory["directory"])
-        messages.answer({"did": "commit", "sealed": sealed, "missing": missing, "lost": lost})
+        for seal in job.seals:
+            (sealed if self._seal(seal) else missing).append(seal.directory)
+        messages.answer(messages.Committed(sealed=sealed, missing=missing, lost=lost))
 
-    def _place_all(self, folder: str, chunk: dict[str, Any], target: int) -> None:
-        with tree.opened(self.staging, [folder]) as staging:
-            for name, key in chunk["links"]:
-                self._share(staging, name, key)
+    def _sync(self) -> None:
+        syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
+
+    def _place_all(self, staged: messages.StagedFolder, target: int) -> None:
+        with tree.opened(self.staging, [staged.folder]) as staging:
+            for link in staged.links:
+                self._share(staging, link)
             for name in os.listdir(staging):
                 self._place(staging, name, target)
-            for name, _ in chunk["links"]:
-                # A pass killed before it noted its commit comes here again: to rename one
-                # link of a file over another does nothing.
+            for link in staged.links:
+                # A commit that was killed before the index noted it is done again: rename(2) of one
+                # link of a file over another does nothing and leaves the old name.
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=staging)
-        os.utime(target, ns=(chunk["mtime_ns"], chunk["mtime_ns"]))
+                    os.unlink(link.name, dir_fd=staging)
+        os.utime(target, ns=(staged.mtime_ns, staged.mtime_ns))
 
     def _place(self, staging: int, name: str, target: int) -> None:
         try:
@@ -357,8 +345,9 @@ class Worker:
             tree.remove(target, name)
             os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
 
-    def _share(self, staging: int, name: str, key: str) -> None:
-        """Make ``name`` a link of the stored file with the same key, if there is one."""
+    def _share(self, staging: int, link: messages.Link) -> None:
+        """Make the name a link of the stored file with the same key, if there is one."""
+        name, key = link
         try:
             os.link(name, key, src_dir_fd=staging, dst_dir_fd=self.links)
         except FileExistsError:
@@ -368,102 +357,134 @@ class Worker:
             except OSError as error:
                 if error.errno != errno.EMLINK:
                     raise
-                # The file system takes no more names for one file: this copy is the next to share.
+                # The file system allows no more names of one file: share this copy from now on.
                 os.rename(name, key, src_dir_fd=staging, dst_dir_fd=self.links)
                 os.link(key, name, src_dir_fd=self.links, dst_dir_fd=staging)
             else:
                 os.rename(spare, name, src_dir_fd=staging, dst_dir_fd=staging)
 
-    def _seal(self, path: list[str], entries: int, attributes: Entry) -> bool:
-        """Mark a directory opaque if the tree has all its entries; whether it has.
+    def _seal(self, seal: messages.Seal) -> bool:
+        """Mark the directory opaque; False when the tree lacks some of its entries.
 
-        The index could be ahead of the tree after a power cut; counting makes sure.
+        They are counted because the index may claim more than the disk has after a power cut.
         """
         try:
-            directory = tree.open_below(self.tree, path)
+            directory = tree.open_below(self.tree, seal.path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         try:
-            if len(os.listdir(directory)) != entries:
+            if len(os.listdir(directory)) != seal.entries:
                 return False
-            if path:  # the root of a layer cannot be opaque
+            if seal.path:  # the root of a layer cannot be opaque
                 os.setxattr(directory, tree.OPAQUE, b"y")
-            os.utime(directory, ns=(attributes.mtime_ns, attributes.mtime_ns))
+            os.utime(directory, ns=(seal.mtime_ns, seal.mtime_ns))
         finally:
             os.close(directory)
         return True
 
-    def unseal(self, job: dict[str, Any]) -> None:
-        """Take the mark from directories, so that the source shows below them again.
-
-        OSError when a mark stays: what is unlinked below it then would be gone for readers.
-        """
-        for path in job["paths"]:
+    def recheck(self, job: messages.Recheck) -> None:
+        missing = []
+        for number, path, entries in job.directories:
+            self.throttle.beat()
             try:
                 with tree.opened(self.tree, path) as directory:
-                    os.removexattr(directory, tree.OPAQUE)
-            except OSError as error:
-                # Without a mark, or not there at all.
-                if error.errno not in (errno.ENODATA, errno.ENOENT, errno.ENOTDIR):
-                    raise
-        messages.answer({"did": "unseal"})
+                    if path:
+                        os.getxattr(directory, tree.OPAQUE)
+                    if len(os.listdir(directory)) == entries:
+                        continue
+            except OSError:
+                pass  # it has no mark, or does not exist
+            for depth in range(1, len(path) + 1):
+                # Every mark above it would hide the source's entries from readers too.
+                with contextlib.suppress(OSError), tree.opened(self.tree, path[:depth]) as above:
+                    os.removexattr(above, tree.OPAQUE)
+            missing.append(number)
+        messages.answer(messages.Rechecked(missing=missing))
 
-    def finish(self, job: dict[str, Any]) -> None:
-        """The last words of a complete generation: drop the spare links, make all durable."""
+    def finish(self, _: messages.Finish) -> None:
         for name in os.listdir(self.links):
             os.unlink(name, dir_fd=self.links)
-        syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
-        messages.answer({"did": "finish"})
+        self._sync()
+        messages.answer(messages.Done())
 
-    def prune(self, job: dict[str, Any]) -> None:
-        """Remove names of the tree; done already where their directory is not there."""
+    # --- withdraw
+
+    def unseal(self, job: messages.Unseal) -> None:
+        """Raises OSError when a mark stays: a file deleted below it would be ENOENT for readers."""
+        for length in range(len(job.path), 0, -1):
+            try:
+                with tree.opened(self.tree, job.path[:length]) as directory:
+                    os.removexattr(directory, tree.OPAQUE)
+            except OSError as error:
+                # The directory has no mark, or does not exist.
+                if error.errno not in (errno.ENODATA, errno.ENOENT, errno.ENOTDIR):
+                    raise
+        messages.answer(messages.Done())
+
+    def prune(self, job: messages.Prune) -> None:
         with (
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
-            tree.opened(self.tree, job["path"]) as directory,
+            tree.opened(self.tree, job.path) as directory,
         ):
-            dressed = os.fstat(directory).st_mtime_ns
-            for name in job["names"]:
+            mtime_ns = os.fstat(directory).st_mtime_ns
+            for name in job.names:
                 tree.remove(directory, name)
-            os.utime(directory, ns=(dressed, dressed))
-        messages.answer({"did": "prune", "directory": job["directory"]})
+            os.utime(directory, ns=(mtime_ns, mtime_ns))
+        messages.answer(messages.Done())
+
+    # --- the loop
+
+    def handlers(self) -> dict[type[messages.Message], Callable[..., None]]:
+        return {
+            messages.Scan: self.scan,
+            messages.Copy: self.copy,
+            messages.Hint: self.hint,
+            messages.Commit: self.commit,
+            messages.Recheck: self.recheck,
+            messages.Finish: self.finish,
+            messages.Unseal: self.unseal,
+            messages.Prune: self.prune,
+        }
 
     def run(self) -> None:
-        """Do jobs until there are none. An error of a job is answered, the worker lives on."""
-        jobs = {
-            name: getattr(self, name)
-            for name in ("scan", "copy", "hint", "commit", "unseal", "finish", "prune")
-        }
-        jobs |= {"verify": self.checks.verify, "recheck": self.checks.recheck}
-        while (job := messages.receive(messages.JOBS)) is not None:
+        """Do jobs until there are no more. The error of a job is its answer."""
+        handlers = self.handlers()
+        while (job := messages.next_job()) is not None:
             try:
-                jobs[job["do"]](job)
+                handlers[type(job)](job)
             except control.Cancelled:
-                messages.answer({"did": "nothing", "job": job["do"], "cancelled": True})
+                messages.answer(messages.NotDone(cancelled=True))
+            except OSError as error:
+                messages.answer(messages.NotDone(error=copy.reason(error), errno=error.errno))
             except Exception as error:
-                text = copying.reason(error) if isinstance(error, OSError) else repr(error)
-                number = error.errno if isinstance(error, OSError) else None
-                messages.answer(
-                    {"did": "nothing", "job": job["do"], "error": text, "errno": number},
-                )
+                messages.answer(messages.NotDone(error=repr(error)))
 
 
-def serve(number: int, page: int) -> None:
+def _size(part: messages.ScanPart) -> int:
+    return len(part.chunk) + len(part.folders) + len(part.failed)
+
+
+def _flush(part: messages.ScanPart) -> None:
+    messages.answer(part)
+    part.chunk, part.folders, part.failed, part.made = [], [], [], 0
+
+
+def serve(number: int, page: int, kind: type[Worker] = Worker) -> None:
     """A worker from its start to its end; ``page``: descriptor of the control page."""
     child_main.die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal is for the agent
     os.umask(0)
-    setup = messages.receive(messages.JOBS)
+    setup = messages.receive(messages.JOBS, messages.Setup)
     if setup is None:
         return
     try:
-        worker = Worker(number, page, setup)
+        worker = kind(number, page, setup)
     except OSError as error:
-        answer = {"error": copying.reason(error), "errno": error.errno}
-        messages.answer({"did": "nothing", "job": "start"} | answer)
+        messages.answer(messages.NotDone(error=copy.reason(error), errno=error.errno))
         return
-    messages.answer({"did": "start"})
+    messages.answer(messages.Done())
     try:
         worker.run()
     except BrokenPipeError:
-        pass  # the pass has gone
+        pass  # the coordinator has ended
     worker.close()

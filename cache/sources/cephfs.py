@@ -1,11 +1,16 @@
-"""A CephFS directory, mounted read-only by the agent in a way that outlives it.
+"""A CephFS directory that the agent mounts read-only, in a way that outlives the agent.
 
-The kernel client where there is one; else ceph-fuse, which becomes a daemon of its own and is moved
-out of the agent's cgroup, so that neither the agent's end nor its service's takes it away.
+The kernel client is used where the kernel has it, else ceph-fuse. ceph-fuse becomes a daemon and is
+moved out of the agent's cgroup, so that neither the end of the agent nor that of its service ends
+the mount: jobs read through it.
+
+``shows.json`` beside the mount point tells which file system, path and user a mount was made for. A
+mount that an agent with other settings left is detached, and nothing is read from it.
 """
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
@@ -17,14 +22,19 @@ import structlog
 import kit.child
 import kit.errors
 import kit.files
+import kit.processes
 from cache.settings import CephfsSource, DatasetSettings
-from cache.sources import monitors, reach
+from cache.sources import base
+from cache.store import tree
+from ceph import monitors, secrets
+from ceph.monitors import Address
+from ceph.protocol import Access
 from linux import mountinfo, mounts
 
 log = structlog.get_logger("source")
 
-# Inodes that ceph-fuse keeps. Its default of 16,384 makes every walk over a larger tree ask the MDS
-# for each file again; one inode costs it about 1.5 KiB.
+# Inodes that ceph-fuse keeps, about 1.5 KiB each. With its default of 16,384 every walk over a
+# larger tree asks the MDS for each file again.
 CLIENT_CACHE_INODES = 400_000
 _CGROUP = "nodeagent-sources"
 DETACH_SECONDS = 15.0
@@ -39,8 +49,8 @@ admin socket =
 client cache size = {inodes}
 client mount timeout = {timeout}
 rados mon op timeout = {timeout}
-# The kernel checks modes itself (default permissions): ceph-fuse need not look up the groups of
-# every caller, which costs a quarter of its CPU.
+# The kernel checks modes itself (default permissions). Looking up the groups of every caller would
+# cost ceph-fuse a quarter of its CPU.
 fuse default permissions = true
 client permissions = false
 fuse set user groups = false
@@ -51,51 +61,16 @@ debug objectcacher = 0/0
 """
 
 SHOWN = "shows.json"
-_SECRET = re.compile(r"^[A-Za-z0-9+/]{20,}={0,2}$")
-
-
-def read_secret(path: Path, user: str, thing: str) -> str:
-    """The key in a bare secret file or in a keyring. SourceError; the key is never in the text."""
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        what = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-        raise kit.errors.SourceError(
-            thing, f"secret_file {path} cannot be read ({what})", "put the user's key there"
-        ) from error
-    if "[" in text:
-        section = ""
-        for line in text.splitlines():
-            stripped = line.strip()
-            if stripped.startswith("["):
-                section = stripped.strip("[]")
-            key, equals, value = stripped.partition("=")
-            if equals and key.strip() == "key" and section == f"client.{user}":
-                text = value.strip()
-                break
-        else:
-            raise kit.errors.SourceError(
-                thing,
-                f"secret_file {path} has no key for client.{user}",
-                "add it, or name the user",
-            )
-    if not _SECRET.match(text):
-        raise kit.errors.SourceError(
-            thing,
-            f"secret_file {path} holds no Ceph key",
-            "put the output of 'ceph auth print-key' there",
-        )
-    return text
 
 
 class Cephfs:
-    """``folder`` holds the mount point and, readable by root only, what ceph-fuse reads."""
+    """``folder``: mount point, ceph.conf and keyring; only root can read them."""
 
     def __init__(self, dataset: DatasetSettings, source: CephfsSource, folder: Path) -> None:
         self._source = source
         self._folder = folder
         self._target = folder / "mount"
-        self._shown = folder / SHOWN  # what was asked of the mount at the target
+        self._shown = folder / SHOWN
         self._thing = f"dataset {dataset.name}: CephFS {source.filesystem}:{source.path}"
         self.immutable = dataset.freshness == "snapshot"
 
@@ -120,42 +95,40 @@ class Cephfs:
 
     @property
     def _shows(self) -> str:
-        """What a mount of ours is of: one line of JSON. An adopted mount must say the same."""
+        """What shows.json must contain for a mount with these settings."""
         source = self._source
         shows = {"filesystem": source.filesystem, "path": source.path, "user": source.user}
         return json.dumps(shows, sort_keys=True)
 
     def _is_ours(self) -> bool:
-        """Whether the mount at the target was made for these settings."""
         try:
             return self._shown.read_text(encoding="ascii") == self._shows
         except (OSError, UnicodeDecodeError):
             return False
 
-    async def _let_go_of_another(self) -> None:
-        """Detach a mount that an agent with other settings left; its view keeps what it shows.
-
-        SourceError while it does not go: nothing may be read from it as if it were ours.
-        """
+    async def _detach_another(self) -> None:
+        """Detach a mount for other settings; the view keeps showing it. SourceError if it stays."""
         while self._mounted() is not None and not self._is_ours():
-            log.warning("source mount is of other settings, mounting anew", source=self._thing)
+            log.warning(
+                "source mount was made for other settings; mounting again", source=self._thing
+            )
             before = self._mounted()
-            # Out of the tree at once; what waits for the cluster after that waits in the child.
+            # The mount leaves the tree at once; the child may wait for the cluster after that.
             with contextlib.suppress(OSError, kit.child.DeadlineError):
                 await kit.child.call(mounts.detach, str(self._target), deadline=DETACH_SECONDS)
             if self._mounted() == before:
                 raise kit.errors.SourceError(
                     self._thing,
-                    f"an earlier mount at {self._target} does not go",
+                    f"an earlier mount at {self._target} cannot be detached",
                     "see the kernel log; it is tried again",
                 )
 
-    async def reach(self, deadline: float) -> reach.Reached:
-        await self._let_go_of_another()
+    async def reach(self, deadline: float) -> base.Reached:
+        await self._detach_another()
         if self._mounted() is None:
             await self._mount(deadline)
         try:
-            found = await kit.child.call(reach.look, self._root, deadline=deadline)
+            root = base.Root(**await kit.child.call(base.look, self._root, deadline=deadline))
         except kit.child.DeadlineError as error:
             raise kit.errors.SourceError(
                 self._thing,
@@ -163,37 +136,43 @@ class Cephfs:
                 "see 'ceph status'; it is tried again",
             ) from error
         except OSError as error:
-            if error.errno in (107, 108):  # ENOTCONN, ESHUTDOWN: its daemon died, or it is fenced
-                log.warning("source mount is dead, mounting anew", source=self._thing)
+            if error.errno in tree.SOURCE_GONE:  # its daemon died, or the cluster shut it out
+                log.warning("source mount is dead; mounting again", source=self._thing)
                 mounts.detach(self._target)
-            if error.errno == 2 and self._source.snapshot is not None:
+            if error.errno == errno.ENOENT and self._source.snapshot is not None:
                 raise kit.errors.SourceError(
                     self._thing,
                     f"it has no snapshot {self._source.snapshot!r}",
-                    "make it, or name another; it is tried again",
+                    "make it, or set another one; it is tried again",
                 ) from error
-            raise reach.explain(self._thing, error) from error
+            raise base.explain(self._thing, error) from error
         mounted = self._mounted()
         kernel = mounted is not None and mounted.fstype == "ceph"
-        native = None
-        if self.immutable and not kernel:
-            native = {
-                "conf": str(self._folder / "ceph.conf"),
-                "user": self._source.user,
-                "filesystem": self._source.filesystem,
-                "root": f"{self._source.path.rstrip('/')}/.snap/{self._source.snapshot}",
-            }
         device = ""
         if mounted is not None:
             device = f"{mounted.major}:{mounted.minor} {self._root} {self._shows}"
-        client = "kernel" if kernel else "ceph-fuse"
-        return reach.Reached(
-            self._root, device, found["stamp"], client, found["files"], found["bytes"], native
+        return base.Reached(
+            root=self._root,
+            device=device,
+            stamp=root.stamp,
+            client="kernel" if kernel else "ceph-fuse",
+            files=root.files,
+            bytes=root.bytes,
+            # ceph.conf and keyring are written for ceph-fuse only.
+            native=self._access() if self.immutable and not kernel else None,
+        )
+
+    def _access(self) -> Access:
+        return Access(
+            conf=str(self._folder / "ceph.conf"),
+            user=self._source.user,
+            filesystem=self._source.filesystem,
+            root=f"{self._source.path.rstrip('/')}/.snap/{self._source.snapshot}",
         )
 
     async def _mount(self, deadline: float) -> None:
         source = self._source
-        secret = read_secret(source.secret_file, source.user, self._thing)
+        secret = secrets.read(source.secret_file, source.user, self._thing)
         addresses = await monitors.resolve(source.monitors)
         if not addresses:
             raise self._explain("110", deadline)
@@ -206,7 +185,7 @@ class Cephfs:
                 "this kernel has no CephFS client (client: kernel)",
                 "load the ceph module, or set client: auto",
             )
-        # Before the mount: one whose maker was killed in between is known for what it is.
+        # Written before the mount, so that a mount is known even if the agent is killed meanwhile.
         kit.files.save(self._shown, self._shows.encode("ascii"))
         if kernel_has_it and source.client != "fuse":
             try:
@@ -221,53 +200,39 @@ class Cephfs:
             return
         await self._mount_fuse(secret, addresses, deadline)
 
-    async def _mount_fuse(
-        self, secret: str, addresses: list[tuple[str, str, int]], deadline: float
-    ) -> None:
+    async def _mount_fuse(self, secret: str, addresses: list[Address], deadline: float) -> None:
         source = self._source
         keyring, conf = self._folder / "keyring", self._folder / "ceph.conf"
         kit.files.save(keyring, f"[client.{source.user}]\nkey = {secret}\n".encode())
         text = _CONF.format(
-            monitors=" ".join(monitors.written(*address) for address in addresses),
-            keyring=keyring,
-            inodes=CLIENT_CACHE_INODES,
+            monitors=" ".join(map(str, addresses)), keyring=keyring, inodes=CLIENT_CACHE_INODES,
             timeout=max(1, int(deadline) - 3),
-        )
+        )  # fmt: skip
         kit.files.save(conf, text.encode())
         command = (
             *("ceph-fuse", "-c", str(conf), "-n", f"client.{source.user}", str(self._target)),
             *(f"--client_mountpoint={source.path}", f"--client_fs={source.filesystem}"),
             *("-o", "ro"),
         )
-        # Neither the caller's Ceph settings nor anything secret comes along.
+        # The agent's environment may have Ceph settings or secrets.
         environment = {"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")}
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                env=environment,
-                cwd="/",
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-            )
+            ended = await kit.processes.run(
+                command, about=self._thing, deadline=deadline + 5, environment=environment,
+                outlives=True,
+            )  # fmt: skip
         except FileNotFoundError as error:
             raise kit.errors.SourceError(
                 self._thing,
-                "neither a CephFS kernel client nor ceph-fuse is on this host",
+                "this host has neither a CephFS kernel client nor ceph-fuse",
                 "load the ceph module or install ceph-fuse",
             ) from error
-        try:
-            async with asyncio.timeout(deadline + 5):
-                out, _ = await process.communicate()
-        except TimeoutError as error:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
+        except kit.processes.DeadlineError as error:
             raise self._explain("110", deadline) from error
-        if process.returncode or self._mounted() is None:
-            said = out.decode(errors="replace")
+        if ended.code or self._mounted() is None:
+            said = (ended.out + ended.err).decode(errors="replace")
             number = re.findall(r"\((\d+)\)", said)
-            # A monitor answered, yet would not tell its settings: we were not let in.
+            # A monitor answered but did not send its settings: the user is not authorized.
             refused = "13" if "failed to fetch mon config" in said else ""
             log.error("ceph-fuse failed", dataset=self._thing, said=said.strip()[-200:])
             raise self._explain(number[-1] if number else refused, deadline)
@@ -283,7 +248,7 @@ class Cephfs:
                 f"correct user and secret_file, or the user's caps; {again}",
             ),
             "2": (
-                f"there is no path {source.path} or no file system {source.filesystem!r}",
+                f"path {source.path} or file system {source.filesystem!r} does not exist",
                 f"create it, or correct the settings; {again}",
             ),
             "110": (
@@ -299,7 +264,7 @@ class Cephfs:
         return kit.errors.SourceError(self._thing, cause, remedy)
 
     def _move_out_of_our_cgroup(self) -> None:
-        """A service manager ends what is in the agent's cgroup; the mount must outlive that."""
+        """A service manager kills everything in the agent's cgroup; the mount must outlive that."""
         for pid in _daemons(str(self._target)):
             for root in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")):
                 if (root / "cgroup.procs").exists():
@@ -310,21 +275,19 @@ class Cephfs:
                         log.warning("ceph-fuse stays in the agent's cgroup", error=str(error))
 
     async def release(self) -> None:
-        """Unmount all that is there; who reads through a view of it is InUseError's business."""
-        await let_go(self._folder)
+        await release(self._folder)
 
 
 def _mounted_at(target: Path) -> mountinfo.Mount | None:
-    """What shows at ``target``."""
     stacked = mountinfo.at(str(target), mountinfo.read())
     return stacked[-1] if stacked else None
 
 
-async def let_go(folder: Path) -> None:
-    """Unmount what a source mounted in its folder, and delete the key with it."""
+async def release(folder: Path) -> None:
+    """Unmount what a source mounted in its folder and delete its key."""
     target = folder / "mount"
     with contextlib.suppress(OSError):
-        while _mounted_at(target) is not None:  # mounts that were made at one time are stacked
+        while _mounted_at(target) is not None:  # several mounts may be stacked
             await kit.child.call(unmount, str(target), deadline=DETACH_SECONDS)
     if _mounted_at(target) is None:
         for name in ("keyring", "ceph.conf", SHOWN):
@@ -348,7 +311,7 @@ def _daemons(target: str) -> list[int]:
 
 
 def has_kernel_client() -> bool:
-    """Whether the kernel has CephFS, by module if need be."""
+    """Whether the kernel has CephFS; loads its module if there is one."""
     if "\tceph\n" in Path("/proc/filesystems").read_text():
         return True
     modules = Path("/lib/modules") / os.uname().release / "modules.dep"
@@ -363,16 +326,16 @@ def has_kernel_client() -> bool:
 
 def mount_kernel(
     target: str,
-    addresses: list[tuple[str, str, int]],
+    addresses: list[Address],
     filesystem: str,
     path: str,
     user: str,
     secret: str,
 ) -> None:
-    """Mount by the kernel client; the key goes through fsconfig, which no process list shows."""
-    # The kernel speaks one protocol to all monitors; the old one where any of them has it.
-    protocol = "v1" if any(address[0] == "v1" for address in addresses) else "v2"
-    hosts = [monitors.written(*a).partition(":")[2] for a in addresses if a[0] == protocol]
+    """Mount with the kernel client. The key goes through fsconfig, which no process list shows."""
+    # The kernel speaks one protocol to all monitors: v1 when any of them does.
+    protocol = "v1" if any(address.protocol == "v1" for address in addresses) else "v2"
+    hosts = [str(a).partition(":")[2] for a in addresses if a.protocol == protocol]
     strings = {
         "source": f"{','.join(hosts)}:{path}",
         "name": user,

@@ -1,5 +1,6 @@
 """The OpenAPI document: the process's own part and one hand-written YAML file for each room."""
 
+import functools
 import importlib.resources
 from typing import Any
 
@@ -18,8 +19,12 @@ def part(resource: str) -> dict[str, Any]:
     return content
 
 
+@functools.lru_cache(maxsize=1)
 def document() -> dict[str, Any]:
-    """The joined document, OpenAPI 3.1: all rooms, whether or not the settings have them."""
+    """The joined document, OpenAPI 3.1: all rooms, whether or not the settings have them.
+
+    Read when it is first asked for: parsing it takes 90 ms, which a start does not need.
+    """
     joined: dict[str, Any] = {"paths": {}, "components": {"schemas": {}}}
     for content in map(part, [OWN, *(room.openapi for room in rooms.ROOMS if room.openapi)]):
         joined["paths"] |= content.pop("paths", {})

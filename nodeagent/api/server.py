@@ -191,10 +191,8 @@ def _own_routes(state: State) -> list[web.RouteDef]:
         ]
         return web.json_response({"findings": found})
 
-    document = openapi.document()
-
     async def openapi_json(_: web.Request) -> web.Response:
-        return web.json_response(document)
+        return web.json_response(openapi.document())
 
     async def status_page(_: web.Request) -> web.Response:
         headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}

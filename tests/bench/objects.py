@@ -10,8 +10,8 @@ import os
 import sys
 from typing import Any
 
-from cache.fill import native
-from cache.fill.entry import Entry
+from ceph import native
+from ceph.native import Entry
 
 
 def _read(number: int, processes: int, conf: str, root: str, told: Any) -> None:

@@ -1,3 +1,5 @@
+"""The index: names of any bytes, damage, and what may be sealed."""
+
 import os
 import sqlite3
 from pathlib import Path
@@ -6,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.fill import index
-from cache.fill.entry import Entry
+from cache.store import index
+from cache.store.tree import Entry
 
 names = st.binary(min_size=1, max_size=255).filter(lambda b: b"\0" not in b and b"/" not in b)
 
@@ -38,7 +40,7 @@ def listed(known: index.Index, number: int, entries: int, files: int = 0, size: 
 
 
 @given(st.lists(names, min_size=1, max_size=20, unique=True))
-def test_names_of_any_bytes_are_kept_and_found(raw: list[bytes]) -> None:
+def test_index_keeps_names_of_any_bytes(raw: list[bytes]) -> None:
     known = index.Index(index.Index._connect(Path(":memory:")))
     known.add_root(folder(""))
     texts = [os.fsdecode(name) for name in raw]
@@ -59,7 +61,7 @@ def test_names_of_any_bytes_are_kept_and_found(raw: list[bytes]) -> None:
 
 
 @given(st.lists(names, min_size=1, max_size=30, unique=True), st.integers(1, 7))
-def test_pages_of_failures_hold_each_of_them_once(raw: list[bytes], limit: int) -> None:
+def test_failures_pages_hold_each_once(raw: list[bytes], limit: int) -> None:
     known = index.Index(index.Index._connect(Path(":memory:")))
     known.add_root(folder(""))
     texts = [os.fsdecode(name) for name in raw]
@@ -74,7 +76,7 @@ def test_pages_of_failures_hold_each_of_them_once(raw: list[bytes], limit: int) 
     known.close()
 
 
-def test_a_directory_is_sealable_only_when_nothing_below_it_waits(opened: index.Index) -> None:
+def test_sealable_needs_everything_below(opened: index.Index) -> None:
     opened.add_directories(index.ROOT, [folder("a")])
     opened.add_chunk(index.ROOT, [item("f")])
     listed(opened, index.ROOT, 2, 1, 10)
@@ -93,7 +95,7 @@ def test_a_directory_is_sealable_only_when_nothing_below_it_waits(opened: index.
     assert (totals.files, totals.done_files, totals.sealed, totals.directories) == (1, 1, 2, 2)
 
 
-def test_a_directory_with_a_failure_is_not_sealed(opened: index.Index) -> None:
+def test_sealable_excludes_failures(opened: index.Index) -> None:
     opened.add_chunk(index.ROOT, [item("f")])
     listed(opened, index.ROOT, 1, 1, 10)
     chunk = _chunk(opened, opened.next_chunks(1)[0])
@@ -103,7 +105,7 @@ def test_a_directory_with_a_failure_is_not_sealed(opened: index.Index) -> None:
     assert opened.totals().failed == 1
 
 
-def test_what_is_unsealed_is_unsealed_up_to_the_root(opened: index.Index) -> None:
+def test_unseal_reaches_the_root(opened: index.Index) -> None:
     parent, path = index.ROOT, []
     for name in ("a", "b", "c"):
         opened.add_directories(parent, [folder(name)])
@@ -124,7 +126,7 @@ def test_what_is_unsealed_is_unsealed_up_to_the_root(opened: index.Index) -> Non
     assert opened.sealable(10) == [middle]
 
 
-def test_an_index_survives_a_killed_writer_and_goes_on(tmp_path: Path, opened: index.Index) -> None:
+def test_open_after_a_killed_writer(tmp_path: Path, opened: index.Index) -> None:
     with opened.transaction():
         opened.add_chunk(index.ROOT, [item(f"f{n}") for n in range(100)])
     again = index.Index.open(tmp_path / "index.sqlite")
@@ -132,7 +134,7 @@ def test_an_index_survives_a_killed_writer_and_goes_on(tmp_path: Path, opened: i
     again.close()
 
 
-def test_a_transaction_that_fails_leaves_nothing(opened: index.Index) -> None:
+def test_failed_transaction_leaves_nothing(opened: index.Index) -> None:
     with pytest.raises(ZeroDivisionError), opened.transaction():
         opened.add_chunk(index.ROOT, [item("f")])
         raise ZeroDivisionError
@@ -140,7 +142,7 @@ def test_a_transaction_that_fails_leaves_nothing(opened: index.Index) -> None:
 
 
 @pytest.mark.parametrize("damage", ["noise", "empty", "cut", "format", "directory of pages"])
-def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str) -> None:
+def test_open_replaces_a_damaged_index(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "index.sqlite"
     known = index.Index.open(path)
     known.add_root(folder(""))
@@ -170,7 +172,7 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str) -> None:
     again.close()
 
 
-def test_part_of_a_chunk_can_be_taken_and_the_rest_stays(opened: index.Index) -> None:
+def test_committed_keeps_the_rest_of_a_chunk(opened: index.Index) -> None:
     opened.add_chunk(index.ROOT, [item(f"f{n}", size=n) for n in range(10)])
     listed(opened, index.ROOT, 10, 10, 45)
     chunk = _chunk(opened, opened.next_chunks(1)[0])
@@ -183,7 +185,7 @@ def test_part_of_a_chunk_can_be_taken_and_the_rest_stays(opened: index.Index) ->
     assert opened.sealable(1) == [index.ROOT]
 
 
-def test_directories_preferred_are_copied_first(opened: index.Index) -> None:
+def test_prefer_puts_chunks_first(opened: index.Index) -> None:
     opened.add_directories(index.ROOT, [folder("a"), folder("b")])
     first, second = opened.find(["a"]), opened.find(["b"])
     assert first is not None
@@ -193,3 +195,15 @@ def test_directories_preferred_are_copied_first(opened: index.Index) -> None:
     assert _chunk(opened, opened.next_chunks(1)[0]).directory == first
     opened.prefer(second, 1)
     assert _chunk(opened, opened.next_chunks(1)[0]).directory == second
+
+
+def test_listed_directories_include_listed_and_sealed(opened: index.Index) -> None:
+    opened.add_directories(index.ROOT, [folder("a"), folder("b")])
+    first, second = opened.find(["a"]), opened.find(["b"])
+    assert first is not None
+    assert second is not None
+    listed(opened, first, 0)
+    listed(opened, index.ROOT, 2)
+    opened.sealed(first)
+    assert opened.listed_directories(0, 10) == [index.ROOT, first]
+    assert opened.listed_directories(index.ROOT, 10) == [first]

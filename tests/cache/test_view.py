@@ -1,4 +1,4 @@
-"""What a refresh may touch, with real mounts."""
+"""Refreshing a view, with real mounts."""
 
 import subprocess
 from collections.abc import Iterator
@@ -29,9 +29,7 @@ def disk(area: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("stage", [view.Stage.STORE, view.Stage.SOURCE])
-def test_a_refresh_of_what_is_no_overlay_leaves_the_disk_writable(
-    disk: Path, stage: view.Stage
-) -> None:
+def test_refresh_leaves_other_mounts_writable(disk: Path, stage: view.Stage) -> None:
     shown = str(disk / "view")
     view.publish(shown, stage, str(disk / "source"), str(disk / "store"), str(disk / "scratch"))
     view.refresh(shown)
@@ -39,12 +37,12 @@ def test_a_refresh_of_what_is_no_overlay_leaves_the_disk_writable(
     assert "ro" not in mountinfo.at(str(disk), mountinfo.read())[-1].super_options.split(",")
 
 
-def test_a_refresh_where_nothing_is_mounted_does_nothing(disk: Path) -> None:
+def test_refresh_without_mount_does_nothing(disk: Path) -> None:
     view.refresh(str(disk / "view"))
     (disk / "still").write_text("writable")
 
 
-def test_an_overlay_is_refreshed(disk: Path) -> None:
+def test_refresh_makes_an_overlay_forget(disk: Path) -> None:
     shown = disk / "view"
     view.publish(
         str(shown), view.Stage.OVERLAY, str(disk / "source"), str(disk / "store"),

@@ -1,16 +1,16 @@
-"""Bad files that cannot be replaced: out of the store in the right order, however it is cut."""
+"""Bad files that cannot be replaced: withdrawn in the right order, wherever it is interrupted."""
 
 import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cache.fill import tree, unreplaced, verifypass
-from cache.fill.index import Index
-from tests.cache import byhand
+from cache.fill import messages, verify, withdraw
+from cache.store import generations, tree
+from cache.store.index import Index
+from tests.cache import passes
 from tests.testbed import trees
 from tests.testbed.agent import Agent
 from tests.testbed.damage import flip
@@ -31,85 +31,81 @@ def is_sealed(folder: Path) -> bool:
     return tree.OPAQUE in os.listxattr(folder)
 
 
-# --- the passes -----------------------------------------------------------------------------------
+# --- the passes
 
 
 @pytest.fixture
-def task(area: Path) -> dict[str, Any]:
-    """A complete generation of a source, as a pass is told of it."""
-    source, generation = area / "source", area / "generation"
-    trees.plain(source, 40, directories=4)
-    generation.mkdir()
-    given = byhand.task(generation, source)
-    assert byhand.run("fillpass", given)["result"] == "complete"
-    return given
+def complete(area: Path) -> passes.Generation:
+    """A complete generation."""
+    made = passes.Generation(area)
+    trees.plain(made.source, 40, directories=4)
+    made.folder.mkdir()
+    assert made.fill().result == "complete"
+    return made
 
 
 @pytest.mark.parametrize("index", ["kept", "lost"])
-def test_between_marks_and_files_a_fill_is_refused_and_the_rest_can_be_done_again(
-    area: Path, task: dict[str, Any], index: str
-) -> None:
-    stored = area / "generation" / "tree" / BAD
+def test_withdraw_is_safe_to_interrupt_and_repeat(complete: passes.Generation, index: str) -> None:
+    stored = complete.tree / BAD
     flip(stored)
-    lose(area / "source" / BAD)
-    end = byhand.run("verifypass", task)
-    assert (end["result"], end["unreplaced"]) == ("bad", 1)
-    assert byhand.run("verifypass", task, withdraw="marks")["result"] == "withdrawn"
+    lose(complete.source / BAD)
+    end = complete.verify()
+    assert end.verify is not None
+    assert (end.result, end.verify.unreplaced) == ("bad", 1)
+    assert complete.withdraw("marks").result == "withdrawn"
     assert not is_sealed(stored.parent)
     assert is_sealed(stored.parent.parent / "d2")
-    known = Index.open(area / "generation" / "index.sqlite")
-    assert [(name, reason) for _, name, reason in known.failures(9)] == [("f00001", verifypass.BAD)]
+    known = Index.open(complete.folder / "index.sqlite")
+    assert [(name, reason) for _, name, reason in known.failures(9)] == [("f00001", withdraw.BAD)]
     assert known.sealable(9) == []
     known.close()
     # As if it had been killed when the index knew and the mark was still on.
     os.setxattr(stored.parent, tree.OPAQUE, b"y")
     if index == "lost":
-        Index.discard(area / "generation" / "index.sqlite")
-    end = byhand.run("fillpass", task)
-    assert end["result"] == "failed"
-    assert "withdrawn first" in end["why"]
+        Index.discard(complete.folder / "index.sqlite")
+    end = complete.fill()
+    assert end.result == "failed"
+    assert "withdrawn first" in end.why
     assert stored.exists()
-    assert byhand.run("verifypass", task, withdraw="marks")["result"] == "withdrawn"
+    assert complete.withdraw("marks").result == "withdrawn"
     assert not is_sealed(stored.parent)
-    end = byhand.run("verifypass", task, withdraw="files")
-    assert (end["result"], end["withdrawn"]) == ("withdrawn", 1)
+    end = complete.withdraw("files")
+    assert (end.result, end.withdrawn) == ("withdrawn", 1)
     assert not stored.exists()
-    assert not unreplaced.waiting(task["generation"])
-    assert byhand.run("fillpass", task)["result"] == "complete"
-    trees.assert_equal(area / "source", area / "generation" / "tree")
+    assert not generations.has_quarantined(str(complete.folder))
+    assert complete.fill().result == "complete"
+    trees.assert_equal(complete.source, complete.tree)
 
 
-def test_a_verify_that_is_not_finished_forgets_no_bad_file(
-    area: Path, task: dict[str, Any]
-) -> None:
-    unreplaced.keep(area / "generation", [[["d1"], "f00001"]])
-    made = verifypass.VerifyPass(task)
-    made.unreplaced = [[["d2"], "f00002"], [["d1"], "f00001"]]
-    assert made._last_words()["unreplaced"] == 2
-    assert len(unreplaced.read(area / "generation")) == 2
-    made.unreplaced = []
-    made.whole = True
-    assert made._last_words()["unreplaced"] == 0
-    assert not unreplaced.waiting(task["generation"])
+def test_unfinished_verify_keeps_quarantined_files(complete: passes.Generation) -> None:
+    generations.write_quarantined(complete.folder, [(["d1"], "f00001")])
+    task = messages.VerifyTask(**complete.common, against_source=False, reachable=True)
+    _, decides = verify.begin(task)
+    decides.unreplaced = [(["d2"], "f00002"), (["d1"], "f00001")]
+    assert decides.quarantine() == 2
+    assert len(generations.read_quarantined(complete.folder)) == 2
+    decides.unreplaced = []
+    decides.whole = True
+    assert decides.quarantine() == 0
+    assert not generations.has_quarantined(str(complete.folder))
 
 
-def test_a_job_that_died_with_its_worker_is_done_again(area: Path, task: dict[str, Any]) -> None:
-    unreplaced.keep(area / "generation", [[["d1"], "f00001"], [["d1"], "f00005"]])
-    made = verifypass.WithdrawPass(task | {"withdraw": "files"})
-    job = made._next_job()
-    assert job is not None
-    assert job["names"] == ["f00001", "f00005"]
-    assert made._next_job() is None
-    made._lost(job)
-    assert made._next_job() == job
+def test_withdraw_repeats_the_job_of_a_dead_worker(complete: passes.Generation) -> None:
+    generations.write_quarantined(complete.folder, [(["d1"], "f00001"), (["d1"], "f00005")])
+    _, decides = withdraw.begin(messages.WithdrawTask(**complete.common, part="files"))
+    given = decides.next_assignment()
+    assert given is not None
+    assert isinstance(given.job, messages.Prune)
+    assert given.job.names == ["f00001", "f00005"]
+    assert decides.next_assignment() is None
+    decides.forget(given)
+    assert decides.next_assignment() == given
 
 
-# --- the agent ------------------------------------------------------------------------------------
+# --- the agent
 
 
-def test_an_agent_killed_before_bad_files_were_out_goes_on_with_that(
-    area: Path, node: Agent
-) -> None:
+def test_killed_agent_withdraws_before_it_fills(area: Path, node: Agent) -> None:
     source = area / "source"
     trees.plain(source, 200)
     node.add_dir("a", source)
@@ -118,17 +114,17 @@ def test_an_agent_killed_before_bad_files_were_out_goes_on_with_that(
     node.kill()
     (generation,) = node.generations("a")
     flip(generation / "tree" / BAD)
-    unreplaced.keep(generation, [[["d1"], "f00001"]])
+    generations.write_quarantined(generation, [(["d1"], "f00001")])
     fields = json.loads((generation / "generation.json").read_bytes())
     fields |= {"state": "partial", "failed": 1}
     (generation / "generation.json").write_text(json.dumps(fields))
     node.start()
     node.wait_state("a", "complete")
     trees.assert_equal(source, node.view("a"))
-    assert not unreplaced.waiting(str(generation))
+    assert not generations.has_quarantined(str(generation))
 
 
-def test_nothing_is_unlinked_below_a_mark_that_does_not_go(area: Path, node: Agent) -> None:
+def test_nothing_is_deleted_below_a_mark_that_stays(area: Path, node: Agent) -> None:
     source = area / "source"
     trees.plain(source, 200)
     node.add_dir("a", source)

@@ -1,9 +1,11 @@
 import asyncio
 import errno
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import asyncinotify
 import pytest
 import structlog
 
@@ -12,37 +14,49 @@ from nodeagent import configwatch
 SOON = 15.0
 
 
+class Watching(asyncinotify.Inotify):
+    """Says when all watches are in place and an event is awaited."""
+
+    in_place: asyncio.Event
+
+    async def get(self) -> asyncinotify.Event:
+        self.in_place.set()
+        return await super().get()
+
+
 @pytest.fixture(autouse=True)
-def no_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is seen is seen by inotify."""
+async def no_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is noticed is noticed by inotify."""
+    Watching.in_place = asyncio.Event()
+    monkeypatch.setattr(configwatch, "Inotify", Watching)
     monkeypatch.setattr(configwatch, "POLL_SECONDS", 3600.0)
     monkeypatch.setattr(configwatch, "SETTLE_SECONDS", 0.05)
 
 
-async def begin(path: Path) -> AsyncIterator[None]:
-    """A watch that has its inotify in place."""
-    return aiter(configwatch.changes(path))
+async def watched() -> None:
+    await asyncio.wait_for(Watching.in_place.wait(), SOON)
+    Watching.in_place.clear()
 
 
-async def seen(watch: AsyncIterator[None], change: object = None) -> None:
+async def seen(watch: AsyncIterator[None], change: Callable[[], object]) -> None:
+    """A change made while the file is watched is noticed."""
     task = asyncio.ensure_future(anext(watch))
-    await asyncio.sleep(0.2)
-    if callable(change):
-        change()
+    await watched()
+    change()
     await asyncio.wait_for(task, SOON)
 
 
 async def test_rewritten_file_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("one")
-    watch = await begin(path)
+    watch = aiter(configwatch.changes(path))
     await seen(watch, lambda: path.write_text("two"))
 
 
 async def test_renamed_file_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("one")
-    watch = await begin(path)
+    watch = aiter(configwatch.changes(path))
 
     def replace(text: str) -> None:
         (tmp_path / "new").write_text(text)
@@ -54,7 +68,7 @@ async def test_renamed_file_is_noticed(tmp_path: Path) -> None:
 
 async def test_new_file_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    watch = await begin(path)
+    watch = aiter(configwatch.changes(path))
     await seen(watch, lambda: path.write_text("here"))
 
 
@@ -73,20 +87,20 @@ async def test_configmap_swap_is_noticed(tmp_path: Path) -> None:
 
     version(1)
     (tmp_path / "a.yaml").symlink_to("..data/a.yaml")
-    watch = await begin(tmp_path / "a.yaml")
+    watch = aiter(configwatch.changes(tmp_path / "a.yaml"))
     for number in (2, 3, 4):
-        await seen(watch, lambda number=number: version(number))
+        await seen(watch, functools.partial(version, number))
 
 
 async def test_same_bytes_are_not_a_change(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("one")
-    watch = await begin(path)
+    watch = aiter(configwatch.changes(path))
     task = asyncio.ensure_future(anext(watch))
-    await asyncio.sleep(0.2)
+    await watched()
     path.write_text("one")
     (tmp_path / "other").write_text("x")
-    await asyncio.sleep(0.5)
+    await watched()  # again: the event was looked at
     assert not task.done()
     path.write_text("two")
     await asyncio.wait_for(task, SOON)
@@ -95,10 +109,9 @@ async def test_same_bytes_are_not_a_change(tmp_path: Path) -> None:
 async def test_change_between_items_is_not_missed(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("one")
-    watch = await begin(path)
+    watch = aiter(configwatch.changes(path))
     await seen(watch, lambda: path.write_text("two"))
     path.write_text("three")  # nobody waits just now
-    await asyncio.sleep(0.2)
     await asyncio.wait_for(anext(watch), SOON)
 
 
@@ -111,11 +124,14 @@ async def test_without_watches_the_file_is_polled(
     path = tmp_path / "a.yaml"
     path.write_text("one")
     monkeypatch.setattr(configwatch, "POLL_SECONDS", 0.05)
+    watch = aiter(configwatch.changes(path))
     with monkeypatch.context() as full, structlog.testing.capture_logs() as said:
         full.setattr(configwatch, "Inotify", none_left)
-        watch = await begin(path)
-        await seen(watch, lambda: path.write_text("two"))
-        await seen(watch, lambda: path.write_text("three"))
+        for text in ("two", "three"):
+            task = asyncio.ensure_future(anext(watch))
+            await asyncio.sleep(0)  # it has read what is there now
+            path.write_text(text)
+            await asyncio.wait_for(task, SOON)
     assert len(said) == 1
     assert "Too many open files" in said[0]["why"]
     monkeypatch.setattr(configwatch, "POLL_SECONDS", 3600.0)

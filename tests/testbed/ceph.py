@@ -20,6 +20,8 @@ from typing import Any
 from tests.testbed import ports
 
 START_SECONDS = 120.0
+# A client that was killed holds up others for this long, and not for the minute of a session.
+REVOKE_SECONDS = 10
 DAEMONS = {"mon": "a", "mgr": "x", "osd": "0", "mds": "a"}
 
 _CONF = """\
@@ -104,6 +106,7 @@ osd max scrubs = 0
 pid file = {d}/run/mds.$id.pid
 mds data = {d}/mds.$id
 mds cache memory limit = 536870912
+mds cap revoke eviction timeout = {revoke_seconds}
 """
 
 _CAPS = {
@@ -235,6 +238,7 @@ class CephCluster:
                 first=first,
                 last=last,
                 osd_size=self._osd_bytes,
+                revoke_seconds=REVOKE_SECONDS,
             )
         )
         # All keys made up front and given to the monitor at mkfs: no 'ceph auth' calls later.

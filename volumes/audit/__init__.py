@@ -1,1 +1,1 @@
-"""The audit: looks, judges, reports; the shape of a component, joined by the volumes room."""
+"""The audit: scans the node's volumes, applies rules, reports findings, and acts where it may."""

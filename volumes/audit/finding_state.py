@@ -3,7 +3,7 @@
 Each trouble has one Entry. It is raised when the trouble lasted for its rule's patience, and
 cleared when the trouble stayed away for ``clear_after``. A cleared entry is kept for an hour
 (``dormant``), to notice a trouble that comes back again and again: such a finding is ``flapping``
-and must stay away longer before it clears, so that it is not reported anew each time.
+and must stay away longer before it clears, so that it is not reported each time.
 
 Invariants: a finding keeps its ``since`` while it is raised. A rule that is unknown raises nothing
 and clears nothing. Unknown periods do not count towards patience.

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from linux.blockdev import BlockDevice, Number
+from linux import blockdev
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mappings, mounts
 from volumes.audit.settings import AuditSettings
@@ -34,10 +34,10 @@ RECHECKED = ("leaked-mount", "busy-mount", "unmap-failing")
 # After a scan that failed.
 RETRY_SECONDS = 5.0
 
-Key = tuple[str, Number, int | None]
+Key = tuple[str, blockdev.Number, int | None]
 
 
-def key(device: BlockDevice) -> Key:
+def key(device: blockdev.BlockDevice) -> Key:
     """Identifies a device until it is detached."""
     return device.name, device.number, device.diskseq
 
@@ -99,7 +99,7 @@ def merged(new: Inventory, before: Inventory | None) -> Inventory:
         )
     known = {key(device): device.numbers for device in before.devices}
     same = [d.numbers & known[key(d)] for d in new.devices if key(d) in known]
-    numbers = frozenset[Number]().union(*same) - set(new.users_of)
+    numbers = frozenset[blockdev.Number]().union(*same) - set(new.users_of)
     kept = tuple(user for user in before.users if user.device in numbers)
     asked = tuple(number for number in before.users_of if number in numbers)
     return dataclasses.replace(new, users=new.users + kept, users_of=new.users_of + asked)

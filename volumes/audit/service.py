@@ -22,16 +22,16 @@ import structlog
 import kit.errors
 import kit.findings
 import kit.room
+from ceph import protocol
 from linux import mountinfo, netlink, syscalls
 from volumes.audit import cluster_polling, evaluate, finding_state, scheduler
 from volumes.audit.actions import plan, runner
 from volumes.audit.inventory import scan
-from volumes.audit.inventory.cluster import ClusterView
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.logs import follower, hits, matcher, patterns
 from volumes.audit.rules.agent import LOG_PREFIX
 from volumes.audit.rules.mappings import MAPPED_ELSEWHERE
-from volumes.audit.settings import AuditSettings
+from volumes.audit.settings import AuditSettings, ClusterSettings
 from volumes.audit.types import GuardView, Scene
 
 log = structlog.get_logger("audit")
@@ -51,6 +51,7 @@ class Audit:
     def __init__(
         self,
         settings: AuditSettings,
+        clusters: Sequence[ClusterSettings] = (),
         *,
         drivers: Sequence[str],
         state_dir: Path,
@@ -58,6 +59,7 @@ class Audit:
         guard: Callable[[], GuardView | None] = lambda: None,
     ) -> None:
         self.settings = settings
+        self.cluster_settings = tuple(clusters)
         self.drivers = tuple(drivers)
         self.inventory: Inventory | None = None
         self.states: list[evaluate.RuleState] = []
@@ -103,7 +105,10 @@ class Audit:
         self._advanced = time.monotonic()
         self._tasks = [
             asyncio.create_task(self._loop(), name="audit"),
-            asyncio.create_task(self.clusters.run(lambda: self.settings), name="audit clusters"),
+            asyncio.create_task(
+                self.clusters.run(lambda: self.settings, lambda: self.cluster_settings),
+                name="audit clusters",
+            ),
         ]
         self._follow_logs()
 
@@ -122,18 +127,27 @@ class Audit:
         self._log_task = asyncio.create_task(self.follower.run(), name="audit logs")
 
     async def reconcile(
-        self, settings: AuditSettings, drivers: Sequence[str] | None = None
+        self,
+        settings: AuditSettings,
+        clusters: Sequence[ClusterSettings] | None = None,
+        drivers: Sequence[str] | None = None,
     ) -> Sequence[str]:
         """Take over new settings; all of them change while running. Raises what ended the loop."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
         new_drivers = self.drivers if drivers is None else tuple(drivers)
-        if settings != self.settings or new_drivers != self.drivers:
+        new_clusters = self.cluster_settings if clusters is None else tuple(clusters)
+        if (settings, new_clusters, new_drivers) != (
+            self.settings,
+            self.cluster_settings,
+            self.drivers,
+        ):
             logs_changed = settings.logs != self.settings.logs or new_drivers != self.drivers
             if logs_changed:
                 self._load_patterns(settings)
             self.settings, self.drivers = settings, new_drivers
+            self.cluster_settings = new_clusters
             if logs_changed:
                 self._follow_logs()
             self.clusters.ask_soon()
@@ -292,10 +306,10 @@ class Audit:
         self._former = former
         self.clusters.want(inventory)
 
-    def cluster_views(self) -> dict[str, ClusterView | str]:
+    def cluster_views(self) -> dict[str, protocol.ClusterView | str]:
         """The latest view of every configured cluster, or why there is none."""
         return {
-            c.name: self.clusters.views.get(c.name, "not asked yet") for c in self.settings.clusters
+            c.name: self.clusters.views.get(c.name, "not asked yet") for c in self.cluster_settings
         }
 
     def _scene(self) -> Scene:
@@ -310,6 +324,9 @@ class Audit:
             blind=self._blind,
             clusters=self.cluster_views(),
             watched_by=self.clusters.watched_by,
+            expected_versions={
+                c.name: c.expected_version for c in self.cluster_settings if c.expected_version
+            },
             paths=self.clusters.paths,
             guard=self._guard(),
             clock=clock,
@@ -387,8 +404,9 @@ class Audit:
 
     async def audit_now(self) -> None:
         """A full round, clusters included."""
-        if self.settings.clusters:
+        if self.cluster_settings:
+            timeout = self.settings.cluster_timeout
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.settings.cluster_timeout + 5.0):
-                    await self.clusters.ask(self.settings)
+                async with asyncio.timeout(timeout + 5.0):
+                    await self.clusters.ask(self.cluster_settings, timeout)
         await self.round(full=True)

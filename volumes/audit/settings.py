@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+import ceph.settings
 import kit.settings
 import kit.units
 from kit.findings import Severity
@@ -13,59 +14,14 @@ from kit.findings import Severity
 _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
 
 
-class ClusterSettings(kit.settings.Section):
-    """One Ceph cluster that is asked about versions, health, blocklist and mapped images."""
+class ClusterSettings(ceph.settings.ClusterSettings):
+    """A Ceph cluster of volumes; the guard and the audit ask the same ones."""
 
-    name: str = Field(description="How findings call it.")
-    monitors: tuple[str, ...] = Field(
-        default=(), description="HOST:PORT of each monitor, or [v2:HOST:PORT,v1:HOST:PORT]."
-    )
-    conf: Path | None = Field(
-        default=None, description="ceph.conf that names the monitors, instead of 'monitors'."
-    )
-    user: str = Field(
-        default="nodeagent",
-        description="cephx user without 'client.'; mon 'profile rbd-read-only' and osd 'profile "
-        "rbd-read-only' are enough.",
-    )
-    secret_file: Path | None = Field(
-        default=None,
-        description="The user's key: the bare secret, or a keyring file; default: what conf says. "
-        "Never logged or put on a command line.",
-    )
     expected_version: str | None = Field(
         default=None,
-        description="What every daemon of it and this node's client should be, like '18.2' or "
-        "'18.2.4'. Default: all alike, the node at most two releases apart.",
+        description="The version that every daemon of it and this node's client should have, like "
+        "'18.2' or '18.2.4'. Default: all alike, the node at most two releases apart.",
     )
-
-    @field_validator("name", "user")
-    @classmethod
-    def _word(cls, value: str) -> str:
-        if not re.fullmatch(r"[\w.+-]{1,63}", value):
-            raise ValueError(f"{value!r} is not a plain name")
-        return value.removeprefix("client.")
-
-    @field_validator("monitors")
-    @classmethod
-    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for monitor in value:
-            if not re.fullmatch(r"[\w.:,\[\]/-]+", monitor):
-                raise ValueError(f"{monitor!r} is not a monitor address, like 10.0.0.1:6789")
-        return value
-
-    @field_validator("secret_file", "conf")
-    @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else kit.settings.absolute(value)
-
-    @model_validator(mode="after")
-    def _reachable(self) -> "ClusterSettings":
-        if (self.conf is None) == (not self.monitors):
-            raise ValueError("give either 'monitors' or 'conf'")
-        if self.conf is None and self.secret_file is None:
-            raise ValueError("'monitors' need a 'secret_file'")
-        return self
 
 
 class LogSource(kit.settings.Section):
@@ -118,7 +74,7 @@ class LogSettings(kit.settings.Section):
         max_length=32,
         description="Logs other than the kernel's. A missing source is tried again.",
     )
-    patterns: Path | None = Field(
+    patterns: kit.settings.AbsolutePath | None = Field(
         default=None,
         description="A YAML file with more patterns; the id of a built-in one replaces that one.",
     )
@@ -134,11 +90,6 @@ class LogSettings(kit.settings.Section):
         ge=1,
         description="A finding from a log line clears when the line stays away for so long.",
     )
-
-    @field_validator("patterns")
-    @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else kit.settings.absolute(value)
 
 
 Mode = Literal["off", "dry-run", "on"]
@@ -196,10 +147,10 @@ class AuditSettings(kit.settings.Section):
     """The volume audit: leaked mounts, bad mappings, version skew, log lines of trouble."""
 
     enabled: bool = Field(default=True, description="false: no audit.")
-    kubelet: Path = Field(
+    kubelet: kit.settings.AbsolutePath = Field(
         default=Path("/var/lib/kubelet"), description="kubelet's root directory on the host."
     )
-    containers: Path = Field(
+    containers: kit.settings.AbsolutePath = Field(
         default=Path("/run/containerd/io.containerd.runtime.v2.task/k8s.io"),
         description="containerd's bundles, which hold the pods' names.",
     )
@@ -224,9 +175,6 @@ class AuditSettings(kit.settings.Section):
     clear_after: kit.units.Seconds = Field(
         default=5.0, ge=0, description="A finding clears when its trouble was gone for so long."
     )
-    clusters: tuple[ClusterSettings, ...] = Field(
-        default=(), max_length=16, description="Clusters."
-    )
     cluster_interval: kit.units.Seconds = Field(
         default=300.0,
         ge=1,
@@ -248,17 +196,3 @@ class AuditSettings(kit.settings.Section):
     )
     logs: LogSettings = Field(default_factory=LogSettings, description="Logs.")
     actions: ActionSettings = Field(default_factory=ActionSettings, description="Actions.")
-
-    @field_validator("kubelet", "containers")
-    @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return kit.settings.absolute(value)
-
-    @field_validator("clusters")
-    @classmethod
-    def _unique(cls, value: tuple[ClusterSettings, ...]) -> tuple[ClusterSettings, ...]:
-        names = [cluster.name for cluster in value]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"cluster {name!r} is listed twice; names must be unique")
-        return value

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from kit.findings import Finding
-from linux.blockdev import BlockDevice
+from linux import blockdev
 from volumes.audit.actions import runner
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.service import Audit
@@ -44,7 +44,7 @@ def devices(audit: Audit) -> list[dict[str, Any]]:
     return [_device(audit, audit.inventory, each) for each in audit.inventory.devices]
 
 
-def _device(audit: Audit, inventory: Inventory, device: BlockDevice) -> dict[str, Any]:
+def _device(audit: Audit, inventory: Inventory, device: blockdev.BlockDevice) -> dict[str, Any]:
     volume = inventory.volume_of(device)
     return {
         "name": device.name,
@@ -63,7 +63,7 @@ def _device(audit: Audit, inventory: Inventory, device: BlockDevice) -> dict[str
     }
 
 
-def _state(inventory: Inventory, device: BlockDevice) -> str:
+def _state(inventory: Inventory, device: blockdev.BlockDevice) -> str:
     if inventory.on_host(device):
         return "mounted"
     if inventory.elsewhere(device) or device.active:
@@ -73,7 +73,7 @@ def _state(inventory: Inventory, device: BlockDevice) -> str:
     return "stacked" if device.stacked else "unmounted"
 
 
-def detail(audit: Audit, inventory: Inventory, device: BlockDevice) -> dict[str, Any]:
+def detail(audit: Audit, inventory: Inventory, device: blockdev.BlockDevice) -> dict[str, Any]:
     """Everything known about one device."""
     plain = msgspec.to_builtins
     owner = cluster_of(audit.cluster_views(), device)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import kit.findings
-from linux.blockdev import BlockDevice
+from ceph import protocol
+from linux import blockdev
 from linux.syscalls import ClockState
-from volumes.audit.inventory.cluster import ClusterView
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.settings import AuditSettings
 
@@ -77,10 +77,13 @@ class Scene:
     settings: AuditSettings
     inventory: Inventory | None
     blind: str = ""  # why there is no fresh inventory
-    clusters: Mapping[str, ClusterView | str] = field(default_factory=dict)  # str: why no view
+    clusters: Mapping[str, protocol.ClusterView | str] = field(
+        default_factory=dict
+    )  # str: why no view
     # (cluster, pool, namespace, image) -> address of its only watcher when it was last seen: a
     # cluster drops a blocklisted client's watch at once, and some drivers hide their address.
     watched_by: Mapping[tuple[str, str, str, str], str] = field(default_factory=dict)
+    expected_versions: Mapping[str, str] = field(default_factory=dict)  # cluster -> version
     paths: tuple[NetworkPath, ...] = ()
     guard: GuardView | None = None
     clock: ClockState | None = None
@@ -90,14 +93,20 @@ class Scene:
     # container's own mount.
     former: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
-    def cluster_of(self, device: BlockDevice) -> ClusterView | None:
+    def cluster_of(self, device: blockdev.BlockDevice) -> protocol.ClusterView | None:
         """The cluster that holds the device's image, if it is known and answered."""
         return cluster_of(self.clusters, device)
 
+    def devices_in(self, view: protocol.ClusterView) -> list[blockdev.BlockDevice]:
+        """The devices of this node whose images are in the cluster."""
+        devices = self.inventory.devices if self.inventory else ()
+        owners = ((device, self.cluster_of(device)) for device in devices)
+        return [device for device, owner in owners if owner and owner.name == view.name]
+
 
 def cluster_of(
-    clusters: Mapping[str, ClusterView | str], device: BlockDevice
-) -> ClusterView | None:
+    clusters: Mapping[str, protocol.ClusterView | str], device: blockdev.BlockDevice
+) -> protocol.ClusterView | None:
     """The view of the cluster that holds the device's image: by fsid, else the only cluster.
 
     ``clusters`` must have every configured cluster, also those that do not answer: an image of the
@@ -105,7 +114,7 @@ def cluster_of(
     """
     if device.image is None:
         return None
-    views = [view for view in clusters.values() if isinstance(view, ClusterView)]
+    views = [view for view in clusters.values() if isinstance(view, protocol.ClusterView)]
     if device.image.fsid:
         return next((view for view in views if view.fsid == device.image.fsid), None)
     return views[0] if len(clusters) == 1 and views else None

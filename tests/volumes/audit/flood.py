@@ -1,4 +1,4 @@
-"""A flood of log lines through the real log child, and how the agent's own loop fares meanwhile."""
+"""The log child and its follower in a test, and a flood of lines through them."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from tests.testbed import waiting
+from tests.testbed.waiting import until_async
 from volumes.audit.logs import follower as followers
 from volumes.audit.logs import matcher, patterns
 from volumes.audit.settings import LogSettings
@@ -22,17 +22,26 @@ BLOCK = 5000
 
 @contextlib.asynccontextmanager
 async def following(
-    settings: LogSettings, told: list[matcher.Hit], **changes: Any
+    settings: LogSettings, found: list[matcher.Hit], **changes: Any
 ) -> AsyncIterator[followers.Follower]:
     """The log child running. ``changes`` of its configuration."""
     configuration = followers.configuration(settings, patterns.built_in(), ("rbd", "nbd"))
-    follower = followers.Follower(dataclasses.replace(configuration, **changes), told.extend)
+    follower = followers.Follower(dataclasses.replace(configuration, **changes), found.extend)
     task = asyncio.create_task(follower.run())
     try:
         yield follower
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def readable(follower: followers.Follower, source: str = "kubelet") -> None:
+    """The running child has opened the source: what is written from now on is read."""
+
+    def opened() -> bool:
+        return source in follower._now and follower._now[source].state == ""
+
+    await until_async(opened, what=f"source {source} readable", detail=follower.states)
 
 
 def sources(path: Path, **changes: Any) -> LogSettings:
@@ -46,14 +55,13 @@ def accounted(follower: followers.Follower) -> int:
 
 
 async def flood(folder: Path, lines: int) -> dict[str, Any]:
-    """Write ``lines`` lines as fast as it goes; every line must be accounted for."""
+    """Write ``lines`` lines as fast as possible; every line must be accounted for."""
     path = folder / "kubelet.log"
     path.touch()
-    told: list[matcher.Hit] = []
+    found: list[matcher.Hit] = []
     longest = 0.0
-    async with following(sources(path), told) as follower:
-        await waiting.until_async(lambda: "kubelet" in follower.counters())
-        await asyncio.sleep(1.0)
+    async with following(sources(path), found) as follower:
+        await readable(follower)
         stop = asyncio.Event()
 
         async def heartbeat() -> None:
@@ -67,7 +75,7 @@ async def flood(folder: Path, lines: int) -> dict[str, Any]:
         began = time.monotonic()
         await asyncio.to_thread(_write, path, lines)
         written = time.monotonic() - began
-        await waiting.until_async(lambda: accounted(follower) >= lines, 40)
+        await until_async(lambda: accounted(follower) >= lines, 60.0, "every line accounted for")
         took = time.monotonic() - began
         stop.set()
         await beating

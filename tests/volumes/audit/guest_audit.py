@@ -18,7 +18,7 @@ from nodeagent import findings as reporting
 from tests.testbed import waiting
 from volumes.audit import service, status
 from volumes.audit.logs import matcher, patterns
-from volumes.audit.settings import AuditSettings
+from volumes.audit.settings import AuditSettings, ClusterSettings
 from volumes.audit.types import GuardView
 
 CONF, MONITOR, SECRET = sys.argv[1:4]
@@ -64,11 +64,11 @@ async def main() -> None:
                 "look_timeout": "60s",
                 "cluster_timeout": "60s",
                 "cluster_interval": "5s",
-                "clusters": [cluster],
                 "logs": {"sources": [{"name": "ceph-csi", "files": str(LOG)}]},
                 "rules": {"audit-blind": {"enabled": False}},
             }
         ),
+        [ClusterSettings.model_validate(cluster)],
         drivers=("rbd",),
         state_dir=Path("/tmp/state"),
         reporter=reporting.Findings(),
@@ -79,7 +79,7 @@ async def main() -> None:
         return [f for f in status.findings(audit) if f["rule"] == rule]
 
     await audit.start()
-    inventory = await until(lambda: audit.inventory, "the first look")
+    inventory = await until(lambda: audit.inventory, "the first scan")
     for name in names:
         device = inventory.device(name)
         spec = device.image.spec
@@ -107,7 +107,9 @@ async def main() -> None:
     target.mkdir(parents=True)
     run("mount", node, str(target))
     holder = subprocess.Popen(["unshare", "-m", "--propagation", "private", "sleep", "600"])
-    await asyncio.sleep(2)
+    comm = Path(f"/proc/{holder.pid}/comm")
+    await until(lambda: comm.read_text() == "sleep\n", "the private copy")
+    await audit.round(full=True)
     run("umount", str(target))
     (leak,) = await until(lambda: found("leaked-mount"), "leaked-mount")
     say(f"leak {leak['device'] == names[0]} pid {leak['pid'] == holder.pid}")
@@ -132,8 +134,9 @@ async def main() -> None:
     )
     address = device.client.address
     run("ceph", "-c", CONF, "osd", "blocklist", "add", address)
-    # The OSD learns of it a moment later; until then reads still succeed.
-    read = ("dd", f"if={node}", "of=/dev/null", "bs=4096", "count=1", "skip=5000", "iflag=direct")
+    # The OSD learns of it a moment later; until then reads still succeed. The superblock's object
+    # exists: a read of one that the object map lacks would never reach the OSD.
+    read = ("dd", f"if={node}", "of=/dev/null", "bs=4096", "count=1", "iflag=direct")
     await until(lambda: run(*read, check=False).returncode, "a read that fails")
     await until(lambda: found("blocklisted-client"), "blocklisted-client")
     say("blocklisted-client found")

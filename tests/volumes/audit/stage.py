@@ -16,7 +16,7 @@ import kit.findings
 from nodeagent import findings as reporting
 from tests.testbed import waiting
 from volumes.audit import service, status
-from volumes.audit.settings import AuditSettings
+from volumes.audit.settings import AuditSettings, ClusterSettings
 from volumes.audit.types import GuardView
 
 HOLDER = Path(__file__).with_name("holder.py")
@@ -91,8 +91,8 @@ class Stage:
         return node.removeprefix("/dev/")
 
     def partition(self, *, megabytes: int = 32) -> tuple[str, str]:
-        """A loop device with an ext4 partition: their kernel names. The kernel is told by ioctl:
-        it need not know a partition table."""
+        """A loop device with an ext4 partition: their kernel names. An ioctl adds the partition:
+        the kernel need not know partition tables."""
         image = self.folder / f"image-{len(self._undo)}"
         with image.open("wb") as file:
             file.truncate(megabytes << 20)
@@ -225,6 +225,13 @@ class Watching:
             f for f in status.findings(self.audit) if f["rule"] == rule and f["device"] == device
         ]
 
+    def seen(self, device: str, rule: str) -> bool:
+        """Whether the last round saw such a trouble, raised or not."""
+        return any(
+            entry.rule == rule and entry.trouble.device == device and entry.gone is None
+            for entry in self.audit._state.values()
+        )
+
     async def until(self, condition: Callable[[], Any], what: str = "") -> Any:
         """The condition's first true value."""
         return await waiting.until_async(
@@ -244,6 +251,7 @@ async def watching(
     reporter = reporting.Findings()
     audit = service.Audit(
         configuration,
+        [ClusterSettings.model_validate(each) for each in more.pop("clusters", ())],
         drivers=more.pop("drivers", ("loop",)),
         state_dir=stage.folder / "state",
         reporter=reporter,
@@ -257,6 +265,19 @@ async def watching(
         yield watch
     finally:
         await audit.stop()
+
+
+def children(word: str) -> list[int]:
+    """Child processes of this one with ``word`` in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid() and word in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+        except (OSError, IndexError, ValueError):
+            continue
+    return found
 
 
 def active(device: str, fs: str = "ext4") -> bool:

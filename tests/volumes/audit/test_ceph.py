@@ -1,7 +1,7 @@
 """The rules about clusters against a real Ceph: skew, other clients, blocklist, a cluster down.
 
-krbd does not exist in this kernel: rbd-fuse shows the images as files, loop devices stand in for
-mappings, and ceph-csi's own record (image-meta.json) says which image a device is.
+This kernel has no krbd: rbd-fuse shows the images as files, loop devices replace mappings, and
+ceph-csi's record (image-meta.json) names the image of a device.
 """
 
 import contextlib
@@ -16,10 +16,12 @@ import pytest
 from tests.testbed.ceph import CephCluster
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, settings, watching
+from volumes.audit.settings import AuditSettings, ClusterSettings
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
-# A second client: opens the image for writing, takes the lock, stays.
+# A second client: opens the image for writing and keeps taking the lock, which the first one's
+# file system takes back whenever it writes.
 WRITER = """
 import rados, rbd, sys, time
 cluster = rados.Rados(conffile=sys.argv[1], name='client.admin'); cluster.connect(timeout=30)
@@ -27,7 +29,9 @@ ioctx = cluster.open_ioctx('rbd')
 image = rbd.Image(ioctx, sys.argv[2])
 image.write(b'x' * 512, 4 << 20)
 print('ready', cluster.get_instance_id(), flush=True)
-time.sleep(600)
+while True:
+    time.sleep(0.2)
+    image.write(b'x' * 512, 4 << 20)
 """
 
 
@@ -87,16 +91,13 @@ def writer(ceph: CephCluster, image: str) -> Iterator[str]:
         process.stdout.close()
 
 
-def asking(ceph: CephCluster, stage: Stage, secret: Path, **changes: Any) -> Any:
-    cluster = {
-        "name": "c1",
-        "monitors": [ceph.monitor],
-        "user": "nodeagent",
-        "secret_file": str(secret),
-        **changes.pop("cluster", {}),
-    }
+def cluster(ceph: CephCluster, secret: Path, **changes: Any) -> list[ClusterSettings]:
+    known = {"name": "c1", "monitors": [ceph.monitor], "secret_file": str(secret)}
+    return [ClusterSettings.model_validate(known | changes)]
+
+
+def asking(stage: Stage, **changes: Any) -> AuditSettings:
     quick = {
-        "clusters": [cluster],
         "cluster_interval": "1s",
         "cluster_timeout": "5s",
         "rules": {"mapped-elsewhere": {"patience": "0s"}, "audit-blind": {"patience": "0s"}},
@@ -108,14 +109,14 @@ def states(watch: stages.Watching) -> dict[str, str]:
     return {state.name: state.state for state in watch.audit.states}
 
 
-async def test_version_skew_is_found_against_a_doctored_expectation(
+async def test_version_skew_against_the_expected_version(
     ceph: CephCluster, stage: Stage, secret: Path
 ) -> None:
-    fitting = asking(ceph, stage, secret, cluster={"expected_version": "16.2"})
-    async with watching(stage, fitting) as watch:
+    fitting = cluster(ceph, secret, expected_version="16.2")
+    async with watching(stage, asking(stage), clusters=fitting) as watch:
         await watch.until(lambda: states(watch).get("ceph-version-skew") == "ok", "asked")
         await watch.audit.reconcile(
-            asking(ceph, stage, secret, cluster={"expected_version": "17.2"})
+            watch.audit.settings, cluster(ceph, secret, expected_version="17.2")
         )
         found = await watch.finding("", "ceph-version-skew")
         assert "expected 17.2, found 16.2.15" in found["message"]
@@ -128,7 +129,7 @@ async def test_version_skew_is_found_against_a_doctored_expectation(
         assert view.monitors_v1 and view.monitors_v2
 
 
-async def test_a_second_clients_watcher_and_lock_are_seen_and_go(
+async def test_mapped_elsewhere_names_watcher_and_lock(
     ceph: CephCluster, stage: Stage, secret: Path, image: str
 ) -> None:
     with shown_as_files(ceph, stage.folder / "rbd") as files:
@@ -136,7 +137,7 @@ async def test_a_second_clients_watcher_and_lock_are_seen_and_go(
         stages.run("mkfs.ext4", "-q", "-F", f"/dev/{device}")
         stage.staged(device, image=image)
         try:
-            async with watching(stage, asking(ceph, stage, secret)) as watch:
+            async with watching(stage, asking(stage), clusters=cluster(ceph, secret)) as watch:
                 await watch.until(
                     lambda: states(watch).get("mapped-elsewhere") == "ok", "our own watcher only"
                 )
@@ -158,9 +159,7 @@ async def test_a_second_clients_watcher_and_lock_are_seen_and_go(
             stage.close()
 
 
-async def test_an_image_mapped_twice_here_is_seen(
-    ceph: CephCluster, stage: Stage, image: str
-) -> None:
+async def test_mapped_twice(ceph: CephCluster, stage: Stage, image: str) -> None:
     with shown_as_files(ceph, stage.folder / "rbd") as files:
         first, second = stage.attach(files / image), stage.attach(files / image)
         stages.run("mkfs.ext4", "-q", "-F", f"/dev/{first}")
@@ -181,7 +180,7 @@ async def test_an_image_mapped_twice_here_is_seen(
             stage.close()
 
 
-async def test_a_blocklisted_client_is_seen(
+async def test_blocklisted_client(
     ceph: CephCluster, stage: Stage, secret: Path, image: str
 ) -> None:
     with shown_as_files(ceph, stage.folder / "rbd") as files:
@@ -196,7 +195,7 @@ async def test_a_blocklisted_client_is_seen(
         status = json.loads(ceph.run("rbd", "status", f"rbd/{image}", "--format", "json"))
         address = status["watchers"][0]["address"]
         try:
-            async with watching(stage, asking(ceph, stage, secret)) as watch:
+            async with watching(stage, asking(stage), clusters=cluster(ceph, secret)) as watch:
                 await watch.until(
                     lambda: address in watch.audit.clusters.watched_by.values(), "our watch seen"
                 )
@@ -209,11 +208,11 @@ async def test_a_blocklisted_client_is_seen(
             stage.close()
 
 
-async def test_a_cluster_that_is_down_is_unknown_and_not_fine(
+async def test_a_frozen_cluster_makes_its_rules_unknown(
     ceph: CephCluster, stage: Stage, secret: Path
 ) -> None:
-    doctored = asking(ceph, stage, secret, cluster={"expected_version": "17.2"})
-    async with watching(stage, doctored) as watch:
+    doctored = cluster(ceph, secret, expected_version="17.2")
+    async with watching(stage, asking(stage), clusters=doctored) as watch:
         found = await watch.finding("", "ceph-version-skew")
         with ceph.frozen("mon"):
             await watch.until(
@@ -222,24 +221,24 @@ async def test_a_cluster_that_is_down_is_unknown_and_not_fine(
             blind = await watch.finding("", "audit-blind")
             for rule in ("mapped-elsewhere", "cluster-near-full", "blocklisted-client"):
                 assert rule in blind["message"]
-            # What stood still stands, and says that nobody could look.
+            # Its finding stays and says that nobody could check it.
             still = watch.found("", "ceph-version-skew")
             assert [f["id"] for f in still] == [found["id"]]
             assert still[0]["since"] == found["since"]
             assert "c1" in still[0]["evidence"]["not_looked_at_again"]
-            await watch.audit.round()  # the node itself is still looked at, at once
+            await watch.audit.round()  # the node itself is still scanned, at once
             assert watch.audit.inventory is not None
         await watch.until(lambda: states(watch)["cluster-near-full"] == "ok", "back")
         await watch.until(lambda: not watch.found("", "audit-blind"), "sees again")
 
 
-async def test_the_blocklist_its_ranges_and_the_least_client_are_told_without_the_whole_map(
+async def test_view_has_blocklist_ranges_and_least_client(
     ceph: CephCluster, stage: Stage, secret: Path
 ) -> None:
     ceph.run("ceph", "osd", "blocklist", "range", "add", "10.123.0.0/16")
     ceph.run("ceph", "osd", "blocklist", "add", "10.124.0.1:0/77")
     try:
-        async with watching(stage, asking(ceph, stage, secret)) as watch:
+        async with watching(stage, asking(stage), clusters=cluster(ceph, secret)) as watch:
             view = await watch.until(lambda: watch.audit.clusters.views.get("c1"), "asked")
             assert not isinstance(view, str), view
             assert {"cidr:10.123.0.0:0/16", "10.124.0.1:0/77"} <= set(view.blocklist)
@@ -255,13 +254,14 @@ async def test_the_blocklist_its_ranges_and_the_least_client_are_told_without_th
         ceph.run("ceph", "osd", "blocklist", "rm", "10.124.0.1:0/77")
 
 
-async def test_a_wrong_key_is_said_and_not_shown(
+async def test_a_wrong_key_is_reported_but_not_shown(
     ceph: CephCluster, stage: Stage, tmp_path: Path
 ) -> None:
     wrong = tmp_path / "wrong"
     key = "AQAVUCdhj8DLCBAAKA9WzcQG6u44EeNooNObug=="
     wrong.write_text(key)
-    async with watching(stage, asking(ceph, stage, wrong, cluster_timeout="20s")) as watch:
+    patient = asking(stage, cluster_timeout="20s")
+    async with watching(stage, patient, clusters=cluster(ceph, wrong)) as watch:
         view = await watch.until(lambda: watch.audit.clusters.views.get("c1"), "asked")
         assert isinstance(view, str)
         assert "does not let us in" in view

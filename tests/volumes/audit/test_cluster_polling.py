@@ -1,4 +1,4 @@
-"""When clusters are asked and how answers are read. Pure; test_ceph.py has a real cluster."""
+"""When clusters are asked, and where their monitors are. Pure; test_ceph.py has a real cluster."""
 
 import asyncio
 import collections
@@ -6,33 +6,16 @@ import contextlib
 
 import pytest
 
-from tests.volumes.audit.world import INVENTORY
+from tests.volumes.audit.world import INVENTORY, view
 from volumes.audit import cluster_polling
-from volumes.audit.inventory import ceph
-from volumes.audit.settings import AuditSettings
+from volumes.audit.settings import AuditSettings, ClusterSettings
 
-# Ceph 16.2.15's exact answers to 'osd blocklist ls' in JSON; 15 says 'blacklist' and one array.
-BOTH = (
-    '[{"addr":"10.9.9.9:0/123","until":"2026-11-21T16:45:37.579343+0000"}]'
-    '[{"range":"10.1.0.0:0/24","until":"2026-11-21T16:45:39.453176+0000"}]'
+CLUSTER = ClusterSettings.model_validate(
+    {"name": "c1", "monitors": ["10.0.0.1:6789"], "secret_file": "/k"}
 )
-ONE = '\n[{"addr":"10.9.9.9:0/123","until":"2026-11-21T16:45:37.579343+0000"}]\n'
 
 
-@pytest.mark.parametrize(
-    ("text", "entries"),
-    [
-        (BOTH, ("cidr:10.1.0.0:0/24", "10.9.9.9:0/123")),
-        (ONE, ("10.9.9.9:0/123",)),
-        ("[][]", ()),
-        ("", ()),  # this key may not ask
-    ],
-)
-def test_a_blocklist_is_read_with_its_ranges(text: str, entries: tuple[str, ...]) -> None:
-    assert ceph.blocklist(text) == entries
-
-
-def test_a_thousand_nodes_that_map_at_one_moment_do_not_ask_at_one_moment() -> None:
+def test_soon_spreads_the_questions_of_many_nodes() -> None:
     waits = [cluster_polling.soon(300.0) for _ in range(1000)]
     assert min(waits) >= 5.0
     assert max(waits) <= 30.0
@@ -41,9 +24,7 @@ def test_a_thousand_nodes_that_map_at_one_moment_do_not_ask_at_one_moment() -> N
     assert cluster_polling.soon(1.0) == 1.0
 
 
-async def test_a_new_mapping_is_asked_about_after_the_drawn_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_poller_asks_soon_about_new_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[float] = []
 
     def soon(interval: float) -> float:
@@ -52,23 +33,40 @@ async def test_a_new_mapping_is_asked_about_after_the_drawn_time(
 
     asked = asyncio.Queue[bool]()
 
-    async def ask(self: cluster_polling.Poller, settings: AuditSettings) -> None:
+    async def ask(*_: object) -> None:
         asked.put_nowait(True)
 
     monkeypatch.setattr(cluster_polling, "soon", soon)
     monkeypatch.setattr(cluster_polling.Poller, "ask", ask)
-    cluster = {"name": "c1", "monitors": ["10.0.0.1:6789"], "secret_file": "/k"}
-    settings = AuditSettings.model_validate({"clusters": [cluster]})
-    each = cluster_polling.Poller(lambda: None)
-    task = asyncio.create_task(each.run(lambda: settings))
+    settings = AuditSettings()
+    poller = cluster_polling.Poller(lambda: None)
+    task = asyncio.create_task(poller.run(lambda: settings, lambda: (CLUSTER,)))
     try:
         async with asyncio.timeout(20):
             await asked.get()
             assert drawn == []
-            each.want(INVENTORY)
+            poller.want(INVENTORY)
             await asked.get()
             assert drawn == [settings.cluster_interval]
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+async def test_poller_forgets_clusters_that_left_the_settings() -> None:
+    changes: list[None] = []
+    poller = cluster_polling.Poller(lambda: changes.append(None))
+    poller.views = {"gone": "no answer"}
+    await poller.ask((), 1.0)
+    assert poller.views == {}
+    assert len(changes) == 1
+
+
+def test_addresses_come_from_settings_and_cluster() -> None:
+    by_conf = ClusterSettings.model_validate({"name": "c1", "conf": "/etc/ceph/ceph.conf"})
+    named = view(monitors_v1=("10.0.0.1:6789",), monitors_v2=("10.0.0.1:3300", "[fd00::1]:3300"))
+    assert cluster_polling.addresses(by_conf, named) == ["10.0.0.1", "fd00::1"]
+    assert cluster_polling.addresses(by_conf, "no answer") == []
+    by_name = CLUSTER.model_copy(update={"monitors": ("mon-a:6789",)})
+    assert cluster_polling.addresses(by_name, named) == ["10.0.0.1", "fd00::1"]

@@ -27,28 +27,28 @@ def raised(state: finding_state.State) -> list[str]:
     return [finding.id for finding in finding_state.findings(state)]
 
 
-def test_a_trouble_becomes_a_finding_when_it_lasts() -> None:
+def test_trouble_that_lasts_is_raised() -> None:
     assert raised(after((100, SEEN), (101, SEEN))) == []
     assert raised(after((100, SEEN), (102, SEEN))) == ["leaked-mount/rbd0/k"]
 
 
-def test_a_gap_starts_the_patience_anew() -> None:
+def test_gap_restarts_patience() -> None:
     assert raised(after((100, SEEN), (101, NOTHING), (102, SEEN))) == []
 
 
-def test_since_is_when_it_began_and_stays() -> None:
+def test_since_is_kept() -> None:
     state = after((100, SEEN), (102, SEEN), (500, SEEN))
     assert finding_state.findings(state)[0].since == 100
 
 
-def test_a_finding_clears_by_itself_after_a_while() -> None:
+def test_finding_clears_after_clear_after() -> None:
     steps = ((100.0, SEEN), (102.0, SEEN), (110.0, NOTHING))
     assert raised(after(*steps)) == ["leaked-mount/rbd0/k"]
     assert raised(after(*steps, (114, NOTHING))) == ["leaked-mount/rbd0/k"]
     assert raised(after(*steps, (115, NOTHING))) == []
 
 
-def test_unknown_clears_nothing_and_says_so() -> None:
+def test_unknown_clears_nothing() -> None:
     blind = dataclasses.replace(NOTHING, unknown="the cluster does not answer")
     state = after((100, SEEN), (102, SEEN), (110, blind), (9999, blind))
     found = finding_state.findings(state)[0]
@@ -56,7 +56,7 @@ def test_unknown_clears_nothing_and_says_so() -> None:
     assert raised(finding_state.advance(state, [NOTHING], 10_000, 0.0)) == []
 
 
-def test_unknown_neither_forgets_nor_ripens_what_waits() -> None:
+def test_unknown_time_does_not_count_towards_patience() -> None:
     waiting = after((100, SEEN), (101, BLIND), (160, BLIND))
     assert raised(waiting) == []
     assert finding_state.pending(waiting, 160) is None  # a look is what it waits for, not time
@@ -66,11 +66,11 @@ def test_unknown_neither_forgets_nor_ripens_what_waits() -> None:
     assert raised(finding_state.advance(waiting, [SEEN], 162, 5.0)) == ["leaked-mount/rbd0/k"]
 
 
-def test_what_is_gone_after_an_unknown_round_starts_anew() -> None:
+def test_gap_after_unknown_restarts_patience() -> None:
     assert raised(after((100, SEEN), (101, BLIND), (102, NOTHING), (103, SEEN), (104, SEEN))) == []
 
 
-def test_what_waits_while_a_rule_is_unknown_is_bounded() -> None:
+def test_waiting_entries_of_an_unknown_rule_are_bounded() -> None:
     state: finding_state.State = {}
     for round_ in range(3):
         many = tuple(
@@ -87,7 +87,7 @@ def remembered(seen: float) -> Judged:
     return Judged("private-propagation", ((trouble, Severity.WARNING, 15.0),))
 
 
-def test_what_only_one_look_saw_is_not_raised_however_long_it_is_remembered() -> None:
+def test_patience_needs_a_second_scan() -> None:
     state = after((100, remembered(99.0)), (110, remembered(99.0)))
     assert not finding_state.unconfirmed(state, 110)
     state = finding_state.advance(state, [remembered(99.0)], 500, 5.0)
@@ -100,7 +100,7 @@ def test_what_only_one_look_saw_is_not_raised_however_long_it_is_remembered() ->
     assert raised(gone) == [] and not finding_state.unconfirmed(gone, 502)
 
 
-def test_a_flapping_trouble_keeps_one_finding_up() -> None:
+def test_flapping_trouble_stays_raised() -> None:
     state: finding_state.State = {}
     changes = 0
     before: list[str] = []
@@ -116,7 +116,7 @@ def test_a_flapping_trouble_keeps_one_finding_up() -> None:
     assert "flapping" in finding_state.findings(state)[0].evidence
 
 
-def test_one_rule_gone_wrong_is_bounded() -> None:
+def test_troubles_of_a_rule_are_bounded() -> None:
     many = tuple(
         (dataclasses.replace(TROUBLE, key=str(n)), Severity.INFO, 0.0) for n in range(10_000)
     )
@@ -125,11 +125,11 @@ def test_one_rule_gone_wrong_is_bounded() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 100), st.sampled_from(["seen", "gone", "blind"]))))
-def test_a_finding_never_stands_without_having_been_seen(steps: list[tuple[float, str]]) -> None:
+def test_since_is_always_a_time_it_was_seen(steps: list[tuple[float, str]]) -> None:
     state: finding_state.State = {}
     now = 1000.0
     seen_at: list[float] = []
-    told: dict[str, float] = {}
+    known: dict[str, float] = {}
     for wait, what in steps:
         now += wait
         judged = SEEN if what == "seen" else NOTHING
@@ -140,6 +140,6 @@ def test_a_finding_never_stands_without_having_been_seen(steps: list[tuple[float
         state = finding_state.advance(state, [judged], now, 5.0)
         for found in finding_state.findings(state):
             assert found.since in seen_at
-            assert told.setdefault(found.id, found.since) == found.since
+            assert known.setdefault(found.id, found.since) == found.since
         if not finding_state.findings(state):
-            told = {}
+            known = {}

@@ -8,7 +8,7 @@ from tests.volumes.audit.stage import Stage
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 
-async def test_kubelet_like_churn_brings_no_false_findings(stage: Stage) -> None:
+async def test_churn_brings_no_false_findings(stage: Stage) -> None:
     result = await churn.soak(stage, seconds=40, processes=200, spaces=100)
     assert result.false_findings == []
     assert result.mounts > 100

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ceph.protocol import ImageView
 from nodeagent.api import openapi
 from tests.testbed import waiting
 from tests.testbed.agent import Agent, ApiError
@@ -17,7 +18,6 @@ from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage
 from tests.volumes.audit.world import DEVICE, INVENTORY, view
 from volumes.audit import status
-from volumes.audit.inventory.cluster import ImageView
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -68,9 +68,7 @@ def _valid(schema: str, value: dict[str, Any]) -> None:
             assert value[name] in field["enum"], name
 
 
-def test_an_operator_finds_and_frees_a_leak_with_the_command_line(
-    stage: Stage, agent: Agent
-) -> None:
+def test_operator_finds_and_frees_a_leak(stage: Stage, agent: Agent) -> None:
     device = stage.loop()
     target, handle = stage.staged(device)
     rootfs = stage.folder / "exporter"
@@ -100,7 +98,7 @@ def test_an_operator_finds_and_frees_a_leak_with_the_command_line(
     _valid("Audit", audit)
     states = {each["rule"]: each["state"] for each in audit["rules"]}
     assert states["leaked-mount"] == "found"
-    assert states["guard-not-enforcing"] == "found"  # its mode is off here, and that is told
+    assert states["guard-not-enforcing"] == "found"  # its mode is off here
     assert states["mapped-elsewhere"] == "off"
     assert "RULE" in volume(agent, "audit", "--last")
 
@@ -119,12 +117,12 @@ def test_an_operator_finds_and_frees_a_leak_with_the_command_line(
     assert stage.is_alive(pid)
 
 
-def test_bad_requests_are_answered_with_what_to_do(agent: Agent) -> None:
+def test_bad_requests(agent: Agent) -> None:
     assert "no guarded device has that name" in agent.cli("volume", "show", "nosuch").stderr
     assert "has no action for it" in agent.cli("volume", "act", "no/such").stderr
 
 
-def test_metrics_are_well_formed_and_bounded(stage: Stage, agent: Agent) -> None:
+def test_metrics(stage: Stage, agent: Agent) -> None:
     for _ in range(3):
         stage.staged(stage.loop())
     waiting.until(lambda: "nodeagent_volume_rule_state" in agent.get("/metrics"))
@@ -142,7 +140,7 @@ def test_metrics_are_well_formed_and_bounded(stage: Stage, agent: Agent) -> None
 RULES = Path(__file__).parents[3] / "deploy/alerts"
 
 
-def test_alert_rules_are_right_by_promtool() -> None:
+def test_alert_rules_by_promtool() -> None:
     rules = RULES / "volume-audit.rules.yaml"
     assert rules.exists()
     for command in (
@@ -161,7 +159,7 @@ def test_alert_rules_use_metrics_that_exist(agent: Agent) -> None:
         assert f"# TYPE {name} " in metrics or f"# TYPE {name.removesuffix('_total')}" in metrics
 
 
-def test_a_device_is_shown_with_the_image_of_its_own_cluster() -> None:
+def test_detail_uses_the_view_of_the_devices_own_cluster() -> None:
     """Two clusters know an image of that name; DEVICE says whose it is (fsid f1)."""
     own = view(images=(ImageView("rbd", "", "csi-vol-1", features=1),))
     other = view(name="c2", fsid="f2", images=(ImageView("rbd", "", "csi-vol-1", features=2),))

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
+from ceph.protocol import ClusterView, ImageView, Lock, Watcher
 from linux.blockdev import BlockDevice
 from linux.rbd_sysfs import RbdClient, RbdImage
-from volumes.audit.inventory.cluster import ClusterView, ImageView, Lock, Watcher
 from volumes.audit.inventory.model import Inventory, Owner, Place, Space, Volume
 from volumes.audit.rules.base import Outcome, Rule
 from volumes.audit.settings import AuditSettings
@@ -99,7 +99,6 @@ def only(rule: Rule, at: Scene) -> Trouble:
 
 
 COPY = "/host/var/lib/kubelet/plugins/kubernetes.io/csi/rbd.csi.ceph.com/1/globalmount"
-CLUSTER = {"name": "c1", "monitors": ["10.0.0.1:6789"], "secret_file": "/k"}
 OURS = Watcher("client10", "10.0.0.5:0/111")
 THEIRS = Watcher("client77", "10.0.0.9:0/9")
 

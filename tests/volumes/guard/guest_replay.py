@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import kit.findings
+from ceph.settings import ClusterSettings
 from linux import blockdev
 from tests.testbed import formatters, waiting
 from volumes import settings
@@ -81,7 +82,6 @@ async def main() -> None:
         mode="enforce",
         quiet=0,  # pydantic takes seconds
         pins=Path("/sys/fs/bpf/nodeagent"),
-        clusters=(settings.ClusterSettings(conf=Path(CONF), user="admin"),),
         cluster_timeout=60,  # python starts slowly here
         probe_timeout=30,
         lease=20,
@@ -90,11 +90,12 @@ async def main() -> None:
     def changed() -> None:
         findings[:] = volume_status.findings(guard, time.time())
 
-    guard = controller.Controller(wanted, state_dir=Path("/run/state"), changed=changed)
+    clusters = (ClusterSettings(name="c1", conf=Path(CONF), user="admin"),)
+    guard = controller.Controller(wanted, clusters, state_dir=Path("/run/state"), changed=changed)
     await guard.start()
     kernel = guard.guard
     assert kernel is not None
-    status = volume_status.without_agent(wanted, Path("/run/state"))
+    status = await volume_status.without_agent(wanted, Path("/run/state"))
     say(f"status {status['mode']} {status['proof']} whole {status['whole_node']}")
 
     # A new, blank image: leased by itself, formatted and mounted by kubelet's sequence.
@@ -161,7 +162,7 @@ async def main() -> None:
     run("umount", TARGET)
 
     # Another node without memory of its own: the image's metadata tells it.
-    answer = await guard.clusters.look(identity.image, extents=True)
+    answer = await guard.mirror.look(identity.image, extents=True)
     say(f"metadata {answer.mirror} extents {answer.extents}")
     await guard.stop()
     detach(device)

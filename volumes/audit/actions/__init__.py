@@ -1,1 +1,1 @@
-"""What the audit may do by itself: opt-in, re-checked just before, journalled."""
+"""What the audit may do by itself: off by default, checked again before each action, journalled."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kit.findings import Finding
-from linux.blockdev import BlockDevice
+from linux import blockdev
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mappings, mounts
 from volumes.audit.types import GuardView
@@ -52,7 +52,7 @@ def plans(
 
 
 def _detach(
-    finding: Finding, device: BlockDevice, inventory: Inventory, former: frozenset[str]
+    finding: Finding, device: blockdev.BlockDevice, inventory: Inventory, former: frozenset[str]
 ) -> Plan:
     inode = finding.evidence.get("namespace", "")
     space = next((s for s in inventory.spaces if str(s.inode) == inode), None)
@@ -90,7 +90,7 @@ def _detach(
 
 
 def _unmap(
-    finding: Finding, device: BlockDevice, inventory: Inventory, orphan_after: float
+    finding: Finding, device: blockdev.BlockDevice, inventory: Inventory, orphan_after: float
 ) -> Plan:
     age = inventory.taken - finding.since
     refusal = ""
@@ -122,7 +122,7 @@ def _unmap(
     )
 
 
-def _read_only(device: BlockDevice, inventory: Inventory) -> Plan:
+def _read_only(device: blockdev.BlockDevice, inventory: Inventory) -> Plan:
     refusal = ""
     if device.read_only:
         refusal = "it is read-only already"

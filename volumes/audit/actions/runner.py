@@ -76,8 +76,8 @@ class Runner:
         dry_run: bool | None = None,
         by: str = "audit",
     ) -> dict[str, Any]:
-        """Carry one plan out, or say what would be done; the journal entry. ``again`` makes the
-        plans anew from a scan of this moment."""
+        """Carry one plan out, or say what would be done; returns the journal entry. ``again``
+        scans and plans once more."""
         key = step.action, step.finding
         self._not_before[key] = time.monotonic() + _RETRY_SECONDS
         dry = modes(settings)[step.action] != "on" if dry_run is None else dry_run

@@ -1,1 +1,1 @@
-"""One model of the node's volumes, looked up in a child process so that nothing here can hang."""
+"""One model of the node's volumes, made by a child process so that the agent cannot hang."""

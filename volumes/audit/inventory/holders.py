@@ -17,8 +17,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from linux import mount_namespaces, mountinfo, syscalls
-from linux.blockdev import Number
+from linux import blockdev, mount_namespaces, mountinfo, syscalls
 from volumes.audit.inventory.model import Owner, Place, Space, User
 from volumes.audit.inventory.processes import Processes
 
@@ -99,7 +98,7 @@ class Namespaces:
         processes: Processes,
         proc: str,
         host: set[int],
-        watched: set[Number],
+        watched: set[blockdev.Number],
         kubelet: tuple[Place, str] | None,
     ) -> None:
         self._processes = processes
@@ -110,7 +109,7 @@ class Namespaces:
         self._visitor = mount_namespaces.Visitor(proc)
         self._threads: dict[int, list[tuple[int, int]]] | None = None
 
-    def visit(self, unexplained: set[Number]) -> Visited:
+    def visit(self, unexplained: set[blockdev.Number]) -> Visited:
         """``unexplained``: devices in use without a host mount. If no namespace shows one of them,
         mounts hidden below other mounts are searched too."""
         found = Visited()
@@ -136,18 +135,23 @@ class Namespaces:
 
     def _all(self, found: Visited) -> Iterator[tuple[int, int, int]]:
         """(inode, id, descriptor) of each namespace; the descriptor is open until the next one."""
+        visited: set[int] = set()
         try:
             for listed in mount_namespaces.walk():
+                visited.add(listed.inode)
                 yield listed.inode, listed.id, listed.descriptor
             return
         except OSError as error:
-            if error.errno not in (errno.ENOTTY, errno.EINVAL):
+            # EPERM: the node has a PID namespace of its own (it runs in a container).
+            if error.errno not in (errno.ENOTTY, errno.EINVAL, errno.EPERM):
                 raise
         found.by_processes = True
         self._threads = self._processes.threads_apart()
         homes = {inode: f"{pids[0]}" for inode, pids in self._processes.by_space.items()}
         homes |= {i: f"{pid}/task/{tid}" for i, ((pid, tid), *_) in self._threads.items()}
         for inode, home in homes.items():
+            if inode in visited:
+                continue
             try:
                 with mount_namespaces.opened(f"{self._proc}/{home}/ns/mnt") as descriptor:
                     if os.fstat(descriptor).st_ino == inode:
@@ -177,7 +181,7 @@ class Namespaces:
                 break
         return _Table(inode, identity, places, bound)
 
-    def _hidden(self, numbers: set[Number]) -> list[_Table]:
+    def _hidden(self, numbers: set[blockdev.Number]) -> list[_Table]:
         """Mounts below another mount on a namespace's root, which mountinfo leaves out."""
         tables = []
         try:
@@ -235,14 +239,14 @@ class Namespaces:
 
 
 def users(
-    processes: Processes, proc: str, wanted: set[Number], host_spaces: set[int]
+    processes: Processes, proc: str, wanted: set[blockdev.Number], host_spaces: set[int]
 ) -> list[User]:
     """Every process with a file, directory or mapping on ``wanted``, or with the device open."""
     statx = _Statx()
     found: list[User] = []
     for space, pids in processes.by_space.items():
         for pid in pids:
-            ways: dict[Number, list[str]] = {}
+            ways: dict[blockdev.Number, list[str]] = {}
             for name, path in _paths(proc, pid):
                 answer = statx(path)
                 if answer is None:
@@ -267,7 +271,7 @@ class _Statx:
         self._buffer = ctypes.create_string_buffer(256)
         self._statx = syscalls.libc.statx
 
-    def __call__(self, path: str) -> tuple[Number, Number | None] | None:
+    def __call__(self, path: str) -> tuple[blockdev.Number, blockdev.Number | None] | None:
         """(device of the file system, number of a block device node or None)."""
         flags = _DONT_SYNC | _NO_AUTOMOUNT
         if self._statx(_AT_FDCWD, os.fsencode(path), flags, _TYPE, self._buffer) < 0:
@@ -288,7 +292,7 @@ def _paths(proc: str, pid: int) -> list[tuple[str, str]]:
     return paths
 
 
-def _mapped(proc: str, pid: int, wanted: set[Number]) -> set[Number]:
+def _mapped(proc: str, pid: int, wanted: set[blockdev.Number]) -> set[blockdev.Number]:
     """File systems of mapped files: a mapping outlives its descriptor."""
     try:
         with open(f"{proc}/{pid}/maps", "rb") as stream:  # noqa: PTH123

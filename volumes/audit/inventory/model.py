@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from linux.blockdev import BlockDevice, Number
+from linux import blockdev
 from linux.rbd_sysfs import RbdImage
 
 
@@ -18,7 +18,7 @@ class Place:
     namespace: int  # inode of the mount namespace
     target: str
     root: str
-    device: Number
+    device: blockdev.Number
     fstype: str
     read_only: bool  # this mount
     super_read_only: bool
@@ -84,7 +84,7 @@ class User:
     """A process that keeps a file system or the device itself in use without a mount."""
 
     owner: Owner
-    device: Number
+    device: blockdev.Number
     ways: tuple[str, ...]  # fd 5, cwd, root, exe, map, device fd 7
     namespace: int
 
@@ -122,7 +122,7 @@ class Inventory:
     taken: float  # Unix time
     cpu: float  # seconds of CPU
     deep: bool
-    devices: tuple[BlockDevice, ...] = ()  # watched devices that have a medium
+    devices: tuple[blockdev.BlockDevice, ...] = ()  # watched devices that have a medium
     # Device name -> where its node is bind-mounted, as kubelet does for raw block volumes.
     raw: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     host: tuple[Place, ...] = ()  # watched devices in the host's namespaces
@@ -132,7 +132,7 @@ class Inventory:
     spaces: tuple[Space, ...] = ()
     spaces_at: float = 0.0  # Unix time of the deep scan that ``spaces`` come from
     users: tuple[User, ...] = ()
-    users_of: tuple[Number, ...] = ()  # devices whose users were searched
+    users_of: tuple[blockdev.Number, ...] = ()  # devices whose users were searched
     volumes: tuple[Volume, ...] = ()
     supported_features: int = 0  # of the kernel's RBD client; 0: not loaded
     kernel: str = ""
@@ -144,18 +144,18 @@ class Inventory:
     space_gaps: tuple[str, ...] = ()
 
     @functools.cached_property
-    def by_number(self) -> dict[Number, BlockDevice]:
+    def by_number(self) -> dict[blockdev.Number, blockdev.BlockDevice]:
         """Every watched device by its number and those of its layers."""
         layers = {number: device for device in self.devices for number in device.numbers}
         return layers | {device.number: device for device in self.devices}
 
-    def device(self, name: str) -> BlockDevice | None:
+    def device(self, name: str) -> blockdev.BlockDevice | None:
         return next((device for device in self.devices if device.name == name), None)
 
-    def on_host(self, device: BlockDevice) -> tuple[Place, ...]:
+    def on_host(self, device: blockdev.BlockDevice) -> tuple[Place, ...]:
         return tuple(place for place in self.host if place.device in device.numbers)
 
-    def elsewhere(self, device: BlockDevice) -> list[tuple[Space, Place]]:
+    def elsewhere(self, device: blockdev.BlockDevice) -> list[tuple[Space, Place]]:
         """Mounts of the device outside the host's namespaces."""
         return [
             (space, place)
@@ -164,8 +164,8 @@ class Inventory:
             if place.device in device.numbers
         ]
 
-    def users_on(self, device: BlockDevice) -> tuple[User, ...]:
+    def users_on(self, device: blockdev.BlockDevice) -> tuple[User, ...]:
         return tuple(user for user in self.users if user.device in device.numbers)
 
-    def volume_of(self, device: BlockDevice) -> Volume | None:
+    def volume_of(self, device: blockdev.BlockDevice) -> Volume | None:
         return next((volume for volume in self.volumes if volume.device == device.name), None)

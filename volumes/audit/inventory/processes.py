@@ -2,13 +2,11 @@
 
 import json
 import os
-import re
 from collections.abc import Sequence
 
+from linux import procfs
 from volumes.audit.inventory.model import Owner
 
-_CONTAINER = re.compile(r"[0-9a-f]{64}")
-_POD = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12})")
 _LARGEST_CONFIG = 1 << 20
 
 
@@ -64,17 +62,16 @@ class Processes:
         """A process with its pod; empty texts if it ended meanwhile."""
         groups = [line.split(":", 2)[2] for line in self._read(pid, "cgroup").splitlines()]
         cgroup = max(groups, key=len, default="")
-        container = _CONTAINER.search(" ".join(groups))
-        pod = _POD.search(" ".join(groups))
+        pod_uid, container = procfs.pod_and_container(" ".join(groups))
         stat = self._read(pid, "stat").rpartition(")")[2].split()
         return Owner(
             pid=pid,
             started=int(stat[19]) if len(stat) > 19 else 0,
             comm=self._read(pid, "comm"),
             cgroup=cgroup,
-            container=container[0] if container else "",
-            pod_uid=pod[1].replace("_", "-") if pod else "",
-            pod=self._pod_name(container[0]) if container else "",
+            container=container,
+            pod_uid=pod_uid,
+            pod=self._pod_name(container) if container else "",
             thread=thread,
             host=host,
         )

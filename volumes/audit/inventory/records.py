@@ -10,12 +10,11 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from linux import mountinfo
-from linux.blockdev import BlockDevice
+from linux import blockdev, mountinfo
 from linux.rbd_sysfs import RbdImage
 from volumes.audit.inventory.model import Publish, Volume
 
-MOST_VOLUMES = 2048
+_MOST_VOLUMES = 2048
 _LARGEST_RECORD = 1 << 16
 
 
@@ -55,33 +54,25 @@ def _published(kubelet: str, root: str) -> Iterator[tuple[str, str, str]]:
 
 
 def volumes(
-    kubelet: str, host: list[mountinfo.Mount], devices: list[BlockDevice], *, root: str = ""
+    kubelet: str,
+    host: list[mountinfo.Mount],
+    devices: list[blockdev.BlockDevice],
+    *,
+    root: str = "",
 ) -> tuple[list[Volume], list[str]]:
     """Every staged volume with its publishes and its device; and what could not be read.
 
     ``kubelet`` is its directory without symbolic links, ``root`` the directory to read it from.
     """
     by_target = {mount.target: mount for mount in host if _below(mount.target, kubelet)}
-    publishes: dict[str, list[Publish]] = {}
-    for uid, name, home in _published(kubelet, root):
-        record = _json(f"{root}{home}/vol_data.json")
-        mount = by_target.get(f"{home}/mount")
-        handle = str(record.get("volumeHandle", ""))
-        publishes.setdefault(handle, []).append(
-            Publish(
-                pod_uid=uid,
-                path=f"{home}/mount",
-                volume=str(record.get("specVolID", name)),
-                mounted=mount is not None,
-                read_only=mount is not None and mount.read_only,
-                handle=handle,
-            )
-        )
+    publishes = _publishes(kubelet, root, by_target)
     found: list[Volume] = []
     gaps: list[str] = []
     for home, staging in _staged(kubelet, root):
-        if len(found) >= MOST_VOLUMES:
-            gaps.append(f"{kubelet}: more than {MOST_VOLUMES} staged volumes, the rest left out")
+        if len(found) >= _MOST_VOLUMES:
+            gaps.append(
+                f"{kubelet}: more than {_MOST_VOLUMES} staged volumes, the others are left out"
+            )
             break
         record = _json(f"{root}{home}/vol_data.json")
         handle = str(record.get("volumeHandle", ""))
@@ -105,6 +96,28 @@ def volumes(
     return found, gaps
 
 
+def _publishes(
+    kubelet: str, root: str, by_target: dict[str, mountinfo.Mount]
+) -> dict[str, list[Publish]]:
+    """The volumes that kubelet gave to pods, by their handle."""
+    found: dict[str, list[Publish]] = {}
+    for uid, name, home in _published(kubelet, root):
+        record = _json(f"{root}{home}/vol_data.json")
+        mount = by_target.get(f"{home}/mount")
+        handle = str(record.get("volumeHandle", ""))
+        found.setdefault(handle, []).append(
+            Publish(
+                pod_uid=uid,
+                path=f"{home}/mount",
+                volume=str(record.get("specVolID", name)),
+                mounted=mount is not None,
+                read_only=mount is not None and mount.read_only,
+                handle=handle,
+            )
+        )
+    return found
+
+
 def _below(path: str, upper: str) -> bool:
     return path == upper or path.startswith(upper + "/")
 
@@ -120,8 +133,8 @@ def _device(
     meta: dict[str, Any],
     image: RbdImage | None,
     mounts: list[mountinfo.Mount],
-    devices: list[BlockDevice],
-) -> BlockDevice | None:
+    devices: list[blockdev.BlockDevice],
+) -> blockdev.BlockDevice | None:
     """The volume's device: by its mounts, else by ceph-csi's record, else by the image."""
     numbers = {mount.device for mount in mounts}
     for device in devices:

@@ -17,7 +17,6 @@ import kit.errors
 import kit.processes
 import kit.worker
 from linux import blockdev, mountinfo, rbd_sysfs
-from linux.blockdev import BlockDevice, Number
 from volumes.audit.inventory import holders, records
 from volumes.audit.inventory.model import Inventory, Place, User, Volume
 from volumes.audit.inventory.processes import Processes, host_space
@@ -145,7 +144,7 @@ def scan(request: Request) -> Inventory:
     hidden = _hidden(processes)
     visited = holders.Visited()
     users: list[User] = []
-    numbers: list[Number] = []
+    numbers: list[blockdev.Number] = []
     if processes is not None:
         if request.deep:
             unexplained = {n for d in devices for n in d.live} - {p.device for p in host}
@@ -206,7 +205,9 @@ def _hidden(processes: Processes | None) -> list[str]:
     return [f"{processes.hidden} processes may not be read; does the agent have CAP_SYS_PTRACE?"]
 
 
-def _raw(devices: list[BlockDevice], host: list[mountinfo.Mount]) -> dict[str, tuple[str, ...]]:
+def _raw(
+    devices: list[blockdev.BlockDevice], host: list[mountinfo.Mount]
+) -> dict[str, tuple[str, ...]]:
     """Device name -> where its node, or that of a layer, is bind-mounted."""
     bound: dict[str, list[str]] = {}
     for mount in host:
@@ -275,7 +276,9 @@ def _kubelet(real: str, root: str, tables: Tables) -> tuple[Place, str] | None:
     return None
 
 
-def _named(devices: list[BlockDevice], volumes: list[Volume]) -> list[BlockDevice]:
+def _named(
+    devices: list[blockdev.BlockDevice], volumes: list[Volume]
+) -> list[blockdev.BlockDevice]:
     """Devices whose driver does not show the image get it from ceph-csi's record."""
     images = {v.device: v.image for v in volumes if v.device and v.image}
     return [

@@ -1,1 +1,1 @@
-"""Log lines that foretell trouble: followed in a child process, matched against patterns.yaml."""
+"""Log lines that announce trouble: followed in a child process, matched against patterns.yaml."""

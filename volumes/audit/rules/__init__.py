@@ -1,1 +1,1 @@
-"""What is wrong with a node's volumes: one pure module for each rule, listed in registry.py."""
+"""What can be wrong with volumes: pure rules, one module for each subject (see base)."""

@@ -14,11 +14,11 @@ Invariant: a rule that could not see everything says ``unknown``; then none of i
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from volumes.audit.inventory.cluster import ClusterView
+from ceph import protocol
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.types import Scene, Severity, Trouble
 
-NO_CLUSTER = "no cluster is configured (volumes.audit.clusters)"
+NO_CLUSTER = "no cluster is configured (volumes.clusters)"
 NOT_SCANNED = "the node has not been scanned yet"
 _MOST_GAPS = 3  # named in a reason
 
@@ -35,7 +35,7 @@ class Outcome:
 
 Judge = Callable[[Scene], Outcome]
 NodeJudge = Callable[[Scene, Inventory], Iterable[Trouble]]
-ClusterJudge = Callable[[Scene, ClusterView], Iterable[Trouble]]
+ClusterJudge = Callable[[Scene, protocol.ClusterView], Iterable[Trouble]]
 
 
 @dataclass(frozen=True)

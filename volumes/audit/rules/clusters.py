@@ -8,7 +8,7 @@ large read, often on many nodes together.
 import re
 from collections.abc import Iterator
 
-from volumes.audit.inventory.cluster import ClusterView, refusal
+from ceph import protocol
 from volumes.audit.rules.base import NO_CLUSTER, Outcome, cluster_rule, rule
 from volumes.audit.types import Scene, Severity, Trouble
 
@@ -66,7 +66,7 @@ _MESSENGER_MODE = re.compile(r"ms_mode=([\w-]+)")
     0.0,
     commands=("versions",),
 )
-def version_skew(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
+def version_skew(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
     daemons: dict[str, list[str]] = {}
     for entry in view.versions:
         daemons.setdefault(_number(entry.version), []).append(f"{entry.count} {entry.kind}")
@@ -76,9 +76,7 @@ def version_skew(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
         "node_client": view.node_client,
         "kernel": scene.inventory.kernel if scene.inventory else "",
     }
-    wanted = next(
-        (c.expected_version for c in scene.settings.clusters if c.name == view.name), None
-    )
+    wanted = scene.expected_versions.get(view.name)
     if wanted is not None:
         yield from _unexpected(view, daemons, wanted, evidence)
         return
@@ -108,7 +106,7 @@ def version_skew(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
 
 
 def _unexpected(
-    view: ClusterView, daemons: dict[str, list[str]], wanted: str, evidence: dict[str, str]
+    view: protocol.ClusterView, daemons: dict[str, list[str]], wanted: str, evidence: dict[str, str]
 ) -> Iterator[Trouble]:
     odd = [version for version in daemons if version and not _fits(version, wanted)]
     if view.node_client and not _fits(view.node_client, wanted):
@@ -145,7 +143,7 @@ def _fits(actual: str, expected: str) -> bool:
     0.0,
     commands=("features", "osd get-require-min-compat-client"),
 )
-def feature_skew(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
+def feature_skew(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
     needed = _RELEASES.get(view.min_client)
     for group in view.features if needed is not None else ():
         have = _RELEASES.get(group.release)
@@ -162,10 +160,8 @@ def feature_skew(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
     inventory = scene.inventory
     if inventory is None or not inventory.supported_features:
         return
-    for device in inventory.devices:
-        owner = scene.cluster_of(device)
-        if owner is None or owner.name != view.name or device.image is None:
-            continue
+    for device in scene.devices_in(view):
+        assert device.image is not None
         image = view.image(device.image.pool, device.image.namespace, device.image.name)
         missing = image.features & ~inventory.supported_features if image else 0
         if device.client and missing:
@@ -195,7 +191,7 @@ def feature_skew(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
     0.0,
     commands=("health", "df"),
 )
-def near_full(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
+def near_full(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
     advice = "once it is full, every write to every volume blocks: delete data or add space now"
     checks = [check for check in view.checks if check.code in _FULL]
     for check in checks:
@@ -264,7 +260,7 @@ def clock_skew(scene: Scene) -> Outcome:
     0.0,
 )
 def mtu_mismatch(scene: Scene) -> Outcome:
-    if not scene.settings.clusters:
+    if not scene.clusters:
         return Outcome(off=NO_CLUSTER)
     troubles = []
     by_cluster: dict[str, set[int]] = {}
@@ -297,19 +293,18 @@ def mtu_mismatch(scene: Scene) -> Outcome:
                 )
             )
     unknown = [
-        f"cluster {each.name}: {_why_no_path(scene, each.name)}"
-        for each in scene.settings.clusters
-        if each.name not in by_cluster
+        f"cluster {name}: {_why_no_path(view)}"
+        for name, view in scene.clusters.items()
+        if name not in by_cluster
     ]
     return Outcome(tuple(troubles), unknown="; ".join(unknown))
 
 
-def _why_no_path(scene: Scene, cluster: str) -> str:
-    view = scene.clusters.get(cluster, "not asked yet")
+def _why_no_path(view: protocol.ClusterView | str) -> str:
     if isinstance(view, str):
         return view
     if "mon dump" in view.denied:
-        return refusal("mon dump")
+        return protocol.refusal("mon dump")
     return "the kernel has no route to any of its monitors"
 
 
@@ -320,12 +315,11 @@ def _why_no_path(scene: Scene, cluster: str) -> str:
     0.0,
     commands=("mon dump",),
 )
-def messenger_mode(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
-    if scene.inventory is None or not (view.monitors_v1 or view.monitors_v2):
+def messenger_mode(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
+    if not (view.monitors_v1 or view.monitors_v2):
         return
-    for device in scene.inventory.devices:
-        owner = scene.cluster_of(device)
-        if device.client is None or owner is None or owner.name != view.name:
+    for device in scene.devices_in(view):
+        if device.client is None:
             continue
         found = _MESSENGER_MODE.search(device.client.config)
         mode = found[1] if found else "legacy" if device.client.config else ""

@@ -9,8 +9,8 @@ blocklisted client's reads fail, which makes a full volume look empty.
 import ipaddress
 from collections.abc import Iterator
 
-from linux.blockdev import BlockDevice
-from volumes.audit.inventory.cluster import ClusterView, ImageView, Watcher
+from ceph import protocol
+from linux import blockdev
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mounts
 from volumes.audit.rules.base import NO_CLUSTER, NOT_SCANNED, Outcome, cluster_rule, node_rule, rule
@@ -20,6 +20,8 @@ MAPPED_UNMOUNTED = "mapped-unmounted"
 MAPPED_ELSEWHERE = "mapped-elsewhere"
 # kubelet retries after at most two minutes: an older line that names no device is over.
 NAMELESS_SECONDS = 150.0
+
+ByImage = dict[tuple[str, str, str], list[blockdev.BlockDevice]]  # by pool, namespace, name
 
 
 # -- mapped-unmounted --------------------------------------------------------------------------
@@ -66,7 +68,7 @@ def mapped_unmounted(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         )
 
 
-def is_idle(inventory: Inventory, device: BlockDevice) -> bool:
+def is_idle(inventory: Inventory, device: blockdev.BlockDevice) -> bool:
     """No mount in any namespace, no live file system, no device on top, no raw block use."""
     return not (
         inventory.on_host(device)
@@ -105,7 +107,9 @@ def unmap_failing(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         )
 
 
-def failing_unmaps(scene: Scene, inventory: Inventory) -> list[tuple[BlockDevice | None, LogHit]]:
+def failing_unmaps(
+    scene: Scene, inventory: Inventory
+) -> list[tuple[blockdev.BlockDevice | None, LogHit]]:
     """Unmaps that still fail: not of devices that a pod has again, nor old nameless ones."""
     found = [(_device_of(inventory, h), h) for h in scene.logs if h.hint == "unmap-failed"]
     return [
@@ -116,7 +120,7 @@ def failing_unmaps(scene: Scene, inventory: Inventory) -> list[tuple[BlockDevice
     ]
 
 
-def _device_of(inventory: Inventory, hit: LogHit) -> BlockDevice | None:
+def _device_of(inventory: Inventory, hit: LogHit) -> blockdev.BlockDevice | None:
     """The device by name or by image; for a line without a name the only leaked device."""
     for device in inventory.devices:
         spec = device.image.spec if device.image else ""
@@ -135,7 +139,7 @@ def _device_of(inventory: Inventory, hit: LogHit) -> BlockDevice | None:
     "mapped-twice", "one image is mapped more than once on this node", Severity.CRITICAL, 2.0
 )
 def mapped_twice(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
-    groups: dict[str, list[BlockDevice]] = {}
+    groups: dict[str, list[blockdev.BlockDevice]] = {}
     for device in inventory.devices:
         for content in _contents(device):
             groups.setdefault(content, []).append(device)
@@ -161,7 +165,7 @@ def mapped_twice(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
         )
 
 
-def _contents(device: BlockDevice) -> list[str]:
+def _contents(device: blockdev.BlockDevice) -> list[str]:
     """What must not be written through two devices. A snapshot never changes."""
     if device.image is not None and device.image.snapshot:
         return []
@@ -184,35 +188,35 @@ def mapped_elsewhere(scene: Scene) -> Outcome:
     if not scene.clusters:
         return Outcome(off=NO_CLUSTER)
     troubles: list[Trouble] = []
-    mapped = _by_image(scene, scene.inventory)
-    unknown = [f"cluster {n}: {v}" for n, v in scene.clusters.items() if isinstance(v, str)]
-    for view in scene.clusters.values():
-        if isinstance(view, ClusterView):
-            troubles += _other_writers(mapped, view)
-            # Every cluster is asked about every image; only the image's own cluster must have it.
-            unknown += [
-                f"image {image.pool}/{image.name}: {image.error}"
-                for image in view.images
-                if image.error and (view.name, *image.key) in mapped
-            ]
+    unknown = []
+    for name, view in scene.clusters.items():
+        if isinstance(view, str):
+            unknown.append(f"cluster {name}: {view}")
+            continue
+        mapped = _by_image(scene, view)
+        troubles += _other_writers(mapped, view)
+        # Every cluster is asked about every image; only the image's own cluster must have it.
+        unknown += [
+            f"image {image.pool}/{image.name}: {image.error}"
+            for image in view.images
+            if image.error and image.key in mapped
+        ]
     return Outcome(tuple(troubles), unknown="; ".join(unknown))
 
 
-def _by_image(
-    scene: Scene, inventory: Inventory
-) -> dict[tuple[str, str, str, str], list[BlockDevice]]:
-    """(cluster, pool, namespace, image) -> its devices on this node, snapshots left out."""
-    found: dict[tuple[str, str, str, str], list[BlockDevice]] = {}
-    for device in inventory.devices:
-        view = scene.cluster_of(device)
-        if view is None or device.image is None or device.image.snapshot:
-            continue
-        key = (view.name, device.image.pool, device.image.namespace, device.image.name)
-        found.setdefault(key, []).append(device)
+def _by_image(scene: Scene, view: protocol.ClusterView) -> ByImage:
+    """The cluster's images that are mapped here with their devices, snapshots left out."""
+    found: ByImage = {}
+    for device in scene.devices_in(view):
+        image = device.image
+        if image is not None and not image.snapshot:
+            found.setdefault((image.pool, image.namespace, image.name), []).append(device)
     return found
 
 
-def _other_watchers(devices: list[BlockDevice], image: ImageView) -> list[Watcher]:
+def _other_watchers(
+    devices: list[blockdev.BlockDevice], image: protocol.ImageView
+) -> list[protocol.Watcher]:
     """Watchers that are not this node's mappings of the image.
 
     A kernel mapping shows its client. rbd-nbd and rbd-fuse do not: each is assumed to be one of the
@@ -225,11 +229,9 @@ def _other_watchers(devices: list[BlockDevice], image: ImageView) -> list[Watche
     return left[silent:]
 
 
-def _other_writers(
-    mapped: dict[tuple[str, str, str, str], list[BlockDevice]], view: ClusterView
-) -> Iterator[Trouble]:
-    for (cluster, *key), devices in mapped.items():
-        image = view.image(*key) if cluster == view.name else None
+def _other_writers(mapped: ByImage, view: protocol.ClusterView) -> Iterator[Trouble]:
+    for key, devices in mapped.items():
+        image = view.image(*key)
         if image is None or image.error:
             continue
         found = _other_watchers(devices, image)
@@ -251,7 +253,7 @@ def _other_writers(
             "anything is mounted. The exclusive lock does not prevent a second writer, because "
             "its owner hands it over on request; 'mapOptions: krbd:exclusive' does",
             evidence={
-                "cluster": cluster,
+                "cluster": view.name,
                 "watchers": ", ".join(f"{w.client} {w.address}" for w in image.watchers[:8]),
                 "locks": ", ".join(f"{k.client} {k.address}" for k in locks[:4])
                 or "none by others",
@@ -270,11 +272,8 @@ def _other_writers(
     0.0,
     commands=("osd blocklist ls", "osd blacklist ls"),
 )
-def blocklisted_client(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
-    for device in scene.inventory.devices if scene.inventory else ():
-        owner = scene.cluster_of(device)
-        if owner is None or owner.name != view.name:
-            continue
+def blocklisted_client(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
+    for device in scene.devices_in(view):
         address = _address(scene, view, device)
         hit = next((e for e in view.blocklist if address and _matches(address, e)), None)
         if hit is None:
@@ -291,7 +290,7 @@ def blocklisted_client(scene: Scene, view: ClusterView) -> Iterator[Trouble]:
         )
 
 
-def _address(scene: Scene, view: ClusterView, device: BlockDevice) -> str:
+def _address(scene: Scene, view: protocol.ClusterView, device: blockdev.BlockDevice) -> str:
     """The address of the device's Ceph client; for silent drivers that of its last only watcher."""
     if device.client and device.client.address:
         return device.client.address

@@ -13,7 +13,7 @@ namespace (``copies``) or, where no mount explains the use, a process with open 
 import fnmatch
 from collections.abc import Iterator
 
-from linux.blockdev import BlockDevice, Number
+from linux import blockdev
 from volumes.audit.inventory.model import (
     Inventory,
     Owner,
@@ -69,24 +69,24 @@ def leaked_mount(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
             )
 
 
-def is_leaked(inventory: Inventory, device: BlockDevice) -> bool:
+def is_leaked(inventory: Inventory, device: blockdev.BlockDevice) -> bool:
     """Whether the device or a layer of it is in use although the host does not have it mounted."""
     return bool(device.live - on_host(inventory, device) or copies(inventory, device))
 
 
-def on_host(inventory: Inventory, device: BlockDevice) -> set[Number]:
+def on_host(inventory: Inventory, device: blockdev.BlockDevice) -> set[blockdev.Number]:
     """Which numbers of the device the host has mounted."""
     return {place.device for place in inventory.on_host(device)}
 
 
-def copies(inventory: Inventory, device: BlockDevice) -> list[tuple[Space, Place]]:
+def copies(inventory: Inventory, device: blockdev.BlockDevice) -> list[tuple[Space, Place]]:
     """Mounts in other namespaces of what the host does not have mounted."""
     at_home = on_host(inventory, device)
     return [each for each in inventory.elsewhere(device) if each[1].device not in at_home]
 
 
 def _leaked_copies(
-    inventory: Inventory, device: BlockDevice, former: frozenset[str]
+    inventory: Inventory, device: blockdev.BlockDevice, former: frozenset[str]
 ) -> Iterator[Trouble]:
     spaces: dict[int, tuple[Space, list[Place]]] = {}
     for space, place in copies(inventory, device):
@@ -118,7 +118,9 @@ def _leaked_copies(
         )
 
 
-def _leak_advice(space: Space, places: list[Place], device: BlockDevice, refusal: str) -> str:
+def _leak_advice(
+    space: Space, places: list[Place], device: blockdev.BlockDevice, refusal: str
+) -> str:
     if any(not place.is_private for place in places):
         return (
             "these mounts follow another namespace: find the mounts they come from, or end "
@@ -155,7 +157,7 @@ def _leak_advice(space: Space, places: list[Place], device: BlockDevice, refusal
 
 def why_not_detach(
     inventory: Inventory,
-    device: BlockDevice,
+    device: blockdev.BlockDevice,
     space: Space,
     places: list[Place],
     former: frozenset[str],
@@ -200,7 +202,7 @@ def _owner_evidence(owner: Owner) -> dict[str, str]:
     return {name: value for name, value in known.items() if value}
 
 
-def _leaked_users(inventory: Inventory, device: BlockDevice) -> Iterator[Trouble]:
+def _leaked_users(inventory: Inventory, device: blockdev.BlockDevice) -> Iterator[Trouble]:
     at_home = on_host(inventory, device)
     users = [user for user in inventory.users_on(device) if user.device not in at_home]
     for user in users[:MOST_PER_DEVICE]:
@@ -214,7 +216,7 @@ def _leaked_users(inventory: Inventory, device: BlockDevice) -> Iterator[Trouble
         )
 
 
-def _user_trouble(device: BlockDevice, user: User, message: str, advice: str) -> Trouble:
+def _user_trouble(device: blockdev.BlockDevice, user: User, message: str, advice: str) -> Trouble:
     return Trouble(
         subject=device.name,
         key=f"pid-{user.owner.pid}-{user.owner.started}",
@@ -259,7 +261,7 @@ def busy_mount(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
             )
 
 
-def busy_suspects(scene: Scene, inventory: Inventory) -> list[BlockDevice]:
+def busy_suspects(scene: Scene, inventory: Inventory) -> list[blockdev.BlockDevice]:
     """Devices whose users would explain why an unmount does not happen."""
     named = {hit.device for hit in scene.logs if hit.hint == "busy"}
     return [
@@ -271,13 +273,13 @@ def busy_suspects(scene: Scene, inventory: Inventory) -> list[BlockDevice]:
     ]
 
 
-def is_published(inventory: Inventory, device: BlockDevice) -> bool:
+def is_published(inventory: Inventory, device: blockdev.BlockDevice) -> bool:
     """Whether a pod has the volume mounted: then an earlier failure to unmount it is over."""
     volume = inventory.volume_of(device)
     return volume is not None and any(publish.mounted for publish in volume.publishes)
 
 
-def _left_over(inventory: Inventory, device: BlockDevice) -> Volume | None:
+def _left_over(inventory: Inventory, device: blockdev.BlockDevice) -> Volume | None:
     """The device's volume if it is staged, mounted nowhere else on the host, and in no pod."""
     volume = inventory.volume_of(device)
     if volume is None or not volume.mounts or not inventory.on_host(device):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.real
 def test_unmap_of_nbd_refuses_a_claimed_or_opened_device(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No nbd in this kernel: a loop device stands in, and a script for rbd-nbd."""
+    """This kernel has no nbd: a loop device replaces it, and a script rbd-nbd."""
     device = stage.loop(fs=None)
     called = stage.folder / "called"
     tool = stage.folder / "rbd-nbd"

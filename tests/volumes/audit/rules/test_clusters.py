@@ -2,10 +2,10 @@
 
 import pytest
 
+from ceph.protocol import Check, FeatureGroup, VersionCount
 from linux.rbd_sysfs import RbdClient, RbdImage
 from linux.syscalls import ClockState
-from tests.volumes.audit.world import CLUSTER, DEVICE, device, image_view, judge, only, scene, view
-from volumes.audit.inventory.cluster import Check, FeatureGroup, VersionCount
+from tests.volumes.audit.world import DEVICE, device, image_view, judge, only, scene, view
 from volumes.audit.rules import clusters
 from volumes.audit.rules.base import Outcome
 from volumes.audit.types import NetworkPath, Severity, cluster_of
@@ -34,7 +34,7 @@ def test_version_skew(
     counts = tuple(VersionCount("osd", version, 1) for version in versions)
     at = scene(
         clusters={"c1": view(versions=counts, node_client=client)},
-        settings={"clusters": [CLUSTER | {"expected_version": expected}]},
+        expected_versions={"c1": expected} if expected else {},
     )
     outcome = judge(clusters.version_skew, at)
     assert [t.key for t in outcome.troubles] == ([key] if key else [])
@@ -89,26 +89,25 @@ def test_clock_skew_of_node_and_monitors() -> None:
 
 
 def test_mtu_mismatch_is_a_smaller_path_than_interface() -> None:
-    settings = {"clusters": [CLUSTER]}
+    views = {"c1": view()}
     small = NetworkPath("c1", "10.0.0.1", 1500, "eth0", 9000)
-    assert only(clusters.mtu_mismatch, scene(paths=(small,), settings=settings)).key == "10.0.0.1"
+    assert only(clusters.mtu_mismatch, scene(paths=(small,), clusters=views)).key == "10.0.0.1"
     fine = NetworkPath("c1", "10.0.0.1", 9000, "eth0", 9000)
-    assert judge(clusters.mtu_mismatch, scene(paths=(fine,), settings=settings)).troubles == ()
+    assert judge(clusters.mtu_mismatch, scene(paths=(fine,), clusters=views)).troubles == ()
 
 
 def test_mtu_mismatch_is_unknown_without_a_route() -> None:
-    settings = {"clusters": [{"name": "c1", "conf": "/etc/ceph/ceph.conf"}]}
     outcomes = {
-        "not asked yet": {},
-        "no answer": {"c1": "no answer"},
-        "'ceph mon dump' is not allowed": {"c1": view(denied=("mon dump",))},
-        "no route to any": {"c1": view()},
+        "not asked yet": "not asked yet",
+        "'ceph mon dump' is not allowed": view(denied=("mon dump",)),
+        "no route to any": view(),
     }
-    for why, views in outcomes.items():
-        outcome = judge(clusters.mtu_mismatch, scene(settings=settings, clusters=views))
+    for why, each in outcomes.items():
+        outcome = judge(clusters.mtu_mismatch, scene(clusters={"c1": each}))
         assert why in outcome.unknown and "c1" in outcome.unknown
+    assert judge(clusters.mtu_mismatch, scene()).off
     path = NetworkPath("c1", "10.0.0.1", 1500, "eth0", 1500)
-    at = scene(settings=settings, clusters={"c1": view()}, paths=(path,))
+    at = scene(clusters={"c1": view()}, paths=(path,))
     assert judge(clusters.mtu_mismatch, at) == Outcome()
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ceph.protocol import ImageView, Lock
 from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.volumes.audit.world import (
     DEVICE,
@@ -17,7 +18,6 @@ from tests.volumes.audit.world import (
     space,
     view,
 )
-from volumes.audit.inventory.cluster import ImageView, Lock
 from volumes.audit.rules import mappings
 from volumes.audit.rules.base import Outcome
 from volumes.audit.types import Severity

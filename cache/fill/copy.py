@@ -1,0 +1,198 @@
+"""Copies one entry into the staging folder, with its checksum and everything that is kept of it.
+
+A copy must be one version of the file. The status of the source's file is read before and after its
+bytes; a difference means that it changed meanwhile, and nothing is kept. A snapshot cannot change,
+so there the second status is left out.
+
+Invariant: a file in staging has the bytes that the source had between two equal readings of its
+status. A copy that fails any check is unlinked before the error is raised.
+"""
+
+import errno
+import os
+import stat
+import time
+
+import xxhash
+
+from cache.fill import control, messages
+from cache.store import tree
+from cache.store.tree import Entry
+
+BLOCK = 1024 * 1024
+_HOLE = 64 * 1024
+_TICK_NS = 20_000_000
+_ZEROS = bytes(_HOLE)
+_SOURCE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_STAGED_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class ChangedError(OSError):
+    """The source changed while it was read; nothing was kept."""
+
+
+def reason(error: OSError) -> str:
+    """For operators, without the paths of descriptors."""
+    if isinstance(error, ChangedError):
+        return str(error)
+    return error.strerror or str(error)
+
+
+def failure(name: str, error: OSError) -> messages.Failure:
+    lasting = error.errno in (errno.EPERM, errno.EACCES, errno.ENAMETOOLONG, errno.E2BIG)
+    return messages.Failure(name, reason(error), lasting)
+
+
+class Copier:
+    """Copies for one worker, through one buffer."""
+
+    def __init__(self, throttle: control.Throttle, *, immutable: bool) -> None:
+        self._throttle = throttle
+        self._immutable = immutable
+        self._buffer = memoryview(bytearray(BLOCK))
+
+    def copy(self, source: int, item: Entry, staging: int) -> int:
+        """Copy ``item`` of the directory ``source``; the SSD bytes of the copy.
+
+        Raises OSError when it cannot be read or written, ChangedError when it changed meanwhile,
+        Cancelled; nothing is left in staging then.
+        """
+        try:
+            if item.is_link:
+                self._copy_link(source, item, staging)
+                self._throttle.step(1, 0)
+                return 0
+            return self._copy_file(source, item, staging)
+        except BaseException:
+            try:
+                os.unlink(item.name, dir_fd=staging)
+            except FileNotFoundError:
+                pass  # it failed before the file was made
+            raise
+
+    def keep(self, item: Entry, data: bytes, staging: int) -> int:
+        """As ``copy``, of a file whose bytes were read already."""
+        copy = os.open(item.name, _STAGED_FLAGS, stat.S_IMODE(item.mode), dir_fd=staging)
+        try:
+            if _write(copy, memoryview(data), 0):
+                os.ftruncate(copy, item.size)
+            os.setxattr(copy, tree.CHECKSUM, xxhash.xxh3_128_hexdigest(data).encode())
+            return set_attributes(copy, item.uid, item.gid, item.mode, item.mtime_ns)
+        except BaseException:
+            os.unlink(item.name, dir_fd=staging)
+            raise
+        finally:
+            os.close(copy)
+
+    def _copy_link(self, source: int, item: Entry, staging: int) -> None:
+        os.symlink(os.readlink(item.name, dir_fd=source), item.name, dir_fd=staging)
+        os.chown(item.name, item.uid, item.gid, dir_fd=staging, follow_symlinks=False)
+        times = (item.mtime_ns, item.mtime_ns)
+        os.utime(item.name, ns=times, dir_fd=staging, follow_symlinks=False)
+
+    def _copy_file(self, source: int, item: Entry, staging: int) -> int:
+        origin = os.open(item.name, _SOURCE_FLAGS, dir_fd=source)
+        try:
+            before = os.fstat(origin)
+            if not self._immutable and time.time_ns() - before.st_ctime_ns < _TICK_NS:
+                # A change within the same tick of the kernel's clock would not change the times.
+                time.sleep(_TICK_NS / 1e9)
+                before = os.fstat(origin)
+            if not stat.S_ISREG(before.st_mode):
+                raise ChangedError(f"{item.name} is no longer a regular file")
+            mode = stat.S_IMODE(before.st_mode)
+            copy = os.open(item.name, _STAGED_FLAGS, mode, dir_fd=staging)
+            try:
+                checksum = self._copy_bytes(origin, copy, before.st_size)
+                if item.xattrs:
+                    tree.copy_xattrs(origin, copy)
+                if not self._immutable and _version(before) != _version(os.fstat(origin)):
+                    raise ChangedError(f"{item.name} changed while it was copied")
+                os.setxattr(copy, tree.CHECKSUM, checksum)
+                return set_attributes(
+                    copy, before.st_uid, before.st_gid, before.st_mode, before.st_mtime_ns
+                )
+            finally:
+                os.close(copy)
+        finally:
+            os.close(origin)
+
+    def _copy_bytes(self, origin: int, copy: int, size: int) -> bytes:
+        """Copy all bytes except holes; the checksum. ChangedError unless there are ``size``."""
+        checksum = xxhash.xxh3_128()
+        offset = 0
+        files = 1  # the file is counted with its first block
+        ends_in_hole = False
+        while count := os.readv(origin, [self._buffer]):
+            block = self._buffer[:count]
+            checksum.update(block)
+            ends_in_hole = _write(copy, block, offset)
+            offset += count
+            self._throttle.step(files, count)
+            files = 0
+            if offset >= size and (self._immutable or count < BLOCK):
+                break  # bytes appended meanwhile change the second status
+        if offset != size:
+            raise ChangedError(f"{offset} bytes were read of a file of {size}")
+        if files:
+            self._throttle.step(1, 0)
+        if ends_in_hole:
+            os.ftruncate(copy, size)
+        return checksum.hexdigest().encode()
+
+
+def _write(copy: int, block: memoryview, offset: int) -> bool:
+    """Write a block without its long runs of zeros; whether it ends in such a run.
+
+    CephFS does not report holes, so zeros are searched for.
+    """
+    data = 0  # start of the bytes that are not written yet
+    for at in range(0, len(block) - _HOLE + 1, _HOLE):
+        if _is_hole(block[at : at + _HOLE]):
+            _write_all(copy, block[data:at], offset + data)
+            data = at + _HOLE
+    _write_all(copy, block[data:], offset + data)
+    return data == len(block)
+
+
+def _is_hole(part: memoryview) -> bool:
+    return part[0] == 0 and part[-1] == 0 and bytes(part) == _ZEROS
+
+
+def _write_all(copy: int, block: memoryview, offset: int) -> None:
+    while block:
+        written = os.pwrite(copy, block, offset)
+        block, offset = block[written:], offset + written
+
+
+def set_attributes(copy: int, uid: int, gid: int, mode: int, mtime_ns: int) -> int:
+    """Set owner, mode and times of a staged file; its SSD bytes.
+
+    The file was created with its mode, but a change of the owner clears mode bits. The mode is set
+    again only where that happened, which saves most files a journal entry.
+    """
+    if uid or gid:
+        os.fchown(copy, uid, gid)
+    os.utime(copy, ns=(mtime_ns, mtime_ns))
+    status = os.fstat(copy)
+    if stat.S_IMODE(status.st_mode) != stat.S_IMODE(mode):
+        os.fchmod(copy, stat.S_IMODE(mode))
+    return status.st_blocks * 512
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def checksum(descriptor: int, throttle: control.Throttle, buffer: memoryview) -> str:
+    """The checksum of an open file, read from the disk unless pages stay in the page cache."""
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    summed = xxhash.xxh3_128()
+    files = 1
+    while count := os.readv(descriptor, [buffer]):
+        summed.update(buffer[:count])
+        throttle.step(files, count)
+        files = 0
+    if files:
+        throttle.step(1, 0)
+    return summed.hexdigest()

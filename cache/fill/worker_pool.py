@@ -1,0 +1,224 @@
+"""The worker processes of a coordinator: starts them, gives them jobs, collects their answers.
+
+Every call on a source may hang, and Python copies small files no faster with threads, so each
+worker is a process. Workers are forked from the coordinator, which has one thread: an interpreter
+of its own would cost each of them 0.1 s of CPU before its first file. The coordinator waits for all
+pipes at once and never blocks on one worker. A worker that dies is replaced, and its job is
+reported as lost.
+"""
+
+import os
+import selectors
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
+
+from cache.fill import control, messages
+from cache.store import index
+
+_READ_BYTES = 1024 * 1024
+# When workers keep dying, a bug or the host is the reason: the pass ends and says so.
+MOST_DEATHS = 5
+# For workers to close their Ceph clients at the end of the pass.
+END_SECONDS = 2.0
+
+
+class PoolError(Exception):
+    """The workers cannot go on; the text says why."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A job of a worker, with what its coordinator needs to know about it."""
+
+    job: messages.Job
+    directory: int = 0
+    allocated: int = 0  # SSD bytes that it takes at most
+    inodes: int = 0
+    chunk: index.Chunk | None = None
+
+
+@dataclass
+class Member:
+    """A worker process and the job it has."""
+
+    number: int
+    pid: int
+    jobs: int
+    answers: int
+    stream: messages.Stream[messages.Answer] = field(default_factory=messages.answers)
+    starting: bool = True
+    assignment: Assignment | None = None
+
+    @property
+    def idle(self) -> bool:
+        return not self.starting and self.assignment is None
+
+
+class Event(NamedTuple):
+    """``member`` None: the watched descriptor has input. ``answer`` None: the member died."""
+
+    member: Member | None
+    answer: messages.Answer | None
+
+
+class WorkerPool:
+    """Member 0 commits; the others scan, copy and verify."""
+
+    def __init__(
+        self, page: control.Control, setup: messages.Setup, serve: Callable[[int, int], None]
+    ) -> None:
+        """``serve``: the life of a worker, given its number and the page's descriptor."""
+        self._page = page
+        self._setup = setup
+        self._serve = serve
+        self._selector = selectors.DefaultSelector()
+        self._deaths = 0
+        self._wanted = 0
+        self._leaving: list[int] = []  # pids of surplus workers whose pipe is closed
+        self.members: dict[int, Member] = {}
+
+    def resize(self, workers: int) -> None:
+        """Have this many beside the committer; surplus ones leave when they are idle."""
+        self._wanted = workers
+        for number in range(workers + 1):
+            if number not in self.members:
+                self._start(number)
+        self._retire()
+
+    def _retire(self) -> None:
+        surplus = [n for n, m in self.members.items() if n > self._wanted and m.idle]
+        for number in surplus:
+            self._leaving.append(self.members[number].pid)
+            self._close(self.members.pop(number))
+        while self._leaving and os.waitpid(self._leaving[0], os.WNOHANG)[0]:
+            self._leaving.pop(0)
+
+    def _start(self, number: int) -> None:
+        jobs_read, jobs_write = os.pipe()
+        answers_read, answers_write = os.pipe()
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._be_worker(number, jobs_read, answers_write)
+        os.close(jobs_read)
+        os.close(answers_write)
+        member = Member(number, pid, jobs_write, answers_read)
+        os.set_blocking(answers_read, False)
+        self._selector.register(answers_read, selectors.EVENT_READ, member)
+        self.members[number] = member
+        self._send(member, self._setup)
+
+    def _be_worker(self, number: int, jobs: int, answers: int) -> NoReturn:
+        """The rest of a forked process's life.
+
+        The coordinator's descriptors are closed at once: with a copy of another worker's pipe that
+        worker's end would go unnoticed, a copy of the lock would keep the generation locked.
+        """
+        page, code = self._page.descriptor, 1
+        try:
+            os.dup2(jobs, messages.JOBS)
+            os.dup2(answers, messages.ANSWERS)
+            os.closerange(3, page)
+            os.closerange(page + 1, os.sysconf("SC_OPEN_MAX"))
+            self._serve(number, page)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+    def _close(self, member: Member) -> None:
+        os.close(member.jobs)
+        self._close_answers(member)
+
+    def _close_answers(self, member: Member) -> None:
+        self._selector.unregister(member.answers)
+        os.close(member.answers)
+
+    def idle(self) -> list[Member]:
+        """Workers that can take a job other than a commit."""
+        self._retire()
+        return [m for n, m in sorted(self.members.items()) if n > 0 and m.idle]
+
+    @property
+    def committer(self) -> Member | None:
+        """The worker that commits, None while it is busy."""
+        member = self.members.get(0)
+        return member if member is not None and member.idle else None
+
+    @property
+    def resting(self) -> bool:
+        """No worker has a job or is still starting."""
+        return all(member.idle for member in self.members.values())
+
+    def assigned(self, *kinds: type[messages.Message]) -> list[Assignment]:
+        """Jobs under way, of these kinds."""
+        assignments = [m.assignment for m in self.members.values() if m.assignment is not None]
+        return [each for each in assignments if isinstance(each.job, kinds)]
+
+    def give(self, member: Member, assignment: Assignment) -> None:
+        member.assignment = assignment
+        self._send(member, assignment.job)
+
+    @staticmethod
+    def _send(member: Member, message: messages.Message) -> None:
+        try:
+            messages.send(member.jobs, message)
+        except BrokenPipeError:
+            pass  # it died; ``wait`` reports that with the job it had
+
+    def watch(self, descriptor: int) -> None:
+        """Report input on this descriptor too (commands of the agent)."""
+        self._selector.register(descriptor, selectors.EVENT_READ, None)
+
+    def unwatch(self, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+
+    def wait(self, seconds: float) -> Iterator[Event]:
+        """What happens within ``seconds``. Raises PoolError when workers keep dying."""
+        for key, _ in self._selector.select(seconds):
+            member: Member | None = key.data
+            if member is None:
+                yield Event(None, None)
+                continue
+            try:
+                data = os.read(member.answers, _READ_BYTES)
+            except BlockingIOError:
+                continue
+            if data:
+                for answer in member.stream.feed(data):
+                    yield Event(member, answer)
+            else:
+                self._close(member)
+                del self.members[member.number]
+                code = os.waitstatus_to_exitcode(os.waitpid(member.pid, 0)[1])
+                self._deaths += 1
+                yield Event(member, None)
+                if self._deaths > MOST_DEATHS:
+                    raise PoolError(f"worker processes keep ending (the last one with {code})")
+                if member.number <= self._wanted:
+                    self._start(member.number)
+
+    def stop(self) -> None:
+        """End all workers. What is staged and not committed is lost, nothing else.
+
+        Idle workers close their Ceph clients and end by themselves; the others are killed.
+        """
+        for member in self.members.values():
+            os.close(member.jobs)
+        deadline = time.monotonic() + END_SECONDS
+        left = {member.pid for member in self.members.values()}
+        while left and time.monotonic() < deadline:
+            left -= {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
+            time.sleep(0.005)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)  # it was not waited for: no other process has its pid
+        for member in self.members.values():
+            self._close_answers(member)
+        self.members.clear()

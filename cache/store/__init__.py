@@ -1,0 +1,1 @@
+"""The store on the SSD: generation folders, their trees and their indexes."""

@@ -1,0 +1,287 @@
+"""The folders of the store: one per generation, inside one per dataset.
+
+<store>/nodeagent.json                      format of the store
+<store>/<dataset>/<generation>/tree/        the layer: same names, modes, owners and times
+                               staging/     copied files that are not in the tree yet
+                               links/       spare names of hard-linked files during a fill
+                               index.sqlite directories and what is left to copy (rebuildable)
+                               unreplaced.jsonl  bad files that are to be withdrawn
+                               generation.json
+<store>/.trash/                             discarded generations until they are deleted
+
+unreplaced.jsonl is the quarantine list: the bad files that a verify found and could not replace.
+Each line is [path of the directory, name]. It is not in the index, because an index may be lost and
+a bad file has the size and times of a good one, so no scan would find it again.
+Invariant: nothing is filled while the list exists (``cache.jobs`` withdraws its files first).
+
+The functions that take a path run in a child process: the disk may hang.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import kit.errors
+import kit.files
+from cache.store import index, tree
+
+FORMAT = 1
+MARKER = "nodeagent.json"
+TRASH = ".trash"
+_PROBE = ".probe"
+QUARANTINE = "unreplaced.jsonl"
+LOCK_SECONDS = 2.0  # for the coordinator of a killed agent to end
+_NAMES_AT_ONCE = 1000  # names of up to 255 bytes each in one message
+
+
+@dataclass(frozen=True)
+class Generation:
+    """generation.json. ``complete`` is written only when everything in the tree is durable."""
+
+    dataset: str
+    identity: str  # JSON of what identifies the source
+    state: str = "new"  # new, filling, partial, complete
+    skeleton: bool = False  # every directory of the source is in the tree
+    wanted: bool = False  # an operator asked to warm it
+    held: str = ""  # "paused" or "cancelled": not filled until an operator asks
+    why: str = ""  # why it is partial, or why the last fill failed
+    created: float = 0.0  # Unix time
+    completed: float = 0.0
+    used: int = 0  # SSD bytes
+    files: int = 0
+    bytes: int = 0
+    done_files: int = 0
+    done_bytes: int = 0
+    failed: int = 0
+    skipped: int = 0
+    left_files: int = 0  # what did not fit
+    left_bytes: int = 0
+
+
+def prepare(path: str) -> None:
+    """Make the store if it does not exist and check it. HostError, and then nothing is left."""
+    store = Path(path)
+    made = []
+    missing = store
+    while not missing.exists():
+        made.append(missing)
+        missing = missing.parent
+    try:
+        store.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_abilities(store)
+        _check_format(store)
+    except BaseException:
+        for directory in made:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
+    store.chmod(0o700)  # jobs read through views only
+    (store / TRASH).mkdir(mode=0o700, exist_ok=True)
+
+
+def _check_abilities(store: Path) -> None:
+    remedy = "put cache.store on an ext4 or XFS file system of the SSD"
+    probe = store / _PROBE
+    try:
+        probe.mkdir(exist_ok=True)
+        os.setxattr(probe, tree.OPAQUE, b"y")
+        os.setxattr(probe, tree.CHECKSUM, b"0" * 32)
+        if os.getxattr(probe, tree.OPAQUE) != b"y":
+            raise OSError(errno.EOPNOTSUPP, "xattrs are not returned as they were set")
+    except OSError as error:
+        cause = f"it cannot hold trusted xattrs ({error.strerror})"
+        if error.errno == errno.EROFS:
+            cause = "it is read-only"
+        elif error.errno == errno.ENOSPC:
+            cause, remedy = "it is full", "free some space there"
+        elif error.errno not in (errno.EOPNOTSUPP, errno.EPERM, errno.EINVAL):
+            cause = f"it cannot be written ({error.strerror})"
+        raise kit.errors.HostError(f"cache.store {store}", cause, remedy) from error
+    finally:
+        with contextlib.suppress(OSError):
+            probe.rmdir()
+
+
+def _check_format(store: Path) -> None:
+    marker = store / MARKER
+    if marker.exists():
+        try:
+            found = json.loads(marker.read_text())["format"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise kit.errors.HostError(
+                f"cache.store {store}",
+                f"its {MARKER} is damaged",
+                "set cache.store to an empty directory, or empty this one: it is only a cache",
+            ) from error
+        if found != FORMAT:
+            raise kit.errors.HostError(
+                f"cache.store {store}",
+                f"its format is {found}, this agent reads format {FORMAT}",
+                "run the agent version that made it, or set cache.store to an empty directory",
+            )
+        return
+    # An agent that was killed during its first start leaves these.
+    ours = ("lost+found", f".{MARKER}.new", _PROBE)
+    strangers = [entry.name for entry in store.iterdir() if entry.name not in ours]
+    if strangers:
+        raise kit.errors.HostError(
+            f"cache.store {store}",
+            f"it is not empty and not a store (it contains {strangers[0]!r})",
+            "set cache.store to an empty directory",
+        )
+    kit.files.save(marker, json.dumps({"format": FORMAT}).encode())
+
+
+def load(folder: str) -> dict[str, Any] | None:
+    """The fields of generation.json; None when it is missing or damaged."""
+    try:
+        return dict(json.loads((Path(folder) / "generation.json").read_bytes()))
+    except (OSError, ValueError):
+        return None
+
+
+def adopt(folders: list[str]) -> list[dict[str, Any] | None]:
+    """``load`` each, after deleting what a killed coordinator left in its staging folder."""
+    return [_adopt(folder) for folder in folders]
+
+
+def _adopt(folder: str) -> dict[str, Any] | None:
+    fields = load(folder)
+    if fields is not None:
+        try:
+            os.close(kit.files.lock(Path(folder) / "lock", LOCK_SECONDS))
+            directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                tree.remove(directory, "staging")
+            finally:
+                os.close(directory)
+        except OSError:
+            pass  # the next fill deletes it too, and reports what is wrong
+    return _with_figures(fields, folder)
+
+
+def _with_figures(fields: dict[str, Any] | None, folder: str) -> dict[str, Any] | None:
+    """``fields``, with the figures of the index when a killed fill could not write its own.
+
+    While directories are listed again the index knows less of what is used, so the higher figure
+    counts.
+    """
+    if fields is not None and fields.get("state") == "filling":
+        used = int(fields.get("used", 0))
+        fields |= index.totals_of(Path(folder))
+        fields["used"] = max(used, int(fields.get("used", 0)))
+    return fields
+
+
+def save(folder: str, fields: dict[str, Any]) -> None:
+    """Write generation.json durably; makes the folder."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    kit.files.save(path / "generation.json", json.dumps(fields, indent=1).encode())
+
+
+def generation_of(fields: dict[str, Any]) -> Generation:
+    """From loaded fields; those of another version are ignored."""
+    known = Generation.__dataclass_fields__
+    return Generation(**{key: value for key, value in fields.items() if key in known})
+
+
+def inventory(path: str) -> list[dict[str, Any]]:
+    """Every generation in the store: its dataset, folder and fields (see ``_with_figures``)."""
+    found = []
+    for dataset in sorted(Path(path).iterdir()):
+        if dataset.is_dir() and not dataset.name.startswith(".") and dataset.name != "lost+found":
+            for folder in sorted(dataset.iterdir()):
+                fields = _with_figures(load(str(folder)), str(folder))
+                found.append({"dataset": dataset.name, "folder": str(folder), "fields": fields})
+    return found
+
+
+def discard(store: str, folder: str) -> None:
+    """Move a generation to the trash; ``empty_trash`` frees its bytes."""
+    target = Path(store) / TRASH / f"{Path(folder).parent.name}-{time.time_ns()}"
+    try:
+        Path(folder).rename(target)
+    except FileNotFoundError:
+        return
+    with contextlib.suppress(OSError):
+        Path(folder).parent.rmdir()  # the last generation of its dataset
+
+
+def trash_bytes(store: str) -> int:
+    """SSD bytes of the discarded generations that are not deleted yet."""
+    used = 0
+    for folder in (Path(store) / TRASH).iterdir():
+        fields = _with_figures(load(str(folder)), str(folder))
+        if fields is not None:
+            used += int(fields.get("used", 0))
+    return used
+
+
+def empty_trash(store: str) -> None:
+    """Delete discarded generations; takes minutes for millions of files.
+
+    The tree is deleted before the rest, so that ``trash_bytes`` counts it until it is gone.
+    """
+    trash = os.open(Path(store) / TRASH, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in os.listdir(trash):
+            with contextlib.suppress(OSError):  # the next remove reports it
+                folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=trash)
+                try:
+                    tree.remove(folder, "tree")
+                finally:
+                    os.close(folder)
+            tree.remove(trash, name)
+    finally:
+        os.close(trash)
+
+
+# --- the quarantine list
+
+
+def has_quarantined(folder: str) -> bool:
+    """OSError."""
+    try:
+        return (Path(folder) / QUARANTINE).stat().st_size > 0
+    except FileNotFoundError:
+        return False
+
+
+def write_quarantined(folder: Path, files: Sequence[tuple[list[str], str]]) -> None:
+    """Replace the list durably; an empty one is deleted. OSError."""
+    if not files:
+        (folder / QUARANTINE).unlink(missing_ok=True)
+        return
+    text = "".join(f"{json.dumps(file)}\n" for file in files)
+    kit.files.save(folder / QUARANTINE, text.encode("ascii"))
+
+
+def read_quarantined(folder: Path) -> list[tuple[list[str], str]]:
+    """(path of the directory, name) of each file. OSError."""
+    try:
+        lines = (folder / QUARANTINE).read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        return []
+    files = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # agents before 2026-11 could tear the last line
+            path, name = json.loads(line)
+            files.append((path, name))
+    return files
+
+
+def by_directory(files: Sequence[tuple[list[str], str]]) -> Iterator[tuple[list[str], list[str]]]:
+    """(path, names) with a bounded number of names at once."""
+    grouped: dict[tuple[str, ...], list[str]] = {}
+    for path, name in files:
+        grouped.setdefault(tuple(path), []).append(name)
+    for key, names in grouped.items():
+        for at in range(0, len(names), _NAMES_AT_ONCE):
+            yield list(key), names[at : at + _NAMES_AT_ONCE]

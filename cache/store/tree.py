@@ -1,0 +1,265 @@
+"""Entries and directories of a source and of a store, by descriptors.
+
+A path may be longer than the 4096 bytes that the kernel takes at once, and a name may be any bytes.
+So a path is a list of names, walked by ``openat`` one name at a time without following links, and a
+name is a str by ``os.fsdecode``: bytes that are not UTF-8 become lone surrogates, which every
+message and the index must keep.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+# The checksum of a stored file is kept with the file, invisible to jobs.
+CHECKSUM = "trusted.nodeagent.xxh3-128"
+OPAQUE = "trusted.overlay.opaque"
+# Kept beside user xattrs: without these lists a job could be refused what the source allows.
+_ACLS = ("system.posix_acl_access", "system.posix_acl_default")
+
+# These errors mean that the whole mount failed, not one file: its FUSE daemon died, the cluster
+# shut this client out, or another directory is mounted there now (open_source).
+SOURCE_GONE = (errno.ENOTCONN, errno.ESHUTDOWN)
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_BLOCK = 4096
+
+
+class Entry(NamedTuple):
+    """One directory entry as a scan saw it. Messages and the index keep it as a JSON list."""
+
+    name: str
+    mode: int  # st_mode, type included
+    uid: int
+    gid: int
+    size: int
+    mtime_ns: int
+    ino: int
+    nlink: int
+    xattrs: bool  # False only when it certainly has none
+
+    @property
+    def is_directory(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.mode)
+
+    @property
+    def is_link(self) -> bool:
+        return stat.S_ISLNK(self.mode)
+
+    @property
+    def allocated(self) -> int:
+        """The most SSD bytes that it will take: whole blocks, one for long xattrs, its name."""
+        return -(-self.size // _BLOCK) * _BLOCK + (_BLOCK if self.xattrs else 0) + self.name_bytes
+
+    @property
+    def name_bytes(self) -> int:
+        """What the name takes in its directory, whose blocks may be half empty."""
+        return 2 * (8 + len(os.fsencode(self.name)))
+
+
+def entry_of(name: str, status: os.stat_result) -> Entry:
+    """From a stat result, which does not tell whether there are xattrs."""
+    return Entry(
+        name, status.st_mode, status.st_uid, status.st_gid, status.st_size, status.st_mtime_ns,
+        status.st_ino, status.st_nlink, True,
+    )  # fmt: skip
+
+
+def same_content(entry: Entry, stored: os.stat_result) -> bool:
+    """Whether the stored file is this version of the entry, judged by type, size and time."""
+    if stat.S_IFMT(entry.mode) != stat.S_IFMT(stored.st_mode):
+        return False
+    if entry.is_directory:
+        return True
+    return entry.size == stored.st_size and entry.mtime_ns == stored.st_mtime_ns
+
+
+# --- opening
+
+
+def open_root(path: str) -> int:
+    """A descriptor of a root directory. Symbolic links on the way to it are followed."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def stamp(status: os.stat_result) -> str:
+    """Identifies a root directory: its mount and its inode."""
+    return f"{status.st_dev}:{status.st_ino}"
+
+
+def open_source(path: str, expected: str) -> int:
+    """A descriptor of a source's root, if its ``stamp`` is still the expected one ('' accepts any).
+
+    ESHUTDOWN for another directory. A source that was unmounted shows the empty directory beneath,
+    and every stored file would look as if the source had deleted it.
+    """
+    descriptor = open_root(path)
+    if expected and stamp(os.fstat(descriptor)) != expected:
+        os.close(descriptor)
+        raise OSError(errno.ESHUTDOWN, "the source is not the one that was reached", path)
+    return descriptor
+
+
+def open_below(root: int, path: Sequence[str]) -> int:
+    """The directory ``path`` below ``root``. The caller closes it."""
+    current = os.dup(root)
+    for name in path:
+        try:
+            below = os.open(name, _DIRECTORY, dir_fd=current)
+        finally:
+            os.close(current)
+        current = below
+    return current
+
+
+@contextlib.contextmanager
+def opened(root: int, path: Sequence[str]) -> Iterator[int]:
+    descriptor = open_below(root, path)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+# --- looking
+
+
+def listing(directory: int) -> Iterator[Entry | tuple[str, OSError]]:
+    """Its entries in the file system's order; (name, error) for one without a readable status."""
+    with os.scandir(directory) as found:
+        for item in found:
+            try:
+                status = os.stat(item.name, dir_fd=directory, follow_symlinks=False)
+            except OSError as error:
+                yield item.name, error
+            else:
+                yield entry_of(item.name, status)
+
+
+def entries_beside(root: int, path: Sequence[str], names: set[str]) -> list[Entry]:
+    """What a source's directory holds beside ``names``, of the kinds that are stored."""
+    with opened(root, path) as directory:
+        found = [item for item in listing(directory) if isinstance(item, Entry)]
+    kept = [item for item in found if item.is_file or item.is_link or item.is_directory]
+    return [item for item in kept if item.name not in names]
+
+
+def has(parent: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def xattrs_of(source: int) -> dict[str, bytes]:
+    """The xattrs that are stored; {} where the file system has no xattrs. OSError."""
+    try:
+        names = os.listxattr(source)
+    except OSError as error:
+        if error.errno == errno.EOPNOTSUPP:
+            return {}
+        raise
+    return {
+        name: os.getxattr(source, name)
+        for name in names
+        if name.startswith("user.") or name in _ACLS
+    }
+
+
+# --- changing
+
+
+def copy_xattrs(source: int, target: int) -> None:
+    """Copy user xattrs and POSIX ACLs. OSError, E2BIG when the store cannot hold them."""
+    for name, value in xattrs_of(source).items():
+        try:
+            os.setxattr(target, name, value)
+        except OSError as error:
+            # ext4 answers ENOSPC for an xattr above a block, although the disk is not full.
+            if error.errno in (errno.ENOSPC, errno.ERANGE):
+                raise OSError(
+                    errno.E2BIG, "its xattrs are larger than the store's file system takes"
+                ) from error
+            raise
+
+
+def make_directory(parent: int, item: Entry, source: int | None) -> bool:
+    """Make ``item`` in a directory of the store; whether it is new.
+
+    ``source``: the parent in the source, from which xattrs are read.
+    """
+    new = True
+    try:
+        os.mkdir(item.name, 0o700, dir_fd=parent)
+    except FileExistsError:
+        status = os.stat(item.name, dir_fd=parent, follow_symlinks=False)
+        if not stat.S_ISDIR(status.st_mode):  # the source had a file there before
+            os.unlink(item.name, dir_fd=parent)
+            os.mkdir(item.name, 0o700, dir_fd=parent)
+        else:
+            new = False
+    descriptor = os.open(item.name, _DIRECTORY, dir_fd=parent)
+    try:
+        origin = None
+        if source is not None and item.xattrs:
+            origin = os.open(item.name, _DIRECTORY, dir_fd=source)
+        try:
+            set_attributes(descriptor, item, origin)
+        finally:
+            if origin is not None:
+                os.close(origin)
+    finally:
+        os.close(descriptor)
+    return new
+
+
+def set_attributes(directory: int, item: Entry, source: int | None) -> None:
+    """Set owner, mode, xattrs and times of a directory of the store to those of the source."""
+    os.fchown(directory, item.uid, item.gid)
+    # Remove xattrs that the source lacks: mkdir inherits the parent's default ACL, which the source
+    # directory may not have.
+    wanted = xattrs_of(source) if source is not None else {}
+    for name in xattrs_of(directory).keys() - wanted.keys():
+        os.removexattr(directory, name)
+    for name, value in wanted.items():
+        os.setxattr(directory, name, value)
+    os.fchmod(directory, stat.S_IMODE(item.mode))
+    os.utime(directory, ns=(item.mtime_ns, item.mtime_ns))
+
+
+def remove(parent: int, name: str) -> None:
+    """Delete a name and everything below it, at any depth, without recursion. OSError."""
+    try:
+        os.unlink(name, dir_fd=parent)
+        return
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError):
+        pass  # a directory: Linux answers EISDIR
+    stack = [(os.open(name, _DIRECTORY, dir_fd=parent), name)]
+    try:
+        while stack:
+            directory, _ = stack[-1]
+            below = None
+            with os.scandir(directory) as found:
+                for item in found:
+                    if item.is_dir(follow_symlinks=False):
+                        below = item.name
+                        break
+                    os.unlink(item.name, dir_fd=directory)
+            if below is not None:
+                stack.append((os.open(below, _DIRECTORY, dir_fd=directory), below))
+            else:
+                _, gone = stack.pop()
+                os.close(directory)
+                os.rmdir(gone, dir_fd=stack[-1][0] if stack else parent)
+    finally:
+        for descriptor, _ in stack:
+            os.close(descriptor)

@@ -1,0 +1,100 @@
+"""Bytes of the store that no dataset of the settings has: orphans, and what is being deleted."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kit.child
+import kit.findings
+from cache import component, view
+from cache.settings import CacheSettings
+from cache.store import generations, index
+from cache.store.tree import Entry
+
+
+class Nobody(kit.findings.Reporter):
+    def report(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def generation(root: Path, name: str, *, state: str, used: int, indexed: int = 0) -> Path:
+    folder = root / name / "g"
+    generations.save(str(folder), {"state": state, "used": used})
+    (folder / "tree" / "d").mkdir(parents=True)
+    (folder / "tree" / "d" / "f").write_text("x")
+    known = index.Index.open(folder / index.NAME)
+    known.add_root(Entry("", 0o40755, 0, 0, 0, 0, 1, 1, False))
+    known.listed(index.ROOT, entries=1, files=1, size=1, stored=(1, 1, indexed), skipped=0)
+    known.close()
+    return folder
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "store" / generations.TRASH).mkdir(parents=True)
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, root: Path) -> component.Cache:
+    settings = CacheSettings(store=root, views=tmp_path / "views", budget=2**40)
+    return component.Cache(settings, state_dir=tmp_path / "state", reporter=Nobody())
+
+
+def test_inventory_uses_the_index_of_a_killed_fill(root: Path) -> None:
+    generation(root, "first", state="filling", used=0, indexed=10**9)
+    generation(root, "again", state="filling", used=10**9, indexed=0)
+    generation(root, "done", state="complete", used=5, indexed=10**9)
+    used = {item["dataset"]: item["fields"]["used"] for item in generations.inventory(str(root))}
+    assert used["first"] >= 10**9
+    assert used["again"] == 10**9
+    assert used["done"] == 5
+
+
+async def test_trash_counts_until_deleted_and_is_retried(
+    root: Path, cache: component.Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(component, "TRASH_RETRY_SECONDS", 0.05)
+    real, tries = kit.child.call, [0]
+
+    async def call(function: Any, *arguments: Any, deadline: float) -> Any:
+        if function is generations.empty_trash:
+            tries[0] += 1
+            if tries[0] < 3:
+                assert cache.used() >= 10**9
+                raise RuntimeError("killed") if tries[0] == 1 else OSError(5, "I/O error")
+        return await real(function, *arguments, deadline=deadline)
+
+    monkeypatch.setattr(kit.child, "call", call)
+    folder = generation(root, "old", state="complete", used=10**9)
+    cache.orphans = {str(folder): 10**9}
+    monkeypatch.setattr(os.path, "ismount", lambda _: True)
+    monkeypatch.setattr(view, "take_down", generations.load)  # nothing is mounted
+    await cache.remove("old")
+    assert cache.orphans == {}
+    assert cache.trashed == 10**9
+    assert cache._trash is not None
+    async with asyncio.timeout(30):
+        await cache._trash
+    assert tries[0] == 3
+    assert cache.used() == 0
+    assert list((root / generations.TRASH).iterdir()) == []
+
+
+async def test_trash_discarded_meanwhile_is_deleted(root: Path, cache: component.Cache) -> None:
+    first, second = (generation(root, name, state="complete", used=7) for name in ("a", "b"))
+    generations.discard(str(root), str(first))
+    cache._empty_trash()
+    task = cache._trash
+    assert task is not None
+    await asyncio.sleep(0)
+    while cache._trash_waits:
+        await asyncio.sleep(0)
+    generations.discard(str(root), str(second))
+    cache._empty_trash()
+    async with asyncio.timeout(30):
+        await task
+    assert list((root / generations.TRASH).iterdir()) == []

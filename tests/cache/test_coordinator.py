@@ -1,0 +1,72 @@
+"""Room on the SSD, and when a batch is committed."""
+
+import os
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.fill import coordinator
+from cache.fill.coordinator import Batch, Room, Staged, room
+
+
+def disk(blocks: int, available: int, files: int, files_available: int) -> os.statvfs_result:
+    return os.statvfs_result(
+        (4096, 4096, blocks, available, available, files, files_available, files_available, 0, 255)
+    )
+
+
+sizes = st.integers(0, 2**40)
+
+
+@given(
+    blocks=st.integers(1, 2**30), free=st.floats(0, 1), files=st.integers(0, 2**30),
+    reserve=st.floats(0, 0.99), budget=sizes, used=sizes,
+    pending=st.builds(Room, sizes, st.integers(0, 2**20)),
+    wanted=sizes, inodes=st.integers(0, 2**20),
+)  # fmt: skip
+def test_room_never_exceeds_budget_or_reserve(
+    blocks: int, free: float, files: int, reserve: float, budget: int, used: int,
+    pending: Room, wanted: int, inodes: int,
+) -> None:  # fmt: skip
+    available, files_available = int(blocks * free), int(files * free)
+    left = room(
+        disk(blocks, available, files, files_available),
+        reserve=reserve, budget=budget, used=used, pending=pending,
+    )  # fmt: skip
+    assert left.bytes >= 0
+    assert left.inodes >= 0
+    if wanted and left.holds(wanted, inodes):
+        assert used + pending.bytes + wanted <= budget
+        free_bytes = available * 4096 - pending.bytes - wanted
+        assert free_bytes >= int(blocks * 4096 * reserve)
+    if inodes and left.holds(0, inodes) and files:
+        assert files_available - pending.inodes - inodes >= int(files * reserve)
+
+
+def test_room_has_enough_inodes_where_they_are_not_counted() -> None:
+    left = room(disk(10_000, 10_000, 0, 0), reserve=0.5, budget=2**40, used=0, pending=Room(0, 0))
+    assert left.inodes > 2**60
+    assert left.bytes == 5000 * 4096 - coordinator.HEADROOM_BYTES
+
+
+def test_batch_is_due_by_files_bytes_age_or_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    waiting = Batch()
+    assert not waiting.due(more_is_coming=False)
+    waiting.add(Staged("a", 1, files=1))
+    assert waiting.due(more_is_coming=False)
+    assert not waiting.due(more_is_coming=True)
+    now[0] += coordinator.BATCH_SECONDS
+    assert waiting.due(more_is_coming=True)
+    waiting.begin_commit()
+    waiting.add(Staged("b", 1, files=coordinator.BATCH_FILES))
+    assert waiting.due(more_is_coming=True)
+    waiting.begin_commit()
+    waiting.add(Staged("c", 1, bytes=coordinator.BATCH_BYTES))
+    assert waiting.due(more_is_coming=True)
+    assert [staged.folder for staged in waiting.all()] == ["c", "b"]
+    waiting.end_commit()
+    assert [staged.folder for staged in waiting.all()] == ["c"]

@@ -1,0 +1,123 @@
+"""Messages between a coordinator and its workers."""
+
+import os
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.fill import messages
+from cache.store.tree import Entry
+
+raw_names = st.binary(min_size=1, max_size=255).filter(lambda b: b"\0" not in b and b"/" not in b)
+names = raw_names.map(os.fsdecode)
+entries = st.builds(
+    Entry, names, *[st.integers(0, 2**63 - 1)] * 7, st.booleans()
+)  # name, the numbers, xattrs
+failures = st.builds(messages.Failure, names, st.text(max_size=20), st.booleans())
+locations = st.none() | st.tuples(st.text(max_size=9), st.integers(0, 2**62))
+answers = st.one_of(
+    st.just(messages.Done()),
+    st.builds(messages.NotDone, error=st.text(), errno=st.none() | st.integers(0, 200)),
+    st.builds(
+        messages.ScanPart,
+        directory=st.integers(0, 2**60),
+        chunk=st.lists(entries, max_size=4),
+        folders=st.lists(entries, max_size=4),
+        failed=st.lists(failures, max_size=3),
+        made=st.integers(0, 2**60),
+        location=locations,
+    ),
+    st.builds(messages.Hinted, taken=st.dictionaries(names, st.integers(0, 2**60), max_size=4)),
+    st.builds(
+        messages.Verified,
+        checked_files=st.integers(0, 9),
+        checked_bytes=st.integers(0, 9),
+        bad=st.lists(st.tuples(entries, st.text(max_size=9)), max_size=3),
+        uncompared=st.integers(0, 9),
+        named=st.lists(st.tuples(names, st.text(max_size=9)), max_size=3),
+    ),
+)
+jobs = st.one_of(
+    st.just(messages.Finish()),
+    st.builds(
+        messages.Copy,
+        folder=st.text(max_size=9),
+        path=st.lists(names, max_size=4),
+        entries=st.lists(entries, max_size=4),
+        location=locations,
+        hinted=st.booleans(),
+    ),
+    st.builds(
+        messages.Hint,
+        folder=st.text(max_size=9),
+        path=st.lists(names, max_size=3),
+        names=st.lists(names, max_size=4),
+        allowance=st.integers(0, 2**60),
+    ),
+    st.builds(
+        messages.Prune, directory=st.none() | st.integers(), path=st.just([]), names=st.just([])
+    ),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(answers, max_size=3), st.data())
+def test_stream_yields_equal_messages_for_any_cut(
+    sent: list[messages.Answer], data: st.DataObject
+) -> None:
+    raw = b"".join(messages.pack(message) for message in sent)
+    stream, got = messages.answers(), []
+    while raw:
+        cut = data.draw(st.integers(1, len(raw)))
+        got += stream.feed(raw[:cut])
+        raw = raw[cut:]
+    assert got == sent
+
+
+@given(jobs)
+def test_job_keeps_names_of_any_bytes_through_a_pipe(job: messages.Job) -> None:
+    reading, writing = os.pipe()
+    kept = os.dup(messages.JOBS)
+    os.dup2(reading, messages.JOBS)
+    try:
+        messages.send(writing, job)
+        assert messages.next_job() == job
+    finally:
+        os.dup2(kept, messages.JOBS)
+        for each in (kept, reading, writing):
+            os.close(each)
+
+
+@given(raw_names)
+def test_lone_surrogates_are_the_same_bytes_again(raw: bytes) -> None:
+    packed = messages.pack(messages.Hinted(taken={os.fsdecode(raw): 1}))
+    (got,) = messages.answers().feed(packed)
+    assert isinstance(got, messages.Hinted)
+    assert [os.fsencode(name) for name in got.taken] == [raw]
+
+
+def test_receive_tells_the_end_of_a_stream_from_a_broken_one() -> None:
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, messages.pack(messages.Done())[:-1])
+        os.close(writing)
+        assert messages.receive(reading, messages.Done) is None
+    finally:
+        os.close(reading)
+    with pytest.raises(ValueError, match="broken"):
+        messages.answers().feed(b"\xff\xff\xff\xff")
+
+
+def test_send_writes_a_message_larger_than_the_pipe() -> None:
+    reading, writing = os.pipe()
+    sent = messages.NotDone(error="x" * 300_000)
+    thread = threading.Thread(target=messages.send, args=(writing, sent))
+    thread.start()
+    try:
+        assert messages.receive(reading, messages.NotDone) == sent
+    finally:
+        thread.join()
+        os.close(reading)
+        os.close(writing)

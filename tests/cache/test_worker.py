@@ -1,0 +1,146 @@
+"""The worker: commits after a kill at the worst moment, seals, and the source it was given."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.fill import control, messages
+from cache.fill.messages import Commit, Link, Listed, Seal, StagedFolder
+from cache.fill.worker import Worker
+from cache.store import tree
+from linux import mounts
+from tests.testbed import trees
+
+pytestmark = pytest.mark.real  # trusted xattrs need root
+
+
+def setup(area: Path, stamp: str = "") -> messages.Setup:
+    return messages.Setup(
+        source=str(area / "source"),
+        stamp=stamp,
+        generation=str(area / "generation"),
+        immutable=False,
+        native=None,
+    )
+
+
+@pytest.fixture
+def worker(area: Path) -> Worker:
+    for name in ("source", "generation/tree/d", "generation/staging", "generation/links"):
+        (area / name).mkdir(parents=True)
+    return Worker(0, control.Control.create().descriptor, setup(area))
+
+
+@pytest.fixture(autouse=True)
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    said: list[Any] = []
+    monkeypatch.setattr(messages, "send", lambda _, message: said.append(message))
+    return said
+
+
+def stage(area: Path, chunk: str, *names: str) -> None:
+    folder = area / "generation" / "staging" / chunk
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_bytes(b"same bytes")
+
+
+def commit(folder: str, *links: tuple[str, str], seals: list[Seal] | None = None) -> Commit:
+    staged = StagedFolder(
+        folder=folder, directory=7, path=["d"], links=[Link(*link) for link in links],
+        mtime_ns=5 * 10**17,
+    )  # fmt: skip
+    return Commit(folders=[staged], seals=seals or [])
+
+
+LINKS = (("one", "key"), ("two", "key"))
+
+
+def test_commit_links_names_of_one_file(area: Path, worker: Worker) -> None:
+    stage(area, "1", "one", "two")
+    worker.commit(commit("1", *LINKS))
+    one, two = (area / "generation" / "tree" / "d" / n for n in ("one", "two"))
+    assert one.stat().st_ino == two.stat().st_ino
+
+
+def test_commit_can_be_done_again(area: Path, worker: Worker) -> None:
+    # rename(2) of one link of a file over another does nothing, and leaves the old name behind.
+    stage(area, "1", "one", "two", "plain")
+    worker.commit(commit("1", *LINKS))
+    stage(area, "1", "one", "two", "plain")
+    worker.commit(commit("1", *LINKS))
+    folder = area / "generation" / "tree" / "d"
+    assert sorted(os.listdir(folder)) == ["one", "plain", "two"]
+    assert (folder / "one").stat().st_ino == (folder / "two").stat().st_ino
+    assert os.listdir(area / "generation" / "staging") == []
+
+
+def test_seal_needs_all_entries(area: Path, worker: Worker, answers: list[Any]) -> None:
+    stage(area, "1", "one")
+    wrong, right = (
+        Seal(directory=7, path=["d"], entries=entries, mtime_ns=10**18) for entries in (2, 1)
+    )
+    worker.commit(commit("1", seals=[wrong]))
+    assert (answers[-1].sealed, answers[-1].missing) == ([], [7])
+    assert tree.OPAQUE not in os.listxattr(area / "generation" / "tree" / "d")
+    worker.commit(Commit(folders=[], seals=[right]))
+    assert (answers[-1].sealed, answers[-1].missing) == ([7], [])
+    assert os.getxattr(area / "generation" / "tree" / "d", tree.OPAQUE) == b"y"
+    assert (area / "generation" / "tree" / "d").stat().st_mtime_ns == 10**18
+
+
+def test_recheck_unseals_every_directory_above(
+    area: Path, worker: Worker, answers: list[Any]
+) -> None:
+    folders = [area / "generation" / "tree" / path for path in ("d", "d/e", "d/e/f", "d/other")]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+        os.setxattr(folder, tree.OPAQUE, b"y")
+    (folders[2] / "one").write_bytes(b"1")
+    worker.recheck(
+        messages.Recheck(directories=[Listed(3, ["d", "e", "f"], 2), Listed(4, ["d", "other"], 0)])
+    )
+    assert answers[-1].missing == [3]
+    marked = [tree.OPAQUE in os.listxattr(folder) for folder in folders]
+    assert marked == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("ordered", "folders", "syncs"), [(True, 0, 0), (False, 0, 1), (True, 1, 1)]
+)
+def test_seal_syncs_unless_a_journal_keeps_order(
+    area: Path,
+    worker: Worker,
+    monkeypatch: pytest.MonkeyPatch,
+    ordered: bool,
+    folders: int,
+    syncs: int,
+) -> None:
+    seen: list[int] = []
+
+    def syncfs(descriptor: int) -> int:
+        seen.append(descriptor)
+        return 0
+
+    monkeypatch.setattr("linux.syscalls.libc.syncfs", syncfs)
+    worker.ordered = ordered
+    stage(area, "1", "one")
+    worker.commit(Commit(folders=commit("1").folders[:folders], seals=[]))
+    assert len(seen) == syncs
+
+
+def test_worker_refuses_another_source(area: Path, worker: Worker) -> None:
+    behind, source = area / "behind", area / "source"
+    trees.plain(behind, 3)
+    mounts.mount(str(behind), source, None, mounts.MS_BIND)
+    try:
+        stamp = tree.stamp(source.stat())
+        Worker(0, control.Control.create().descriptor, setup(area, stamp))
+    finally:
+        mounts.detach(source)
+    with pytest.raises(OSError, match="not the one") as raised:
+        Worker(0, control.Control.create().descriptor, setup(area, stamp))
+    assert raised.value.errno == errno.ESHUTDOWN

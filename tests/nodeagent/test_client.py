@@ -1,0 +1,73 @@
+"""The client of the admin API: answers, errors, streams, and servers that are not an agent."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+import kit.errors
+from nodeagent import client
+
+ERROR = {"thing": "view /v", "cause": "in use", "remedy": "end it", "exit_code": 6}
+
+
+@pytest.fixture
+async def url() -> AsyncIterator[str]:
+    async def echo(request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "method": request.method,
+                "query": dict(request.query),
+                "body": await request.json() if request.can_read_body else None,
+                "token": request.headers.get("Authorization"),
+            }
+        )
+
+    async def error(_: web.Request) -> web.Response:
+        return web.json_response({"error": ERROR}, status=409)
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(text="<html>", status=404)
+
+    async def lines(_: web.Request) -> web.Response:
+        return web.Response(text='{"n": 0}\n{"n": 1}\n')
+
+    app = web.Application()
+    app.add_routes([web.get("/error", error), web.get("/page", page), web.get("/lines", lines)])
+    app.router.add_route("*", "/echo", echo)
+    async with TestServer(app) as server:
+        yield str(server.make_url(""))
+
+
+async def test_call_sends_query_body_and_token(url: str, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    made = client.Client(url, token)
+    assert await made.call("POST", "/echo", {"a": 1}, limit=5) == {
+        "method": "POST",
+        "query": {"limit": "5"},
+        "body": {"a": 1},
+        "token": "Bearer s3cret",
+    }
+
+
+async def test_error_keeps_text_and_exit_code(url: str) -> None:
+    made = client.Client(url, None)
+    with pytest.raises(client.RemoteError, match="view /v: in use; end it") as raised:
+        await made.call("GET", "/error")
+    assert raised.value.exit_code == 6
+    with pytest.raises(client.RemoteError):
+        _ = [line async for line in made.lines("/error")]
+
+
+async def test_other_server_is_unreachable(url: str) -> None:
+    with pytest.raises(kit.errors.UnreachableError, match="not an agent"):
+        await client.Client(url, None).call("GET", "/page")
+    with pytest.raises(kit.errors.UnreachableError, match="no agent answers"):
+        await client.Client("http://127.0.0.1:1", None).call("GET", "/")
+
+
+async def test_lines_are_decoded(url: str) -> None:
+    assert [line async for line in client.Client(url, None).lines("/lines")] == [{"n": 0}, {"n": 1}]

@@ -1,0 +1,126 @@
+"""A scan of an invented /proc and host root: kubelet's directory, and the trip through the pipe."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import kit.messages
+from tests.volumes.audit.world import IMAGE, INVENTORY, OWNER, place, scene, space, volume
+from volumes.audit import scheduler
+from volumes.audit.inventory import model, scan
+from volumes.audit.inventory.model import Inventory
+
+CSI = "plugins/kubernetes.io/csi/rbd.csi.ceph.com/aa"
+
+
+class Host:
+    """What a look needs of /proc; the host's files lie below ``root``, not below ours."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc, self.root = folder / "proc", folder / "root"
+        self.root.mkdir()
+        self.processes = 0
+        self.process("systemd")
+        (self.proc / "1/root").symlink_to(self.root)
+        (self.proc / "devices").write_text("Block devices:\n  7 loop\n")
+        self.mounts("/")
+
+    def process(self, comm: str) -> None:
+        self.processes += 1
+        home = self.proc / str(self.processes)
+        (home / "ns").mkdir(parents=True)
+        (home / "ns/mnt").symlink_to("mnt:[4026531841]")
+        (home / "comm").write_text(f"{comm}\n")
+
+    def mounts(self, *targets: str) -> None:
+        lines = (
+            f"{n} 1 8:1 / {at} rw shared:1 - ext4 /dev/sda1 rw" for n, at in enumerate(targets)
+        )
+        (self.proc / "1/mountinfo").write_text("".join(f"{line}\n" for line in lines))
+
+    def look(
+        self, *, users_of: tuple[str, ...] = ("none",), kubelet_set: bool = False
+    ) -> Inventory:
+        request = scan.Request(
+            drivers=("none",),
+            kubelet="/var/lib/kubelet",
+            proc=str(self.proc),
+            sys="/sys",
+            containers="/nonexistent",
+            deep=False,
+            users_of=users_of,
+            kubelet_set=kubelet_set,
+        )
+        return scan.scan(request)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+@pytest.mark.parametrize("link", ["/data/kubelet", "../../data/./kubelet", "/srv/../srv/k"])
+def test_linked_kubelet_directory_is_followed_on_the_host(host: Host, link: str) -> None:
+    staging = host.root / "data/kubelet" / CSI
+    (staging / "globalmount").mkdir(parents=True)
+    (staging / "vol_data.json").write_text(json.dumps({"volumeHandle": "h1"}))
+    meta = {"pool": "rbd", "image": "csi-vol-1"}
+    (staging / "globalmount/image-meta.json").write_text(json.dumps(meta))
+    (host.root / "srv").mkdir()
+    (host.root / "srv/k").symlink_to("/data/kubelet")
+    (host.root / "var/lib").mkdir(parents=True)
+    (host.root / "var/lib/kubelet").symlink_to(link)
+    mounted = f"/data/kubelet/{CSI}/globalmount/h1"
+    host.mounts("/", "/data", mounted)
+    inventory = host.look(kubelet_set=True)
+    (volume,) = inventory.volumes
+    assert (volume.handle, volume.mounts) == ("h1", (mounted,))
+    assert volume.image is not None and volume.image.name == "csi-vol-1"
+    assert inventory.kubelet is not None and inventory.kubelet.target == "/data"
+    assert inventory.no_records == ""
+
+
+def test_loop_of_links_ends(host: Host) -> None:
+    (host.root / "var/lib").mkdir(parents=True)
+    (host.root / "var/lib/kubelet").symlink_to("kubelet")
+    assert "no kubelet directory" in host.look(kubelet_set=True).no_records
+
+
+def test_missing_kubelet_directory_is_a_gap_only_with_a_kubelet(host: Host) -> None:
+    nothing = host.look()
+    assert (nothing.no_records, nothing.gaps) == ("", ())  # no kubelet here, nothing is missing
+    assert "at /var/lib/kubelet" in host.look(kubelet_set=True).no_records  # somebody said so
+    host.process("kubelet")
+    missing = host.look()
+    assert missing.no_records == "no kubelet directory at /var/lib/kubelet"
+    assert any("set volumes.audit.kubelet" in gap for gap in missing.gaps)
+    (host.root / "var/lib/kubelet").mkdir(parents=True)
+    assert host.look().no_records == ""
+
+
+def test_quick_scan_keeps_no_records_until_the_directory_exists() -> None:
+    before = dataclasses.replace(INVENTORY, no_records="no kubelet directory at /k")
+    quick = dataclasses.replace(INVENTORY, deep=False)
+    assert scheduler.merged(quick, before).no_records == before.no_records
+    there = dataclasses.replace(quick, kubelet=place("/", device=(8, 1)))
+    assert scheduler.merged(there, before).no_records == ""
+    assert scheduler.merged(INVENTORY, before).no_records == ""  # a full look knows itself
+
+
+def test_inventory_survives_the_pipe() -> None:
+    """Names of files need not be UTF-8."""
+    odd = place("/mnt/" + os.fsdecode(b"\xff"))
+    at = scene(
+        spaces=(space(),),
+        host=(odd,),
+        volumes=(volume(image=IMAGE),),
+        raw={"rbd0": ("/dev/x",)},
+        users=(model.User(OWNER, (8, 1), ("fd 3",), 1),),
+    )
+    assert at.inventory is not None
+    assert at.inventory.by_number  # what is computed is not sent
+    text = kit.messages.encode(at.inventory)
+    assert kit.messages.decode(text, Inventory) == at.inventory

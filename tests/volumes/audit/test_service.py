@@ -1,0 +1,84 @@
+"""Rounds of the audit with a scripted scan. Pure; test_leaked_mounts.py has real devices."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from nodeagent import findings as reporting
+from tests.volumes.audit import world
+from volumes.audit import service, status
+from volumes.audit.inventory import model, scan
+
+
+async def test_a_short_lived_private_copy_is_not_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``unshare -m`` of two seconds, just when the namespaces are visited."""
+    kubelet = world.place("/", device=(8, 1))
+    copy = world.space(world.place("/", device=(8, 1), propagation="private"))
+    deep_looks = 0
+    lasts = False
+    now = 1000.0
+
+    async def look(request: scan.Request, deadline: float) -> model.Inventory:
+        nonlocal deep_looks
+        deep_looks += request.deep
+        return dataclasses.replace(
+            world.INVENTORY,
+            deep=request.deep,
+            devices=(),
+            kubelet=kubelet,
+            spaces=(copy,) if request.deep and (deep_looks == 1 or lasts) else (),
+            spaces_at=now if request.deep else 0.0,
+        )
+
+    def found() -> list[str]:
+        return [f.rule for f in audit.findings if f.rule == "private-propagation"]
+
+    monkeypatch.setattr("time.time", lambda: now)
+    for lasts in (False, True):
+        deep_looks = 0
+        audit = service.Audit(
+            world.scene().settings,
+            drivers=("rbd",),
+            state_dir=tmp_path,
+            reporter=reporting.Findings(),
+        )
+        monkeypatch.setattr(audit.scanner, "scan", look)
+        for after, looks in ((0.0, 1), (10.0, 1), (6.0, 2), (20.0, 2)):
+            now += after
+            assert found() == []
+            await audit.round()
+            assert deep_looks == looks
+            if looks == 2:
+                break
+        assert found() == (["private-propagation"] if lasts else [])
+
+
+async def test_a_failed_visit_keeps_rules_unknown_until_one_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = 2
+    looks: list[bool] = []
+
+    async def look(request: scan.Request, deadline: float) -> model.Inventory:
+        looks.append(request.deep)
+        if request.deep and looks.count(True) <= failures:
+            raise scan.BlindError("volume audit", "no answer", "")
+        hidden = ("3 processes may not be read",) if request.deep else ()
+        return dataclasses.replace(world.INVENTORY, deep=request.deep, devices=(), deep_gaps=hidden)
+
+    audit = service.Audit(
+        world.scene().settings, drivers=("rbd",), state_dir=tmp_path, reporter=reporting.Findings()
+    )
+    monkeypatch.setattr(audit.scanner, "scan", look)
+    for _ in range(failures):
+        assert await audit.round() is None
+        assert {s.name: s.state for s in audit.states}["leaked-mount"] == "unknown"
+    assert looks == [False, True] * failures  # a quick look that works does not make it see
+    assert await audit.round() is not None
+    assert {s.name: s.state for s in audit.states}["leaked-mount"] == "ok"
+    assert await audit.round() is not None
+    assert looks == [False, True] * (failures + 1) + [False]
+    assert status.overview(audit)["gaps"] == ["3 processes may not be read"]
