@@ -82,7 +82,7 @@ UID = "0a1b2c3d-1111-2222-3333-444455556666"
     [
         (f"/kubepods/besteffort/pod{UID}/{'ab' * 32}", UID, "ab" * 32),
         (
-            f"/kubepods.slice/kubepods-pod{UID.replace('-', '_')}.slice/cri-{'cd' * 32}.scope",
+            f"/kubepods-pod{UID.replace('-', '_')}.slice/cri-containerd-{'cd' * 32}.scope",
             *(UID, "cd" * 32),
         ),
         (
