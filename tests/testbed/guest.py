@@ -24,13 +24,13 @@ MEMORY_MIB = 1536
 
 @dataclass(frozen=True)
 class Result:
-    """``exit`` of the script; None when the guest did not get that far. ``text``: its console."""
+    """``exit``: of the script, None when the guest did not get that far; ``text``: its console."""
 
     exit: int | None
     text: str
 
     def marked(self, name: str) -> list[str]:
-        """What the script said in lines ``name: text``."""
+        """The texts of the script's lines ``name: text``."""
         return re.findall(rf"^{re.escape(name)}: (.*?)\r?$", self.text, re.MULTILINE)
 
 
