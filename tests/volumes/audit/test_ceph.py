@@ -6,6 +6,7 @@ ceph-csi's record (image-meta.json) names the image of a device.
 
 import contextlib
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.testbed import waiting
 from tests.testbed.ceph import CephCluster
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, settings, watching
@@ -65,13 +67,22 @@ def secret(ceph: CephCluster, tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def shown_as_files(ceph: CephCluster, folder: Path) -> Iterator[Path]:
-    """The pool's images as files; every one opened counts as a client that writes."""
+    """The pool's images as files; every one opened counts as a client that writes.
+
+    rbd-fuse is killed in the end: a file system on one of its files may still be alive in a mount
+    namespace of another test, and would hang every sync of the machine once the cluster is gone.
+    """
     folder.mkdir()
-    ceph.run("rbd-fuse", "-c", str(ceph.conf), "-p", "rbd", str(folder))
+    process = subprocess.Popen(
+        ["rbd-fuse", "-f", "-c", str(ceph.conf), "-p", "rbd", str(folder)], env=ceph.environment
+    )
     try:
+        waiting.until(lambda: os.path.ismount(folder), what="rbd-fuse")
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=False, timeout=30)
+        process.kill()
+        process.wait(timeout=30)
 
 
 @contextlib.contextmanager
