@@ -39,9 +39,11 @@ def save(path: Path, data: bytes, mode: int = 0o600) -> None:
 def lock(path: Path, seconds: float) -> int:
     """An exclusive lock on ``path``, held until the descriptor is closed or the process ends.
 
-    OSError EBUSY when another process holds it for longer than ``seconds``.
+    A file is made when it is missing; a directory can be locked too. OSError EBUSY when another
+    process holds it for longer than ``seconds``.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDONLY | os.O_DIRECTORY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kit.errors
-from linux import rbd_sysfs
+from linux import mountinfo, rbd_sysfs
 from linux.rbd_sysfs import RbdClient, RbdImage
 
 SYSFS = Path("/sys")
@@ -325,6 +325,13 @@ def by_path(path: str, sysfs: _Root = SYSFS, proc: _Root = PROC) -> BlockDevice:
     if device is None:
         raise kit.errors.NotFoundError(path, "nothing is attached to its number", "map it first")
     return device
+
+
+def in_use(device: BlockDevice, sysfs: _Root = SYSFS) -> bool:
+    """Whether another device lies on it, or a file system on it is live in any namespace."""
+    if device.holders or device.name in _superblocks(sysfs):
+        return True
+    return any(mount.device == device.number for mount in mountinfo.read())
 
 
 # --- ioctls (linux/fs.h, linux/loop.h). All raise OSError; all can hang.

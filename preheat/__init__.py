@@ -1,1 +1,1 @@
-"""Image preheating: image -> plan -> pull -> pin -> heal."""
+"""Container images kept ready on the node: requested, planned, pulled, pinned, healed."""

@@ -62,7 +62,7 @@ class Preheat:
     # --- component --------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """A runtime that does not answer is no error: it may start after the agent."""
+        """Does not fail without a runtime: the runtime may start after the agent."""
         self._tasks = [
             asyncio.create_task(self.reconciler.work(), name="preheat work"),
             asyncio.create_task(self.reconciler.watch(), name="preheat watch"),

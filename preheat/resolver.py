@@ -28,7 +28,6 @@ class Lookup:
     """The latest answer for one reference. ``login`` is set when the pull needs it."""
 
     ref: manifest.Reference
-    target: manifest.Target | None = None
     shape: manifest.Shape | None = None
     login: base.Login | None = None
     private: bool = False
@@ -130,9 +129,9 @@ class Resolver:
         for layer in shape.layers:
             if layer.digest not in self._sizes:
                 self._sizes[layer.digest] = await self._size(lookup, layer)
-        if lookup.target is None or lookup.target.digest != target.digest:
+        if lookup.shape is None or lookup.shape.top.digest != target.digest:
             lookup.digest_since = time.time()
-        lookup.target, lookup.shape = target, shape
+        lookup.shape = shape
 
     async def _size(self, lookup: Lookup, layer: manifest.Layer) -> int:
         async def span(digest: str, first: int, last: int) -> bytes:

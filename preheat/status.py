@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import kit.errors
-from kit.findings import Finding, Severity
+import kit.findings
 from preheat import desired, estimate, failure, manifest, plan, resolver
 from preheat.desired import Request
 from preheat.reconciler import Reconciler
@@ -216,14 +216,14 @@ def _reuse(reconciler: Reconciler) -> list[estimate.Reuse]:
 # --- findings -------------------------------------------------------------------------------------
 
 
-def findings(reconciler: Reconciler) -> list[Finding]:
+def findings(reconciler: Reconciler) -> list[kit.findings.Finding]:
     """Everything that a person should look at now. The same trouble keeps its id."""
     runtime, found = reconciler.runtime, []
     if reconciler.trouble:
         found.append(
             _finding(
                 "runtime",
-                Severity.CRITICAL,
+                kit.findings.Severity.CRITICAL,
                 "container runtime",
                 reconciler.trouble,
                 "check that it runs and that preheat.socket is its socket; pins stay in place",
@@ -233,7 +233,7 @@ def findings(reconciler: Reconciler) -> list[Finding]:
         found.append(
             _finding(
                 "breaker",
-                Severity.CRITICAL,
+                kit.findings.Severity.CRITICAL,
                 "container runtime",
                 "it went away after changing calls; the agent sends no more for "
                 f"{runtime.rests:.0f} s",
@@ -243,7 +243,7 @@ def findings(reconciler: Reconciler) -> list[Finding]:
     found += [
         _finding(
             "gc-fight",
-            Severity.WARNING,
+            kit.findings.Severity.WARNING,
             ref,
             "the image is pinned, but somebody removes it more often than preheat.heal.per_hour",
             "find who removes it (the kubelet's garbage collection on a full disk, crictl rmi "
@@ -261,12 +261,14 @@ def findings(reconciler: Reconciler) -> list[Finding]:
         else:
             continue
         evidence = {"need": str(row.bytes_missing), "kind": row.failure_kind}
-        found.append(_finding(rule, Severity.WARNING, row.ref, row.reason, advice, evidence))
+        found.append(
+            _finding(rule, kit.findings.Severity.WARNING, row.ref, row.reason, advice, evidence)
+        )
     if runtime.honours_pins is False and reconciler.snapshot.pinned:
         found.append(
             _finding(
                 "pin-not-honoured",
-                Severity.INFO,
+                kit.findings.Severity.INFO,
                 reconciler.version,
                 "this runtime does not tell the kubelet which images are pinned: garbage "
                 "collection removes pinned images, and the agent heals them",
@@ -278,13 +280,13 @@ def findings(reconciler: Reconciler) -> list[Finding]:
 
 def _finding(
     rule: str,
-    severity: Severity,
+    severity: kit.findings.Severity,
     subject: str,
     message: str,
     advice: str,
     evidence: dict[str, str] | None = None,
-) -> Finding:
-    return Finding(
+) -> kit.findings.Finding:
+    return kit.findings.Finding(
         id=f"preheat/{rule}/{subject}",
         rule=f"preheat-{rule}",
         severity=severity,

@@ -6,3 +6,4 @@ cd "$(dirname "$0")/.."
 flags=(--quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links --no-annotate)
 .venv/bin/uv pip compile "${flags[@]}" "$@" pyproject.toml -o locks/runtime.txt
 .venv/bin/uv pip compile "${flags[@]}" "$@" pyproject.toml --group dev -o locks/dev.txt
+.venv/bin/uv pip compile "${flags[@]}" "$@" --group build -o locks/build.txt

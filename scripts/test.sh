@@ -1,17 +1,8 @@
 #!/usr/bin/env bash
-# The whole suite, real parts included; says what it skipped and why (-ra).
-#
-# The real parts share one small machine with whatever else runs there. What failed is run once more
-# by itself, openly: a test that fails twice fails the suite.
+# The whole suite once, real parts included, in two workers; says what it skipped and why (-ra) and
+# what took longest. Which tests stay together: _group in tests/conftest.py.
+#   scripts/test.sh [PYTEST ARGUMENT...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-select=()
-if [ $# -gt 0 ]; then select=("$@"); fi
-status=0
-.venv/bin/python -m pytest -q -ra "${select[@]}" || status=$?
-if [ $status -eq 1 ]; then
-  echo "test: what failed above is run once more by itself" >&2
-  status=0
-  .venv/bin/python -m pytest -q -ra --last-failed --last-failed-no-failures=none "${select[@]}" || status=$?
-fi
-exit $status
+exec .venv/bin/python -m pytest -q -ra --numprocesses 2 --dist loadgroup --no-loadscope-reorder \
+  --durations 30 "$@"

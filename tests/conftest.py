@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from tests.testbed import agent, ceph, leftovers
+from tests.testbed import agent, ceph, kubernetes, leftovers
 
 if TYPE_CHECKING:
     from tests.testbed import bigset
 
-REPO = Path(__file__).parent.parent
-BUILD = REPO / "build"
+TESTS = Path(__file__).parent
 
 # A small shared machine: an example may be slow without being wrong.
 hypothesis.settings.register_profile(
@@ -26,17 +25,44 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
+# Groups that take longest are started first, so that both workers end at about the same time.
+_FIRST = ("cluster", "host", "guest", "preheat")
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests of one group run one after the other, in one worker; "": anywhere.
+
+    "host": what looks at the whole host or changes it (mount namespaces, loop devices, the kernel's
+    log). "cluster": what shares the session's Ceph, so that it is started once. Others stay with
+    their module, whose fixtures they share, and image tests with their registry.
+    """
+    if item.get_closest_marker("real") is None:
+        return ""
+    if item.get_closest_marker("guest"):
+        return "guest"
+    room = item.path.relative_to(TESTS).parts[0]
+    if room in ("volumes", "linux") or "kube" in getattr(item, "fixturenames", ()):
+        return "host"
+    if "cluster" in getattr(item, "fixturenames", ()):
+        return "cluster"
+    return room if room == "preheat" else str(item.path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    groups = {item: _group(item) for item in items}
+    for item, group in groups.items():
+        if group:
+            item.add_marker(pytest.mark.xdist_group(group))
+    order = {group: rank for rank, group in enumerate(_FIRST)} | {"": len(_FIRST) + 1}
+    items.sort(key=lambda item: order.get(groups[item], len(_FIRST)))
+
+
 @pytest.fixture(scope="session")
 def run_folder() -> Iterator[Path]:
     """build/test-<pid>; gone at the end, with all that lives below it."""
-    BUILD.mkdir(exist_ok=True)
-    leftovers.clear_dead_runs(BUILD)
-    folder = BUILD / f"test-{os.getpid()}"
-    folder.mkdir(mode=0o755)
-    try:
+    with leftovers.run_folder(TESTS.parent / "build") as folder:
         yield folder
-    finally:
-        leftovers.clear(folder)
 
 
 @pytest.fixture
@@ -67,6 +93,17 @@ def cluster(run_folder: Path) -> Iterator[ceph.CephCluster]:
     made = ceph.CephCluster(run_folder / "ceph")
     made.start()
     try:
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="session")
+def kube(run_folder: Path) -> Iterator[kubernetes.Kubernetes]:
+    """The session's Kubernetes with one node: started when the first test asks for it."""
+    made = kubernetes.Kubernetes(run_folder / "kube")
+    try:
+        made.start()
         yield made
     finally:
         made.stop()

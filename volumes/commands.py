@@ -28,7 +28,7 @@ from volumes.probe import prober
 
 _REASON = click.option("--reason", default="", help="Why; kept in the operator log.")
 _DIRECT = click.option(
-    "--direct", is_flag=True, help="Do not ask the agent: straight at the kernel, as root."
+    "--direct", is_flag=True, help="Do not ask the agent; change the kernel as root."
 )
 _KILL_SECONDS = 5.0  # a kill switch does not wait for a hanging agent
 
@@ -72,9 +72,15 @@ def _ask(
 def _offline(ctx: CommandContext) -> tuple[settings.GuardSettings, Path]:
     """Guard settings and state directory of this node, for work without the agent."""
     if os.geteuid() != 0:
-        raise kit.errors.HostError("no agent answers", "and this is not root", "run it as root")
+        raise kit.errors.HostError(
+            "the agent", "does not answer, and only root can do without it", "run this as root"
+        )
     section, state_dir = ctx.offline("volumes")
     return section.guard, state_dir
+
+
+def _status_now(wanted: settings.GuardSettings, state_dir: Path) -> dict[str, Any]:
+    return asyncio.run(volume_status.without_agent(wanted, state_dir))
 
 
 def _show(answer: Any, as_json: bool, text: Callable[[Any], str]) -> None:
@@ -99,7 +105,7 @@ def _status_text(s: dict[str, Any]) -> str:
     if s.get("unsupported"):
         lines.append(f"problem:  {s['unsupported']}")
     if s.get("fallback"):
-        lines.append(f"fallback: exec guard {s['fallback']['exec_guard']}; read-only flags on "
+        lines.append(f"fallback: exec filter {s['fallback']['exec_guard']}; read-only flags on "
                      f"{', '.join(s['fallback']['flagged_read_only']) or 'no device'}")  # fmt: skip
     for name, count in s.get("counters", {}).items():
         lines.append(f"  {name}: {count}")
@@ -122,9 +128,7 @@ def status(ctx: CommandContext, as_json: bool, direct: bool) -> None:
 
     def here() -> Any:
         wanted, state_dir = _offline(ctx)
-        return volume_status.without_agent(wanted, state_dir) | {
-            "operator_log": override.noted(state_dir)
-        }
+        return _status_now(wanted, state_dir) | {"operator_log": override.noted(state_dir)}
 
     answer = here() if direct else _ask(ctx, ("GET", "/v1/volumes/guard", None), here, 10.0)
     _show(answer, as_json, _status_text)
@@ -137,13 +141,13 @@ def status(ctx: CommandContext, as_json: bool, direct: bool) -> None:
 @_DIRECT
 @click.pass_obj
 def set_mode(ctx: CommandContext, mode: str, reason: str, as_json: bool, direct: bool) -> None:
-    """Change the mode now, past the settings file; 'settings' gives it back to the file."""
+    """Change the mode now, over the settings file; 'settings' returns to the file."""
 
     def here() -> Any:
         wanted, state_dir = _offline(ctx)
         override.note(state_dir, "set-mode", _who(), reason, mode=mode)
         override.set_mode(wanted, state_dir, mode, _who(), reason)
-        return volume_status.without_agent(wanted, state_dir)
+        return _status_now(wanted, state_dir)
 
     body = {"mode": mode, "by": _who(), "reason": reason}
     request = ("PUT", "/v1/volumes/guard/mode", body)
@@ -156,13 +160,13 @@ def set_mode(ctx: CommandContext, mode: str, reason: str, as_json: bool, direct:
 @_DIRECT
 @click.pass_obj
 def detach(ctx: CommandContext, reason: str, as_json: bool, direct: bool) -> None:
-    """The kill switch: take the program out of the kernel; it stays out until set-mode."""
+    """The kill switch: detach the program from the kernel, until set-mode."""
 
     def here() -> Any:
         wanted, state_dir = _offline(ctx)
         override.detach(wanted, state_dir, _who(), reason)
         override.note(state_dir, "detach", _who(), reason)
-        return volume_status.without_agent(wanted, state_dir)
+        return _status_now(wanted, state_dir)
 
     request = ("POST", "/v1/volumes/guard/detach", {"by": _who(), "reason": reason})
     _show(here() if direct else _ask(ctx, request, here, _KILL_SECONDS), as_json, _status_text)
@@ -172,13 +176,13 @@ def detach(ctx: CommandContext, reason: str, as_json: bool, direct: bool) -> Non
 @terminal.json_option
 @click.pass_obj
 def attach(ctx: CommandContext, as_json: bool) -> None:
-    """Attach as the settings say, without an agent: for the boot, before kubelet starts."""
+    """Attach as the settings say, without an agent: at boot, before kubelet starts."""
     wanted, state_dir = _offline(ctx)
     handle = override.handle(wanted)
     mode = override.wanted_mode(wanted, state_dir)
     handle.apply(kernel.wanted(wanted, mode, blockdev.majors()))
     handle.close()
-    _show(volume_status.without_agent(wanted, state_dir), as_json, _status_text)
+    _show(_status_now(wanted, state_dir), as_json, _status_text)
     if mode is kernel.Mode.OFF:
         click.echo("nodeagent: mode is off: nothing attached", err=True)
 
@@ -201,7 +205,7 @@ def _probe_text(v: dict[str, Any]) -> str:
 @terminal.json_option
 @click.pass_obj
 def probe(ctx: CommandContext, device: str, as_json: bool) -> None:
-    """What DEVICE holds: reads only, and tells 'could not read' from 'nothing there'."""
+    """Show what DEVICE holds. Only reads; 'unreadable' and 'blank' are different answers."""
 
     def here() -> Any:
         wanted, state_dir = _offline(ctx)
@@ -228,13 +232,13 @@ def _ledger_text(answer: dict[str, Any]) -> str:
     for each in answer["volumes"]:
         when = time.strftime("%F %T", time.localtime(each["last_seen"]))
         content = f"{each['type']} {each['uuid']}" if each["type"] else "no content seen"
-        note = ", a format was permitted" if each["permitted"] else ""
+        note = ", a format was permitted and its outcome is unknown" if each["permitted"] else ""
         lines.append(f"{each['volume']} ({each['title']}): {content}, {when} {each['node']}{note}")
-    return "\n".join(lines) or "no volume is known"
+    return "\n".join(lines) or "the ledger is empty"
 
 
 @volume.command("ledger")
-@click.option("--accept", metavar="VOLUME", help="Accept that its content is another one now.")
+@click.option("--accept", metavar="VOLUME", help="Accept the content that VOLUME holds now.")
 @terminal.json_option
 @click.pass_obj
 def ledger(ctx: CommandContext, accept: str | None, as_json: bool) -> None:
@@ -257,13 +261,13 @@ def ledger(ctx: CommandContext, accept: str | None, as_json: bool) -> None:
 @volume.command("allow-format")
 @click.argument("device")
 @click.option("--volume-id", required=True, help="The volume as 'nodeagent volume probe' shows it.")
-@click.option("--reason", required=True, help="Why its content may go; kept in the operator log.")
+@click.option("--reason", required=True, help="Why it may be erased; kept in the operator log.")
 @terminal.json_option
 @click.pass_obj
 def allow_format(
     ctx: CommandContext, device: str, volume_id: str, reason: str, as_json: bool
 ) -> None:
-    """Permit to format DEVICE once, whatever it holds, for a short time."""
+    """Permit to format DEVICE for a short time, whatever it holds."""
     path = str(Path(device).absolute())
     body = {"device": path, "volume": volume_id, "reason": reason, "by": _who()}
     answer = _ask(ctx, ("POST", "/v1/volumes/allow-format", body))

@@ -22,7 +22,7 @@ from volumes.probe.examine import Kind
 
 _ALIVE_SECONDS = 120.0  # a reconcile takes milliseconds; a loop that stands still so long is dead
 # What the guard was built from; a change needs a restart.
-_FIXED = ("cgroup", "pins", "object_file", "clusters", "cluster_timeout")
+_FIXED = ("cgroup", "pins", "object_file")
 
 
 class Volumes:
@@ -39,7 +39,7 @@ class Volumes:
         self._state_dir = state_dir
         self._reporter = reporter
         self.guard = controller.Controller(
-            wanted.guard, state_dir=state_dir, changed=self._report_guard
+            wanted.guard, wanted.clusters, state_dir=state_dir, changed=self._report_guard
         )
         self.audit: service.Audit | None = None
         if wanted.audit.enabled:
@@ -63,7 +63,7 @@ class Volumes:
         refused = [f"guard.{n}" for n in _FIXED if getattr(wanted.guard, n) != getattr(before, n)]
         keep = {name: getattr(before, name) for name in _FIXED}
         self._settings = wanted.model_copy(update={"guard": wanted.guard.model_copy(update=keep)})
-        await self.guard.apply(self._settings.guard)
+        await self.guard.apply(self._settings.guard, wanted.clusters)
         if (self.audit is not None) != wanted.audit.enabled:
             refused.append("audit.enabled")
         if self.audit is not None:

@@ -67,6 +67,6 @@ def metrics(guard: controller.Controller) -> Iterable[Metric]:
     failures = CounterMetricFamily(
         "nodeagent_volumes_cluster_failures", "Ceph clusters that did not answer.", labels=["what"]
     )
-    failures.add_metric(["ask"], guard.clusters.failures)
+    failures.add_metric(["ask"], guard.mirror.failures)
     failures.add_metric(["mirror"], guard.manager.mirror_failures)
     yield failures

@@ -127,7 +127,7 @@ def describe_kernel(present: kernel.Present) -> dict[str, Any]:
     }
 
 
-def without_agent(wanted: settings.GuardSettings, state_dir: Path) -> dict[str, Any]:
+async def without_agent(wanted: settings.GuardSettings, state_dir: Path) -> dict[str, Any]:
     """Everything the kernel says, and a proof: an attempt by a process in the cgroup."""
     guard = override.handle(wanted)
     try:
@@ -137,7 +137,7 @@ def without_agent(wanted: settings.GuardSettings, state_dir: Path) -> dict[str, 
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = override.load(state_dir)
     return describe_kernel(present) | {
-        "proof": canary.prove(guard.cgroup, present.whole_node, state_dir),
+        "proof": await canary.prove(guard.cgroup, present.whole_node, state_dir),
         "wanted_mode": str(found.mode if found else wanted.mode),
         "settings_mode": wanted.mode,
         "override": None if found is None else found.as_json(),

@@ -1,1 +1,1 @@
-"""The containerd adapter: wire format, guarded calls, leases, pulls, pins."""
+"""Container runtimes: the port, the connection to them, and one adapter for each."""

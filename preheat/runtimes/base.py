@@ -8,6 +8,7 @@ The runtime is the room's only database. A ``Hold`` is a record that the runtime
 pull and its bytes, a pinned image, or a note. A new agent finds the holds of the one before it.
 """
 
+import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -15,6 +16,7 @@ from typing import Literal, Protocol
 import kit.errors
 from preheat import manifest
 
+OWN_PREFIX = "nodeagent-"  # of everything that we name in a runtime
 Role = Literal["pull", "pin", "note"]
 By = Literal["operator", "policy", "retained"]
 
@@ -84,6 +86,13 @@ class Hold:
     keep: str = ""  # the pin rule as desired.Request writes it
     created: float = 0.0
     expires: float | None = None
+
+
+def hold_id(hold: Hold) -> str:
+    """The same for equal holds of any agent: two agents make one."""
+    digest = hold.target.digest if hold.role == "pin" and hold.target is not None else ""
+    key = hashlib.sha256(f"{hold.ref}\n{digest}".encode()).hexdigest()[:24]
+    return f"{OWN_PREFIX}{hold.role}-{key}"
 
 
 @dataclass(frozen=True)
@@ -183,7 +192,7 @@ class Runtime(Protocol):
         """Make a hold, or return the equal one that exists."""
 
     async def end(self, hold: Hold) -> None:
-        """Remove a hold and what only it kept. A hold that is gone already is no error."""
+        """Remove a hold and what only it kept; nothing if it is gone already."""
 
     async def pull(self, ref: str, login: Login | None, hold: Hold, deadline: float) -> str:
         """Pull through CRI under ``hold``; the image id. The hold keeps the bytes if cancelled."""

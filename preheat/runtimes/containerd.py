@@ -51,37 +51,26 @@ def _label_mask(label: str) -> field_mask_pb2.FieldMask:
     return field_mask_pb2.FieldMask(paths=[f"labels.{label}"])
 
 
-class Containerd:
+class Containerd(cri.CriRuntime):
     """One containerd with its CRI plugin."""
 
     abilities = base.Abilities(watches=True, ingests=True, estimates=True)
 
     def __init__(self, socket: Path, snapshotter: str = SNAPSHOTTER) -> None:
-        self.connection = cri.Connection(socket)
+        super().__init__(socket)
         self._snapshotter = snapshotter
         self.honours_pins: bool | None = None  # found by trying at the first pin
         self._images_path = ""
         self._version = ""
-
-    @property
-    def trips(self) -> int:
-        return self.connection.breaker.total
-
-    @property
-    def rests(self) -> float:
-        return self.connection.breaker.rests
 
     async def connect(self) -> str:
         answer = await self.connection.read(api.VERSION, cri.Empty(), deadline=cri.PROBE_SECONDS)
         if answer.version != self._version:
             self.honours_pins = None  # another version may honour what the last one did not
         self._version = answer.version
-        paths = await cri.image_paths(self.connection, deadline=cri.PROBE_SECONDS)
+        paths = await self._image_paths(deadline=cri.PROBE_SECONDS)
         self._images_path = paths[-1] if paths else self._images_path
         return f"containerd {answer.version}"
-
-    async def close(self) -> None:
-        await self.connection.close()
 
     # --- what it has ------------------------------------------------------------------------------
 
@@ -103,7 +92,7 @@ class Containerd:
         async for found in self.connection.stream(api.LIST_SNAPSHOTS, listing):
             snapshots.update(each.name for each in found.info if each.kind == pb.COMMITTED)
         return base.Inventory(
-            in_use=frozenset(await cri.images_in_use(self.connection)),
+            in_use=frozenset(await self._images_in_use()),
             records=tuple(
                 base.Record(each.name, _target(each.target)) for each in await self._records()
             ),
@@ -193,7 +182,7 @@ class Containerd:
 
     async def begin(self, hold: base.Hold) -> base.Hold:
         created = hold.created or time.time()
-        hold = dataclasses.replace(hold, id=api.lease_id(hold), created=created)
+        hold = dataclasses.replace(hold, id=base.hold_id(hold), created=created)
         with _allowing("ALREADY_EXISTS"):
             await self._create(hold)
             return hold
@@ -247,7 +236,7 @@ class Containerd:
     async def pull(
         self, ref: str, login: base.Login | None, hold: base.Hold, deadline: float
     ) -> str:
-        return await cri.pull(self.connection, ref, login, hold.id, deadline)
+        return await self._pull_image(ref, login, hold.id, deadline)
 
     async def write(
         self,
@@ -257,7 +246,7 @@ class Containerd:
         hold: base.Hold,
         origin: tuple[str, str],
     ) -> None:
-        ref = f"{cri.OWN_PREFIX}{digest}"
+        ref = f"{base.OWN_PREFIX}{digest}"
         writer = cri.Exchange(self.connection, api.WRITE, hold.id)
         try:
             with _allowing("ALREADY_EXISTS"):
@@ -386,7 +375,7 @@ class Containerd:
         request = pb.ListRequest(filters=[wanted])
         async for envelope in self.connection.stream(api.SUBSCRIBE, request, deadline=None):
             if envelope.HasField("event"):
-                yield pb.ImageDelete.FromString(envelope.event.value).name
+                yield cri.decode(pb.ImageDelete, envelope.event.value, "a removal event").name
 
 
 def _target(found: pb.Descriptor) -> manifest.Target:

@@ -2,8 +2,7 @@
 
 A hold is a containerd lease, and the lease's labels are its whole state:
 
-id       nodeagent-pull-<h>, nodeagent-pin-<h>, nodeagent-note-<h>; h is 24 hex digits of a hash
-         over the reference (and the digest, for a pin), so two agents make the same lease
+id       nodeagent-pull-<h>, nodeagent-pin-<h>, nodeagent-note-<h> (base.hold_id)
 labels   nodeagent/owner = preheat        what our listing filters by
          nodeagent/role, /ref, /by, /state, /keep, /created, /image-id
          nodeagent/target = JSON          media type, digest and size of the top descriptor
@@ -13,7 +12,6 @@ labels   nodeagent/owner = preheat        what our listing filters by
 
 import dataclasses
 import datetime
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -26,7 +24,6 @@ from preheat.runtimes import base
 from preheat.runtimes import containerd_pb2 as pb
 from preheat.runtimes.cri import (
     LARGEST_REQUEST,
-    OWN_PREFIX,
     Empty,
     Method,
     check_lease,
@@ -108,7 +105,7 @@ def _check_abort(request: pb.AbortRequest) -> None:
 def _check_write(request: pb.WriteContentRequest) -> None:
     require(request.action in (pb.STAT, pb.WRITE, pb.COMMIT), "a write of no known kind")
     require(_INGEST.fullmatch(request.ref) is not None, "a write without a valid ref")
-    require(request.ref.startswith(OWN_PREFIX), "a write to an ingest that is not ours")
+    require(request.ref.startswith(base.OWN_PREFIX), "a write to an ingest that is not ours")
     require(0 <= request.offset <= request.total < LARGEST_BLOB, "a write beyond its end")
     require(len(request.data) <= LARGEST_REQUEST // 2, "a write of too many bytes at once")
     if request.action != pb.WRITE:
@@ -167,13 +164,6 @@ OWNER_FILTER = 'labels."nodeagent/owner"==preheat'
 EXPIRE = "containerd.io/gc.expire"
 MOST_NAMES = 16
 _P = "nodeagent/"
-
-
-def lease_id(hold: base.Hold) -> str:
-    """The same for equal holds of any agent."""
-    digest = hold.target.digest if hold.role == "pin" and hold.target is not None else ""
-    key = hashlib.sha256(f"{hold.ref}\n{digest}".encode()).hexdigest()[:24]
-    return f"{OWN_PREFIX}{hold.role}-{key}"
 
 
 def lease_labels(hold: base.Hold) -> dict[str, str]:

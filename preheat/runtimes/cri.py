@@ -42,11 +42,17 @@ LARGEST_ANSWER = 32 * 1024**2
 LARGEST_REQUEST = 4 * 1024**2
 MOST_CALLS_AT_ONCE = 16
 LARGEST_SECRET = 64 * 1024
-OWN_PREFIX = "nodeagent-"
-_LEASE = re.compile(rf"{OWN_PREFIX}[a-z0-9-]{{1,80}}")
+_LEASE = re.compile(rf"{base.OWN_PREFIX}[a-z0-9-]{{1,80}}")
 # Changing calls rest for so long after the runtime went away for the first, second, … time.
 REST_SECONDS = (1.0, 10.0, 60.0, 600.0, 3600.0)
 TRIPS_FORGOTTEN_SECONDS = 900.0
+
+
+def decode(kind: type[ResponseT], data: bytes, what: str) -> ResponseT:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise base.RuntimeCallError(what, f"cannot be decoded ({error})", "", "INTERNAL") from error
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,7 @@ class Method(Generic[RequestT, ResponseT]):
     check: Callable[[RequestT], None] | None = None
 
     def decode(self, data: bytes) -> ResponseT:
-        try:
-            return self.response.FromString(data)
-        except DecodeError as error:
-            raise base.RuntimeCallError(
-                self._name, f"its answer cannot be decoded ({error})", "", "INTERNAL"
-            ) from error
+        return decode(self.response, data, f"the answer of the {self._name}")
 
     @property
     def _name(self) -> str:
@@ -316,30 +317,48 @@ PULL_IMAGE = Method(
 )
 
 
-async def pull(
-    connection: Connection, ref: str, login: base.Login | None, lease: str | None, deadline: float
-) -> str:
-    """CRI's PullImage; the image id that the runtime gives."""
-    request = cri_pb2.PullImageRequest(image=cri_pb2.ImageSpec(image=ref))
-    if login is not None:  # this message has a repr, Login has none: it must not leave this scope
-        request.auth.username = login.username
-        request.auth.password = login.password
-        request.auth.identity_token = login.identity_token
-        request.auth.registry_token = login.registry_token
-        request.auth.SetInParent()
-    answer = await connection.change(
-        PULL_IMAGE, request, lease=lease, deadline=deadline, takes_slot=False
-    )
-    return answer.image_ref
+class CriRuntime:
+    """What all runtimes behind CRI share."""
 
+    def __init__(self, socket: Path) -> None:
+        self.connection = Connection(socket)
 
-async def image_paths(connection: Connection, deadline: float = READ_SECONDS) -> list[str]:
-    """The directories in which the runtime keeps images."""
-    info = await connection.read(IMAGE_FS_INFO, Empty(), deadline)
-    return [each.fs_id.mountpoint for each in info.image_filesystems if each.HasField("fs_id")]
+    @property
+    def trips(self) -> int:
+        return self.connection.breaker.total
 
+    @property
+    def rests(self) -> float:
+        return self.connection.breaker.rests
 
-async def images_in_use(connection: Connection) -> list[str]:
-    """The image ids of all containers."""
-    answer = await connection.read(LIST_CONTAINERS, Empty())
-    return [each.image_ref for each in answer.containers]
+    async def close(self) -> None:
+        await self.connection.close()
+
+    async def _pull_image(
+        self, ref: str, login: base.Login | None, lease: str | None, deadline: float
+    ) -> str:
+        """CRI's PullImage; the image id that the runtime gives."""
+        request = cri_pb2.PullImageRequest(image=cri_pb2.ImageSpec(image=ref))
+        if login is not None:  # this message has a repr, Login has none: do not pass it on
+            request.auth.CopyFrom(
+                cri_pb2.AuthConfig(
+                    username=login.username,
+                    password=login.password,
+                    identity_token=login.identity_token,
+                    registry_token=login.registry_token,
+                )
+            )
+        answer = await self.connection.change(
+            PULL_IMAGE, request, lease=lease, deadline=deadline, takes_slot=False
+        )
+        return answer.image_ref
+
+    async def _image_paths(self, deadline: float = READ_SECONDS) -> list[str]:
+        """The directories in which the runtime keeps images."""
+        info = await self.connection.read(IMAGE_FS_INFO, Empty(), deadline)
+        return [each.fs_id.mountpoint for each in info.image_filesystems if each.HasField("fs_id")]
+
+    async def _images_in_use(self) -> list[str]:
+        """The image ids of all containers."""
+        answer = await self.connection.read(LIST_CONTAINERS, Empty())
+        return [each.image_ref for each in answer.containers]

@@ -20,43 +20,32 @@ from typing import Any
 
 import kit.files
 from preheat import manifest
-from preheat.runtimes import base, containerd_api, cri, cri_pb2
+from preheat.runtimes import base, cri, cri_pb2
 
 CONNECT_SECONDS = 3.0
 
 
-class Crio:
+class Crio(cri.CriRuntime):
     """One CRI-O. Everything but the drop-in works with any other CRI runtime."""
 
     abilities = base.Abilities(watches=False, ingests=False, estimates=False)
     honours_pins = None
 
     def __init__(self, socket: Path, drop_in: Path, state: Path) -> None:
-        self.connection = cri.Connection(socket)
+        super().__init__(socket)
         self._socket = socket
         self._drop_in = drop_in
         self._state = state
         self._holds: dict[str, base.Hold] | None = None
 
-    @property
-    def trips(self) -> int:
-        return self.connection.breaker.total
-
-    @property
-    def rests(self) -> float:
-        return self.connection.breaker.rests
-
     async def connect(self) -> str:
         answer = await self.connection.read(cri.VERSION, cri.Empty(), deadline=cri.PROBE_SECONDS)
         return f"{answer.runtime_name} {answer.runtime_version}"
 
-    async def close(self) -> None:
-        await self.connection.close()
-
     async def inventory(self) -> base.Inventory:
         listed = await self.connection.read(cri.LIST_IMAGES, cri.Empty())
-        used = await cri.images_in_use(self.connection)
-        paths = await cri.image_paths(self.connection)
+        used = await self._images_in_use()
+        paths = await self._image_paths()
         return base.Inventory(
             records=tuple(record for each in listed.images for record in _records(each)),
             holds=tuple((await self._read()).values()),
@@ -92,7 +81,7 @@ class Crio:
     async def pull(
         self, ref: str, login: base.Login | None, hold: base.Hold, deadline: float
     ) -> str:
-        return _full(await cri.pull(self.connection, ref, login, None, deadline))
+        return _full(await self._pull_image(ref, login, None, deadline))
 
     # --- holds ------------------------------------------------------------------------------------
 
@@ -118,7 +107,7 @@ class Crio:
         await asyncio.to_thread(kit.files.save, self._state, text.encode())
 
     async def begin(self, hold: base.Hold) -> base.Hold:
-        name = containerd_api.lease_id(hold)
+        name = base.hold_id(hold)
         hold = dataclasses.replace(hold, id=name, created=hold.created or time.time())
         await self._save(await self._read() | {name: hold})
         return hold

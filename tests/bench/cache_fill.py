@@ -20,7 +20,6 @@ from tests.bench import agent, harness, reader, trees
 from tests.testbed import ceph, waiting
 from tests.testbed.agent import Agent, ApiError
 
-FILES = 20_000
 SMALLEST, LARGEST = 4096, 128 * 1024
 NAME = "ceph"
 SNAPSHOT = "v1"
@@ -32,7 +31,8 @@ PEER_SECONDS = 180
 def run(place: harness.Workplace) -> harness.Results:
     with place.room("fill") as room, _cluster(room / "ceph") as cluster:
         with cluster.mounted(room / "writer") as writer:
-            size = trees.make(writer / "data", FILES, SMALLEST, LARGEST, threads=8)
+            number = place.size(20_000, 100)
+            size = trees.make(writer / "data", number, SMALLEST, LARGEST, threads=8)
             (writer / "data" / ".snap" / SNAPSHOT).mkdir()
         secret = room / "secret"
         secret.write_text(cluster.secret())
@@ -43,6 +43,7 @@ def run(place: harness.Workplace) -> harness.Results:
                 {
                     "name": NAME,
                     "freshness": "snapshot",
+                    "warm": False,
                     "source": {
                         "kind": "cephfs",
                         "monitors": [cluster.monitor],
@@ -55,7 +56,7 @@ def run(place: harness.Workplace) -> harness.Results:
             ],
         }
         with agent.running(room / "agent", settings) as nodeagent:
-            yield from _measure(room, nodeagent, size)
+            yield from _measure(place, Sides(place, room, nodeagent, number, size))
 
 
 @contextlib.contextmanager
@@ -71,22 +72,27 @@ def _cluster(folder: Path) -> Iterator[ceph.CephCluster]:
 class Sides:
     """Each side from the same state to the same files, in files per second."""
 
-    def __init__(self, room: Path, nodeagent: Agent, size: int) -> None:
+    def __init__(
+        self, place: harness.Workplace, room: Path, nodeagent: Agent, number: int, size: int
+    ) -> None:
         self._room = room
         self._agent = nodeagent
-        nodeagent.wait_state(NAME, "complete", seconds=FILL_SECONDS)
-        self.view = nodeagent.view(NAME)
-        files, found = reader.files_below(self.view)
-        if (len(files), found) != (FILES, size):
-            raise RuntimeError(f"the view has {len(files)} files of {found} bytes")
-        self.read = reader.Reader(room, "ceph", files, size)
-        self._size = size
+        nodeagent.wait_served(NAME, "source")
         # The agent's configuration of its mount, for the peers: it goes when the mount goes.
-        made = nodeagent.folder / "state" / "sources" / NAME
+        made = nodeagent.state / "sources" / NAME
         self._conf = room / "peers.conf"
         text = (made / "ceph.conf").read_text().replace(str(made), str(room))
         self._conf.write_text(text)
         shutil.copy(made / "keyring", room / "keyring")
+        nodeagent.tell(NAME, "warm", {})
+        nodeagent.wait_state(NAME, "complete", seconds=FILL_SECONDS)
+        self.view = nodeagent.view(NAME)
+        files, found = reader.files_below(self.view)
+        if (len(files), found) != (number, size):
+            raise RuntimeError(f"the view has {len(files)} files of {found} bytes")
+        hot = place.size(reader.HOT_SECONDS, 0.05)
+        self.read = reader.Reader(room, "ceph", files, size, hot)
+        self._files, self._size = number, size
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[Path]:
@@ -109,9 +115,9 @@ class Sides:
         began = time.time()
         self._agent.tell(NAME, "warm", {})
         shown = self._agent.wait_state(NAME, "complete", seconds=FILL_SECONDS)
-        if shown["files"]["done"] != FILES or shown["bytes"]["done"] != self._size:
+        if shown["files"]["done"] != self._files or shown["bytes"]["done"] != self._size:
             raise RuntimeError(f"complete with {shown['files']} {shown['bytes']}")
-        return FILES / float(shown["completed"] - began)
+        return self._files / float(shown["completed"] - began)
 
     def _copying(self, *command: str) -> float:
         target = self._room / "copy"
@@ -127,9 +133,9 @@ class Sides:
             seconds = time.monotonic() - began
         files, size = reader.files_below(target)
         shutil.rmtree(target)
-        if (len(files), size) != (FILES, self._size):
+        if (len(files), size) != (self._files, self._size):
             raise RuntimeError(f"{command[0]} copied {len(files)} files of {size} bytes")
-        return FILES / seconds
+        return self._files / seconds
 
     def cp(self) -> float:
         return self._copying("cp", "-a", "{source}", "{target}")
@@ -153,13 +159,12 @@ class Sides:
         )  # fmt: skip
         seconds = time.monotonic() - began
         told = json.loads(done.stdout)
-        if (told["files"], told["bytes"]) != (FILES, self._size):
+        if (told["files"], told["bytes"]) != (self._files, self._size):
             raise RuntimeError(f"reading objects gave {told}")
-        return FILES / seconds
+        return self._files / seconds
 
 
-def _measure(room: Path, nodeagent: Agent, size: int) -> harness.Results:
-    sides = Sides(room, nodeagent, size)
+def _measure(place: harness.Workplace, sides: Sides) -> harness.Results:
     names = {
         "ours": sides.ours,
         "cp": sides.cp,
@@ -167,7 +172,7 @@ def _measure(room: Path, nodeagent: Agent, size: int) -> harness.Results:
         "read": sides.reading,
         "objects": sides.objects,
     }
-    rates = harness.in_turn(names)
+    rates = place.in_turn(names)
     for name, target in (("cp", 3.0), ("rclone", 1.5), ("read", 0.8), ("objects", 0.8)):
         yield f"fill_vs_{name}", harness.at_least(rates["ours"], rates[name], target, "files/s")
     with sides.mounted() as source:
@@ -175,5 +180,5 @@ def _measure(room: Path, nodeagent: Agent, size: int) -> harness.Results:
             "view": sides.read.hot(sides.view, READERS),
             "mount": sides.read.hot(source, READERS),
         }
-        view, mount = harness.in_turn(hot).values()
+        view, mount = place.in_turn(hot).values()
         yield "view_hot_vs_cephfuse", harness.at_least(view, mount, 10, "files/s")

@@ -10,8 +10,6 @@ from pathlib import Path
 from tests.bench import agent, cache_view, harness, reader, trees
 from tests.testbed.agent import Agent
 
-FILES = 50_000
-SETTLE_SECONDS = 5.0
 WINDOW_SECONDS = 6.0  # five of each kind: 30 s at rest, 30 s with readers
 READERS = 2
 RSS_MIB = 100.0
@@ -21,25 +19,27 @@ CPU_PERCENT = 1.0
 def run(place: harness.Workplace) -> harness.Results:
     with place.room("rest") as room:
         source = room / "source"
-        trees.make(source, FILES, cache_view.SMALLEST, cache_view.LARGEST, skew=cache_view.SKEW)
+        number = place.size(50_000, 200)
+        window = place.size(WINDOW_SECONDS, 0.2)
+        trees.make(source, number, cache_view.SMALLEST, cache_view.LARGEST, skew=cache_view.SKEW)
         with agent.running(room / "agent", cache_view.settings(source)) as nodeagent:
             nodeagent.wait_state(cache_view.NAME, "complete", seconds=cache_view.FILL_SECONDS)
             files, size = reader.files_below(source)
             read = reader.Reader(room, "all", files, size)
             view = nodeagent.view(cache_view.NAME)
             read.once(view, READERS, seed=1)
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(place.size(5.0, 0.1))
             memory: list[float] = []
 
             def rest() -> float:
                 memory.append(agent.rss(nodeagent))
-                return _cpu_percent(nodeagent)
+                return _cpu_percent(nodeagent, window)
 
             def readers() -> float:
                 with _looping(read, view):
-                    return _cpu_percent(nodeagent)
+                    return _cpu_percent(nodeagent, window)
 
-            percent = harness.in_turn({"rest": rest, "readers": readers})
+            percent = place.in_turn({"rest": rest, "readers": readers})
             yield "agent_rss_mib", harness.at_most(memory, RSS_MIB, "MiB")
             text = "% of a core"
             yield "agent_cpu_rest_percent", harness.at_most(percent["rest"], CPU_PERCENT, text)
@@ -49,10 +49,10 @@ def run(place: harness.Workplace) -> harness.Results:
             )
 
 
-def _cpu_percent(nodeagent: Agent) -> float:
-    """Of one core, over a window."""
+def _cpu_percent(nodeagent: Agent, window: float) -> float:
+    """Of one core, over a window of seconds."""
     before, since = agent.cpu_seconds(nodeagent), time.monotonic()
-    time.sleep(WINDOW_SECONDS)
+    time.sleep(window)
     return 100 * (agent.cpu_seconds(nodeagent) - before) / (time.monotonic() - since)
 
 

@@ -3,6 +3,7 @@
 import subprocess
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,10 @@ from tests.bench import agent, harness, reader, trees
 from tests.testbed import waiting
 from tests.testbed.agent import Agent
 
-FILES = 40_000
 SMALLEST, LARGEST, SKEW = 512, 128 * 1024, 1.75  # mean about 15 KiB
 NAME = "bench"
-# Slow enough that a batch of a second is a small part, so that there is time to pause.
-SLOW_FILES_PER_SECOND = 2500
-PAUSE_AT = 0.85
 REFRESH_SECONDS = 1.0
 FILL_SECONDS = 180.0
-FEWER_FILES = 12_000  # for one cold reader
-RCLONE_FILES = 6_000
 READERS = 8
 
 
@@ -36,95 +31,114 @@ def settings(source: Path, **fill: int) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """The rate is slow enough that a batch of a second is a small part: there is time to pause."""
+
+    files: int = 40_000
+    files_per_second: int = 2500
+    pause_at: float = 0.85
+    one_cold_reader: int = 12_000
+    rclone: int = 6_000
+
+
 def run(place: harness.Workplace) -> harness.Results:
+    sizes = Sizes(200, 60, 0.5, 100, 50) if place.tiny else Sizes()
     with place.room("view") as room:
         source, plain = room / "source", room / "plain" / "data"
-        trees.make(source, FILES, SMALLEST, LARGEST, skew=SKEW)
+        trees.make(source, sizes.files, SMALLEST, LARGEST, skew=SKEW)
         plain.parent.mkdir()
         subprocess.run(["cp", "-a", str(source), str(plain)], check=True, timeout=300)
-        slow = settings(source, files_per_second=SLOW_FILES_PER_SECOND)
+        slow = settings(source, files_per_second=sizes.files_per_second)
         with agent.running(room / "agent", slow) as nodeagent:
-            yield from _filling(room, nodeagent, plain)
+            bench = View(place, room, sizes, plain)
+            yield from bench.filling(nodeagent)
             nodeagent.tell(NAME, "resume", {})
             nodeagent.wait_state(NAME, "complete", seconds=FILL_SECONDS)
-            yield from _complete(room, nodeagent.view(NAME), plain)
+            yield from bench.complete(nodeagent.view(NAME))
 
 
-def _paused_nearly_full(nodeagent: Agent) -> None:
-    """Pause the fill when most is stored; the view is the overlay then, and refreshed."""
+class View:
+    """Views of one source against ``plain``, a copy of it."""
 
-    def nearly() -> bool:
-        files = nodeagent.dataset(NAME)["files"]
-        return bool(files["total"] == FILES and files["done"] >= PAUSE_AT * FILES)
+    def __init__(self, place: harness.Workplace, room: Path, sizes: Sizes, plain: Path) -> None:
+        self._place = place
+        self._room = room
+        self._sizes = sizes
+        self._plain = plain
 
-    waiting.until(nearly, FILL_SECONDS, "a fill that is nearly done")
-    nodeagent.tell(NAME, "pause", {})
-    # What was staged is still committed, and a refresh follows: wait until neither changes.
-    before: tuple[Any, ...] = ()
-    for _ in range(20):
-        shown = nodeagent.dataset(NAME)
-        now = (shown["files"]["done"], shown["refreshes"], shown["state"])
-        if now == before:
-            break
-        before = now
-        time.sleep(3 * REFRESH_SECONDS)
-    if shown["served_by"] != "overlay" or shown["state"] != "paused" or not shown["refreshes"]:
-        raise RuntimeError(f"not a refreshed overlay of a paused fill: {shown}")
-    harness.say(f"  {shown['files']['done']} of {FILES} stored, {shown['refreshes']} refreshes")
+    def _reader(self, name: str, files: list[bytes]) -> reader.Reader:
+        size = sum((self._plain / file.decode()).stat().st_size for file in files)
+        hot = self._place.size(reader.HOT_SECONDS, 0.05)
+        return reader.Reader(self._room, name, files, size, hot)
 
+    def _against(self, sides: Mapping[str, harness.Side], target: float) -> harness.Entry:
+        ours, peer = self._place.in_turn(sides).values()
+        return harness.at_least(ours, peer, target, "files/s")
 
-def _filling(room: Path, nodeagent: Agent, plain: Path) -> harness.Results:
-    _paused_nearly_full(nodeagent)
-    stored, size = reader.files_below(nodeagent.tree(NAME))
-    if not PAUSE_AT * FILES <= len(stored) < FILES:
-        raise RuntimeError(f"{len(stored)} of {FILES} files are stored: not nearly full")
-    read = reader.Reader(room, "stored", stored, size)
-    view = nodeagent.view(NAME)
-    for name, side, target in (("cold", read.cold, 0.85), ("hot", read.hot, 0.6)):
-        sides = {"overlay": side(view, READERS), "plain": side(plain, READERS)}
-        yield f"overlay_{name}_8", _against(sides, target)
+    def _pause_nearly_full(self, nodeagent: Agent) -> None:
+        """Pause the fill when most is stored; the view is the overlay then, and refreshed."""
+        least = self._sizes.pause_at * self._sizes.files
 
+        def nearly() -> bool:
+            files = nodeagent.dataset(NAME)["files"]
+            return bool(files["total"] == self._sizes.files and files["done"] >= least)
 
-def _complete(room: Path, view: Path, plain: Path) -> harness.Results:
-    files, size = reader.files_below(plain)
-    read = reader.Reader(room, "all", files, size)
-    some = files[:: len(files) // FEWER_FILES]
-    fewer = reader.Reader(room, "some", some, _bytes(plain, some))
-    for threads, cold in ((1, fewer), (READERS, read)):
-        sides = {"view": cold.cold(view, threads), "plain": cold.cold(plain, threads)}
-        yield f"view_cold_{threads}", _against(sides, 0.95)
-    for threads in (1, READERS):
-        sides = {"view": read.hot(view, threads), "plain": read.hot(plain, threads)}
-        yield f"view_hot_{threads}", _against(sides, 0.95)
-    yield from _against_daemons(room, read, files, view, plain)
+        waiting.until(nearly, FILL_SECONDS, "a fill that is nearly done")
+        nodeagent.tell(NAME, "pause", {})
+        # What was staged is still committed, and a refresh follows: wait until neither changes.
+        before: tuple[Any, ...] = ()
+        for _ in range(20):
+            shown = nodeagent.dataset(NAME)
+            now = (shown["files"]["done"], shown["refreshes"], shown["state"])
+            if now == before:
+                break
+            before = now
+            time.sleep(3 * REFRESH_SECONDS)
+        if shown["served_by"] != "overlay" or shown["state"] != "paused" or not shown["refreshes"]:
+            raise RuntimeError(f"not a refreshed overlay of a paused fill: {shown}")
+        harness.say(f"  {shown['files']['done']} stored, {shown['refreshes']} refreshes")
 
+    def filling(self, nodeagent: Agent) -> harness.Results:
+        self._pause_nearly_full(nodeagent)
+        stored, _ = reader.files_below(nodeagent.tree(NAME))
+        if not self._sizes.pause_at * self._sizes.files <= len(stored) < self._sizes.files:
+            raise RuntimeError(f"{len(stored)} of {self._sizes.files} files are stored")
+        read = self._reader("stored", stored)
+        view = nodeagent.view(NAME)
+        for name, side, target in (("cold", read.cold, 0.85), ("hot", read.hot, 0.6)):
+            sides = {"overlay": side(view, READERS), "plain": side(self._plain, READERS)}
+            yield f"overlay_{name}_8", self._against(sides, target)
 
-def _against_daemons(
-    room: Path, read: reader.Reader, files: list[bytes], view: Path, plain: Path
-) -> harness.Results:
-    """File systems by a process, over the same plain copy, everything in memory."""
-    bind = room / "bindfs" / "data"
-    bindfs = ["bindfs", "-f", "-r", "--multithreaded", str(plain), str(bind)]
-    with harness.served(bindfs, bind):
-        sides = {"view": read.hot(view, READERS), "bindfs": read.hot(bind, READERS)}
-        yield "view_hot_vs_bindfs", _against(sides, 4)
-    some = files[:: len(files) // RCLONE_FILES]
-    fewer = reader.Reader(room, "rclone", some, _bytes(plain, some))
-    mount = room / "rclone" / "data"
-    command = [
-        *("rclone", "mount", str(plain), str(mount), "--read-only", "--vfs-cache-mode", "full"),
-        *("--cache-dir", str(room / "rclone-cache"), "--dir-cache-time", "24h"),
-        *("--attr-timeout", "1h", "--vfs-cache-max-age", "24h", "--log-level", "ERROR"),
-    ]
-    with harness.served(command, mount, RCLONE_CONFIG=str(room / "rclone.conf")):
-        sides = {"view": fewer.hot(view, READERS), "rclone": fewer.hot(mount, READERS)}
-        yield "view_hot_vs_rclone", _against(sides, 20)
+    def complete(self, view: Path) -> harness.Results:
+        files, _ = reader.files_below(self._plain)
+        read = self._reader("all", files)
+        fewer = self._reader("some", files[:: len(files) // self._sizes.one_cold_reader])
+        for threads, cold in ((1, fewer), (READERS, read)):
+            sides = {"view": cold.cold(view, threads), "plain": cold.cold(self._plain, threads)}
+            yield f"view_cold_{threads}", self._against(sides, 0.95)
+        for threads in (1, READERS):
+            sides = {"view": read.hot(view, threads), "plain": read.hot(self._plain, threads)}
+            yield f"view_hot_{threads}", self._against(sides, 0.95)
+        yield from self._against_daemons(view, files, read)
 
-
-def _against(sides: Mapping[str, harness.Side], target: float) -> harness.Entry:
-    ours, peer = harness.in_turn(sides).values()
-    return harness.at_least(ours, peer, target, "files/s")
-
-
-def _bytes(root: Path, files: list[bytes]) -> int:
-    return sum((root / file.decode()).stat().st_size for file in files)
+    def _against_daemons(
+        self, view: Path, files: list[bytes], read: reader.Reader
+    ) -> harness.Results:
+        """File systems by a process, over the same plain copy, everything in memory."""
+        bind = self._room / "bindfs" / "data"
+        bindfs = ["bindfs", "-f", "-r", "--multithreaded", str(self._plain), str(bind)]
+        with harness.served(bindfs, bind):
+            sides = {"view": read.hot(view, READERS), "bindfs": read.hot(bind, READERS)}
+            yield "view_hot_vs_bindfs", self._against(sides, 4)
+        fewer = self._reader("rclone", files[:: len(files) // self._sizes.rclone])
+        mount = self._room / "rclone" / "data"
+        command = [
+            *("rclone", "mount", str(self._plain), str(mount), "--read-only"),
+            *("--vfs-cache-mode", "full", "--cache-dir", str(self._room / "rclone-cache")),
+            *("--dir-cache-time", "24h", "--attr-timeout", "1h", "--vfs-cache-max-age", "24h"),
+            *("--log-level", "ERROR"),
+        ]
+        with harness.served(command, mount, RCLONE_CONFIG=str(self._room / "rclone.conf")):
+            sides = {"view": fewer.hot(view, READERS), "rclone": fewer.hot(mount, READERS)}
+            yield "view_hot_vs_rclone", self._against(sides, 20)

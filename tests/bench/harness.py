@@ -5,7 +5,6 @@ that takes a ``Workplace`` and yields ``(name, Entry)``; ``python -m tests.bench
 """
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import shutil
@@ -17,16 +16,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from linux import mountinfo
-from tests.testbed import waiting
+from tests.testbed import trees, waiting
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "build" / "bench"
 ROUNDS = 5
-_libc = ctypes.CDLL(None, use_errno=True)
 
 Side = Callable[[], float]
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def at_most(ours: Sequence[float], target: float, unit: str, note: str = "") -> 
     return Entry(None, target, middle < target, middle, None, spread, unit, note)
 
 
-def in_turn(sides: Mapping[str, Side], rounds: int = ROUNDS) -> dict[str, list[float]]:
+def in_turn(sides: Mapping[str, Side], rounds: int) -> dict[str, list[float]]:
     """A, B, A, B, ...: what each side answered, round by round."""
     answers: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
@@ -89,25 +89,30 @@ def say(text: str) -> None:
 
 
 def drop_caches() -> None:
-    """Page cache, names and inodes, of everything on the machine; clean pages of our disk first.
-
-    Not sync(2): it would wait for every other file system of the machine too.
-    """
-    disk = os.open(RESULTS, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if _libc.syncfs(disk):
-            raise OSError(ctypes.get_errno(), "syncfs")
-    finally:
-        os.close(disk)
-    Path("/proc/sys/vm/drop_caches").write_text("3")
+    """Page cache, names and inodes of the whole machine, after our disk was flushed."""
+    trees.sync(RESULTS)
+    trees.drop_caches()
 
 
 class Workplace:
-    """One folder on the real disk; whatever is mounted or runs in it ends with the block."""
+    """One folder on the real disk; whatever is mounted or runs in it ends with the block.
 
-    def __init__(self, folder: Path) -> None:
+    A ``tiny`` one is for the suite: every benchmark in seconds, its figures without meaning.
+    """
+
+    def __init__(self, folder: Path, *, tiny: bool = False) -> None:
         self.folder = folder
+        self.tiny = tiny
+        self.rounds = 1 if tiny else ROUNDS
         self.stack = contextlib.ExitStack()
+        self._sigterm: Any = signal.SIG_DFL
+
+    def size(self, full: Number, tiny: Number) -> Number:
+        """How much a benchmark takes of something: files, seconds, bytes."""
+        return tiny if self.tiny else full
+
+    def in_turn(self, sides: Mapping[str, Side]) -> dict[str, list[float]]:
+        return in_turn(sides, self.rounds)
 
     def __enter__(self) -> "Workplace":
         RESULTS.mkdir(parents=True, exist_ok=True)
@@ -116,13 +121,13 @@ class Workplace:
         self._clear()  # what a run that was killed has left
         self.folder.mkdir(parents=True)
         self.stack.callback(self._clear)
-        signal.signal(signal.SIGTERM, _end)
+        self._sigterm = signal.signal(signal.SIGTERM, _end)
         return self
 
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the clearing is not to be cut short
         self.stack.close()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, self._sigterm)
 
     @contextlib.contextmanager
     def room(self, name: str) -> Iterator[Path]:

@@ -15,19 +15,18 @@ from tests.bench import harness
 from tests.preheat.rig import MB, Rig, pinned, started, state, until
 from tests.testbed import containerd, proxy, registry
 
-HEALS = 100
 MOST_CYCLE_MS = 500
 Figures = dict[str, harness.Entry]
 
 
-async def _heal(rig: Rig) -> Figures:
+async def _heal(rig: Rig, heals: int) -> Figures:
     gate = rig.gate
     ref = f"{gate.host}/bench/heal:v1"
     after: list[float] = []
     async with rig.running(images=[{"ref": ref}]) as room:
         await pinned(room, ref)
         gate.reset()
-        for _ in range(HEALS):
+        for _ in range(heals):
             await rig.kubelet.remove(ref)
             begun = time.perf_counter()
             while True:
@@ -37,8 +36,8 @@ async def _heal(rig: Rig) -> Figures:
             after.append((time.perf_counter() - begun) * 1000)
             await asyncio.sleep(0.02)
         requests, fetched = len(gate.requests()), gate.all_bytes
-    p99 = sorted(after)[int(HEALS * 0.99) - 1]
-    note = f"p99 of {HEALS}, median {statistics.median(after):.1f}"
+    p99 = sorted(after)[int(heals * 0.99) - 1]
+    note = f"p99 of {heals}, median {statistics.median(after):.1f}"
     return {
         "heal": harness.at_most([p99], 50, "ms", note),
         "heal_requests": harness.at_most([requests], 1, "requests", f"{fetched} bytes"),
@@ -48,7 +47,7 @@ async def _heal(rig: Rig) -> Figures:
 async def _resume(rig: Rig, pushed: registry.Pushed) -> Figures:
     gate = rig.gate
     ref = f"{gate.host}/bench/big:v1"
-    gate.rate = 60 * MB
+    gate.rate = pushed.fetched // 5
     async with rig.running(images=[{"ref": ref}]) as room:
         gate.reset()
         await until(lambda: gate.blob_bytes >= pushed.fetched // 2, 60)
@@ -114,16 +113,20 @@ async def _pulls(rig: Rig, pushed: registry.Pushed) -> Figures:
     }
 
 
-async def _release(release: str, folder: Path, images: registry.Registry) -> Figures:
+async def _release(
+    release: str, folder: Path, images: registry.Registry, place: harness.Workplace
+) -> Figures:
     gate = proxy.Proxy(images.port)
     gate.start()
-    images.push("bench/heal", "v1", [registry.layer(f"h{n}", 4 * MB, n) for n in range(3)])
-    layers = [registry.layer(f"b{n}", s * MB, 10 + n) for n, s in enumerate((120, 120, 60))]
+    size = place.size(120, 2) * MB
+    images.push("bench/heal", "v1", [registry.layer(f"h{n}", size // 30, n) for n in range(3)])
+    parts = enumerate((size, size, size // 2))
+    layers = [registry.layer(f"b{n}", part, 10 + n) for n, part in parts]
     pushed = images.push("bench/big", "v1", layers)
     daemon = containerd.Containerd(folder / release, release)
     try:
         async with started(images, gate, daemon, folder) as rig:
-            found = await _heal(rig)
+            found = await _heal(rig, place.size(100, 3))
             found |= await _resume(rig, pushed)
             return found | await _pulls(rig, pushed)
     finally:
@@ -135,7 +138,7 @@ def _run(release: str, place: harness.Workplace) -> harness.Results:
         images = registry.Registry(folder / "registry")
         try:
             images.start()
-            found = asyncio.run(_release(release, folder, images))
+            found = asyncio.run(_release(release, folder, images, place))
         finally:
             images.stop()
     for name, entry in found.items():

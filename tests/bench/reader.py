@@ -11,14 +11,21 @@ from tests.bench import harness
 
 _SOURCE = Path(__file__).with_name("reader.c")
 # Long enough that starting threads does not count, short enough for many rounds.
-_HOT_SECONDS = 1.0
+HOT_SECONDS = 1.0
 _MOST_SECONDS = 120
 
 
 class Reader:
     """Reads the files of one list under different roots."""
 
-    def __init__(self, folder: Path, name: str, files: Sequence[bytes], size: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        files: Sequence[bytes],
+        size: int,
+        hot_seconds: float = HOT_SECONDS,
+    ) -> None:
         """``size``: bytes of all the files together; a side that reads less fails."""
         self._program = folder / "reader"
         if not self._program.exists():
@@ -28,6 +35,7 @@ class Reader:
         self._list.write_bytes(b"".join(file + b"\0" for file in files))
         self._files, self._size = len(files), size
         self._seed = 1
+        self._hot_seconds = hot_seconds
 
     def once(self, root: Path, threads: int, *, seed: int, passes: int = 1) -> float:
         """Files per second over ``passes`` of all files. Raises when one byte is missing."""
@@ -52,10 +60,10 @@ class Reader:
         return side
 
     def hot(self, root: Path, threads: int) -> harness.Side:
-        """A side that reads what is in memory, for about a second; warmed here."""
+        """A side that reads what is in memory, for ``hot_seconds``; warmed here."""
         rate = max(self.once(root, max(threads, 8), seed=1) for _ in range(2))
         rate = self.once(root, threads, seed=1) if threads < 8 else rate
-        passes = max(1, math.ceil(_HOT_SECONDS * rate / self._files))
+        passes = max(1, math.ceil(self._hot_seconds * rate / self._files))
         return lambda: self.once(root, threads, seed=self._next_seed(), passes=passes)
 
     def _next_seed(self) -> int:

@@ -13,11 +13,6 @@ from tests.bench import harness
 from tests.volumes.audit import churn, flood
 from tests.volumes.audit import stage as stages
 
-PROCESSES, SPACES = 300, 100
-IDLE_SECONDS = 120.0
-ROUNDS = 5
-LINES = 1_000_000
-
 
 async def _accident(folder: Path, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds from the host's unmount to the finding, and to the freed device with the action."""
@@ -47,12 +42,14 @@ async def _accident(folder: Path, rounds: int) -> tuple[list[float], list[float]
 
 
 def soak(place: harness.Workplace) -> harness.Results:
-    seconds = float(os.environ.get("SOAK_SECONDS", "60"))
+    seconds = place.size(float(os.environ.get("SOAK_SECONDS", "60")), 2.0)
+    processes, spaces = place.size(300, 10), place.size(100, 5)
+    idle = place.size(120.0, 1.0)
 
     async def measured(folder: Path) -> churn.Result:
         with stages.staged(folder) as stage:
             return await churn.soak(
-                stage, seconds=seconds, processes=PROCESSES, spaces=SPACES, idle=IDLE_SECONDS
+                stage, seconds=seconds, processes=processes, spaces=spaces, idle=idle
             )
 
     with place.room("audit") as folder:
@@ -64,23 +61,24 @@ def soak(place: harness.Workplace) -> harness.Results:
     yield "audit_false_findings", harness.at_most([false], 1, "findings", note)
     note = f"{told.processes} processes, {told.namespaces} namespaces"
     yield "audit_full_pass", harness.at_most([told.full_pass_cpu_ms], 500, "ms of CPU", note)
-    note = f"over {IDLE_SECONDS:.0f} s; {told.busy_cpu_percent:.1f} under churn"
+    note = f"over {idle:.0f} s; {told.busy_cpu_percent:.1f} under churn"
     yield "audit_idle", harness.at_most([told.idle_cpu_percent], 0.5, "% of a core", note)
 
 
 def accident(place: harness.Workplace) -> harness.Results:
     with place.room("audit") as folder:
-        found, freed = asyncio.run(_accident(folder, ROUNDS))
+        found, freed = asyncio.run(_accident(folder, place.rounds))
     yield "leak_found_after", harness.at_most(found, 5, "s", "after the host's unmount")
     yield "leak_freed_after", harness.at_most(freed, 5, "s", "with the action on")
 
 
 def lines(place: harness.Workplace) -> harness.Results:
+    number = place.size(1_000_000, 2_000)
     with place.room("audit") as folder:
-        told = asyncio.run(flood.flood(folder, lines=LINES))
+        told = asyncio.run(flood.flood(folder, lines=number))
     rate = told["accounted_per_second"]
-    if told["seen"] + told["dropped"] != LINES:
-        raise RuntimeError(f"of {LINES} lines not all were accounted for: {told}")
+    if told["seen"] + told["dropped"] != number:
+        raise RuntimeError(f"of {number} lines not all were accounted for: {told}")
     note = f"{rate:,} lines/s, every one accounted for"
     stall = told["longest_stall_of_the_loop_ms"]
     yield "log_flood_stall", harness.at_most([stall], 500, "ms", note)

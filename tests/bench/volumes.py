@@ -17,21 +17,18 @@ from volumes.probe import examine, prober
 MOST_ADDED_US = 1.0
 KUBELET_RETRY_SECONDS = 0.5
 PROBE_SECONDS = 3.0  # then it would be a timeout
-MOUNTS = 10
-OPENS = 20_000
-ROUNDS = 9
 SIZE = 320 * blockdev.MiB
 
 
-def _opens(path: str, flags: int) -> float:
+def _opens(path: str, flags: int, opens: int) -> float:
     """Seconds per open and close."""
     began = time.perf_counter()
-    for _ in range(OPENS):
+    for _ in range(opens):
         os.close(os.open(path, flags))
-    return (time.perf_counter() - began) / OPENS
+    return (time.perf_counter() - began) / opens
 
 
-def _opens_inside(where: cell.Cell, path: str, flags: int) -> float:
+def _opens_inside(where: cell.Cell, path: str, flags: int, opens: int) -> float:
     """Like _opens, by a child in the guarded cgroup whose name may write."""
     read, write = os.pipe()
     child = os.fork()
@@ -39,7 +36,7 @@ def _opens_inside(where: cell.Cell, path: str, flags: int) -> float:
         try:
             (where.path / "cgroup.procs").write_text("0")
             Path("/proc/self/comm").write_text("mount")
-            os.write(write, repr(_opens(path, flags)).encode())
+            os.write(write, repr(_opens(path, flags, opens)).encode())
         finally:
             os._exit(0)
     os.close(write)
@@ -57,7 +54,7 @@ def _opens_at_all(path: str) -> bool:
     return True
 
 
-def _cost_of_opens(where: cell.Cell, device: str) -> harness.Results:
+def _cost_of_opens(place: harness.Workplace, where: cell.Cell, device: str) -> harness.Results:
     """With and without the program, alternately in one run, so that both see the same machine."""
     enforce = kernel.wanted(
         settings.GuardSettings(drivers=("loop",)), kernel.Mode.ENFORCE, {7: "loop"}
@@ -71,30 +68,31 @@ def _cost_of_opens(where: cell.Cell, device: str) -> harness.Results:
     kinds = {name: value for name, value in kinds.items() if _opens_at_all(value[0])}
     times: dict[str, dict[str, list[float]]] = {name: {"without": [], "with": []} for name in kinds}
     guard = where.guard()
-    for _ in range(ROUNDS):
+    rounds, opens = place.size(9, 1), place.size(20_000, 100)
+    for _ in range(rounds):
         for state in ("without", "with"):
             if state == "with":
                 guard.apply(enforce)
             else:
                 guard.detach()
             for name, (path, flags) in kinds.items():
-                times[name][state].append(_opens_inside(where, path, flags))
+                times[name][state].append(_opens_inside(where, path, flags, opens))
     guard.detach()
     guard.close()
     for name, each in times.items():
         without, with_it = (1e6 * min(each[state]) for state in ("without", "with"))
         # The least of each: other work on the machine only ever adds.
-        note = f"added; {without:.2f} without, {with_it:.2f} with the program, least of {ROUNDS}"
+        note = f"added; {without:.2f} without, {with_it:.2f} with the program, least of {rounds}"
         yield name, harness.at_most([with_it - without], MOST_ADDED_US, "us", note)
 
 
-async def _probes(device: str) -> list[float]:
-    """Seconds for each of ten verdicts on a blank device."""
+async def _probes(device: str, probes: int) -> list[float]:
+    """Seconds for each of ``probes`` verdicts on a blank device."""
     look = prober.Prober(deadline=30)
     try:
         await look.warm()
         times = []
-        for _ in range(10):
+        for _ in range(probes):
             began = time.perf_counter()
             found = await look.probe(device)
             times.append(time.perf_counter() - began)
@@ -105,13 +103,13 @@ async def _probes(device: str) -> list[float]:
         await look.close()
 
 
-def _first_mounts(where: cell.Cell, folder: Path) -> harness.Results:
+def _first_mounts(where: cell.Cell, folder: Path, mounts: int) -> harness.Results:
     """From attaching a blank device to its lease, and to mounted by kubelet's retries, against the
     same without a guard."""
     leases: list[float] = []
     with cell.agent(folder, where) as agent:
-        guarded = [_first_mount(folder, n, where.run, agent, leases) for n in range(MOUNTS)]
-    plain = [_first_mount(folder, MOUNTS + n, _unguarded) for n in range(MOUNTS)]
+        guarded = [_first_mount(folder, n, where.run, agent, leases) for n in range(mounts)]
+    plain = [_first_mount(folder, mounts + n, _unguarded) for n in range(mounts)]
     note = "kubelet comes again after 0.5"
     yield "blank_lease_after", harness.at_most(leases, KUBELET_RETRY_SECONDS, "s", note)
     note = f"one retry; {statistics.median(plain):.3f} without a guard"
@@ -157,10 +155,10 @@ def run(place: harness.Workplace) -> harness.Results:
         with image.open("wb") as stream:
             stream.truncate(SIZE)
         with blockdev.loop(image) as device:
-            yield from _cost_of_opens(where, device)
-            seconds = asyncio.run(_probes(device))
+            yield from _cost_of_opens(place, where, device)
+            seconds = asyncio.run(_probes(device, place.size(10, 1)))
             yield "probe_blank", harness.at_most(seconds, PROBE_SECONDS, "s", "320 MiB")
-        yield from _first_mounts(where, folder)
+        yield from _first_mounts(where, folder, place.size(10, 1))
 
 
 GROUPS = {"guard": run}

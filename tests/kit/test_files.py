@@ -69,3 +69,4 @@ def test_lock_refuses_while_another_holds_it(tmp_path: Path) -> None:
         files.lock(tmp_path / "lock", 0.05)
     os.close(first)
     os.close(files.lock(tmp_path / "lock", 0))
+    os.close(files.lock(tmp_path, 0))

@@ -56,10 +56,10 @@ def test_lease_labels_give_the_hold_back(
     assert api.hold_of(pb.Lease(id=request.id, labels=request.labels)) == hold
 
 
-def test_lease_id_depends_on_the_digest_of_pins_only() -> None:
+def test_hold_id_depends_on_the_digest_of_pins_only() -> None:
     def lease(role: Any, digest: str) -> str:
         target = manifest.Target("t", digest, 1)
-        return api.lease_id(base.Hold("", role, "r.e/a:b", "policy", target))
+        return base.hold_id(base.Hold("", role, "r.e/a:b", "policy", target))
 
     assert lease("pin", "sha256:1") != lease("pin", "sha256:2")
     assert lease("pull", "sha256:1") == lease("pull", "sha256:2")

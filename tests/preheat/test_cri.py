@@ -30,7 +30,7 @@ def test_breaker_rests_longer_each_time_and_forgets() -> None:
 
 
 @pytest_asyncio.fixture
-async def broken(tmp_path: Path) -> AsyncIterator[cri.Connection]:
+async def broken(tmp_path: Path) -> AsyncIterator[cri.CriRuntime]:
     """A runtime whose answers are no messages."""
 
     async def answer(request: bytes, context: object) -> bytes:
@@ -43,37 +43,37 @@ async def broken(tmp_path: Path) -> AsyncIterator[cri.Connection]:
         server.add_generic_rpc_handlers((generic,))
     server.add_insecure_port(f"unix://{tmp_path}/socket")
     await server.start()
-    connection = cri.Connection(tmp_path / "socket")
+    runtime = cri.CriRuntime(tmp_path / "socket")
     try:
-        yield connection
+        yield runtime
     finally:
-        await connection.close()
+        await runtime.close()
         await server.stop(None)
 
 
-async def test_broken_answer_is_an_error_not_none(broken: cri.Connection) -> None:
+async def test_broken_answer_is_an_error_not_none(broken: cri.CriRuntime) -> None:
     with pytest.raises(base.RuntimeCallError, match="cannot be decoded"):
-        await broken.read(cri.VERSION, cri.Empty())
+        await broken.connection.read(cri.VERSION, cri.Empty())
     with pytest.raises(base.RuntimeCallError, match="cannot be decoded"):
-        await cri.pull(broken, "r.e/a:b", base.Login("u", "p"), "nodeagent-pull-x", 5.0)
-    assert broken.breaker.total == 0
+        await broken._pull_image("r.e/a:b", base.Login("u", "p"), "nodeagent-pull-x", 5.0)
+    assert broken.trips == 0
 
 
-async def test_change_refuses_a_foreign_lease_and_other_requests(broken: cri.Connection) -> None:
+async def test_change_refuses_a_foreign_lease_and_other_requests(broken: cri.CriRuntime) -> None:
     with pytest.raises(base.InvalidCallError, match="lease"):
-        await cri.pull(broken, "r.e/a:b", None, "somebody-else", 5.0)
+        await broken._pull_image("r.e/a:b", None, "somebody-else", 5.0)
     with pytest.raises(base.InvalidCallError, match="another method"):
         request: Any = cri_pb2.ImageRequest()
-        await broken.change(cri.PULL_IMAGE, request)
+        await broken.connection.change(cri.PULL_IMAGE, request)
 
 
 async def test_missing_socket_does_not_trip_the_breaker(tmp_path: Path) -> None:
-    connection = cri.Connection(tmp_path / "nobody")
+    runtime = cri.CriRuntime(tmp_path / "nobody")
     try:
         async with asyncio.timeout(20):
             with pytest.raises(base.RuntimeGoneError):
-                await cri.pull(connection, "r.e/a:b", None, None, 5.0)
+                await runtime._pull_image("r.e/a:b", None, None, 5.0)
     finally:
-        await connection.close()
+        await runtime.close()
 
-    assert connection.breaker.total == 0
+    assert runtime.trips == 0

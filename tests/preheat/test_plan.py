@@ -238,7 +238,7 @@ def test_plan_keeps_an_expired_pin_in_use() -> None:
 
 
 def test_plan_releases_expired_pin_and_pins_its_request_again() -> None:
-    """As it is: a pin whose request stays is released and made again in one plan."""
+    """So a pin does not end while its request stays, whatever ``for`` says: a known gap."""
     node = plan.Node(1000, 900, 0.85, 0.8, 0.1, 300)
     pin = plan.Pinned("h", "r", "d", (1, 0, 0.0), {"s a": 1}, expires=NOW - 1)
     found = plan.decide(node, [present("r", "d", {"s a": 1})], [pin], 1, NOW)

@@ -98,7 +98,7 @@ async def test_limited_pull_keeps_its_rate_and_resumes(rig: Rig, big: registry.P
         await until(lambda: rig.gate.blob_bytes > 10 * MB)
         begun, at = rig.gate.blob_bytes, loop.time()
         await half(rig, big)
-        rate = (rig.gate.blob_bytes - begun) / (loop.time() - at)
+        moved, took = rig.gate.blob_bytes - begun, loop.time() - at
         await room.pause(ref)
         await rig.quiet()
     # Only what was in buffers when it was paused may be lost.
@@ -110,7 +110,8 @@ async def test_limited_pull_keeps_its_rate_and_resumes(rig: Rig, big: registry.P
         await room.resume(ref)
         await state(room, ref, "ready", seconds=60)
 
-    assert rate <= 1.2 * limit
+    # The proxy counts what is in socket buffers too: at most 4 MB for each of the two downloads.
+    assert moved <= limit * (took + pull.BURST_SECONDS) + 8 * MB
     assert kept > 0.4 * big.fetched
     assert rig.gate.blob_bytes <= 1.1 * (big.fetched - kept)
 

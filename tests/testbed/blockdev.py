@@ -9,11 +9,12 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from tests.testbed import waiting
 
 MiB = 2**20
 
@@ -60,15 +61,15 @@ def loop(file: Path) -> Iterator[str]:
 
 def _remove(control: BinaryIO, number: int) -> None:
     """losetup -d is lazy while something holds the device."""
-    deadline = time.monotonic() + 10
-    while True:
+
+    def removed() -> bool:
         try:
             fcntl.ioctl(control, _LOOP_CTL_REMOVE, number)
-            return
         except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
+            return False
+        return True
+
+    waiting.until(removed, 10, f"loop device {number} to be free")
 
 
 @contextlib.contextmanager

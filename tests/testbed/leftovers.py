@@ -1,10 +1,11 @@
-"""Clearing up: what a test, or a run that was killed, left below its folder.
+"""Clear what a test, or a run that was killed, left below its folder.
 
-Only things of ours: mounts and loop devices below the folder, and processes that name it in their
-command line or carry it in their environment (``MARK``).
+That is mounts and loop devices below the folder, and processes that have the folder in their
+command line or, as ``MARK``, in their environment. Nothing else on the machine is touched.
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -14,14 +15,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from linux import mountinfo
+from tests.testbed import waiting
 
 MARK = "NODEAGENT_TEST_FOLDER"
+DISCONNECT_SECONDS = 5.0
 
 
 def processes(folder: Path) -> list[int]:
-    """Processes that belong to ``folder``, our own and those we descend from left out."""
+    """Processes that belong to ``folder``, except this one and its ancestors."""
     text = os.fsencode(folder)
     return [pid for pid in _others() if _belongs(pid, text)]
+
+
+def commands() -> Iterator[tuple[int, list[str]]]:
+    """Every process on the machine with the words of its command."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{entry}/cmdline").read_bytes().decode(errors="replace")
+                yield int(entry), text.split("\0")
+
+
+def _program(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _others() -> Iterator[int]:
@@ -51,13 +70,21 @@ def _belongs(pid: int, text: bytes) -> bool:
     return False
 
 
-def end(folder: Path, seconds: float = 10.0) -> None:
-    """Continue and kill the processes of ``folder``; those in D state are left to the kernel."""
+def end(folder: Path, seconds: float = 10.0, *, spare: str = "") -> None:
+    """Continue and kill the processes of ``folder``; those in D state are left to the kernel.
+
+    ``spare``: a program that is continued but not killed.
+    """
     deadline = time.monotonic() + seconds
-    while (pids := processes(folder)) and time.monotonic() < deadline:
+    for pid in processes(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    while time.monotonic() < deadline:
+        pids = [pid for pid in processes(folder) if _program(pid) != spare]
+        if not pids:
+            return
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
@@ -90,29 +117,48 @@ def detach_loops(folder: Path) -> None:
 
 def clear(folder: Path, *, keep: bool = False) -> None:
     """Processes, mounts, loops, then the files (unless ``keep``)."""
-    end(folder)
+    # A ceph-fuse that is killed leaves a session at the MDS, and other clients wait for what it
+    # holds. Unmounted, it gives its capabilities back and ends by itself.
+    end(folder, spare="ceph-fuse")
     unmount(folder)
+    with contextlib.suppress(AssertionError):
+        waiting.until(lambda: not processes(folder), DISCONNECT_SECONDS)
     detach_loops(folder)
-    end(folder)  # a FUSE daemon ends with its mount, or now
+    end(folder)
     if not keep and folder.exists():
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():  # paths too long for rmtree, immutable files
             subprocess.run(["rm", "-rf", str(folder)], check=False, timeout=300)
 
 
-def clear_dead_runs(build: Path) -> list[Path]:
-    """Folders test-<pid> whose run is no longer there; returns those that were cleared."""
-    dead = []
-    for folder in sorted(build.glob("test-*")):
-        pid = folder.name.removeprefix("test-")
-        if pid.isdigit() and int(pid) != os.getpid() and not _is_pytest(int(pid)):
-            clear(folder)
-            dead.append(folder)
-    return dead
+@contextlib.contextmanager
+def run_folder(build: Path) -> Iterator[Path]:
+    """``build``/test-<pid>, cleared at the end; first clears those whose run has died.
+
+    A live run holds a lock on its folder. Folders are made and cleared under one lock, so that no
+    run clears another one's folder before it is locked.
+    """
+    build.mkdir(exist_ok=True)
+    with contextlib.ExitStack() as held:
+        with _locked(build):
+            for folder in build.glob("test-*"):
+                with contextlib.suppress(BlockingIOError), _locked(folder, fcntl.LOCK_NB):
+                    clear(folder)
+            made = build / f"test-{os.getpid()}"
+            made.mkdir(mode=0o755)
+            held.enter_context(_locked(made))
+        try:
+            yield made
+        finally:
+            clear(made)
 
 
-def _is_pytest(pid: int) -> bool:
+@contextlib.contextmanager
+def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
+    """``folder`` locked against other processes; BlockingIOError with LOCK_NB when it is."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        return b"pytest" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+        yield
+    finally:
+        os.close(descriptor)

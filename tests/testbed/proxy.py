@@ -8,6 +8,8 @@ import re
 import threading
 from collections.abc import Iterator
 
+from tests.testbed import ports
+
 CHUNK = 65536
 
 
@@ -27,7 +29,7 @@ class Proxy:
 
     def __init__(self, upstream: int) -> None:
         self._upstream = upstream
-        self.port = 0
+        (self.port,) = ports.free(1)
         self.rate = 0  # bytes per second and connection of blob bodies; 0: as fast as it goes
         self.login: tuple[str, str] | None = None  # what a client has to send
         self.bearer = False  # by token, as most registries want it, else by Basic
@@ -54,7 +56,6 @@ class Proxy:
 
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(self._handle, "127.0.0.1", self.port, limit=2**20)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def _close(self) -> None:
         if self._server is not None:

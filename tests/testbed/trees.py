@@ -298,6 +298,19 @@ def _special(top: bytes) -> frozenset[bytes]:
     return frozenset(b"special/" + name for name in names)
 
 
+def sync(path: Path) -> None:
+    """Flush the file system of ``path``.
+
+    Not sync(2): that waits for every file system of the machine, and for ever if one of them hangs.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if _libc.syncfs(descriptor):
+            raise OSError(ctypes.get_errno(), "syncfs", str(path))
+    finally:
+        os.close(descriptor)
+
+
 def drop_caches() -> None:
     """Page cache, dentries and inodes of the whole machine."""
     Path("/proc/sys/vm/drop_caches").write_text("3")

@@ -2,36 +2,38 @@
 
 A child process joins the guarded cgroup, makes a block device node with a major number that no
 driver can have (4095), and opens it for writing. EPERM is the guard's answer; ENXIO means that the
-guard let the open through. No device is touched either way. The child imports nothing else.
+guard let the open through. No device is touched either way. The child imports nothing else of ours.
 """
 
 import errno
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+import kit.child
+import kit.errors
 
 DEADLINE_SECONDS = 10.0
 _MAJOR = 4095  # CANARY_MAJOR in guard.bpf.c
 
 
-def prove(cgroup: Path, root: bool, directory: Path) -> str:
-    """``enforced``, ``let through``, or ``unknown: why`` for a process in ``cgroup``."""
+async def prove(cgroup: Path, root: bool, directory: Path) -> str:
+    """``enforced``, ``let through``, or ``unknown: why`` for a process in ``cgroup``.
+
+    ``root``: it is the root of the hierarchy, where the child is already.
+    """
+    joined = "" if root else str(cgroup)
     try:
-        done = subprocess.run(
-            [sys.executable, "-S", "-E", __file__, "-" if root else str(cgroup), str(directory)],
-            capture_output=True, text=True, stdin=subprocess.DEVNULL,
-            timeout=DEADLINE_SECONDS, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
+        proof = await kit.child.call(attempt, joined, str(directory), deadline=DEADLINE_SECONDS)
+    except (kit.errors.AgentError, OSError, RuntimeError) as error:
         return f"unknown: {error}"
-    return done.stdout.strip() or f"unknown: {done.stderr.strip()[-200:]}"
+    return str(proof)
 
 
 def attempt(cgroup: str, directory: str) -> str:
-    if cgroup != "-":
-        (Path(cgroup) / "cgroup.procs").write_text("0")
+    """In the child. ``cgroup``: to join first; empty for none."""
+    if cgroup:
+        Path(cgroup, "cgroup.procs").write_text("0")
     with tempfile.TemporaryDirectory(prefix=".guard-", dir=directory) as folder:
         node = Path(folder) / "canary"
         try:
@@ -47,7 +49,3 @@ def attempt(cgroup: str, directory: str) -> str:
                 return "let through"
             return f"unknown: opening the node in {directory}: {error.strerror}"
         return "unknown: the node could be opened"
-
-
-if __name__ == "__main__":
-    print(attempt(*sys.argv[1:3]))  # noqa: T201

@@ -16,16 +16,18 @@ import fnmatch
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
 
 import kit.errors
+from ceph.settings import ClusterSettings
 from linux import blockdev, bpf, kmsg, netlink
 from volumes import settings
 from volumes.guard import canary, denials, fallback, kernel, lease, lease_manager, override
-from volumes.ledger import mirror, store
+from volumes.ledger import store
+from volumes.ledger.mirror import Mirror
 
 log = structlog.get_logger("volumes")
 
@@ -46,6 +48,7 @@ class Controller:
     def __init__(
         self,
         wanted: settings.GuardSettings,
+        clusters: Sequence[ClusterSettings],
         *,
         state_dir: Path,
         changed: Callable[[], None] = lambda: None,
@@ -61,9 +64,9 @@ class Controller:
         self.errors = lease.ErrorLog()
         self.denials = denials.Denials()
         self.ledger = store.Store(state_dir / "volumes" / "ledger")
-        self.clusters = mirror.Clusters(wanted.clusters, wanted.cluster_timeout)
+        self.mirror = Mirror(clusters, wanted.cluster_timeout)
         self.manager = lease_manager.LeaseManager(
-            wanted, None, self.ledger, self.clusters, self.errors, self.denials,
+            wanted, None, self.ledger, self.mirror, self.errors, self.denials,
             node=node_name(), changed=changed,
         )  # fmt: skip
         self.fallback: fallback.Fallback | None = None
@@ -112,7 +115,7 @@ class Controller:
     async def stop(self) -> None:
         loop = asyncio.get_running_loop()
         await self.manager.close()
-        await self.clusters.close()
+        await self.mirror.close()
         if self.fallback is not None:
             await self.fallback.close()
         self._drop_ring()
@@ -146,8 +149,12 @@ class Controller:
             found.append(f"an attempt in the guarded cgroup was {self.proof}, not {expected}")
         return found
 
-    async def apply(self, new: settings.GuardSettings) -> None:
+    async def apply(
+        self, new: settings.GuardSettings, clusters: Sequence[ClusterSettings] | None = None
+    ) -> None:
         """Bring the kernel to the settings and an operator's override; scan for devices."""
+        if clusters is not None:
+            await self.mirror.apply(clusters, new.cluster_timeout)
         self.settings = self.manager.settings = new
         self.manager.prober.deadline = new.probe_timeout
         try:
@@ -162,9 +169,8 @@ class Controller:
             self._scan()
         if self.guard is not None and now - self._proved >= PROOF_SECONDS:
             self._proved = now
-            self.proof = await asyncio.to_thread(
-                canary.prove, self.guard.cgroup, kernel.is_root(self.guard.cgroup), self.state_dir
-            )
+            root = kernel.is_root(self.guard.cgroup)
+            self.proof = await canary.prove(self.guard.cgroup, root, self.state_dir)
         self._changed()
 
     async def _attach(self) -> None:

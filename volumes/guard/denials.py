@@ -1,6 +1,11 @@
-"""Who was refused: from the kernel's event to a process, a container and a pod."""
+"""Denied write opens: who made them, and which of them are findings.
 
-import re
+The kernel reports a denial with numbers only; ``resolve`` finds the process, container and pod. A
+denial alone is no trouble: the first mkfs on each new volume is denied, and its lease follows
+within a second. So a denial waits for the decision on its device and becomes a finding only when
+that is a refusal.
+"""
+
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
@@ -10,17 +15,18 @@ import kit.findings
 from linux import procfs
 from volumes.guard import kernel
 
-KEPT = 256  # last denials, for the status
+KEPT = 256  # newest denials, for the status
 MOST_GROUPS = 128  # (device, program) pairs with a finding of their own
-FINDING_SECONDS = 3600.0  # a finding stands this long after the last denial
-
-_POD = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12})")
-_CONTAINER = re.compile(r"([0-9a-f]{64})")
+FINDING_SECONDS = 3600.0  # a finding clears this long after the last denial
 
 
 @dataclass(frozen=True)
 class Denial:
-    """``at``: Unix seconds. ``reasons``: why there was no lease; empty while that is undecided."""
+    """``at``: Unix seconds. ``reasons``: why there was no lease; empty before the decision.
+
+    ``early``: made before the decision on a device of which the ledger knew no content. In dry-run
+    the first mkfs of a new volume succeeds before the agent has looked at it.
+    """
 
     at: float
     device: str
@@ -36,16 +42,8 @@ class Denial:
     container: str
     verdict: str = ""
     reasons: tuple[str, ...] = ()
-    # Before the device was decided on, and the ledger knew nothing on it. In dry-run mkfs of a new
-    # volume comes before its lease, and what it made is what the decision then sees.
     early: bool = False
     count: int = 1
-
-
-def owner(path: str) -> tuple[str, str]:
-    """(pod uid, container id) from a cgroup's path; empty where it has none."""
-    pods, containers = _POD.findall(path), _CONTAINER.findall(path)
-    return (pods[-1].replace("_", "-") if pods else "", containers[-1] if containers else "")
 
 
 def _of_process(pid: int) -> str:
@@ -57,24 +55,27 @@ def _of_process(pid: int) -> str:
 
 
 def resolve(event: kernel.Event, mount: int | None, device: str, volume: str, title: str) -> Denial:
-    """The event with names. ``mount``: the cgroup hierarchy, open; a process that has ended already
-    is still found through its cgroup. On hosts with cgroup v1 containers only /proc knows."""
+    """The event with names.
+
+    ``mount``: the cgroup hierarchy, open: it still names the container of a process that has ended.
+    With containers in cgroup v1 only /proc does.
+    """
     path = ""
     if mount is not None:
         try:
             path = procfs.cgroup_path(mount, event.cgroup)
         except OSError:
-            pass  # not permitted, or the hierarchy is another: /proc must do
-    pod, container = owner(path)
+            pass  # not permitted, or another hierarchy: try /proc
+    pod, container = procfs.pod_and_container(path)
     if not pod:
-        pod, container = owner(_of_process(event.pid))
+        pod, container = procfs.pod_and_container(_of_process(event.pid))
     command = " ".join(event.arguments)
     if not command:
         try:
             raw = Path(f"/proc/{event.pid}/cmdline").read_bytes()[:256]
             command = raw.replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
-            pass  # ended already
+            pass  # it has ended
     return Denial(
         at=time.time() - max(0.0, time.monotonic() - event.time),
         device=device,
@@ -93,21 +94,21 @@ def resolve(event: kernel.Event, mount: int | None, device: str, volume: str, ti
 
 @dataclass
 class Denials:
-    """The last ones, and one finding per device and program. All bounded."""
+    """The newest denials, and one finding per device and program. All bounded."""
 
     last: deque[Denial] = field(default_factory=lambda: deque(maxlen=KEPT))
     waiting: dict[str, list[Denial]] = field(default_factory=dict)  # by device: no decision yet
-    delayed: int = 0  # denied once, then leased: the way of every new volume
+    delayed: int = 0  # denied once, then leased, as with every new volume
     _groups: OrderedDict[tuple[str, str], Denial] = field(default_factory=OrderedDict)
 
     def add(self, denial: Denial) -> None:
-        """A denial whose device is about to be decided on."""
+        """Keep a denial until the decision on its device."""
         waiting = self.waiting.setdefault(denial.device, [])
         if len(waiting) < KEPT:
             waiting.append(denial)
 
     def decided(self, device: str, verdict: str, reasons: tuple[str, ...]) -> None:
-        """The decision on the device: no reasons means that it may be formatted now."""
+        """The decision on the device; without reasons it may be formatted now."""
         for denial in self.waiting.pop(device, []):
             final = replace(denial, verdict=verdict, reasons=reasons)
             self.last.append(final)
@@ -121,8 +122,8 @@ class Denials:
                 self._groups.popitem(last=False)
 
     def forget(self, device: str) -> None:
-        """The device is gone; its findings stay for their time."""
-        self.decided(device, "the device is gone", ("the device is gone",))
+        """The device was detached; its findings stay for their time."""
+        self.decided(device, "detached", ("the device was detached",))
 
     def findings(self, now: float) -> list[kit.findings.Finding]:
         """``now``: Unix seconds."""
@@ -137,7 +138,7 @@ class Denials:
 
 def _finding(denial: Denial) -> kit.findings.Finding:
     rule = "format-denied" if denial.denied else "format-would-be-denied"
-    did = "was refused" if denial.denied else "would have been refused (dry-run)"
+    did = "was denied" if denial.denied else "would have been denied (dry-run)"
     subject = denial.title or denial.device
     return kit.findings.Finding(
         id=f"{rule}:{denial.volume or denial.device}:{denial.program}",
@@ -146,8 +147,8 @@ def _finding(denial: Denial) -> kit.findings.Finding:
         subject=subject,
         message=f"{denial.program} {did} a write open of {denial.device} ({subject}): "
         f"{'; '.join(denial.reasons)}",
-        advice="Do not force it. Find out why the volume could not be read; it is as it was. When "
-        "it is certain that its content may go: nodeagent volume allow-format "
+        advice="Do not force it: the volume is unchanged. Find out why it could not be read. If "
+        "its content is certainly not needed: nodeagent volume allow-format "
         f"/dev/{denial.device} --volume-id {denial.volume or 'ID'} --reason TEXT",
         evidence={
             "pid": str(denial.pid),

@@ -1,20 +1,25 @@
-"""The exec guard: a process that is asked before a formatter runs. Weaker than the kernel program.
+"""The exec filter: asks before a formatter is executed. Weaker than the guard program.
 
-Run as a script. Standard input: JSON lines {"mode", "majors", "cgroup", "leases": {"7:0": until}},
-the last one counts. Standard output: a JSON line for each refusal. Dies with its parent, and then
-nothing is guarded (fail-open); it does not see programs that format by themselves, copies under
-other names, or files written by redirection.
+For kernels that do not take the program. A child process marks the known formatters of every
+container with fanotify (FAN_OPEN_EXEC_PERM): the kernel then stops each execution until the child
+has answered. The child reads the arguments from the stopped task's memory and refuses when one
+names a guarded device without a lease.
+
+It does not see programs that format by themselves, copies under other names, or files written by
+redirection. It dies with the agent, and then nothing is refused (fail-open).
 """
 
-import json
 import os
 import re
 import select
 import stat
-import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import kit.worker
+from kit import messages
+from linux import fanotify
 
 _FORMATTERS = re.compile(
     r"(mkfs(\..+)?|mke2fs|mkswap|wipefs|blkdiscard|parted|sfdisk|fdisk|sgdisk|cryptsetup|dd|pvcreate"
@@ -24,12 +29,47 @@ _FOLDERS = ("sbin", "usr/sbin", "bin", "usr/bin", "usr/local/sbin")
 _SAFE_CRYPTSETUP = frozenset(
     {"luksOpen", "open", "luksClose", "close", "luksDump", "isLuks", "status"}
 )
-_RESCAN_SECONDS = 10.0
+RESCAN_SECONDS = 10.0
 _MOST_MARKS = 8192
 
 
+@dataclass(frozen=True)
+class Lease:
+    """``until``: CLOCK_MONOTONIC seconds."""
+
+    number: tuple[int, int]
+    until: float
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the agent sends; the last message counts. ``cgroup``: from the root of cgroup v2."""
+
+    mode: str = "dry-run"
+    majors: tuple[int, ...] = ()
+    cgroup: str = "/"
+    leases: tuple[Lease, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """``denied`` False: it was only a dry run."""
+
+    number: tuple[int, int]
+    tid: int
+    words: tuple[str, ...]
+    denied: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the child says: a refusal, or only that it watches the formatters."""
+
+    refusal: Refusal | None = None
+
+
 def formatters(proc: Path = Path("/proc")) -> list[str]:
-    """Formatter programs in the root directory of every mount namespace, one process of each."""
+    """Formatters in the root directory of every mount namespace, found by one process of each."""
     found, seen = [], set()
     for entry in proc.iterdir():
         if not entry.name.isdigit():
@@ -52,7 +92,7 @@ def formatters(proc: Path = Path("/proc")) -> list[str]:
 
 
 def device_of(tid: int, word: str, majors: set[int]) -> tuple[int, int] | None:
-    """The guarded device that an argument names, as the task sees it."""
+    """The guarded device that an argument names in the task's own file tree."""
     path = word.partition("=")[2] if word.startswith("of=") else word
     if not path or path.startswith("-"):
         return None
@@ -77,63 +117,56 @@ def inside(tid: int, cgroup: str) -> bool:
     return mine == cgroup or mine.startswith(cgroup + "/")
 
 
-def refused(tid: int, words: list[str], config: dict[str, Any]) -> tuple[int, int] | None:
-    """The device on whose account the program may not run."""
+def refused(tid: int, words: list[str], config: Config) -> tuple[int, int] | None:
+    """The guarded device without a lease that the program would write to; None lets it run."""
     name = os.path.basename(words[0]) if words else ""
-    if not inside(tid, config.get("cgroup", "")):
+    if not inside(tid, config.cgroup):
         return None
     if name == "cryptsetup" and _SAFE_CRYPTSETUP & set(words):
         return None
     if name == "dd":  # it may read from any device
         words = [word for word in words if word.startswith("of=")]
-    majors = set(config.get("majors", ()))
+    majors = set(config.majors)
     for word in words[1:] if name != "dd" else words:
         number = device_of(tid, word, majors)
         if number is not None:
-            until = config.get("leases", {}).get(f"{number[0]}:{number[1]}", 0)
+            until = max((each.until for each in config.leases if each.number == number), default=0)
             if time.monotonic() >= until:
                 return number
     return None
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from linux import fanotify
-
+    """The child process."""
     guard = fanotify.ExecPermission()
-    config: dict[str, Any] = {"mode": "dry-run"}
+    config = Config()
     pending = b""
     scanned = -1e9
     while True:
-        if time.monotonic() - scanned > _RESCAN_SECONDS:
+        if time.monotonic() - scanned > RESCAN_SECONDS:
             scanned = time.monotonic()
             for path in formatters():
                 try:
                     guard.mark(path)
                 except OSError:
-                    continue  # a file system that cannot be marked, or gone
-            print(json.dumps({"ready": True}), flush=True)  # noqa: T201
-        ready, _, _ = select.select([guard.fd, 0], [], [], _RESCAN_SECONDS)
+                    continue  # it was removed, or its file system cannot be marked
+            kit.worker.say(Report())
+        ready, _, _ = select.select([guard.fd, 0], [], [], RESCAN_SECONDS)
         if 0 in ready:
             data = os.read(0, 65536)
             if not data:
                 return
             *lines, pending = (pending + data).split(b"\n")
             if lines:
-                config = json.loads(lines[-1])
+                config = messages.decode(lines[-1], Config)
         for request in guard.read() if guard.fd in ready else ():
             allow = True
             try:
                 words = fanotify.exec_arguments(request.tid)
                 number = refused(request.tid, words, config)
                 if number is not None:
-                    allow = config["mode"] != "enforce"
-                    told = {"number": number, "tid": request.tid, "words": words[:32],
-                            "denied": not allow}  # fmt: skip
-                    print(json.dumps(told), flush=True)  # noqa: T201
+                    allow = config.mode != "enforce"
+                    refusal = Refusal(number, request.tid, tuple(words[:32]), not allow)
+                    kit.worker.say(Report(refusal))
             finally:
                 guard.answer(request, allow)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,13 @@
-"""For kernels that do not take the guard program: two weaker means, each named as what it is.
+"""For kernels that do not take the guard program: two weaker means, each reported as what it is.
 
-Devices that hold something unreadable are flagged read-only (BLKROSET: the write fails, but any
-privileged process can take the flag off), and the exec guard refuses known formatters by name.
+Devices with unreadable or unknown content are flagged read-only (BLKROSET: a write fails, but any
+privileged process can take the flag off), unless they are mounted, where the flag would hit their
+user. And the exec filter, a child process, refuses known formatters by name. Leases are kept here
+instead of in the kernel, and end with the agent.
 """
 
 import asyncio
 import contextlib
-import json
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,58 +15,62 @@ from typing import Any
 
 import structlog
 
+import kit.errors
+import kit.worker
 from linux import blockdev
-from volumes.guard import kernel, lease_manager
+from volumes.guard import exec_filter, kernel, lease_manager
 from volumes.probe.examine import Kind
 
 log = structlog.get_logger("volumes")
 
-_SCRIPT = Path(__file__).with_name("exec_filter.py")
 _FLAGGED_FOR = frozenset({Kind.UNREADABLE, Kind.TIMEOUT, Kind.UNKNOWN_CONTENT})
 _RESTART_SECONDS = 10.0
+_SILENCE_SECONDS = 60.0  # the child reports after each of its scans, every 10 s
 
 
 class Fallback:
-    """Leases kept here instead of in the kernel: they end with the agent."""
+    """``denied`` is called with each refusal. ``cgroup``: from the hierarchy's root."""
 
     def __init__(self, denied: Callable[[kernel.Event, None], None], cgroup: str) -> None:
         self._denied = denied
-        self._cgroup = cgroup  # from the hierarchy's root; "/" for all processes
+        self._cgroup = cgroup
+        self._mode = kernel.Mode.OFF
+        self._majors: frozenset[int] = frozenset()
         self._leases: dict[kernel.Number, kernel.Lease] = {}
-        self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._not_before = 0.0
-        self._config: dict[str, Any] = {}
+        self._changed = asyncio.Event()
+        self._worker = kit.worker.Worker(
+            "volumes.guard.exec_filter:main", exec_filter.Report, about="the exec filter"
+        )
+        self._tasks: list[asyncio.Task[None]] = []
         self.flagged: dict[str, blockdev.BlockDevice] = {}
         self.exec_guard = False
 
-    # --- as the judge sees leases
+    # --- leases, as the kernel keeps them elsewhere
 
     def grant(self, number: kernel.Number, until: float, diskseq: int | None) -> None:
         # Opens are not counted, so each lease counts as used.
         self._leases[number] = kernel.Lease(until, 1, diskseq or 0)
-        self._send()
+        self._changed.set()
 
     def revoke(self, number: kernel.Number) -> kernel.Lease | None:
-        held = self._leases.pop(number, None)
-        self._send()
-        return held
+        self._changed.set()
+        return self._leases.pop(number, None)
 
     def leases(self) -> dict[kernel.Number, kernel.Lease]:
         return dict(self._leases)
 
-    # --- the two means
+    # --- read-only flags
 
     async def apply(
         self, mode: kernel.Mode, majors: frozenset[int], known: Iterable[lease_manager.Known]
     ) -> None:
-        self._config = {
-            "mode": str(mode),
-            "majors": sorted(majors),
-            "cgroup": self._cgroup,
-        }
-        await self._keep_running()
-        self._send()
+        self._mode, self._majors = mode, majors
+        self._changed.set()
+        if not self._tasks:
+            self._tasks = [
+                asyncio.create_task(self._listen(), name="exec filter"),
+                asyncio.create_task(self._send(), name="exec filter settings"),
+            ]
         if mode is kernel.Mode.ENFORCE:
             for each in known:
                 self._flag(each)
@@ -99,45 +103,31 @@ class Fallback:
         for name in list(self.flagged):
             self._unflag(name)
 
-    async def _keep_running(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            return
-        if time.monotonic() < self._not_before:
-            return
-        self._not_before = time.monotonic() + _RESTART_SECONDS
-        self.exec_guard = False
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-S", "-E", str(_SCRIPT)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
+    # --- the exec filter
+
+    def _config(self) -> exec_filter.Config:
+        leases = tuple(exec_filter.Lease(n, held.until) for n, held in self._leases.items())
+        return exec_filter.Config(
+            str(self._mode), tuple(sorted(self._majors)), self._cgroup, leases
         )
-        self._reader = asyncio.create_task(self._listen(self._process), name="exec guard")
 
-    async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        async for line in process.stdout:
-            told = json.loads(line)
-            if "ready" in told:
-                self.exec_guard = True
-                continue
-            number = (told["number"][0], told["number"][1])
-            event = kernel.Event(
-                time.monotonic(), 0, told["tid"], 0, number, told["denied"],
-                Path(told["words"][0]).name, "", tuple(told["words"]),
-            )  # fmt: skip
-            self._denied(event, None)
-        self.exec_guard = False
+    async def _send(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self._worker.send(self._config())
 
-    def _send(self) -> None:
-        if self._process is None or self._process.stdin is None or not self._config:
-            return
-        leases = {f"{n[0]}:{n[1]}": held.until for n, held in self._leases.items()}
-        with contextlib.suppress(OSError, RuntimeError):
-            self._process.stdin.write(
-                json.dumps({**self._config, "leases": leases}).encode() + b"\n"
-            )
+    async def _listen(self) -> None:
+        while True:
+            try:
+                async for report in self._worker.listen(self._config(), _SILENCE_SECONDS):
+                    self.exec_guard = True
+                    if report.refusal is not None:
+                        self._denied(_event(report.refusal), None)
+            except (kit.errors.AgentError, OSError, ValueError, kit.worker.ChildError) as error:
+                log.warning("exec filter ended", error=str(error))
+            self.exec_guard = False
+            await asyncio.sleep(_RESTART_SECONDS)
 
     def status(self) -> dict[str, Any]:
         return {
@@ -149,10 +139,21 @@ class Fallback:
 
     async def close(self) -> None:
         self._unflag_all()
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._worker.close()
+
+
+def _event(refusal: exec_filter.Refusal) -> kernel.Event:
+    return kernel.Event(
+        time=time.monotonic(),
+        cgroup=0,
+        pid=refusal.tid,
+        parent_pid=0,
+        number=refusal.number,
+        denied=refusal.denied,
+        program=Path(refusal.words[0]).name,
+        parent="",
+        arguments=refusal.words,
+    )

@@ -11,11 +11,9 @@ OSError from the kernel, HostError and InUseError.
 
 import contextlib
 import errno
-import fcntl
 import os
 import struct
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import kit.errors
+import kit.files
 from linux import bpf, mountinfo, mounts
 from volumes import settings
 
@@ -218,33 +217,26 @@ class Kernel:
 
     @contextlib.contextmanager
     def _directory(self, lock: bool = False) -> Iterator[int]:
+        """``lock``: against the command line, which may also change what is attached."""
         try:
-            fd = os.open(self.cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            if lock:
+                fd = kit.files.lock(self.cgroup, _LOCK_SECONDS)
+            else:
+                fd = os.open(self.cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno == errno.EBUSY:
+                raise kit.errors.InUseError(
+                    f"guard of {self.cgroup}",
+                    f"another process has been changing it for {_LOCK_SECONDS:g}s",
+                    f"find it with: fuser {self.cgroup}",
+                ) from None
             raise kit.errors.HostError(
                 f"cgroup {self.cgroup}", str(error.strerror), "correct volumes.guard.cgroup"
             ) from error
         try:
-            if lock:
-                self._lock(fd)
             yield fd
         finally:
             os.close(fd)
-
-    def _lock(self, fd: int) -> None:
-        """Agent and command line may both be about to change what is attached."""
-        end = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise kit.errors.InUseError(
-                        f"guard of {self.cgroup}",
-                        f"another process has been changing it for {_LOCK_SECONDS:g}s",
-                        "find it with: fuser " + str(self.cgroup),
-                    ) from None
-                time.sleep(0.02)
 
     def _ours(self, fd: int) -> list[tuple[bpf.Program, bpf.ProgramInfo]]:
         """Our programs attached there, the newest first. The caller closes them."""
@@ -265,7 +257,7 @@ class Kernel:
         return found
 
     def _open(self, info: bpf.ProgramInfo) -> None:
-        """Have ``maps`` be those of the program, for as long as it is the same one."""
+        """Open the program's maps, unless they are open already."""
         if self._program_id == info.id:
             return
         opened = {}
@@ -281,7 +273,7 @@ class Kernel:
             self._program_id = info.id
 
     def close(self) -> None:
-        """Give back descriptors; what is attached stays."""
+        """Close descriptors; what is attached stays."""
         with self._hold:
             for each in self.maps.values():
                 each.close()
@@ -328,7 +320,7 @@ class Kernel:
 
     def apply(self, wanted: Wanted) -> Present:
         """Bring the kernel to ``wanted``: attach, adopt what an earlier agent left, or replace it
-        without a gap (the new program is asked before the old one is taken away)."""
+        without a gap (the new program is attached before the old one is detached)."""
         if wanted.mode is Mode.OFF:
             self.detach()
             return self.read()
@@ -375,7 +367,7 @@ class Kernel:
         if not self.object_file.exists():
             raise kit.errors.HostError(
                 f"guard program {self.object_file}",
-                "is not there",
+                "is missing",
                 "build it: scripts/bpf.sh (needs clang and libbpf's headers)",
             )
         causes = []
@@ -395,8 +387,8 @@ class Kernel:
         )
 
     def configure(self, wanted: Wanted) -> None:
-        """The maps of the attached program, entry by entry; nothing is ever taken out that is
-        still wanted, so there is no moment without it."""
+        """Change the maps of the attached program entry by entry: what stays wanted is never
+        missing."""
         fill(self.maps, wanted)
 
     def set_mode(self, mode: Mode) -> None:
@@ -408,7 +400,7 @@ class Kernel:
         self.maps["config"].set(_u32(0), _u32(mode.number))
 
     def detach(self) -> int:
-        """The kill switch: take away every guard program there, and the pins. How many."""
+        """The kill switch: detach every guard program and remove the pins. Returns how many."""
         with self._directory(lock=True) as fd:
             ours = self._ours(fd)
             for program, _ in ours:
@@ -438,7 +430,7 @@ class Kernel:
             self.maps["leases"].set(_key(number), new.pack())
 
     def revoke(self, number: Number) -> Lease | None:
-        """End the lease now; what it was."""
+        """End the lease now. Returns what it was."""
         key = _key(number)
         with self._hold:
             if "leases" not in self.maps:
@@ -448,7 +440,7 @@ class Kernel:
         return Lease.unpack(raw) if raw else None
 
     def leases(self) -> dict[Number, Lease]:
-        """All that are written down, expired ones too."""
+        """All in the map, expired ones too."""
         found = {}
         with self._hold:
             for key in self.maps["leases"].snapshot() if "leases" in self.maps else ():
@@ -460,8 +452,8 @@ class Kernel:
     # --- pins
 
     def _pin(self, program: bpf.Program, maps: Mapping[str, bpf.Map]) -> None:
-        """Names in a bpf file system, mounted where there is none. Failure is no failure of the
-        guard: an attached program stays without a pin."""
+        """Names in a bpf file system, which is mounted when missing. An error is not reported: an
+        attached program stays without a pin."""
         with contextlib.suppress(OSError):
             mounted = mountinfo.containing(str(self.pins.parent), mountinfo.read())
             if mounted is None or mounted.fstype != "bpf":
@@ -476,7 +468,7 @@ class Kernel:
 
 
 def fill(maps: Mapping[str, bpf.Map], wanted: Wanted) -> None:
-    """The maps as wanted; the mode last, so that it never meets half of them."""
+    """Write the maps; the mode last, so that it never applies to half of them."""
     one = b"\1"
     _replace(maps["majors"], {_u32(n): one for n in wanted.majors})
     _replace(maps["devices"], {_key(n): one for n in wanted.devices})

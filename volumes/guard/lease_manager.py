@@ -1,9 +1,9 @@
 """Looks at guarded devices, keeps the ledger, and grants and revokes leases.
 
-One task per device, so what happens to one device happens in order. ``_look`` is the whole story of
-one look: probe the device, write down what was seen, and, where it is blank, ask every other source
-and perhaps grant a lease. Decisions and the order of steps are those of ``lease``; this module
-collects the facts and executes the steps (``_carry_out``). A look that fails is a refusal.
+One task per device, so what happens to one device happens in order. ``_look`` is one look from
+start to end: probe the device, write down what was seen, and, where it is blank, ask every other
+source and perhaps grant a lease. Decisions and the order of steps are those of ``lease``; this
+module collects the facts and executes the steps. A look that fails is a refusal.
 """
 
 import asyncio
@@ -21,7 +21,8 @@ from linux import blockdev, mountinfo
 from volumes import settings
 from volumes.guard import denials, kernel, lease
 from volumes.guard.lease import Step
-from volumes.ledger import mirror, store
+from volumes.ledger import store
+from volumes.ledger.mirror import NOT_ASKED, Answer, Mirror
 from volumes.probe import prober
 from volumes.probe.examine import Kind, Verdict
 
@@ -78,7 +79,7 @@ class LeaseManager:
         wanted: settings.GuardSettings,
         leases: Leases | None,
         ledger: store.Store,
-        clusters: mirror.Clusters,
+        mirror: Mirror,
         errors: lease.ErrorLog,
         refused: denials.Denials,
         *,
@@ -88,7 +89,7 @@ class LeaseManager:
         self.settings = wanted
         self.leases = leases  # None: nothing is enforced, so nothing is granted
         self.ledger = ledger
-        self.clusters = clusters
+        self.mirror = mirror
         self.errors = errors
         self.denials = refused
         self.node = node
@@ -111,13 +112,15 @@ class LeaseManager:
 
         ``device``: what was attached a moment ago, where the caller has just identified it.
         """
-        if device is not None:
-            self._identified[name] = device
         if name in self._tasks:
             self._again[name].set()
         elif len(self._tasks) < MOST_DEVICES:
             self._again[name] = asyncio.Event()
             self._tasks[name] = asyncio.create_task(self._work(name), name=f"lease {name}")
+        else:
+            return  # the next scan comes back to it
+        if device is not None:
+            self._identified[name] = device
 
     async def _work(self, name: str) -> None:
         again = self._again[name]
@@ -146,7 +149,7 @@ class LeaseManager:
                 self.forget(name)
                 return None
             return await self._look(device, asked)
-        except (kit.errors.AgentError, OSError, TimeoutError, mirror.Failed) as error:
+        except (kit.errors.AgentError, OSError, TimeoutError) as error:
             reason = f"the decision failed: {error or type(error).__name__}"
             log.error("look at device failed", device=name, error=reason)
             known = self.known.get(name)
@@ -181,22 +184,20 @@ class LeaseManager:
             log.warning("unused permission stays open", volume=known.device.title, error=str(error))
 
     def revoke_unproven(self) -> None:
-        """Revoke leases on numbers that no known device has, unless their attachment is still the
-        one they were given to: an earlier agent may have left them. Call it at adoption and now
-        and then."""
+        """At adoption and at each scan: revoke leases that an earlier agent granted on numbers
+        which other attachments have now, or none."""
         if self.leases is None:
             return
         numbers = {known.device.number for known in self.known.values()}
         try:
             for number, held in self.leases.leases().items():
-                name = blockdev.name_of(number) if number not in numbers else ""
-                device = blockdev.identify(name) if name else None
-                if number in numbers or (
-                    device is not None and not lease.met(held.diskseq, None, device.attachment)
-                ):
+                if number in numbers:
                     continue
-                log.warning("lease of another attachment revoked", device=name, number=number)
-                self._revoke(number)
+                name = blockdev.name_of(number)
+                device = blockdev.identify(name) if name else None
+                if device is None or lease.met(held.diskseq, None, device.attachment):
+                    log.warning("lease of another attachment revoked", device=name, number=number)
+                    self._revoke(number)
         except OSError as error:
             log.error("leases cannot be read", error=str(error))
 
@@ -255,8 +256,7 @@ class LeaseManager:
         known.raw = True
         device = known.device
         if self.leases is not None:
-            until = time.monotonic() + RAW_LEASE_SECONDS
-            self.leases.grant(device.number, until, device.diskseq)
+            self.leases.grant(device.number, time.monotonic() + RAW_LEASE_SECONDS, device.diskseq)
         self._decided(known, ())
         return RAW_LEASE_SECONDS / 4
 
@@ -270,10 +270,11 @@ class LeaseManager:
         while there is a lease."""
         device = known.device
         blank = seen.verdict is Kind.BLANK_VERIFIED
-        turn = _Turn(known, self._entry(device), seen)
+        entry = self._entry(device)
         if not blank and device.image is not None and device.volume:  # what other nodes have seen
-            answer = await self.clusters.look(device.image, extents=False)
-            turn.entry = _merged(turn.entry, answer.known)
+            answer = await self.mirror.look(device.image, extents=False)
+            entry = store.merge(entry, answer.known) if answer.known else entry
+        turn = _Turn(known, entry, seen)
         held = self._held(device)
         now = time.monotonic()
         expired = held is not None and now > held.until + 1.0
@@ -283,10 +284,10 @@ class LeaseManager:
             leased=held is not None,
             expired=expired,
             opens=held.opens if held else 0,
-            permitted=turn.entry is not None and turn.entry.permitted > 0,
+            permitted=entry.permitted > 0,
         )
         await self._carry_out(steps, turn)
-        self._note_missing(known, turn.entry)
+        known.missing = _missing(seen, turn.entry)
         if held is None or expired:
             return None
         return max(0.2, min(LEASED_LOOK_SECONDS, held.until - now + 1.1))
@@ -295,21 +296,20 @@ class LeaseManager:
         """Ask every source. The cluster answers after the first probe; the second probe and the
         device's identity come last."""
         device = known.device
-        asked: asyncio.Task[mirror.Answer] | None = None
+        asked: asyncio.Task[Answer] | None = None
         if device.image is not None:
-            asked = asyncio.create_task(self.clusters.look(device.image, extents=True))
+            asked = asyncio.create_task(self.mirror.look(device.image, extents=True))
         try:
             await asyncio.sleep(self.settings.settle)
             second = await self._probe(device)
-            answer = await asked if asked is not None else mirror.NOT_ASKED
+            answer = await asked if asked is not None else NOT_ASKED
         finally:
             if asked is not None and not asked.done():
                 asked.cancel()
         if answer.known is not None:
-            self._note_missing(known, _merged(self._entry(device), answer.known))
+            known.missing = _missing(first, store.merge(self._entry(device), answer.known))
         after = blockdev.identify(device.name)
         is_rbd = device.driver == "rbd"
-        now = time.monotonic()
         return lease.Evidence(
             is_rbd=is_rbd,
             before=device.attachment,
@@ -319,9 +319,9 @@ class LeaseManager:
             ledger=self.ledger.knowledge(device.volume),
             mirror=answer.mirror,
             extents=answer.extents,
-            quiet_for=self.errors.quiet_for(device.parent or device.name, is_rbd, now),
+            quiet_for=self.errors.quiet_for(device.parent or device.name, is_rbd, time.monotonic()),
             read_only=after.read_only if after else None,
-            in_use=_in_use(after) if after else None,
+            in_use=blockdev.in_use(after) if after else None,
             snapshot=bool(device.image and device.image.snapshot),
             cluster_size=answer.size,
             why_unknown=answer.why,
@@ -337,54 +337,44 @@ class LeaseManager:
         known.reasons = reasons
         self.denials.decided(known.device.name, str(known.seen), reasons)
 
-    def _note_missing(self, known: Known, current: store.Entry | None) -> None:
-        """Note content that the ledger knows and that the probe did not see."""
-        assert known.seen is not None
-        gone = current is not None and bool(current.type) and not current.permitted
-        gone = gone and not known.seen.has_content
-        known.missing = current.content if gone and current is not None else ""
-
     # --- steps
 
     async def _carry_out(self, steps: Iterable[Step], turn: _Turn) -> None:
         """Each step in order. RefusedError, OSError or TimeoutError from one ends it there."""
+        known, device = turn.known, turn.known.device
         for step in steps:
-            await self._do(step, turn)
-
-    async def _do(self, step: Step, turn: _Turn) -> None:
-        known, entry = turn.known, turn.entry
-        device = known.device
-        match step:
-            case Step.RECORD_PERMISSION:
-                if device.volume:  # only an operator permits without a volume's name
-                    turn.entry = self._entry(device).permit(turn.by, time.time())
-                    await self._save(turn.entry)
-            case Step.MIRROR:
-                if entry is not None and device.volume:
-                    await self._mirror(known, entry)
-            case Step.CONFIRM:
-                again = blockdev.identify(device.name)
-                if again is None or again.attachment != device.attachment:
-                    raise kit.errors.RefusedError(
-                        device.name, "another device was attached to it", "try it again"
-                    )
-            case Step.GRANT:
-                until = time.monotonic() + self.settings.lease
-                self._holder().grant(device.number, until, device.diskseq)
-                self.granted += 1
-            case Step.SHORTEN:
-                until = time.monotonic() + lease.LINGER_SECONDS
-                until = min(self._until(device) or 0.0, until)
-                if self.leases is not None:
-                    self.leases.grant(device.number, until, device.diskseq)
-            case Step.REVOKE:
-                self._revoke(device.number)
-            case Step.RECORD_CONTENT:
-                await self._record(turn)
-            case Step.CLOSE_PERMISSION:
-                if entry is not None:
-                    turn.entry = entry.unused()
-                    await self._save(turn.entry)
+            entry = turn.entry
+            match step:
+                case Step.RECORD_PERMISSION:
+                    if device.volume:  # only an operator permits without a volume's name
+                        turn.entry = self._entry(device).permit(turn.by, time.time())
+                        await self._save(turn.entry)
+                case Step.MIRROR:
+                    if entry is not None and device.volume:
+                        await self._mirror(known, entry)
+                case Step.CONFIRM:
+                    again = blockdev.identify(device.name)
+                    if again is None or again.attachment != device.attachment:
+                        raise kit.errors.RefusedError(
+                            device.name, "another device was attached to it", "try it again"
+                        )
+                case Step.GRANT:
+                    until = time.monotonic() + self.settings.lease
+                    self._holder().grant(device.number, until, device.diskseq)
+                    self.granted += 1
+                case Step.SHORTEN:
+                    until = time.monotonic() + lease.LINGER_SECONDS
+                    until = min(self._until(device) or 0.0, until)
+                    if self.leases is not None:
+                        self.leases.grant(device.number, until, device.diskseq)
+                case Step.REVOKE:
+                    self._revoke(device.number)
+                case Step.RECORD_CONTENT:
+                    await self._record(turn)
+                case Step.CLOSE_PERMISSION:
+                    if entry is not None:
+                        turn.entry = entry.unused()
+                        await self._save(turn.entry)
 
     async def _record(self, turn: _Turn) -> None:
         """Save the content seen. Other content than the ledger's is a finding instead, and the
@@ -420,9 +410,9 @@ class LeaseManager:
         if image is None or image.snapshot or known.mirrored == state:
             return
         try:
-            if await self.clusters.write(image, new):
+            if await self.mirror.write(image, new):
                 known.mirrored = state
-        except mirror.Failed as error:
+        except kit.errors.AgentError as error:
             self.mirror_failures += 1
             log.warning("ledger not mirrored", volume=known.device.title, error=str(error))
 
@@ -430,13 +420,11 @@ class LeaseManager:
         found = self.ledger.get(device.volume)
         return found or store.Entry(volume=device.volume, title=device.title)
 
-    # --- leases
-
     async def _grant(self, known: Known, by: str) -> None:
         self._holder()  # before anything is written down
         await self._carry_out(lease.GRANTING, _Turn(known, None, by=by))
-        log.info("format permitted", device=known.device.name, volume=known.device.title, by=by,
-                 seconds=self.settings.lease)  # fmt: skip
+        device = known.device
+        log.info("format permitted", device=device.name, volume=device.title, by=by)
 
     def _holder(self) -> Leases:
         if self.leases is None:
@@ -467,7 +455,7 @@ class LeaseManager:
                 f"holds volume {device.volume or '(no name)'}, not {volume or '(empty)'}",
                 "look at it with 'nodeagent volume probe' and name the volume that it shows",
             )
-        if _in_use(device):
+        if blockdev.in_use(device):
             raise kit.errors.InUseError(
                 path, "is mounted, or another device is stacked on it", "unmount it first"
             )
@@ -504,14 +492,8 @@ def host_mounts() -> list[mountinfo.Mount]:
         return mountinfo.read()
 
 
-def _merged(here: store.Entry | None, there: store.Entry | None) -> store.Entry | None:
-    return store.merge(here, there) if here is not None and there is not None else here
-
-
-def _in_use(device: blockdev.BlockDevice) -> bool:
-    """Mounted by any process (the kernel's own list per file system), or below another device."""
-    if device.holders:
-        return True
-    if any(Path("/sys/fs", kind, device.name).exists() for kind in ("ext4", "xfs", "f2fs")):
-        return True
-    return any(mount.device == device.number for mount in mountinfo.read())
+def _missing(seen: Verdict, entry: store.Entry | None) -> str:
+    """The content that the ledger knows and the probe did not see."""
+    if entry is None or entry.permitted or seen.has_content:
+        return ""
+    return entry.content

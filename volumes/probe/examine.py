@@ -5,8 +5,7 @@ A failed read must never pass for "empty": that is how data is formatted away. S
 system, RAID, LVM, LUKS or partition table leaves a mark (``signature_offsets``) to read as zeros.
 All reads bypass the page cache, which may hold what an earlier attachment or fault left there.
 
-This runs in a child process that the agent abandons when the device hangs (``prober``). It imports
-little, because each new child waits for its imports.
+This runs in a child process that the agent abandons when the device hangs (``prober``).
 """
 
 import errno
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+import kit.worker
 from linux import blkid
 from volumes.probe import signature_offsets
 
@@ -41,6 +41,14 @@ class Kind(StrEnum):
     UNREADABLE = "unreadable"
     NO_MEDIA = "no_media"
     TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True)
+class Request:
+    """``seed`` chooses the sampled pages: another seed, other pages."""
+
+    device: str
+    seed: int
 
 
 CONTENT = frozenset({Kind.HAS_FS, Kind.PARTITIONED, Kind.ENCRYPTED})
@@ -64,11 +72,6 @@ class Verdict:
     content_at: int | None = None  # unreadable: a byte found there that is not zero
     seconds: float = 0.0
     seed: int = 0  # of the sampled pages
-
-    @classmethod
-    def from_json(cls, answer: Mapping[str, Any]) -> "Verdict":
-        known = {name: answer[name] for name in cls.__dataclass_fields__ if name in answer}
-        return cls(**{**known, "verdict": Kind(answer["verdict"])})
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": str(self.verdict)}
@@ -95,14 +98,17 @@ def _long(descriptor: int, request: int) -> int:
     return int(struct.unpack("=Q", fcntl.ioctl(descriptor, request, bytes(8)))[0])
 
 
-def examine(path: str, seed: int) -> Verdict:
-    """The verdict on the block device at ``path``. An OSError becomes a verdict too.
+def main() -> None:
+    """The child process of a probe: answer requests until the agent closes the pipe."""
+    kit.worker.serve(Request, examine)
 
-    ``seed`` chooses the sampled pages: another seed, other pages.
-    """
+
+def examine(request: Request) -> Verdict:
+    """The verdict on a block device. An OSError becomes a verdict too."""
     began = time.monotonic()
-    found = _examine(path, seed)
-    return replace(found, device=path, seed=seed, seconds=round(time.monotonic() - began, 4))
+    found = _examine(request.device, request.seed)
+    seconds = round(time.monotonic() - began, 4)
+    return replace(found, device=request.device, seed=request.seed, seconds=seconds)
 
 
 def _examine(path: str, seed: int) -> Verdict:

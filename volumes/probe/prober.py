@@ -1,131 +1,101 @@
-"""Probes devices in children, each abandoned when its device hangs."""
+"""Probes devices in child processes, because a read of a dead device cannot be interrupted.
+
+A child in an uninterruptible sleep does not die of SIGKILL until its device answers. At the
+deadline it is abandoned, and while it exists the device's verdict is TIMEOUT without another child,
+which would only hang beside it. A child that answered is kept for the next probe, and one is
+started ahead, because a start takes longer than a probe.
+"""
 
 import asyncio
-import json
 import random
-import sys
-from pathlib import Path
 
-from volumes.probe import examine
+import kit.errors
+import kit.worker
+from kit import processes
+from volumes.probe.examine import Kind, Request, Verdict
 
-_CHILD = Path(__file__).with_name("child.py")
-_LAST_WORDS = 2000
+_NO_ANSWER = "no answer"
+
+
+def _about(device: str) -> str:
+    return f"probe of {device}"
 
 
 class Prober:
     """Invariant: at most one child per device exists, a hanging one included.
 
-    A child in an uninterruptible sleep does not die of SIGKILL until its device answers; it is
-    left alone and counted. While it is there, the device's verdict is TIMEOUT without a new child.
+    ``deadline``: seconds for one probe. ``at_once``: probes that run at a time; hanging ones do not
+    count.
     """
 
     def __init__(self, deadline: float = 3.0, at_once: int = 4) -> None:
-        self.deadline = deadline  # seconds
-        self._children: dict[str, asyncio.Task[examine.Verdict]] = {}
-        self._slots = asyncio.Semaphore(at_once)
-        self._hanging: set[str] = set()
-        self._spare: asyncio.subprocess.Process | None = None
-        self._closed = False
+        self.deadline = deadline
         self.started = 0
+        self._probes: dict[str, asyncio.Task[Verdict]] = {}
+        self._slots = asyncio.Semaphore(at_once)
+        self._late: set[str] = set()
+        self._spare: kit.worker.Worker[Verdict] | None = None
+        self._closed = False
 
     @property
     def hanging(self) -> frozenset[str]:
-        """Devices whose child has outlived its deadline."""
-        return frozenset(self._hanging)
+        """Devices whose child was abandoned and still exists."""
+        self._late = {device for device in self._late if processes.hanging(_about(device))}
+        return frozenset(self._late)
 
-    async def probe(self, device: str) -> examine.Verdict:
-        """The verdict on the node ``device``, at the latest after the deadline (once a child may
-        start: hanging ones hold no slot). Calls for one device share one child."""
-        task = self._children.get(device)
+    async def probe(self, device: str) -> Verdict:
+        """The verdict on the device node ``device``, at the latest ``deadline`` seconds after its
+        child may start. Calls for one device share one child."""
+        task = self._probes.get(device)
         if task is None:
-            await self._slots.acquire()
-            task = self._children.get(device)
-            if task is None:
-                task = asyncio.create_task(self._run(device), name=f"probe {device}")
-                self._children[device] = task
-                task.add_done_callback(lambda _: self._ended(device))
-            else:
-                self._slots.release()
-        elif device in self._hanging:
-            return self._timeout(device)
-        done, _ = await asyncio.wait({task}, timeout=self.deadline)
-        if done:
-            return task.result()
-        if device not in self._hanging and device in self._children:
-            self._hanging.add(device)
-            self._slots.release()
-        return self._timeout(device)
-
-    def _timeout(self, device: str) -> examine.Verdict:
-        return examine.Verdict(
-            examine.Kind.TIMEOUT, device, where="no answer", seconds=self.deadline
-        )
-
-    def _ended(self, device: str) -> None:
-        del self._children[device]
-        if device in self._hanging:
-            self._hanging.discard(device)
-        else:
-            self._slots.release()
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-S", "-E", str(_CHILD)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
+            if device in self.hanging:
+                return self._timeout(device)
+            task = asyncio.create_task(self._run(device), name=_about(device))
+            self._probes[device] = task
+            task.add_done_callback(lambda _: self._probes.pop(device, None))
+        return await asyncio.shield(task)
 
     async def warm(self) -> None:
-        """Have a child ready that has started and waits for its device: 40 ms less per probe."""
+        """Have a child ready that waits for its device."""
         if self._spare is None and not self._closed:
-            self._spare = await self._start()
+            self._spare = _worker()
+            await self._spare.start()
 
-    async def _take(self) -> asyncio.subprocess.Process:
-        process, self._spare = self._spare, None
-        if process is not None and process.returncode is None:
-            return process
-        return await self._start()
-
-    async def _run(self, device: str) -> examine.Verdict:
-        self.started += 1
-        process = await self._take()
-        loop = asyncio.get_running_loop()
-        ends = loop.time() + self.deadline
-        timer = loop.call_at(ends, self._kill, process)
-        request = json.dumps([device, random.getrandbits(32)]).encode()
-        try:
-            out, err = await process.communicate(request)
-        except asyncio.CancelledError:
-            self._kill(process)
-            raise
-        finally:
-            timer.cancel()
-        await self.warm()
-        try:
-            return examine.Verdict.from_json(json.loads(out))
-        except (ValueError, KeyError):
-            if loop.time() >= ends:  # our own kill ended it, not the device
-                return self._timeout(device)
-            words = err.decode(errors="replace")[-_LAST_WORDS:].strip()
-            where = f"probe ended with {process.returncode}: {words}"
-            return examine.Verdict(examine.Kind.UNREADABLE, device, where=where, errno=5)
-
-    @staticmethod
-    def _kill(process: asyncio.subprocess.Process) -> None:
-        if process.returncode is None:
+    async def _run(self, device: str) -> Verdict:
+        async with self._slots:
+            self.started += 1
+            worker, self._spare = self._spare or _worker(), None
+            worker.about = _about(device)
             try:
-                process.kill()
-            except ProcessLookupError:
-                pass  # it ended by itself just now
+                request = Request(device, random.getrandbits(32))
+                found = await worker.ask(request, self.deadline)
+            except processes.DeadlineError:  # the worker has abandoned its child
+                self._late.add(device)
+                found = self._timeout(device)
+            except (kit.errors.AgentError, OSError, ValueError, kit.worker.ChildError) as error:
+                found = Verdict(Kind.UNREADABLE, device, where=f"no probe: {error}", errno=5)
+                await worker.close()
+            else:
+                if self._spare is None and not self._closed:
+                    self._spare = worker
+                else:
+                    await worker.close()
+        await self.warm()
+        return found
+
+    def _timeout(self, device: str) -> Verdict:
+        return Verdict(Kind.TIMEOUT, device, where=_NO_ANSWER, seconds=self.deadline)
 
     async def close(self) -> None:
-        """Give up every child without waiting for those that hang."""
+        """Abandon every child, without waiting for those that hang."""
         self._closed = True
-        for task in list(self._children.values()):
+        tasks = list(self._probes.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._children.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._spare is not None:
-            self._kill(self._spare)
-            await self._spare.communicate()
+            await self._spare.close()
+
+
+def _worker() -> kit.worker.Worker[Verdict]:
+    return kit.worker.Worker("volumes.probe.examine:main", Verdict, about="probe")

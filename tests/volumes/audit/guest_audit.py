@@ -134,8 +134,9 @@ async def main() -> None:
     )
     address = device.client.address
     run("ceph", "-c", CONF, "osd", "blocklist", "add", address)
-    # The OSD learns of it a moment later; until then reads still succeed.
-    read = ("dd", f"if={node}", "of=/dev/null", "bs=4096", "count=1", "skip=5000", "iflag=direct")
+    # The OSD learns of it a moment later; until then reads still succeed. The superblock's object
+    # exists: a read of one that the object map lacks would never reach the OSD.
+    read = ("dd", f"if={node}", "of=/dev/null", "bs=4096", "count=1", "iflag=direct")
     await until(lambda: run(*read, check=False).returncode, "a read that fails")
     await until(lambda: found("blocklisted-client"), "blocklisted-client")
     say("blocklisted-client found")

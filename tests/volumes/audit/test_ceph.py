@@ -6,7 +6,6 @@ ceph-csi's record (image-meta.json) names the image of a device.
 
 import contextlib
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import waiting
+from tests.testbed import leftovers
 from tests.testbed.ceph import CephCluster
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, settings, watching
@@ -67,22 +66,16 @@ def secret(ceph: CephCluster, tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def shown_as_files(ceph: CephCluster, folder: Path) -> Iterator[Path]:
-    """The pool's images as files; every one opened counts as a client that writes.
-
-    rbd-fuse is killed in the end: a file system on one of its files may still be alive in a mount
-    namespace of another test, and would hang every sync of the machine once the cluster is gone.
-    """
+    """The pool's images as files; every one opened counts as a client that writes."""
     folder.mkdir()
-    process = subprocess.Popen(
-        ["rbd-fuse", "-f", "-c", str(ceph.conf), "-p", "rbd", str(folder)], env=ceph.environment
-    )
+    ceph.run("rbd-fuse", "-c", str(ceph.conf), "-p", "rbd", str(folder))
     try:
-        waiting.until(lambda: os.path.ismount(folder), what="rbd-fuse")
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=False, timeout=30)
-        process.kill()
-        process.wait(timeout=30)
+        # It would wait for its cluster for ever, and a device that still lies on it with it: then
+        # every sync(2) of the machine hangs.
+        leftovers.end(folder)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ controller is the agent's own.
 """
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import kit.findings
+from ceph.settings import ClusterSettings
 from linux import blockdev
 from tests.testbed import formatters, waiting
 from volumes import settings
@@ -47,10 +49,6 @@ def attach(image: str) -> str:
     return f"/dev/rbd{new}"
 
 
-def detach(device: str) -> None:
-    Path("/sys/bus/rbd/remove_single_major").write_text(device.removeprefix("/dev/rbd"))
-
-
 def zeroed(device: str) -> None:
     """The primary superblock reads as zeros: written past the guard, as a broken backend would."""
     with open(device, "r+b", buffering=0) as stream:
@@ -60,6 +58,21 @@ def zeroed(device: str) -> None:
 
 async def until(what: str, condition: Callable[[], Any]) -> None:
     await waiting.until_async(condition, 60, what, detail=lambda: findings)
+
+
+async def detach(device: str) -> None:
+    """Unmap as ceph-csi does: again while the device is busy, with a probe for example."""
+
+    def detached() -> bool:
+        try:
+            Path("/sys/bus/rbd/remove_single_major").write_text(device.removeprefix("/dev/rbd"))
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            return False
+        return True
+
+    await until(f"{device} to be unmapped", detached)
 
 
 async def in_thread(*command: str) -> "subprocess.CompletedProcess[str]":
@@ -75,13 +88,12 @@ async def main() -> None:
     lost = formatters.kubelet(run, device, "ext4", TARGET, lambda: None)
     say(f"control mkfs {lost.mkfs} mounted {lost.mounted} {lost.error}".strip())
     run("umount", TARGET)
-    detach(device)
+    await detach(device)
 
     wanted = settings.GuardSettings(
         mode="enforce",
         quiet=0,  # pydantic takes seconds
         pins=Path("/sys/fs/bpf/nodeagent"),
-        clusters=(settings.ClusterSettings(conf=Path(CONF), user="admin"),),
         cluster_timeout=60,  # python starts slowly here
         probe_timeout=30,
         lease=20,
@@ -90,11 +102,12 @@ async def main() -> None:
     def changed() -> None:
         findings[:] = volume_status.findings(guard, time.time())
 
-    guard = controller.Controller(wanted, state_dir=Path("/run/state"), changed=changed)
+    clusters = (ClusterSettings(name="c1", conf=Path(CONF), user="admin"),)
+    guard = controller.Controller(wanted, clusters, state_dir=Path("/run/state"), changed=changed)
     await guard.start()
     kernel = guard.guard
     assert kernel is not None
-    status = volume_status.without_agent(wanted, Path("/run/state"))
+    status = await volume_status.without_agent(wanted, Path("/run/state"))
     say(f"status {status['mode']} {status['proof']} whole {status['whole_node']}")
 
     # A new, blank image: leased by itself, formatted and mounted by kubelet's sequence.
@@ -134,7 +147,7 @@ async def main() -> None:
         say(f"denied {' '.join(words[:2])} {done.returncode != 0}")
     done = await in_thread("fsck.ext4", "-f", "-y", device)
     say(f"allowed fsck {done.returncode}")
-    detach(device)
+    await detach(device)
     say(f"allowed unmap {not Path('/sys/block', name).exists()}")
 
     # The accident: the superblock reads as zeros (blkid: nothing there), kubelet wants mkfs.
@@ -161,10 +174,10 @@ async def main() -> None:
     run("umount", TARGET)
 
     # Another node without memory of its own: the image's metadata tells it.
-    answer = await guard.clusters.look(identity.image, extents=True)
+    answer = await guard.mirror.look(identity.image, extents=True)
     say(f"metadata {answer.mirror} extents {answer.extents}")
     await guard.stop()
-    detach(device)
+    await detach(device)
 
 
 asyncio.run(main())

@@ -76,7 +76,11 @@ def device(image: Path) -> Iterator[str]:
 
 
 def _untouched(device: str, image: Path, before: str) -> bool:
-    os.sync()
+    descriptor = os.open(device, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # what was written to the device is in the image's pages then
+    finally:
+        os.close(descriptor)
     return blockdev.sha256(image) == before
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.testbed import blockdev
-from volumes.probe import prober, signature_offsets
-from volumes.probe.examine import Kind, Verdict
+from volumes.probe import prober
+from volumes.probe.examine import Kind
 
 pytestmark = pytest.mark.real
 
@@ -84,19 +84,6 @@ async def test_probe_finds_backups_behind_zeroed_front(
     assert found.verdict in (Kind.UNKNOWN_CONTENT, Kind.PARTITIONED, Kind.AMBIVALENT), found
     if found.verdict is Kind.UNKNOWN_CONTENT:
         assert found.offset >= lost
-
-
-def test_marks_cover_backups_of_large_volumes() -> None:
-    """Where mkfs puts backups on sizes that cannot be made here."""
-    for size, wanted in (
-        (2**40, [32768 * 4096, 3 * 32768 * 4096, 49 * 32768 * 4096, 64 * MiB, 2**38, 2**40 // 4]),
-        (10 * 2**40, [2**40 * 9, 32768 * 4096 * 3**10, 32768 * 4096 * 7**4]),
-    ):
-        marks = signature_offsets.marks(size)
-        for offset in wanted:
-            assert any(start <= offset < start + length for start, length in marks), offset
-        assert sum(length for _, length in marks) < 16 * MiB
-        assert all(start >= 0 and start + length <= size for start, length in marks)
 
 
 _UNREADABLE: dict[str, dict[str, Any]] = {
@@ -202,10 +189,3 @@ async def test_joined_probe_of_hanging_device_is_timeout(
         assert look.started == 1
     finally:
         await look.close()
-
-
-def test_verdict_survives_json() -> None:
-    verdict = Verdict(Kind.UNREADABLE, "/dev/rbd0", where="offset 0", errno=5, content_at=4096)
-    assert Verdict.from_json(verdict.as_json()) == verdict
-    assert str(verdict) == "unreadable (offset 0: EIO, Input/output error)"
-    assert os.strerror(5) in str(verdict)

@@ -135,18 +135,23 @@ class Namespaces:
 
     def _all(self, found: Visited) -> Iterator[tuple[int, int, int]]:
         """(inode, id, descriptor) of each namespace; the descriptor is open until the next one."""
+        visited: set[int] = set()
         try:
             for listed in mount_namespaces.walk():
+                visited.add(listed.inode)
                 yield listed.inode, listed.id, listed.descriptor
             return
         except OSError as error:
-            if error.errno not in (errno.ENOTTY, errno.EINVAL):
+            # EPERM: the node has a PID namespace of its own (it runs in a container).
+            if error.errno not in (errno.ENOTTY, errno.EINVAL, errno.EPERM):
                 raise
         found.by_processes = True
         self._threads = self._processes.threads_apart()
         homes = {inode: f"{pids[0]}" for inode, pids in self._processes.by_space.items()}
         homes |= {i: f"{pid}/task/{tid}" for i, ((pid, tid), *_) in self._threads.items()}
         for inode, home in homes.items():
+            if inode in visited:
+                continue
             try:
                 with mount_namespaces.opened(f"{self._proc}/{home}/ns/mnt") as descriptor:
                     if os.fstat(descriptor).st_ino == inode:

@@ -1,0 +1,59 @@
+{{/* Name of a pool's objects: nodeagent, or nodeagent-POOL. */}}
+{{- define "nodeagent.name" -}}
+{{- if eq .pool "default" -}}nodeagent{{- else -}}nodeagent-{{ .pool }}{{- end -}}
+{{- end -}}
+
+{{- define "nodeagent.labels" -}}
+app.kubernetes.io/name: nodeagent
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+nodeagent/pool: {{ .pool }}
+{{- end -}}
+
+{{- define "nodeagent.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+{{- end -}}
+
+{{/* Settings of a pool: what 'host' says, then the general ones, then the pool's own. */}}
+{{- define "nodeagent.settings" -}}
+{{- $host := .root.Values.host -}}
+{{- $runtime := $host.runtime -}}
+{{- $given := mergeOverwrite (deepCopy .root.Values.settings) (deepCopy (.values.settings | default dict)) -}}
+{{- $audit := dict "kubelet" $host.kubelet -}}
+{{- if $runtime.bundles -}}{{- $_ := set $audit "containers" $runtime.bundles -}}{{- end -}}
+{{- $preheat := dict "runtime" $runtime.name "socket" (printf "%s/%s" $runtime.socketDir $runtime.socket) -}}
+{{- if $runtime.hosts -}}{{- $_ := set $preheat "hosts_dir" $runtime.hosts -}}{{- end -}}
+{{- if $runtime.dropIns -}}
+{{- $_ := set $preheat "crio" (dict "drop_in" (printf "%s/50-nodeagent-pinned-images.conf" $runtime.dropIns)) -}}
+{{- end -}}
+{{- $known := dict
+  "cache" (dict "store" (printf "%s/store" $host.state) "views" (printf "%s/views" $host.state))
+  "volumes" (dict "audit" $audit)
+  "preheat" $preheat -}}
+{{- $made := dict
+  "admin" (dict "listen" (printf "127.0.0.1:%v" .root.Values.port))
+  "state_dir" (printf "%s/state" $host.state) -}}
+{{- range $section, $values := $known -}}
+{{- if index $given $section -}}{{- $_ := set $made $section $values -}}{{- end -}}
+{{- end -}}
+{{- $all := mergeOverwrite $made $given -}}
+{{- range $section, $values := (.values.settings | default dict) -}}
+{{- if kindIs "invalid" $values -}}{{- $_ := unset $all $section -}}{{- end -}}
+{{- end -}}
+{{- toYaml $all -}}
+{{- end -}}
+
+{{/* Directories of the host that the settings of a pool name: sources of kind 'dir', and host.paths. */}}
+{{- define "nodeagent.paths" -}}
+{{- $paths := .root.Values.host.paths -}}
+{{- $settings := include "nodeagent.settings" . | fromYaml -}}
+{{- range (dig "cache" "datasets" list $settings) -}}
+{{- if eq .source.kind "dir" -}}{{- $paths = append $paths .source.path -}}{{- end -}}
+{{- end -}}
+{{- $paths | uniq | sortAlpha | toJson -}}
+{{- end -}}

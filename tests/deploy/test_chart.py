@@ -1,0 +1,201 @@
+"""The chart: what its values may be, what it renders, and that the plain manifests are its own."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.testbed import image, kubernetes
+from tests.testbed.agent import COMMAND
+
+REPO = Path(__file__).parents[2]
+CHART = REPO / "deploy" / "chart"
+MANIFESTS = REPO / "deploy" / "manifests" / "nodeagent.yaml"
+DISTRIBUTIONS = sorted(CHART.glob("values-*.yaml"))
+# What the guard and the audit read of the host at its own path; docs/guard.md, docs/audit.md.
+READ = (
+    "/var/lib/kubelet",
+    "/run/containerd/containerd.sock",
+    "/run/containerd/io.containerd.runtime.v2.task/k8s.io",
+    "/var/lib/containerd",
+    "/etc/containerd/certs.d",
+    "/var/log/containers",
+    "/var/log/journal",
+    "/run/log/journal",
+)
+POOLS = ("--set", "pools.default=null", "--set", "pools.a100.nodeSelector.gpu=a100")
+DATASETS = (
+    'settings.cache.datasets=[{"name": "imagenet", "freshness": "frozen", '
+    '"source": {"kind": "dir", "path": "/mnt/imagenet"}}]'
+)
+
+
+def _render(*words: str) -> list[dict[str, Any]]:
+    done = kubernetes.helm("template", "nodeagent", str(CHART), "--namespace", "nodeagent", *words)
+    assert done.returncode == 0, done.stderr
+    return [each for each in yaml.safe_load_all(done.stdout) if each]
+
+
+def _one(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    (found,) = (each for each in documents if each["kind"] == kind)
+    return found
+
+
+def _pod(daemonset: dict[str, Any]) -> dict[str, Any]:
+    pod: dict[str, Any] = daemonset["spec"]["template"]["spec"]
+    return pod
+
+
+def _check_settings(folder: Path, configmap: dict[str, Any]) -> None:
+    file = folder / "nodeagent.yaml"
+    file.write_text(configmap["data"]["nodeagent.yaml"])
+    done = subprocess.run(
+        [COMMAND, "config", "check", str(file)],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def manifests() -> list[dict[str, Any]]:
+    return [each for each in yaml.safe_load_all(MANIFESTS.read_text()) if each]
+
+
+@pytest.fixture(scope="module")
+def pod(manifests: list[dict[str, Any]]) -> dict[str, Any]:
+    return _pod(_one(manifests, "DaemonSet"))
+
+
+def test_versions_are_equal(pod: dict[str, Any]) -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == image.version()
+    assert f"ARG VERSION={image.version()}\n" in (REPO / "Dockerfile").read_text()
+    wait = yaml.safe_load((REPO / "deploy/guard/csi-wait.yaml").read_text())
+    containers = pod["initContainers"] + pod["containers"] + _pod(wait)["initContainers"]
+    assert {each["image"] for each in containers} == {f"nodeagent:{image.version()}"}
+    assert {each["imagePullPolicy"] for each in containers} == {"IfNotPresent"}
+    assert f"kubernetes={kubernetes.VERSION} " in (REPO / "scripts/kubernetes.sh").read_text()
+
+
+@pytest.mark.parametrize("path", READ)
+def test_what_rooms_read_of_the_host_is_mounted_at_its_own_path(
+    pod: dict[str, Any], path: str
+) -> None:
+    hosts = {each["name"]: each.get("hostPath", {}).get("path") for each in pod["volumes"]}
+    mounts = [
+        mount
+        for mount in pod["containers"][0]["volumeMounts"]
+        if path == mount["mountPath"] or path.startswith(mount["mountPath"] + "/")
+    ]
+    assert mounts, path
+    for mount in mounts:
+        assert hosts[mount["name"]] == mount["mountPath"]  # mount tables and links fit
+        assert mount["readOnly"] is True
+        # Without it the agent is itself a holder of leaked mounts.
+        assert mount["mountPropagation"] == "HostToContainer"
+
+
+def test_only_what_mounts_for_the_host_is_bidirectional(pod: dict[str, Any]) -> None:
+    for container in pod["initContainers"] + pod["containers"]:
+        both = {
+            mount["mountPath"]
+            for mount in container["volumeMounts"]
+            if mount.get("mountPropagation") == "Bidirectional"
+        }
+        assert both == {"/var/lib/nodeagent", "/sys/fs/bpf"}
+    assert pod["hostPID"] is True
+
+
+def test_default_settings_have_all_rooms_and_a_guard_that_only_reports(
+    manifests: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    configmap = _one(manifests, "ConfigMap")
+    settings = yaml.safe_load(configmap["data"]["nodeagent.yaml"])
+    assert {"cache", "volumes", "preheat"} <= set(settings)
+    assert settings["volumes"]["guard"]["mode"] == "dry-run"
+    _check_settings(tmp_path, configmap)
+
+
+@pytest.mark.real
+def test_manifests_are_rendered_from_the_chart(tmp_path: Path) -> None:
+    made = tmp_path / "nodeagent.yaml"
+    subprocess.run([REPO / "scripts/manifests.sh", made], check=True, timeout=60)
+    assert made.read_text() == MANIFESTS.read_text(), "run scripts/manifests.sh"
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("values", [None, *DISTRIBUTIONS], ids=lambda p: p.stem if p else "default")
+def test_chart_lints_and_its_settings_are_the_agents(values: Path | None, tmp_path: Path) -> None:
+    words = () if values is None else ("--values", str(values))
+    done = kubernetes.helm("lint", "--strict", str(CHART), *words)
+    assert done.returncode == 0, done.stdout
+    _check_settings(tmp_path, _one(_render(*words), "ConfigMap"))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "image.tag=latest",
+        "image.tagg=1",
+        "image.pullPolicy=Sometimes",
+        "host.state=relative/path",
+        "host.state=/var/lib/../x",
+        "host.runtime.name=docker",
+        "settings.cash.budget=1",
+        "pools=null",
+        "pools.UPPER.nodeSelector.a=b",
+        "pools.big.nodeSelectors.a=b",
+        "resources.limits.memory=lots",
+        "port=0",
+        "secretName=No_Name",
+        "unknown=1",
+    ],
+)
+def test_schema_refuses(odd: str) -> None:
+    done = kubernetes.helm("template", "nodeagent", str(CHART), "--set", odd)
+    assert done.returncode != 0
+    assert "values don't meet the specifications of the schema" in done.stderr, done.stderr
+
+
+@pytest.mark.real
+def test_sources_of_kind_dir_are_mounted(tmp_path: Path) -> None:
+    documents = _render("--set-json", DATASETS, "--set", "host.paths[0]=/mnt/more")
+    pod = _pod(_one(documents, "DaemonSet"))
+    mounts = {each["mountPath"]: each for each in pod["containers"][0]["volumeMounts"]}
+    for path in ("/mnt/imagenet", "/mnt/more"):
+        assert mounts[path]["readOnly"] is True
+        assert mounts[path]["mountPropagation"] == "HostToContainer"
+    _check_settings(tmp_path, _one(documents, "ConfigMap"))
+
+
+@pytest.mark.real
+def test_pools_have_daemonsets_and_settings_of_their_own(tmp_path: Path) -> None:
+    documents = _render(
+        *POOLS, "--set", "pools.a100.settings.cache.budget=1TiB",
+        "--set", "pools.cpu.nodeSelector.gpu=none", "--set-json", "pools.cpu.settings.preheat=null",
+        "--set", "pools.cpu.resources.limits.memory=1Gi",
+    )  # fmt: skip
+    daemonsets = {
+        each["metadata"]["name"]: each for each in documents if each["kind"] == "DaemonSet"
+    }
+    settings = {
+        each["metadata"]["name"]: yaml.safe_load(each["data"]["nodeagent.yaml"])
+        for each in documents
+        if each["kind"] == "ConfigMap"
+    }
+    assert set(daemonsets) == set(settings) == {"nodeagent-a100", "nodeagent-cpu"}
+    assert settings["nodeagent-a100"]["cache"]["budget"] == "1TiB"
+    assert "preheat" not in settings["nodeagent-cpu"]
+    assert "budget" not in settings["nodeagent-cpu"]["cache"]
+    selectors = [each["spec"]["selector"]["matchLabels"] for each in daemonsets.values()]
+    assert selectors[0] != selectors[1]
+    cpu = _pod(daemonsets["nodeagent-cpu"])
+    assert cpu["containers"][0]["resources"]["limits"]["memory"] == "1Gi"
+    (sources,) = (each for each in cpu["volumes"] if each["name"] == "config")
+    assert sources["projected"]["sources"] == [{"configMap": {"name": "nodeagent-cpu"}}]
+    for each in documents:
+        if each["kind"] == "ConfigMap":
+            _check_settings(tmp_path, each)

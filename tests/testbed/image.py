@@ -1,0 +1,252 @@
+"""The agent's image, built from a clean checkout by our own Dockerfile.
+
+buildah builds it on a base made by Debian's mmdebstrap, because a machine of the tests need not
+reach a registry. Base, layers and finished images live in the cache folder outside the clone, so a
+fresh clone builds only what it changed. A hash of the files it is built from is an image's tag.
+
+The machine's own package settings (mirrors, proxies, certificate authorities) reach the build as a
+folder mounted over /etc/apt, read-only: nothing of it is in the image.
+"""
+
+import configparser
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).parents[2]
+CACHE = Path(os.environ.get("NODEAGENT_CACHE", "~/.cache/nodeagent")).expanduser()
+NAME = "localhost/nodeagent"
+BASE = "localhost/nodeagent-base:bookworm"
+BUILD_SECONDS = 1500.0  # the first time, on a busy machine; a changed version takes half a minute
+KEPT = 3
+MOST_LAYERS = 200
+# Files of the checkout that no image holds; as in .dockerignore.
+_LEFT_OUT = ("tests/", "docs/", ".ci/", "deploy/chart/", "deploy/manifests/")
+_DOCUMENTATION = ("doc", "man", "locale", "info")  # Debian's slim images have none either
+_KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+_MOUNTED = "/etc/apt"
+
+
+@dataclass(frozen=True)
+class Image:
+    """``archive``: an OCI archive that ``ctr images import`` takes."""
+
+    tag: str  # hash of what it was built from; its revision label
+    version: str
+    archive: Path
+
+    @property
+    def reference(self) -> str:
+        return f"{NAME}:{self.tag}"
+
+
+@contextlib.contextmanager
+def container(image: Image) -> Iterator["Container"]:
+    """The image's file system with commands run in it (a chroot), gone afterwards."""
+    home = CACHE / "image"
+    name = _buildah(home, "from", "--pull-never", image.reference).strip()
+    try:
+        yield Container(image, home, name, Path(_buildah(home, "mount", name).strip()))
+    finally:
+        _buildah(home, "rm", name)
+
+
+@dataclass(frozen=True)
+class Container:
+    image: Image
+    home: Path
+    name: str
+    root: Path
+
+    def run(self, *words: str) -> str:
+        """What it prints; AssertionError when it fails. Without /dev and /proc."""
+        path = "PATH=/opt/nodeagent/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        return _run("chroot", str(self.root), "/usr/bin/env", path, *words)
+
+    def config(self) -> Any:
+        return json.loads(_buildah(self.home, "inspect", self.name))["OCIv1"]["config"]
+
+
+def version() -> str:
+    project: dict[str, str] = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    return project["version"]
+
+
+def build() -> Image:
+    """The image of this checkout, from the cache when it was built before."""
+    files = _checkout()
+    tag = _hash(files)
+    home = CACHE / "image"
+    archive = home / f"{tag}.tar"
+    made = Image(tag, version(), archive)
+    home.mkdir(parents=True, exist_ok=True)
+    with _locked(home / "lock"):
+        if archive.exists():
+            os.utime(archive)
+            return made
+        with _folder(home / "work") as work:
+            settings = _package_settings(work / "apt")
+            _need_base(home, work)
+            context = work / "context"
+            for name in files:
+                (context / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(REPO / name, context / name, follow_symlinks=False)
+            _buildah(
+                home, "bud", "--layers", "--isolation", "chroot", "--network", "host",
+                "--pull-never", "--volume", f"{settings}:{_MOUNTED}:ro",
+                "--build-arg", f"BASE={BASE}",
+                "--build-arg", f"PIP_CONFIG_FILE={_MOUNTED}/machine/pip.conf",
+                "--build-arg", f"VERSION={made.version}",
+                "--build-arg", f"REVISION={tag}",
+                "--tag", made.reference, str(context),
+            )  # fmt: skip
+            new = work / "image.tar"
+            # Not compressed: it is read once on this machine.
+            _buildah(
+                home, "push", "--disable-compression", made.reference,
+                f"oci-archive:{new}:{made.reference}",
+            )  # fmt: skip
+            new.rename(archive)
+        _forget_old(home)
+    return made
+
+
+def _checkout() -> list[str]:
+    """What git tracks, as it is in the work tree, without what .dockerignore leaves out."""
+    names = _run("git", "-C", str(REPO), "ls-files", "--cached", "--others", "--exclude-standard")
+    return sorted(
+        name
+        for name in names.splitlines()
+        if not name.startswith(_LEFT_OUT) and (REPO / name).is_file()
+    )
+
+
+def _hash(files: list[str]) -> str:
+    found = hashlib.sha256()
+    for name in (*files, "tests/testbed/image.py"):
+        path = REPO / name
+        found.update(f"{name}\0{path.stat().st_mode & 0o111}\0".encode())
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:12]
+
+
+def _package_settings(folder: Path) -> Path:
+    """What replaces /etc/apt during the build: this machine's Debian mirrors, its ways to them."""
+    (folder / "machine").mkdir(parents=True)
+    for name in ("apt.conf.d", "sources.list.d", "preferences.d", "trusted.gpg.d"):
+        (folder / name).mkdir()
+    lines = [f"deb [signed-by={_KEYRING}] {site} {name} main" for site, name in _archives()]
+    (folder / "sources.list").write_text("\n".join(dict.fromkeys(lines)) + "\n")
+    authority = Path("/etc/ssl/certs/ca-certificates.crt")
+    # Which indexes apt fetches is the image's own affair.
+    acquire = "".join(
+        line + "\n"
+        for line in _run("apt-config", "dump", "--no-empty", "Acquire").splitlines()
+        if not line.startswith(("Acquire::IndexTargets", "Acquire::Changelogs"))
+    )
+    pip = configparser.RawConfigParser()
+    pip.read(
+        ["/etc/pip.conf", *(Path.home() / p for p in (".config/pip/pip.conf", ".pip/pip.conf"))]
+    )
+    if not pip.has_section("global"):
+        pip.add_section("global")
+    for name, value in os.environ.items():
+        if name.startswith("PIP_") and name != "PIP_CONFIG_FILE":
+            pip.set("global", name[4:].lower().replace("_", "-"), value)
+    pip.remove_option("global", "find-links")  # a folder of this machine
+    if authority.exists():
+        shutil.copy(authority, folder / "machine" / "ca.crt")
+        acquire += f'Acquire::https::CAInfo "{_MOUNTED}/machine/ca.crt";\n'
+        pip.set("global", "cert", f"{_MOUNTED}/machine/ca.crt")
+    (folder / "apt.conf.d" / "machine").write_text(acquire)
+    with (folder / "machine" / "pip.conf").open("w") as stream:
+        pip.write(stream)
+    for name in ("auth.conf", "auth.conf.d"):
+        source = Path("/etc/apt", name)
+        if source.is_dir():
+            shutil.copytree(source, folder / name)
+        elif source.exists():
+            shutil.copy(source, folder / name)
+    return folder
+
+
+def _archives() -> Iterator[tuple[str, str]]:
+    """Address and suite of the Debian archives that this machine's apt uses."""
+    targets = _run(
+        "apt-get", "indextargets", "--format", "$(SITE) $(CODENAME)",
+        "Created-By: Packages", "Origin: Debian",
+    )  # fmt: skip
+    for line in targets.splitlines():
+        site, _, suite = line.partition(" ")
+        yield site, suite
+
+
+def _need_base(home: Path, work: Path) -> None:
+    if _buildah(home, "images", "--quiet", "--filter", f"reference={BASE}").strip():
+        return
+    site = next(site for site, suite in _archives() if "-" not in suite)  # no updates pocket
+    left_out = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in _DOCUMENTATION]
+    _run(
+        "mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", *left_out,
+        # What mmdebstrap took over from this machine.
+        "--customize-hook=echo deb http://deb.debian.org/debian bookworm main "
+        '> "$1/etc/apt/sources.list"; rm -f "$1/etc/resolv.conf" "$1/etc/hostname"',
+        "bookworm", str(work / "base.tar"), site,
+    )  # fmt: skip
+    container = _buildah(home, "from", "scratch").strip()
+    _buildah(home, "add", "--quiet", container, str(work / "base.tar"), "/")
+    _buildah(home, "commit", "--quiet", "--rm", container, BASE)
+
+
+def _forget_old(home: Path) -> None:
+    archives = sorted(home.glob("*.tar"), key=lambda path: path.stat().st_mtime)
+    for archive in archives[:-KEPT]:
+        archive.unlink()
+        _buildah(home, "rmi", f"{NAME}:{archive.stem}", check=False)
+    # Layers that the next build starts from, and with time many that no build does.
+    if len(_buildah(home, "images", "--all", "--quiet").splitlines()) > MOST_LAYERS:
+        _buildah(home, "rmi", "--prune", check=False)
+
+
+def _buildah(home: Path, *words: str, check: bool = True) -> str:
+    return _run(
+        "buildah", "--root", str(home / "storage"), "--runroot", str(home / "run"),
+        "--storage-driver", "overlay", *words, check=check,
+    )  # fmt: skip
+
+
+def _run(*words: str, check: bool = True) -> str:
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    if check and done.returncode:
+        said = (done.stdout + done.stderr)[-4000:]
+        raise AssertionError(f"{' '.join(words[:8])} … failed with {done.returncode}:\n{said}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _folder(path: Path) -> Iterator[Path]:
+    shutil.rmtree(path, ignore_errors=True)  # of a run that was killed
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,430 @@
+"""A real Kubernetes: etcd, API server, controllers, scheduler, one node (kubelet, containerd).
+
+The control plane consists of plain processes on loopback and is ready in about 5 s. The node is to
+its kubelet what a machine is. It has
+* a mount namespace whose mounts are shared, as under systemd. On the machines of the tests nothing
+  else is shared, and containers with propagation are refused there;
+* processes of its own: a PID namespace. Its pid 1 is the node's, and all of it ends with that one;
+* /etc, /run, /var and a bpf file system of its own, on a small disk of its own.
+Network, /dev and cgroups are the machine's.
+
+scripts/kubernetes.sh builds the programs.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.testbed import containerd, leftovers, ports, registry, waiting
+
+VERSION = "1.34.2"  # as in scripts/kubernetes.sh
+CACHE = Path(os.environ.get("NODEAGENT_CACHE", "~/.cache/nodeagent")).expanduser()
+BIN = CACHE / "kubernetes" / VERSION / "bin"
+RUNTIME = "trixie"  # containerd 1.7
+# The name that the API server reaches its kubelet by, for kubectl exec and logs: on loopback only.
+NODE = "localhost"
+HOST = "registry.test"  # how the node calls the registry of the tests
+START_SECONDS = 90.0
+CGROUPS = Path("/sys/fs/cgroup")
+
+_CERTIFICATES = """\
+openssl genrsa -out sa.key 2048
+openssl rsa -in sa.key -pubout -out sa.pub
+openssl req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -subj /CN=ca -days 2
+one() {
+  openssl req -newkey rsa:2048 -nodes -keyout "$1.key" -out "$1.csr" -subj "$2"
+  echo "subjectAltName=$3" >"$1.ext"
+  openssl x509 -req -in "$1.csr" -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 \\
+    -out "$1.crt" -extfile "$1.ext"
+}
+one api /CN=kube-apiserver IP:127.0.0.1,IP:10.96.0.1,DNS:kubernetes.default
+one admin /O=system:masters/CN=admin DNS:admin
+one node /O=system:nodes/CN=system:node:localhost IP:127.0.0.1,DNS:localhost
+"""
+
+# Runs as pid 1 of the node, in its mount namespace, and stays.
+_NODE = """\
+set -e
+mount --make-rshared /
+mount -o loop {folder}/disk.img {folder}/disk
+cd {folder}/disk
+mkdir -p etc etc.work var var.work
+mount -t overlay -o lowerdir=/etc,upperdir=etc,workdir=etc.work overlay /etc
+mount -t overlay -o lowerdir=/var,upperdir=var,workdir=var.work overlay /var
+mount -t tmpfs -o mode=755 tmpfs /run
+mount -t bpf bpf /sys/fs/bpf
+mkdir -p /run/containerd /run/log /etc/containerd/certs.d
+for each in containerd kubelet nodeagent; do
+  mkdir -p lib/$each /var/lib/$each
+  mount --bind lib/$each /var/lib/$each
+done
+mkdir -p mnt
+mount --bind mnt /mnt
+mount -t tmpfs tmpfs /var/log
+cp -r {folder}/certs.d/. /etc/containerd/certs.d/
+cd /
+containerd --config {folder}/containerd.toml >{folder}/containerd.log 2>&1 &
+until ctr --timeout 2s version >/dev/null 2>&1; do sleep 0.1; done
+while :; do
+  {bin}/kubelet --config {folder}/kubelet.yaml --kubeconfig {folder}/pki/node.kubeconfig \\
+    --hostname-override localhost --root-dir /var/lib/kubelet --v 1 \\
+    >>{folder}/kubelet.log 2>&1 || true
+  sleep 0.2
+done
+"""
+
+_CONTAINERD = """\
+version = 2
+root = "/var/lib/containerd"
+state = "/run/containerd"
+disabled_plugins = ["io.containerd.internal.v1.opt", "io.containerd.tracing.processor.v1.otlp",
+  "io.containerd.nri.v1.nri"]
+[grpc]
+  address = "/run/containerd/containerd.sock"
+[ttrpc]
+  address = "/run/containerd/containerd.sock.ttrpc"
+[plugins."io.containerd.grpc.v1.cri"]
+  stream_server_address = "127.0.0.1"
+  stream_server_port = "0"
+  sandbox_image = "{pause}"
+  restrict_oom_score_adj = true
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "/usr/lib/cni"
+    conf_dir = "{folder}/cni"
+  [plugins."io.containerd.grpc.v1.cri".registry]
+    config_path = "/etc/containerd/certs.d"
+"""
+
+
+class Kubernetes:
+    """Below one folder: ``start`` it, ``stop`` it. ``busybox``: an image that the node can pull."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.etcd_port, self.peer_port, self.api_port, self.kubelet_port = ports.free(4)
+        self.registry = registry.Registry(self.folder / "registry")
+        self.busybox = ""
+        self._cgroup = f"nodeagent-kube-{os.getpid()}"
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    # --- its parts ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        clear_cgroups()
+        for name in ("pki", "cni", "disk", "certs.d"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self._certificates()
+        self._start_registry()
+        self._start_control_plane()
+        self._start_node()
+
+    def stop(self) -> None:
+        """The node first; nothing of it is left, whatever state it is in."""
+        for name in ("node", "kube-scheduler", "kube-controller-manager", "kube-apiserver", "etcd"):
+            process = self._processes.pop(name, None)
+            if process is not None:
+                process.kill()
+                process.wait(timeout=30)
+        self.registry.stop()
+        leftovers.clear(self.folder, keep=True)
+        waiting.until(clear_cgroups, 20, "the node's cgroups to be empty")
+
+    def _spawn(self, name: str, *words: str) -> None:
+        path = f"{containerd.RUNTIMES / RUNTIME / 'usr/bin'}:{_runc().parent}:{BIN}"
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                words,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={
+                    "PATH": f"{path}:{os.environ['PATH']}",
+                    "HOME": "/root",
+                    leftovers.MARK: str(self.folder),
+                },
+            )
+
+    def _certificates(self) -> None:
+        pki = self.folder / "pki"
+        _run("bash", "-euc", _CERTIFICATES, cwd=pki)
+        for name in ("admin", "node"):
+            cluster = {
+                "server": f"https://127.0.0.1:{self.api_port}",
+                "certificate-authority": str(pki / "ca.crt"),
+            }
+            user = {
+                "client-certificate": str(pki / f"{name}.crt"),
+                "client-key": str(pki / f"{name}.key"),
+            }
+            config = {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "here",
+                "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}],
+                "clusters": [{"name": "here", "cluster": cluster}],
+                "users": [{"name": "me", "user": user}],
+            }
+            self._kubeconfig(name).write_text(json.dumps(config))
+
+    def _kubeconfig(self, name: str) -> Path:
+        return self.folder / "pki" / f"{name}.kubeconfig"
+
+    def _start_registry(self) -> None:
+        self.registry.start()
+        program = (containerd.RUNTIMES / "bookworm" / "bin" / "busybox").read_bytes()
+        layer = registry.layer_of({"bin/busybox": program})
+        self.registry.push(
+            "test/busybox", "1", [layer], command=["/bin/busybox", "sleep", "100000"]
+        )
+        self.busybox = f"{HOST}/test/busybox:1"
+        url = f"http://127.0.0.1:{self.registry.port}"
+        place = self.folder / "certs.d" / HOST
+        place.mkdir(parents=True)
+        (place / "hosts.toml").write_text(
+            f'server = "{url}"\n[host."{url}"]\n  capabilities = ["pull", "resolve"]\n'
+        )
+
+    def _start_control_plane(self) -> None:
+        etcd = f"http://127.0.0.1:{self.etcd_port}"
+        peer = f"http://127.0.0.1:{self.peer_port}"
+        self._spawn(
+            "etcd", str(BIN / "etcd"), "--data-dir", "etcd", "--unsafe-no-fsync",
+            "--listen-client-urls", etcd, "--advertise-client-urls", etcd,
+            "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+            "--initial-cluster", f"default={peer}",
+        )  # fmt: skip
+        self._spawn(
+            "kube-apiserver", str(BIN / "kube-apiserver"), f"--etcd-servers={etcd}",
+            f"--secure-port={self.api_port}", "--bind-address=127.0.0.1",
+            "--advertise-address=127.0.0.1", "--tls-cert-file=pki/api.crt",
+            "--tls-private-key-file=pki/api.key", "--client-ca-file=pki/ca.crt",
+            "--service-account-key-file=pki/sa.pub",
+            "--service-account-signing-key-file=pki/sa.key",
+            "--service-account-issuer=https://kubernetes.default",
+            "--service-cluster-ip-range=10.96.0.0/16", "--authorization-mode=Node,RBAC",
+            "--allow-privileged=true", "--enable-admission-plugins=NodeRestriction",
+            f"--kubelet-client-certificate={self.folder}/pki/admin.crt",
+            f"--kubelet-client-key={self.folder}/pki/admin.key",
+            "--kubelet-preferred-address-types=Hostname",
+        )  # fmt: skip
+        self._until_there("kube-apiserver", lambda: self._ask("get", "--raw", "/readyz"))
+        config = str(self._kubeconfig("admin"))
+        self._spawn(
+            "kube-controller-manager", str(BIN / "kube-controller-manager"),
+            "--kubeconfig", config, "--authentication-kubeconfig", config,
+            "--authorization-kubeconfig", config, "--leader-elect=false", "--secure-port=0",
+            "--service-account-private-key-file=pki/sa.key", "--root-ca-file=pki/ca.crt",
+            "--use-service-account-credentials=true",
+        )  # fmt: skip
+        self._spawn(
+            "kube-scheduler", str(BIN / "kube-scheduler"), "--kubeconfig", config,
+            "--authentication-kubeconfig", config, "--authorization-kubeconfig", config,
+            "--leader-elect=false", "--secure-port=0",
+        )  # fmt: skip
+
+    def _start_node(self) -> None:
+        disk = self.folder / "disk.img"
+        with disk.open("wb") as stream:
+            stream.truncate(6 * 2**30)  # sparse
+        _run(
+            "mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=1,lazy_journal_init=1", str(disk)
+        )
+        for controller in _controllers():
+            (controller / self._cgroup).mkdir(exist_ok=True)
+        network = {
+            "cniVersion": "1.0.0",
+            "name": "ptp",
+            "plugins": [
+                {
+                    "type": "ptp",
+                    "ipMasq": False,
+                    "ipam": {
+                        "type": "host-local",
+                        "subnet": f"10.88.{os.getpid() % 250}.0/24",
+                        "dataDir": str(self.folder / "cni-state"),
+                    },
+                }
+            ],
+        }
+        (self.folder / "cni" / "10-ptp.conflist").write_text(json.dumps(network))
+        kubelet = {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1",
+            "kind": "KubeletConfiguration",
+            "failCgroupV1": False,  # the machines of the tests have cgroup v1
+            "cgroupDriver": "cgroupfs",
+            "cgroupRoot": f"/{self._cgroup}",
+            "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
+            "failSwapOn": False,
+            "address": "127.0.0.1",
+            "port": self.kubelet_port,
+            "healthzPort": 0,
+            "authentication": {
+                "anonymous": {"enabled": False},
+                "webhook": {"enabled": True},
+                "x509": {"clientCAFile": f"{self.folder}/pki/ca.crt"},
+            },
+            "tlsCertFile": f"{self.folder}/pki/node.crt",
+            "tlsPrivateKeyFile": f"{self.folder}/pki/node.key",
+            "enforceNodeAllocatable": [],
+            # The node's own disk is small; what evicts there is a test's affair.
+            "evictionHard": {
+                "memory.available": "100Mi",
+                "nodefs.available": "1%",
+                "imagefs.available": "1%",
+            },
+            "imageGCHighThresholdPercent": 99,
+            "imageGCLowThresholdPercent": 98,
+            # A pod that ends or starts is seen at once.
+            "syncFrequency": "2s",
+            "volumeStatsAggPeriod": "10s",
+            "registryPullQPS": 0,
+            "serializeImagePulls": False,
+        }
+        (self.folder / "kubelet.yaml").write_text(json.dumps(kubelet))
+        (self.folder / "containerd.toml").write_text(
+            _CONTAINERD.format(folder=self.folder, pause=self.busybox)
+        )
+        (self.folder / "node.sh").write_text(_NODE.format(folder=self.folder, bin=BIN))
+        self._spawn(
+            "node", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
+            "--propagation", "private", "bash", str(self.folder / "node.sh"),
+        )  # fmt: skip
+        self._until_there("node", self._node_ready)
+        # No pod is admitted into a namespace before the controllers gave it this account.
+        self._until_there("node", lambda: self._ask("get", "serviceaccount", "default"))
+
+    def _node_ready(self) -> bool:
+        found = self._ask("get", "node", NODE, "-o", "json")
+        if not found:
+            return False
+        conditions = json.loads(found)["status"]["conditions"]
+        return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+    def _until_there(self, name: str, condition: Any) -> None:
+        def there() -> Any:
+            if self._processes[name].poll() is not None:
+                raise AssertionError(f"{name} ended: {self.said(name)}")
+            return condition()
+
+        names = (name, "kubelet", "containerd") if name == "node" else (name,)
+        waiting.until(
+            there, START_SECONDS, f"{name} to be ready", pause=0.2,
+            detail=lambda: "\n".join(f"{each}: {self.said(each)}" for each in names),
+        )  # fmt: skip
+
+    def said(self, name: str) -> str:
+        log = self.folder / f"{name}.log"
+        return log.read_text(errors="replace")[-3000:] if log.exists() else ""
+
+    # --- what tests do with it --------------------------------------------------------------------
+
+    def kubectl(self, *words: str, given: str | None = None, seconds: float = 60.0) -> str:
+        """What it prints; AssertionError when it fails."""
+        done = self._kubectl(*words, given=given, seconds=seconds)
+        assert done.returncode == 0, f"kubectl {' '.join(words)}: {done.stderr}"
+        return done.stdout
+
+    def _kubectl(
+        self, *words: str, given: str | None = None, seconds: float = 60.0
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(BIN / "kubectl"), "--kubeconfig", str(self._kubeconfig("admin")), *words],
+            input=given, capture_output=True, text=True, timeout=seconds, check=False,
+        )  # fmt: skip
+
+    def _ask(self, *words: str) -> str:
+        """What it prints; nothing when it fails."""
+        done = self._kubectl(*words, "--request-timeout=5s")
+        return done.stdout if done.returncode == 0 else ""
+
+    def get(self, *words: str) -> Any:
+        return json.loads(self.kubectl("get", *words, "-o", "json"))
+
+    def apply(self, *objects: dict[str, Any]) -> None:
+        listed = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+        self.kubectl("apply", "-f", "-", given=json.dumps(listed))
+
+    def helm(self, *words: str, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+        return helm("--kubeconfig", str(self._kubeconfig("admin")), *words, seconds=seconds)
+
+    def pods(self, namespace: str, selector: str) -> list[dict[str, Any]]:
+        """Those that are not on their way out."""
+        found = self.get("pods", "-n", namespace, "-l", selector)["items"]
+        return [each for each in found if "deletionTimestamp" not in each["metadata"]]
+
+    @property
+    def pid(self) -> int:
+        """The node's pid 1, as this machine counts."""
+        parent = self._processes["node"].pid
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        return int(children[0])
+
+    @property
+    def root(self) -> Path:
+        """The node's file system as this machine sees it."""
+        return Path(f"/proc/{self.pid}/root")
+
+    def on_node(
+        self, *words: str, check: bool = True, seconds: float = 120.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command of this machine on the node: its mounts, its processes."""
+        path = f"{containerd.RUNTIMES / RUNTIME / 'usr/bin'}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["nsenter", "-t", str(self.pid), "-m", "-p", *words],
+            capture_output=True, text=True, timeout=seconds, check=False,
+            stdin=subprocess.DEVNULL, env={**os.environ, "PATH": path},
+        )  # fmt: skip
+        assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done
+
+    def import_image(self, archive: Path) -> None:
+        self.on_node("ctr", "-n", "k8s.io", "images", "import", str(archive))
+
+
+def helm(*words: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+    home = {"HELM_CACHE_HOME": "/nonexistent", "HELM_CONFIG_HOME": "/nonexistent"}
+    return subprocess.run(
+        [str(BIN / "helm"), *words],
+        capture_output=True, text=True, timeout=seconds, check=False,
+        stdin=subprocess.DEVNULL, env={**os.environ, **home, "HELM_DATA_HOME": "/nonexistent"},
+    )  # fmt: skip
+
+
+def _runc() -> Path:
+    return containerd.RUNTIMES / "bookworm" / "usr" / "sbin" / "runc"
+
+
+def _controllers() -> list[Path]:
+    """The roots of all cgroup hierarchies: of v1 one for each controller."""
+    if (CGROUPS / "cgroup.controllers").exists():
+        return [CGROUPS]
+    return [each for each in sorted(CGROUPS.iterdir()) if each.is_dir() and not each.is_symlink()]
+
+
+def clear_cgroups() -> bool:
+    """Remove cgroups of runs that have ended, and ours; whether none of ours is left."""
+    for controller in _controllers():
+        for top in controller.glob("nodeagent-kube-*"):
+            run = top.name.rpartition("-")[2]
+            if run != str(os.getpid()) and Path("/proc", run).exists():
+                continue  # another run's node
+            for folder in sorted((each for each in top.rglob("*") if each.is_dir()), reverse=True):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            with contextlib.suppress(OSError):
+                top.rmdir()
+    ours = f"nodeagent-kube-{os.getpid()}"
+    return not any((controller / ours).exists() for controller in _controllers())
+
+
+def _run(*words: str, cwd: Path | None = None) -> None:
+    done = subprocess.run(
+        words, cwd=cwd, capture_output=True, text=True, timeout=120, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{words[:3]}: {done.stdout}{done.stderr}"

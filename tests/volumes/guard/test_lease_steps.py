@@ -1,0 +1,222 @@
+"""LeaseManager with stand-ins for device, probe, cluster and kernel: what it does, in which order.
+
+The decisions themselves are tested in test_lease.py, real devices in test_lease_manager.py.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linux import blockdev
+from linux.rbd_sysfs import RbdImage
+from volumes import settings
+from volumes.guard import denials, kernel, lease, lease_manager
+from volumes.guard.lease import Step
+from volumes.ledger import mirror, store
+from volumes.probe.examine import Kind, Verdict
+
+SIZE = 2**30
+IMAGE = RbdImage("rbd", "a", "", "", "101d", "f1", 3)
+DEVICE = blockdev.BlockDevice("rbd99", (254, 99), "rbd", SIZE, False, diskseq=7, image=IMAGE)
+BLANK = Verdict(Kind.BLANK_VERIFIED, "/dev/rbd99", size=SIZE, diskseq=7)
+EXT4 = Verdict(Kind.HAS_FS, "/dev/rbd99", type="ext4", uuid="u1", size=SIZE, diskseq=7)
+
+
+class World:
+    """Everything around one LeaseManager; ``did`` is what it did, in order."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.did: list[str] = []
+        self.device: blockdev.BlockDevice | None = DEVICE
+        self.verdict = BLANK
+        self.raw = False
+        self.map: dict[blockdev.Number, kernel.Lease] = {}
+        self.ledger = store.Store(folder)
+        self.ledger.load()
+        monkeypatch.setattr(blockdev, "identify", self._identify)
+        monkeypatch.setattr(
+            blockdev, "name_of", lambda number: "rbd99" if number == (254, 99) else ""
+        )
+        monkeypatch.setattr(lease_manager, "host_mounts", list)
+        monkeypatch.setattr(lease, "published_raw", lambda name, mounts: self.raw)
+        put = self.ledger.put
+
+        def noted_put(entry: store.Entry) -> None:
+            put(entry)
+            self.did.append("record permission" if entry.permitted else f"record {entry.type}")
+
+        monkeypatch.setattr(self.ledger, "put", noted_put)
+        self.manager = self.new_manager()
+
+    def new_manager(self) -> lease_manager.LeaseManager:
+        """As after a restart of the agent."""
+        errors = lease.ErrorLog()
+        errors.readable = True
+        made = lease_manager.LeaseManager(
+            settings.GuardSettings(settle=0.05), self, self.ledger, self,  # type: ignore[arg-type]
+            errors, denials.Denials(), node="n",
+        )  # fmt: skip
+        made.prober = self  # type: ignore[assignment]
+        return made
+
+    def _identify(self, name: str) -> blockdev.BlockDevice | None:
+        self.did.append("identify")
+        return self.device
+
+    # --- the prober, the mirror, the kernel
+
+    async def probe(self, path: str) -> Verdict:
+        self.did.append("probe")
+        return self.verdict
+
+    async def look(self, image: RbdImage, *, extents: bool) -> mirror.Answer:
+        extent = store.Knowledge.NONE if extents else store.Knowledge.NOT_ASKED
+        return mirror.Answer(store.Knowledge.NONE, extent, size=SIZE)
+
+    async def write(self, image: RbdImage, entry: store.Entry) -> bool:
+        self.did.append("mirror")
+        return True
+
+    async def close(self) -> None:
+        pass
+
+    def grant(self, number: blockdev.Number, until: float, diskseq: int | None) -> None:
+        self.did.append("grant")
+        self.map[number] = kernel.Lease(until, 0, diskseq or 0)
+
+    def revoke(self, number: blockdev.Number) -> kernel.Lease | None:
+        self.did.append("revoke")
+        return self.map.pop(number, None)
+
+    def leases(self) -> dict[blockdev.Number, kernel.Lease]:
+        return dict(self.map)
+
+    async def looked(self, manager: lease_manager.LeaseManager | None = None) -> Any:
+        """What is known after a look."""
+        manager = manager or self.manager
+        manager.consider("rbd99", self.device)
+        async with asyncio.timeout(5):
+            while (known := manager.known.get("rbd99")) is None or known.reasons is None:
+                await asyncio.sleep(0.01)
+        return known
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    made = World(tmp_path, monkeypatch)
+    yield made
+    await made.manager.close()
+
+
+async def test_first_lease_follows_the_granting_order(world: World) -> None:
+    known = await world.looked()
+    assert known.reasons == ()
+    assert world.did == ["probe", "probe", "identify", "record permission", "mirror", "identify",
+                         "grant"]  # fmt: skip
+    held = world.map[254, 99]
+    assert held.diskseq == 7
+    assert 80 < held.until - time.monotonic() <= 90
+
+
+async def test_grant_executes_the_step_list(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list that the 20,000 lives of test_lease.py drive, and no order of the manager's own."""
+    monkeypatch.setattr(lease, "GRANTING", (Step.MIRROR, Step.RECORD_PERMISSION))
+    await world.looked()
+    assert world.did[3:] == ["record permission"]  # nothing to mirror before, and no lease
+    assert world.map == {}
+
+
+async def test_grant_stops_when_the_attachment_changes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = world.write
+
+    async def replaced(image: RbdImage, entry: store.Entry) -> bool:
+        world.device = dataclasses.replace(DEVICE, diskseq=8)
+        return await write(image, entry)
+
+    monkeypatch.setattr(world, "write", replaced)
+    known = await world.looked()
+    assert "another device was attached" in known.reasons[0]
+    assert world.map == {}
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None
+    assert entry.permitted  # may have been used, for all that the ledger knows
+
+
+@pytest.mark.parametrize("verdict", [EXT4, Verdict(Kind.UNREADABLE, errno=5), BLANK])
+async def test_look_revokes_a_lease_of_another_attachment(world: World, verdict: Verdict) -> None:
+    """An earlier agent's lease; the number passed to another volume while none was running."""
+    world.map[254, 99] = kernel.Lease(time.monotonic() + 3600, 0, diskseq=6)
+    world.verdict = verdict
+    await world.looked()
+    assert world.did[0] == "revoke"
+    assert (254, 99) not in world.map or world.map[254, 99].diskseq == 7
+
+
+async def test_look_keeps_a_lease_of_the_same_attachment(world: World) -> None:
+    await world.looked()
+    held = dict(world.map)
+    restarted = world.new_manager()
+    known = await world.looked(restarted)
+    assert known.reasons == ()
+    assert world.map == held
+    await restarted.close()
+
+
+async def test_revoke_unproven_keeps_only_leases_of_what_is_attached(world: World) -> None:
+    end = time.monotonic() + 3600
+    world.map = {(254, 99): kernel.Lease(end, 0, 7), (254, 98): kernel.Lease(end, 0, 5)}
+    world.manager.revoke_unproven()
+    assert list(world.map) == [(254, 99)]  # 98 has no device
+    world.device = dataclasses.replace(DEVICE, diskseq=8)
+    world.manager.revoke_unproven()
+    assert world.map == {}
+
+
+async def test_content_ends_the_lease_and_closes_the_permission(world: World) -> None:
+    await world.looked()
+    world.verdict = EXT4
+    world.did.clear()
+    world.manager.consider("rbd99")
+    async with asyncio.timeout(5):
+        while "grant" not in world.did:
+            await asyncio.sleep(0.01)
+    assert world.did == ["identify", "probe", "record ext4", "mirror", "grant"]
+    assert world.map[254, 99].until <= time.monotonic() + lease.LINGER_SECONDS
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None
+    assert (entry.type, entry.permitted) == ("ext4", 0.0)
+
+
+@pytest.mark.parametrize(("opens", "open_after"), [(0, False), (2, True)])
+async def test_detach_closes_only_an_unused_permission(
+    world: World, opens: int, open_after: bool
+) -> None:
+    await world.looked()
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=opens)
+    world.device = None
+    world.manager.forget("rbd99")
+    assert world.map == {}
+    await asyncio.sleep(0.1)  # the ledger is written behind the uevent
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None
+    assert bool(entry.permitted) is open_after
+
+
+async def test_raw_block_volume_is_leased_and_renewed_after_restart(world: World) -> None:
+    world.raw = True
+    await world.looked()
+    assert world.did == ["grant"]
+    first = world.map[254, 99]
+    assert first.until - time.monotonic() > 3500
+    restarted = world.new_manager()
+    await world.looked(restarted)
+    assert world.did == ["grant", "grant"]
+    assert world.map[254, 99].until > first.until
+    await restarted.close()

@@ -1,0 +1,135 @@
+"""What the clusters' answers mean for the ledger; the cluster is a stand-in (tests/ceph has it)."""
+
+from dataclasses import dataclass
+
+import pytest
+
+import kit.errors
+from ceph.protocol import ImageContent, ImageId
+from ceph.settings import ClusterSettings
+from linux.rbd_sysfs import RbdImage
+from volumes.ledger import mirror
+from volumes.ledger.store import Entry, Knowledge
+
+ENTRY = Entry("rbd:f1/3//a").saw("ext4", "u", "", 1.0, "n")
+SILENT = kit.errors.SourceError("cluster", "no answer within 5s", "")
+
+
+@dataclass
+class Stand:
+    """One cluster. ``content``: its answer or error to every question about an image."""
+
+    fsid_: str
+    content_: ImageContent | kit.errors.AgentError
+    up: bool = True
+    fsid: str = ""
+    failures: int = 0
+    closed: bool = False
+    written: str = ""
+
+    async def connect(self) -> str:
+        if not self.up:
+            self.failures += 1
+            raise SILENT
+        self.fsid = self.fsid_
+        return self.fsid
+
+    async def content(self, image: ImageId, metadata_key: str, *, extents: bool) -> ImageContent:
+        assert metadata_key == "nodeagent.volume"
+        if isinstance(self.content_, kit.errors.AgentError):
+            raise self.content_
+        return self.content_
+
+    async def set_metadata(self, image: ImageId, metadata_key: str, value: str) -> None:
+        if isinstance(self.content_, kit.errors.AgentError):
+            raise self.content_
+        self.written = value
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def _image(fsid: str = "f1") -> RbdImage:
+    return RbdImage("rbd", "a", "", "", "a", fsid, 3)
+
+
+def _mirror(monkeypatch: pytest.MonkeyPatch, *stands: Stand) -> mirror.Mirror:
+    ahead = list(stands)
+    monkeypatch.setattr(mirror, "Cluster", lambda settings, deadline: ahead.pop(0))
+    settings = tuple(
+        ClusterSettings(name=each.fsid_, monitors=("h:1",), secret_file="/k") for each in stands
+    )
+    return mirror.Mirror(settings, 5.0)
+
+
+@pytest.mark.parametrize(("content", "extents", "expected"), [
+    (ImageContent(None, 64, None), True,
+     mirror.Answer(Knowledge.NONE, Knowledge.NONE, size=64)),
+    (ImageContent(None, 64, (0, 4096)), True,
+     mirror.Answer(Knowledge.NONE, Knowledge.CONTENT, size=64)),
+    (ImageContent(ENTRY.dump()), False,
+     mirror.Answer(Knowledge.CONTENT, Knowledge.NOT_ASKED, ENTRY)),
+    (ImageContent(Entry("v").permit("me", 1.0).dump()), False,
+     mirror.Answer(Knowledge.MAYBE, Knowledge.NOT_ASKED, Entry("v").permit("me", 1.0))),
+])  # fmt: skip
+async def test_look_turns_content_into_knowledge(
+    monkeypatch: pytest.MonkeyPatch, content: ImageContent, extents: bool, expected: mirror.Answer
+) -> None:
+    made = _mirror(monkeypatch, Stand("f1", content))
+    assert await made.look(_image(), extents=extents) == expected
+
+
+@pytest.mark.parametrize("content", [
+    ImageContent("{"), ImageContent('{"version": 99, "volume": "v"}'),
+    kit.errors.NotFoundError("image", "is not there", ""), SILENT,
+])  # fmt: skip
+async def test_look_errors_are_unknown_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, content: ImageContent | kit.errors.AgentError
+) -> None:
+    answer = await _mirror(monkeypatch, Stand("f1", content)).look(_image(), extents=False)
+    assert answer.mirror is Knowledge.UNKNOWN
+    assert answer.why
+
+
+async def test_look_without_matching_cluster_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _mirror(monkeypatch, Stand("f2", ImageContent(None)))
+    assert await made.look(_image(), extents=True) == mirror.NOT_ASKED
+    assert (await made.look(_image(""), extents=True)).mirror is Knowledge.UNKNOWN
+
+
+async def test_look_is_unknown_while_a_silent_cluster_may_be_the_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silent, other = Stand("f1", ImageContent(None), up=False), Stand("f2", ImageContent(None))
+    made = _mirror(monkeypatch, silent, other)
+    assert (await made.look(_image("f1"), extents=True)).extents is Knowledge.UNKNOWN
+    assert (await made.look(_image("f2"), extents=True)).extents is Knowledge.NONE
+    assert made.failures == 2
+    silent.up = True
+    assert (await made.look(_image("f1"), extents=True)).extents is Knowledge.NONE
+
+
+async def test_write_needs_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand("f1", ImageContent(None))
+    made = _mirror(monkeypatch, stand)
+    assert await made.write(_image("f1"), ENTRY)
+    assert stand.written == ENTRY.dump()
+    assert not await made.write(_image("f2"), ENTRY)
+    stand.content_ = SILENT
+    with pytest.raises(kit.errors.SourceError):
+        await made.write(_image("f1"), ENTRY)
+
+
+async def test_apply_replaces_changed_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Stand("f1", ImageContent(None), up=False)
+    made = _mirror(monkeypatch, first)
+    await made.look(_image(), extents=False)
+    settings = ClusterSettings(name="f1", monitors=("h:2",), secret_file="/k")
+    second = Stand("f1", ImageContent(None))
+    monkeypatch.setattr(mirror, "Cluster", lambda settings, deadline: second)
+    await made.apply((settings,), 5.0)
+    assert first.closed
+    assert (await made.look(_image(), extents=False)).mirror is Knowledge.NONE
+    assert made.failures == 1  # a counter never goes back
+    await made.apply((settings,), 5.0)
+    assert not second.closed
