@@ -53,7 +53,8 @@ _NODE = """\
 set -e
 # Copies of other tests' mounts would keep their disks busy.
 while read -r _ _ _ _ target rest; do
-  case $rest in *" - fuse"* | *" /dev/loop"*) [ "$target" = / ] || echo "$target" ;; esac
+  [ "$target" = / ] && continue
+  case $rest in *" - fuse "* | *" - fuse."* | *" /dev/loop"*) echo "$target" ;; esac
 done </proc/self/mountinfo | tac | while read -r target; do umount -l "$target" || true; done
 mount --make-rshared /
 mount {disk} {folder}/disk
