@@ -295,12 +295,7 @@ def _daemons(target: str) -> list[int]:
 
 
 def mount_kernel(
-    target: str,
-    given: list[list[Any]],
-    filesystem: str,
-    path: str,
-    user: str,
-    secret: str,
+    target: str, given: list[list[Any]], filesystem: str, path: str, user: str, secret: str
 ) -> None:
     """Mount with the kernel client. The key goes through fsconfig, which no process list shows."""
     addresses = [Address(*each) for each in given]

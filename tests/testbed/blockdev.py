@@ -36,7 +36,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-# Loop devices of this run have numbers of their own, so that an agent under test can be told to
+# Loop devices of this run have numbers of their own, so that an agent under test can be set to
 # look at them only (NAMES), and the machine's other loop devices are left alone.
 _PREFIX = random.Random().randrange(1000, 9999)
 NAMES = f"loop{_PREFIX}??"
@@ -84,7 +84,7 @@ def mounted(device: str, target: Path, *options: str) -> Iterator[Path]:
 
 @dataclass
 class FaultyDisk:
-    """``device`` reads and writes ``backing`` through a FUSE file that fails as told."""
+    """``device`` reads and writes ``backing`` through a FUSE file; ``fault`` makes reads fail."""
 
     device: str
     backing: Path
@@ -101,7 +101,7 @@ class FaultyDisk:
         return os.major(rdev), os.minor(rdev)
 
     def fault(self, *faults: dict[str, Any]) -> None:
-        """From now on reads fail like this; nothing cached of the device remains."""
+        """Make reads fail like this from now on, cached ones too."""
         new = self.control.with_suffix(".new")
         new.write_text(json.dumps(faults))
         os.replace(new, self.control)

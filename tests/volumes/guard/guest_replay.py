@@ -25,7 +25,7 @@ from volumes import status as volume_status
 from volumes.guard import controller
 from volumes.guard.kernel import Mode
 
-MONITOR, SECRET, CONF = sys.argv[1:4]
+CONF, MONITOR, _, SECRET = sys.argv[1:]
 TARGET = "/run/target"
 findings: list[kit.findings.Finding] = []
 
