@@ -21,7 +21,7 @@ _name = click.argument("name")
 
 
 class NotFinishedError(kit.errors.AgentError):
-    """What was waited for ended, but not well."""
+    """The command waited for something that ended in another way."""
 
     def __init__(self, code: int, thing: str, cause: str, remedy: str) -> None:
         super().__init__(thing, cause, remedy)
@@ -48,20 +48,11 @@ def listing(ctx: CommandContext, as_json: bool) -> None:
     for d in answer["datasets"]:
         total = d["files"]["total"]
         share = f"{d['files']['done'] * 100 // total}%" if total else "-"
-        rows.append(
-            [
-                d["name"],
-                d["state"],
-                d["served_by"],
-                share,
-                f"{d['files']['done']}/{total}",
-                kit.units.format_size(d["store_bytes"]),
-                d["view"],
-            ]
-        )
+        files, size = f"{d['files']['done']}/{total}", kit.units.format_size(d["store_bytes"])
+        rows.append([d["name"], d["state"], d["served_by"], share, files, size, d["view"]])
     terminal.table(["NAME", "STATE", "SERVED BY", "STORED", "FILES", "ON SSD", "VIEW"], rows)
     for name in answer["orphans"]:
-        click.echo(f"{name}: not in the settings any more; 'dataset remove {name}' deletes it")
+        click.echo(f"{name}: not in the settings; 'dataset remove {name}' deletes it")
 
 
 @dataset.command()
@@ -70,7 +61,7 @@ def listing(ctx: CommandContext, as_json: bool) -> None:
 @terminal.json_option
 @click.pass_obj
 def show(ctx: CommandContext, name: str, failures: bool, as_json: bool) -> None:
-    """One dataset, with everything that is known of it."""
+    """Everything about one dataset."""
     shown = terminal.call(ctx, "GET", _path(name))
     if failures:
         shown["failures"] = list(_failures(ctx, name))
@@ -113,25 +104,25 @@ def _lines(d: dict[str, Any]) -> list[str]:
         lines.append(f"no room    for {files['no_room']} files, {size(data['no_room'])}")
     if d["phase"]:
         lines.append(f"progress   {_progress_text(d)}")
-    if verify := d["verify"]:
-        lines.append(
-            f"verify     {verify['state']}"
-            + (
-                f": {verify['checked_files']} files, {verify['bad']} bad, "
-                f"{verify['replaced']} replaced, {verify['withdrawn']} withdrawn"
-                + (f", {left} not compared" if (left := verify.get("not_compared")) else "")
-                if "checked_files" in verify
-                else ""
-            )
-        )
+    if d["verify"]:
+        lines.append(f"verify     {_verify_text(d['verify'])}")
     return lines + [f"note       {note}" for note in d["notes"]]
 
 
-def _progress_text(d: dict[str, Any]) -> str:
-    files, data, rate = d["files"], d["bytes"], d["rate"]
-    eta = (
-        "" if d["eta_seconds"] is None else f", {kit.units.format_duration(d['eta_seconds'])} left"
+def _verify_text(verify: dict[str, Any]) -> str:
+    if "checked_files" not in verify:
+        return str(verify["state"])
+    left = verify.get("not_compared")
+    return (
+        f"{verify['state']}: {verify['checked_files']} files, {verify['bad']} bad, "
+        f"{verify['replaced']} replaced, {verify['withdrawn']} withdrawn"
+        + (f", {left} not compared" if left else "")
     )
+
+
+def _progress_text(d: dict[str, Any]) -> str:
+    files, data, rate, left = d["files"], d["bytes"], d["rate"], d["eta_seconds"]
+    eta = "" if left is None else f", {kit.units.format_duration(left)} left"
     size = kit.units.format_size
     return (
         f"{d['state']} {files['done']}/{files['total']} files, {size(data['done'])}/"
@@ -142,11 +133,11 @@ def _progress_text(d: dict[str, Any]) -> str:
 
 @dataset.command()
 @_name
-@click.option("--wait", is_flag=True, help="Wait until it is complete, or cannot become so.")
+@click.option("--wait", is_flag=True, help="Wait until it is complete, or cannot be completed.")
 @terminal.json_option
 @click.pass_obj
 def warm(ctx: CommandContext, name: str, wait: bool, as_json: bool) -> None:
-    """Fill the store with NAME; go on after a pause, a cancel or a failure."""
+    """Fill the store with NAME; continue after a pause, a cancel or a failure."""
     shown = terminal.call(ctx, "POST", _path(name, "/warm"))
     if wait:
         shown = asyncio.run(_follow(ctx, name, _warm_ended, quiet=as_json))
@@ -155,9 +146,8 @@ def warm(ctx: CommandContext, name: str, wait: bool, as_json: bool) -> None:
     elif shown["state"] == "complete":
         click.echo(f"{name} is complete: {shown['files']['done']} files, read at {shown['view']}")
     elif not wait:
-        click.echo(
-            f"{name} is {shown['state']}; follow it with 'nodeagent dataset warm {name} --wait'"
-        )
+        follow = f"nodeagent dataset warm {name} --wait"
+        click.echo(f"{name} is {shown['state']}; follow it with '{follow}'")
     if wait:
         _judge(shown)
 
@@ -180,14 +170,16 @@ def _judge(d: dict[str, Any]) -> None:
 
 
 async def _follow(ctx: CommandContext, name: str, ended: Any, *, quiet: bool) -> dict[str, Any]:
-    """The dataset when ``ended`` says so, shown on the way."""
+    """Show the progress of a dataset until ``ended``; the dataset then."""
     stream = ctx.client().lines(_path(name, "/progress"))
     show = _silently if quiet else _with_bar if terminal.on_terminal() else _with_lines
     last: dict[str, Any] = {}
     async for last in show(stream):
         if ended(last):
             return last
-    raise NotFinishedError(STOPPED, f"dataset {name}", "the agent ended the stream", "look again")
+    raise NotFinishedError(
+        STOPPED, f"dataset {name}", "the agent ended the stream", "see 'nodeagent dataset show'"
+    )
 
 
 async def _silently(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -239,26 +231,26 @@ def _simple(verb: str, text: str) -> None:
             click.echo(f"{name} is {shown['state']}")
 
 
-_simple("pause", "Stop copying NAME for a while; 'resume' or 'warm' goes on.")
-_simple("resume", "Go on with a paused NAME.")
+_simple("pause", "Stop filling NAME until 'resume' or 'warm'.")
+_simple("resume", "Continue to fill a paused or cancelled NAME.")
 _simple("cancel", "Stop filling or verifying NAME; what is stored stays and serves.")
 
 
 @dataset.command()
 @_name
-@click.option("--source", is_flag=True, help="Compare with the source too: reads all of it.")
+@click.option("--source", is_flag=True, help="Compare with the source too, which reads all of it.")
 @click.option("--wait/--no-wait", default=True, help="Wait for the result (default).")
 @terminal.json_option
 @click.pass_obj
 def verify(ctx: CommandContext, name: str, source: bool, wait: bool, as_json: bool) -> None:
-    """Read the store of NAME against its checksums; bad files are replaced."""
+    """Compare the stored files of NAME with their checksums; replace bad ones."""
     shown = terminal.call(ctx, "POST", _path(name, "/verify"), {"source": source})
     if wait:
         shown = asyncio.run(_follow(ctx, name, _verify_ended, quiet=as_json))
     if as_json:
         terminal.print_json(shown)
     elif wait:
-        click.echo(_lines(shown)[-1].partition(" ")[2].strip())
+        click.echo(_verify_text(shown["verify"]))
     else:
         click.echo(f"{name}: verify is {shown['verify']['state']}")
     if wait:
@@ -266,10 +258,8 @@ def verify(ctx: CommandContext, name: str, source: bool, wait: bool, as_json: bo
         if result["state"] in ("failed", "cancelled"):
             raise NotFinishedError(STOPPED, f"dataset {name}", f"verify {result['state']}", "")
         if result["bad"] > result["replaced"]:
-            raise NotFinishedError(
-                PARTIAL, f"dataset {name}", f"{result['bad']} bad files, {result['replaced']} "
-                "replaced", "check the SSD and the source",
-            )  # fmt: skip
+            why = f"{result['bad']} bad files, {result['replaced']} replaced"
+            raise NotFinishedError(PARTIAL, f"dataset {name}", why, "check the SSD and the source")
 
 
 def _verify_ended(d: dict[str, Any]) -> bool:
@@ -281,14 +271,12 @@ def _verify_ended(d: dict[str, Any]) -> bool:
 @terminal.json_option
 @click.pass_obj
 def remove(ctx: CommandContext, name: str, as_json: bool) -> None:
-    """Take the view of NAME down and delete what is stored, unless somebody uses it."""
+    """Take the view of NAME down and delete its store, unless a process uses the view."""
     answer = terminal.call(ctx, "DELETE", _path(name))
     if as_json:
         terminal.print_json(answer)
         return
     click.echo(f"{name} is removed")
     if answer["in_settings"]:
-        click.echo(
-            f"it is still in the settings and stays removed until 'nodeagent dataset warm {name}'",
-            err=True,
-        )
+        again = f"nodeagent dataset warm {name}"
+        click.echo(f"it is still in the settings; it stays removed until '{again}'", err=True)

@@ -104,14 +104,18 @@ def next_action(facts: Facts) -> Action:
 class Figures:
     """How much there is and how much is stored. From the running job, else as last known."""
 
-    files_total: int = 0
-    bytes_total: int = 0
-    files_done: int = 0
-    bytes_done: int = 0
+    files: int = 0
+    bytes: int = 0
+    done_files: int = 0
+    done_bytes: int = 0
     failed: int = 0
     skipped: int = 0
     used: int = 0  # SSD bytes
-    estimated: bool = True  # the totals are not counted yet
+    estimated: bool = True  # files and bytes are not counted yet
+
+
+# Figures that generation.json keeps under the same names.
+FIGURES = ("files", "bytes", "done_files", "done_bytes", "failed", "skipped")
 
 
 @dataclass(frozen=True)
@@ -252,10 +256,8 @@ class Dataset:
     def show_kept_figures(self) -> None:
         """Show the figures of generation.json, while no job reports newer ones."""
         kept = self.generation
-        self.figures = Figures(
-            kept.files, kept.bytes, kept.done_files, kept.done_bytes, kept.failed, kept.skipped,
-            kept.used, estimated=not kept.skeleton,
-        )  # fmt: skip
+        fields = {name: getattr(kept, name) for name in FIGURES}
+        self.figures = Figures(**fields, used=kept.used, estimated=not kept.skeleton)
 
     # --- the loop
 
@@ -367,8 +369,8 @@ class Dataset:
         self.trouble = None
         if not self.generation.skeleton and self.job is None:
             shown = self.figures
-            shown.files_total = self.reached.files or shown.files_total
-            shown.bytes_total = self.reached.bytes or shown.bytes_total
+            shown.files = self.reached.files or shown.files
+            shown.bytes = self.reached.bytes or shown.bytes
 
     async def publish(self, stage: Stage) -> None:
         """Have ``stage`` serve the view. OSError."""

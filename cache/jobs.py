@@ -24,7 +24,7 @@ import structlog
 import kit.child
 import kit.errors
 import kit.worker
-from cache.dataset import Dataset, Verification
+from cache.dataset import FIGURES, Dataset, Figures, Verification
 from cache.fill import messages
 from cache.store import generations
 from cache.view import Stage
@@ -145,14 +145,14 @@ class Pass:
             self._wait_until(self._moved, SYNC_SECONDS if now.syncing else STALL_SECONDS)
         self.phase = now.phase
         self._rates.add(time.monotonic(), now.copied_files, now.copied_bytes)
-        dataset, counts = self._dataset, now.counts
-        shown = dataset.figures
-        shown.files_total, shown.bytes_total = counts.files_total, counts.bytes_total
-        shown.files_done, shown.bytes_done = counts.files_done, counts.bytes_done
-        shown.failed, shown.skipped, shown.used = counts.failed, now.skipped, now.used
+        dataset = self._dataset
+        shown = dataset.figures = Figures(
+            **dataclasses.asdict(now.counts), skipped=now.skipped, used=now.used,
+            estimated=dataset.figures.estimated,
+        )  # fmt: skip
         if shown.estimated and dataset.reached is not None:
-            shown.files_total = max(shown.files_total, dataset.reached.files or 0)
-            shown.bytes_total = max(shown.bytes_total, dataset.reached.bytes or 0)
+            shown.files = max(shown.files, dataset.reached.files or 0)
+            shown.bytes = max(shown.bytes, dataset.reached.bytes or 0)
         if now.commits != (last.commits if last is not None else 0):
             dataset.want_refresh()
 
@@ -161,8 +161,7 @@ class Pass:
 
     def eta(self) -> float | None:
         shown = self._dataset.figures
-        left = shown.files_total - shown.files_done, shown.bytes_total - shown.bytes_done
-        return eta(*left, self.rates())
+        return eta(shown.files - shown.done_files, shown.bytes - shown.done_bytes, self.rates())
 
     async def set_limits(self, limits: messages.Limits) -> None:
         await self._worker.send(messages.Command(limits=limits))
@@ -339,15 +338,11 @@ class Jobs:
                 return
             await dataset.change(state="filling", why="", left_files=0, left_bytes=0)
         task = messages.FillTask(
-            generation=dataset.folder,
-            source=reached.root,
-            stamp=reached.stamp,
-            immutable=dataset.source.immutable,
-            limits=self._limits(dataset, "fill"),
-            native=reached.native,
-            mounted=_mounted_below(reached.root),
+            generation=dataset.folder, source=reached.root, stamp=reached.stamp,
+            immutable=dataset.source.immutable, limits=self._limits(dataset, "fill"),
+            native=reached.native, mounted=_mounted_below(reached.root),
             used=dataset.generation.used,
-        )
+        )  # fmt: skip
         dataset.fill_queued = False
         try:
             end = await self._run(dataset, "fill", task)
@@ -360,18 +355,8 @@ class Jobs:
         log.info("fill ended", dataset=dataset.name, result=end.result, why=end.why)
         changes: dict[str, Any] = {"why": end.why}
         if end.fill is not None:
-            shown = dataset.figures
-            changes |= {
-                "used": end.fill.used,
-                "left_files": end.fill.left_files,
-                "left_bytes": end.fill.left_bytes,
-                "files": shown.files_total,
-                "bytes": shown.bytes_total,
-                "done_files": shown.files_done,
-                "done_bytes": shown.bytes_done,
-                "failed": shown.failed,
-                "skipped": shown.skipped,
-            }
+            changes |= {name: getattr(dataset.figures, name) for name in FIGURES}
+            changes |= dataclasses.asdict(end.fill)
         match end.result:
             case "complete":
                 changes |= {"state": "complete", "completed": time.time(), "wanted": False}
@@ -411,12 +396,10 @@ class Jobs:
         task = messages.VerifyTask(
             generation=dataset.folder,
             source=reached.root if reached is not None else dataset.tree,
-            stamp=reached.stamp if reached is not None else "",
-            immutable=dataset.source.immutable,
-            limits=self._limits(dataset, "verify"),
-            against_source=against_source,
+            stamp=reached.stamp if reached is not None else "", immutable=dataset.source.immutable,
+            limits=self._limits(dataset, "verify"), against_source=against_source,
             reachable=reached is not None,
-        )
+        )  # fmt: skip
         try:
             end = await self._run(dataset, "verify", task)
         finally:
@@ -489,13 +472,10 @@ class Jobs:
         reached = dataset.reached
         assert reached is not None
         task = messages.WithdrawTask(
-            generation=dataset.folder,
-            source=reached.root,
-            stamp=reached.stamp,
-            immutable=dataset.source.immutable,
-            limits=self._limits(dataset, "withdraw"),
+            generation=dataset.folder, source=reached.root, stamp=reached.stamp,
+            immutable=dataset.source.immutable, limits=self._limits(dataset, "withdraw"),
             part=part,
-        )
+        )  # fmt: skip
         try:
             return await self._run(dataset, "withdraw", task)
         finally:

@@ -46,15 +46,15 @@ def of_dataset(shown: Dataset) -> dict[str, Any]:
             "read_by": reached.client if reached else None,
         },
         "files": {
-            "total": figures.files_total,
-            "done": figures.files_done,
+            "total": figures.files,
+            "done": figures.done_files,
             "failed": figures.failed,
             "skipped": figures.skipped,
             "no_room": generation.left_files,
         },
         "bytes": {
-            "total": figures.bytes_total,
-            "done": figures.bytes_done,
+            "total": figures.bytes,
+            "done": figures.done_bytes,
             "no_room": generation.left_bytes,
         },
         "estimated": figures.estimated,
@@ -188,13 +188,13 @@ def metrics(datasets: Mapping[str, Dataset], *, budget: int, used: int) -> Itera
     for name, dataset in sorted(datasets.items()):
         figures, generation = dataset.figures, dataset.generation
         for kind, value in (
-            ("total", figures.files_total), ("stored", figures.files_done),
+            ("total", figures.files), ("stored", figures.done_files),
             ("failed", figures.failed), ("skipped", figures.skipped),
             ("no_room", generation.left_files),
         ):  # fmt: skip
             files.add_metric([name, kind], value)
         for kind, value in (
-            ("total", figures.bytes_total), ("stored", figures.bytes_done),
+            ("total", figures.bytes), ("stored", figures.done_bytes),
             ("no_room", generation.left_bytes),
         ):  # fmt: skip
             sizes.add_metric([name, kind], value)

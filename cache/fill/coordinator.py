@@ -17,7 +17,6 @@ import errno
 import os
 import signal
 import sqlite3
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from typing import TypeVar
 
 import kit.files
 import kit.messages
-from cache.fill import messages, worker_pool
+from cache.fill import control, messages, worker_pool
 from cache.fill.messages import Commit, Copy, Finish, Hint, Scan
 from cache.fill.worker_pool import Assignment
 from cache.store import index, tree
@@ -105,8 +104,10 @@ class Pass(ABC):
 class Coordinator:
     """Runs a pass: workers, commits, room on the SSD and the pipe to the agent."""
 
-    def __init__(self, task: messages.Task, access: Access | None = None) -> None:
-        self.task = task
+    def __init__(
+        self, task: messages.Task, serve: Callable[[int, int], None], access: Access | None = None
+    ) -> None:
+        """``serve``: the life of a worker, as ``worker.serve``. ``access``: for native reads."""
         self.limits = task.limits
         self.generation = Path(task.generation)
         # The coordinator of an agent that was killed may need a moment to end.
@@ -115,21 +116,13 @@ class Coordinator:
         if self.tree_was_empty:
             index.Index.discard(self.generation / index.NAME)  # it describes another tree
         self.index = index.Index.open(self.generation / index.NAME)
-        self.page = messages.Control.create()
+        self.page = control.Control.create()
         # Each native worker has many reads in flight; more workers would only contend.
-        self._most_workers = (os.cpu_count() or 1) + 1 if access else messages.MOST_WORKERS
-        self.pool = worker_pool.WorkerPool(
-            self.page,
-            messages.Setup(
-                source=task.source,
-                stamp=task.stamp,
-                generation=task.generation,
-                immutable=task.immutable,
-                native=access,
-            ),
-        )
+        self._most_workers = (os.cpu_count() or 1) + 1 if access else control.MOST_WORKERS
+        setup = messages.Setup(task.source, task.stamp, task.generation, task.immutable, access)
+        self.pool = worker_pool.WorkerPool(self.page, setup, serve)
         self.batch = Batch()
-        self.agent = AgentChannel()
+        self.agent = messages.AgentChannel()
         self.cancelled = False
         self.totals = self.index.totals()
         # While a directory is listed again, the totals lack what the tree has of it. Until all are
@@ -246,28 +239,19 @@ class Coordinator:
         seals = [] if self.cancelled else self._pass.seals()
         if not due and not seals:
             return
-        directories = [self.index.directory(number) for number in seals]
-        commit = Commit(
-            folders=[
-                messages.StagedFolder(
-                    folder=staged.folder,
-                    directory=staged.directory,
-                    path=self.index.path(staged.directory),
-                    links=staged.links,
-                    mtime_ns=self.index.directory(staged.directory).attributes.mtime_ns,
-                )
-                for staged in self.batch.begin_commit()
-            ],
-            seals=[
-                messages.Seal(
-                    directory=directory.id,
-                    path=self.index.path(directory.id),
-                    entries=directory.entries,
-                    mtime_ns=directory.attributes.mtime_ns,
-                )
-                for directory in directories
-            ],
-        )
+        known = self.index.directory
+        folders = [
+            messages.StagedFolder(
+                staged.folder, staged.directory, self.index.path(staged.directory), staged.links,
+                known(staged.directory).attributes.mtime_ns,
+            )
+            for staged in self.batch.begin_commit()
+        ]  # fmt: skip
+        marks = [
+            messages.Seal(each.id, self.index.path(each.id), each.entries, each.attributes.mtime_ns)
+            for each in map(known, seals)
+        ]
+        commit = Commit(folders=folders, seals=marks)
         self.pool.give(committer, Assignment(commit))
 
     def _committed(self, answer: messages.Committed) -> None:
@@ -279,10 +263,8 @@ class Coordinator:
             for staged in kept:
                 if staged.chunk is None:
                     continue
-                for failure in staged.failed:
-                    self.index.fail(
-                        staged.directory, failure.name, failure.reason, lasting=failure.lasting
-                    )
+                for name, reason, lasting in staged.failed:
+                    self.index.fail(staged.directory, name, reason, lasting=lasting)
                 self.index.committed(
                     staged.chunk, staged.files, staged.bytes, staged.allocated, len(staged.failed),
                     [entry for entry in staged.chunk.entries if entry.name in staged.left],
@@ -307,12 +289,9 @@ class Coordinator:
             sum(each.inodes for each in jobs) + inodes,
         )
         return room(
-            os.statvfs(self.generation),
-            reserve=self.limits.reserve,
-            budget=self.limits.budget,
-            used=self.limits.others + self.used(),
-            pending=pending,
-        )
+            os.statvfs(self.generation), reserve=self.limits.reserve, budget=self.limits.budget,
+            used=self.limits.others + self.used(), pending=pending,
+        )  # fmt: skip
 
     @property
     def copies_in_flight(self) -> bool:
@@ -338,7 +317,8 @@ class Coordinator:
         self._used_before, self._added = self.used(), 0
         self.index.restart_listing(number)
 
-    def made_directories(self, size: int) -> None:
+    def count_added(self, size: int) -> None:
+        """SSD bytes of new directories."""
         self._added += size
 
     def all_listed(self) -> None:
@@ -377,17 +357,11 @@ class Coordinator:
         counts = self._pass.counts()  # may bring the totals up to date
         copied_files, copied_bytes = self.page.counted()
         progress = messages.Progress(
-            phase=self._pass.phase,
-            counts=counts,
-            skipped=self.totals.skipped,
-            sealed=self.totals.sealed,
-            copied_files=copied_files,
-            copied_bytes=copied_bytes,
-            beats=self.page.beats(),
-            commits=self.commits,
-            used=self.used(),
+            phase=self._pass.phase, counts=counts, skipped=self.totals.skipped,
+            sealed=self.totals.sealed, copied_files=copied_files, copied_bytes=copied_bytes,
+            beats=self.page.beats(), commits=self.commits, used=self.used(),
             syncing=bool(self.pool.assigned(Commit, Finish)),
-        )
+        )  # fmt: skip
         self.agent.say(messages.Report(progress=progress))
 
     def note(self, text: str) -> None:
@@ -488,35 +462,7 @@ def room(disk: os.statvfs_result, *, reserve: float, budget: int, used: int, pen
     return Room(max(0, min(budget - used, free) - pending.bytes), max(0, inodes - pending.inodes))
 
 
-# --- the pipe to the agent
-
-
-class AgentChannel:
-    """Commands on standard input, reports on standard output.
-
-    Reading never blocks. Writing blocks while the agent does not read, which slows the pass down
-    and loses nothing.
-    """
-
-    def __init__(self) -> None:
-        self._input = b""
-        os.set_blocking(0, False)
-
-    @staticmethod
-    def say(report: messages.Report) -> None:
-        sys.stdout.write(f'{{"result":{kit.messages.encode(report)}}}\n')
-        sys.stdout.flush()
-
-    def commands(self) -> list[messages.Command] | None:
-        """Commands that have arrived; None when the agent has closed the pipe."""
-        try:
-            data = os.read(0, 65536)
-        except BlockingIOError:
-            return []
-        if not data:
-            return None
-        *lines, self._input = (self._input + data).split(b"\n")
-        return [kit.messages.decode(line, messages.Command) for line in lines]
+# --- the process
 
 
 def serve(kind: type[TaskT], begin: Callable[[TaskT], tuple[Coordinator, Pass]]) -> None:
@@ -538,13 +484,9 @@ def serve(kind: type[TaskT], begin: Callable[[TaskT], tuple[Coordinator, Pass]])
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
             return  # the agent has ended
         why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        _failed(why)
+        messages.AgentChannel.say(messages.Report(end=messages.End("failed", why)))
     except sqlite3.DatabaseError as error:
+        why = f"the index is damaged ({error}); the next pass makes it again"
         if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
-            _failed("the disk is full, not even the index can grow")
-            return
-        _failed(f"the index is damaged ({error}); the next pass makes it again")
-
-
-def _failed(why: str) -> None:
-    AgentChannel.say(messages.Report(end=messages.End("failed", why)))
+            why = "the disk is full, not even the index can grow"
+        messages.AgentChannel.say(messages.Report(end=messages.End("failed", why)))

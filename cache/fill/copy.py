@@ -15,7 +15,7 @@ import time
 
 import xxhash
 
-from cache.fill import messages
+from cache.fill import control, messages
 from cache.store import tree
 from cache.store.tree import Entry
 
@@ -46,7 +46,7 @@ def failure(name: str, error: OSError) -> messages.Failure:
 class Copier:
     """Copies for one worker, through one buffer."""
 
-    def __init__(self, throttle: messages.Throttle, *, immutable: bool) -> None:
+    def __init__(self, throttle: control.Throttle, *, immutable: bool) -> None:
         self._throttle = throttle
         self._immutable = immutable
         self._buffer = memoryview(bytearray(BLOCK))
@@ -184,7 +184,7 @@ def _version(status: os.stat_result) -> tuple[int, ...]:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def checksum(descriptor: int, throttle: messages.Throttle, buffer: memoryview) -> str:
+def checksum(descriptor: int, throttle: control.Throttle, buffer: memoryview) -> str:
     """The checksum of an open file, read from the disk unless pages stay in the page cache."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     summed = xxhash.xxh3_128()

@@ -12,11 +12,12 @@ complete, every seal is checked in the tree, because after a power cut the index
 the disk has.
 """
 
+import dataclasses
 import errno
 import os
 import time
 
-from cache.fill import coordinator, messages
+from cache.fill import coordinator, messages, worker
 from cache.fill.coordinator import Ended, Staged
 from cache.fill.messages import Copy, Hint, Scan
 from cache.fill.worker_pool import Assignment
@@ -107,12 +108,10 @@ class FillPass(coordinator.Pass):
         self.scanning.add(number)
         rescanned = self.index.directory(number).rescans > 0
         job = Scan(
-            directory=number,
-            path=path,
-            mounted=self.mounted.get(tuple(path), []),
+            directory=number, path=path, mounted=self.mounted.get(tuple(path), []),
             again=self.look_in_tree,
             extras=self.look_in_tree and (not self.immutable or rescanned),
-        )
+        )  # fmt: skip
         return Assignment(job, directory=number)
 
     def _skeleton_complete(self) -> None:
@@ -129,10 +128,10 @@ class FillPass(coordinator.Pass):
                 self.index.add_directories(number, part.folders)
             if part.chunk:
                 self.index.add_chunk(number, part.chunk)
-            for failure in part.failed:
-                self.index.fail(number, failure.name, failure.reason, lasting=failure.lasting)
+            for name, reason, lasting in part.failed:
+                self.index.fail(number, name, reason, lasting=lasting)
         if part.made:
-            self.run.made_directories(part.made)
+            self.run.count_added(part.made)
             if not self.run.room(inodes=1).holds(4096, 1):
                 self.run.page.set_cramped(True)
 
@@ -140,17 +139,13 @@ class FillPass(coordinator.Pass):
         self.scanning.discard(job.directory)
         with self.index.transaction():
             if self.look_in_tree:
-                self.index.drop_vanished(job.directory, set(answer.names))
+                self.index.drop_vanished(job.directory, set(answer.folders))
             if job.again:
                 self.index.none_ahead(job.directory)
             self.index.listed(
-                job.directory,
-                entries=answer.entries,
-                files=answer.files,
-                size=answer.bytes,
-                stored=answer.stored,
-                skipped=answer.skipped,
-            )
+                job.directory, entries=answer.entries, files=answer.files, size=answer.bytes,
+                stored=dataclasses.astuple(answer.stored), skipped=answer.skipped,
+            )  # fmt: skip
 
     # --- copy
 
@@ -179,19 +174,13 @@ class FillPass(coordinator.Pass):
             return None
         self.copying.add(chunk.id)
         job = Copy(
-            folder=str(chunk.id),
-            path=self.index.path(chunk.directory),
-            entries=items,
-            location=self.index.location(chunk.directory),
-            hinted=self.hinted,
-        )
+            folder=str(chunk.id), path=self.index.path(chunk.directory), entries=items,
+            location=self.index.location(chunk.directory), hinted=self.hinted,
+        )  # fmt: skip
         return Assignment(
-            job,
-            directory=chunk.directory,
-            allocated=sum(costs[: len(items)]),
-            inodes=len(items),
+            job, directory=chunk.directory, allocated=sum(costs[: len(items)]), inodes=len(items),
             chunk=chunk,
-        )
+        )  # fmt: skip
 
     def _costs(self, chunk: index.Chunk) -> list[int]:
         """The most SSD bytes that each entry takes beyond what is counted already."""
@@ -423,14 +412,8 @@ class FillPass(coordinator.Pass):
     def counts(self) -> messages.Counts:
         if not self.skeleton:
             self.run.totals = self.index.totals()
-        totals = self.run.totals
-        return messages.Counts(
-            files_total=totals.files,
-            bytes_total=totals.bytes,
-            files_done=totals.done_files,
-            bytes_done=totals.done_bytes,
-            failed=totals.failed,
-        )
+        now = self.run.totals
+        return messages.Counts(now.files, now.bytes, now.done_files, now.done_bytes, now.failed)
 
     def end(self, ended: Ended) -> messages.End:
         files, size = self.index.left()
@@ -476,7 +459,8 @@ def begin(task: messages.FillTask) -> tuple[coordinator.Coordinator, FillPass]:
     source = tree.open_source(task.source, task.stamp)
     try:
         root = tree.entry_of("", os.fstat(source))
-        run = coordinator.Coordinator(task, task.native if native.available() else None)
+        access = task.native if native.available() else None
+        run = coordinator.Coordinator(task, worker.serve, access)
         decides = FillPass(run, task)
         run.index.add_root(root)
         top = tree.open_root(str(run.generation / "tree"))

@@ -8,14 +8,12 @@ A coordinator gives each worker a ``Setup`` and then one ``Job`` at a time; the 
 direction, each message behind its length. Names are str by ``os.fsdecode``; their lone surrogates
 survive because the standard library writes the JSON (see ``kit.messages``).
 
-What changes while a job runs goes through the control page instead, a page of memory that all of
-them share: limits, cancel, and the counters of each worker.
+What changes while a job runs goes through the control page instead (``cache.fill.control``).
 """
 
-import mmap
 import os
 import struct
-import time
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -82,10 +80,10 @@ class Command:
 class Counts:
     """What a pass works through and how far it is."""
 
-    files_total: int
-    bytes_total: int
-    files_done: int
-    bytes_done: int
+    files: int
+    bytes: int
+    done_files: int
+    done_bytes: int
     failed: int
 
 
@@ -110,7 +108,7 @@ class FillEnd:
     left_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class VerifyEnd:
     checked_files: int = 0
     checked_bytes: int = 0
@@ -141,6 +139,34 @@ class Report:
     end: End | None = None
 
 
+class AgentChannel:
+    """Commands on standard input, reports on standard output.
+
+    Reading never blocks. Writing blocks while the agent does not read, which slows the pass down
+    and loses nothing.
+    """
+
+    def __init__(self) -> None:
+        self._input = b""
+        os.set_blocking(0, False)
+
+    @staticmethod
+    def say(report: Report) -> None:
+        sys.stdout.write(f'{{"result":{kit.messages.encode(report)}}}\n')
+        sys.stdout.flush()
+
+    def commands(self) -> list[Command] | None:
+        """Commands that have arrived; None when the agent has closed the pipe."""
+        try:
+            data = os.read(0, 65536)
+        except BlockingIOError:
+            return []
+        if not data:
+            return None
+        *lines, self._input = (self._input + data).split(b"\n")
+        return [kit.messages.decode(line, Command) for line in lines]
+
+
 # --- a coordinator and its workers
 
 
@@ -155,6 +181,15 @@ class Link(NamedTuple):
 
     name: str
     key: str
+
+
+@dataclass
+class Stored:
+    """What the tree had already."""
+
+    files: int = 0
+    bytes: int = 0
+    allocated: int = 0  # SSD bytes, names included
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True):
@@ -268,7 +303,7 @@ Job = Scan | Copy | Hint | Commit | Recheck | Finish | Verify | Unseal | Prune
 
 
 class Done(Message):
-    """The job is done: the start, Finish, Unseal or Prune."""
+    """The start, or a job without a result, is done."""
 
 
 class NotDone(Message):
@@ -283,30 +318,30 @@ class ScanPart(Message):
     """Some entries of a directory that is being scanned; more answers follow."""
 
     directory: int
-    chunk: list[Entry]  # to be copied
-    folders: list[Entry]  # subdirectories
-    failed: list[Failure]
-    made: int  # SSD bytes of new directories
-    location: tuple[str, int] | None
+    chunk: list[Entry] = []  # to be copied
+    folders: list[Entry] = []  # subdirectories
+    failed: list[Failure] = []
+    made: int = 0  # SSD bytes of new directories
+    location: tuple[str, int] | None = None  # where the objects of its files are
 
 
 class Scanned(Message):
-    entries: int
-    files: int
-    bytes: int
-    skipped: int  # sockets, fifos and devices
-    stored: tuple[int, int, int]  # files, bytes, SSD bytes that the tree had already
-    names: list[str]  # of its subdirectories
+    stored: Stored
+    entries: int = 0
+    files: int = 0
+    bytes: int = 0
+    skipped: int = 0  # sockets, fifos and devices
+    folders: list[str] = []
 
 
 class Copied(Message):
-    files: int
-    bytes: int
-    allocated: int
-    failed: list[Failure]
-    links: list[Link]
-    left: list[str]  # names that were not tried
-    full: bool  # stopped because the disk is full
+    files: int = 0
+    bytes: int = 0
+    allocated: int = 0
+    failed: list[Failure] = []
+    links: list[Link] = []
+    left: list[str] = []  # names that were not tried
+    full: bool = False  # stopped because the disk is full
 
 
 class Hinted(Message):
@@ -324,11 +359,11 @@ class Rechecked(Message):
 
 
 class Verified(Message):
-    checked_files: int
-    checked_bytes: int
-    bad: list[tuple[Entry, str]]
-    uncompared: int
-    named: list[tuple[str, str]]  # some of the uncompared, with the reason
+    checked_files: int = 0
+    checked_bytes: int = 0
+    bad: list[tuple[Entry, str]] = []
+    uncompared: int = 0
+    named: list[tuple[str, str]] = []  # some of the uncompared, with the reason
 
 
 Answer = (
@@ -417,129 +452,3 @@ class Stream(Generic[T]):
 
 def answers() -> Stream[Answer]:
     return Stream(cast(Any, Answer))
-
-
-# --- the control page
-
-_U64, _F64 = struct.Struct("<Q"), struct.Struct("<d")
-_CANCEL, _CRAMPED, _BYTES_RATE, _FILES_RATE = 0, 8, 16, 24
-_SLOT = 64
-MOST_WORKERS = 65  # as many as settings allow, and the one that commits
-
-_NAP_SECONDS = 0.05
-# What a worker may copy at once after a rest, in seconds of its rate.
-_BURST_SECONDS = 0.5
-
-
-class Cancelled(Exception):
-    """The pass is cancelled; what was copied so far is kept."""
-
-
-class Control:
-    """The control page. Each field has one writer: the coordinator, or the worker of a slot.
-
-    offset  0  u64  cancel (1: stop soon)
-    offset  8  u64  cramped (1: no room for more directories)
-    offset 16  f64  bytes per second for one worker, 0: no limit
-    offset 24  f64  files per second for one worker, 0: no limit
-    offset 64 + 64 * n: worker n's   u64 files copied, u64 bytes copied, u64 signs of life
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self._page = mmap.mmap(descriptor, _SLOT * (1 + MOST_WORKERS))
-
-    @classmethod
-    def create(cls) -> "Control":
-        descriptor = os.memfd_create("nodeagent-control", 0)
-        os.ftruncate(descriptor, _SLOT * (1 + MOST_WORKERS))
-        return cls(descriptor)
-
-    def set_limits(self, bytes_per_second: float, files_per_second: float) -> None:
-        """Of each worker; 0 is no limit."""
-        _F64.pack_into(self._page, _BYTES_RATE, bytes_per_second)
-        _F64.pack_into(self._page, _FILES_RATE, files_per_second)
-
-    def limits(self) -> tuple[float, float]:
-        return (
-            _F64.unpack_from(self._page, _BYTES_RATE)[0],
-            _F64.unpack_from(self._page, _FILES_RATE)[0],
-        )
-
-    def cancel(self) -> None:
-        _U64.pack_into(self._page, _CANCEL, 1)
-
-    @property
-    def cancelled(self) -> bool:
-        return bool(_U64.unpack_from(self._page, _CANCEL)[0])
-
-    def set_cramped(self, cramped: bool) -> None:
-        """While it is set, a scan that would make a directory ends with ENOSPC."""
-        _U64.pack_into(self._page, _CRAMPED, int(cramped))
-
-    @property
-    def cramped(self) -> bool:
-        return bool(_U64.unpack_from(self._page, _CRAMPED)[0])
-
-    def count(self, worker: int, files: int, size: int) -> None:
-        """Add to the counters of a worker; only that worker may."""
-        at = _SLOT * (1 + worker)
-        _U64.pack_into(self._page, at, _U64.unpack_from(self._page, at)[0] + files)
-        _U64.pack_into(self._page, at + 8, _U64.unpack_from(self._page, at + 8)[0] + size)
-
-    def beat(self, worker: int) -> None:
-        """A sign of life where nothing is counted: an entry was listed, a limit delays it."""
-        at = _SLOT * (1 + worker) + 16
-        _U64.pack_into(self._page, at, _U64.unpack_from(self._page, at)[0] + 1)
-
-    def beats(self) -> int:
-        slots = (_SLOT * (1 + worker) + 16 for worker in range(MOST_WORKERS))
-        return sum(int(_U64.unpack_from(self._page, at)[0]) for at in slots)
-
-    def counted(self) -> tuple[int, int]:
-        """Files and bytes that all workers copied, uncommitted ones included."""
-        slots = [_SLOT * (1 + worker) for worker in range(MOST_WORKERS)]
-        files = sum(_U64.unpack_from(self._page, at)[0] for at in slots)
-        return files, sum(_U64.unpack_from(self._page, at + 8)[0] for at in slots)
-
-
-class Throttle:
-    """The pace of one worker, which calls ``step`` with what it has just read."""
-
-    def __init__(self, control: Control, worker: int) -> None:
-        self._control = control
-        self._worker = worker
-        self._ready = [0.0, 0.0]  # when the next byte and the next file are due
-
-    def step(self, files: int, size: int) -> None:
-        """Count, and wait as the limits demand. Raises Cancelled."""
-        self._control.count(self._worker, files, size)
-        rates = self._control.limits()
-        if rates != (0.0, 0.0):
-            now = time.monotonic()
-            for i, (rate, amount) in enumerate(zip(rates, (size, files), strict=True)):
-                if rate > 0:
-                    # Due times are at most a burst in the past: a rest does not add up.
-                    self._ready[i] = max(self._ready[i], now - _BURST_SECONDS) + amount / rate
-                else:
-                    self._ready[i] = 0.0
-            self._wait(rates)
-        self.check()
-
-    def _wait(self, rates: tuple[float, float]) -> None:
-        while (left := max(self._ready) - time.monotonic()) > 0:
-            if self._control.cancelled:
-                return
-            if self._control.limits() != rates:
-                self._ready = [0.0, 0.0]  # these due times follow from the old limits
-                return
-            self.beat()
-            time.sleep(min(left, _NAP_SECONDS))
-
-    def beat(self) -> None:
-        self._control.beat(self._worker)
-
-    def check(self) -> None:
-        """Raises Cancelled."""
-        if self._control.cancelled:
-            raise Cancelled

@@ -4,12 +4,19 @@ A replacement is copied from the source, staged, made durable and renamed over t
 name never disappears, so this is safe even under a bind mount of the store. A bad file that cannot
 be replaced goes on the quarantine list; the agent publishes the overlay and has it withdrawn
 (``cache.fill.withdraw``).
+
+``VerifyPass`` is the coordinator's part, ``VerifyWorker`` what its workers do more than others.
 """
 
+import contextlib
+import errno
+import functools
 import os
+import stat
 import time
+from collections.abc import Callable
 
-from cache.fill import coordinator, messages
+from cache.fill import control, coordinator, copy, messages, worker
 from cache.fill.coordinator import Ended, Staged
 from cache.fill.messages import Copy
 from cache.fill.worker_pool import Assignment
@@ -17,6 +24,7 @@ from cache.store import generations, index, tree
 from cache.store.tree import Entry
 
 AHEAD = 64
+MOST_NAMED = 20  # uncompared files of one directory that are named; all are counted
 MOST_NOTES = 100  # bad files that the log names
 
 
@@ -30,11 +38,7 @@ class VerifyPass(coordinator.Pass):
         self.after = 0  # the last directory that was given to a worker
         self.directories: list[int] = []
         self.bad: list[tuple[int, Entry]] = []  # to be replaced
-        self.checked_files = 0
-        self.checked_bytes = 0
-        self.found = 0
-        self.uncompared = 0  # good, but the source's file could not be read
-        self.replaced = 0
+        self.found = messages.VerifyEnd()
         self.unreplaced: list[tuple[list[str], str]] = []
         self.whole = False  # every directory was read
 
@@ -73,21 +77,22 @@ class VerifyPass(coordinator.Pass):
             case Copy() as job, messages.Copied():
                 for name in [failure.name for failure in answer.failed] + answer.left:
                     self.unreplaced.append((job.path, name))
-                self.replaced += answer.files
+                self.found.replaced += answer.files
                 staged = Staged(job.folder, assignment.directory, failed=answer.failed)
                 self.run.batch.add(staged)
             case _:
                 raise Ended("failed", f"unexpected answer {type(answer).__name__}")
 
     def _verified(self, job: messages.Verify, answer: messages.Verified) -> None:
-        self.checked_files += answer.checked_files
-        self.checked_bytes += answer.checked_bytes
-        for name, why in answer.named[: max(0, MOST_NOTES - self.uncompared)]:
+        found = self.found
+        found.checked_files += answer.checked_files
+        found.checked_bytes += answer.checked_bytes
+        for name, why in answer.named[: max(0, MOST_NOTES - found.not_compared)]:
             self.run.note(f"not compared {'/'.join([*job.path, name])!r}: {why}")
-        self.uncompared += answer.uncompared
+        found.not_compared += answer.uncompared
         for item, fault in answer.bad:
-            self.found += 1
-            if self.found <= MOST_NOTES:
+            found.bad += 1
+            if found.bad <= MOST_NOTES:
                 self.run.note(f"bad file {'/'.join([*job.path, item.name])!r}: {fault}")
             if self.task.reachable:
                 self.bad.append((job.directory, item))
@@ -116,28 +121,19 @@ class VerifyPass(coordinator.Pass):
         if self.bad or self.directories or self.index.listed_directories(self.after, 1):
             return
         self.whole = True
-        why = f"{self.uncompared} files could not be compared" if self.uncompared else ""
+        left = self.found.not_compared
+        why = f"{left} files could not be compared" if left else ""
         raise Ended("bad" if self.unreplaced else "good", why)
 
     def counts(self) -> messages.Counts:
+        total, found = self.run.totals, self.found
         return messages.Counts(
-            files_total=self.run.totals.done_files,
-            bytes_total=self.run.totals.done_bytes,
-            files_done=self.checked_files,
-            bytes_done=self.checked_bytes,
-            failed=self.found,
+            total.done_files, total.done_bytes, found.checked_files, found.checked_bytes, found.bad
         )
 
     def end(self, ended: Ended) -> messages.End:
-        result = messages.VerifyEnd(
-            checked_files=self.checked_files,
-            checked_bytes=self.checked_bytes,
-            bad=self.found,
-            not_compared=self.uncompared,
-            replaced=self.replaced,
-            unreplaced=self.quarantine(),
-        )
-        return messages.End(ended.result, ended.why, verify=result)
+        self.found.unreplaced = self.quarantine()
+        return messages.End(ended.result, ended.why, verify=self.found)
 
     def quarantine(self) -> int:
         """Save the list of bad files, which may be millions; how many there are."""
@@ -152,10 +148,145 @@ class VerifyPass(coordinator.Pass):
         return len(self.unreplaced)
 
 
+class NotComparedError(Exception):
+    """The source's file cannot be read; the stored one agrees with its checksum.
+
+    ``size``: bytes of the stored file.
+    """
+
+    def __init__(self, error: OSError, size: int) -> None:
+        super().__init__(f"cannot be read in the source: {copy.reason(error)}")
+        self.size = size
+
+
+class VerifyWorker(worker.Worker):
+    def __init__(self, number: int, page: int, setup: messages.Setup) -> None:
+        super().__init__(number, page, setup)
+        self._buffer = memoryview(bytearray(copy.BLOCK))
+
+    def handlers(self) -> dict[type[messages.Message], Callable[..., None]]:
+        return super().handlers() | {messages.Verify: self.verify}
+
+    def verify(self, job: messages.Verify) -> None:
+        found = messages.Verified()
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(tree.opened(self.tree, job.path))
+            source: int | OSError | None = None
+            if job.against_source:
+                try:
+                    source = stack.enter_context(tree.opened(self.source, job.path))
+                except OSError as error:
+                    if error.errno in (errno.ENOENT, *tree.SOURCE_GONE):
+                        raise
+                    source = error
+            names = os.listdir(directory)
+            if job.entries is not None and len(names) != job.entries:
+                lost = tree.entries_beside(self.source, job.path, set(names))
+                found.bad += [(item, "is missing in the store") for item in lost]
+            with contextlib.suppress(control.Cancelled):
+                for name in names:
+                    if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+                        try:
+                            fault, size = self._verify_file(directory, name, source)
+                        except NotComparedError as error:
+                            fault, size = "", error.size
+                            found.uncompared += 1
+                            if found.uncompared <= MOST_NAMED:
+                                found.named.append((name, str(error)))
+                        found.checked_files += 1
+                        found.checked_bytes += size
+                        if fault:
+                            found.bad.append((self._entry_of(name, job.path, directory), fault))
+        messages.answer(found)
+
+    def _entry_of(self, name: str, path: list[str], directory: int) -> Entry:
+        """As the source has it now, else as the store has it."""
+        try:
+            with tree.opened(self.source, path) as source:
+                return tree.entry_of(name, os.stat(name, dir_fd=source, follow_symlinks=False))
+        except OSError:
+            return tree.entry_of(name, os.stat(name, dir_fd=directory, follow_symlinks=False))
+
+    def _verify_file(
+        self, directory: int, name: str, source: int | OSError | None
+    ) -> tuple[str, int]:
+        """What is wrong with a stored file ('' for a good one), and its size.
+
+        ``source``: the source's directory to compare with, or why it cannot be opened.
+        NotComparedError when the file is good and the source's cannot be read.
+        """
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        size = 0
+        try:
+            stored = os.open(name, flags, dir_fd=directory)
+        except OSError as error:
+            return f"cannot be opened in the store: {copy.reason(error)}", 0
+        try:
+            size = os.fstat(stored).st_size
+            try:
+                kept = os.getxattr(stored, tree.CHECKSUM).decode()
+            except OSError:
+                return "has no checksum in the store", size
+            try:
+                if copy.checksum(stored, self.throttle, self._buffer) != kept:
+                    return "its bytes are not those that were stored", size
+            except OSError as error:
+                return f"cannot be read in the store: {copy.reason(error)}", size
+            if source is not None:
+                return self._compare(stored, kept, name, source), size
+            return "", size
+        finally:
+            os.close(stored)
+
+    def _compare(self, stored: int, kept: str, name: str, source: int | OSError) -> str:
+        """How a stored file differs from the source's, '' when it does not.
+
+        An unreadable source file is not a difference: a good copy would be withdrawn for it.
+        """
+        here = os.fstat(stored)
+        try:
+            xattrs = tree.xattrs_of(stored)
+        except OSError as error:
+            return f"its xattrs cannot be read in the store: {copy.reason(error)}"
+        try:
+            if isinstance(source, OSError):
+                raise source
+            return self._difference(here, xattrs, kept, name, source)
+        except FileNotFoundError:
+            return "is not in the source"
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return "is a symbolic link in the source"
+            if error.errno in tree.SOURCE_GONE:
+                raise
+            raise NotComparedError(error, here.st_size) from error
+
+    def _difference(
+        self, here: os.stat_result, xattrs: dict[str, bytes], kept: str, name: str, source: int
+    ) -> str:
+        """OSError of the source's file only."""
+        origin = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=source)
+        try:
+            there = os.fstat(origin)
+            for what in ("st_size", "st_mode", "st_uid", "st_gid", "st_mtime_ns"):
+                if getattr(here, what) != getattr(there, what):
+                    return f"differs from the source in {what.removeprefix('st_')}"
+            if xattrs != tree.xattrs_of(origin):
+                return "differs from the source in its xattrs"
+            if copy.checksum(origin, self.throttle, self._buffer) != kept:
+                return "differs from the source in its bytes"
+        finally:
+            os.close(origin)
+        return ""
+
+
+serve = functools.partial(worker.serve, kind=VerifyWorker)
+
+
 def begin(task: messages.VerifyTask) -> tuple[coordinator.Coordinator, VerifyPass]:
     """A pass that is ready to run. OSError when the source or the index is not there."""
     os.close(tree.open_source(task.source, task.stamp))  # before any file is judged bad
-    run = coordinator.Coordinator(task)
+    run = coordinator.Coordinator(task, serve)
     if run.index.totals().directories == 0:
         raise OSError(2, "the index of this generation is lost; warm it again to rebuild it")
     return run, VerifyPass(run, task)

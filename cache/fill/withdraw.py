@@ -12,7 +12,7 @@ left.
 import os
 from collections import deque
 
-from cache.fill import coordinator, messages
+from cache.fill import coordinator, messages, worker
 from cache.fill.coordinator import Ended
 from cache.fill.messages import Prune, Unseal
 from cache.fill.worker_pool import Assignment
@@ -73,13 +73,8 @@ class WithdrawPass(coordinator.Pass):
             raise Ended("withdrawn")
 
     def counts(self) -> messages.Counts:
-        return messages.Counts(
-            files_total=self.withdrawn + len(self.waiting),
-            bytes_total=0,
-            files_done=self.withdrawn,
-            bytes_done=0,
-            failed=0,
-        )
+        done = self.withdrawn
+        return messages.Counts(done + len(self.waiting), 0, done, 0, 0)
 
     def end(self, ended: Ended) -> messages.End:
         return messages.End(ended.result, ended.why, withdrawn=self.withdrawn)
@@ -88,7 +83,7 @@ class WithdrawPass(coordinator.Pass):
 def begin(task: messages.WithdrawTask) -> tuple[coordinator.Coordinator, WithdrawPass]:
     """A pass that is ready to run. OSError when the source is not there."""
     os.close(tree.open_source(task.source, task.stamp))
-    run = coordinator.Coordinator(task)
+    run = coordinator.Coordinator(task, worker.serve)
     return run, WithdrawPass(run, task)
 
 

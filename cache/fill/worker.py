@@ -1,4 +1,4 @@
-"""A worker: lists directories, copies files, commits batches, verifies. One job at a time.
+"""A worker: lists directories, copies files, commits batches. One job at a time.
 
 It is a process of its own because every call on the source may hang. It takes jobs on standard
 input, answers on standard output, and ends when its coordinator closes them or dies.
@@ -19,7 +19,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from cache.fill import checks, copy, messages
+from cache.fill import control, copy, messages
 from cache.store import index, tree
 from cache.store.tree import Entry
 from ceph import native
@@ -35,8 +35,8 @@ class Worker:
     def __init__(self, number: int, page: int, setup: messages.Setup) -> None:
         """``page``: descriptor of the control page. OSError when a root cannot be opened."""
         self.number = number
-        self.page = messages.Control(page)
-        self.throttle = messages.Throttle(self.page, number)
+        self.page = control.Control(page)
+        self.throttle = control.Throttle(self.page, number)
         self.copier = copy.Copier(self.throttle, immutable=setup.immutable)
         self.source = tree.open_source(setup.source, setup.stamp)
         self.generation = tree.open_root(setup.generation)
@@ -47,7 +47,6 @@ class Worker:
         self.no_objects = False  # the key does not allow object reads
         self._listing: native.Listing | None = None
         self._reader: native.Reader | None = None
-        self.checks = checks.Checks(self.source, self.tree, self.throttle)
 
     @functools.cached_property
     def ordered(self) -> bool:
@@ -63,56 +62,53 @@ class Worker:
 
     def scan(self, job: messages.Scan) -> None:
         """Answers ScanPart for every few entries, then Scanned."""
-        part = _Part(job.directory)
-        counts = {"entries": 0, "files": 0, "bytes": 0, "skipped": 0}
-        stored = [0, 0, 0]
-        names: list[str] = []
-        mounted = set(job.mounted)
+        part = messages.ScanPart(directory=job.directory)
+        found = messages.Scanned(stored=messages.Stored())
         with contextlib.ExitStack() as stack:
             target = stack.enter_context(tree.opened(self.tree, job.path))
             mtime_ns = os.fstat(target).st_mtime_ns
             source: int | None = None
             if self.access is None:
                 source = stack.enter_context(tree.opened(self.source, job.path))
+            located = source is not None  # it matters only for reads past the mount
             for item in self._entries(job.path, source):
                 if not isinstance(item, Entry):
                     name, error = item
                     if error.errno in tree.SOURCE_GONE:
                         raise error
-                    counts["entries"] += 1
+                    found.entries += 1
                     part.failed.append(copy.failure(name, error))
                 elif item.is_directory:
-                    counts["entries"] += 1
-                    names.append(item.name)
-                    if item.name in mounted:
+                    found.entries += 1
+                    found.folders.append(item.name)
+                    if item.name in job.mounted:
                         text = "another file system is mounted here; it is not part of the dataset"
                         part.failed.append(messages.Failure(item.name, text, True))
                     else:
                         if source is None and item.xattrs:
                             source = stack.enter_context(tree.opened(self.source, job.path))
-                        stored[2] += self._make_directory(target, item, source, part)
+                        found.stored.allocated += self._make_directory(target, item, source, part)
                 elif item.is_file or item.is_link:
-                    if source is None and not part.located:
-                        self._locate(job.path, item, part)
-                    counts["entries"] += 1
-                    counts["files"] += 1
-                    counts["bytes"] += item.size if item.is_file else 0
-                    if not (job.again and self._has(target, item, stored)):
+                    if not located and native.is_plain(item):
+                        located = True
+                        part.location = self._location(job.path, item)
+                    found.entries += 1
+                    found.files += 1
+                    found.bytes += item.size if item.is_file else 0
+                    if not (job.again and self._has(target, item, found.stored)):
                         part.chunk.append(item)
                 else:
-                    counts["skipped"] += 1  # a socket, fifo or device
+                    found.skipped += 1  # a socket, fifo or device
                 self.page.beat(self.number)
-                if part.size >= index.CHUNK_ENTRIES:
-                    part.flush()
+                if _size(part) >= index.CHUNK_ENTRIES:
+                    _flush(part)
                     self.throttle.check()
             if job.extras:
                 self._drop_extras(target, job.path)
             os.utime(target, ns=(mtime_ns, mtime_ns))  # new subdirectories changed it
-        if part.size:
-            part.flush()
-        messages.answer(
-            messages.Scanned(stored=(stored[0], stored[1], stored[2]), names=names, **counts)
-        )
+        if _size(part):
+            _flush(part)
+        messages.answer(found)
 
     def _entries(
         self, path: Sequence[str], source: int | None
@@ -124,10 +120,12 @@ class Worker:
             self._listing = native.Listing(self.access)
         return (Entry(*item) for item in self._listing.entries(path))
 
-    def _make_directory(self, target: int, item: Entry, source: int | None, part: "_Part") -> int:
+    def _make_directory(
+        self, target: int, item: Entry, source: int | None, part: messages.ScanPart
+    ) -> int:
         """The SSD bytes that it takes beyond the one block that every directory counts."""
         if self.page.cramped and not tree.has(target, item.name):
-            part.flush()  # the coordinator must count what was made
+            _flush(part)  # the coordinator must count what was made
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         try:
             new = tree.make_directory(target, item, source)
@@ -143,14 +141,13 @@ class Worker:
             part.made += 4096 + beyond
         return beyond
 
-    def _locate(self, path: Sequence[str], item: Entry, part: "_Part") -> None:
-        """Find where the objects of the directory's files are, by the first plain one."""
-        if native.is_plain(item) and self._listing is not None:
-            part.located = True
-            try:
-                part.location = self._listing.location(path, item.name)
-            except OSError:
-                pass  # the files are read through the mount
+    def _location(self, path: Sequence[str], item: Entry) -> tuple[str, int] | None:
+        """Where the objects of this file are, and most likely those of its directory."""
+        assert self._listing is not None
+        try:
+            return self._listing.location(path, item.name)
+        except OSError:
+            return None  # the files are read through the mount
 
     def _drop_extras(self, target: int, path: Sequence[str]) -> None:
         """Remove names from the tree that the source no longer has."""
@@ -162,7 +159,7 @@ class Worker:
                     tree.remove(target, name)
                 self.page.beat(self.number)
 
-    def _has(self, target: int, item: Entry, stored: list[int]) -> bool:
+    def _has(self, target: int, item: Entry, stored: messages.Stored) -> bool:
         """Whether the tree has this version already; if so it is counted in ``stored``."""
         try:
             status = os.stat(item.name, dir_fd=target, follow_symlinks=False)
@@ -170,67 +167,66 @@ class Worker:
             return False
         if not tree.same_content(item, status):
             return False
-        stored[0] += 1
-        stored[1] += item.size if item.is_file else 0
-        stored[2] += status.st_blocks * 512 + item.name_bytes
+        stored.files += 1
+        stored.bytes += item.size if item.is_file else 0
+        stored.allocated += status.st_blocks * 512 + item.name_bytes
         return True
 
     # --- copy
 
     def copy(self, job: messages.Copy) -> None:
         os.mkdir(job.folder, 0o700, dir_fd=self.staging)
-        done = _Copies()
-        stopped = full = False
+        copied = messages.Copied()
+        tried: set[str] = set()
+        stopped = False
         deadline = time.monotonic() + CHUNK_SECONDS
+
+        def add(item: Entry, allocated: int) -> None:
+            tried.add(item.name)
+            copied.files += 1
+            copied.bytes += item.size if item.is_file else 0
+            copied.allocated += allocated + item.name_bytes
+
         with contextlib.ExitStack() as stack:
             staging = stack.enter_context(tree.opened(self.staging, [job.folder]))
             try:
-                rest = self._not_stored(job, done) if job.hinted else job.entries
+                rest = self._not_stored(job, add) if job.hinted else job.entries
                 if job.location and not self.no_objects:
-                    rest = self._copy_objects(job.location, rest, staging, deadline, done)
+                    rest = self._copy_objects(job.location, rest, staging, deadline, add)
                 source = None
                 for item in rest:
                     if source is None:
                         source = stack.enter_context(tree.opened(self.source, job.path))
-                    if time.monotonic() >= deadline and done.names:
+                    if time.monotonic() >= deadline and tried:
                         stopped = True
                         break
                     try:
-                        done.add(item, self.copier.copy(source, item, staging))
+                        add(item, self.copier.copy(source, item, staging))
                         if item.is_file and item.nlink > 1:
                             key = self._link_key(staging, item)
-                            done.links.append(messages.Link(item.name, key))
+                            copied.links.append(messages.Link(item.name, key))
                     except OSError as error:
                         if error.errno in tree.SOURCE_GONE:
                             raise
                         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                            stopped = full = True
+                            stopped = copied.full = True
                             break
-                        done.failed.append(copy.failure(item.name, error))
-                        done.names.add(item.name)
-            except messages.Cancelled:
+                        copied.failed.append(copy.failure(item.name, error))
+                        tried.add(item.name)
+            except control.Cancelled:
                 stopped = True
-        left = [item.name for item in job.entries if item.name not in done.names] if stopped else []
-        messages.answer(
-            messages.Copied(
-                files=done.files,
-                bytes=done.bytes,
-                allocated=done.allocated,
-                failed=done.failed,
-                links=done.links,
-                left=left,
-                full=full,
-            )
-        )
+        if stopped:
+            copied.left = [item.name for item in job.entries if item.name not in tried]
+        messages.answer(copied)
 
-    def _not_stored(self, job: messages.Copy, done: "_Copies") -> list[Entry]:
+    def _not_stored(self, job: messages.Copy, add: Callable[[Entry, int], None]) -> list[Entry]:
         """Entries that no hint has brought into the tree; the others are done."""
         rest = []
         with tree.opened(self.tree, job.path) as target:
             for item in job.entries:
-                stored = [0, 0, 0]
+                stored = messages.Stored()
                 if self._has(target, item, stored):
-                    done.add(item, stored[2] - item.name_bytes)
+                    add(item, stored.allocated - item.name_bytes)
                 else:
                     rest.append(item)
         return rest
@@ -241,7 +237,7 @@ class Worker:
         items: list[Entry],
         staging: int,
         deadline: float,
-        done: "_Copies",
+        add: Callable[[Entry, int], None],
     ) -> list[Entry]:
         """Copy plain files by their objects; the entries that must be read through the mount."""
         plain = [item for item in items if native.is_plain(item)]
@@ -261,7 +257,7 @@ class Worker:
                 rest.append(item)
                 return
             self.throttle.step(1, item.size)
-            done.add(item, self.copier.keep(item, data, staging))
+            add(item, self.copier.keep(item, data, staging))
 
         try:
             rest += self._reader.read(native.Location(*location), plain, each, deadline)
@@ -290,10 +286,10 @@ class Worker:
                     status = os.stat(name, dir_fd=source, follow_symlinks=False)
                     item = tree.entry_of(name, status)
                     fits = item.is_file and item.nlink == 1 and item.allocated <= left
-                    if fits and not self._has(target, item, [0, 0, 0]):
+                    if fits and not self._has(target, item, messages.Stored()):
                         taken[name] = self.copier.copy(source, item, staging) + item.name_bytes
                         left -= max(item.allocated, taken[name])
-                except (OSError, messages.Cancelled):
+                except (OSError, control.Cancelled):
                     pass
         messages.answer(messages.Hinted(taken=taken))
 
@@ -386,6 +382,25 @@ class Worker:
             os.close(directory)
         return True
 
+    def recheck(self, job: messages.Recheck) -> None:
+        missing = []
+        for number, path, entries in job.directories:
+            self.throttle.beat()
+            try:
+                with tree.opened(self.tree, path) as directory:
+                    if path:
+                        os.getxattr(directory, tree.OPAQUE)
+                    if len(os.listdir(directory)) == entries:
+                        continue
+            except OSError:
+                pass  # it has no mark, or does not exist
+            for depth in range(1, len(path) + 1):
+                # Every mark above it would hide the source's entries from readers too.
+                with contextlib.suppress(OSError), tree.opened(self.tree, path[:depth]) as above:
+                    os.removexattr(above, tree.OPAQUE)
+            missing.append(number)
+        messages.answer(messages.Rechecked(missing=missing))
+
     def finish(self, _: messages.Finish) -> None:
         for name in os.listdir(self.links):
             os.unlink(name, dir_fd=self.links)
@@ -419,23 +434,25 @@ class Worker:
 
     # --- the loop
 
-    def run(self) -> None:
-        """Do jobs until there are no more. The error of a job is its answer."""
-        handlers: dict[type[messages.Message], Callable[..., None]] = {
+    def handlers(self) -> dict[type[messages.Message], Callable[..., None]]:
+        return {
             messages.Scan: self.scan,
             messages.Copy: self.copy,
             messages.Hint: self.hint,
             messages.Commit: self.commit,
-            messages.Recheck: self.checks.recheck,
+            messages.Recheck: self.recheck,
             messages.Finish: self.finish,
-            messages.Verify: self.checks.verify,
             messages.Unseal: self.unseal,
             messages.Prune: self.prune,
         }
+
+    def run(self) -> None:
+        """Do jobs until there are no more. The error of a job is its answer."""
+        handlers = self.handlers()
         while (job := messages.next_job()) is not None:
             try:
                 handlers[type(job)](job)
-            except messages.Cancelled:
+            except control.Cancelled:
                 messages.answer(messages.NotDone(cancelled=True))
             except OSError as error:
                 messages.answer(messages.NotDone(error=copy.reason(error), errno=error.errno))
@@ -443,53 +460,16 @@ class Worker:
                 messages.answer(messages.NotDone(error=repr(error)))
 
 
-class _Part:
-    """What a scan found since its last answer."""
-
-    def __init__(self, directory: int) -> None:
-        self._directory = directory
-        self.chunk: list[Entry] = []
-        self.folders: list[Entry] = []
-        self.failed: list[messages.Failure] = []
-        self.made = 0
-        self.located = False
-        self.location: tuple[str, int] | None = None
-
-    @property
-    def size(self) -> int:
-        return len(self.chunk) + len(self.folders) + len(self.failed)
-
-    def flush(self) -> None:
-        messages.answer(
-            messages.ScanPart(
-                directory=self._directory,
-                chunk=self.chunk,
-                folders=self.folders,
-                failed=self.failed,
-                made=self.made,
-                location=self.location,
-            )
-        )
-        self.chunk, self.folders, self.failed, self.made = [], [], [], 0
+def _size(part: messages.ScanPart) -> int:
+    return len(part.chunk) + len(part.folders) + len(part.failed)
 
 
-class _Copies:
-    """What a copy job has done so far."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()  # failed ones included
-        self.files = self.bytes = self.allocated = 0
-        self.failed: list[messages.Failure] = []
-        self.links: list[messages.Link] = []
-
-    def add(self, item: Entry, allocated: int) -> None:
-        self.names.add(item.name)
-        self.files += 1
-        self.bytes += item.size if item.is_file else 0
-        self.allocated += allocated + item.name_bytes
+def _flush(part: messages.ScanPart) -> None:
+    messages.answer(part)
+    part.chunk, part.folders, part.failed, part.made = [], [], [], 0
 
 
-def serve(number: int, page: int) -> None:
+def serve(number: int, page: int, kind: type[Worker] = Worker) -> None:
     """A worker from its start to its end; ``page``: descriptor of the control page."""
     child_main.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal is for the agent
@@ -498,7 +478,7 @@ def serve(number: int, page: int) -> None:
     if setup is None:
         return
     try:
-        worker = Worker(number, page, setup)
+        worker = kind(number, page, setup)
     except OSError as error:
         messages.answer(messages.NotDone(error=copy.reason(error), errno=error.errno))
         return

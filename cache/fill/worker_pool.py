@@ -13,11 +13,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
-from cache.fill import messages, worker
+from cache.fill import control, messages
 from cache.store import index
 
 _READ_BYTES = 1024 * 1024
@@ -69,9 +69,13 @@ class Event(NamedTuple):
 class WorkerPool:
     """Member 0 commits; the others scan, copy and verify."""
 
-    def __init__(self, page: messages.Control, setup: messages.Setup) -> None:
+    def __init__(
+        self, page: control.Control, setup: messages.Setup, serve: Callable[[int, int], None]
+    ) -> None:
+        """``serve``: the life of a worker, given its number and the page's descriptor."""
         self._page = page
         self._setup = setup
+        self._serve = serve
         self._selector = selectors.DefaultSelector()
         self._deaths = 0
         self._wanted = 0
@@ -100,7 +104,7 @@ class WorkerPool:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            _be_worker(number, jobs_read, answers_write, self._page.descriptor)
+            self._be_worker(number, jobs_read, answers_write)
         os.close(jobs_read)
         os.close(answers_write)
         member = Member(number, pid, jobs_write, answers_read)
@@ -108,6 +112,26 @@ class WorkerPool:
         self._selector.register(answers_read, selectors.EVENT_READ, member)
         self.members[number] = member
         self._send(member, self._setup)
+
+    def _be_worker(self, number: int, jobs: int, answers: int) -> NoReturn:
+        """The rest of a forked process's life.
+
+        The coordinator's descriptors are closed at once: with a copy of another worker's pipe that
+        worker's end would go unnoticed, a copy of the lock would keep the generation locked.
+        """
+        page, code = self._page.descriptor, 1
+        try:
+            os.dup2(jobs, messages.JOBS)
+            os.dup2(answers, messages.ANSWERS)
+            os.closerange(3, page)
+            os.closerange(page + 1, os.sysconf("SC_OPEN_MAX"))
+            self._serve(number, page)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
 
     def _close(self, member: Member) -> None:
         os.close(member.jobs)
@@ -198,24 +222,3 @@ class WorkerPool:
         for member in self.members.values():
             self._close_answers(member)
         self.members.clear()
-
-
-def _be_worker(number: int, jobs: int, answers: int, page: int) -> NoReturn:
-    """The rest of a forked process's life.
-
-    The descriptors of the coordinator are closed at once: with a copy of another worker's pipe that
-    worker's end would go unnoticed, a copy of the lock would keep the generation locked.
-    """
-    code = 1
-    try:
-        os.dup2(jobs, messages.JOBS)
-        os.dup2(answers, messages.ANSWERS)
-        os.closerange(3, page)
-        os.closerange(page + 1, os.sysconf("SC_OPEN_MAX"))
-        worker.serve(number, page)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)

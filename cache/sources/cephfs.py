@@ -205,11 +205,9 @@ class Cephfs:
         keyring, conf = self._folder / "keyring", self._folder / "ceph.conf"
         kit.files.save(keyring, f"[client.{source.user}]\nkey = {secret}\n".encode())
         text = _CONF.format(
-            monitors=" ".join(map(str, addresses)),
-            keyring=keyring,
-            inodes=CLIENT_CACHE_INODES,
+            monitors=" ".join(map(str, addresses)), keyring=keyring, inodes=CLIENT_CACHE_INODES,
             timeout=max(1, int(deadline) - 3),
-        )
+        )  # fmt: skip
         kit.files.save(conf, text.encode())
         command = (
             *("ceph-fuse", "-c", str(conf), "-n", f"client.{source.user}", str(self._target)),
@@ -220,12 +218,9 @@ class Cephfs:
         environment = {"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")}
         try:
             ended = await kit.processes.run(
-                command,
-                about=self._thing,
-                deadline=deadline + 5,
-                environment=environment,
+                command, about=self._thing, deadline=deadline + 5, environment=environment,
                 outlives=True,
-            )
+            )  # fmt: skip
         except FileNotFoundError as error:
             raise kit.errors.SourceError(
                 self._thing,

@@ -31,7 +31,7 @@ NAME = "index.sqlite"
 CHUNK_ENTRIES = 256
 ROOT = 1
 
-FOUND, LISTED, SEALED = 0, 1, 2
+SEALED = 2
 
 _SCHEMA = """
 CREATE TABLE directories (
@@ -70,7 +70,6 @@ class Totals:
     done_files: int
     done_bytes: int
     directories: int
-    listed: int
     sealed: int
     allocated: int  # SSD bytes of the stored files, those ahead of their chunk included
     skipped: int
@@ -81,9 +80,6 @@ class Totals:
 class Chunk:
     id: int
     directory: int
-    files: int
-    bytes: int
-    allocated: int
     entries: list[Entry]
 
 
@@ -91,11 +87,9 @@ class Chunk:
 class Directory:
     id: int
     parent: int | None
-    name: str
     attributes: Entry
     state: int
     entries: int
-    failed: int
     rescans: int
 
 
@@ -158,6 +152,9 @@ class Index:
         """``with index.transaction():`` commits at the end, rolls back on an error."""
         self._db.execute("BEGIN")
         return self._db
+
+    def _ids(self, query: str, *values: int) -> list[int]:
+        return [int(row[0]) for row in self._db.execute(query, values)]
 
     def add_root(self, root: Entry) -> None:
         self._db.execute(
@@ -332,17 +329,15 @@ class Index:
 
     def retriable(self, most_rescans: int) -> list[int]:
         """Directories with a failure that may be temporary, and with rescans left."""
-        rows = self._db.execute(
+        return self._ids(
             "SELECT DISTINCT d.id FROM directories d JOIN failures f ON f.directory = d.id "
             "WHERE f.lasting = 0 AND d.rescans < ?",
-            (most_rescans,),
+            most_rescans,
         )
-        return [int(row[0]) for row in rows]
 
     def failing(self) -> list[int]:
         """Directories with failures."""
-        rows = self._db.execute("SELECT DISTINCT directory FROM failures")
-        return [int(row[0]) for row in rows]
+        return self._ids("SELECT DISTINCT directory FROM failures")
 
     def count_rescan(self, directory: int) -> None:
         self._db.execute("UPDATE directories SET rescans = rescans + 1 WHERE id = ?", (directory,))
@@ -356,13 +351,10 @@ class Index:
 
     def directory(self, number: int) -> Directory:
         row = self._db.execute(
-            "SELECT id, parent, name, attributes, state, entries, failed, rescans "
-            "FROM directories WHERE id = ?",
+            "SELECT id, parent, attributes, state, entries, rescans FROM directories WHERE id = ?",
             (number,),
         ).fetchone()
-        return Directory(
-            row[0], row[1], _decode(row[2]), Entry(*json.loads(row[3])), *row[4:]
-        )  # fmt: skip
+        return Directory(row[0], row[1], Entry(*json.loads(row[2])), *row[3:])
 
     def path(self, directory: int) -> list[str]:
         """The names from the root to it."""
@@ -390,41 +382,34 @@ class Index:
 
     def found(self, limit: int) -> list[int]:
         """Directories that are not listed yet, in the order in which they were found."""
-        rows = self._db.execute("SELECT id FROM directories WHERE state = 0 LIMIT ?", (limit,))
-        return [int(row[0]) for row in rows]
+        return self._ids("SELECT id FROM directories WHERE state = 0 LIMIT ?", limit)
 
     def sealable(self, limit: int) -> list[int]:
         """Listed directories that wait for nothing and have no failure."""
-        rows = self._db.execute(
+        return self._ids(
             "SELECT id FROM directories WHERE state = 1 AND waiting = 0 AND failed = 0 LIMIT ?",
-            (limit,),
+            limit,
         )
-        return [int(row[0]) for row in rows]
 
     def listed_directories(self, after: int, limit: int) -> list[int]:
         """Listed and sealed directories with a number above ``after``, in order."""
-        rows = self._db.execute(
+        return self._ids(
             "SELECT id FROM directories WHERE id > ? AND state > 0 ORDER BY id LIMIT ?",
-            (after, limit),
-        )
-        return [int(row[0]) for row in rows]
+            after, limit,
+        )  # fmt: skip
 
     def next_chunks(self, limit: int) -> list[int]:
-        rows = self._db.execute(
-            "SELECT id FROM chunks ORDER BY priority DESC, id LIMIT ?", (limit,)
-        )
-        return [int(row[0]) for row in rows]
+        return self._ids("SELECT id FROM chunks ORDER BY priority DESC, id LIMIT ?", limit)
 
     def chunk(self, number: int) -> Chunk | None:
         """None when it is committed, or its directory is listed again."""
         row = self._db.execute(
-            "SELECT id, directory, files, bytes, allocated, entries FROM chunks WHERE id = ?",
-            (number,),
+            "SELECT id, directory, entries FROM chunks WHERE id = ?", (number,)
         ).fetchone()
         if row is None:
             return None
-        entries = [Entry(*fields) for fields in json.loads(zlib.decompress(row[5]))]
-        return Chunk(row[0], row[1], row[2], row[3], row[4], entries)
+        entries = [Entry(*fields) for fields in json.loads(zlib.decompress(row[2]))]
+        return Chunk(row[0], row[1], entries)
 
     def left(self) -> tuple[int, int]:
         """Files and bytes that are still to copy."""
@@ -443,7 +428,7 @@ class Index:
     def totals(self) -> Totals:
         row = self._db.execute(
             "SELECT coalesce(sum(files), 0), coalesce(sum(bytes), 0), coalesce(sum(done_files), 0),"
-            " coalesce(sum(done_bytes), 0), count(*), coalesce(sum(state > 0), 0),"
+            " coalesce(sum(done_bytes), 0), count(*),"
             " coalesce(sum(state > 1), 0), coalesce(sum(allocated), 0)"
             " + (SELECT coalesce(sum(bytes), 0) FROM ahead), coalesce(sum(skipped), 0)"
             " FROM directories"

@@ -66,16 +66,9 @@ class Entry(NamedTuple):
 def entry_of(name: str, status: os.stat_result) -> Entry:
     """From a stat result, which does not tell whether there are xattrs."""
     return Entry(
-        name,
-        status.st_mode,
-        status.st_uid,
-        status.st_gid,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ino,
-        status.st_nlink,
-        True,
-    )
+        name, status.st_mode, status.st_uid, status.st_gid, status.st_size, status.st_mtime_ns,
+        status.st_ino, status.st_nlink, True,
+    )  # fmt: skip
 
 
 def same_content(entry: Entry, stored: os.stat_result) -> bool:

@@ -60,7 +60,7 @@ def daemons(node: Agent) -> list[int]:
     return found
 
 
-def test_an_odd_tree_of_a_snapshot_arrives_as_it_was(
+def test_snapshot_of_odd_tree_is_copied_whole(
     area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
 ) -> None:
     top = fs / "odd"
@@ -109,15 +109,16 @@ def test_an_odd_tree_of_a_snapshot_arrives_as_it_was(
     trees.assert_equal(frozen, node.view("a"), without=frozenset({b"fifo"}))
 
 
-def test_data_that_a_writer_has_not_flushed_is_in_the_copy_of_its_snapshot(
+def test_snapshot_includes_unflushed_data(
     area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
 ) -> None:
     (fs / "dirty").mkdir()
     old, new = b"old " * 2000, b"new " * 2000
     names = [f"f{number}" for number in range(40)]
     for name in names:
-        (fs / "dirty" / name).write_bytes(old)
-    os.sync()
+        with (fs / "dirty" / name).open("wb") as stream:
+            stream.write(old)
+            os.fsync(stream.fileno())
     writer = cephfs.LibCephFS(conffile=str(cluster.conf), auth_id="admin")
     # Holds what is written for as long as it may.
     for key in ("client_oc_max_dirty_age", "client_caps_release_delay"):
@@ -146,7 +147,7 @@ def test_data_that_a_writer_has_not_flushed_is_in_the_copy_of_its_snapshot(
     assert stored["f0"] == new, "the writer had flushed nothing that mattered: no proof"
 
 
-def test_a_ceph_fuse_that_dies_is_replaced_and_the_view_heals(
+def test_dead_ceph_fuse_is_replaced(
     area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
 ) -> None:
     top = fs / "killed"
@@ -169,7 +170,7 @@ def test_a_ceph_fuse_that_dies_is_replaced_and_the_view_heals(
     node.wait_state("a", "complete", seconds=90)
 
 
-def test_the_source_mount_outlives_the_agent_and_is_adopted(
+def test_source_mount_outlives_agent(
     area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
 ) -> None:
     trees.plain(fs / "adopted", 300)
@@ -189,7 +190,7 @@ def test_the_source_mount_outlives_the_agent_and_is_adopted(
         assert source_mounts() == before
 
 
-def test_a_source_mount_of_an_earlier_path_is_not_taken_for_the_new_one(
+def test_source_mount_of_other_path_is_replaced(
     area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
 ) -> None:
     for name, files in (("before", 300), ("after", 120)):
@@ -212,7 +213,7 @@ def test_a_source_mount_of_an_earlier_path_is_not_taken_for_the_new_one(
     node.wait_for(released, 30, "the source to be let go, with what was noted of it")
 
 
-def test_the_secret_is_on_no_command_line_in_no_log_and_in_no_answer(
+def test_secret_is_never_shown(
     area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
 ) -> None:
     trees.plain(fs / "secret", 50)
@@ -235,7 +236,7 @@ def test_the_secret_is_on_no_command_line_in_no_log_and_in_no_answer(
             assert file.stat().st_mode & 0o077 == 0
 
 
-def test_of_a_dataset_that_the_settings_lost_nothing_is_left_after_its_removal(
+def test_remove_of_dropped_dataset_leaves_nothing(
     area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
 ) -> None:
     trees.plain(fs / "lost", 200)

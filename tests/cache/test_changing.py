@@ -20,7 +20,7 @@ from tests.testbed.agent import Agent
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
 
-def test_a_file_that_changes_while_it_is_copied_is_never_published(area: Path, node: Agent) -> None:
+def test_changing_file_is_never_torn(area: Path, node: Agent) -> None:
     source = area / "source"
     trees.plain(source, 50)
     victims = [source / "d0" / f"changing{n}" for n in range(4)]
@@ -65,9 +65,7 @@ def test_a_file_that_changes_while_it_is_copied_is_never_published(area: Path, n
     assert node.failures("a") == {}
 
 
-def test_what_vanishes_between_listing_and_copying_is_no_failure_in_the_end(
-    area: Path, node: Agent
-) -> None:
+def test_vanished_files_do_not_fail_fill(area: Path, node: Agent) -> None:
     source = area / "source"
     trees.plain(source, 900)
     node.cache["fill"] = {"files_per_second": 150, "workers": 1}
@@ -88,9 +86,7 @@ def test_what_vanishes_between_listing_and_copying_is_no_failure_in_the_end(
     assert extra <= {os.fsencode(p.relative_to(source)) for p in gone}
 
 
-def test_permission_denied_is_listed_with_its_reason_and_the_rest_is_stored(
-    area: Path, node: Agent
-) -> None:
+def test_denied_files_are_listed(area: Path, node: Agent) -> None:
     # Root is refused nothing by modes; a FUSE daemon without CAP_DAC_OVERRIDE is.
     source = area / "source"
     trees.plain(source, 40)
@@ -114,9 +110,7 @@ def test_permission_denied_is_listed_with_its_reason_and_the_rest_is_stored(
     assert (node.view("a") / "d0/f00000").read_bytes() == (source / "d0/f00000").read_bytes()
 
 
-def test_a_good_copy_stays_when_the_source_file_cannot_be_read_to_compare(
-    area: Path, node: Agent
-) -> None:
+def test_verify_keeps_copy_of_unreadable_source(area: Path, node: Agent) -> None:
     source, mounted = area / "source", area / "mounted"
     trees.plain(source, 40, directories=4)
     os.chmod(area, 0o755)
@@ -156,9 +150,7 @@ def mount_denied(below: Path, target: Path) -> None:
     )  # fmt: skip
 
 
-def test_a_dead_fuse_source_is_reported_and_the_dataset_heals_when_it_is_back(
-    area: Path, node: Agent
-) -> None:
+def test_dead_fuse_source_is_reported_and_heals(area: Path, node: Agent) -> None:
     below, mounted = area / "below", area / "mounted"
     trees.plain(below, 600)
     mounted.mkdir()
@@ -181,7 +173,7 @@ def test_a_dead_fuse_source_is_reported_and_the_dataset_heals_when_it_is_back(
     trees.assert_equal(below, node.view("a"))
 
 
-def test_a_mount_inside_a_source_is_not_crossed(area: Path, node: Agent) -> None:
+def test_mount_inside_source_is_not_crossed(area: Path, node: Agent) -> None:
     source, other = area / "source", area / "other"
     trees.plain(source, 20)
     trees.plain(other, 20)
@@ -194,7 +186,7 @@ def test_a_mount_inside_a_source_is_not_crossed(area: Path, node: Agent) -> None
     assert not (node.tree("a") / "mountpoint" / "d0").exists()
 
 
-def test_layers_that_change_by_rename_and_unlink_never_show_a_wrong_byte(area: Path) -> None:
+def test_overlay_of_changing_layers_shows_right_bytes(area: Path) -> None:
     """The stress test that cache.md asks for: adds, removals, 30 % mmap reads, refreshes."""
     files = 400
     source, store, view = area / "source", area / "store", area / "view"

@@ -10,7 +10,7 @@ from tests.testbed.agent import Agent
 pytestmark = pytest.mark.real
 
 
-def test_every_oddity_of_a_tree_is_in_the_view_as_in_the_source(area: Path, node: Agent) -> None:
+def test_odd_tree_is_copied_whole(area: Path, node: Agent) -> None:
     source = area / "source"
     source.mkdir()
     missing = trees.odd(source)
@@ -26,7 +26,7 @@ def test_every_oddity_of_a_tree_is_in_the_view_as_in_the_source(area: Path, node
     assert shown["bytes"]["done"] == shown["bytes"]["total"] == sum(r.size for r in files)
 
 
-def test_holes_of_sparse_files_take_no_space_in_the_store(area: Path, node: Agent) -> None:
+def test_holes_take_no_space(area: Path, node: Agent) -> None:
     source = area / "source"
     (source / "sparse").mkdir(parents=True)
     with (source / "sparse" / "big").open("wb") as stream:

@@ -42,7 +42,7 @@ def last(node: Agent) -> str:
     return os.listdir(node.folder.parent / "source")[-1]
 
 
-def test_a_directory_that_a_pod_reads_is_stored_before_its_turn(filling: Agent, pod: Pod) -> None:
+def test_hinted_directory_is_stored_first(filling: Agent, pod: Pod) -> None:
     late = last(filling)
     read = f"while sleep 0.1; do cat {pod.data}/{late}/* >/dev/null; done"
     job = pod.spawn("sh", "-c", read)
@@ -57,7 +57,7 @@ def test_a_directory_that_a_pod_reads_is_stored_before_its_turn(filling: Agent, 
     trees.assert_equal(filling.folder.parent / "source", filling.view("a"))
 
 
-def test_without_hints_it_waits_for_its_turn_and_nothing_listens(filling: Agent) -> None:
+def test_hints_off_watch_nothing(filling: Agent) -> None:
     filling.cache["hints"] = {"enabled": False}
     filling.start()
     filling.wait_served("a", "overlay")

@@ -48,9 +48,7 @@ def make_linked(source: Path, files: int) -> None:
 
 
 @pytest.mark.parametrize("victim", ["agent", "pass", "workers"])
-def test_killed_at_random_points_it_goes_on_and_leaves_nothing_behind(
-    area: Path, node: Agent, victim: str
-) -> None:
+def test_fill_survives_random_kills(area: Path, node: Agent, victim: str) -> None:
     source = area / "source"
     make_linked(source, 2400)
     node.add_dir("a", source)
@@ -88,7 +86,7 @@ def test_killed_at_random_points_it_goes_on_and_leaves_nothing_behind(
     no_litter(node, "a")
 
 
-def test_a_second_agent_with_the_same_folders_is_refused(area: Path, node: Agent) -> None:
+def test_second_agent_is_refused(area: Path, node: Agent) -> None:
     source = area / "source"
     trees.plain(source, 10)
     node.add_dir("a", source)
@@ -101,9 +99,7 @@ def test_a_second_agent_with_the_same_folders_is_refused(area: Path, node: Agent
     trees.assert_equal(source, node.view("a"))
 
 
-def test_a_pass_of_a_killed_agent_that_still_runs_does_not_meet_the_next_one(
-    area: Path, node: Agent
-) -> None:
+def test_stopped_pass_ends_with_its_agent(area: Path, node: Agent) -> None:
     source = area / "source"
     make_linked(source, 1500)
     node.add_dir("a", source)
@@ -117,7 +113,7 @@ def test_a_pass_of_a_killed_agent_that_still_runs_does_not_meet_the_next_one(
     node.kill()
     node.cache["fill"] = {}
     node.start()
-    time.sleep(2.0)
+    node.wait_for(lambda: set(node.passes()) - set(old), 20, "a new pass")
     for pid in old:
         with contextlib.suppress(ProcessLookupError):  # ended with its agent, stopped or not
             os.kill(pid, signal.SIGCONT)
@@ -128,9 +124,7 @@ def test_a_pass_of_a_killed_agent_that_still_runs_does_not_meet_the_next_one(
     no_litter(node, "a")
 
 
-def test_names_that_the_index_has_and_the_tree_has_not_are_copied_again(
-    area: Path, node: Agent
-) -> None:
+def test_files_lost_from_tree_are_copied_again(area: Path, node: Agent) -> None:
     # An index may be ahead of the tree after a power cut; that costs time, never a file.
     source = area / "source"
     trees.plain(source, 300, directories=5)
@@ -156,7 +150,7 @@ def test_names_that_the_index_has_and_the_tree_has_not_are_copied_again(
     trees.assert_equal(source, node.view("a"))
 
 
-def test_a_lost_or_damaged_index_is_made_anew_from_tree_and_source(area: Path, node: Agent) -> None:
+def test_damaged_index_is_rebuilt(area: Path, node: Agent) -> None:
     source = area / "source"
     trees.plain(source, 400)
     node.add_dir("a", source)
@@ -178,7 +172,7 @@ def test_a_lost_or_damaged_index_is_made_anew_from_tree_and_source(area: Path, n
     assert {n: (generation / "tree" / "d0" / n).stat().st_ino for n in kept} == kept
 
 
-def test_a_stopped_agent_keeps_what_it_has_and_its_views(area: Path, node: Agent) -> None:
+def test_stopped_agent_keeps_store_and_views(area: Path, node: Agent) -> None:
     source = area / "source"
     trees.plain(source, 600)
     node.add_dir("a", source)

@@ -157,7 +157,7 @@ async def test_pass_without_progress_is_killed(
 ) -> None:
     running = asyncio.create_task(stuck.run(task(tmp_path)))
     await until_async(lambda: stuck.phase, 30, "the first report")
-    assert stuck._dataset.figures.files_done == 1
+    assert stuck._dataset.figures.done_files == 1
     assert stuck._dataset.figures.used == 7
     monkeypatch.setattr(jobs, "STALL_SECONDS", 0.5)
     end = await running

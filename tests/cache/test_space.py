@@ -33,9 +33,7 @@ def disk(area: Path, fstype: str, size: int, *options: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(target)], check=False, timeout=60)
 
 
-def test_a_budget_is_never_exceeded_and_more_of_it_is_used_when_it_is_raised(
-    area: Path, node: Agent
-) -> None:
+def test_budget_is_kept_and_can_be_raised(area: Path, node: Agent) -> None:
     source = area / "source"
     trees.plain(source, 1200, mean=12_000)
     node.add_dir("a", source)
@@ -71,9 +69,7 @@ def test_a_budget_is_never_exceeded_and_more_of_it_is_used_when_it_is_raised(
     assert kept == {p: os.stat(os.fsencode(node.tree("a")) + b"/" + p).st_ino for p in kept}
 
 
-def test_a_budget_holds_with_large_directories_long_names_and_xattrs(
-    area: Path, node: Agent
-) -> None:
+def test_budget_counts_names_and_xattrs(area: Path, node: Agent) -> None:
     source = area / "source"
     source.mkdir()
     for number in range(6000):
@@ -88,7 +84,7 @@ def test_a_budget_holds_with_large_directories_long_names_and_xattrs(
     assert trees.allocated(node.store) <= 4 * MIB
 
 
-def test_a_budget_is_for_all_datasets_together(area: Path, node: Agent) -> None:
+def test_budget_is_shared(area: Path, node: Agent) -> None:
     for name in ("a", "b"):
         trees.plain(area / name, 300, mean=12_000, seed=ord(name))
         node.add_dir(name, area / name)
@@ -102,7 +98,7 @@ def test_a_budget_is_for_all_datasets_together(area: Path, node: Agent) -> None:
 
 
 @pytest.mark.parametrize("fstype", ["ext4", "xfs"])
-def test_the_reserve_of_the_disk_is_never_used(area: Path, node: Agent, fstype: str) -> None:
+def test_reserve_of_bytes_is_kept(area: Path, node: Agent, fstype: str) -> None:
     source = area / "source"
     trees.plain(source, 9000, mean=24_000)
     with disk(area, fstype, 320 * MIB) as ssd:
@@ -124,7 +120,7 @@ def test_the_reserve_of_the_disk_is_never_used(area: Path, node: Agent, fstype: 
         node.end()
 
 
-def test_the_reserve_holds_for_inodes_too(area: Path, node: Agent) -> None:
+def test_reserve_of_inodes_is_kept(area: Path, node: Agent) -> None:
     source = area / "source"
     trees.plain(source, 3000, mean=50)
     with disk(area, "ext4", 128 * MIB, "-N", "4096") as ssd:
@@ -140,9 +136,7 @@ def test_the_reserve_holds_for_inodes_too(area: Path, node: Agent) -> None:
         node.end()
 
 
-def test_a_disk_that_somebody_else_fills_midway_makes_it_partial_and_it_goes_on_later(
-    area: Path, node: Agent
-) -> None:
+def test_full_disk_makes_partial_and_resumes(area: Path, node: Agent) -> None:
     source = area / "source"
     trees.plain(source, 900, mean=60_000)
     with disk(area, "ext4", 160 * MIB) as ssd:
@@ -172,7 +166,7 @@ def test_a_disk_that_somebody_else_fills_midway_makes_it_partial_and_it_goes_on_
         node.end()
 
 
-def test_limits_are_kept_and_change_while_it_runs(area: Path, node: Agent) -> None:
+def test_file_rate_limit_is_kept_and_lifted(area: Path, node: Agent) -> None:
     source = area / "source"
     trees.plain(source, 2000, mean=4000)
     node.cache["fill"] = {"files_per_second": 60, "workers": 4}
@@ -193,7 +187,7 @@ def test_limits_are_kept_and_change_while_it_runs(area: Path, node: Agent) -> No
     trees.assert_equal(source, node.view("a"))
 
 
-def test_a_limit_in_bytes_is_kept(area: Path, node: Agent) -> None:
+def test_byte_rate_limit_is_kept(area: Path, node: Agent) -> None:
     source = area / "source"
     source.mkdir()
     for number in range(8):

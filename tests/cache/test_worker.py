@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cache.fill import messages
+from cache.fill import control, messages
 from cache.fill.messages import Commit, Link, Listed, Seal, StagedFolder
 from cache.fill.worker import Worker
 from cache.store import tree
@@ -31,7 +31,7 @@ def setup(area: Path, stamp: str = "") -> messages.Setup:
 def worker(area: Path) -> Worker:
     for name in ("source", "generation/tree/d", "generation/staging", "generation/links"):
         (area / name).mkdir(parents=True)
-    return Worker(0, messages.Control.create().descriptor, setup(area))
+    return Worker(0, control.Control.create().descriptor, setup(area))
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_recheck_unseals_every_directory_above(
         folder.mkdir(exist_ok=True)
         os.setxattr(folder, tree.OPAQUE, b"y")
     (folders[2] / "one").write_bytes(b"1")
-    worker.checks.recheck(
+    worker.recheck(
         messages.Recheck(directories=[Listed(3, ["d", "e", "f"], 2), Listed(4, ["d", "other"], 0)])
     )
     assert answers[-1].missing == [3]
@@ -138,9 +138,9 @@ def test_worker_refuses_another_source(area: Path, worker: Worker) -> None:
     mounts.mount(str(behind), source, None, mounts.MS_BIND)
     try:
         stamp = tree.stamp(source.stat())
-        Worker(0, messages.Control.create().descriptor, setup(area, stamp))
+        Worker(0, control.Control.create().descriptor, setup(area, stamp))
     finally:
         mounts.detach(source)
     with pytest.raises(OSError, match="not the one") as raised:
-        Worker(0, messages.Control.create().descriptor, setup(area, stamp))
+        Worker(0, control.Control.create().descriptor, setup(area, stamp))
     assert raised.value.errno == errno.ESHUTDOWN

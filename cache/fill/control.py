@@ -1,0 +1,128 @@
+"""The control page: memory that a coordinator shares with its workers. Limits down, counters up.
+
+Workers read it between files and between blocks of a file, so that a limit or a cancel takes effect
+at once and costs no message.
+"""
+
+import mmap
+import os
+import time
+
+MOST_WORKERS = 65  # as many as settings allow, and the one that commits
+_SLOT = 8  # numbers of 8 bytes for each worker; the first slot is the coordinator's
+_CANCEL, _CRAMPED, _BYTES_RATE, _FILES_RATE = range(4)
+_FILES, _BYTES, _BEATS = range(3)
+_SIZE = 8 * _SLOT * (1 + MOST_WORKERS)
+
+_NAP_SECONDS = 0.05
+# What a worker may copy at once after a rest, in seconds of its rate.
+_BURST_SECONDS = 0.5
+
+
+class Cancelled(Exception):
+    """The pass is cancelled; what was copied so far is kept."""
+
+
+class Control:
+    """The control page. Each number has one writer: the coordinator, or the worker of a slot.
+
+    The first slot holds cancel, cramped (no room for more directories), and the bytes and files per
+    second of one worker (0: no limit, as f64); slot 1 + n holds worker n's files copied, bytes
+    copied and signs of life.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        page = memoryview(mmap.mmap(descriptor, _SIZE))
+        self._numbers, self._rates = page.cast("Q"), page.cast("d")
+
+    @classmethod
+    def create(cls) -> "Control":
+        descriptor = os.memfd_create("nodeagent-control", 0)
+        os.ftruncate(descriptor, _SIZE)
+        return cls(descriptor)
+
+    def set_limits(self, bytes_per_second: float, files_per_second: float) -> None:
+        """Of each worker; 0 means no limit."""
+        self._rates[_BYTES_RATE] = bytes_per_second
+        self._rates[_FILES_RATE] = files_per_second
+
+    def limits(self) -> tuple[float, float]:
+        return self._rates[_BYTES_RATE], self._rates[_FILES_RATE]
+
+    def cancel(self) -> None:
+        self._numbers[_CANCEL] = 1
+
+    @property
+    def cancelled(self) -> bool:
+        return bool(self._numbers[_CANCEL])
+
+    def set_cramped(self, cramped: bool) -> None:
+        """While it is set, a scan that would make a directory ends with ENOSPC."""
+        self._numbers[_CRAMPED] = int(cramped)
+
+    @property
+    def cramped(self) -> bool:
+        return bool(self._numbers[_CRAMPED])
+
+    def count(self, worker: int, files: int, size: int) -> None:
+        """Add to the counters of a worker; only that worker may."""
+        slot = _SLOT * (1 + worker)
+        self._numbers[slot + _FILES] += files
+        self._numbers[slot + _BYTES] += size
+
+    def beat(self, worker: int) -> None:
+        """A sign of life where nothing is counted: an entry was listed, a limit delays it."""
+        self._numbers[_SLOT * (1 + worker) + _BEATS] += 1
+
+    def beats(self) -> int:
+        return self._sum(_BEATS)
+
+    def counted(self) -> tuple[int, int]:
+        """Files and bytes that all workers copied, uncommitted ones included."""
+        return self._sum(_FILES), self._sum(_BYTES)
+
+    def _sum(self, field: int) -> int:
+        return sum(self._numbers[_SLOT + field :: _SLOT].tolist())
+
+
+class Throttle:
+    """The pace of one worker, which calls ``step`` with what it has just read."""
+
+    def __init__(self, control: Control, worker: int) -> None:
+        self._control = control
+        self._worker = worker
+        self._ready = [0.0, 0.0]  # when the next byte and the next file are due
+
+    def step(self, files: int, size: int) -> None:
+        """Count, and wait as the limits demand. Raises Cancelled."""
+        self._control.count(self._worker, files, size)
+        rates = self._control.limits()
+        if rates != (0.0, 0.0):
+            now = time.monotonic()
+            for i, (rate, amount) in enumerate(zip(rates, (size, files), strict=True)):
+                if rate > 0:
+                    # Due times are at most a burst in the past: a rest does not add up.
+                    self._ready[i] = max(self._ready[i], now - _BURST_SECONDS) + amount / rate
+                else:
+                    self._ready[i] = 0.0
+            self._wait(rates)
+        self.check()
+
+    def _wait(self, rates: tuple[float, float]) -> None:
+        while (left := max(self._ready) - time.monotonic()) > 0:
+            if self._control.cancelled:
+                return
+            if self._control.limits() != rates:
+                self._ready = [0.0, 0.0]  # these due times follow from the old limits
+                return
+            self.beat()
+            time.sleep(min(left, _NAP_SECONDS))
+
+    def beat(self) -> None:
+        self._control.beat(self._worker)
+
+    def check(self) -> None:
+        """Raises Cancelled."""
+        if self._control.cancelled:
+            raise Cancelled
