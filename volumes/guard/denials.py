@@ -6,7 +6,6 @@ within a second. So a denial waits for the decision on its device and becomes a 
 that is a refusal.
 """
 
-import re
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
@@ -19,9 +18,6 @@ from volumes.guard import kernel
 KEPT = 256  # newest denials, for the status
 MOST_GROUPS = 128  # (device, program) pairs with a finding of their own
 FINDING_SECONDS = 3600.0  # a finding clears this long after the last denial
-
-_POD = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12})")
-_CONTAINER = re.compile(r"([0-9a-f]{64})")
 
 
 @dataclass(frozen=True)
@@ -50,12 +46,6 @@ class Denial:
     count: int = 1
 
 
-def owner(path: str) -> tuple[str, str]:
-    """Pod uid and container id from a cgroup's path; empty where it has none."""
-    pods, containers = _POD.findall(path), _CONTAINER.findall(path)
-    return (pods[-1].replace("_", "-") if pods else "", containers[-1] if containers else "")
-
-
 def _of_process(pid: int) -> str:
     """The process's cgroups, v1 hierarchies too; empty when it has ended."""
     try:
@@ -76,9 +66,9 @@ def resolve(event: kernel.Event, mount: int | None, device: str, volume: str, ti
             path = procfs.cgroup_path(mount, event.cgroup)
         except OSError:
             pass  # not permitted, or another hierarchy: try /proc
-    pod, container = owner(path)
+    pod, container = procfs.pod_and_container(path)
     if not pod:
-        pod, container = owner(_of_process(event.pid))
+        pod, container = procfs.pod_and_container(_of_process(event.pid))
     command = " ".join(event.arguments)
     if not command:
         try:
