@@ -73,11 +73,6 @@ def device(image: Path) -> Iterator[str]:
         yield made
 
 
-def _untouched(device: str, image: Path, before: str) -> bool:
-    os.sync()
-    return blockdev.sha256(image) == before
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_enforce_denies_writers(guarded: cell.Cell, device: str, image: Path, name: str) -> None:
     before = blockdev.sha256(image)
