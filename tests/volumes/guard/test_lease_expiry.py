@@ -1,7 +1,7 @@
 """Leases from grant to end, on real devices.
 
-A module of its own: two agents on one cell would share the guard's ring buffer, and an event goes to
-only one of them.
+A module of its own: two agents on one cell would share the ring buffer of the guard, and an event
+goes to only one of them.
 """
 
 import time
