@@ -1,13 +1,14 @@
 """The cache's part of the admin API (paths and bodies: openapi.yaml) and of the status page."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import kit.errors
 import kit.units
 from cache import status
 from cache.component import Cache
 from cache.dataset import Dataset
-from kit.room import Answer, Cell, Json, PageSection, Request, Role, Route, Stream, watch
+from cache.jobs import Jobs
+from kit.room import Answer, Cell, Handler, Json, PageSection, Request, Role, Route, Stream, watch
 
 MOST_FAILURES = 1000  # on one page
 
@@ -35,32 +36,16 @@ async def _show(cache: Cache, request: Request) -> Json:
     return status.of_dataset(_named(cache, request))
 
 
-async def _warm(cache: Cache, request: Request) -> Answer:
-    request.fields()
-    dataset = _named(cache, request)
-    await cache.jobs.warm(dataset)
-    return _accepted(dataset)
+def _request(act: Callable[[Jobs, Dataset], Awaitable[None]]) -> Handler:
+    """A request without fields."""
 
+    async def handle(cache: Cache, request: Request) -> Answer:
+        request.fields()
+        dataset = _named(cache, request)
+        await act(cache.jobs, dataset)
+        return _accepted(dataset)
 
-async def _pause(cache: Cache, request: Request) -> Answer:
-    request.fields()
-    dataset = _named(cache, request)
-    await cache.jobs.pause(dataset)
-    return _accepted(dataset)
-
-
-async def _resume(cache: Cache, request: Request) -> Answer:
-    request.fields()
-    dataset = _named(cache, request)
-    await cache.jobs.resume(dataset)
-    return _accepted(dataset)
-
-
-async def _cancel(cache: Cache, request: Request) -> Answer:
-    request.fields()
-    dataset = _named(cache, request)
-    await cache.jobs.cancel(dataset)
-    return _accepted(dataset)
+    return handle
 
 
 async def _verify(cache: Cache, request: Request) -> Answer:
@@ -100,10 +85,10 @@ ROUTES = (
     Route("GET", _BASE, _list),
     Route("GET", f"{_BASE}/{{name}}", _show),
     Route("DELETE", f"{_BASE}/{{name}}", _remove, Role.DANGEROUS),
-    Route("POST", f"{_BASE}/{{name}}/warm", _warm, Role.OPERATE),
-    Route("POST", f"{_BASE}/{{name}}/pause", _pause, Role.OPERATE),
-    Route("POST", f"{_BASE}/{{name}}/resume", _resume, Role.OPERATE),
-    Route("POST", f"{_BASE}/{{name}}/cancel", _cancel, Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/warm", _request(Jobs.warm), Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/pause", _request(Jobs.pause), Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/resume", _request(Jobs.resume), Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/cancel", _request(Jobs.cancel), Role.OPERATE),
     Route("POST", f"{_BASE}/{{name}}/verify", _verify, Role.OPERATE),
     Route("GET", f"{_BASE}/{{name}}/failures", _failures),
     Route("GET", f"{_BASE}/{{name}}/progress", _progress),

@@ -1,8 +1,8 @@
 """Hints: what jobs open while a dataset fills is copied sooner.
 
 fanotify reports every open on the overlay, from all mount namespaces. It is watched in short
-windows (settings ``hints``), because a part of the opens says enough. For each dataset that fills
-behind an overlay, a child process watches; taking an event opens the file once more, which hangs
+windows (settings ``hints``): a sample of the opens is enough. For each dataset that fills behind an
+overlay, a child process watches, because taking an event opens the file a second time, which hangs
 when the source hangs.
 """
 

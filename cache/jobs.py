@@ -217,9 +217,7 @@ class Jobs:
 
     async def resume(self, dataset: Dataset) -> None:
         if not dataset.generation.held:
-            raise kit.errors.RefusedError(
-                f"dataset {dataset.name}", "it is not paused", "nothing to do"
-            )
+            raise _refused(dataset, "it is not paused", "nothing to do")
         await self.warm(dataset)
 
     async def cancel(self, dataset: Dataset) -> None:
@@ -241,15 +239,10 @@ class Jobs:
         before = dataset.verification
         if dataset.job is not None or before.state == "running":
             kind = dataset.job.kind if dataset.job is not None else "verify"
-            raise kit.errors.RefusedError(
-                f"dataset {dataset.name}", f"a {kind} is running", "wait for it or cancel it"
-            )
+            raise _refused(dataset, f"a {kind} is running", "wait for it or cancel it")
         if dataset.generation.state not in ("complete", "partial"):
-            raise kit.errors.RefusedError(
-                f"dataset {dataset.name}",
-                f"it is {dataset.state()}, nothing is finished yet",
-                "warm it first",
-            )
+            why = f"it is {dataset.state()}, nothing is finished yet"
+            raise _refused(dataset, why, "warm it first")
         # Queued before the source is reached: otherwise a complete dataset would release it.
         dataset.verification = queued = Verification("queued", source)
         try:
@@ -482,13 +475,14 @@ class Jobs:
             dataset.job = None
 
 
+def _refused(dataset: Dataset, cause: str, remedy: str) -> kit.errors.RefusedError:
+    return kit.errors.RefusedError(f"dataset {dataset.name}", cause, remedy)
+
+
 def _refuse_unless_filling(dataset: Dataset, what: str) -> None:
-    if dataset.generation.state in ("complete", "partial"):
-        raise kit.errors.RefusedError(
-            f"dataset {dataset.name}",
-            f"it is {dataset.generation.state}, there is nothing to {what}",
-            "see 'nodeagent dataset show'",
-        )
+    if (state := dataset.generation.state) in ("complete", "partial"):
+        why = f"it is {state}, there is nothing to {what}"
+        raise _refused(dataset, why, "see 'nodeagent dataset show'")
 
 
 def _mounted_below(root: str) -> list[str]:

@@ -81,10 +81,7 @@ class DatasetSettings(kit.settings.Section):
         description="snapshot: the source is an immutable snapshot. frozen: you promise that the "
         "tree does not change."
     )
-    warm: bool = Field(
-        default=True,
-        description="Fill the store without a request of an operator.",
-    )
+    warm: bool = Field(default=True, description="Fill the store without a request of an operator.")
     priority: int = Field(
         default=0, ge=-1000, le=1000, description="Higher is filled first; equal ones by name."
     )

@@ -49,12 +49,10 @@ def prepare(views: str) -> None:
 
 def check_kernel() -> None:
     """HostError unless the kernel has overlayfs."""
-    if "\toverlay\n" not in Path("/proc/filesystems").read_text():
-        os.spawnlp(os.P_WAIT, "modprobe", "modprobe", "-q", "overlay")
-        if "\toverlay\n" not in Path("/proc/filesystems").read_text():
-            raise kit.errors.HostError(
-                "the kernel", "it lacks overlayfs", "load the module 'overlay' (modprobe overlay)"
-            )
+    if not mounts.kernel_has("overlay"):
+        raise kit.errors.HostError(
+            "the kernel", "it lacks overlayfs", "load the module 'overlay' (modprobe overlay)"
+        )
 
 
 def stage_of(view: str, layer: str | None, all_mounts: Sequence[mountinfo.Mount]) -> Stage:

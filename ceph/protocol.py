@@ -1,4 +1,8 @@
-"""What the agent and its Ceph worker process say to each other, as frozen dataclasses."""
+"""What the agent and its child processes say to each other about Ceph, as frozen dataclasses.
+
+``Access`` is for children that read CephFS themselves (``ceph.native``), all else for the worker
+process that ``ceph.client`` asks. Nothing here loads the bindings.
+"""
 
 from dataclasses import dataclass
 

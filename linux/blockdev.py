@@ -328,13 +328,10 @@ def by_path(path: str, sysfs: _Root = SYSFS, proc: _Root = PROC) -> BlockDevice:
 
 
 def in_use(device: BlockDevice, sysfs: _Root = SYSFS) -> bool:
-    """Mounted by any process (the kernel's own list per file system), or below another device."""
-    mounted = any(os.path.exists(f"{sysfs}/fs/{kind}/{device.name}") for kind in _FILE_SYSTEMS)
-    return (
-        bool(device.holders)
-        or mounted
-        or any(mount.device == device.number for mount in mountinfo.read())
-    )
+    """Whether another device lies on it, or a file system on it is live in any namespace."""
+    if device.holders or device.name in _superblocks(sysfs):
+        return True
+    return any(mount.device == device.number for mount in mountinfo.read())
 
 
 # --- ioctls (linux/fs.h, linux/loop.h). All raise OSError; all can hang.

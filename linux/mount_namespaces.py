@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from linux import mountinfo, syscalls
+from linux import mounts as kernel_mounts
 
 _CLONE_NEWNS = 0x20000
 _INFO = struct.Struct("=IIQ")  # struct mnt_ns_info: size, number of mounts, id
@@ -32,7 +33,6 @@ _HEAD = struct.Struct("=IIQIIQIIQQIIQQQQQII")
 _STRINGS = 512  # where the strings begin in struct statmount
 _BATCH = 512
 _PROPAGATION = {1 << 17: "unbindable", 1 << 18: "private", 1 << 19: "slave", 1 << 20: "shared"}
-_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 # Ends a walk that the kernel would continue for ever, and one on a node out of control.
 _MOST_NAMESPACES = 20_000
 
@@ -247,7 +247,6 @@ def _detach_here(table: list[mountinfo.Mount], copies: list[Copy]) -> int:
         stack = mountinfo.at(copy.target, table)
         if not stack or stack[-1].device != copy.device or not stack[-1].is_private:
             continue
-        result = syscalls.libc.umount2(os.fsencode(copy.target), _MNT_DETACH | _UMOUNT_NOFOLLOW)
-        syscalls.checked(result, f"umount {copy.target}")
+        kernel_mounts.detach(copy.target)
         done += 1
     return done

@@ -223,3 +223,11 @@ def bind_shared(path: str | Path) -> None:
 def make_shared(path: str | Path) -> None:
     result = syscalls.libc.mount(None, _bytes(path), None, ctypes.c_ulong(_MS_SHARED), None)
     syscalls.checked(result, f"mount shared {path}")
+
+
+def kernel_has(fstype: str) -> bool:
+    """Whether the kernel has this file system; loads its module if there is one."""
+    filesystems = Path("/proc/filesystems")
+    if f"\t{fstype}\n" not in filesystems.read_text():
+        os.spawnlp(os.P_WAIT, "modprobe", "modprobe", "-q", fstype)
+    return f"\t{fstype}\n" in filesystems.read_text()

@@ -1,4 +1,4 @@
-"""What /proc tells of processes: who uses a mount and how, and which cgroup has an id.
+"""What /proc shows of processes: who uses a mount and how; cgroups and the pods they stand for.
 
 A mount has holders in three ways: a process uses it (open files, working directory, root,
 mappings), its mount namespace has a private copy of it, or its pod was given the directory above.
@@ -18,8 +18,9 @@ from linux import mountinfo, syscalls
 
 _FILEID_KERNFS = 0xFE  # name_to_handle_at(2): the file handle of a cgroup is its id
 _MNT_ID = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
-_POD = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f_-]{27})")
-_CONTAINER = re.compile(r"\b([0-9a-f]{64})\b")
+# cgroupfs and systemd write a pod's UID with '-' or '_'.
+_POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
+_CONTAINER = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,9 @@ def _holder(pid: int, how: str) -> Holder:
 
 
 def pod_and_container(cgroup: str) -> tuple[str, str]:
-    """Pod UID and container id from the text of /proc/<pid>/cgroup; '' for each that is missing."""
-    pod, container = _POD.search(cgroup), _CONTAINER.search(cgroup)
-    return pod[1].replace("_", "-") if pod else "", container[1] if container else ""
+    """The innermost pod UID and container id in paths of cgroups; '' for each that is missing."""
+    pods, containers = _POD.findall(cgroup), _CONTAINER.findall(cgroup)
+    return pods[-1].replace("_", "-") if pods else "", containers[-1] if containers else ""
 
 
 def _family(root: int) -> set[int]:

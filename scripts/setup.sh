@@ -73,6 +73,6 @@ if [ "${1:-base}" = full ]; then
 fi
 ceph_bindings
 # An environment that forbids writing bytecode would compile every module at each start.
-.venv/bin/python -m compileall -q cache kit linux nodeagent preheat volumes tests
+.venv/bin/python -m compileall -q cache ceph kit linux nodeagent preheat volumes tests
 # The format guard's kernel program; tests need it, an agent without it says so in its status.
 if [ "${1:-base}" = full ] || command -v clang >/dev/null; then scripts/bpf.sh; fi

@@ -4,4 +4,5 @@
 #   scripts/test.sh [PYTEST ARGUMENT...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/python -m pytest -q -ra --numprocesses 2 --dist loadgroup --durations 30 "$@"
+exec .venv/bin/python -m pytest -q -ra --numprocesses 2 --dist loadgroup --no-loadscope-reorder \
+  --durations 30 "$@"

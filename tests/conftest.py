@@ -25,17 +25,23 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
-def _group(item: pytest.Item) -> str | None:
-    """Tests of one group run one after the other, in one worker; None: anywhere.
+# Groups that take longest are started first, so that both workers end at about the same time.
+_FIRST = ("cluster", "host", "guest", "preheat")
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests of one group run one after the other, in one worker; "": anywhere.
 
     "host": what looks at the whole host or changes it (mount namespaces, loop devices, the kernel's
     log). "cluster": what shares the session's Ceph, so that it is started once. Others stay with
     their module, whose fixtures they share, and image tests with their registry.
     """
     if item.get_closest_marker("real") is None:
-        return None
+        return ""
+    if item.get_closest_marker("guest"):
+        return "guest"
     room = item.path.relative_to(TESTS).parts[0]
-    if room == "volumes" or "kube" in getattr(item, "fixturenames", ()):
+    if room in ("volumes", "linux") or "kube" in getattr(item, "fixturenames", ()):
         return "host"
     if "cluster" in getattr(item, "fixturenames", ()):
         return "cluster"
@@ -44,9 +50,12 @@ def _group(item: pytest.Item) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if group := _group(item):
+    groups = {item: _group(item) for item in items}
+    for item, group in groups.items():
+        if group:
             item.add_marker(pytest.mark.xdist_group(group))
+    order = {group: rank for rank, group in enumerate(_FIRST)} | {"": len(_FIRST) + 1}
+    items.sort(key=lambda item: order.get(groups[item], len(_FIRST)))
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
 """The coordinator: the process that runs one pass over a generation.
 
-The agent must not block on a disk or a cluster, and a pass over millions of files must survive
-nothing of the agent's memory. So each pass is a process of its own. It has the index, a pool of
-workers and a pipe to the agent, and one thread that does four things in turn: commit what is
-staged, give jobs to idle workers, take their answers, report progress.
+The agent must not block on a disk or a cluster, and a pass over millions of files must not grow its
+memory. So each pass is a process of its own, with the index, a pool of workers and a pipe to the
+agent. Its one thread does four things in turn: commit what is staged, give jobs to idle workers,
+take their answers, report progress.
 
 ``Coordinator`` is what all passes share. What is particular to one kind (fill, verify, withdraw) is
 a ``Pass``: it says which job is next, takes the answers, and raises ``Ended`` when it is over.

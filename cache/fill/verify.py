@@ -14,7 +14,6 @@ import functools
 import os
 import stat
 import time
-from collections.abc import Callable
 
 from cache.fill import control, coordinator, copy, messages, worker
 from cache.fill.coordinator import Ended, Staged
@@ -163,9 +162,6 @@ class VerifyWorker(worker.Worker):
     def __init__(self, number: int, page: int, setup: messages.Setup) -> None:
         super().__init__(number, page, setup)
         self._buffer = memoryview(bytearray(copy.BLOCK))
-
-    def handlers(self) -> dict[type[messages.Message], Callable[..., None]]:
-        return super().handlers() | {messages.Verify: self.verify}
 
     def verify(self, job: messages.Verify) -> None:
         found = messages.Verified()

@@ -32,6 +32,8 @@ CHUNK_SECONDS = 2.0
 
 
 class Worker:
+    """Each job has a method of its name, in lower case."""
+
     def __init__(self, number: int, page: int, setup: messages.Setup) -> None:
         """``page``: descriptor of the control page. OSError when a root cannot be opened."""
         self.number = number
@@ -434,24 +436,11 @@ class Worker:
 
     # --- the loop
 
-    def handlers(self) -> dict[type[messages.Message], Callable[..., None]]:
-        return {
-            messages.Scan: self.scan,
-            messages.Copy: self.copy,
-            messages.Hint: self.hint,
-            messages.Commit: self.commit,
-            messages.Recheck: self.recheck,
-            messages.Finish: self.finish,
-            messages.Unseal: self.unseal,
-            messages.Prune: self.prune,
-        }
-
     def run(self) -> None:
         """Do jobs until there are no more. The error of a job is its answer."""
-        handlers = self.handlers()
         while (job := messages.next_job()) is not None:
             try:
-                handlers[type(job)](job)
+                getattr(self, type(job).__name__.lower())(job)
             except control.Cancelled:
                 messages.answer(messages.NotDone(cancelled=True))
             except OSError as error:

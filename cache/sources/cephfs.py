@@ -117,11 +117,8 @@ class Cephfs:
             with contextlib.suppress(OSError, kit.child.DeadlineError):
                 await kit.child.call(mounts.detach, str(self._target), deadline=DETACH_SECONDS)
             if self._mounted() == before:
-                raise kit.errors.SourceError(
-                    self._thing,
-                    f"an earlier mount at {self._target} cannot be detached",
-                    "see the kernel log; it is tried again",
-                )
+                why = f"an earlier mount at {self._target} cannot be detached"
+                raise self._error(why, "see the kernel log")
 
     async def reach(self, deadline: float) -> base.Reached:
         await self._detach_another()
@@ -130,21 +127,15 @@ class Cephfs:
         try:
             root = base.Root(**await kit.child.call(base.look, self._root, deadline=deadline))
         except kit.child.DeadlineError as error:
-            raise kit.errors.SourceError(
-                self._thing,
-                f"the cluster did not answer within {deadline:g}s",
-                "see 'ceph status'; it is tried again",
-            ) from error
+            why = f"the cluster did not answer within {deadline:g}s"
+            raise self._error(why, "see 'ceph status'") from error
         except OSError as error:
             if error.errno in tree.SOURCE_GONE:  # its daemon died, or the cluster shut it out
                 log.warning("source mount is dead; mounting again", source=self._thing)
                 mounts.detach(self._target)
             if error.errno == errno.ENOENT and self._source.snapshot is not None:
-                raise kit.errors.SourceError(
-                    self._thing,
-                    f"it has no snapshot {self._source.snapshot!r}",
-                    "make it, or set another one; it is tried again",
-                ) from error
+                why = f"it has no snapshot {self._source.snapshot!r}"
+                raise self._error(why, "make it, or set another one") from error
             raise base.explain(self._thing, error) from error
         mounted = self._mounted()
         kernel = mounted is not None and mounted.fstype == "ceph"
@@ -175,16 +166,13 @@ class Cephfs:
         secret = secrets.read(source.secret_file, source.user, self._thing)
         addresses = await monitors.resolve(source.monitors)
         if not addresses:
-            raise self._explain("110", deadline)
+            raise self._explain("110")
         self._target.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder.chmod(0o700)
-        kernel_has_it = await asyncio.to_thread(has_kernel_client)
+        kernel_has_it = await asyncio.to_thread(mounts.kernel_has, "ceph")
         if source.client == "kernel" and not kernel_has_it:
-            raise kit.errors.SourceError(
-                self._thing,
-                "this kernel has no CephFS client (client: kernel)",
-                "load the ceph module, or set client: auto",
-            )
+            why = "this kernel has no CephFS client (client: kernel)"
+            raise self._error(why, "load the ceph module, or set client: auto")
         # Written before the mount, so that a mount is known even if the agent is killed meanwhile.
         kit.files.save(self._shown, self._shows.encode("ascii"))
         if kernel_has_it and source.client != "fuse":
@@ -194,9 +182,9 @@ class Cephfs:
                     source.path, source.user, secret, deadline=deadline,
                 )  # fmt: skip
             except kit.child.DeadlineError as error:
-                raise self._explain("110", deadline) from error
+                raise self._explain("110") from error
             except OSError as error:
-                raise self._explain(str(error.errno), deadline) from error
+                raise self._explain(str(error.errno)) from error
             return
         await self._mount_fuse(secret, addresses, deadline)
 
@@ -222,46 +210,42 @@ class Cephfs:
                 outlives=True,
             )  # fmt: skip
         except FileNotFoundError as error:
-            raise kit.errors.SourceError(
-                self._thing,
-                "this host has neither a CephFS kernel client nor ceph-fuse",
-                "load the ceph module or install ceph-fuse",
-            ) from error
+            why = "this host has neither a CephFS kernel client nor ceph-fuse"
+            raise self._error(why, "load the ceph module or install ceph-fuse") from error
         except kit.processes.DeadlineError as error:
-            raise self._explain("110", deadline) from error
+            raise self._explain("110") from error
         if ended.code or self._mounted() is None:
             said = (ended.out + ended.err).decode(errors="replace")
             number = re.findall(r"\((\d+)\)", said)
             # A monitor answered but did not send its settings: the user is not authorized.
             refused = "13" if "failed to fetch mon config" in said else ""
             log.error("ceph-fuse failed", dataset=self._thing, said=said.strip()[-200:])
-            raise self._explain(number[-1] if number else refused, deadline)
+            raise self._explain(number[-1] if number else refused)
         await asyncio.to_thread(self._move_out_of_our_cgroup)
 
-    def _explain(self, number: str, deadline: float) -> kit.errors.SourceError:
+    def _error(self, cause: str, remedy: str) -> kit.errors.SourceError:
+        return kit.errors.SourceError(self._thing, cause, f"{remedy}; it is tried again")
+
+    def _explain(self, number: str) -> kit.errors.SourceError:
+        """``number``: the errno of a mount, as text; '' when there is none."""
         source = self._source
-        asked = ", ".join(source.monitors)
-        again = "it is tried again"
-        causes = {
-            "1": (
-                f"client.{source.user} is refused: wrong key, or no right to {source.path}",
-                f"correct user and secret_file, or the user's caps; {again}",
-            ),
-            "2": (
-                f"path {source.path} or file system {source.filesystem!r} does not exist",
-                f"create it, or correct the settings; {again}",
-            ),
-            "110": (
-                f"no monitor of {asked} answers",
-                f"check the addresses and the network; {again}",
-            ),
-        }
-        causes["13"] = causes["22"] = causes["1"]
-        causes["5"] = causes["111"] = causes["113"] = causes["110"]
-        cause, remedy = causes.get(
-            number, (f"mounting failed ({number or 'no reason given'})", f"see the log; {again}")
-        )
-        return kit.errors.SourceError(self._thing, cause, remedy)
+        match number:
+            case "1" | "13" | "22":
+                return self._error(
+                    f"client.{source.user} is refused: wrong key, or no right to {source.path}",
+                    "correct user and secret_file, or the user's caps",
+                )
+            case "2":
+                return self._error(
+                    f"path {source.path} or file system {source.filesystem!r} does not exist",
+                    "create it, or correct the settings",
+                )
+            case "5" | "110" | "111" | "113":
+                return self._error(
+                    f"no monitor of {', '.join(source.monitors)} answers",
+                    "check the addresses and the network",
+                )
+        return self._error(f"mounting failed ({number or 'no reason given'})", "see the log")
 
     def _move_out_of_our_cgroup(self) -> None:
         """A service manager kills everything in the agent's cgroup; the mount must outlive that."""
@@ -288,7 +272,7 @@ async def release(folder: Path) -> None:
     target = folder / "mount"
     with contextlib.suppress(OSError):
         while _mounted_at(target) is not None:  # several mounts may be stacked
-            await kit.child.call(unmount, str(target), deadline=DETACH_SECONDS)
+            await kit.child.call(mounts.unmount, str(target), deadline=DETACH_SECONDS)
     if _mounted_at(target) is None:
         for name in ("keyring", "ceph.conf", SHOWN):
             (folder / name).unlink(missing_ok=True)
@@ -310,29 +294,11 @@ def _daemons(target: str) -> list[int]:
     return found
 
 
-def has_kernel_client() -> bool:
-    """Whether the kernel has CephFS; loads its module if there is one."""
-    if "\tceph\n" in Path("/proc/filesystems").read_text():
-        return True
-    modules = Path("/lib/modules") / os.uname().release / "modules.dep"
-    try:
-        known = "/ceph.ko" in modules.read_text()
-    except OSError:
-        return False
-    if known and os.spawnlp(os.P_WAIT, "modprobe", "modprobe", "-q", "ceph") == 0:
-        return "\tceph\n" in Path("/proc/filesystems").read_text()
-    return False
-
-
 def mount_kernel(
-    target: str,
-    addresses: list[Address],
-    filesystem: str,
-    path: str,
-    user: str,
-    secret: str,
+    target: str, given: list[list[Any]], filesystem: str, path: str, user: str, secret: str
 ) -> None:
     """Mount with the kernel client. The key goes through fsconfig, which no process list shows."""
+    addresses = [Address(*each) for each in given]
     # The kernel speaks one protocol to all monitors: v1 when any of them does.
     protocol = "v1" if any(address.protocol == "v1" for address in addresses) else "v2"
     hosts = [str(a).partition(":")[2] for a in addresses if a.protocol == protocol]
@@ -350,8 +316,3 @@ def mount_kernel(
         mounts.attach(tree, target)
     finally:
         os.close(tree)
-
-
-def unmount(target: str) -> None:
-    """Runs in a child. OSError EBUSY while it is used."""
-    mounts.unmount(target)

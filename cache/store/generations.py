@@ -85,6 +85,10 @@ def prepare(path: str) -> None:
     (store / TRASH).mkdir(mode=0o700, exist_ok=True)
 
 
+def _unusable(store: Path, cause: str, remedy: str) -> kit.errors.HostError:
+    return kit.errors.HostError(f"cache.store {store}", cause, remedy)
+
+
 def _check_abilities(store: Path) -> None:
     remedy = "put cache.store on an ext4 or XFS file system of the SSD"
     probe = store / _PROBE
@@ -102,7 +106,7 @@ def _check_abilities(store: Path) -> None:
             cause, remedy = "it is full", "free some space there"
         elif error.errno not in (errno.EOPNOTSUPP, errno.EPERM, errno.EINVAL):
             cause = f"it cannot be written ({error.strerror})"
-        raise kit.errors.HostError(f"cache.store {store}", cause, remedy) from error
+        raise _unusable(store, cause, remedy) from error
     finally:
         with contextlib.suppress(OSError):
             probe.rmdir()
@@ -114,27 +118,19 @@ def _check_format(store: Path) -> None:
         try:
             found = json.loads(marker.read_text())["format"]
         except (ValueError, KeyError, TypeError) as error:
-            raise kit.errors.HostError(
-                f"cache.store {store}",
-                f"its {MARKER} is damaged",
-                "set cache.store to an empty directory, or empty this one: it is only a cache",
-            ) from error
+            remedy = "set cache.store to an empty directory, or empty this one: it is only a cache"
+            raise _unusable(store, f"its {MARKER} is damaged", remedy) from error
         if found != FORMAT:
-            raise kit.errors.HostError(
-                f"cache.store {store}",
-                f"its format is {found}, this agent reads format {FORMAT}",
-                "run the agent version that made it, or set cache.store to an empty directory",
-            )
+            remedy = "run the agent version that made it, or set cache.store to an empty directory"
+            why = f"its format is {found}, this agent reads format {FORMAT}"
+            raise _unusable(store, why, remedy)
         return
     # An agent that was killed during its first start leaves these.
     ours = ("lost+found", f".{MARKER}.new", _PROBE)
     strangers = [entry.name for entry in store.iterdir() if entry.name not in ours]
     if strangers:
-        raise kit.errors.HostError(
-            f"cache.store {store}",
-            f"it is not empty and not a store (it contains {strangers[0]!r})",
-            "set cache.store to an empty directory",
-        )
+        why = f"it is not empty and not a store (it contains {strangers[0]!r})"
+        raise _unusable(store, why, "set cache.store to an empty directory")
     kit.files.save(marker, json.dumps({"format": FORMAT}).encode())
 
 

@@ -5,7 +5,6 @@ that takes a ``Workplace`` and yields ``(name, Entry)``; ``python -m tests.bench
 """
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import shutil
@@ -20,12 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from linux import mountinfo
-from tests.testbed import waiting
+from tests.testbed import trees, waiting
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "build" / "bench"
 ROUNDS = 5
-_libc = ctypes.CDLL(None, use_errno=True)
 
 Side = Callable[[], float]
 Number = TypeVar("Number", int, float)
@@ -91,17 +89,9 @@ def say(text: str) -> None:
 
 
 def drop_caches() -> None:
-    """Page cache, names and inodes, of everything on the machine; clean pages of our disk first.
-
-    Not sync(2): it would wait for every other file system of the machine too.
-    """
-    disk = os.open(RESULTS, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if _libc.syncfs(disk):
-            raise OSError(ctypes.get_errno(), "syncfs")
-    finally:
-        os.close(disk)
-    Path("/proc/sys/vm/drop_caches").write_text("3")
+    """Page cache, names and inodes of the whole machine, after our disk was flushed."""
+    trees.sync(RESULTS)
+    trees.drop_caches()
 
 
 class Workplace:

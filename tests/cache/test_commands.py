@@ -67,7 +67,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     ("state", "why", "code"),
     [
         ("complete", "", 0),
-        ("partial", "no room: 5 files, 500 bytes stay out", 10),
+        ("partial", "no room for 5 files, 500 bytes", 10),
         ("cancelled", "", 11),
         ("removed", "", 11),
         ("failed", "the source hangs", 5),

@@ -11,8 +11,7 @@ import kit.child
 import kit.findings
 from cache import component, view
 from cache.settings import CacheSettings
-from cache.store import generations, index
-from cache.store.tree import Entry
+from cache.store import generations
 
 
 class Nobody(kit.findings.Reporter):
@@ -20,15 +19,11 @@ class Nobody(kit.findings.Reporter):
         pass
 
 
-def generation(root: Path, name: str, *, state: str, used: int, indexed: int = 0) -> Path:
+def generation(root: Path, name: str, *, state: str, used: int) -> Path:
     folder = root / name / "g"
     generations.save(str(folder), {"state": state, "used": used})
     (folder / "tree" / "d").mkdir(parents=True)
     (folder / "tree" / "d" / "f").write_text("x")
-    known = index.Index.open(folder / index.NAME)
-    known.add_root(Entry("", 0o40755, 0, 0, 0, 0, 1, 1, False))
-    known.listed(index.ROOT, entries=1, files=1, size=1, stored=(1, 1, indexed), skipped=0)
-    known.close()
     return folder
 
 
@@ -42,16 +37,6 @@ def root(tmp_path: Path) -> Path:
 def cache(tmp_path: Path, root: Path) -> component.Cache:
     settings = CacheSettings(store=root, views=tmp_path / "views", budget=2**40)
     return component.Cache(settings, state_dir=tmp_path / "state", reporter=Nobody())
-
-
-def test_inventory_uses_the_index_of_a_killed_fill(root: Path) -> None:
-    generation(root, "first", state="filling", used=0, indexed=10**9)
-    generation(root, "again", state="filling", used=10**9, indexed=0)
-    generation(root, "done", state="complete", used=5, indexed=10**9)
-    used = {item["dataset"]: item["fields"]["used"] for item in generations.inventory(str(root))}
-    assert used["first"] >= 10**9
-    assert used["again"] == 10**9
-    assert used["done"] == 5
 
 
 async def test_trash_counts_until_deleted_and_is_retried(

@@ -78,15 +78,24 @@ def test_pause_right_after_warm_holds(area: Path, node: Agent) -> None:
 
 
 def test_priority_first_and_pause_yields(area: Path, node: Agent) -> None:
-    some(area, node, "a", files=900, priority=5)
-    some(area, node, "b", files=100)
+    names = ("a", "b", "busy")
+    for name, files, priority in zip(names, (100, 400, 900), (0, 5, 0), strict=True):
+        some(area, node, name, files=files, priority=priority, warm=False)
     node.cache["fill"] = {"files_per_second": 100}
     node.start()
-    node.wait_for(lambda: node.dataset("a")["files"]["done"] > 0, 30, "the first to begin")
-    assert node.dataset("b")["files"]["done"] == 0
-    node.tell("a", "pause")
-    node.wait_state("b", "complete")
-    assert node.dataset("a")["state"] == "paused"
+    for name in names:
+        node.wait_served(name, "source")
+    node.tell("busy", "warm")
+    node.wait_for(lambda: node.dataset("busy")["files"]["done"] > 0, 30, "the first to begin")
+    for name in ("a", "b"):
+        node.tell(name, "warm")
+        node.wait_state(name, "queued")
+    node.tell("busy", "pause")
+    node.wait_for(lambda: node.dataset("b")["files"]["done"] > 0, 30, "the urgent one to begin")
+    assert node.dataset("a")["files"]["done"] == 0
+    node.tell("b", "pause")
+    node.wait_state("a", "complete")
+    assert node.dataset("b")["state"] == node.dataset("busy")["state"] == "paused"
 
 
 # --- verify

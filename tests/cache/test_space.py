@@ -26,7 +26,12 @@ def disk(area: Path, fstype: str, size: int, *options: str) -> Iterator[Path]:
     make = {"ext4": ["mkfs.ext4", "-qF", "-m", "0"], "xfs": ["mkfs.xfs", "-qf"]}[fstype]
     subprocess.run([*make, *options, str(image)], check=True, timeout=60)
     target.mkdir()
-    subprocess.run(["mount", "-o", "loop", str(image), str(target)], check=True, timeout=60)
+    # Not "mount -o loop", which asks every other loop device of the machine for its file first.
+    attach = ["losetup", "--find", "--show", str(image)]
+    loop = subprocess.run(attach, check=True, timeout=60, capture_output=True, text=True)
+    device = loop.stdout.strip()
+    subprocess.run(["mount", device, str(target)], check=True, timeout=60)
+    subprocess.run(["losetup", "--detach", device], check=True, timeout=60)  # with its unmount
     try:
         yield target
     finally:

@@ -1,9 +1,10 @@
-"""Bad input: a one-line cause and remedy, an exit code, nothing half made ("It must show" 7)."""
+"""Bad input is refused with one line (cause and remedy) and an exit code; nothing is half made."""
 
 import base64
 import functools
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,8 +20,8 @@ from tests.testbed.agent import COMMAND, Agent
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
 
-def refused(node: Agent, *words: str, code: int) -> str:
-    """``run`` ends by itself with ``code`` and one line, which it returns."""
+def assert_refused(node: Agent, *words: str, code: int) -> None:
+    """``run`` ends by itself with ``code`` and one line that has these words and a remedy."""
     done = node.cli("run", seconds=60)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("{")]
     assert done.returncode == code, done.stderr
@@ -29,10 +30,9 @@ def refused(node: Agent, *words: str, code: int) -> str:
         assert word in lines[0]
     assert lines[0].startswith("nodeagent: ")
     assert "; " in lines[0], "no remedy"
-    return lines[0]
 
 
-def nothing_made(node: Agent) -> None:
+def assert_nothing_made(node: Agent) -> None:
     assert not node.store.exists() or list(node.store.iterdir()) == []
     assert not node.views.exists() or list(node.views.iterdir()) == []
     assert [m for m in mountinfo.read() if m.target.startswith(str(node.views))] == []
@@ -44,7 +44,7 @@ def source(area: Path) -> Path:
     return area / "source"
 
 
-def test_not_root_is_said_and_nothing_is_made(area: Path, node: Agent, source: Path) -> None:
+def test_run_without_root_is_refused(area: Path, node: Agent, source: Path) -> None:
     node.add_dir("a", source)
     node.write()
     os.chmod(node.folder, 0o777)
@@ -70,12 +70,10 @@ def test_not_root_is_said_and_nothing_is_made(area: Path, node: Agent, source: P
     assert done.stderr.count("\n") == 1
     assert "not root" in done.stderr
     assert "run it as root" in done.stderr
-    nothing_made(node)
+    assert_nothing_made(node)
 
 
-def test_a_store_that_cannot_hold_the_xattrs_is_refused(
-    area: Path, node: Agent, source: Path
-) -> None:
+def test_store_without_xattrs_is_refused(area: Path, node: Agent, source: Path) -> None:
     (area / "below").mkdir()
     (area / "plain").mkdir()
     command = ["bindfs", "--xattr-none", str(area / "below"), str(area / "plain")]
@@ -83,33 +81,33 @@ def test_a_store_that_cannot_hold_the_xattrs_is_refused(
     node.cache["store"] = str(area / "plain" / "store")
     node.add_dir("a", source)
     node.write()
-    refused(node, str(area / "plain" / "store"), "xattrs", "ext4 or XFS", code=4)
+    assert_refused(node, str(area / "plain" / "store"), "xattrs", "ext4 or XFS", code=4)
     assert list((area / "below").iterdir()) == []
-    nothing_made(node)
+    assert_nothing_made(node)
 
 
-def test_a_store_that_is_not_ours_is_refused(area: Path, node: Agent, source: Path) -> None:
+def test_foreign_store_is_refused(area: Path, node: Agent, source: Path) -> None:
     node.store.mkdir()
     (node.store / "precious").write_bytes(b"data")
     node.add_dir("a", source)
     node.write()
-    refused(node, "not a store of ours", "precious", code=4)
+    assert_refused(node, "not empty and not a store", "precious", code=4)
     assert (node.store / "precious").read_bytes() == b"data"
     assert os.listdir(node.store) == ["precious"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}', '{"format": "x"}'])
-def test_a_damaged_or_newer_store_is_refused(
+def test_damaged_or_newer_store_is_refused(
     area: Path, node: Agent, source: Path, content: str
 ) -> None:
     node.store.mkdir()
     (node.store / "nodeagent.json").write_text(content)
     node.add_dir("a", source)
     node.write()
-    refused(node, "cache.store", code=4)
+    assert_refused(node, "cache.store", code=4)
 
 
-def test_a_store_whose_first_agent_was_killed_at_once_is_used(
+def test_store_of_agent_killed_at_first_start_is_used(
     area: Path, node: Agent, source: Path
 ) -> None:
     (node.store / ".probe").mkdir(parents=True)
@@ -119,11 +117,11 @@ def test_a_store_whose_first_agent_was_killed_at_once_is_used(
     node.wait_state("a", "complete")
 
 
-def test_a_kernel_without_overlayfs_is_refused(area: Path, node: Agent, source: Path) -> None:
-    # /proc/filesystems is what the kernel says of itself; a doctored one stands in for a kernel.
-    told = Path("/proc/filesystems").read_text()
-    assert "\toverlay\n" in told
-    (area / "filesystems").write_text(told.replace("nodev\toverlay\n", ""))
+def test_kernel_without_overlayfs_is_refused(area: Path, node: Agent, source: Path) -> None:
+    # An edited /proc/filesystems stands in for a kernel that lacks one.
+    known = Path("/proc/filesystems").read_text()
+    assert "\toverlay\n" in known
+    (area / "filesystems").write_text(known.replace("nodev\toverlay\n", ""))
     node.add_dir("a", source)
     node.write()
     script = (
@@ -135,25 +133,23 @@ def test_a_kernel_without_overlayfs_is_refused(area: Path, node: Agent, source: 
         capture_output=True, text=True, check=False, timeout=60, env=node.environment,
     )  # fmt: skip
     assert done.returncode == 4, done.stderr
-    assert "no overlayfs" in done.stderr
+    assert "lacks overlayfs" in done.stderr
     assert "modprobe overlay" in done.stderr
     assert done.stderr.count("\n") == 1
-    nothing_made(node)
+    assert_nothing_made(node)
 
 
-def test_an_address_in_use_is_refused(area: Path, node: Agent, source: Path) -> None:
-    import socket
-
+def test_listen_address_in_use_is_refused(area: Path, node: Agent, source: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", node.port))
         taken.listen()
         node.add_dir("a", source)
         node.write()
-        refused(node, f"127.0.0.1:{node.port}", "in use", code=4)
-    nothing_made(node)
+        assert_refused(node, f"127.0.0.1:{node.port}", "in use", code=4)
+    assert_nothing_made(node)
 
 
-# --- sources: reported and tried again, the agent goes on -------------------------------------
+# --- sources: reported and tried again, the agent runs on --------------------------------------
 
 
 @pytest.fixture
@@ -186,21 +182,24 @@ def cases(area: Path, cluster: ceph.CephCluster, secret: Path) -> Iterator[dict[
     port = ports.free(1)[0]
     yield {
         "wrong secret": (ceph_source(cluster, other), ["client.admin", "refused", "secret_file"]),
-        "no key": (ceph_source(cluster, noise), ["holds no Ceph key", "auth print-key"]),
+        "no key": (ceph_source(cluster, noise), ["does not hold a Ceph key", "auth print-key"]),
         "no file": (ceph_source(cluster, area / "nowhere"), ["cannot be read", "put the user's"]),
         "no monitor": (
             ceph_source(cluster, secret, monitors=[f"127.0.0.1:{port}"]),
             [f"127.0.0.1:{port}", "no monitor", "network"],
         ),
-        "no path": (ceph_source(cluster, secret, path="/not/there"), ["/not/there", "no path"]),
+        "no path": (ceph_source(cluster, secret, path="/not/there"), ["/not/there", "not exist"]),
         "no snapshot": (ceph_source(cluster, secret), ["no snapshot 'none'", "make it"]),
         "no user": (ceph_source(cluster, secret, user="nobody"), ["client.nobody", "refused"]),
-        "no directory": ({"kind": "dir", "path": str(area / "nowhere")}, ["no such directory"]),
+        "no directory": (
+            {"kind": "dir", "path": str(area / "nowhere")},
+            ["directory does not exist"],
+        ),
         "empty directory": ({"kind": "dir", "path": str(area / "empty")}, ["it is empty", "mount"]),
     }
 
 
-def test_each_bad_source_is_told_in_one_line_with_cause_and_remedy_and_leaves_nothing(
+def test_bad_sources_are_reported_with_cause_and_remedy(
     area: Path, node: Agent, cases: dict[str, Any], source: Path
 ) -> None:
     (area / "empty").mkdir()
@@ -221,7 +220,7 @@ def test_each_bad_source_is_told_in_one_line_with_cause_and_remedy_and_leaves_no
     node.wait_state("good", "complete")  # the others do not keep it back
     for case, (_, words) in cases.items():
         name = names[case]
-        node.wait_for(functools.partial(why, name), 60, f"{case} to be told")
+        node.wait_for(functools.partial(why, name), 60, f"{case} to be reported")
         shown = node.dataset(name)
         assert shown["state"] == "waiting", case
         assert "\n" not in shown["why"], case
@@ -240,10 +239,10 @@ def test_each_bad_source_is_told_in_one_line_with_cause_and_remedy_and_leaves_no
         assert (area / file).read_text() not in said
 
 
-def test_a_source_that_comes_later_is_taken_up_by_itself(area: Path, node: Agent) -> None:
+def test_source_that_appears_later_is_filled(area: Path, node: Agent) -> None:
     node.add_dir("a", area / "later")
     node.start()
-    node.wait_for(lambda: "no such directory" in node.dataset("a")["why"], 30, "the cause")
+    node.wait_for(lambda: "directory does not exist" in node.dataset("a")["why"], 30, "the cause")
     trees.plain(area / "later", 20)
     node.wait_state("a", "complete", seconds=60)
     trees.assert_equal(area / "later", node.view("a"))

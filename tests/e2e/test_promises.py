@@ -1,4 +1,8 @@
-"""What the cache promises, shown on 50,000 files of a real CephFS snapshot ("It must show" 2-4)."""
+"""The promises of the cache, checked on 50,000 files of a real CephFS snapshot.
+
+Jobs in pods read all the time and compare every byte: while the dataset warms, while the cluster is
+frozen, and while the agent is killed again and again.
+"""
 
 import os
 import random
@@ -9,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import bigset, ceph, pod, trees
+from tests.testbed import bigset, ceph, pod, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -17,6 +21,16 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 READERS = 4
 KILLS = 10
 FROZEN_SECONDS = 60.0
+
+
+def wait_for_reads(readers: list[pod.PodReader], more: int = 100) -> None:
+    """Until every reader has read this many files from now on."""
+    least = [reader.reads() + more for reader in readers]
+
+    def reached() -> bool:
+        return all(reader.reads() >= count for reader, count in zip(readers, least, strict=True))
+
+    waiting.until(reached, 60, f"{more} more reads by every reader")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +52,7 @@ def served(
             readers = [job.reader(big.manifest, seed) for seed in range(READERS)]
             node.tell("big", "warm")
             node.wait_state("big", "complete", seconds=240)
-            time.sleep(1.0)  # and a little after the last swap
+            wait_for_reads(readers)  # after the last change of the view too
             reports = [reader.stop() for reader in readers]
             yield node, job, reports
     finally:
@@ -46,7 +60,7 @@ def served(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_readers_see_no_error_and_no_wrong_byte_while_it_warms(
+def test_readers_see_no_error_while_warming(
     served: tuple[Agent, pod.Pod, list[dict[str, int]]],
 ) -> None:
     _, _, reports = served
@@ -56,7 +70,7 @@ def test_readers_see_no_error_and_no_wrong_byte_while_it_warms(
         assert report["mapped"] > report["reads"] // 5
 
 
-def test_every_byte_mode_owner_time_and_xattr_and_the_listing_are_equal(
+def test_view_equals_snapshot(
     served: tuple[Agent, pod.Pod, list[dict[str, int]]], big: bigset.BigSet
 ) -> None:
     node, _, _ = served
@@ -67,7 +81,7 @@ def test_every_byte_mode_owner_time_and_xattr_and_the_listing_are_equal(
     assert not found, (len(found), found[:10])
 
 
-def test_complete_means_every_directory_is_opaque_and_every_file_has_its_checksum(
+def test_complete_store_is_opaque_and_checksummed(
     served: tuple[Agent, pod.Pod, list[dict[str, int]]], big: bigset.BigSet
 ) -> None:
     node, _, _ = served
@@ -80,7 +94,7 @@ def test_complete_means_every_directory_is_opaque_and_every_file_has_its_checksu
             assert os.getxattr(full, "trusted.overlay.opaque") == b"y"
 
 
-def test_with_the_cluster_frozen_for_a_minute_everything_is_read_and_listed(
+def test_view_is_read_while_cluster_is_frozen_for_a_minute(
     served: tuple[Agent, pod.Pod, list[dict[str, int]]],
     cluster: ceph.CephCluster,
     big: bigset.BigSet,
@@ -104,12 +118,11 @@ def test_with_the_cluster_frozen_for_a_minute_everything_is_read_and_listed(
         assert seen["reads"] == big.files
         assert node.get("/healthz")["alive"]
         assert node.dataset("big")["state"] == "complete"
-        while time.monotonic() < deadline:
-            time.sleep(0.5)
+        time.sleep(max(0.0, deadline - time.monotonic()))
     assert node.get("/readyz")["ready"]
 
 
-def test_readers_see_nothing_of_ten_kills_of_the_agent(
+def test_readers_see_no_error_through_ten_agent_kills(
     area: Path, node: Agent, cluster: ceph.CephCluster, big: bigset.BigSet
 ) -> None:
     source = bigset.source(cluster, area / "secret")
@@ -128,10 +141,10 @@ def test_readers_see_nothing_of_ten_kills_of_the_agent(
                 return bool(node.dataset("big")["files"]["done"] > before)
 
             node.wait_for(more, 60, f"more than {before} files")
-            time.sleep(generator.uniform(0.0, 1.5))  # anywhere in a batch
+            time.sleep(generator.uniform(0.0, 1.5))  # a random point of a batch
             done = node.dataset("big")["files"]["done"]
             node.kill()
-            time.sleep(0.3)
+            wait_for_reads(readers)  # without an agent
             node.start()
         assert done < big.files, "it was complete before the last kill: nothing was at risk"
         node.cache["fill"] = {}

@@ -11,6 +11,7 @@ from linux import blockdev
 from linux.blockdev import BlockDevice, Layer
 from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.testbed import blockdev as testbed
+from tests.testbed.waiting import until
 
 
 class Tree:
@@ -241,6 +242,18 @@ def test_backing_file_is_a_loop_file_that_exists(tree: Tree) -> None:
     assert tree.identify("loop1").backing_file == ""
 
 
+@pytest.mark.parametrize("fs", ["ext4", "xfs", "btrfs/uuid/devices"])
+def test_in_use_below_a_device_or_a_live_file_system(tree: Tree, fs: str) -> None:
+    held = tree.disk("rbd0", "252:0")
+    tree.disk("rbd1", "252:16")
+    assert not blockdev.in_use(tree.identify("rbd0"), tree.sys)
+    tree.superblock(fs, "rbd1")
+    assert blockdev.in_use(tree.identify("rbd1"), tree.sys)
+    assert not blockdev.in_use(tree.identify("rbd0"), tree.sys)
+    tree.hold(held, "dm-0")
+    assert blockdev.in_use(tree.identify("rbd0"), tree.sys)
+
+
 def test_by_path_refuses_what_is_not_a_device(tmp_path: Path) -> None:
     with pytest.raises(kit.errors.NotFoundError):
         blockdev.by_path(str(tmp_path / "none"))
@@ -299,4 +312,4 @@ def test_claimed_device_can_be_flagged_only_without_a_claim(loop: str) -> None:
 @pytest.mark.real
 def test_detach_loop_frees_the_device(loop: str) -> None:
     blockdev.detach_loop(loop, _number(loop))
-    assert not blockdev.by_path(loop).backing
+    until(lambda: not blockdev.by_path(loop).backing)  # at once, unless somebody reads it

@@ -3,7 +3,6 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,29 +12,20 @@ from linux import fanotify
 pytestmark = pytest.mark.real
 
 
-@pytest.fixture
-def target(area: Path) -> Iterator[Path]:
-    made = area / "mount"
-    made.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(made)], check=True)
-    yield made
-    subprocess.run(["umount", "-l", str(made)], check=True)
-
-
-def test_open_watch_reports_opens_of_one_file_system(target: Path, area: Path) -> None:
-    (target / "in").write_bytes(b"x")
+def test_open_watch_reports_opens_of_one_file_system(tmpfs: Path, area: Path) -> None:
+    (tmpfs / "in").write_bytes(b"x")
     (area / "out").write_bytes(b"x")
     with fanotify.OpenWatch() as watch:
-        watch.watch_filesystem(target)
+        watch.watch_filesystem(tmpfs)
         assert list(watch.events()) == []
-        for path in (target / "in", area / "out"):
+        for path in (tmpfs / "in", area / "out"):
             subprocess.run(["cat", str(path)], check=True, stdout=subprocess.DEVNULL)
         seen = {}
         for descriptor, pid in watch.events():
             seen[os.readlink(f"/proc/self/fd/{descriptor}")] = pid
             os.close(descriptor)
-    assert seen.keys() == {str(target / "in")}
-    assert seen[str(target / "in")] not in (0, os.getpid())
+    assert seen.keys() == {str(tmpfs / "in")}
+    assert seen[str(tmpfs / "in")] not in (0, os.getpid())
 
 
 def _answered(guard: fanotify.ExecPermission, allow: bool, seen: list[list[str]]) -> None:

@@ -1,9 +1,7 @@
 """Namespaces with a private copy of a mount, made by real processes."""
 
-import asyncio
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,46 +9,23 @@ import pytest
 
 import kit.child
 from linux import mount_namespaces, mountinfo
+from tests.linux import scripts
 
 pytestmark = pytest.mark.real
 
 # A process in a namespace of its own, with nothing of the tests of others mounted in it.
 APART = """
-import ctypes, sys, time
-libc = ctypes.CDLL(None)
 libc.unshare(0x20000); libc.mount(b'none', b'/', None, 1 << 14 | 1 << 18, None)
 for line in reversed(open('/proc/self/mountinfo').readlines()):
     target = line.split()[4]
     if '/test-' in target and target != sys.argv[1]: libc.umount2(target.encode(), 2)
-print('ready', flush=True); time.sleep(60)
 """
 
 
-def _opened(area: Path, name: str) -> Path:
-    made = area / name
-    made.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(made)], check=True)
-    return made
-
-
 @pytest.fixture
-def target(area: Path) -> Iterator[Path]:
-    made = _opened(area, "mount")
-    yield made
-    subprocess.run(["umount", "-l", str(made)], check=True)
-
-
-@pytest.fixture
-def pid(target: Path) -> Iterator[int]:
-    process = subprocess.Popen([sys.executable, "-c", APART, str(target)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == b"ready\n"
-        yield process.pid
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+def pid(tmpfs: Path) -> Iterator[int]:
+    with scripts.running(APART, str(tmpfs)) as pid:
+        yield pid
 
 
 def inode(pid: int | str) -> int:
@@ -90,14 +65,14 @@ async def test_visitor_reads_the_table_inside_and_returns(pid: int) -> None:
     assert len(own.splitlines()) == len(mountinfo.read()) and folder == "/"
 
 
-def test_mounts_by_id_agree_with_mountinfo(pid: int, target: Path) -> None:
+def test_mounts_by_id_agree_with_mountinfo(pid: int, tmpfs: Path) -> None:
     for process in (pid, os.getpid()):
         by_id = list(mount_namespaces.mounts(identity(inode(process))))
         table = mountinfo.read(Path(f"/proc/{process}/mountinfo"))
         assert sorted(each.target for each in by_id) == sorted(each.target for each in table)
-    (copy,) = [m for m in mount_namespaces.mounts(identity(inode(pid))) if m.target == str(target)]
+    (copy,) = [m for m in mount_namespaces.mounts(identity(inode(pid))) if m.target == str(tmpfs)]
     assert (copy.fstype, copy.propagation, copy.read_only) == ("tmpfs", "private", False)
-    assert copy.device == shown(pid, target)[0].device
+    assert copy.device == shown(pid, tmpfs)[0].device
 
 
 def detach(path: str, number: int, device: list[int], target: str) -> int:
@@ -111,39 +86,30 @@ def detach(path: str, number: int, device: list[int], target: str) -> int:
 
 @pytest.mark.parametrize("by_id", [False, True])
 async def test_detach_takes_the_private_copy_and_no_other_mount(
-    pid: int, target: Path, by_id: bool
+    pid: int, tmpfs: Path, by_id: bool
 ) -> None:
     path = "" if by_id else f"/proc/{pid}/ns/mnt"
-    (copy,) = shown(pid, target)
+    (copy,) = shown(pid, tmpfs)
     other = [copy.device[0], copy.device[1] + 1]
 
     async def detached(number: int, device: list[int]) -> int:
-        arguments = (path, number, device, str(target))
+        arguments = (path, number, device, str(tmpfs))
         return int(await kit.child.call(detach, *arguments, deadline=20))
 
     assert await detached(inode(pid), other) == 0  # another device is mounted there
     if not by_id:
         assert await detached(inode("self"), list(copy.device)) == 0  # another namespace
-    assert shown(pid, target)
+    assert shown(pid, tmpfs)
     assert await detached(inode(pid), list(copy.device)) == 1
-    assert shown(pid, target) == [] and len(shown(os.getpid(), target)) == 1
+    assert shown(pid, tmpfs) == [] and len(shown(os.getpid(), tmpfs)) == 1
 
 
-async def test_detach_leaves_a_shared_mount_alone(target: Path) -> None:
-    subprocess.run(["mount", "--make-shared", str(target)], check=True)
-    code = "import time; print('ready', flush=True); time.sleep(60)"
-    process = await asyncio.create_subprocess_exec(
-        *("unshare", "-m", "--propagation", "unchanged", sys.executable, "-c", code),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        assert await process.stdout.readline() == b"ready\n"
-        (copy,) = shown(process.pid, target)
-        arguments = (inode(process.pid), list(copy.device), str(target))
-        path = f"/proc/{process.pid}/ns/mnt"
+async def test_detach_leaves_a_shared_mount_alone(tmpfs: Path) -> None:
+    subprocess.run(["mount", "--make-shared", str(tmpfs)], check=True)
+    unshare = ("unshare", "-m", "--propagation", "unchanged")
+    with scripts.running("pass", within=unshare) as pid:
+        (copy,) = shown(pid, tmpfs)
+        arguments = (inode(pid), list(copy.device), str(tmpfs))
+        path = f"/proc/{pid}/ns/mnt"
         assert await kit.child.call(detach, path, *arguments, deadline=20) == 0
-        assert shown(process.pid, target) and shown(os.getpid(), target)
-    finally:
-        process.kill()
-        await process.wait()
+        assert shown(pid, tmpfs) and shown(os.getpid(), tmpfs)

@@ -1,16 +1,15 @@
 """Holders of a mount, made by real processes."""
 
-import contextlib
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from linux import procfs
+from tests.linux import scripts
+from tests.testbed.waiting import until
 
 pytestmark = pytest.mark.real
 
@@ -24,32 +23,9 @@ HOLD = {
 }
 
 
-@pytest.fixture
-def target(area: Path) -> Iterator[Path]:
-    made = area / "mount"
-    made.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(made)], check=True)
-    (made / "file").write_bytes(b"x" * 5000)
-    yield made
-    subprocess.run(["umount", "-l", str(made)], check=True)
-
-
-@contextlib.contextmanager
-def holding(how: str, target: Path) -> Iterator[int]:
-    code = (
-        "import ctypes, os, sys, time\n"
-        "libc = ctypes.CDLL(None); target = sys.argv[1]\n"
-        f"{HOLD[how]}\nprint('ready', flush=True); time.sleep(60)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(target)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == b"ready\n"
-        yield process.pid
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+def holders(mount: Path, *, ours: int = 0) -> dict[int, procfs.Holder]:
+    """By pid; tests of others may copy our namespace at the same time."""
+    return {holder.pid: holder for holder in procfs.holders_of_mount(str(mount), ours=ours)}
 
 
 @pytest.mark.parametrize(
@@ -62,26 +38,22 @@ def holding(how: str, target: Path) -> Iterator[int]:
         ("copy", "its mount namespace has a private copy at {}"),
     ],
 )
-def test_holders_of_mount_names_the_process_and_how(target: Path, how: str, text: str) -> None:
-    assert procfs.holders_of_mount(str(target)) == []
-    with holding(how, target) as pid:
-        (found,) = procfs.holders_of_mount(str(target))
-        assert (found.pid, found.how) == (pid, text.format(target))
-        assert found.command.startswith("python")
+def test_holders_of_mount_names_the_process_and_how(tmpfs: Path, how: str, text: str) -> None:
+    (tmpfs / "file").write_bytes(b"x" * 5000)
+    with scripts.running(f"target = sys.argv[1]\n{HOLD[how]}", str(tmpfs)) as pid:
+        found = holders(tmpfs)[pid]
+        assert found.how == text.format(tmpfs) and found.command.startswith("python")
         assert str(found) == f"pid {pid} ({found.command}): {found.how}"
-    assert procfs.holders_of_mount(str(target)) == []
+    with scripts.running("pass") as idle:
+        assert not {pid, idle} & holders(tmpfs).keys()
 
 
-def test_holders_of_mount_leaves_out_a_family(target: Path) -> None:
-    code = f"import subprocess; subprocess.run(['sleep', '60'], cwd={str(target)!r})"
+def test_holders_of_mount_leaves_out_a_family(tmpfs: Path) -> None:
+    code = f"import subprocess; subprocess.run(['sleep', '60'], cwd={str(tmpfs)!r})"
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
-        deadline = time.monotonic() + 20
-        while not (found := procfs.holders_of_mount(str(target))):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert found[0].command == "sleep"
-        assert procfs.holders_of_mount(str(target), ours=parent.pid) == []
-        os.kill(found[0].pid, 9)
+        child = until(lambda: [h.pid for h in holders(tmpfs).values() if h.command == "sleep"])[0]
+        assert child not in holders(tmpfs, ours=parent.pid)
+        os.kill(child, 9)
 
 
 def test_cgroup_path_of_an_id_and_of_one_that_is_gone() -> None:
@@ -100,3 +72,27 @@ def test_cgroup_path_of_an_id_and_of_one_that_is_gone() -> None:
 
 def _is_v2(path: str) -> bool:
     return Path(path, "cgroup.controllers").exists()
+
+
+UID = "0a1b2c3d-1111-2222-3333-444455556666"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "pod", "container"),
+    [
+        (f"/kubepods/besteffort/pod{UID}/{'ab' * 32}", UID, "ab" * 32),
+        (
+            f"/kubepods-pod{UID.replace('-', '_')}.slice/cri-containerd-{'cd' * 32}.scope",
+            *(UID, "cd" * 32),
+        ),
+        (
+            f"0::/kubepods/pod{UID}/{'ab' * 32}/system.slice/docker-{'cd' * 32}.scope",
+            UID,
+            "cd" * 32,
+        ),
+        ("/system.slice/kubelet.service", "", ""),
+        ("", "", ""),
+    ],
+)
+def test_pod_and_container_of_a_cgroup(cgroup: str, pod: str, container: str) -> None:
+    assert procfs.pod_and_container(cgroup) == (pod, container)

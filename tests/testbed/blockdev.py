@@ -9,11 +9,12 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from tests.testbed import waiting
 
 MiB = 2**20
 
@@ -35,7 +36,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-# Loop devices of this run have numbers of their own, so that an agent under test can be told to
+# Loop devices of this run have numbers of their own, so that an agent under test can be set to
 # look at them only (NAMES), and the machine's other loop devices are left alone.
 _PREFIX = random.Random().randrange(1000, 9999)
 NAMES = f"loop{_PREFIX}??"
@@ -67,15 +68,15 @@ def loop(file: Path) -> Iterator[str]:
 
 def _remove(control: BinaryIO, number: int) -> None:
     """losetup -d is lazy while something holds the device."""
-    deadline = time.monotonic() + 10
-    while True:
+
+    def removed() -> bool:
         try:
             fcntl.ioctl(control, _LOOP_CTL_REMOVE, number)
-            return
         except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
+            return False
+        return True
+
+    waiting.until(removed, 10, f"loop device {number} to be free")
 
 
 @contextlib.contextmanager
@@ -90,7 +91,7 @@ def mounted(device: str, target: Path, *options: str) -> Iterator[Path]:
 
 @dataclass
 class FaultyDisk:
-    """``device`` reads and writes ``backing`` through a FUSE file that fails as told."""
+    """``device`` reads and writes ``backing`` through a FUSE file; ``fault`` makes reads fail."""
 
     device: str
     backing: Path
@@ -107,7 +108,7 @@ class FaultyDisk:
         return os.major(rdev), os.minor(rdev)
 
     def fault(self, *faults: dict[str, Any]) -> None:
-        """From now on reads fail like this; nothing cached of the device remains."""
+        """Make reads fail like this from now on, cached ones too."""
         new = self.control.with_suffix(".new")
         new.write_text(json.dumps(faults))
         os.replace(new, self.control)

@@ -1,8 +1,7 @@
 """A real Ceph cluster on this machine: mon, mgr, osd, mds from Debian's packages, one folder.
 
-CephFS ``cephfs`` and pools ``cephfs_data``, ``cephfs_metadata``, ``rbd``. Everything below one
-folder, loopback only, ports chosen at run time. Settings that look odd are explained in
-``docs/testbed.md``.
+It has a CephFS ``cephfs`` and a pool ``rbd``, listens on loopback only, and is made to be small and
+to start quickly: one of each daemon, no replicas, no scrubbing.
 """
 
 import contextlib
@@ -11,13 +10,12 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.testbed import ports
+from tests.testbed import leftovers, ports, waiting
 
 START_SECONDS = 120.0
 # A client that was killed holds up others for this long, and not for the minute of a session.
@@ -284,16 +282,15 @@ class CephCluster:
                 )
 
     def _wait_usable(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            status = json.loads(self.mon_commands({"prefix": "status", "format": "json"})[0])
+        status: dict[str, Any] = {}
+
+        def usable() -> bool:
+            status.update(json.loads(self.mon_commands({"prefix": "status", "format": "json"})[0]))
             states = [s["state_name"] for s in status["pgmap"].get("pgs_by_state", [])]
             ranks = [rank["status"] for rank in status["fsmap"]["by_rank"]]
-            if states == ["active+clean"] and "up:active" in ranks:
-                return
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"cluster not usable: {status['health']} {states} {ranks}")
-            time.sleep(0.1)
+            return states == ["active+clean"] and "up:active" in ranks
+
+        waiting.until(usable, START_SECONDS, "a usable cluster", detail=lambda: status)
 
     def stop(self) -> None:
         """All at once. A clean end of an osd or mds whose mon has gone hangs: SIGKILL after 3 s."""
@@ -301,9 +298,8 @@ class CephCluster:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
             os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + 3
-        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        with contextlib.suppress(AssertionError):
+            waiting.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 3)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -337,23 +333,11 @@ class CephCluster:
             subprocess.run(["umount", str(target)], check=False, timeout=60)
             if os.path.ismount(target):
                 subprocess.run(["umount", "-l", str(target)], check=False, timeout=60)
-            _wait_gone(str(target))
+            # umount returns before the process of ceph-fuse has ended.
+            waiting.until(lambda: not _is_served(target), 40, f"ceph-fuse of {target} to end")
 
 
-def _wait_gone(target: str) -> None:
-    """umount returns before the process of ceph-fuse has ended."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if not any(target in words for words in _ceph_fuse_commands()):
-            return
-        time.sleep(0.05)
-    raise TimeoutError(f"ceph-fuse for {target} did not end")
-
-
-def _ceph_fuse_commands() -> Iterator[list[str]]:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                if words[0].endswith("ceph-fuse"):
-                    yield words
+def _is_served(target: Path) -> bool:
+    return any(
+        words[0].endswith("ceph-fuse") and str(target) in words for _, words in leftovers.commands()
+    )

@@ -1,11 +1,10 @@
-"""A real containerd of a chosen Debian release as a plain process, and a kubelet's hand at it."""
+"""A real containerd of a chosen Debian release as a plain process, and a client like kubelet."""
 
 import contextlib
 import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +15,7 @@ from google.protobuf import empty_pb2
 from google.protobuf.message import Message
 
 from preheat.runtimes import containerd_pb2, cri_pb2
+from tests.testbed import leftovers, waiting
 
 RUNTIMES = Path(__file__).parents[2] / "build" / "runtimes"
 # Debian release -> what its containerd is; scripts/runtimes.sh unpacks them.
@@ -68,7 +68,7 @@ def _same(data: bytes) -> bytes:
 
 
 class Containerd:
-    """One containerd below one folder. ``start`` after ``kill`` goes on with the same root."""
+    """One containerd below one folder. After ``kill``, ``start`` uses the same root again."""
 
     def __init__(self, folder: Path, release: str, *, discard: bool = False) -> None:
         self.folder = folder.absolute()
@@ -126,17 +126,21 @@ class Containerd:
         self._wait_ready()
 
     def _wait_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
+        def log() -> str:
+            return (self.folder / "log").read_text(errors="replace")[-3000:]
+
+        def answers() -> bool:
+            if not self.alive:
+                raise RuntimeError(f"containerd {self.release} ended: {log()}")
             with contextlib.suppress(grpc.RpcError), self.channel() as channel:
                 path = "/runtime.v1.ImageService/ListImages"
                 call = channel.unary_unary(path, _same, _same)
                 call(b"", timeout=2.0)
-                return
-            if not self.alive or time.monotonic() > deadline:
-                tail = (self.folder / "log").read_text(errors="replace")[-3000:]
-                raise TimeoutError(f"containerd {self.release} does not answer: {tail}")
-            time.sleep(0.02)
+                return True
+            return False
+
+        what = f"an answer of containerd {self.release}"
+        waiting.until(answers, START_SECONDS, what, detail=log)
 
     @property
     def alive(self) -> bool:
@@ -157,20 +161,11 @@ class Containerd:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self.kill()
-        for pid in self._shims():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-        for mount in reversed([each for each in mounts if each.startswith(f"{self.folder}/")]):
-            subprocess.run(["umount", "-l", mount], check=False, timeout=20)
-
-    def _shims(self) -> Iterator[int]:
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                    if "containerd-shim" in words[0] and str(self.socket) in words:
-                        yield int(entry.name)
+        for pid, words in leftovers.commands():
+            if "containerd-shim" in words[0] and str(self.socket) in words:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        leftovers.unmount(self.folder)
 
     def remove(self) -> None:
         self.stop()
@@ -184,7 +179,7 @@ class Containerd:
 
 
 class Kubelet:
-    """What a kubelet, crictl or ctr would do to the runtime: nothing is checked, nothing held."""
+    """Calls that kubelet, crictl or ctr would make to the runtime."""
 
     def __init__(self, socket: Path) -> None:
         self._channel = grpc.aio.insecure_channel(

@@ -1,7 +1,7 @@
-"""Clearing up: what a test, or a run that was killed, left below its folder.
+"""Clear what a test, or a run that was killed, left below its folder.
 
-Only things of ours: mounts and loop devices below the folder, and processes that name it in their
-command line or carry it in their environment (``MARK``).
+That is mounts and loop devices below the folder, and processes that have the folder in their
+command line or, as ``MARK``, in their environment. Nothing else on the machine is touched.
 """
 
 import contextlib
@@ -15,15 +15,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from linux import mountinfo
+from tests.testbed import waiting
 
 MARK = "NODEAGENT_TEST_FOLDER"
 DISCONNECT_SECONDS = 5.0
 
 
 def processes(folder: Path) -> list[int]:
-    """Processes that belong to ``folder``, our own and those we descend from left out."""
+    """Processes that belong to ``folder``, except this one and its ancestors."""
     text = os.fsencode(folder)
     return [pid for pid in _others() if _belongs(pid, text)]
+
+
+def commands() -> Iterator[tuple[int, list[str]]]:
+    """Every process on the machine with the words of its command."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{entry}/cmdline").read_bytes().decode(errors="replace")
+                yield int(entry), text.split("\0")
 
 
 def _program(pid: int) -> str:
@@ -111,9 +121,8 @@ def clear(folder: Path, *, keep: bool = False) -> None:
     # holds. Unmounted, it gives its capabilities back and ends by itself.
     end(folder, spare="ceph-fuse")
     unmount(folder)
-    deadline = time.monotonic() + DISCONNECT_SECONDS
-    while processes(folder) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    with contextlib.suppress(AssertionError):
+        waiting.until(lambda: not processes(folder), DISCONNECT_SECONDS)
     detach_loops(folder)
     end(folder)
     if not keep and folder.exists():

@@ -1,4 +1,4 @@
-"""A pod as the cache sees one: a mount namespace of its own that was handed <views>/<name>."""
+"""A pod as the cache sees one: a mount namespace of its own, with <views>/<name> as a volume."""
 
 import contextlib
 import json
@@ -6,12 +6,11 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.testbed import leftovers
+from tests.testbed import leftovers, waiting
 
 REPO = Path(__file__).parent.parent.parent
 READY_SECONDS = 30.0
@@ -97,11 +96,17 @@ class PodReader:
             sys.executable, "-m", "tests.testbed.reader", pod.data, str(manifest),
             str(self._report), str(seed),
         )  # fmt: skip
-        deadline = time.monotonic() + READY_SECONDS
-        while not Path(f"{self._report}.ready").exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("the reader did not start")
-            time.sleep(0.02)
+
+        def ready() -> bool:
+            if self.process.poll() is not None:
+                raise RuntimeError("the reader ended")
+            return Path(f"{self._report}.ready").exists()
+
+        waiting.until(ready, READY_SECONDS, "the reader to start")
+
+    def reads(self) -> int:
+        """Files read so far."""
+        return int.from_bytes(Path(f"{self._report}.reads").read_bytes(), "little")
 
     def begin(self) -> None:
         assert self.process.stdin is not None

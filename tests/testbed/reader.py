@@ -4,6 +4,7 @@
 
 Runs until SIGTERM, or through everything once with SEED ``all``. A third of the reads is by mmap.
 REPORT gets one JSON object at the end: reads, errors and wrong (the first few by name).
+REPORT.reads always holds the number of reads so far, in eight bytes (little-endian).
 """
 
 import json
@@ -18,11 +19,12 @@ import xxhash
 
 
 class Reader:
-    def __init__(self, root: str, manifest: dict[str, list[object]]) -> None:
+    def __init__(self, root: str, manifest: dict[str, list[object]], counter: mmap.mmap) -> None:
         self.root = root
         self.manifest = manifest
         self.names = sorted(manifest)
         self.reads = 0
+        self._counter = counter
         self.mapped = 0
         self.errors: list[str] = []
         self.wrong: list[str] = []
@@ -31,6 +33,7 @@ class Reader:
     def read(self, name: str, *, mapped: bool) -> None:
         size, digest = self.manifest[name]
         self.reads += 1
+        self._counter[:] = self.reads.to_bytes(8, "little")
         try:
             descriptor = os.open(f"{self.root}/{name}", os.O_RDONLY)
             try:
@@ -82,7 +85,11 @@ class Reader:
 
 def main() -> None:
     root, manifest, report, seed = sys.argv[1:5]
-    reader = Reader(root, json.loads(Path(manifest).read_text()))
+    with open(f"{report}.reads", "w+b") as file:
+        file.write(bytes(8))
+        file.flush()
+        counter = mmap.mmap(file.fileno(), 8)
+    reader = Reader(root, json.loads(Path(manifest).read_text()), counter)
 
     def stop(*_: object) -> None:
         reader.stopped = True
@@ -91,7 +98,7 @@ def main() -> None:
     Path(f"{report}.ready").touch()
     if seed == "all":
         if not os.isatty(0):
-            sys.stdin.read(1)  # begin when told
+            sys.stdin.read(1)  # PodReader.begin
         reader.everything()
     else:
         reader.loop(int(seed))

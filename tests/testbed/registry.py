@@ -9,12 +9,11 @@ import json
 import random
 import subprocess
 import tarfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.testbed import containerd, ports
+from tests.testbed import containerd, ports, waiting
 
 BINARY = containerd.RUNTIMES / "bookworm" / "usr" / "bin" / "docker-registry"
 INDEX = "application/vnd.oci.image.index.v1+json"
@@ -105,16 +104,15 @@ class Registry:
                 env={"OTEL_TRACES_EXPORTER": "none"},
                 start_new_session=True,
             )
-        deadline = time.monotonic() + 20
-        while True:
+
+        def answers() -> bool:
             try:
-                if self._request("GET", "/v2/")[0] == 200:
-                    return
+                return self._request("GET", "/v2/")[0] == 200
             except OSError:
-                pass
-            if time.monotonic() > deadline:
-                raise TimeoutError((self.folder / "log").read_text()[-2000:])
-            time.sleep(0.02)
+                return False
+
+        said = (self.folder / "log").read_text
+        waiting.until(answers, 20, "the registry", detail=lambda: said()[-2000:])
 
     def stop(self) -> None:
         if self._process is not None:

@@ -172,7 +172,7 @@ def plain(root: Path, files: int, *, directories: int = 8, seed: int = 1, mean: 
 
 
 def settle(root: Path, seed: int = 1) -> None:
-    """Give everything times of the past with nanoseconds, the deepest first."""
+    """Set times in the past, with nanoseconds; the deepest entries first."""
     generator = random.Random(seed)
     entries = sorted((p for p, *_ in walk(root)), key=len, reverse=True)
     for path in [*entries, b""]:
@@ -296,6 +296,19 @@ def _special(top: bytes) -> frozenset[bytes]:
     os.utime(top + b"/special", ns=(10**18, 10**18))
     os.utime(top, ns=(11 * 10**17, 11 * 10**17))
     return frozenset(b"special/" + name for name in names)
+
+
+def sync(path: Path) -> None:
+    """Flush the file system of ``path``.
+
+    Not sync(2): that waits for every file system of the machine, and for ever if one of them hangs.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if _libc.syncfs(descriptor):
+            raise OSError(ctypes.get_errno(), "syncfs", str(path))
+    finally:
+        os.close(descriptor)
 
 
 def drop_caches() -> None:

@@ -5,6 +5,7 @@ controller is the agent's own.
 """
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from volumes import status as volume_status
 from volumes.guard import controller
 from volumes.guard.kernel import Mode
 
-MONITOR, SECRET, CONF = sys.argv[1:4]
+CONF, MONITOR, _, SECRET = sys.argv[1:]
 TARGET = "/run/target"
 findings: list[kit.findings.Finding] = []
 
@@ -48,10 +49,6 @@ def attach(image: str) -> str:
     return f"/dev/rbd{new}"
 
 
-def detach(device: str) -> None:
-    Path("/sys/bus/rbd/remove_single_major").write_text(device.removeprefix("/dev/rbd"))
-
-
 def zeroed(device: str) -> None:
     """The primary superblock reads as zeros: written past the guard, as a broken backend would."""
     with open(device, "r+b", buffering=0) as stream:
@@ -61,6 +58,21 @@ def zeroed(device: str) -> None:
 
 async def until(what: str, condition: Callable[[], Any]) -> None:
     await waiting.until_async(condition, 60, what, detail=lambda: findings)
+
+
+async def detach(device: str) -> None:
+    """Unmap as ceph-csi does: again while the device is busy, with a probe for example."""
+
+    def detached() -> bool:
+        try:
+            Path("/sys/bus/rbd/remove_single_major").write_text(device.removeprefix("/dev/rbd"))
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            return False
+        return True
+
+    await until(f"{device} to be unmapped", detached)
 
 
 async def in_thread(*command: str) -> "subprocess.CompletedProcess[str]":
@@ -76,7 +88,7 @@ async def main() -> None:
     lost = formatters.kubelet(run, device, "ext4", TARGET, lambda: None)
     say(f"control mkfs {lost.mkfs} mounted {lost.mounted} {lost.error}".strip())
     run("umount", TARGET)
-    detach(device)
+    await detach(device)
 
     wanted = settings.GuardSettings(
         mode="enforce",
@@ -135,7 +147,7 @@ async def main() -> None:
         say(f"denied {' '.join(words[:2])} {done.returncode != 0}")
     done = await in_thread("fsck.ext4", "-f", "-y", device)
     say(f"allowed fsck {done.returncode}")
-    detach(device)
+    await detach(device)
     say(f"allowed unmap {not Path('/sys/block', name).exists()}")
 
     # The accident: the superblock reads as zeros (blkid: nothing there), kubelet wants mkfs.
@@ -165,7 +177,7 @@ async def main() -> None:
     answer = await guard.mirror.ask(identity.image, extents=True)
     say(f"metadata {answer.mirror} extents {answer.extents}")
     await guard.stop()
-    detach(device)
+    await detach(device)
 
 
 asyncio.run(main())

@@ -1,20 +1,6 @@
 """Denials: who was refused, and what becomes a finding."""
 
-import pytest
-
-from linux import procfs
 from volumes.guard import denials
-
-
-@pytest.mark.parametrize(("cgroup", "pod", "container"), [
-    ("/kubepods/burstable/pod0f8fad5b-d9cb-469f-a165-70867728950e/" + "a" * 64,
-     "0f8fad5b-d9cb-469f-a165-70867728950e", "a" * 64),
-    ("/kubepods.slice/kubepods-pod0f8fad5b_d9cb_469f_a165_70867728950e.slice/cri-containerd-"
-     + "b" * 64 + ".scope", "0f8fad5b-d9cb-469f-a165-70867728950e", "b" * 64),
-    ("/system.slice/kubelet.service", "", ""),
-])  # fmt: skip
-def test_pod_and_container_of_the_denied_cgroup(cgroup: str, pod: str, container: str) -> None:
-    assert procfs.pod_and_container(cgroup) == (pod, container)
 
 
 def _denial(device: str = "rbd0", program: str = "mkfs.ext4", **more: object) -> denials.Denial:

@@ -42,16 +42,9 @@ def _mounted_on_host(numbers: set[tuple[int, int]]) -> bool:
 
 def unmap(name: str, driver: str, device: list[int], diskseq: int | None, mapping: str) -> int:
     """Unmap a device. The kernel refuses with EBUSY while anything has it open."""
-    home = Path("/sys/block", name)
     number = device[0], device[1]
-    if (home / "dev").read_text().strip() != f"{number[0]}:{number[1]}":
-        raise _another(f"unmap {name}")
-    _check_attachment(f"unmap {name}", name, diskseq)
-    if (
-        any(Path("/sys/fs", fs, name).exists() for fs in ("ext4", "xfs", "f2fs"))
-        or any((home / "holders").iterdir())
-        or any(home.glob("*/partition"))
-    ):
+    found = _same_attachment(f"unmap {name}", name, number, diskseq)
+    if found.partitions or blockdev.in_use(found):
         raise kit.errors.RefusedError(f"unmap {name}", "it is in use again", "nothing was done")
     if driver == "rbd":
         # Without 'force', which would unmap a device that somebody writes to.
@@ -97,22 +90,19 @@ def _refuse_users(name: str, number: tuple[int, int]) -> None:
 
 def set_read_only(path: str, device: list[int], diskseq: int | None) -> int:
     """Flag a device read-only. EBUSY while it is mounted or claimed by a device on top of it."""
+    number = device[0], device[1]
     name = path.rpartition("/")[2]
-    _check_attachment(f"flag {name}", name, diskseq)
-    blockdev.set_read_only(path, (device[0], device[1]))
+    _same_attachment(f"flag {name}", name, number, diskseq)
+    blockdev.set_read_only(path, number)
     return 1
 
 
-def _check_attachment(what: str, name: str, diskseq: int | None) -> None:
-    try:
-        now = int(Path("/sys/block", name, "diskseq").read_text())
-    except (OSError, ValueError):
-        return  # before Linux 5.15
-    if now != diskseq:
-        raise _another(what)
-
-
-def _another(what: str) -> kit.errors.RefusedError:
-    return kit.errors.RefusedError(
-        what, "the name belongs to another device now", "nothing was done"
-    )
+def _same_attachment(
+    what: str, name: str, number: blockdev.Number, diskseq: int | None
+) -> blockdev.BlockDevice:
+    found = blockdev.identify(name)
+    if found is None or (found.number, found.diskseq) != (number, diskseq):
+        raise kit.errors.RefusedError(
+            what, "the name belongs to another device now", "nothing was done"
+        )
+    return found
