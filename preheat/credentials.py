@@ -48,7 +48,10 @@ class Provider:
 
 
 def matches(pattern: str, ref: manifest.Reference) -> bool:
-    """As the kubelet: ``*`` within a label of the host, equal ports, the path a prefix by parts."""
+    """``*`` stands for a label of the host, ports are equal, the path is a prefix by its parts.
+
+    The kubelet compares paths letter by letter: for it ``team`` is a prefix of ``teammate``.
+    """
     pattern = pattern.removeprefix("https://").removeprefix("http://").rstrip("/")
     host, _, path = pattern.partition("/")
     path = path.removeprefix("v1").removeprefix("v2").strip("/")

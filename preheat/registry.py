@@ -137,9 +137,8 @@ class Registry:
             raise PullError(ref.text, Kind.CORRUPT, f"the registry answered with {digest} instead")
         media_type = answer.headers.get("Content-Type", "").partition(";")[0].strip()
         if media_type not in manifest.INDEX_TYPES | manifest.MANIFEST_TYPES:
-            raise PullError(
-                ref.text, Kind.BAD_IMAGE, f"a manifest of type {media_type or '(none)'}"
-            )
+            text = f"its manifest has the unknown type {media_type!r}"
+            raise PullError(ref.text, Kind.BAD_IMAGE, text)
         return manifest.Target(media_type, digest, len(answer.body))
 
     async def shape(

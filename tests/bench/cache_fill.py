@@ -144,7 +144,7 @@ class Sides:
         return self._copying("rclone", "-q", "copy", "--transfers", "32", "{source}", "{target}")
 
     def reading(self) -> float:
-        """Through the mount, by eight threads that are told the names."""
+        """Through the mount, by eight threads that know the names."""
         with self.mounted() as source:
             return self.read.cold(source, READERS)()
 
@@ -158,9 +158,9 @@ class Sides:
             check=True, capture_output=True, text=True, timeout=PEER_SECONDS, cwd=harness.ROOT,
         )  # fmt: skip
         seconds = time.monotonic() - began
-        told = json.loads(done.stdout)
-        if (told["files"], told["bytes"]) != (self._files, self._size):
-            raise RuntimeError(f"reading objects gave {told}")
+        result = json.loads(done.stdout)
+        if (result["files"], result["bytes"]) != (self._files, self._size):
+            raise RuntimeError(f"reading objects gave {result}")
         return self._files / seconds
 
 

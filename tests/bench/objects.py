@@ -14,7 +14,7 @@ from ceph import native
 from ceph.native import Entry
 
 
-def _read(number: int, processes: int, conf: str, root: str, told: Any) -> None:
+def _read(number: int, processes: int, conf: str, root: str, answers: Any) -> None:
     access = native.Access(conf, "admin", "cephfs", root)
     listing, reader = native.Listing(access), native.Reader(access)
     counted = [0, 0]
@@ -28,20 +28,20 @@ def _read(number: int, processes: int, conf: str, root: str, told: Any) -> None:
     for folder in sorted(folders)[number::processes]:
         items = [item for item in listing.entries([folder]) if isinstance(item, Entry)]
         reader.read(listing.location([folder], items[0].name), items, each, math.inf)
-    told.put(counted)
+    answers.put(counted)
 
 
 def main() -> None:
     processes = (os.cpu_count() or 1) + 1
     context = multiprocessing.get_context("fork")
-    told = context.Queue()
+    answers = context.Queue()
     crew = [
-        context.Process(target=_read, args=(n, processes, *sys.argv[1:3], told), daemon=True)
+        context.Process(target=_read, args=(n, processes, *sys.argv[1:3], answers), daemon=True)
         for n in range(processes)
     ]
     for member in crew:
         member.start()
-    counts = [told.get(timeout=120) for _ in crew]
+    counts = [answers.get(timeout=120) for _ in crew]
     total = {"files": sum(c[0] for c in counts), "bytes": sum(c[1] for c in counts)}
     print(json.dumps(total))
 

@@ -45,10 +45,10 @@ class Reader:
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"reading {root} failed: {done.stderr[-500:]}")
-        told = json.loads(done.stdout)
-        if (told["files"], told["bytes"]) != (self._files * passes, self._size * passes):
-            raise RuntimeError(f"{root} gave {told}, not {passes} x {self._size} bytes")
-        return float(told["files"] / told["seconds"])
+        result = json.loads(done.stdout)
+        if (result["files"], result["bytes"]) != (self._files * passes, self._size * passes):
+            raise RuntimeError(f"{root} gave {result}, not {passes} x {self._size} bytes")
+        return float(result["files"] / result["seconds"])
 
     def cold(self, root: Path, threads: int) -> harness.Side:
         """A side that reads everything once after all caches were dropped."""

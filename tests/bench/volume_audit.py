@@ -53,16 +53,16 @@ def soak(place: harness.Workplace) -> harness.Results:
             )
 
     with place.room("audit") as folder:
-        told = asyncio.run(measured(folder / "soak"))
-    if not told.leak_found:
+        result = asyncio.run(measured(folder / "soak"))
+    if not result.leak_found:
         raise RuntimeError("a leak after the churn was not found")
-    note = f"{told.seconds:.0f} s, {told.mounts} mounts, {told.looks} looks"
-    false = len(told.false_findings)
+    note = f"{result.seconds:.0f} s, {result.mounts} mounts, {result.looks} looks"
+    false = len(result.false_findings)
     yield "audit_false_findings", harness.at_most([false], 1, "findings", note)
-    note = f"{told.processes} processes, {told.namespaces} namespaces"
-    yield "audit_full_pass", harness.at_most([told.full_pass_cpu_ms], 500, "ms of CPU", note)
-    note = f"over {idle:.0f} s; {told.busy_cpu_percent:.1f} under churn"
-    yield "audit_idle", harness.at_most([told.idle_cpu_percent], 0.5, "% of a core", note)
+    note = f"{result.processes} processes, {result.namespaces} namespaces"
+    yield "audit_full_pass", harness.at_most([result.full_pass_cpu_ms], 500, "ms of CPU", note)
+    note = f"over {idle:.0f} s; {result.busy_cpu_percent:.1f} under churn"
+    yield "audit_idle", harness.at_most([result.idle_cpu_percent], 0.5, "% of a core", note)
 
 
 def accident(place: harness.Workplace) -> harness.Results:
@@ -75,12 +75,12 @@ def accident(place: harness.Workplace) -> harness.Results:
 def lines(place: harness.Workplace) -> harness.Results:
     number = place.size(1_000_000, 2_000)
     with place.room("audit") as folder:
-        told = asyncio.run(flood.flood(folder, lines=number))
-    rate = told["accounted_per_second"]
-    if told["seen"] + told["dropped"] != number:
-        raise RuntimeError(f"of {number} lines not all were accounted for: {told}")
+        result = asyncio.run(flood.flood(folder, lines=number))
+    rate = result["accounted_per_second"]
+    if result["seen"] + result["dropped"] != number:
+        raise RuntimeError(f"of {number} lines not all were accounted for: {result}")
     note = f"{rate:,} lines/s, every one accounted for"
-    stall = told["longest_stall_of_the_loop_ms"]
+    stall = result["longest_stall_of_the_loop_ms"]
     yield "log_flood_stall", harness.at_most([stall], 500, "ms", note)
 
 

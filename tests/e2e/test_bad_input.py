@@ -149,7 +149,7 @@ def test_listen_address_in_use_is_refused(area: Path, node: Agent, source: Path)
     assert_nothing_made(node)
 
 
-# --- sources: reported and tried again, the agent goes on -------------------------------------
+# --- sources: reported and tried again, the agent runs on --------------------------------------
 
 
 @pytest.fixture

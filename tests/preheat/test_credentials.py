@@ -29,7 +29,6 @@ LOGIN = ("team", "correct horse")
     ],
 )
 def test_matches_host_port_and_path(pattern: str, ref: str, fits: bool) -> None:
-    """Stricter than the kubelet, for which ``team`` is a prefix of ``teammate`` too."""
     assert credentials.matches(pattern, manifest.parse(ref)) is fits
 
 

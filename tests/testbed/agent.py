@@ -61,7 +61,7 @@ class Agent:
         }
 
     def put_store(self, path: Path) -> None:
-        """Have the store elsewhere, on a disk of its own say."""
+        """Put the store elsewhere, for example on a disk of its own."""
         self.store = path
         self.cache["store"] = str(path)
 
@@ -95,7 +95,7 @@ class Agent:
         return {**os.environ, leftovers.MARK: str(self.folder)}
 
     def write(self) -> None:
-        """As an editor does: beside it, then renamed."""
+        """Replace the file by a rename, as editors do."""
         new = self.config.with_suffix(".new")
         new.write_text(yaml.safe_dump(self.settings))
         new.rename(self.config)
@@ -144,7 +144,7 @@ class Agent:
             raise
 
     def end(self) -> None:
-        """For finalisers: whatever state it is in."""
+        """End the agent in any state, with all it started and mounted. For finalisers."""
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGCONT)
@@ -155,7 +155,7 @@ class Agent:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def passes(self) -> list[int]:
-        """Processes of the fill: passes and their workers."""
+        """Process ids of fill passes and their workers."""
         found = []
         for pid in leftovers.processes(self.folder):
             with contextlib.suppress(OSError):
@@ -227,7 +227,7 @@ class Agent:
         return found
 
     def guarded(self, path: str) -> dict[str, Any]:
-        """What the guard knows of a device; empty when it knows none of that path."""
+        """What the guard knows of a device; empty when it does not know it."""
         for each in self.get("/v1/volumes/guard")["devices"]:
             if each["device"] == path:
                 return dict(each)
@@ -240,7 +240,7 @@ class Agent:
         return waiting.until(true, seconds, what, pause=0.05, detail=lambda: self.said()[-3000:])
 
     def wait_state(self, name: str, *states: str, seconds: float = 60.0) -> dict[str, Any]:
-        """The dataset once it is in one of ``states`` and its view served accordingly."""
+        """Wait until the dataset is in one of ``states`` (complete: and served by the store)."""
 
         def there() -> dict[str, Any] | None:
             shown = self.dataset(name)

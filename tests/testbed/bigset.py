@@ -1,4 +1,4 @@
-"""The data set of the promises: 50,000 files of 4-128 KiB on CephFS, as its makers know them.
+"""A large dataset: 50,000 files of 4-128 KiB on CephFS, with what each of them must be.
 
 Written once a session through libcephfs by several threads. What every file must be (bytes, mode,
 owner, time, xattrs) follows from its number, so that nothing has to be read back to compare.
@@ -28,13 +28,13 @@ _LEAST, _MOST = 4 * 1024, 128 * 1024
 
 
 def name_of(number: int) -> bytes:
-    """Two levels of directories, names with bytes that are no UTF-8 among them."""
+    """Two levels of directories; some names are not UTF-8."""
     odd = b"\xff" if number % 97 == 0 else b""
     return b"c%02d/d%03d/f%05d%s" % (number % 20, number % DIRECTORIES, number, odd)
 
 
 def _shape(number: int) -> tuple[int, int]:
-    """Where its bytes begin in the pool of random bytes, and how many there are."""
+    """Offset in the pool of random bytes, and size."""
     generator = random.Random(number)
     size = int(_LEAST * math.exp(generator.random() * math.log(_MOST / _LEAST)))
     return generator.randrange(_POOL_BYTES - size), size

@@ -36,12 +36,19 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-# Loop devices of this run have numbers of their own, so that an agent under test can be told to
+# Loop devices of this run have numbers of their own, so that an agent under test can be set to
 # look at them only (NAMES), and the machine's other loop devices are left alone.
 _PREFIX = random.Random().randrange(1000, 9999)
 NAMES = f"loop{_PREFIX}??"
 _LOOP_CTL_ADD, _LOOP_CTL_REMOVE = 0x4C80, 0x4C81
 _numbers = itertools.count()
+
+
+def blank(file: Path, size: int) -> Path:
+    """Make ``file`` a hole of ``size`` bytes."""
+    with file.open("wb") as stream:
+        stream.truncate(size)
+    return file
 
 
 @contextlib.contextmanager
@@ -84,7 +91,7 @@ def mounted(device: str, target: Path, *options: str) -> Iterator[Path]:
 
 @dataclass
 class FaultyDisk:
-    """``device`` reads and writes ``backing`` through a FUSE file that fails as told."""
+    """``device`` reads and writes ``backing`` through a FUSE file; ``fault`` makes reads fail."""
 
     device: str
     backing: Path
@@ -101,7 +108,7 @@ class FaultyDisk:
         return os.major(rdev), os.minor(rdev)
 
     def fault(self, *faults: dict[str, Any]) -> None:
-        """From now on reads fail like this; nothing cached of the device remains."""
+        """Make reads fail like this from now on, cached ones too."""
         new = self.control.with_suffix(".new")
         new.write_text(json.dumps(faults))
         os.replace(new, self.control)

@@ -43,14 +43,14 @@ class Cell:
         )  # fmt: skip
 
     def guard(self, object_file: Path | None = None) -> kernel.Kernel:
-        """Handles on the guard of the cell, to be closed."""
+        """The cell's guard in the kernel; the caller closes it."""
         if object_file is None:
             return kernel.Kernel(self.path, self.pins)
         return kernel.Kernel(self.path, self.pins, object_file)
 
 
 def _clear_stale(root: Path) -> None:
-    """What a killed run left behind an hour ago or longer: its program with its cgroup."""
+    """Remove programs and cgroups that a killed run left an hour ago or earlier."""
     for old in root.glob("nodeagent-test-*"):
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > 3600 and not (old / "cgroup.procs").read_text():

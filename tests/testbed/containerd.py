@@ -1,4 +1,4 @@
-"""A real containerd of a chosen Debian release as a plain process, and a kubelet's hand at it."""
+"""A real containerd of a chosen Debian release as a plain process, and a client like kubelet."""
 
 import contextlib
 import os
@@ -68,7 +68,7 @@ def _same(data: bytes) -> bytes:
 
 
 class Containerd:
-    """One containerd below one folder. ``start`` after ``kill`` goes on with the same root."""
+    """One containerd below one folder. After ``kill``, ``start`` uses the same root again."""
 
     def __init__(self, folder: Path, release: str, *, discard: bool = False) -> None:
         self.folder = folder.absolute()
@@ -179,7 +179,7 @@ class Containerd:
 
 
 class Kubelet:
-    """What a kubelet, crictl or ctr would do to the runtime: nothing is checked, nothing held."""
+    """Calls that kubelet, crictl or ctr would make to the runtime."""
 
     def __init__(self, socket: Path) -> None:
         self._channel = grpc.aio.insecure_channel(

@@ -1,4 +1,4 @@
-"""A FUSE file system of one file, ``disk``, over a backing file, whose reads fail as told.
+"""A FUSE file system of one file, ``disk``, over a backing file, whose reads fail on request.
 
 Run as a process: MOUNTPOINT BACKING CONTROL. CONTROL is JSON, replaced atomically while running: a
 list of {"offset", "length", and one of "errno": 5 | "zero": true | "hang": true}. A hanging read is

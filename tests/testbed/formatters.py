@@ -20,7 +20,7 @@ CEPH_CSI_MKFS = {
 
 @dataclass
 class Outcome:
-    """``found``: what the probe told the caller ('' is 'unformatted'); ``mkfs``: its exit code."""
+    """``found``: what the probe answered ('' is 'unformatted'); ``mkfs``: its exit code."""
 
     found: str = ""
     mkfs: int | None = None

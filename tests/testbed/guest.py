@@ -11,7 +11,7 @@ import random
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +24,13 @@ MEMORY_MIB = 1536
 
 @dataclass(frozen=True)
 class Result:
-    """``exit`` of the script; None when the guest did not get that far. ``text``: its console."""
+    """``exit``: of the script, None when the guest did not get that far; ``text``: its console."""
 
     exit: int | None
     text: str
 
     def marked(self, name: str) -> list[str]:
-        """What the script said in lines ``name: text``."""
+        """The texts of the script's lines ``name: text``."""
         return re.findall(rf"^{re.escape(name)}: (.*?)\r?$", self.text, re.MULTILINE)
 
 
@@ -77,10 +77,12 @@ def address() -> Iterator[str]:
         subprocess.run(["ip", "addr", "del", f"{ip}/32", "dev", "lo"], check=False)
 
 
-@contextlib.contextmanager
-def with_cluster(folder: Path) -> Iterator[tuple[ceph.CephCluster, Path]]:
-    """A cluster that the guest reaches, and the guest's working folder with what a client needs:
-    ``/mnt/ceph.conf`` and ``/mnt/keyring``."""
+def replay(program: Path, folder: Path, images: Sequence[str], size: str) -> tuple[Result, str]:
+    """Run a Python program of this checkout in a guest, beside a Ceph cluster that has ``images``.
+
+    Its arguments are a ceph.conf, the monitor's address, a keyring and the key in it. Returns the
+    result and the cluster's fsid.
+    """
     with address() as ip:
         cluster = ceph.CephCluster(folder / "ceph", ip=ip, osd_bytes=4 * 2**30)
         try:
@@ -90,12 +92,16 @@ def with_cluster(folder: Path) -> Iterator[tuple[ceph.CephCluster, Path]]:
             text = cluster.conf.read_text().replace(f"{cluster.folder}/keyring", "/mnt/keyring")
             (seen / "ceph.conf").write_text(text)
             (seen / "keyring").write_bytes((cluster.folder / "keyring").read_bytes())
-            yield cluster, seen
+            cluster.run("rbd", "pool", "init", "rbd")
+            for image in images:
+                cluster.run("rbd", "create", "--size", size, f"rbd/{image}")
+            path, root = f"{ROOT}/.venv/bin:{os.environ['PATH']}", str(ROOT)
+            words = ("/mnt/ceph.conf", cluster.monitor, "/mnt/keyring", cluster.secret())
+            script = (
+                f"export PATH={shlex.quote(path)} PYTHONPATH={shlex.quote(root)}\n"
+                f"cd {shlex.quote(root)}\nmodprobe -a rbd ext4 xfs\n"
+                f"python {shlex.join((str(program), *words))}\n"
+            )
+            return run(script, seen, timeout=420), cluster.fsid
         finally:
             cluster.stop()
-
-
-def environment() -> str:
-    """Lines for the head of a script: our environment and this checkout."""
-    path, root = shlex.quote(f"{ROOT}/.venv/bin:{os.environ['PATH']}"), shlex.quote(str(ROOT))
-    return f"export PATH={path} PYTHONPATH={root}\ncd {root}\n"

@@ -12,6 +12,7 @@ scripts/kubernetes.sh builds the programs.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import subprocess
@@ -29,6 +30,8 @@ NODE = "localhost"
 HOST = "registry.test"  # how the node calls the registry of the tests
 START_SECONDS = 90.0
 CGROUPS = Path("/sys/fs/cgroup")
+LOOP_CONTROL = Path("/dev/loop-control")
+_LOOP_CTL_ADD, _LOOP_CTL_REMOVE = 0x4C80, 0x4C81
 
 _CERTIFICATES = """\
 openssl genrsa -out sa.key 2048
@@ -48,8 +51,14 @@ one node /O=system:nodes/CN=system:node:localhost IP:127.0.0.1,DNS:localhost
 # Runs as pid 1 of the node, in its mount namespace, and stays.
 _NODE = """\
 set -e
+# Copies of other tests' mounts would keep their disks busy.
+while read -r _ _ _ _ target rest; do
+  [ "$target" = / ] && continue
+  case $rest in *" - fuse "* | *" - fuse."* | *" /dev/loop"*) echo "$target" ;; esac
+done </proc/self/mountinfo | tac | while read -r target; do umount -l "$target" || true; done
 mount --make-rshared /
-mount -o loop {folder}/disk.img {folder}/disk
+mount {disk} {folder}/disk
+losetup -d {disk}  # once nothing uses it any more
 cd {folder}/disk
 mkdir -p etc etc.work var var.work
 mount -t overlay -o lowerdir=/etc,upperdir=etc,workdir=etc.work overlay /etc
@@ -108,6 +117,7 @@ class Kubernetes:
         self.registry = registry.Registry(self.folder / "registry")
         self.busybox = ""
         self._cgroup = f"nodeagent-kube-{os.getpid()}"
+        self._loop = 1_000_000 + os.getpid() % 48_000  # the kernel numbers up to 2**20
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     # --- its parts ------------------------------------------------------------------------------
@@ -130,6 +140,7 @@ class Kubernetes:
                 process.wait(timeout=30)
         self.registry.stop()
         leftovers.clear(self.folder, keep=True)
+        self._detach()
         waiting.until(clear_cgroups, 20, "the node's cgroups to be empty")
 
     def _spawn(self, name: str, *words: str) -> None:
@@ -289,7 +300,9 @@ class Kubernetes:
         (self.folder / "containerd.toml").write_text(
             _CONTAINERD.format(folder=self.folder, pause=self.busybox)
         )
-        (self.folder / "node.sh").write_text(_NODE.format(folder=self.folder, bin=BIN))
+        (self.folder / "node.sh").write_text(
+            _NODE.format(folder=self.folder, bin=BIN, disk=self._attach(disk))
+        )
         self._spawn(
             "node", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
             "--propagation", "private", "bash", str(self.folder / "node.sh"),
@@ -297,6 +310,17 @@ class Kubernetes:
         self._until_there("node", self._node_ready)
         # No pod is admitted into a namespace before the controllers gave it this account.
         self._until_there("node", lambda: self._ask("get", "serviceaccount", "default"))
+
+    def _attach(self, disk: Path) -> str:
+        """A loop device with a number of its own: 'mount -o loop' asks every other one first."""
+        with LOOP_CONTROL.open("rb+", buffering=0) as control, contextlib.suppress(FileExistsError):
+            fcntl.ioctl(control, _LOOP_CTL_ADD, self._loop)
+        _run("losetup", f"/dev/loop{self._loop}", str(disk))
+        return f"/dev/loop{self._loop}"
+
+    def _detach(self) -> None:
+        with contextlib.suppress(OSError), LOOP_CONTROL.open("rb+", buffering=0) as control:
+            fcntl.ioctl(control, _LOOP_CTL_REMOVE, self._loop)
 
     def _node_ready(self) -> bool:
         found = self._ask("get", "node", NODE, "-o", "json")

@@ -1,4 +1,4 @@
-"""A pod as the cache sees one: a mount namespace of its own that was handed <views>/<name>."""
+"""A pod as the cache sees one: a mount namespace of its own, with <views>/<name> as a volume."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Pods on a real containerd, as a kubelet makes them: a sandbox and containers, no network."""
+"""Pods on a real containerd, as kubelet makes them: a sandbox and containers, no network."""
 
 import uuid
 

@@ -25,16 +25,16 @@ class Seen:
 
 
 class Proxy:
-    """Set the attributes at any time; they hold from the next request or chunk on."""
+    """Attributes may be set at any time; they apply from the next request or chunk."""
 
     def __init__(self, upstream: int) -> None:
         self._upstream = upstream
         (self.port,) = ports.free(1)
-        self.rate = 0  # bytes per second and connection of blob bodies; 0: as fast as it goes
+        self.rate = 0  # bytes per second and connection of blob bodies; 0: unlimited
         self.login: tuple[str, str] | None = None  # what a client has to send
         self.bearer = False  # by token, as most registries want it, else by Basic
         self.truncate: set[str] = set()  # blobs whose body ends at half with the connection
-        self.corrupt: set[str] = set()  # blobs of which one byte is turned over
+        self.corrupt: set[str] = set()  # blobs with one byte inverted
         self.fail_status = 0  # answered to everything
         self.stall = False  # answers, then never sends a body
         self.seen: list[Seen] = []
@@ -43,7 +43,7 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.live = 0  # bytes of blob bodies handed on so far, unfinished requests included
+        self.live = 0  # bytes of blob bodies sent so far, unfinished requests included
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

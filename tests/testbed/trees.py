@@ -172,7 +172,7 @@ def plain(root: Path, files: int, *, directories: int = 8, seed: int = 1, mean: 
 
 
 def settle(root: Path, seed: int = 1) -> None:
-    """Give everything times of the past with nanoseconds, the deepest first."""
+    """Set times in the past, with nanoseconds; the deepest entries first."""
     generator = random.Random(seed)
     entries = sorted((p for p, *_ in walk(root)), key=len, reverse=True)
     for path in [*entries, b""]:

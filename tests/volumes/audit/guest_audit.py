@@ -1,6 +1,6 @@
 """Runs inside the guest (see test_guest.py): the audit on real kernel RBD mappings.
 
-    guest_audit.py CEPH_CONF MONITOR SECRET_FILE
+    guest_audit.py CEPH_CONF MONITOR KEYRING KEY
 
 Says ``check: ...`` lines; the test on the outside compares them.
 """
@@ -21,7 +21,7 @@ from volumes.audit.logs import matcher, patterns
 from volumes.audit.settings import AuditSettings, ClusterSettings
 from volumes.audit.types import GuardView
 
-CONF, MONITOR, SECRET = sys.argv[1:4]
+CONF, MONITOR, SECRET, _ = sys.argv[1:]
 KUBELET = Path("/tmp/kubelet")
 LOG = Path("/tmp/csi.log")
 

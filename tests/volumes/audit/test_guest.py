@@ -12,16 +12,7 @@ _SCRIPT = Path(__file__).with_name("guest_audit.py")
 
 
 def test_the_audit_on_real_kernel_mappings(tmp_path: Path) -> None:
-    with guest.with_cluster(tmp_path) as (backend, folder):
-        backend.run("rbd", "pool", "init", "rbd")
-        for image in ("vol1", "vol2"):
-            backend.run("rbd", "create", "--size", "128M", f"rbd/{image}")
-        script = (
-            f"{guest.environment()}modprobe -a rbd ext4\n"
-            f"python {_SCRIPT} /mnt/ceph.conf {backend.monitor} /mnt/keyring\n"
-        )
-        result = guest.run(script, folder, timeout=420)
-
+    result, _ = guest.replay(_SCRIPT, tmp_path, ("vol1", "vol2"), "128M")
     said = result.marked("check")
     assert result.exit == 0, result.text[-4000:]
     assert "device rbd/vol1 read-only False fsid client True" in said

@@ -25,7 +25,7 @@ from volumes import status as volume_status
 from volumes.guard import controller
 from volumes.guard.kernel import Mode
 
-MONITOR, SECRET, CONF = sys.argv[1:4]
+CONF, MONITOR, _, SECRET = sys.argv[1:]
 TARGET = "/run/target"
 findings: list[kit.findings.Finding] = []
 
@@ -174,7 +174,7 @@ async def main() -> None:
     run("umount", TARGET)
 
     # Another node without memory of its own: the image's metadata tells it.
-    answer = await guard.mirror.look(identity.image, extents=True)
+    answer = await guard.mirror.ask(identity.image, extents=True)
     say(f"metadata {answer.mirror} extents {answer.extents}")
     await guard.stop()
     await detach(device)

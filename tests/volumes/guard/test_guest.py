@@ -13,16 +13,7 @@ _SCRIPT = Path(__file__).with_name("guest_replay.py")
 
 
 def test_the_accident_and_the_matrix_on_real_krbd(tmp_path: Path) -> None:
-    with guest.with_cluster(tmp_path) as (backend, folder):
-        backend.run("rbd", "pool", "init", "rbd")
-        for image in ("control", "blank"):
-            backend.run("rbd", "create", "--size", "320M", f"rbd/{image}")
-        script = (
-            f"{guest.environment()}modprobe -a rbd ext4 xfs\n"
-            f"python {_SCRIPT} {backend.monitor} {backend.secret()} /mnt/ceph.conf\n"
-        )
-        result = guest.run(script, folder, timeout=420)
-
+    result, fsid = guest.replay(_SCRIPT, tmp_path, ("control", "blank"), "320M")
     said = result.marked("check")
     assert result.exit == 0, result.text[-4000:]
     assert "control mkfs 0 mounted True" in said
@@ -36,4 +27,4 @@ def test_the_accident_and_the_matrix_on_real_krbd(tmp_path: Path) -> None:
     assert any("content-missing" in line for line in said if line.startswith("findings ")), said
     assert "data True" in said
     assert "metadata content extents content" in said
-    assert any(line.startswith(f"volume rbd:{backend.fsid}/") for line in said)
+    assert any(line.startswith(f"volume rbd:{fsid}/") for line in said)
