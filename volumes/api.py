@@ -71,7 +71,7 @@ async def _allow_format(volumes: Volumes, request: Request) -> Json:
 
 
 def _audit(volumes: Volumes) -> Audit:
-    if volumes.audit is None:
+    if not volumes.audit.settings.enabled:
         raise kit.errors.NotFoundError(
             "volume audit", "it is switched off on this node", "set volumes.audit.enabled"
         )

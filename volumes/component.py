@@ -1,4 +1,4 @@
-"""The running volumes room: the format guard, and beside it the audit where it is enabled."""
+"""The running volumes room: the format guard and the audit."""
 
 import asyncio
 import dataclasses
@@ -41,22 +41,19 @@ class Volumes:
         self.guard = controller.Controller(
             wanted.guard, wanted.clusters, state_dir=state_dir, changed=self._report_guard
         )
-        self.audit: service.Audit | None = None
-        if wanted.audit.enabled:
-            self.audit = service.Audit(
-                wanted.audit,
-                wanted.clusters,
-                drivers=wanted.guard.drivers,
-                state_dir=state_dir,
-                reporter=reporter,
-                guard=lambda: guard_view(self.guard),
-            )
+        self.audit = service.Audit(
+            wanted.audit,
+            wanted.clusters,
+            drivers=wanted.guard.drivers,
+            state_dir=state_dir,
+            reporter=reporter,
+            guard=lambda: guard_view(self.guard),
+        )
         self._advanced = time.monotonic()
 
     async def start(self) -> None:
         await self.guard.start()
-        if self.audit is not None:
-            await self.audit.start()
+        await self.audit.start()
 
     async def reconcile(self, wanted: settings.VolumesSettings) -> Sequence[str]:
         before = self._settings.guard
@@ -64,33 +61,24 @@ class Volumes:
         keep = {name: getattr(before, name) for name in _FIXED}
         self._settings = wanted.model_copy(update={"guard": wanted.guard.model_copy(update=keep)})
         await self.guard.apply(self._settings.guard, wanted.clusters)
-        if (self.audit is not None) != wanted.audit.enabled:
-            refused.append("audit.enabled")
-        if self.audit is not None:
-            refused += await self.audit.reconcile(
-                wanted.audit, wanted.clusters, wanted.guard.drivers
-            )
+        refused += await self.audit.reconcile(wanted.audit, wanted.clusters, wanted.guard.drivers)
         self._advanced = time.monotonic()
         return refused
 
     async def stop(self) -> None:
-        if self.audit is not None:
-            await self.audit.stop()
+        await self.audit.stop()
         await self.guard.stop()
 
     def health(self) -> kit.room.Health:
         reasons = self.guard.problems()
-        alive = time.monotonic() - self._advanced < _ALIVE_SECONDS
-        if self.audit is not None:
-            audit = self.audit.health()
-            reasons += audit.reasons
-            alive = alive and audit.alive
+        audit = self.audit.health()
+        reasons += audit.reasons
+        alive = audit.alive and time.monotonic() - self._advanced < _ALIVE_SECONDS
         return kit.room.Health(alive=alive, ready=not reasons, reasons=tuple(reasons))
 
     def metrics(self) -> Iterable[Metric]:
         yield from metrics.metrics(self.guard)
-        if self.audit is not None:
-            yield from audit_metrics.metrics(self.audit)
+        yield from audit_metrics.metrics(self.audit)
 
     def _report_guard(self) -> None:
         self._reporter.report("volumes.guard", status.findings(self.guard, time.time()))

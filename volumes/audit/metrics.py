@@ -12,7 +12,9 @@ from volumes.audit.service import Audit
 
 
 def metrics(audit: Audit) -> Iterable[Metric]:
-    """The current figures; never blocks."""
+    """The current figures, none of a disabled audit; never blocks."""
+    if not audit.settings.enabled:
+        return
     yield _findings(audit)
     states = GaugeMetricFamily(
         "nodeagent_volume_rule_state",

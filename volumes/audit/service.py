@@ -87,7 +87,10 @@ class Audit:
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """SettingsError for an unusable pattern file; HostError without the host's /proc."""
+        """SettingsError for an unusable pattern file; HostError without the host's /proc. Nothing
+        starts where the audit is disabled."""
+        if not self.settings.enabled:
+            return
         self._load_patterns(self.settings)
         try:
             self._watch = mountinfo.Watch(_HOST_TABLE, self._mounts_changed)
@@ -132,7 +135,13 @@ class Audit:
         clusters: Sequence[ClusterSettings] | None = None,
         drivers: Sequence[str] | None = None,
     ) -> Sequence[str]:
-        """Take over new settings; all of them change while running. Raises what ended the loop."""
+        """Take over new settings; all but ``enabled`` change while running. Raises what ended the
+        loop."""
+        enabled = self.settings.enabled
+        refused = [] if settings.enabled is enabled else ["audit.enabled"]
+        settings = settings.model_copy(update={"enabled": enabled}) if refused else settings
+        if not enabled:
+            return refused
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
@@ -152,7 +161,7 @@ class Audit:
                 self._follow_logs()
             self.clusters.ask_soon()
             self.wake()
-        return ()
+        return refused
 
     async def stop(self) -> None:
         """End the child processes. Findings stay as they were reported."""
@@ -171,6 +180,8 @@ class Audit:
         await self.scanner.close()
 
     def health(self) -> kit.room.Health:
+        if not self.settings.enabled:
+            return kit.room.Health(alive=True, ready=True)
         longest = self.settings.interval + _MOST_SCANS * self.settings.look_timeout + 60.0
         alive = bool(self._tasks) and not any(task.done() for task in self._tasks)
         alive = alive and time.monotonic() - self._advanced < longest

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+import kit.room
 from nodeagent import findings as reporting
 from tests.volumes.audit import world
-from volumes.audit import service, status
+from volumes.audit import metrics, service, status
 from volumes.audit.inventory import model, scan
+from volumes.audit.settings import AuditSettings
 
 
 async def test_a_short_lived_private_copy_is_not_raised(
@@ -82,3 +84,18 @@ async def test_a_failed_visit_keeps_rules_unknown_until_one_succeeds(
     assert await audit.round() is not None
     assert looks == [False, True] * (failures + 1) + [False]
     assert status.overview(audit)["gaps"] == ["3 processes may not be read"]
+
+
+async def test_a_disabled_audit_does_nothing(tmp_path: Path) -> None:
+    disabled = AuditSettings(enabled=False)
+    audit = service.Audit(
+        disabled, drivers=("rbd",), state_dir=tmp_path, reporter=reporting.Findings()
+    )
+    await audit.start()
+    assert audit.health() == kit.room.Health(alive=True, ready=True)
+    assert list(metrics.metrics(audit)) == []
+    assert audit.follower is None and audit.scanner.scans == 0
+    assert await audit.reconcile(disabled) == []
+    assert await audit.reconcile(AuditSettings(enabled=True)) == ["audit.enabled"]
+    assert audit.health().reasons == ()
+    await audit.stop()
