@@ -213,14 +213,14 @@ def probe(ctx: CommandContext, device: str, as_json: bool) -> None:
         ledger = store.Store(state_dir / "volumes" / "ledger")
         ledger.load()
 
-        async def look() -> Any:
-            looker = prober.Prober(wanted.probe_timeout)
+        async def examine() -> Any:
+            probing = prober.Prober(wanted.probe_timeout)
             try:
-                return await looker.probe(device)
+                return await probing.probe(device)
             finally:
-                await looker.close()
+                await probing.close()
 
-        seen = asyncio.run(look())
+        seen = asyncio.run(examine())
         return volume_status.describe_probe(found, seen, ledger.get(found.volume))
 
     request = ("POST", "/v1/volumes/probe", {"device": str(Path(device).absolute())})

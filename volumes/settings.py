@@ -29,7 +29,7 @@ class GuardSettings(kit.settings.Section):
     mode: Literal["off", "dry-run", "enforce"] = Field(
         default="dry-run",
         description="off: not attached. dry-run: reports what it would deny. enforce: denies. "
-        "Begin with dry-run and look at 'nodeagent volume guard status' for a week.",
+        "Begin with dry-run and watch 'nodeagent volume guard status' for a week.",
     )
     drivers: tuple[kit.settings.Word, ...] = Field(
         default=("rbd", "nbd"),

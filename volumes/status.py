@@ -17,9 +17,9 @@ from volumes.probe.examine import Kind, Verdict
 def findings(guard: controller.Controller, now: float) -> list[Finding]:
     """Everything that is wrong now. ``now``: Unix seconds."""
     found = guard.denials.findings(now)
+    hanging = guard.manager.prober.hanging
     for known in guard.manager.known.values():
-        hanging = known.device.path in guard.manager.prober.hanging
-        found += _of_device(known, hanging)
+        found += _of_device(known, known.device.path in hanging)
     return [*found, *_of_guard(guard)]
 
 
@@ -79,7 +79,7 @@ def _of_device(known: lease_manager.Known, hanging: bool) -> Iterator[Finding]:
             "content-missing",
             Severity.CRITICAL,
             f"{device.title} held {known.missing} and now the probe says {seen}",
-            "Do not format it: most likely the data is there and cannot be read from here. Look at "
+            "Do not format it: most likely the data is there and cannot be read from here. See "
             "the kernel's log, the cluster's health and its blocklist; unmap the volume and map it "
             "again",
         )
@@ -88,14 +88,14 @@ def _of_device(known: lease_manager.Known, hanging: bool) -> Iterator[Finding]:
             "volume-unreadable",
             Severity.WARNING,
             f"{device.title} cannot be read: {seen}",
-            "Look at the kernel's log and the cluster's health",
+            "See the kernel's log and the cluster's health",
         )
     if hanging or (seen is not None and seen.verdict is Kind.TIMEOUT):
         yield finding(
             "probe-hangs",
             Severity.WARNING,
             f"{device.title} does not answer reads; its probe was abandoned",
-            "Look at its backend; processes that use it hang in the kernel",
+            "Check its backend; processes that use it hang in the kernel",
         )
 
 
@@ -184,7 +184,7 @@ def _device(known: lease_manager.Known, now: float) -> dict[str, Any]:
         "volume": device.volume,
         "title": device.title,
         "verdict": None if known.seen is None else known.seen.as_json(),
-        "looked_seconds_ago": round(now - known.looked, 1),
+        "looked_seconds_ago": round(now - known.checked, 1),
         "may_be_formatted": known.reasons == (),
         "reasons": list(known.reasons or ()),
         "raw_block": known.raw,

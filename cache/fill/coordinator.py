@@ -156,10 +156,12 @@ class Coordinator:
                 self.step()
         except Ended as ended:
             self._report_progress(force=True)
-            self.agent.say(messages.Report(end=decides.end(ended)))
+            end = decides.end(ended)
         finally:
             self.pool.stop()
             self.index.close()
+        # The last word: the agent kills this process when it has read it.
+        self.agent.say(messages.Report(end=end))
 
     def start(self, decides: Pass) -> None:
         self._pass = decides

@@ -130,8 +130,7 @@ def _first_mount(
     """Seconds; where an agent guards, what it says of the time to the lease goes to ``leases``."""
     image, target = folder / f"image{number}", folder / "mnt"
     target.mkdir(exist_ok=True)
-    with image.open("wb") as stream:
-        stream.truncate(SIZE)
+    blockdev.blank(image, SIZE)
     with blockdev.loop(image) as device:
         began = time.perf_counter()
         delay = 0.5
@@ -151,9 +150,7 @@ def _first_mount(
 
 def run(place: harness.Workplace) -> harness.Results:
     with place.room("volumes") as folder, cell.cell(folder) as where:
-        image = folder / "image"
-        with image.open("wb") as stream:
-            stream.truncate(SIZE)
+        image = blockdev.blank(folder / "image", SIZE)
         with blockdev.loop(image) as device:
             yield from _cost_of_opens(place, where, device)
             seconds = asyncio.run(_probes(device, place.size(10, 1)))

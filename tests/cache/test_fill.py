@@ -247,3 +247,17 @@ def test_hint_queue_is_bounded_and_latest_first(tmp_path: Path) -> None:
     assert (found[0], found[1], len(found[2])) == (1, [], fill_pass.MOST_HINTED_NAMES)
     assert queue.next(known) is None
     known.close()
+
+
+# --- the end
+
+
+@real
+def test_fill_is_closed_when_it_reports_its_end(area: Path) -> None:
+    # The agent kills the coordinator then: a log of the index would stay and take space, and Ceph
+    # clients of workers would not be closed.
+    made = passes.Generation(area)
+    trees.plain(made.source, 40, directories=4)
+    made.folder.mkdir()
+    assert made.fill().result == "complete"
+    assert not (made.folder / f"{index.NAME}-wal").exists()

@@ -1,5 +1,6 @@
 """The power goes while a dataset fills: every name that the tree has afterwards has right bytes."""
 
+import contextlib
 import fcntl
 import os
 import struct
@@ -61,13 +62,22 @@ def marked(tree: Path, source: Path) -> int:
     return found
 
 
+def staged_files(staging: Path) -> int:
+    """Files of all staging folders; a folder may be renamed away meanwhile."""
+    found = 0
+    for folder in staging.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += len(os.listdir(folder))
+    return found
+
+
 def wait_for_batches(node: Agent, staged: int) -> None:
     """Until more batches are in the store and the next one has this many files in staging."""
     least = node.dataset("a")["files"]["done"] + 150
     node.wait_for(lambda: node.dataset("a")["files"]["done"] > least, 60, "two more batches")
     (generation,) = node.generations("a")
     staging = generation / "staging"
-    node.wait_for(lambda: len(list(staging.iterdir())) >= staged, 60, "a batch under way")
+    node.wait_for(lambda: staged_files(staging) >= staged, 60, "a batch under way")
 
 
 @pytest.mark.parametrize("flag", [LOG_FLUSHED, LOG_LOST])

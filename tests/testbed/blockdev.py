@@ -44,6 +44,13 @@ _LOOP_CTL_ADD, _LOOP_CTL_REMOVE = 0x4C80, 0x4C81
 _numbers = itertools.count()
 
 
+def blank(file: Path, size: int) -> Path:
+    """Make ``file`` a hole of ``size`` bytes."""
+    with file.open("wb") as stream:
+        stream.truncate(size)
+    return file
+
+
 @contextlib.contextmanager
 def loop(file: Path) -> Iterator[str]:
     """/dev/loopN over ``file``, read-write; detached and removed afterwards."""

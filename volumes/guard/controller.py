@@ -1,8 +1,8 @@
 """The guard's control loop: keeps the kernel at what the settings say, and hears of devices.
 
-Four sources say that a device is worth a look: uevents (attached, changed, detached), the guard
+Four sources say that a device must be checked: uevents (attached, changed, detached), the guard
 program's ring buffer (a write open was denied), a scan every 30 s in case an event was lost, and
-the clock (content may change unnoticed). Each ends in ``LeaseManager.consider``. The kernel's log
+the clock (content may change unnoticed). Each ends in ``LeaseManager.schedule``. The kernel's log
 feeds the ``ErrorLog``. The controller itself decides nothing about a device.
 
 What is attached stays attached when the agent stops; expiring leases expire by themselves.
@@ -32,7 +32,7 @@ from volumes.ledger.mirror import Mirror
 log = structlog.get_logger("volumes")
 
 SCAN_SECONDS = 30.0  # in case a uevent was lost
-LOOK_AGAIN_SECONDS = 600.0  # at a device whose content may have changed unnoticed
+CHECK_AGAIN_SECONDS = 600.0  # a device whose content may have changed unnoticed
 PROOF_SECONDS = 60.0
 
 
@@ -282,7 +282,7 @@ class Controller:
         )  # fmt: skip
         self.denials.add(denial)
         if device is not None and not device.parent and self._is_watched(device):
-            self.manager.consider(name)
+            self.manager.schedule(name)
         else:
             self.denials.decided(name, "", ("this device never gets an automatic lease",))
             self._changed()
@@ -337,7 +337,7 @@ class Controller:
             if known is not None:
                 self.manager.forget(name)
         elif known is None or known.device.attachment != device.attachment:
-            self.manager.consider(name, device)
+            self.manager.schedule(name, device)
         return device
 
     def _cover(self, device: blockdev.BlockDevice) -> None:
@@ -355,7 +355,7 @@ class Controller:
             self.guard.configure(self._wanted())
 
     def _scan(self) -> None:
-        """All attached devices; looks again where the last look is long ago."""
+        """Schedule new devices, and those whose last check is long ago."""
         now = time.monotonic()
         present = set(blockdev.names())
         for name in self.manager.known.keys() - present:
@@ -364,8 +364,8 @@ class Controller:
         for name in present:
             device = self._seen(name)
             known = self.manager.known.get(name)
-            if known is not None and now - known.looked >= LOOK_AGAIN_SECONDS:
-                self.manager.consider(name)
+            if known is not None and now - known.checked >= CHECK_AGAIN_SECONDS:
+                self.manager.schedule(name)
             if known is None and device is not None:
                 parts |= {device.number} & self._guarded_parts
         self._guarded_parts = frozenset(parts)

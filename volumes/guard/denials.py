@@ -25,7 +25,7 @@ class Denial:
     """``at``: Unix seconds. ``reasons``: why there was no lease; empty before the decision.
 
     ``early``: made before the decision on a device of which the ledger knew no content. In dry-run
-    the first mkfs of a new volume succeeds before the agent has looked at it.
+    the first mkfs of a new volume succeeds before the agent has checked it.
     """
 
     at: float

@@ -29,7 +29,7 @@ _FOLDERS = ("sbin", "usr/sbin", "bin", "usr/bin", "usr/local/sbin")
 _SAFE_CRYPTSETUP = frozenset(
     {"luksOpen", "open", "luksClose", "close", "luksDump", "isLuks", "status"}
 )
-RESCAN_SECONDS = 10.0
+_RESCAN_SECONDS = 10.0
 _MOST_MARKS = 8192
 
 
@@ -143,7 +143,7 @@ def main() -> None:
     pending = b""
     scanned = -1e9
     while True:
-        if time.monotonic() - scanned > RESCAN_SECONDS:
+        if time.monotonic() - scanned > _RESCAN_SECONDS:
             scanned = time.monotonic()
             for path in formatters():
                 try:
@@ -151,7 +151,7 @@ def main() -> None:
                 except OSError:
                     continue  # it was removed, or its file system cannot be marked
             kit.worker.say(Report())
-        ready, _, _ = select.select([guard.fd, 0], [], [], RESCAN_SECONDS)
+        ready, _, _ = select.select([guard.fd, 0], [], [], _RESCAN_SECONDS)
         if 0 in ready:
             data = os.read(0, 65536)
             if not data:

@@ -271,7 +271,7 @@ GRANTING = (Step.RECORD_PERMISSION, Step.MIRROR, Step.CONFIRM, Step.GRANT)
 
 
 def met(lease_diskseq: int | None, known: Attachment | None, now: Attachment) -> tuple[Step, ...]:
-    """What to do about a lease on the number of a device that is looked at.
+    """What to do about a lease on the number of a device that is checked.
 
     ``lease_diskseq``: the attachment the kernel's lease was given to (0: not known), None without a
     lease. ``known``: the attachment that this process saw there before; None after its start.

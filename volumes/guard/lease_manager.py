@@ -1,9 +1,9 @@
-"""Looks at guarded devices, keeps the ledger, and grants and revokes leases.
+"""Checks guarded devices, keeps the ledger, and grants and revokes leases.
 
-One task per device, so what happens to one device happens in order. ``_look`` is one look from
+One task per device, so what happens to one device happens in order. ``_check`` is one check from
 start to end: probe the device, write down what was seen, and, where it is blank, ask every other
 source and perhaps grant a lease. Decisions and the order of steps are those of ``lease``; this
-module collects the facts and executes the steps. A look that fails is a refusal.
+module collects the facts and executes the steps. A check that fails is a refusal.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from volumes.probe.examine import Kind, Verdict
 log = structlog.get_logger("volumes")
 
 SAVE_SECONDS = 10.0  # for an fsync of the ledger; the state directory's disk may hang
-AGAIN_SECONDS = 0.3  # least time between two looks at a device
-LEASED_LOOK_SECONDS = 1.0  # between looks while a lease runs
+AGAIN_SECONDS = 0.3  # least time between two checks of a device
+LEASED_CHECK_SECONDS = 1.0  # between checks while a lease runs
 RAW_LEASE_SECONDS = 3600.0  # renewed while the device is published; ends without an agent
 MOST_DEVICES = 1024
 
@@ -55,7 +55,7 @@ class Known:
     device: blockdev.BlockDevice
     seen: Verdict | None = None
     reasons: tuple[str, ...] | None = None
-    looked: float = 0.0  # CLOCK_MONOTONIC
+    checked: float = 0.0  # CLOCK_MONOTONIC
     raw: bool = False
     changed_from: str = ""  # the ledger's content, when other content is there now
     missing: str = ""  # the ledger's content, when nothing recognisable is there now
@@ -98,7 +98,7 @@ class LeaseManager:
         self._changed = changed
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, asyncio.Event] = {}
-        self._identified: dict[str, blockdev.BlockDevice] = {}  # for the next look
+        self._identified: dict[str, blockdev.BlockDevice] = {}  # for the next check
         self._chores: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self.granted = 0
@@ -107,8 +107,8 @@ class LeaseManager:
 
     # --- one task per device
 
-    def consider(self, name: str, device: blockdev.BlockDevice | None = None) -> None:
-        """Look at the device now, or once more after the look that is running.
+    def schedule(self, name: str, device: blockdev.BlockDevice | None = None) -> None:
+        """Check the device now, or once more after the check that is running.
 
         ``device``: what was attached a moment ago, where the caller has just identified it.
         """
@@ -124,11 +124,11 @@ class LeaseManager:
 
     async def _work(self, name: str) -> None:
         again = self._again[name]
-        asked = True  # False: only a look at what became of a lease
+        asked = True  # False: only to see what became of a lease
         try:
             while True:
                 again.clear()
-                wait = await self._try_look(name, asked)
+                wait = await self._try_check(name, asked)
                 self._changed()
                 if again.is_set():
                     await asyncio.sleep(AGAIN_SECONDS)
@@ -141,17 +141,17 @@ class LeaseManager:
         finally:
             del self._tasks[name], self._again[name]
 
-    async def _try_look(self, name: str, asked: bool) -> float | None:
-        """A look whose failure is a refusal. Seconds until the next look; None: when asked."""
+    async def _try_check(self, name: str, asked: bool) -> float | None:
+        """A check whose failure is a refusal. Seconds until the next one; None: when asked."""
         try:
             device = self._identified.pop(name, None) or blockdev.identify(name)
             if device is None or device.size == 0:
                 self.forget(name)
                 return None
-            return await self._look(device, asked)
+            return await self._check(device, asked)
         except (kit.errors.AgentError, OSError, TimeoutError) as error:
             reason = f"the decision failed: {error or type(error).__name__}"
-            log.error("look at device failed", device=name, error=reason)
+            log.error("check of device failed", device=name, error=reason)
             known = self.known.get(name)
             if known is not None:
                 known.reasons = (reason,)
@@ -159,7 +159,7 @@ class LeaseManager:
             return None
 
     def knows(self, name: str) -> bool:
-        """Whether the device was looked at, or is about to be."""
+        """Whether the device was checked, or is about to be."""
         return name in self.known or name in self._identified
 
     def forget(self, name: str) -> None:
@@ -208,17 +208,17 @@ class LeaseManager:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.prober.close()
 
-    # --- one look
+    # --- one check
 
-    async def _look(self, device: blockdev.BlockDevice, asked: bool) -> float | None:
-        """Seconds until the next look, while there is a lease."""
+    async def _check(self, device: blockdev.BlockDevice, asked: bool) -> float | None:
+        """Seconds until the next check, while there is a lease."""
         began = time.monotonic()
         known = self._meet(device)
         if self.settings.raw_block and lease.published_raw(device.name, host_mounts()):
             return self._lease_raw(known)
         known.raw = False
         known.seen = first = await self._probe(device)
-        known.looked = time.monotonic()
+        known.checked = time.monotonic()
         wait = await self._conclude(known, first)
         reasons = lease.undisputed(
             first,
@@ -235,7 +235,7 @@ class LeaseManager:
                 await self._grant(known, f"automatic on {self.node}")
                 if known.lease_seconds is None:
                     known.lease_seconds = time.monotonic() - began
-                wait = LEASED_LOOK_SECONDS
+                wait = LEASED_CHECK_SECONDS
         self._decided(known, reasons)
         return wait
 
@@ -247,7 +247,7 @@ class LeaseManager:
         if lease.met(held.diskseq if held else None, before, device.attachment):
             self._revoke(device.number)
         if known is None or before != device.attachment:
-            known = self.known[device.name] = Known(device, looked=time.monotonic())
+            known = self.known[device.name] = Known(device, checked=time.monotonic())
         known.device = device
         return known
 
@@ -266,13 +266,13 @@ class LeaseManager:
         return found
 
     async def _conclude(self, known: Known, seen: Verdict) -> float | None:
-        """Write down what was seen, and end a lease that has served. Seconds until the next look,
+        """Write down what was seen, and end a lease that has served. Seconds until the next check,
         while there is a lease."""
         device = known.device
         blank = seen.verdict is Kind.BLANK_VERIFIED
         entry = self._entry(device)
         if not blank and device.image is not None and device.volume:  # what other nodes have seen
-            answer = await self.mirror.look(device.image, extents=False)
+            answer = await self.mirror.ask(device.image, extents=False)
             entry = store.merge(entry, answer.known) if answer.known else entry
         turn = _Turn(known, entry, seen)
         held = self._held(device)
@@ -290,7 +290,7 @@ class LeaseManager:
         known.missing = _missing(seen, turn.entry)
         if held is None or expired:
             return None
-        return max(0.2, min(LEASED_LOOK_SECONDS, held.until - now + 1.1))
+        return max(0.2, min(LEASED_CHECK_SECONDS, held.until - now + 1.1))
 
     async def _evidence(self, known: Known, first: Verdict) -> lease.Evidence:
         """Ask every source. The cluster answers after the first probe; the second probe and the
@@ -298,7 +298,7 @@ class LeaseManager:
         device = known.device
         asked: asyncio.Task[Answer] | None = None
         if device.image is not None:
-            asked = asyncio.create_task(self.mirror.look(device.image, extents=True))
+            asked = asyncio.create_task(self.mirror.ask(device.image, extents=True))
         try:
             await asyncio.sleep(self.settings.settle)
             second = await self._probe(device)
@@ -453,7 +453,7 @@ class LeaseManager:
             raise kit.errors.RefusedError(
                 path,
                 f"holds volume {device.volume or '(no name)'}, not {volume or '(empty)'}",
-                "look at it with 'nodeagent volume probe' and name the volume that it shows",
+                "name the volume that 'nodeagent volume probe' shows",
             )
         if blockdev.in_use(device):
             raise kit.errors.InUseError(
@@ -462,7 +462,7 @@ class LeaseManager:
         log.warning("format permitted by an operator", device=device.name, volume=volume, by=by,
                     reason=reason)  # fmt: skip
         await self._grant(self._meet(device), f"{by}: {reason}")
-        self.consider(device.name)
+        self.schedule(device.name)
         return device
 
     async def accept(self, volume: str, by: str) -> store.Entry:

@@ -78,7 +78,7 @@ class Mirror:
             raise silent
         return None
 
-    async def look(self, image: RbdImage, *, extents: bool) -> Answer:
+    async def ask(self, image: RbdImage, *, extents: bool) -> Answer:
         """NOT_ASKED when no credentials for the image's cluster are configured."""
         if not image.fsid:
             return unknown("this kernel does not say which cluster the image belongs to")

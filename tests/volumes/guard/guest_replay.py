@@ -174,7 +174,7 @@ async def main() -> None:
     run("umount", TARGET)
 
     # Another node without memory of its own: the image's metadata tells it.
-    answer = await guard.mirror.look(identity.image, extents=True)
+    answer = await guard.mirror.ask(identity.image, extents=True)
     say(f"metadata {answer.mirror} extents {answer.extents}")
     await guard.stop()
     await detach(device)

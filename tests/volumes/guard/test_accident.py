@@ -51,8 +51,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Original]:
     made = {}
     for fstype in ("ext4", "xfs"):
         image = folder / fstype
-        with image.open("wb") as stream:
-            stream.truncate(SIZE)
+        blockdev.blank(image, SIZE)
         with blockdev.loop(image) as device:
             blockdev.run(f"mkfs.{fstype}", *formatters.KUBELET_MKFS[fstype], device)
             with blockdev.mounted(device, folder / "mnt") as target:

@@ -67,9 +67,7 @@ def _hammer(where: cell.Cell, device: str, name: str) -> Iterator[Callable[[], t
 
 @pytest.fixture
 def device(tmp_path: Path) -> Iterator[str]:
-    image = tmp_path / "image"
-    with image.open("wb") as stream:
-        stream.truncate(320 * blockdev.MiB)
+    image = blockdev.blank(tmp_path / "image", 320 * blockdev.MiB)
     with blockdev.loop(image) as made:
         blockdev.run("mkfs.ext4", "-q", made)
         yield made

@@ -57,9 +57,7 @@ def test_exec_filter_refuses_formatters_by_name(
         20,
         "the exec guard",
     )
-    image = tmp_path / "image"
-    with image.open("wb") as stream:
-        stream.truncate(SIZE)
+    image = blockdev.blank(tmp_path / "image", SIZE)
     blockdev.run("mkfs.ext4", "-q", str(image))  # a file is no guarded device
     with blockdev.loop(image) as device:
         waiting.until(

@@ -48,7 +48,7 @@ def _command(name: str, device: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def guarded(where: cell.Cell) -> Iterator[cell.Cell]:
-    """Enforced by the kernel alone; no agent, so no leases and no looking."""
+    """Enforced by the kernel alone; no agent, so no leases."""
     guard = where.guard()
     enforce = settings.GuardSettings(drivers=("loop",))
     guard.apply(kernel.wanted(enforce, kernel.Mode.ENFORCE, {7: "loop"}))
@@ -59,9 +59,7 @@ def guarded(where: cell.Cell) -> Iterator[cell.Cell]:
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("image")
-    image = folder / "image"
-    with image.open("wb") as stream:
-        stream.truncate(SIZE)
+    image = blockdev.blank(folder / "image", SIZE)
     with blockdev.loop(image) as device:
         blockdev.run("mkfs.ext4", "-q", device)
         with blockdev.mounted(device, folder / "mnt") as target:
@@ -73,15 +71,6 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def device(image: Path) -> Iterator[str]:
     with blockdev.loop(image) as made:
         yield made
-
-
-def _untouched(device: str, image: Path, before: str) -> bool:
-    descriptor = os.open(device, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)  # what was written to the device is in the image's pages then
-    finally:
-        os.close(descriptor)
-    return blockdev.sha256(image) == before
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -97,9 +86,7 @@ def test_enforce_denies_writers(guarded: cell.Cell, device: str, image: Path, na
 @pytest.mark.parametrize("name", WRITERS)
 def test_writers_succeed_without_guard(tmp_path: Path, name: str) -> None:
     """Else the refusals above might have another cause."""
-    blank = tmp_path / "blank"
-    with blank.open("wb") as stream:
-        stream.truncate(SIZE)
+    blank = blockdev.blank(tmp_path / "blank", SIZE)
     with blockdev.loop(blank) as device:
         done = blockdev.run(*_command(name, device), check=False)
         # mkfs.xfs -f and the others write; cryptsetup needs the device mapper only to open
@@ -170,8 +157,7 @@ def test_enforce_denies_below_allow_all_program(
 def test_enforce_allows_mount_check_read_resize_detach(guarded: cell.Cell, tmp_path: Path) -> None:
     image, target = tmp_path / "image", tmp_path / "mnt"
     target.mkdir()
-    with image.open("wb") as stream:
-        stream.truncate(SIZE)
+    blockdev.blank(image, SIZE)
     with blockdev.loop(image) as device:
         blockdev.run("mkfs.ext4", "-q", device, "100M")
         for words in (
@@ -203,8 +189,7 @@ def test_enforce_allows_online_growth(guarded: cell.Cell, tmp_path: Path) -> Non
     target.mkdir()
     for fstype, grow in (("xfs", "xfs_growfs"),):
         image = tmp_path / fstype
-        with image.open("wb") as stream:
-            stream.truncate(SIZE)
+        blockdev.blank(image, SIZE)
         with blockdev.loop(image) as device:
             blockdev.run(f"mkfs.{fstype}", device)
             assert guarded.run("mount", device, str(target)).returncode == 0
@@ -221,8 +206,7 @@ def test_words_allow_luks_open_and_deny_format(guarded: cell.Cell, tmp_path: Pat
     """This machine has no device mapper: open gets as far as asking for it, past the guard."""
     image, key = tmp_path / "image", tmp_path / "key"
     key.write_bytes(b"k" * 64)
-    with image.open("wb") as stream:
-        stream.truncate(64 * blockdev.MiB)
+    blockdev.blank(image, 64 * blockdev.MiB)
     with blockdev.loop(image) as device:
         blockdev.run(*("cryptsetup", "-q", "--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"),
                      *("--key-file", str(key), "luksFormat", device))  # fmt: skip
@@ -261,9 +245,7 @@ def test_reads_and_other_majors_are_not_counted(guarded: cell.Cell, device: str)
 
 
 def test_lease_allows_format_and_expires(guarded: cell.Cell, tmp_path: Path) -> None:
-    image = tmp_path / "image"
-    with image.open("wb") as stream:
-        stream.truncate(64 * blockdev.MiB)
+    image = blockdev.blank(tmp_path / "image", 64 * blockdev.MiB)
     with blockdev.loop(image) as device:
         rdev = os.stat(device).st_rdev
         number = os.major(rdev), os.minor(rdev)
@@ -302,9 +284,7 @@ def test_plain_program_denies_too(guarded: cell.Cell, device: str) -> None:
 
 
 def test_dry_run_allows_and_counts(guarded: cell.Cell, tmp_path: Path) -> None:
-    image = tmp_path / "image"
-    with image.open("wb") as stream:
-        stream.truncate(64 * blockdev.MiB)
+    image = blockdev.blank(tmp_path / "image", 64 * blockdev.MiB)
     guard = guarded.guard()
     try:
         guard.set_mode(kernel.Mode.DRY_RUN)
@@ -323,9 +303,7 @@ def test_open_descriptor_outlives_lease_and_new_open_does_not(
     guarded: cell.Cell, tmp_path: Path
 ) -> None:
     """The guard is called at open: an expired lease closes no descriptor, and opens none."""
-    image = tmp_path / "image"
-    with image.open("wb") as stream:
-        stream.truncate(64 * blockdev.MiB)
+    image = blockdev.blank(tmp_path / "image", 64 * blockdev.MiB)
     with blockdev.loop(image) as device:
         rdev = os.stat(device).st_rdev
         number = os.major(rdev), os.minor(rdev)
@@ -348,8 +326,6 @@ def test_open_descriptor_outlives_lease_and_new_open_does_not(
 
 def test_cell_guards_only_itself(guarded: cell.Cell, tmp_path: Path) -> None:
     """The machine outside the cell is not guarded by these tests."""
-    image = tmp_path / "image"
-    with image.open("wb") as stream:
-        stream.truncate(64 * blockdev.MiB)
+    image = blockdev.blank(tmp_path / "image", 64 * blockdev.MiB)
     with blockdev.loop(image) as device:
         assert subprocess.run(["mkfs.ext4", "-q", "-F", device], check=False).returncode == 0

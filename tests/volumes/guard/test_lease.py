@@ -264,17 +264,17 @@ class World:
             if self.leased and not self.stale:
                 assert self.volume.entry.permitted or self.volume.entry.type, "lease without trace"
             if step is not Step.GRANT and self.choose.random() < 0.02:
-                self.attach()  # its uevent is read after this look
+                self.attach()  # its uevent is read after this check
 
     def meet(self) -> None:
-        """A uevent, a look, or the start of the agent."""
+        """A uevent, a check, or the start of the agent."""
         steps = lease.met(self.held.diskseq if self.held else None, self.known, self.attachment)
         self.revoked_stale += bool(steps) and self.stale
         self.adopted += self.known is None and self.leased and not steps
         self.carry_out(steps, self.volume, self.attachment)
         self.known = self.attachment
 
-    def look(self) -> None:
+    def check(self) -> None:
         self.meet()
         volume, seen, attachment = self.volume, self.probe(), self.attachment
         if seen.has_content and volume.mirror and self.cluster_up:
@@ -343,7 +343,7 @@ class World:
             match self.choose.randrange(10):
                 case 0 | 1 | 2:
                     if self.agent:
-                        self.look()
+                        self.check()
                 case 3:
                     return self.mkfs()
                 case 4:

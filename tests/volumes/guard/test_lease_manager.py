@@ -1,234 +1,222 @@
-"""The life of volumes under an enforcing agent: new ones, hanging ones, changed ones."""
+"""LeaseManager with stand-ins for device, probe, cluster and kernel: what it does, in which order.
 
-import json
+The decisions themselves are tested in test_lease.py, real devices in test_lease_manager_devices.py.
+"""
+
+import asyncio
+import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.testbed import blockdev, cell, formatters, waiting
-from tests.testbed.agent import Agent
+from linux import blockdev
+from linux.rbd_sysfs import RbdImage
+from volumes import settings
+from volumes.guard import denials, kernel, lease, lease_manager
+from volumes.guard.lease import Step
+from volumes.ledger import mirror, store
+from volumes.probe.examine import Kind, Verdict
 
-pytestmark = pytest.mark.real
-
-SIZE = 320 * blockdev.MiB
-
-
-def _blank(path: Path) -> Path:
-    with path.open("wb") as stream:
-        stream.truncate(SIZE)
-    return path
-
-
-def _rules(agent: Agent, device: str) -> set[str]:
-    return {
-        f["rule"] for f in agent.findings() if device.endswith(f["evidence"].get("device", "?"))
-    }
+SIZE = 2**30
+IMAGE = RbdImage("rbd", "a", "", "", "101d", "f1", 3)
+DEVICE = blockdev.BlockDevice("rbd99", (254, 99), "rbd", SIZE, False, diskseq=7, image=IMAGE)
+BLANK = Verdict(Kind.BLANK_VERIFIED, "/dev/rbd99", size=SIZE, diskseq=7)
+EXT4 = Verdict(Kind.HAS_FS, "/dev/rbd99", type="ext4", uuid="u1", size=SIZE, diskseq=7)
 
 
-@pytest.fixture(scope="module")
-def short(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
-    """An agent whose leases are short."""
-    with cell.agent(tmp_path_factory.mktemp("short"), where, lease="3s") as made:
-        yield made
+class World:
+    """Everything around one LeaseManager; ``did`` is what it did, in order."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.did: list[str] = []
+        self.device: blockdev.BlockDevice | None = DEVICE
+        self.verdict = BLANK
+        self.raw = False
+        self.map: dict[blockdev.Number, kernel.Lease] = {}
+        self.ledger = store.Store(folder)
+        self.ledger.load()
+        monkeypatch.setattr(blockdev, "identify", self._identify)
+        monkeypatch.setattr(
+            blockdev, "name_of", lambda number: "rbd99" if number == (254, 99) else ""
+        )
+        monkeypatch.setattr(lease_manager, "host_mounts", list)
+        monkeypatch.setattr(lease, "published_raw", lambda name, mounts: self.raw)
+        put = self.ledger.put
+
+        def noted_put(entry: store.Entry) -> None:
+            put(entry)
+            self.did.append("record permission" if entry.permitted else f"record {entry.type}")
+
+        monkeypatch.setattr(self.ledger, "put", noted_put)
+        self.manager = self.new_manager()
+
+    def new_manager(self) -> lease_manager.LeaseManager:
+        """As after a restart of the agent."""
+        errors = lease.ErrorLog()
+        errors.readable = True
+        made = lease_manager.LeaseManager(
+            settings.GuardSettings(settle=0.05), self, self.ledger, self,  # type: ignore[arg-type]
+            errors, denials.Denials(), node="n",
+        )  # fmt: skip
+        made.prober = self  # type: ignore[assignment]
+        return made
+
+    def _identify(self, name: str) -> blockdev.BlockDevice | None:
+        self.did.append("identify")
+        return self.device
+
+    # --- the prober, the mirror, the kernel
+
+    async def probe(self, path: str) -> Verdict:
+        self.did.append("probe")
+        return self.verdict
+
+    async def ask(self, image: RbdImage, *, extents: bool) -> mirror.Answer:
+        extent = store.Knowledge.NONE if extents else store.Knowledge.NOT_ASKED
+        return mirror.Answer(store.Knowledge.NONE, extent, size=SIZE)
+
+    async def write(self, image: RbdImage, entry: store.Entry) -> bool:
+        self.did.append("mirror")
+        return True
+
+    async def close(self) -> None:
+        pass
+
+    def grant(self, number: blockdev.Number, until: float, diskseq: int | None) -> None:
+        self.did.append("grant")
+        self.map[number] = kernel.Lease(until, 0, diskseq or 0)
+
+    def revoke(self, number: blockdev.Number) -> kernel.Lease | None:
+        self.did.append("revoke")
+        return self.map.pop(number, None)
+
+    def leases(self) -> dict[blockdev.Number, kernel.Lease]:
+        return dict(self.map)
+
+    async def checked(self, manager: lease_manager.LeaseManager | None = None) -> Any:
+        """What is known after a check."""
+        manager = manager or self.manager
+        manager.schedule("rbd99", self.device)
+        async with asyncio.timeout(5):
+            while (known := manager.known.get("rbd99")) is None or known.reasons is None:
+                await asyncio.sleep(0.01)
+        return known
 
 
-@pytest.mark.parametrize("fstype", ["ext4", "xfs"])
-def test_blank_volume_is_formatted_by_kubelets_retries(
-    where: cell.Cell, short: Agent, fstype: str, tmp_path: Path
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    made = World(tmp_path, monkeypatch)
+    yield made
+    await made.manager.close()
+
+
+async def test_first_lease_follows_the_granting_order(world: World) -> None:
+    known = await world.checked()
+    assert known.reasons == ()
+    assert world.did == ["probe", "probe", "identify", "record permission", "mirror", "identify",
+                         "grant"]  # fmt: skip
+    held = world.map[254, 99]
+    assert held.diskseq == 7
+    assert 80 < held.until - time.monotonic() <= 90
+
+
+async def test_grant_executes_the_step_list(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list that the 20,000 lives of test_lease.py drive, and no order of the manager's own."""
+    monkeypatch.setattr(lease, "GRANTING", (Step.MIRROR, Step.RECORD_PERMISSION))
+    await world.checked()
+    assert world.did[3:] == ["record permission"]  # nothing to mirror before, and no lease
+    assert world.map == {}
+
+
+async def test_grant_stops_when_the_attachment_changes(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tmp_path / "mnt"
-    target.mkdir()
-    with blockdev.loop(_blank(tmp_path / "image")) as device:
-        for _ in range(6):  # kubelet: at once, then after 0.5 s, 1 s, ...
-            outcome = formatters.kubelet(where.run, device, fstype, str(target), lambda: None)
-            if outcome.mounted:
-                break
-            time.sleep(0.5)
-        assert outcome.mounted, outcome
-        where.run("umount", str(target))
-        waiting.until(
-            lambda: (short.guarded(device).get("verdict") or {}).get("type") == fstype,
-            10,
-            "its content to be in the ledger",
-        )
-        entries = short.cli_json("volume", "ledger")["volumes"]
-        mine = [e for e in entries if e["volume"] == f"loop:{tmp_path}/image"]
-        assert mine[0]["type"] == fstype and mine[0]["permitted"] == 0
-        assert not any(device.endswith(f["evidence"].get("device", "?"))
-                       or str(tmp_path) in f["subject"] for f in short.findings())  # fmt: skip
-        waiting.until(
-            lambda: where.run("wipefs", "-a", "-f", device).returncode != 0,
-            12,
-            "the lease to be over",
-        )
+    write = world.write
+
+    async def replaced(image: RbdImage, entry: store.Entry) -> bool:
+        world.device = dataclasses.replace(DEVICE, diskseq=8)
+        return await write(image, entry)
+
+    monkeypatch.setattr(world, "write", replaced)
+    known = await world.checked()
+    assert "another device was attached" in known.reasons[0]
+    assert world.map == {}
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None
+    assert entry.permitted  # may have been used, for all that the ledger knows
 
 
-def test_unused_lease_closes_permission_and_is_granted_again(
-    where: cell.Cell, short: Agent, tmp_path: Path
+@pytest.mark.parametrize("verdict", [EXT4, Verdict(Kind.UNREADABLE, errno=5), BLANK])
+async def test_check_revokes_a_lease_of_another_attachment(world: World, verdict: Verdict) -> None:
+    """An earlier agent's lease; the number passed to another volume while none was running."""
+    world.map[254, 99] = kernel.Lease(time.monotonic() + 3600, 0, diskseq=6)
+    world.verdict = verdict
+    await world.checked()
+    assert world.did[0] == "revoke"
+    assert (254, 99) not in world.map or world.map[254, 99].diskseq == 7
+
+
+async def test_check_keeps_a_lease_of_the_same_attachment(world: World) -> None:
+    await world.checked()
+    held = dict(world.map)
+    restarted = world.new_manager()
+    known = await world.checked(restarted)
+    assert known.reasons == ()
+    assert world.map == held
+    await restarted.close()
+
+
+async def test_revoke_unproven_keeps_only_leases_of_what_is_attached(world: World) -> None:
+    end = time.monotonic() + 3600
+    world.map = {(254, 99): kernel.Lease(end, 0, 7), (254, 98): kernel.Lease(end, 0, 5)}
+    world.manager.revoke_unproven()
+    assert list(world.map) == [(254, 99)]  # 98 has no device
+    world.device = dataclasses.replace(DEVICE, diskseq=8)
+    world.manager.revoke_unproven()
+    assert world.map == {}
+
+
+async def test_content_ends_the_lease_and_closes_the_permission(world: World) -> None:
+    await world.checked()
+    world.verdict = EXT4
+    world.did.clear()
+    world.manager.schedule("rbd99")
+    async with asyncio.timeout(5):
+        while "grant" not in world.did:
+            await asyncio.sleep(0.01)
+    assert world.did == ["identify", "probe", "record ext4", "mirror", "grant"]
+    assert world.map[254, 99].until <= time.monotonic() + lease.LINGER_SECONDS
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None
+    assert (entry.type, entry.permitted) == ("ext4", 0.0)
+
+
+@pytest.mark.parametrize(("opens", "open_after"), [(0, False), (2, True)])
+async def test_detach_closes_only_an_unused_permission(
+    world: World, opens: int, open_after: bool
 ) -> None:
-    volume = f"loop:{tmp_path}/image"
-
-    def permitted() -> Any:
-        found = [e for e in short.cli_json("volume", "ledger")["volumes"] if e["volume"] == volume]
-        return found and found[0]["permitted"]
-
-    with blockdev.loop(_blank(tmp_path / "image")) as device:
-        waiting.until(lambda: short.guarded(device).get("may_be_formatted"), 10, "a lease")
-        waiting.until(lambda: not short.guarded(device)["may_be_formatted"], 10, "its end")
-        waiting.until(lambda: permitted() == 0, 5, "the permission to be closed")
-        assert where.run("mkfs.ext4", "-q", device).returncode != 0
-        waiting.until(
-            lambda: where.run("mkfs.ext4", "-q", device).returncode == 0, 5, "the lease again"
-        )
+    await world.checked()
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], opens=opens)
+    world.device = None
+    world.manager.forget("rbd99")
+    assert world.map == {}
+    await asyncio.sleep(0.1)  # the ledger is written behind the uevent
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None
+    assert bool(entry.permitted) is open_after
 
 
-def test_used_lease_is_not_granted_again_without_cluster(
-    where: cell.Cell, short: Agent, tmp_path: Path
-) -> None:
-    """A backend that swallows writes: formatted, and reads still zeros. Only its cluster could
-    tell; without one the answer is no."""
-    with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
-        disk.fault({"offset": 0, "length": SIZE, "zero": True})
-        waiting.until(lambda: short.guarded(disk.device).get("may_be_formatted"), 10, "a lease")
-        where.run("mkfs.ext4", "-q", "-F", disk.device)
-        waiting.until(lambda: not short.guarded(disk.device)["may_be_formatted"], 10, "its end")
-        assert where.run("mkfs.ext4", "-q", disk.device).returncode != 0
-        waiting.until(
-            lambda: any(
-                "permitted before" in reason for reason in short.guarded(disk.device)["reasons"]
-            ),
-            5,
-            "the refusal",
-        )
-        assert where.run("mkfs.ext4", "-q", disk.device).returncode != 0
-
-
-def test_hanging_device_times_out_and_is_probed_once(
-    where: cell.Cell, agent: Agent, tmp_path: Path
-) -> None:
-    with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
-        blockdev.run("mkfs.ext4", "-q", disk.device)
-        waiting.until(lambda: agent.guarded(disk.device).get("verdict"), 10, "the first look")
-        disk.fault({"offset": 0, "length": SIZE, "hang": True})
-
-        began = time.monotonic()
-        slowest = 0.0
-        for _ in range(20):  # everyone wants to know at once
-            # mkfs would read first, and hang in that
-            assert where.run("dd", "if=/dev/zero", f"of={disk.device}", "count=1").returncode == 1
-            asked = time.monotonic()
-            assert agent.get("/healthz")["alive"]
-            slowest = max(slowest, time.monotonic() - asked)
-        found = agent.cli_json("volume", "probe", disk.device)
-        assert found["verdict"] == "timeout", json.dumps(found)
-        assert time.monotonic() - began < 15  # a deadline of the test, not a measurement
-        assert slowest < 3
-
-        status = agent.get("/v1/volumes/guard")
-        # Waiting for a page, a child can be killed; for the device itself, it cannot.
-        assert status["probes_hanging"] in ([], [disk.device])
-        children = blockdev.run("pgrep", "-P", str(agent.process.pid))  # type: ignore[union-attr]
-        # the one that hangs, the spare, and the audit's look
-        assert len(children.stdout.split()) <= 3
-        assert "probe-hangs" in {f["rule"] for f in agent.findings()}
-
-        disk.clear()
-        waiting.until(
-            lambda: not agent.get("/v1/volumes/guard")["probes_hanging"], 10, "the child to be gone"
-        )
-        assert agent.cli_json("volume", "probe", disk.device)["type"] == "ext4"
-
-
-def test_content_changed_is_reported_until_accepted(agent: Agent, tmp_path: Path) -> None:
-    image = _blank(tmp_path / "image")
-
-    def seen(device: str) -> Any:
-        return (agent.guarded(device).get("verdict") or {}).get("uuid")
-
-    with blockdev.loop(image) as device:
-        blockdev.run("mkfs.ext4", "-q", device)
-        agent.cli_json("volume", "probe", device)
-    with blockdev.loop(image) as device:
-        first = waiting.until(lambda: seen(device), 10, "the first content")
-    blockdev.run("mkfs.ext4", "-q", "-F", str(image))  # another node
-    with blockdev.loop(image) as device:
-        waiting.until(lambda: seen(device) not in (None, first), 10, "the other content")
-        changed = waiting.until(
-            lambda: [f for f in agent.findings() if f["rule"] == "content-changed"],
-            5,
-            "the finding",
-        )
-        assert first in changed[0]["message"]
-        agent.cli_json("volume", "ledger", "--accept", f"loop:{image}")
-        waiting.until(
-            lambda: not [f for f in agent.findings() if f["rule"] == "content-changed"],
-            5,
-            "the finding to clear",
-        )
-
-
-def test_content_missing_is_reported_at_once(agent: Agent, tmp_path: Path) -> None:
-    with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
-        blockdev.run("mkfs.ext4", "-q", disk.device)
-    with blockdev.faulty_disk(tmp_path / "disk", backing=disk.backing) as disk:
-        waiting.until(
-            lambda: (agent.guarded(disk.device).get("verdict") or {}).get("type"),
-            10,
-            "it to be known",
-        )
-    disk.control.write_text("[]")
-    with blockdev.faulty_disk(
-        tmp_path / "disk", backing=disk.backing,
-        faults=[{"offset": 0, "length": SIZE, "zero": True}],
-    ) as disk:  # fmt: skip
-        found = waiting.until(
-            lambda: [f for f in agent.findings() if f["rule"] == "content-missing"],
-            10,
-            "the finding",
-        )
-        assert "blank_verified" in found[0]["message"]
-        assert not agent.guarded(disk.device)["may_be_formatted"]
-
-
-def test_allow_format_needs_the_volumes_name(
-    where: cell.Cell, agent: Agent, tmp_path: Path
-) -> None:
-    with blockdev.loop(_blank(tmp_path / "image")) as device:
-        blockdev.run("mkfs.ext4", "-q", device)
-        volume = agent.cli_json("volume", "probe", device)["volume"]
-        words = ("volume", "allow-format", device, "--reason", "it is scratch", "--volume-id")
-
-        wrong = agent.cli(*words, "loop:/another")
-        assert wrong.returncode == 8 and "holds volume" in wrong.stderr
-        assert where.run("mkfs.ext4", "-F", device).returncode != 0
-
-        agent.cli_json(*words, volume)
-        assert where.run("mkfs.ext4", "-F", device).returncode == 0
-        log = agent.cli_json("volume", "guard", "status")["operator_log"]
-        assert log[-1]["action"] == "allow-format" and log[-1]["reason"] == "it is scratch"
-
-
-def test_denial_names_pod_and_process(where: cell.Cell, agent: Agent, tmp_path: Path) -> None:
-    uid = "0f8fad5b-d9cb-469f-a165-70867728950e"
-    container = "c" * 64
-    pod = where.path / f"kubepods/pod{uid}/{container}"
-    pod.mkdir(parents=True)
-    image = _blank(tmp_path / "image")
-    blockdev.run("mkfs.ext4", "-q", str(image))
-    with blockdev.loop(image) as device:
-        where.run("mkfs.xfs", "-f", device, cgroup=pod)
-        found = waiting.until(
-            lambda: [f for f in agent.findings() if str(tmp_path) in f["subject"]],
-            10,
-            "the finding",
-        )[0]
-    assert found["rule"] == "format-denied" and found["severity"] == "critical"
-    evidence = found["evidence"]
-    assert evidence["command"] == f"mkfs.xfs -f {device}"
-    assert (evidence["pod"], evidence["container"]) == (uid, container)
-    assert evidence["pid"].isdigit() and "has_fs ext4" in evidence["verdict"]
-    metrics = agent.get("/metrics")
-    assert 'nodeagent_volumes_guard_mode{mode="enforce"} 1.0' in metrics
+async def test_raw_block_volume_is_leased_and_renewed_after_restart(world: World) -> None:
+    world.raw = True
+    await world.checked()
+    assert world.did == ["grant"]
+    first = world.map[254, 99]
+    assert first.until - time.monotonic() > 3500
+    restarted = world.new_manager()
+    await world.checked(restarted)
+    assert world.did == ["grant", "grant"]
+    assert world.map[254, 99].until > first.until
+    await restarted.close()

@@ -58,12 +58,12 @@ async def clusters(backend: ceph.CephCluster) -> AsyncIterator[mirror.Mirror]:
 
 
 @pytest.mark.parametrize("namespace", ["", "team"])
-async def test_look_reports_extents_and_metadata(
+async def test_ask_reports_extents_and_metadata(
     backend: ceph.CephCluster, clusters: mirror.Mirror, namespace: str
 ) -> None:
     image = _image(backend, f"img{namespace}", namespace)
     spec = image.spec
-    assert await clusters.look(image, extents=True) == mirror.Answer(
+    assert await clusters.ask(image, extents=True) == mirror.Answer(
         store.Knowledge.NONE, store.Knowledge.NONE, size=SIZE
     )
 
@@ -71,7 +71,7 @@ async def test_look_reports_extents_and_metadata(
     known = store.Entry("v", "t").saw("ext4", "u", "", 1.0, "n")
     assert await clusters.write(image, known)
 
-    answer = await clusters.look(image, extents=True)
+    answer = await clusters.ask(image, extents=True)
     assert (answer.extents, answer.mirror) == (store.Knowledge.CONTENT, store.Knowledge.CONTENT)
     assert answer.known == known
     listed = backend.run("rbd", "image-meta", "list", "--format", "json", spec)
@@ -79,9 +79,9 @@ async def test_look_reports_extents_and_metadata(
     assert "watcher=" not in backend.run("rbd", "status", spec)
 
 
-async def test_look_does_not_ask_about_other_clusters(clusters: mirror.Mirror) -> None:
+async def test_ask_does_not_ask_about_other_clusters(clusters: mirror.Mirror) -> None:
     other = RbdImage("rbd", "a", "", "", "a", "00000000-0000-0000-0000-000000000000", 1)
-    assert await clusters.look(other, extents=True) == mirror.NOT_ASKED
+    assert await clusters.ask(other, extents=True) == mirror.NOT_ASKED
 
 
 async def test_hanging_cluster_is_unknown_in_time_and_recovers(
@@ -90,14 +90,14 @@ async def test_hanging_cluster_is_unknown_in_time_and_recovers(
     image = _image(backend, "hang")
     made = mirror.Mirror((_credentials(backend),), 3.0)
     try:
-        assert (await made.look(image, extents=True)).extents is store.Knowledge.NONE
+        assert (await made.ask(image, extents=True)).extents is store.Knowledge.NONE
         with backend.frozen("mon", "osd"):
             async with asyncio.timeout(8):
                 for _ in range(2):
-                    answer = await made.look(image, extents=True)
+                    answer = await made.ask(image, extents=True)
                     assert answer.extents is answer.mirror is store.Knowledge.UNKNOWN
         async with asyncio.timeout(60):
-            while (await made.look(image, extents=True)).extents is not store.Knowledge.NONE:
+            while (await made.ask(image, extents=True)).extents is not store.Knowledge.NONE:
                 await asyncio.sleep(0.5)
     finally:
         await made.close()
@@ -124,7 +124,7 @@ class Bench:
 
     async def decided(self, device: str) -> lease_manager.Known:
         name = Path(device).name
-        self.manager.consider(name)
+        self.manager.schedule(name)
         deadline = time.monotonic() + 20
         while (known := self.manager.known.get(name)) is None or known.reasons is None:
             assert time.monotonic() < deadline
@@ -155,12 +155,6 @@ def identities(monkeypatch: pytest.MonkeyPatch) -> dict[str, RbdImage]:
     return given
 
 
-def _blank(path: Path) -> Path:
-    with path.open("wb") as stream:
-        stream.truncate(SIZE)
-    return path
-
-
 async def test_metadata_of_another_agent_refuses_lease(
     backend: ceph.CephCluster, where: cell.Cell, identities: dict[str, RbdImage],
     tmp_path: Path,
@@ -169,11 +163,11 @@ async def test_metadata_of_another_agent_refuses_lease(
     first = Bench(tmp_path / "a", where, backend)
     second = Bench(tmp_path / "b", where, backend)
     try:
-        with blockdev.loop(_blank(tmp_path / "image")) as device:
+        with blockdev.loop(blockdev.blank(tmp_path / "image", SIZE)) as device:
             identities[device] = image
             known = await first.decided(device)
             assert known.reasons == ()
-            stored = (await second.clusters.look(image, extents=False)).known
+            stored = (await second.clusters.ask(image, extents=False)).known
             assert stored is not None and stored.permitted  # written down before it was given
             done = await asyncio.to_thread(where.run, "mkfs.ext4", "-q", device)
             assert done.returncode == 0
@@ -186,7 +180,7 @@ async def test_metadata_of_another_agent_refuses_lease(
 
         # Another node: the image's metadata is all it has; its device reads as zeros. The cluster
         # would say "no extents" (nothing was written to the image itself): metadata alone decides.
-        with blockdev.loop(_blank(tmp_path / "zeros")) as device:
+        with blockdev.loop(blockdev.blank(tmp_path / "zeros", SIZE)) as device:
             identities[device] = image
             known = await second.decided(device)
             assert any("image's metadata says that it holds data" in r for r in known.reasons or ())
@@ -206,7 +200,7 @@ async def test_extents_refuse_lease_of_zeros(
                 "rbd/extents")  # fmt: skip
     agent = Bench(tmp_path / "a", where, backend)
     try:
-        with blockdev.loop(_blank(tmp_path / "zeros")) as device:
+        with blockdev.loop(blockdev.blank(tmp_path / "zeros", SIZE)) as device:
             identities[device] = image
             known = await agent.decided(device)
             assert known.reasons == ("the cluster says that extents of it are allocated",)
@@ -222,7 +216,7 @@ async def test_cluster_down_refuses_lease(
     image = _image(backend, "down")
     agent = Bench(tmp_path / "a", where, backend)
     try:
-        with blockdev.loop(_blank(tmp_path / "zeros")) as device:
+        with blockdev.loop(blockdev.blank(tmp_path / "zeros", SIZE)) as device:
             identities[device] = image
             with backend.frozen("mon", "osd"):
                 known = await agent.decided(device)

@@ -72,41 +72,41 @@ def _mirror(monkeypatch: pytest.MonkeyPatch, *stands: Stand) -> mirror.Mirror:
     (ImageContent(Entry("v").permit("me", 1.0).dump()), False,
      mirror.Answer(Knowledge.MAYBE, Knowledge.NOT_ASKED, Entry("v").permit("me", 1.0))),
 ])  # fmt: skip
-async def test_look_turns_content_into_knowledge(
+async def test_ask_turns_content_into_knowledge(
     monkeypatch: pytest.MonkeyPatch, content: ImageContent, extents: bool, expected: mirror.Answer
 ) -> None:
     made = _mirror(monkeypatch, Stand("f1", content))
-    assert await made.look(_image(), extents=extents) == expected
+    assert await made.ask(_image(), extents=extents) == expected
 
 
 @pytest.mark.parametrize("content", [
     ImageContent("{"), ImageContent('{"version": 99, "volume": "v"}'),
     kit.errors.NotFoundError("image", "is not there", ""), SILENT,
 ])  # fmt: skip
-async def test_look_errors_are_unknown_with_a_reason(
+async def test_ask_errors_are_unknown_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, content: ImageContent | kit.errors.AgentError
 ) -> None:
-    answer = await _mirror(monkeypatch, Stand("f1", content)).look(_image(), extents=False)
+    answer = await _mirror(monkeypatch, Stand("f1", content)).ask(_image(), extents=False)
     assert answer.mirror is Knowledge.UNKNOWN
     assert answer.why
 
 
-async def test_look_without_matching_cluster_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ask_without_matching_cluster_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _mirror(monkeypatch, Stand("f2", ImageContent(None)))
-    assert await made.look(_image(), extents=True) == mirror.NOT_ASKED
-    assert (await made.look(_image(""), extents=True)).mirror is Knowledge.UNKNOWN
+    assert await made.ask(_image(), extents=True) == mirror.NOT_ASKED
+    assert (await made.ask(_image(""), extents=True)).mirror is Knowledge.UNKNOWN
 
 
-async def test_look_is_unknown_while_a_silent_cluster_may_be_the_one(
+async def test_ask_is_unknown_while_a_silent_cluster_may_be_the_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     silent, other = Stand("f1", ImageContent(None), up=False), Stand("f2", ImageContent(None))
     made = _mirror(monkeypatch, silent, other)
-    assert (await made.look(_image("f1"), extents=True)).extents is Knowledge.UNKNOWN
-    assert (await made.look(_image("f2"), extents=True)).extents is Knowledge.NONE
+    assert (await made.ask(_image("f1"), extents=True)).extents is Knowledge.UNKNOWN
+    assert (await made.ask(_image("f2"), extents=True)).extents is Knowledge.NONE
     assert made.failures == 2
     silent.up = True
-    assert (await made.look(_image("f1"), extents=True)).extents is Knowledge.NONE
+    assert (await made.ask(_image("f1"), extents=True)).extents is Knowledge.NONE
 
 
 async def test_write_needs_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,13 +123,13 @@ async def test_write_needs_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_apply_replaces_changed_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     first = Stand("f1", ImageContent(None), up=False)
     made = _mirror(monkeypatch, first)
-    await made.look(_image(), extents=False)
+    await made.ask(_image(), extents=False)
     settings = ClusterSettings(name="f1", monitors=("h:2",), secret_file="/k")
     second = Stand("f1", ImageContent(None))
     monkeypatch.setattr(mirror, "Cluster", lambda settings, deadline: second)
     await made.apply((settings,), 5.0)
     assert first.closed
-    assert (await made.look(_image(), extents=False)).mirror is Knowledge.NONE
+    assert (await made.ask(_image(), extents=False)).mirror is Knowledge.NONE
     assert made.failures == 1  # a counter never goes back
     await made.apply((settings,), 5.0)
     assert not second.closed

@@ -19,16 +19,10 @@ SIZE = 320 * MiB
 
 
 @pytest.fixture
-async def look() -> AsyncIterator[prober.Prober]:
+async def probes() -> AsyncIterator[prober.Prober]:
     made = prober.Prober()
     yield made
     await made.close()
-
-
-def _image(path: Path, size: int = SIZE) -> Path:
-    with path.open("wb") as stream:
-        stream.truncate(size)
-    return path
 
 
 @pytest.mark.parametrize(("command", "kind", "type_"), [
@@ -43,19 +37,19 @@ def _image(path: Path, size: int = SIZE) -> Path:
     (("parted", "-s", "DEVICE", "mklabel", "msdos"), Kind.PARTITIONED, "dos"),
 ])  # fmt: skip
 async def test_probe_recognises_content_and_uuid(
-    look: prober.Prober, tmp_path: Path, command: tuple[str, ...], kind: Kind, type_: str
+    probes: prober.Prober, tmp_path: Path, command: tuple[str, ...], kind: Kind, type_: str
 ) -> None:
-    with blockdev.loop(_image(tmp_path / "image")) as device:
+    with blockdev.loop(blockdev.blank(tmp_path / "image", SIZE)) as device:
         words = [device if word == "DEVICE" else word for word in command]
         blockdev.run(*words, *([] if "DEVICE" in command else [device]))
-        found = await look.probe(device)
+        found = await probes.probe(device)
     assert (found.verdict, found.type) == (kind, type_)
     assert found.uuid and found.size == SIZE and found.diskseq
 
 
-async def test_probe_reads_all_marks_before_blank(look: prober.Prober, tmp_path: Path) -> None:
-    with blockdev.loop(_image(tmp_path / "image")) as device:
-        found = await look.probe(device)
+async def test_probe_reads_all_marks_before_blank(probes: prober.Prober, tmp_path: Path) -> None:
+    with blockdev.loop(blockdev.blank(tmp_path / "image", SIZE)) as device:
+        found = await probes.probe(device)
     assert found.verdict is Kind.BLANK_VERIFIED
     assert found.bytes_read >= 6 * MiB + 64 * 1024
 
@@ -73,14 +67,14 @@ _BACKUPS = {
 
 @pytest.mark.parametrize("name", _BACKUPS)
 async def test_probe_finds_backups_behind_zeroed_front(
-    look: prober.Prober, tmp_path: Path, name: str
+    probes: prober.Prober, tmp_path: Path, name: str
 ) -> None:
     command, lost = _BACKUPS[name]
     with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
         words = [disk.device if word == "DEVICE" else word for word in command]
         blockdev.run(*words, *([] if "DEVICE" in command else [disk.device]))
         disk.fault({"offset": 0, "length": lost, "zero": True})
-        found = await look.probe(disk.device)
+        found = await probes.probe(disk.device)
     assert found.verdict in (Kind.UNKNOWN_CONTENT, Kind.PARTITIONED, Kind.AMBIVALENT), found
     if found.verdict is Kind.UNKNOWN_CONTENT:
         assert found.offset >= lost
@@ -99,30 +93,33 @@ _UNREADABLE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("where", _UNREADABLE)
 async def test_probe_unreadable_is_never_blank(
-    look: prober.Prober, tmp_path: Path, where: str
+    probes: prober.Prober, tmp_path: Path, where: str
 ) -> None:
     with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
         disk.fault(_UNREADABLE[where])
-        found = await look.probe(disk.device)
+        found = await probes.probe(disk.device)
         assert found.verdict is Kind.UNREADABLE and found.errno
         disk.clear()
-        assert (await look.probe(disk.device)).verdict is Kind.BLANK_VERIFIED
+        assert (await probes.probe(disk.device)).verdict is Kind.BLANK_VERIFIED
 
 
 async def test_probe_names_first_offset_of_unknown_content(
-    look: prober.Prober, tmp_path: Path
+    probes: prober.Prober, tmp_path: Path
 ) -> None:
-    image = _image(tmp_path / "image")
+    image = blockdev.blank(tmp_path / "image", SIZE)
     with image.open("r+b") as stream:
         stream.seek(3 * MiB + 17)
         stream.write(b"x")
     with blockdev.loop(image) as device:
-        found = await look.probe(device)
+        found = await probes.probe(device)
     assert (found.verdict, found.offset) == (Kind.UNKNOWN_CONTENT, 3 * MiB + 17)
 
 
-async def test_probe_two_filesystems_are_ambivalent(look: prober.Prober, tmp_path: Path) -> None:
-    image, other = _image(tmp_path / "image"), _image(tmp_path / "other")
+async def test_probe_two_filesystems_are_ambivalent(probes: prober.Prober, tmp_path: Path) -> None:
+    image, other = (
+        blockdev.blank(tmp_path / "image", SIZE),
+        blockdev.blank(tmp_path / "other", SIZE),
+    )
     blockdev.run("mkfs.ext4", "-q", str(image))
     blockdev.run("mkfs.xfs", "-q", str(other))
     with other.open("rb") as stream:
@@ -130,62 +127,62 @@ async def test_probe_two_filesystems_are_ambivalent(look: prober.Prober, tmp_pat
     with image.open("r+b") as stream:
         stream.write(head)
     with blockdev.loop(image) as device:
-        found = await look.probe(device)
+        found = await probes.probe(device)
     assert found.verdict is Kind.AMBIVALENT
 
 
-async def test_probe_without_device_is_no_media(look: prober.Prober) -> None:
+async def test_probe_without_device_is_no_media(probes: prober.Prober) -> None:
     for path in ("/dev/loop7", "/dev/there-is-none"):
         if path == "/dev/loop7" and Path("/sys/block/loop7/loop/backing_file").exists():
             continue  # another session uses it
-        assert (await look.probe(path)).verdict is Kind.NO_MEDIA
+        assert (await probes.probe(path)).verdict is Kind.NO_MEDIA
 
 
-async def test_probe_changes_nothing(look: prober.Prober, tmp_path: Path) -> None:
-    image = _image(tmp_path / "image", 64 * MiB)
+async def test_probe_changes_nothing(probes: prober.Prober, tmp_path: Path) -> None:
+    image = blockdev.blank(tmp_path / "image", 64 * MiB)
     blockdev.run("mkfs.ext4", "-q", str(image))
     before = blockdev.sha256(image), image.stat().st_mtime_ns
     with blockdev.loop(image) as device:
-        await look.probe(device)
+        await probes.probe(device)
     assert (blockdev.sha256(image), image.stat().st_mtime_ns) == before
 
 
 async def test_hanging_device_has_one_child(
     tmp_path: Path,
 ) -> None:
-    look = prober.Prober(deadline=0.5, at_once=1)
+    probes = prober.Prober(deadline=0.5, at_once=1)
     try:
         with (
             blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk,
-            blockdev.loop(_image(tmp_path / "well")) as well,
+            blockdev.loop(blockdev.blank(tmp_path / "well", SIZE)) as well,
         ):
             disk.fault({"offset": 0, "length": SIZE, "hang": True})
-            answers = await asyncio.gather(*(look.probe(disk.device) for _ in range(20)))
-            answers += [await look.probe(disk.device) for _ in range(20)]
+            answers = await asyncio.gather(*(probes.probe(disk.device) for _ in range(20)))
+            answers += [await probes.probe(disk.device) for _ in range(20)]
             assert {a.verdict for a in answers} == {Kind.TIMEOUT}
-            assert look.started == 1 and look.hanging == {disk.device}
-            look.deadline = 5.0  # the machine may be busy; and the only slot is free again
-            assert (await look.probe(well)).verdict is Kind.BLANK_VERIFIED
+            assert probes.started == 1 and probes.hanging == {disk.device}
+            probes.deadline = 5.0  # the machine may be busy; and the only slot is free again
+            assert (await probes.probe(well)).verdict is Kind.BLANK_VERIFIED
             disk.clear()
             async with asyncio.timeout(10):
-                while look.hanging:
+                while probes.hanging:
                     await asyncio.sleep(0.05)
-            assert (await look.probe(disk.device)).verdict is Kind.BLANK_VERIFIED
+            assert (await probes.probe(disk.device)).verdict is Kind.BLANK_VERIFIED
     finally:
-        await look.close()
+        await probes.close()
 
 
 async def test_joined_probe_of_hanging_device_is_timeout(
     tmp_path: Path,
 ) -> None:
-    look = prober.Prober(deadline=0.6)
+    probes = prober.Prober(deadline=0.6)
     silent = tmp_path / "device"
     os.mkfifo(silent)  # opening it waits for a writer, until SIGKILL: as a buffered read does
     try:
-        first = asyncio.create_task(look.probe(str(silent)))
+        first = asyncio.create_task(probes.probe(str(silent)))
         await asyncio.sleep(0.3)
-        answers = [await look.probe(str(silent)), await first]
+        answers = [await probes.probe(str(silent)), await first]
         assert [a.verdict for a in answers] == [Kind.TIMEOUT, Kind.TIMEOUT]
-        assert look.started == 1
+        assert probes.started == 1
     finally:
-        await look.close()
+        await probes.close()

@@ -1,0 +1,97 @@
+"""Leases from grant to end, on real devices.
+
+A module of its own: two agents on one cell would share the ring buffer of the guard, and an event
+goes to only one of them.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.testbed import blockdev, cell, formatters, waiting
+from tests.testbed.agent import Agent
+
+pytestmark = pytest.mark.real
+
+SIZE = 320 * blockdev.MiB
+
+
+@pytest.fixture(scope="module")
+def short(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    """An agent whose leases are short."""
+    with cell.agent(tmp_path_factory.mktemp("short"), where, lease="3s") as made:
+        yield made
+
+
+@pytest.mark.parametrize("fstype", ["ext4", "xfs"])
+def test_blank_volume_is_formatted_by_kubelets_retries(
+    where: cell.Cell, short: Agent, fstype: str, tmp_path: Path
+) -> None:
+    target = tmp_path / "mnt"
+    target.mkdir()
+    with blockdev.loop(blockdev.blank(tmp_path / "image", SIZE)) as device:
+        for _ in range(6):  # kubelet: at once, then after 0.5 s, 1 s, ...
+            outcome = formatters.kubelet(where.run, device, fstype, str(target), lambda: None)
+            if outcome.mounted:
+                break
+            time.sleep(0.5)
+        assert outcome.mounted, outcome
+        where.run("umount", str(target))
+        waiting.until(
+            lambda: (short.guarded(device).get("verdict") or {}).get("type") == fstype,
+            10,
+            "its content to be in the ledger",
+        )
+        entries = short.cli_json("volume", "ledger")["volumes"]
+        mine = [e for e in entries if e["volume"] == f"loop:{tmp_path}/image"]
+        assert mine[0]["type"] == fstype and mine[0]["permitted"] == 0
+        assert not any(device.endswith(f["evidence"].get("device", "?"))
+                       or str(tmp_path) in f["subject"] for f in short.findings())  # fmt: skip
+        waiting.until(
+            lambda: where.run("wipefs", "-a", "-f", device).returncode != 0,
+            12,
+            "the lease to be over",
+        )
+
+
+def test_unused_lease_closes_permission_and_is_granted_again(
+    where: cell.Cell, short: Agent, tmp_path: Path
+) -> None:
+    volume = f"loop:{tmp_path}/image"
+
+    def permitted() -> Any:
+        found = [e for e in short.cli_json("volume", "ledger")["volumes"] if e["volume"] == volume]
+        return found and found[0]["permitted"]
+
+    with blockdev.loop(blockdev.blank(tmp_path / "image", SIZE)) as device:
+        waiting.until(lambda: short.guarded(device).get("may_be_formatted"), 10, "a lease")
+        waiting.until(lambda: not short.guarded(device)["may_be_formatted"], 10, "its end")
+        waiting.until(lambda: permitted() == 0, 5, "the permission to be closed")
+        assert where.run("mkfs.ext4", "-q", device).returncode != 0
+        waiting.until(
+            lambda: where.run("mkfs.ext4", "-q", device).returncode == 0, 5, "the lease again"
+        )
+
+
+def test_used_lease_is_not_granted_again_without_cluster(
+    where: cell.Cell, short: Agent, tmp_path: Path
+) -> None:
+    """A backend that swallows writes: formatted, and reads still zeros. Only its cluster could
+    tell; without one the answer is no."""
+    with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
+        disk.fault({"offset": 0, "length": SIZE, "zero": True})
+        waiting.until(lambda: short.guarded(disk.device).get("may_be_formatted"), 10, "a lease")
+        where.run("mkfs.ext4", "-q", "-F", disk.device)
+        waiting.until(lambda: not short.guarded(disk.device)["may_be_formatted"], 10, "its end")
+        assert where.run("mkfs.ext4", "-q", disk.device).returncode != 0
+        waiting.until(
+            lambda: any(
+                "permitted before" in reason for reason in short.guarded(disk.device)["reasons"]
+            ),
+            5,
+            "the refusal",
+        )
+        assert where.run("mkfs.ext4", "-q", disk.device).returncode != 0

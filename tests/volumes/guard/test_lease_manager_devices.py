@@ -1,0 +1,143 @@
+"""The life of volumes under an enforcing agent: new ones, hanging ones, changed ones."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.testbed import blockdev, cell, waiting
+from tests.testbed.agent import Agent
+
+pytestmark = pytest.mark.real
+
+SIZE = 320 * blockdev.MiB
+
+
+def test_hanging_device_times_out_and_is_probed_once(
+    where: cell.Cell, agent: Agent, tmp_path: Path
+) -> None:
+    with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
+        blockdev.run("mkfs.ext4", "-q", disk.device)
+        waiting.until(lambda: agent.guarded(disk.device).get("verdict"), 10, "the first check")
+        disk.fault({"offset": 0, "length": SIZE, "hang": True})
+
+        began = time.monotonic()
+        slowest = 0.0
+        for _ in range(20):  # everyone wants to know at once
+            # mkfs would read first, and hang in that
+            assert where.run("dd", "if=/dev/zero", f"of={disk.device}", "count=1").returncode == 1
+            asked = time.monotonic()
+            assert agent.get("/healthz")["alive"]
+            slowest = max(slowest, time.monotonic() - asked)
+        found = agent.cli_json("volume", "probe", disk.device)
+        assert found["verdict"] == "timeout", json.dumps(found)
+        assert time.monotonic() - began < 15  # a deadline of the test, not a measurement
+        assert slowest < 3
+
+        status = agent.get("/v1/volumes/guard")
+        # Waiting for a page, a child can be killed; for the device itself, it cannot.
+        assert status["probes_hanging"] in ([], [disk.device])
+        parent = str(agent.process.pid)  # type: ignore[union-attr]
+        probes = blockdev.run("pgrep", "-P", parent, "-f", "volumes.probe.examine", check=False)
+        assert len(probes.stdout.split()) <= 2  # the one that hangs, and the spare
+        assert "probe-hangs" in {f["rule"] for f in agent.findings()}
+
+        disk.clear()
+        waiting.until(
+            lambda: not agent.get("/v1/volumes/guard")["probes_hanging"], 10, "the child to be gone"
+        )
+        assert agent.cli_json("volume", "probe", disk.device)["type"] == "ext4"
+
+
+def test_content_changed_is_reported_until_accepted(agent: Agent, tmp_path: Path) -> None:
+    image = blockdev.blank(tmp_path / "image", SIZE)
+
+    def seen(device: str) -> Any:
+        return (agent.guarded(device).get("verdict") or {}).get("uuid")
+
+    with blockdev.loop(image) as device:
+        blockdev.run("mkfs.ext4", "-q", device)
+        agent.cli_json("volume", "probe", device)
+    with blockdev.loop(image) as device:
+        first = waiting.until(lambda: seen(device), 10, "the first content")
+    blockdev.run("mkfs.ext4", "-q", "-F", str(image))  # another node
+    with blockdev.loop(image) as device:
+        waiting.until(lambda: seen(device) not in (None, first), 10, "the other content")
+        changed = waiting.until(
+            lambda: [f for f in agent.findings() if f["rule"] == "content-changed"],
+            5,
+            "the finding",
+        )
+        assert first in changed[0]["message"]
+        agent.cli_json("volume", "ledger", "--accept", f"loop:{image}")
+        waiting.until(
+            lambda: not [f for f in agent.findings() if f["rule"] == "content-changed"],
+            5,
+            "the finding to clear",
+        )
+
+
+def test_content_missing_is_reported_at_once(agent: Agent, tmp_path: Path) -> None:
+    with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
+        blockdev.run("mkfs.ext4", "-q", disk.device)
+    with blockdev.faulty_disk(tmp_path / "disk", backing=disk.backing) as disk:
+        waiting.until(
+            lambda: (agent.guarded(disk.device).get("verdict") or {}).get("type"),
+            10,
+            "it to be known",
+        )
+    disk.control.write_text("[]")
+    with blockdev.faulty_disk(
+        tmp_path / "disk", backing=disk.backing,
+        faults=[{"offset": 0, "length": SIZE, "zero": True}],
+    ) as disk:  # fmt: skip
+        found = waiting.until(
+            lambda: [f for f in agent.findings() if f["rule"] == "content-missing"],
+            10,
+            "the finding",
+        )
+        assert "blank_verified" in found[0]["message"]
+        assert not agent.guarded(disk.device)["may_be_formatted"]
+
+
+def test_allow_format_needs_the_volumes_name(
+    where: cell.Cell, agent: Agent, tmp_path: Path
+) -> None:
+    with blockdev.loop(blockdev.blank(tmp_path / "image", SIZE)) as device:
+        blockdev.run("mkfs.ext4", "-q", device)
+        volume = agent.cli_json("volume", "probe", device)["volume"]
+        words = ("volume", "allow-format", device, "--reason", "it is scratch", "--volume-id")
+
+        wrong = agent.cli(*words, "loop:/another")
+        assert wrong.returncode == 8 and "holds volume" in wrong.stderr
+        assert where.run("mkfs.ext4", "-F", device).returncode != 0
+
+        agent.cli_json(*words, volume)
+        assert where.run("mkfs.ext4", "-F", device).returncode == 0
+        log = agent.cli_json("volume", "guard", "status")["operator_log"]
+        assert log[-1]["action"] == "allow-format" and log[-1]["reason"] == "it is scratch"
+
+
+def test_denial_names_pod_and_process(where: cell.Cell, agent: Agent, tmp_path: Path) -> None:
+    uid = "0f8fad5b-d9cb-469f-a165-70867728950e"
+    container = "c" * 64
+    pod = where.path / f"kubepods/pod{uid}/{container}"
+    pod.mkdir(parents=True)
+    image = blockdev.blank(tmp_path / "image", SIZE)
+    blockdev.run("mkfs.ext4", "-q", str(image))
+    with blockdev.loop(image) as device:
+        where.run("mkfs.xfs", "-f", device, cgroup=pod)
+        found = waiting.until(
+            lambda: [f for f in agent.findings() if str(tmp_path) in f["subject"]],
+            10,
+            "the finding",
+        )[0]
+    assert found["rule"] == "format-denied" and found["severity"] == "critical"
+    evidence = found["evidence"]
+    assert evidence["command"] == f"mkfs.xfs -f {device}"
+    assert (evidence["pod"], evidence["container"]) == (uid, container)
+    assert evidence["pid"].isdigit() and "has_fs ext4" in evidence["verdict"]
+    metrics = agent.get("/metrics")
+    assert 'nodeagent_volumes_guard_mode{mode="enforce"} 1.0' in metrics
