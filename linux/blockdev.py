@@ -249,8 +249,10 @@ def scan(drivers: Collection[str], sysfs: _Root = SYSFS, proc: _Root = PROC) -> 
         number = _device_number(home)
         if number is None or number[0] not in wanted or len(found) >= MOST_DEVICES:
             continue
+        if rbd_sysfs.text(f"{home}/size") == "0":
+            continue  # a free loop or nbd minor: many, and a scan comes after every mount
         device = _device(name, number, wanted[number[0]], home, sysfs, "", home)
-        if device.size:  # else a free loop or nbd minor
+        if device.size:
             found.append(_with_layers(device, sysfs, proc, superblocks))
     return found
 
