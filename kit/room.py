@@ -88,6 +88,10 @@ class Role(StrEnum):
     OPERATE = "operate"
     DANGEROUS = "dangerous"  # what can lose protection or cached data
 
+    def includes(self, other: "Role") -> bool:
+        order = list(Role)
+        return order.index(self) >= order.index(other)
+
 
 @dataclass(frozen=True)
 class Request:

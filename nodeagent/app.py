@@ -29,7 +29,7 @@ import structlog
 import kit.errors
 import kit.room
 from nodeagent import configfile, configwatch, state
-from nodeagent.api import server
+from nodeagent.api import listeners
 from nodeagent.settings import Process, Settings
 
 log = structlog.get_logger("agent")
@@ -83,7 +83,7 @@ class Agent:
             loop.add_signal_handler(number, self._stopping.set)
         with _only_one(self.state.settings.state_dir):
             started: list[kit.room.Component[Any]] = []
-            async with server.serving(self.state):
+            async with listeners.serving(self.state):
                 try:
                     for component in self.state.components:
                         await self._start(component)
@@ -91,7 +91,8 @@ class Agent:
                     log.info(
                         "agent started",
                         components=[c.name for c in started],
-                        admin=self.state.settings.admin.listen,
+                        admin=str(self.state.settings.admin.socket),
+                        metrics=self.state.settings.admin.metrics,
                     )
                     await self._work()
                 finally:

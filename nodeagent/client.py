@@ -24,24 +24,52 @@ class RemoteError(kit.errors.AgentError):
 
 
 class Client:
-    """``kit.room.Api`` over HTTP. One session per call: a command makes one or two and ends."""
+    """``kit.room.Api`` over HTTP. One session per call: a command makes one or two and ends.
 
-    def __init__(self, url: str, token_file: Path | None) -> None:
-        self._url = url.rstrip("/")
+    ``address``: unix:///PATH of an agent's socket, or the URL of one that listens on TCP.
+    """
+
+    def __init__(self, address: str, token_file: Path | None = None) -> None:
+        self._address = address
         self._token_file = token_file
+        self._socket = address.removeprefix("unix://") if address.startswith("unix:") else None
+        # The host is not looked at: the socket leads to one agent.
+        self._url = address.rstrip("/") if self._socket is None else "http://agent"
 
     def _session(self, total: float | None) -> aiohttp.ClientSession:
         headers = {}
-        if self._token_file is not None and self._token_file.exists():
-            headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
+        if self._token_file is not None:
+            headers["Authorization"] = f"Bearer {self._token()}"
         timeout = aiohttp.ClientTimeout(
             total=total, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS
         )
-        return aiohttp.ClientSession(headers=headers, timeout=timeout, read_bufsize=2**20)
+        connector = None if self._socket is None else aiohttp.UnixConnector(self._socket)
+        return aiohttp.ClientSession(
+            headers=headers, timeout=timeout, connector=connector, read_bufsize=2**20
+        )
+
+    def _token(self) -> str:
+        assert self._token_file is not None
+        if self._socket is None and not self._url.startswith("https://"):
+            raise kit.errors.SettingsError(
+                self._address, "a token would travel in clear text", "use https://"
+            )
+        try:
+            return self._token_file.read_text().strip()
+        except (OSError, ValueError) as error:
+            raise kit.errors.SettingsError(
+                f"token file {self._token_file}", f"cannot be read ({error})", "correct it"
+            ) from error
 
     def _unreachable(self, error: Exception) -> kit.errors.UnreachableError:
+        if isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError):
+            return kit.errors.UnreachableError(
+                self._address,
+                "you may not use this socket",
+                "use it as root or as a member of admin.group",
+            )
         return kit.errors.UnreachableError(
-            self._url,
+            self._address,
             f"no agent answers there ({error or type(error).__name__})",
             "start it with 'nodeagent --config FILE run', or name its address with --api",
         )
@@ -62,7 +90,9 @@ class Client:
             answer = json.loads(text) if text else {}
         except ValueError as error:
             raise kit.errors.UnreachableError(
-                self._url, f"what answers there is not an agent (status {status})", "correct --api"
+                self._address,
+                f"what answers there is not an agent (status {status})",
+                "correct --api",
             ) from error
         if isinstance(answer, dict) and "error" in answer and status >= 400:
             raise RemoteError(answer["error"])

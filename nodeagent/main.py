@@ -26,17 +26,20 @@ class Context:
     """What every command gets (``kit.room.CommandContext``)."""
 
     config: Path
-    api: str | None
+    address: str | None  # --api
+    token_file: Path | None = None
+
+    @property
+    def api(self) -> str | None:
+        """The address of another node's agent, perhaps; a unix socket is this node's."""
+        return None if (self.address or "unix:").startswith("unix:") else self.address
 
     def client(self) -> kit.room.Api:
         from nodeagent import client  # the HTTP client takes longer to import than all else
 
-        if self.api is not None:
-            return client.Client(self.api, token_file=None)
-        admin = configfile.load(self.config).admin
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(admin.host, admin.host)
-        url = f"http://[{host}]:{admin.port}" if ":" in host else f"http://{host}:{admin.port}"
-        return client.Client(url, token_file=admin.token_file)
+        if self.address is not None:
+            return client.Client(self.address, self.token_file)
+        return client.Client(f"unix://{configfile.load(self.config).admin.socket}")
 
     def offline(self, room: str) -> tuple[Any, Path]:
         try:
@@ -77,13 +80,23 @@ class _Room(click.Group):
     "--api",
     metavar="URL",
     envvar="NODEAGENT_API",
-    help="Admin API of the agent to talk to; default: admin.listen of the settings file.",
+    help="Agent to talk to, unix:///PATH or https://HOST:PORT; default: admin.socket of the "
+    "settings file.",
+)
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    envvar="NODEAGENT_TOKEN_FILE",
+    help="File with the bearer token for an https:// address.",
 )
 @click.version_option(package_name="nodeagent")
 @click.pass_context
-def cli(ctx: click.Context, config_path: Path | None, api: str | None) -> None:
+def cli(
+    ctx: click.Context, config_path: Path | None, api: str | None, token_file: Path | None
+) -> None:
     """Node agent for GPU clusters: dataset cache, ready images, safe volumes."""
-    ctx.obj = Context(config=configfile.locate(config_path), api=api)
+    ctx.obj = Context(configfile.locate(config_path), api, token_file)
 
 
 @cli.command()

@@ -41,8 +41,7 @@ def render(state: State) -> str:
             parts += [_section(section) for section in room.page(component)]
     parts.append(_findings(state))
     parts.append(
-        "<p class=small><a href=/metrics>metrics</a> · <a href=/readyz>readiness</a> · "
-        "<a href=/openapi.json>API</a></p></html>"
+        "<p class=small><a href=/metrics>metrics</a> · <a href=/readyz>readiness</a></p></html>"
     )
     return "".join(parts)
 

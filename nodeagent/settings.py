@@ -2,69 +2,113 @@
 
 import ipaddress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+import kit.room
 import kit.settings
 from nodeagent import rooms
 
+LONGEST_SOCKET_PATH = 107  # bytes, of the kernel's sockaddr_un
+_REPLACED = {
+    "listen": "use admin.metrics (probes, metrics and the status page) and admin.socket (the API)",
+    "token_file": "use admin.socket with admin.group, or admin.api with tokens_file",
+}
+
+
+def address(text: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT; ValueError when it is not one."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{text!r} is not HOST:PORT, like 127.0.0.1:9470 or [::1]:9470")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``. A name other than localhost: False."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_and_port(text: str) -> str:
+    address(text)
+    return text
+
+
+HostPort = Annotated[str, AfterValidator(_host_and_port)]
+
+
+class ApiSettings(kit.settings.Section):
+    """The admin API over TCP."""
+
+    listen: HostPort = Field(description="HOST:PORT.")
+    cert_file: kit.settings.AbsolutePath = Field(
+        description="Certificate chain, PEM. Read again when it changes."
+    )
+    key_file: kit.settings.AbsolutePath = Field(
+        description="Private key, PEM. Read again when it changes."
+    )
+    tokens_file: kit.settings.AbsolutePath = Field(
+        description="YAML, read again when it changes: `NAME: {token: TEXT, role: ROLE}`, or "
+        "`sha256: HEX` instead of `token`. Roles: read, operate, dangerous."
+    )
+
 
 class AdminSettings(kit.settings.Section):
-    """Where the admin API, the status page and /metrics are served."""
+    """Where the agent listens, and who may do what (docs/security.md)."""
 
-    listen: str = Field(
+    socket: kit.settings.AbsolutePath = Field(
+        default=Path("/run/nodeagent/admin.sock"),
+        description="Unix socket of the admin API, for root alone unless `group` is set. The "
+        "command line uses it.",
+    )
+    group: str | None = Field(
+        default=None, description="Group of this host whose members may use the socket too."
+    )
+    group_role: kit.room.Role = Field(
+        default=kit.room.Role.OPERATE,
+        description="What members of `group` may do: read, operate or dangerous. Root may do all.",
+    )
+    metrics: HostPort | None = Field(
         default="127.0.0.1:9470",
-        description="HOST:PORT. Loopback by default: who reaches the API controls the agent.",
+        description="HOST:PORT of /metrics, /healthz and /readyz, and on a loopback address of "
+        "the status page. Needs no login; changes nothing. null: off.",
     )
-    token_file: Path | None = Field(
-        default=None,
-        description="File with the bearer token that requests need unless they only read. Required "
-        "when 'listen' is not a loopback address. Without it everybody on the node may change "
-        "things.",
+    names: tuple[str, ...] = Field(
+        default=(),
+        description="Host names under which clients ask the TCP listeners, besides their own "
+        "address. A request for another name is refused (DNS rebinding).",
+    )
+    api: ApiSettings | None = Field(
+        default=None, description="The admin API over TCP, with TLS and tokens. Off when absent."
     )
 
-    @field_validator("listen")
+    @model_validator(mode="before")
     @classmethod
-    def _host_and_port(cls, value: str) -> str:
-        host, colon, port = value.rpartition(":")
-        if not colon or not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"{value!r} is not HOST:PORT, like 127.0.0.1:9470 or [::1]:9470")
-        return value
+    def _name_successors(cls, given: Any) -> Any:
+        for name in _REPLACED.keys() & (given if isinstance(given, dict) else {}):
+            raise ValueError(f"admin.{name} does not exist any more; {_REPLACED[name]}")
+        return given
 
-    @property
-    def host(self) -> str:
-        return self.listen.rpartition(":")[0].strip("[]")
-
-    @property
-    def port(self) -> int:
-        return int(self.listen.rpartition(":")[2])
-
-    @property
-    def is_loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
-    @model_validator(mode="after")
-    def _token_beyond_loopback(self) -> "AdminSettings":
-        if not self.is_loopback and self.token_file is None:
-            raise ValueError(
-                f"{self.listen} can be reached from other machines; set token_file, "
-                "or listen on 127.0.0.1"
-            )
-        return self
+    @field_validator("socket")
+    @classmethod
+    def _fits(cls, path: Path) -> Path:
+        if len(bytes(path)) > LONGEST_SOCKET_PATH:
+            raise ValueError(f"a socket's path has at most {LONGEST_SOCKET_PATH} bytes")
+        return path
 
 
 class Process(kit.settings.Section):
     """What the process itself needs."""
 
     admin: AdminSettings = Field(
-        default_factory=AdminSettings, description="The admin API and the status page."
+        default_factory=AdminSettings, description="The admin API, metrics and the status page."
     )
     state_dir: kit.settings.AbsolutePath = Field(
         default=Path("/var/lib/nodeagent/state"),

@@ -5,6 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 here=$PWD/build/run
 port=${NODEAGENT_PORT:-9470}
+socket=$here/admin.sock
+[ ${#socket} -le 107 ] || socket=/run/nodeagent/demo.sock  # a socket's path is short
 mkdir -p "$here"
 if [ "$(id -u)" != 0 ]; then
   echo "make run: needs root (it mounts the view); try: sudo make run" >&2
@@ -17,7 +19,7 @@ if [ "$source" = "$here/source" ] && [ ! -e "$source/.made" ]; then
   .venv/bin/python scripts/demo_dataset.py "$source"
 fi
 cat >"$here/nodeagent.yaml" <<Y
-admin: {listen: "127.0.0.1:$port"}
+admin: {socket: "$socket", metrics: "127.0.0.1:$port"}
 state_dir: $here/state
 cache:
   store: $here/store

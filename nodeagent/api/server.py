@@ -1,31 +1,49 @@
-"""The admin API server: the only module that knows the HTTP server library.
+"""The HTTP applications: the admin API, and what the metrics listener serves.
 
-It serves the process's own routes (probes, metrics, findings, the OpenAPI document, the status
+The API has the process's own routes (probes, metrics, findings, the OpenAPI document, the status
 page) and every room's. A room's handler (``kit.room.Route``) takes a plain request and returns
 plain JSON; here its errors become status codes, its streams NDJSON, and its role is enforced.
+
+A request passes, in this order: a limit on the time that its answer may take to be sent, the
+conversion of errors, the caller's role, the limit on changing calls, the check of its texts, and a
+limit on the time of the handler. ``nodeagent.api.listeners`` decides where all this is served.
 """
 
 import asyncio
 import contextlib
-import hmac
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import prometheus_client
+import structlog
 from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import kit.errors
-from kit.room import Answer, Component, Request, Role, Route, Stream
+from kit.room import Answer, Component, Json, Request, Role, Route, Stream
 from nodeagent import page
-from nodeagent.api import openapi
+from nodeagent.api import access, openapi
 from nodeagent.state import State
 
+log = structlog.get_logger("agent")
+
 MOST_STREAMS = 32  # of one route at a time
-LONGEST_BODY = 1024 * 1024
+LONGEST_BODY = 256 * 1024
+LONGEST_NAME = 255  # of a placeholder in a path
+LONGEST_TEXT = 4096  # of a query's value
+BODY_SECONDS = 10.0
+# Below the command line's own limit (nodeagent.client.ANSWER_SECONDS).
+HANDLER_SECONDS = 55.0
+WRITE_SECONDS = 20.0  # one answer, or one line of a stream
+LONGEST_NOTE = 300  # of a path or a text in the record of calls
+
+_SENT = web.RequestKey("sent", dict)  # what the record of calls shows of the body
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -36,6 +54,15 @@ _STATUS = {
     kit.errors.SettingsError: 400,
     kit.errors.SourceError: 502,
 }
+
+
+@dataclass(frozen=True)
+class Door:
+    """How one listener of the API knows its callers."""
+
+    caller: Callable[[web.Request], access.Caller]
+    calls: access.CallLog
+    hosts: access.Hosts | None = None  # None: no web page can reach it under any name
 
 
 class _Collector(Collector):
@@ -55,7 +82,7 @@ class _Collector(Collector):
         yield from self._state.findings.metrics()
 
 
-# --- errors, and who may change things
+# --- errors, limits, and who may call what
 
 
 def _error_body(error: kit.errors.AgentError) -> dict[str, Any]:
@@ -71,6 +98,24 @@ def _error_body(error: kit.errors.AgentError) -> dict[str, Any]:
 
 
 @web.middleware
+async def _send_in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Also sends the answer: aiohttp would wait for ever for a client that does not read it."""
+    response = await handler(request)
+    try:
+        async with asyncio.timeout(WRITE_SECONDS):
+            await response.prepare(request)
+            await response.write_eof()
+    except TimeoutError:
+        _abort(request)
+    return response
+
+
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
+
+
+@web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
@@ -82,33 +127,75 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         remedy = "see /openapi.json"
         if error.status == 404:
             remedy += "; a part of the agent that the settings leave out has no paths"
-        shown = kit.errors.AgentError(request.path, error.reason, remedy)
-        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return web.json_response(_error_body(shown), status=error.status, headers=headers)
+        shown = kit.errors.AgentError(_plain(request.path), error.reason, remedy)
+        kept = {k: error.headers[k] for k in ("Allow", "Retry-After") if k in error.headers}
+        return web.json_response(_error_body(shown), status=error.status, headers=kept)
+    except ConnectionError:
+        raise  # the client has left
+    except Exception:
+        log.exception("request failed", method=request.method, path=_plain(request.path))
+        shown = kit.errors.AgentError(_plain(request.path), "the agent failed", "see its log")
+        return web.json_response(_error_body(shown), status=500)
 
 
-def _guard(state: State, roles: dict[Any, Role]) -> Any:
-    """Lets everybody read. Other roles: not a web page, and with the token where one is set."""
+def _plain(text: str) -> str:
+    """``text`` for messages: bounded, without characters that are none."""
+    return text.encode("utf-8", "backslashreplace").decode()[:LONGEST_NOTE]
+
+
+def _guard(door: Door, roles: dict[Any, Role]) -> Any:
+    """Refuses who may not; limits and records changing calls."""
+    rate = access.Rate()
 
     def role(request: web.Request) -> Role:
         # A path that does not exist is judged by its method.
         read = request.method in ("GET", "HEAD")
         return roles.get(request.match_info.handler, Role.READ if read else Role.OPERATE)
 
+    def check(request: web.Request, caller: access.Caller, needed: Role) -> None:
+        if door.hosts is not None and not door.hosts.admits(request.headers.get("Host", "")):
+            raise web.HTTPMisdirectedRequest(
+                reason="the Host header names another host (setting admin.names)"
+            )
+        # A page opened in a browser on this node could send requests here; it cannot avoid
+        # sending its origin with them.
+        if (needed is not Role.READ or door.hosts is not None) and (
+            "Origin" in request.headers or "Sec-Fetch-Site" in request.headers
+        ):
+            raise web.HTTPForbidden(reason="requests from web pages are refused")
+        if caller.role is None:
+            raise web.HTTPUnauthorized(reason="a bearer token is needed (admin.api.tokens_file)")
+        if not caller.role.includes(needed):
+            raise web.HTTPForbidden(
+                reason=f"role {needed} is needed, {caller.name} is {caller.role}"
+            )
+        if needed is not Role.READ and not rate.admits(caller.key):
+            raise web.HTTPTooManyRequests(
+                reason="too many changing calls", headers={"Retry-After": "1"}
+            )
+
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if role(request) is not Role.READ:
-            # A page opened in a browser on this node could send requests here; it cannot avoid
-            # sending its origin with them.
-            if "Origin" in request.headers or "Sec-Fetch-Site" in request.headers:
-                raise web.HTTPForbidden(reason="requests from web pages are refused")
-            token_file = state.settings.admin.token_file
-            if token_file is not None:
-                expected = (await asyncio.to_thread(token_file.read_bytes)).strip()
-                given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-                if not expected or not hmac.compare_digest(given, expected):
-                    raise web.HTTPUnauthorized(reason="a bearer token is needed (admin.token_file)")
-        return await handler(request)
+        begun = time.monotonic()
+        needed, caller = role(request), door.caller(request)
+
+        async def call(request: web.Request) -> web.StreamResponse:
+            check(request, caller, needed)
+            return await handler(request)
+
+        response = await _errors_as_json(request, call)
+        if needed is not Role.READ or caller.role is None:
+            door.calls.note(
+                known=caller.role is not None,
+                who=caller.name,
+                method=_plain(request.method),
+                path=_plain(request.path),
+                role=str(needed),
+                result=response.status,
+                milliseconds=round((time.monotonic() - begun) * 1000),
+                **({"sent": request[_SENT]} if _SENT in request else {}),
+            )
+        return response
 
     return guard
 
@@ -116,31 +203,111 @@ def _guard(state: State, roles: dict[Any, Role]) -> Any:
 # --- routes of the rooms
 
 
+def _refuse(cause: str) -> NoReturn:
+    raise kit.errors.SettingsError("the request", cause, "see /openapi.json")
+
+
+def _names(request: web.Request) -> dict[str, str]:
+    """The path's placeholders. ``%2F`` and ``%2E`` are decoded in them, so that a room could take
+    one for a path."""
+    found = dict(request.match_info)
+    for value in found.values():
+        if (
+            not value.isprintable()
+            or "/" in value
+            or value in (".", "..")
+            or len(value) > LONGEST_NAME
+        ):
+            _refuse(f"{_plain(value)!r} is not a name")
+    return found
+
+
+def _query(request: web.Request) -> dict[str, str]:
+    found = dict(request.query)
+    for name, value in found.items():
+        if len(value) > LONGEST_TEXT or not _is_text(value):
+            _refuse(f"{_plain(name)!r} in its query is too long or not a text")
+    return found
+
+
+def _is_text(value: str) -> bool:
+    return "\0" not in value and not re.search("[\ud800-\udfff]", value)
+
+
+def _all_texts(value: Any) -> bool:
+    if isinstance(value, str):
+        return _is_text(value)
+    if isinstance(value, dict):
+        return all(_is_text(key) and _all_texts(inner) for key, inner in value.items())
+    return not isinstance(value, list) or all(map(_all_texts, value))
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
 async def _body(request: web.Request) -> dict[str, Any]:
     """The JSON object of a request; {} without a body."""
     if request.method in ("GET", "HEAD") or not request.can_read_body:
         return {}
     try:
-        body = json.loads(await request.read())
-    except (ValueError, RecursionError) as error:
-        raise kit.errors.SettingsError(
-            "the request", "its body is not JSON", "send a JSON object"
-        ) from error
+        async with asyncio.timeout(BODY_SECONDS):
+            sent = await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(
+            reason=f"the body did not arrive within {BODY_SECONDS:g}s"
+        ) from None
+    try:
+        body = json.loads(sent, parse_constant=_no_number)
+        good = _all_texts(body)
+    except (ValueError, RecursionError):
+        _refuse("its body is not JSON")
     if not isinstance(body, dict):
-        raise kit.errors.SettingsError(
-            "the request", "its body is not a JSON object", "send a JSON object"
-        )
+        _refuse("its body is not a JSON object")
+    if not good:
+        _refuse("its body has a text with NUL or half a character")
+    request[_SENT] = {
+        _plain(key): _plain(value) if isinstance(value, str) else value
+        for key, value in list(body.items())[:8]
+        if isinstance(value, str | bool | int | float)
+    }
     return body
+
+
+async def _within(call: Awaitable[Json | Answer | Stream], changes: bool) -> Any:
+    """The handler's answer. A change that takes too long is not broken off half way."""
+    task = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait({task}, timeout=HANDLER_SECONDS)
+    except asyncio.CancelledError:  # the agent stops
+        task.cancel()
+        raise
+    if task.done():
+        return task.result()
+    if not changes:
+        task.cancel()
+        raise web.HTTPGatewayTimeout(reason=f"no answer within {HANDLER_SECONDS:g}s")
+    task.add_done_callback(_note_late_end)
+    raise web.HTTPGatewayTimeout(
+        reason=f"it takes longer than {HANDLER_SECONDS:g}s and continues; its end is logged"
+    )
+
+
+def _note_late_end(task: asyncio.Future[Any]) -> None:
+    error = None if task.cancelled() else task.exception()
+    log.info("api call ended late", error=str(error or ""), cancelled=task.cancelled())
 
 
 def _handler(route: Route, component: Component[Any]) -> Handler:
     streams = asyncio.Semaphore(MOST_STREAMS)
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        asked = Request(dict(request.match_info), dict(request.query), await _body(request))
-        answer = await route.handler(component, asked)
+        asked = Request(_names(request), _query(request), await _body(request))
+        changes = route.role is not Role.READ
+        answer = await _within(route.handler(component, asked), changes)
         if isinstance(answer, Stream):
             if streams.locked():
+                await answer.items.aclose()
                 raise web.HTTPServiceUnavailable(reason=f"{MOST_STREAMS} streams are open already")
             async with streams:
                 return await _send(request, answer)
@@ -157,9 +324,13 @@ async def _send(request: web.Request, stream: Stream) -> web.StreamResponse:
     async with contextlib.aclosing(stream.items) as items:
         async for item in items:
             try:
-                await response.write(json.dumps(item).encode() + b"\n")
+                async with asyncio.timeout(WRITE_SECONDS):
+                    await response.write(json.dumps(item).encode() + b"\n")
             except ConnectionResetError:
                 break  # the client has left
+            except TimeoutError:
+                _abort(request)
+                break
     return response
 
 
@@ -212,11 +383,11 @@ def _own_routes(state: State) -> list[web.RouteDef]:
     ]
 
 
-def application(state: State) -> web.Application:
+def application(state: State, door: Door) -> web.Application:
     """The whole admin API: the process's routes and those of each running room."""
     roles: dict[Any, Role] = {}
     app = web.Application(
-        middlewares=[_errors_as_json, _guard(state, roles)], client_max_size=LONGEST_BODY
+        middlewares=[_send_in_time, _guard(door, roles)], client_max_size=LONGEST_BODY
     )
     app.add_routes(_own_routes(state))
     for room, component in state.running:
@@ -230,21 +401,22 @@ def application(state: State) -> web.Application:
     return app
 
 
-@contextlib.asynccontextmanager
-async def serving(state: State) -> AsyncIterator[None]:
-    """Serve while the block runs. HostError when the address cannot be had."""
-    admin = state.settings.admin
-    runner = web.AppRunner(application(state), access_log=None, shutdown_timeout=2.0)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, admin.host, admin.port).start()
-        except OSError as error:
-            raise kit.errors.HostError(
-                f"admin.listen {admin.listen}",
-                f"cannot listen there ({error.strerror})",
-                "choose another address, or end what uses it",
-            ) from error
-        yield
-    finally:
-        await asyncio.shield(runner.cleanup())
+def metrics_application(
+    state: State, hosts: access.Hosts | None, with_page: bool
+) -> web.Application:
+    """Figures and probes for whoever reaches the metrics listener. It cannot change anything."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if hosts is not None and not hosts.admits(request.headers.get("Host", "")):
+            raise web.HTTPMisdirectedRequest(
+                reason="the Host header names another host (setting admin.names)"
+            )
+        return await handler(request)
+
+    served = {"/metrics", "/healthz", "/readyz"} | ({"/"} if with_page else set())
+    app = web.Application(
+        middlewares=[_send_in_time, _errors_as_json, check], client_max_size=LONGEST_BODY
+    )
+    app.add_routes([route for route in _own_routes(state) if route.path in served])
+    return app

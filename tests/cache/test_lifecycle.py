@@ -342,7 +342,7 @@ def test_reload_names_what_needs_restart(area: Path, node: Agent) -> None:
     node.wait_state("a", "complete")
     node.cache["store"] = str(area / "elsewhere")
     node.cache["datasets"][0]["source"]["path"] = str(other)
-    node.settings["admin"]["listen"] = "127.0.0.1:1"
+    node.settings["admin"]["metrics"] = "127.0.0.1:1"
     node.write()
     wanted = ["admin", "cache.datasets.a.source", "cache.store"]
     node.wait_for(lambda: sorted(node.get("/readyz")["needs_restart"]) == wanted, 30, "its names")

@@ -73,6 +73,8 @@ def node(kube: kubernetes.Kubernetes, run_folder: Path) -> Iterator[Node]:
     built = image.build()
     folder = run_folder / "node"
     client = agent.Agent(folder, {})
+    # The pod's socket, on a path of the node; by a link, because a socket's path must be short.
+    client.socket.symlink_to(kube.root / "var/lib/nodeagent/admin.sock")
     _dataset(kube.root / "mnt" / DATASET)
     kube.import_image(built.archive)
     layers = [registry.layer(f"fw{n}", 4_000_000, n) for n in range(2)]
@@ -83,6 +85,7 @@ def node(kube: kubernetes.Kubernetes, run_folder: Path) -> Iterator[Node]:
             "image": {"repository": image.NAME, "tag": built.tag},
             "port": client.port,
             "settings": {
+                "admin": {"socket": "/var/lib/nodeagent/admin.sock"},
                 "cache": {"datasets": [_settings_of_dataset()]},
                 "preheat": {
                     "images": [{"ref": f"{kubernetes.HOST}/test/framework:1", "pin": "always"}],

@@ -17,7 +17,7 @@ def test_apply_keeps_settings_that_need_a_restart(agent: app.Agent) -> None:
     assert old.cache is not None
     new = old.model_copy(
         update={
-            "admin": old.admin.model_copy(update={"listen": "127.0.0.1:2"}),
+            "admin": old.admin.model_copy(update={"metrics": "127.0.0.1:2"}),
             "state_dir": Path("/elsewhere"),
             "cache": old.cache.model_copy(update={"budget": 2**30}),
         }
@@ -75,13 +75,12 @@ def order() -> list[str]:
 
 
 def running(agent: app.Agent, *components: Slow) -> app.Agent:
-    """``agent`` with these components and a port of its own."""
+    """``agent`` with these components."""
     room = kit.room.Room("cache", "", kit.settings.Section, lambda *_: components[0])
     state = agent.state
     state.running = [(room, component) for component in components]
-    admin = state.settings.admin.model_copy(update={"listen": "127.0.0.1:0"})
     sections = {component.name: None for component in components}
-    state.settings = state.settings.model_copy(update={"admin": admin, **sections})
+    state.settings = state.settings.model_copy(update=sections)
     return agent
 
 

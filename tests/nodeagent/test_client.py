@@ -41,10 +41,15 @@ async def url() -> AsyncIterator[str]:
         yield str(server.make_url(""))
 
 
-async def test_call_sends_query_body_and_token(url: str, tmp_path: Path) -> None:
+async def test_call_sends_query_body_and_token(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret\n")
     made = client.Client(url, token)
+    with pytest.raises(kit.errors.SettingsError, match="clear text"):
+        await made.call("POST", "/echo")
+    monkeypatch.setattr(client.Client, "_token", lambda _: "s3cret")
     assert await made.call("POST", "/echo", {"a": 1}, limit=5) == {
         "method": "POST",
         "query": {"limit": "5"},

@@ -12,7 +12,7 @@ from nodeagent.settings import Settings
 
 # The shape that other tools rely on, word by word.
 ISSUE = """\
-admin: {listen: "127.0.0.1:9470"}
+admin: {metrics: "127.0.0.1:9471"}
 state_dir: /var/lib/nodeagent/state
 cache:
   store: /var/lib/nodeagent/store        # on the SSD
@@ -35,7 +35,7 @@ def refused(text: str) -> str:
 
 def test_load_reads_the_known_shape() -> None:
     settings = configfile.parse(ISSUE, "x")
-    assert settings.admin.listen == "127.0.0.1:9470"
+    assert settings.admin.metrics == "127.0.0.1:9471"
     assert settings.state_dir == Path("/var/lib/nodeagent/state")
     cache = settings.cache
     assert cache is not None
@@ -96,8 +96,10 @@ def test_empty_file_is_all_defaults() -> None:
         ("cache:\n  reserve: 110%\n", 2, ["cache.reserve", "110%"]),
         ("cache:\n  budget: [\n", 3, ["YAML"]),
         ("cache:\n\tbudget: 1\n", 2, ["YAML"]),
-        ("admin:\n  listen: nowhere\n", 2, ["HOST:PORT"]),
-        ("admin:\n  listen: 0.0.0.0:80\n", 1, ["other machines", "token_file"]),
+        ("admin:\n  metrics: nowhere\n", 2, ["HOST:PORT"]),
+        ("admin:\n  listen: 0.0.0.0:80\n", 1, ["admin.metrics", "admin.socket"]),
+        ("admin:\n  token_file: /t\n", 1, ["admin.group", "admin.api"]),
+        (f"admin:\n  socket: /{'x' * 107}\n", 2, ["107"]),
         ("state_dir: relative/path\n", 1, ["relative", "absolute"]),
         ("cache:\n  store: store\n", 2, ["relative"]),
         ("cache:\n  budget: 1GiB\n  store: /a\n  budget: 2GiB\n", 4, ["budget", "twice"]),

@@ -1,35 +1,54 @@
-"""The admin API without a node: routes, document, who may change things."""
+"""The admin API without a node or a listener: routes, document, roles, checks, streams."""
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import pytest
+import yarl
 from aiohttp.test_utils import TestClient, TestServer
 
 import kit.errors
+import kit.files
 import kit.room
 import kit.settings
 from kit.room import Answer, Request, Role, Route, Stream
 from nodeagent import app
-from nodeagent.api import openapi, server
+from nodeagent.api import access, openapi, server
 from nodeagent.state import State
 
 METHODS = {"get", "post", "put", "delete", "patch"}
-TOKEN = {"Authorization": "Bearer s3cret"}
+
+
+def door(
+    state: State, role: Role | None = Role.DANGEROUS, calls: access.CallLog | None = None
+) -> server.Door:
+    """Takes everybody for somebody of this role."""
+    caller = access.Caller(f"somebody who may {role}", role, "somebody")
+    return server.Door(lambda _: caller, calls or access.CallLog(state.settings.state_dir))
+
+
+@contextlib.asynccontextmanager
+async def served(
+    state: State, role: Role | None = Role.DANGEROUS
+) -> AsyncIterator[TestClient[Any, Any]]:
+    async with TestClient(TestServer(server.application(state, door(state, role)))) as made:
+        yield made
 
 
 @pytest.fixture
 async def client(agent: app.Agent) -> Any:
-    async with TestClient(TestServer(server.application(agent.state))) as made:
+    async with served(agent.state) as made:
         yield made
 
 
 def routed(agent: app.Agent) -> set[tuple[str, str]]:
     found = set()
-    for route in server.application(agent.state).router.routes():
+    for route in server.application(agent.state, door(agent.state)).router.routes():
         path = route.resource.canonical if route.resource else ""
         if route.method != "HEAD":
             found.add((route.method.lower(), path))
@@ -76,34 +95,83 @@ def test_document_describes_every_operation() -> None:
                 assert set(re.findall(r"{(\w+)}", path)) <= named, path
 
 
-async def test_changes_need_the_token(client: TestClient[Any, Any]) -> None:
-    assert (await client.get("/v1/datasets")).status == 200
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer "}):
-        answer = await client.post("/v1/datasets/a/warm", headers=headers)
-        assert answer.status == 401
-        assert "token" in (await answer.json())["error"]["cause"]
-    right = {"Authorization": "Bearer s3cret"}
-    assert (await client.post("/v1/datasets/a/warm", headers=right)).status == 404
+# --- roles
+
+
+def concrete(path: str) -> str:
+    return re.sub(r"{\w+}", "none", path)
+
+
+@pytest.mark.parametrize("role", [None, *Role])
+async def test_every_route_refuses_a_lower_role(whole: app.Agent, role: Role | None) -> None:
+    """All routes of the running application, with every role: refused exactly below their own."""
+    needed: dict[tuple[str, str], Role] = {}
+    for room, _ in whole.state.running:
+        needed |= {(route.method, route.path): route.role for route in room.routes()}
+    assert {str(each) for each in needed.values()} == set(Role)
+    async with served(whole.state, role) as client:
+        tried = 0
+        for method, path in routed(whole):
+            own = needed.get((method.upper(), path), Role.READ)
+            refused = role is None or not role.includes(own)
+            if not refused and own is not Role.READ:
+                continue  # it would act on this machine; see the next test
+            answer = await client.request(method, concrete(path))
+            assert (answer.status in (401, 403)) is refused, (method, path, answer.status)
+            assert answer.status == 401 or role is not None
+            tried += 1
+            answer.close()
+        assert tried > 10
+
+
+async def test_every_changing_route_admits_its_role(
+    whole: app.Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reached(*_: Any) -> kit.room.Json:
+        return {"reached": True}
+
+    for room, component in whole.state.running:
+        routes = [
+            kit.room.Route(route.method, route.path, reached, route.role)
+            for route in room.routes()
+            if route.role is not Role.READ
+        ]
+        fake = dataclasses.replace(room, routes=functools.partial(list, routes))
+        state = State(whole.state.settings, running=[(fake, component)])
+        for route in routes:
+            async with served(state, route.role) as client:
+                answer = await client.request(route.method, concrete(route.path))
+                assert await answer.json() == {"reached": True}, route
+
+
+def test_what_can_lose_protection_or_data_is_dangerous(whole: app.Agent) -> None:
+    dangerous = {
+        (route.method, route.path)
+        for room, _ in whole.state.running
+        for route in room.routes()
+        if route.role is Role.DANGEROUS
+    }
+    assert dangerous == {
+        ("DELETE", "/v1/datasets/{name}"),
+        ("PUT", "/v1/volumes/guard/mode"),
+        ("POST", "/v1/volumes/guard/detach"),
+        ("POST", "/v1/volumes/allow-format"),
+        ("POST", "/v1/volumes/ledger/accept"),
+        ("POST", "/v1/audit/act"),
+    }
 
 
 @pytest.mark.parametrize("header", ["Origin", "Sec-Fetch-Site"])
 async def test_requests_from_web_pages_are_refused(
     client: TestClient[Any, Any], header: str
 ) -> None:
-    headers = {"Authorization": "Bearer s3cret", header: "http://evil.example"}
     for method, path in (("POST", "/v1/datasets/a/warm"), ("DELETE", "/v1/datasets/a")):
-        answer = await client.request(method, path, headers=headers)
+        answer = await client.request(method, path, headers={header: "http://evil.example"})
         assert answer.status == 403
         assert "web pages" in (await answer.json())["error"]["cause"]
 
 
-async def test_empty_token_file_admits_nobody(
-    agent: app.Agent, client: TestClient[Any, Any]
-) -> None:
-    assert agent.state.settings.admin.token_file is not None
-    agent.state.settings.admin.token_file.write_text("\n")
-    answer = await client.post("/v1/datasets/a/warm", headers={"Authorization": "Bearer "})
-    assert answer.status == 401
+# --- checks
 
 
 @pytest.mark.parametrize(
@@ -121,19 +189,146 @@ async def test_empty_token_file_admits_nobody(
 async def test_errors_are_json_with_exit_code(
     client: TestClient[Any, Any], method: str, path: str, status: int
 ) -> None:
-    headers = {"Authorization": "Bearer s3cret"}
-    answer = await client.request(method, path, headers=headers)
+    answer = await client.request(method, path)
     assert answer.status == status
     error = (await answer.json())["error"]
     assert error["message"]
     assert error["exit_code"] >= 1
 
 
-@pytest.mark.parametrize("body", ["{", "[]", '{"source": 1}', '{"sauce": true}', '"x"'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *("{", "[]", '{"source": 1}', '{"sauce": true}', '"x"', '{"source": NaN}', "[" * 100_000),
+        *(r'{"source": "\u0000"}', r'{"source": "\ud800"}', r'{"\ud800": true}', "\xff"),
+        "1" * 5000,
+    ],
+)
 async def test_bad_body_is_refused(client: TestClient[Any, Any], body: str) -> None:
-    headers = {"Authorization": "Bearer s3cret", "Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json"}
     answer = await client.post("/v1/datasets/a/verify", data=body, headers=headers)
     assert answer.status == 400
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a%2Fb", "..%2F..%2Fetc%2Fpasswd", "%2E%2E", "%2e", "a%00", "a%0Ab", "a" * 256],
+)
+async def test_names_that_are_not_names_are_refused(agent: app.Agent, name: str) -> None:
+    reached = []
+
+    async def handler(_: Fake, request: Request) -> kit.room.Json:
+        reached.append(request.path["name"])
+        return {}
+
+    async with serving(agent, Route("DELETE", "/v1/x/{name}", handler, Role.DANGEROUS)) as client:
+        url = yarl.URL(f"{client.make_url('/')}v1/x/{name}", encoded=True)
+        answer = await client.session.delete(url)
+        assert answer.status in (400, 404)  # 404: the dots were resolved, so no name is left
+    assert reached == []
+
+
+async def test_long_or_hostile_query_is_refused(client: TestClient[Any, Any]) -> None:
+    for value in ("%00", "a" * 4097):
+        url = yarl.URL(f"{client.make_url('/')}v1/datasets/a?q={value}", encoded=True)
+        assert (await client.session.get(url)).status == 400
+
+
+async def test_too_large_body_is_refused(client: TestClient[Any, Any]) -> None:
+    big = b'{"source": "' + b"a" * server.LONGEST_BODY + b'"}'
+    answer = await client.post("/v1/datasets/a/verify", data=big)
+    assert answer.status == 413
+    assert (await answer.json())["error"]["exit_code"] >= 1
+
+
+async def test_body_that_does_not_arrive_frees_the_handler(
+    client: TestClient[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.1)
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(30)
+
+    answer = await client.post("/v1/datasets/a/verify", data=slowly())
+    assert answer.status == 408
+    answer.close()
+
+
+async def test_slow_reading_is_ended_and_a_slow_change_continues(
+    agent: app.Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HANDLER_SECONDS", 0.05)
+    cancelled, finished = asyncio.Event(), asyncio.Event()
+    go = asyncio.Event()
+
+    async def handler(_: Fake, __: Request) -> kit.room.Json:
+        try:
+            await go.wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        finished.set()
+        return {}
+
+    routes = (
+        Route("GET", "/v1/x", handler),
+        Route("POST", "/v1/x", handler, Role.OPERATE),
+    )
+    async with serving(agent, *routes) as client:
+        assert (await client.get("/v1/x")).status == 504
+        await asyncio.wait_for(cancelled.wait(), 5)
+        cancelled.clear()
+        answer = await client.post("/v1/x")
+        assert answer.status == 504
+        assert "continues" in (await answer.json())["error"]["cause"]
+        go.set()
+        await asyncio.wait_for(finished.wait(), 5)
+        assert not cancelled.is_set()
+
+
+async def test_unexpected_error_is_json_without_details(agent: app.Agent) -> None:
+    async def handler(_: Fake, __: Request) -> kit.room.Json:
+        raise LookupError("s3cret")
+
+    async with serving(agent, Route("GET", "/v1/x", handler)) as client:
+        answer = await client.get("/v1/x")
+        assert answer.status == 500
+        assert "s3cret" not in await answer.text()
+
+
+async def test_changing_calls_of_a_caller_are_limited(
+    agent: app.Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access.Rate.__init__, "__defaults__", (0.001, 3))
+    async with served(agent.state) as client:
+        seen = [(await client.post("/v1/datasets/a/warm")).status for _ in range(5)]
+        assert seen == [404, 404, 404, 429, 429]
+        assert (await client.get("/v1/datasets")).status == 200
+
+
+async def test_changing_calls_are_recorded_also_refused_ones(agent: app.Agent) -> None:
+    log = agent.state.settings.state_dir / "api.log"
+    calls = access.CallLog(agent.state.settings.state_dir)
+    writer = asyncio.create_task(calls.write())
+    for role in (Role.OPERATE, Role.READ, None):
+        made = server.application(agent.state, door(agent.state, role, calls))
+        async with TestClient(TestServer(made)) as client:
+            await client.post("/v1/datasets/a/verify", json={"source": True})
+            await client.get("/v1/datasets")
+    await calls.flush()
+    writer.cancel()
+    entries = kit.files.last_entries(log, 10)
+    assert [(e["who"], e["result"]) for e in entries] == [
+        ("somebody who may operate", 404), ("somebody who may read", 403),
+    ]  # fmt: skip
+    assert entries[0].items() >= {
+        "method": "POST", "path": "/v1/datasets/a/verify", "role": "operate",
+        "sent": {"source": True},
+    }.items()  # fmt: skip
+    assert entries[0]["milliseconds"] >= 0
+    strangers = kit.files.last_entries(log.with_name("api-refused.log"), 10)
+    assert [(e["method"], e["result"]) for e in strangers] == [("POST", 401), ("GET", 401)]
 
 
 async def test_own_routes_answer(client: TestClient[Any, Any]) -> None:
@@ -170,7 +365,7 @@ class Fake:
 async def serving(agent: app.Agent, *routes: Route) -> AsyncIterator[TestClient[Any, Any]]:
     room = kit.room.Room("fake", "", kit.settings.Section, lambda *_: Fake(), routes=lambda: routes)
     state = State(agent.state.settings, running=[(room, Fake())])
-    async with TestClient(TestServer(server.application(state))) as client:
+    async with served(state) as client:
         yield client
 
 
@@ -182,10 +377,10 @@ async def test_handler_gets_path_query_and_body(agent: app.Agent) -> None:
         return Answer({"a": 1}, 202)
 
     async with serving(agent, Route("POST", "/v1/x/{name}", handler, Role.OPERATE)) as client:
-        answer = await client.post("/v1/x/a%2Fb?q=1&q=2", json={"k": True}, headers=TOKEN)
+        answer = await client.post("/v1/x/a%20b?q=1&q=2", json={"k": True})
         assert (answer.status, await answer.json()) == (202, {"a": 1})
-        await client.post("/v1/x/c", headers=TOKEN)
-    assert seen == [Request({"name": "a/b"}, {"q": "1"}, {"k": True}), Request({"name": "c"})]
+        await client.post("/v1/x/c")
+    assert seen == [Request({"name": "a b"}, {"q": "1"}, {"k": True}), Request({"name": "c"})]
 
 
 @pytest.mark.parametrize(
@@ -213,12 +408,12 @@ async def test_errors_have_their_status(
         assert (shown["thing"], shown["exit_code"]) == ("thing", error.exit_code)
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
-async def test_unknown_path_is_not_told_apart_without_the_token(
-    client: TestClient[Any, Any], method: str
-) -> None:
-    assert (await client.request(method, "/v1/nothing")).status == 401
-    assert (await client.request(method, "/v1/nothing", headers=TOKEN)).status == 404
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE"])
+async def test_unknown_path_is_not_told_apart_by_strangers(agent: app.Agent, method: str) -> None:
+    async with served(agent.state, None) as client:
+        assert (await client.request(method, "/v1/nothing")).status == 401
+    async with served(agent.state) as client:
+        assert (await client.request(method, "/v1/nothing")).status == 404
 
 
 async def test_role_decides_and_not_the_method(agent: app.Agent) -> None:
@@ -229,11 +424,14 @@ async def test_role_decides_and_not_the_method(agent: app.Agent) -> None:
         Route("GET", "/v1/secret", handler, Role.OPERATE),
         Route("POST", "/v1/question", handler, Role.READ),
     )
-    async with serving(agent, *routes) as client:
-        assert (await client.get("/v1/secret")).status == 401
-        assert (await client.head("/v1/secret")).status == 401
-        assert (await client.get("/v1/secret", headers=TOKEN)).status == 200
+    room = kit.room.Room("fake", "", kit.settings.Section, lambda *_: Fake(), routes=lambda: routes)
+    state = State(agent.state.settings, running=[(room, Fake())])
+    async with served(state, Role.READ) as client:
+        assert (await client.get("/v1/secret")).status == 403
+        assert (await client.head("/v1/secret")).status == 403
         assert (await client.post("/v1/question")).status == 200
+    async with served(state, Role.OPERATE) as client:
+        assert (await client.get("/v1/secret")).status == 200
 
 
 async def test_stream_is_lines_and_closed_when_the_client_leaves(agent: app.Agent) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from nodeagent import rooms
-from nodeagent.settings import AdminSettings, Settings
+from nodeagent import rooms, settings
+from nodeagent.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,17 +59,13 @@ def test_every_setting_is_described(generator: Any) -> None:
         ("127.0.0.1:9470", "127.0.0.1", 9470, True),
         ("[::1]:80", "::1", 80, True),
         ("localhost:1", "localhost", 1, True),
+        ("10.0.0.1:80", "10.0.0.1", 80, False),
+        ("node.example:80", "node.example", 80, False),
     ],
 )
-def test_listen_is_taken_apart(listen: str, host: str, port: int, loopback: bool) -> None:
-    admin = AdminSettings(listen=listen)
-    assert (admin.host, admin.port, admin.is_loopback) == (host, port, loopback)
-
-
-def test_listen_beyond_loopback_needs_a_token() -> None:
-    with pytest.raises(ValueError, match="token_file"):
-        AdminSettings(listen="10.0.0.1:80")
-    assert not AdminSettings(listen="10.0.0.1:80", token_file=Path("/t")).is_loopback
+def test_address_is_taken_apart(listen: str, host: str, port: int, loopback: bool) -> None:
+    assert settings.address(listen) == (host, port)
+    assert settings.is_loopback(host) is loopback
 
 
 def test_docs_page_is_current(generator: Any) -> None:

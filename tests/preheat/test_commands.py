@@ -24,7 +24,7 @@ class Cli:
     """``nodeagent image`` in this process: starting Python a score of times is slow."""
 
     def __init__(self, node: agent.Agent) -> None:
-        self.api = f"http://127.0.0.1:{node.port}"
+        self.api = f"unix://{node.socket}"
 
     async def run(self, *words: str, status: int = 0) -> str:
         """A command's output, or its error; asserts its exit status."""

@@ -1,13 +1,16 @@
 """A real agent process with folders, settings and a port of its own."""
 
 import contextlib
+import http.client
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
+import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,19 @@ class ApiError(Exception):
         self.error = body["error"]
 
 
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over the admin socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("agent", timeout=60)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
 class Agent:
     """A ``nodeagent run`` process below one folder. Change ``settings`` and ``write`` to reload.
 
@@ -40,7 +56,11 @@ class Agent:
     def __init__(self, folder: Path, settings: dict[str, Any] | None = None) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.port = ports.free(1)[0]
+        self.port = ports.free(1)[0]  # metrics, probes and the status page
+        # Somewhere short: a socket's path has at most 107 bytes.
+        home = Path(tempfile.mkdtemp(prefix="nodeagent-", dir=None if os.geteuid() else "/run"))
+        weakref.finalize(self, shutil.rmtree, home, ignore_errors=True)
+        self.socket = home / "admin.sock"
         self.config = folder / "nodeagent.yaml"
         self.log = folder / "log"
         self.store = folder / "store"
@@ -55,7 +75,7 @@ class Agent:
             "datasets": [],
         }
         self.settings: dict[str, Any] = {
-            "admin": {"listen": f"127.0.0.1:{self.port}"},
+            "admin": {"socket": str(self.socket), "metrics": f"127.0.0.1:{self.port}"},
             "state_dir": str(self.state),
             **({"cache": empty_cache} if settings is None else settings),
         }
@@ -169,20 +189,20 @@ class Agent:
         """The answer, decoded when it is JSON."""
         data = None if body is None else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, named, method=method
+        open_to_all = path.partition("?")[0] in ("/", "/metrics", "/healthz", "/readyz")
+        connection = (
+            http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+            if open_to_all
+            else UnixConnection(self.socket)
         )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                text = response.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                text = error.read().decode()
-            answer = json.loads(text)
-            if "error" not in answer:
-                return answer
-            raise ApiError(error.code, answer) from None
-        return json.loads(text) if text[:1] in ("{", "[") else text
+        with contextlib.closing(connection):
+            connection.request(method, path, data, named)
+            response = connection.getresponse()
+            text = response.read().decode()
+        answer: Any = json.loads(text) if text[:1] in ("{", "[") else text
+        if response.status >= 400 and "error" in answer:
+            raise ApiError(response.status, answer)
+        return answer
 
     def get(self, path: str) -> Any:
         return self.call("GET", path)

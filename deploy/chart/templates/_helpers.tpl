@@ -36,7 +36,7 @@ nodeagent/pool: {{ .pool }}
   "volumes" (dict "audit" $audit)
   "preheat" $preheat -}}
 {{- $made := dict
-  "admin" (dict "listen" (printf "127.0.0.1:%v" .root.Values.port))
+  "admin" (dict "metrics" (printf "127.0.0.1:%v" .root.Values.port))
   "state_dir" (printf "%s/state" $host.state) -}}
 {{- range $section, $values := $known -}}
 {{- if index $given $section -}}{{- $_ := set $made $section $values -}}{{- end -}}

@@ -1,0 +1,349 @@
+"""Where the agent listens: the API's unix socket, the metrics port, and the API's TLS port.
+
+We accept connections ourselves, because neither asyncio nor aiohttp limits their number: whoever
+opens enough of them would take the file descriptors that the rooms need. A listener that is full
+closes the connection that has waited longest without a request. So a crowd of idle connections
+keeps neither a probe nor an operator out.
+
+A new certificate serves the connections that are accepted after it appeared.
+"""
+
+import asyncio
+import contextlib
+import errno
+import grp
+import os
+import socket
+import ssl
+import stat
+import struct
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+import kit.errors
+from kit.room import Role
+from nodeagent.api import access, server
+from nodeagent.settings import AdminSettings, ApiSettings, address, is_loopback
+from nodeagent.state import State
+
+log = structlog.get_logger("agent")
+
+MOST_CONNECTIONS = 256  # of one listener
+BACKLOG = 128
+IDLE_SECONDS = 15.0  # without a complete request: at the start and between two
+HANDSHAKE_SECONDS = 5.0
+STOP_SECONDS = 2.0
+ACCEPT_RETRY_SECONDS = 0.5
+LONGEST_LINE = 8190  # of the request line
+LONGEST_HEADER = 4096
+MOST_HEADERS = 64
+
+
+class _Listener:
+    """Serves one application on one listening socket."""
+
+    def __init__(
+        self,
+        name: str,
+        app: web.Application,
+        listening: socket.socket,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+    ) -> None:
+        self._name = name
+        self._socket = listening
+        self._tls = tls
+        self._busy: set[object] = set()  # connections with a request
+        self._aborted: set[object] = set()
+        self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
+        app.middlewares.insert(0, self._note_busy())
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            shutdown_timeout=STOP_SECONDS,
+            keepalive_timeout=IDLE_SECONDS,
+            max_line_size=LONGEST_LINE,
+            max_field_size=LONGEST_HEADER,
+            max_headers=MOST_HEADERS,
+            auto_decompress=False,  # a small body must not become a large one
+        )
+
+    def _note_busy(self) -> Middleware:
+        @web.middleware
+        async def note_busy(request: web.Request, handler: server.Handler) -> web.StreamResponse:
+            self._busy.add(request.protocol)
+            try:
+                return await handler(request)
+            finally:
+                self._busy.discard(request.protocol)
+
+        return note_busy
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        await self._runner.setup()
+        accepting = asyncio.create_task(self._accept(), name=f"listener {self._name}")
+        try:
+            yield
+        finally:
+            accepting.cancel()
+            await asyncio.gather(accepting, return_exceptions=True)
+            self._socket.close()
+            for handshake in self._handshakes:
+                handshake.cancel()
+            await asyncio.shield(self._runner.cleanup())
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._socket)
+            except OSError as error:  # no descriptors, no memory, or the client has left already
+                if error.errno != errno.ECONNABORTED:
+                    log.warning("cannot accept", listener=self._name, error=str(error))
+                    await asyncio.sleep(ACCEPT_RETRY_SECONDS)
+                continue
+            if not self._has_room():
+                connection.close()
+                continue
+            task = asyncio.create_task(self._begin(connection), name=f"accept {self._name}")
+            self._handshakes[task] = None
+            task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+
+    def _has_room(self) -> bool:
+        """Makes room if need be: the oldest handshake ends, else the oldest idle connection."""
+        assert self._runner.server is not None
+        known = self._runner.server.connections
+        self._aborted &= set(known)
+        open_now = [each for each in known if each not in self._aborted]
+        if len(open_now) + len(self._handshakes) < MOST_CONNECTIONS:
+            return True
+        if len(self._handshakes) >= MOST_CONNECTIONS // 2:
+            oldest = next(iter(self._handshakes))
+            oldest.cancel()
+            del self._handshakes[oldest]
+            return True
+        for each in open_now:
+            if each not in self._busy and each.transport is not None:
+                self._aborted.add(each)
+                each.transport.abort()
+                return True
+        return False
+
+    async def _begin(self, connection: socket.socket) -> None:
+        assert self._runner.server is not None
+        tls = None if self._tls is None else self._tls()
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._runner.server,
+                connection,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else HANDSHAKE_SECONDS,
+            )
+        except (OSError, ssl.SSLError):
+            connection.close()
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+
+
+# --- the unix socket
+
+
+def _peer(request: web.Request) -> tuple[int, int]:
+    """Process and user that opened the connection, from the kernel."""
+    assert request.transport is not None
+    connection = request.transport.get_extra_info("socket")
+    size = struct.calcsize("3i")
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    pid, uid, _ = struct.unpack("3i", packed)
+    return pid, uid
+
+
+def _socket_caller(admin: AdminSettings) -> Callable[[web.Request], access.Caller]:
+    def caller(request: web.Request) -> access.Caller:
+        pid, uid = _peer(request)
+        name = f"root, pid {pid}" if uid == 0 else f"uid {uid}, pid {pid}"
+        if uid in (0, os.geteuid()):
+            return access.Caller(name, Role.DANGEROUS, f"uid {uid}")
+        # The socket's mode let it in: it is in the group. Without a group it inherited root's
+        # descriptor.
+        role = admin.group_role if admin.group is not None else None
+        return access.Caller(name, role, f"uid {uid}")
+
+    return caller
+
+
+def _living(path: Path) -> bool:
+    """Whether somebody listens on the socket ``path``."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(bytes(path))
+        except BlockingIOError:
+            return True  # its queue is full
+        except OSError as error:
+            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
+    return True
+
+
+def bind_unix(path: Path, group: str | None) -> socket.socket:
+    """A listening socket at ``path``, for root alone or also for ``group``.
+
+    Replaces the socket of an agent that has ended. HostError or RefusedError says why not.
+    """
+    what = f"admin.socket {path}"
+    try:
+        gid = None if group is None else grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise kit.errors.HostError(
+            f"admin.group {group}", "this host has no such group", "make it, or correct the name"
+        ) from None
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+        if os.path.lexists(path):
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise kit.errors.HostError(
+                    what, "something that is not a socket is there", "remove it, or name another"
+                )
+            if _living(path):
+                raise kit.errors.RefusedError(
+                    what, "another agent listens there", "stop that agent, or name another"
+                )
+            path.unlink()
+        # The mode of the unbound socket becomes that of its name: nobody else can connect before
+        # the group has it.
+        os.fchmod(listening.fileno(), 0o600)
+        listening.bind(bytes(path))
+        if gid is not None:
+            os.chown(path, -1, gid)
+            path.chmod(0o660)
+        listening.listen(BACKLOG)
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        raise kit.errors.HostError(
+            what, f"cannot listen there ({error.strerror})", "choose another path"
+        ) from error
+    except kit.errors.AgentError:
+        listening.close()
+        raise
+    return listening
+
+
+@contextlib.contextmanager
+def _unix(path: Path, group: str | None) -> Iterator[socket.socket]:
+    listening = bind_unix(path, group)
+    ours = path.lstat().st_ino
+    try:
+        yield listening
+    finally:
+        listening.close()
+        with contextlib.suppress(OSError):
+            if path.lstat().st_ino == ours:
+                path.unlink()
+
+
+# --- TCP
+
+
+async def _bind_tcp(setting: str, listen: str) -> socket.socket:
+    host, port = address(listen)
+    try:
+        (family, _, _, _, where), *_ = await asyncio.get_running_loop().getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listening = socket.create_server(where[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise kit.errors.HostError(
+            f"{setting} {listen}",
+            f"cannot listen there ({error.strerror})",
+            "choose another address, or end what uses it",
+        ) from error
+    listening.setblocking(False)
+    return listening
+
+
+class Certificate:
+    """The certificate and key in force; read again when the files change.
+
+    A pair that cannot be used, perhaps because only one of them is new yet, changes nothing.
+    """
+
+    def __init__(self, api: ApiSettings) -> None:
+        self._cert, self._key = api.cert_file, api.key_file
+        self._watched = access.Watched(self._cert, self._key)
+        self._watched.changed()
+        try:
+            self._context = self._load()
+        except OSError as error:
+            raise kit.errors.HostError(
+                f"admin.api.cert_file {self._cert}",
+                f"cannot be used with {self._key} ({error.strerror or error})",
+                "put a PEM certificate and its key there",
+            ) from error
+
+    def current(self) -> ssl.SSLContext:
+        if self._watched.changed():
+            try:
+                self._context = self._load()
+            except OSError as error:  # SSLError is one
+                log.error("certificate is unusable; the earlier one stays", error=str(error))
+            else:
+                log.info("certificate read", file=str(self._cert))
+        return self._context
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        # No password is asked for on a terminal: an encrypted key is an error.
+        context.load_cert_chain(self._cert, self._key, password=lambda: "")
+        return context
+
+
+def _token_caller(tokens: access.Tokens) -> Callable[[web.Request], access.Caller]:
+    def caller(request: web.Request) -> access.Caller:
+        return tokens.caller(request.headers.get("Authorization", ""), request.remote or "?")
+
+    return caller
+
+
+# --- all of them
+
+
+@contextlib.asynccontextmanager
+async def serving(state: State) -> AsyncIterator[None]:
+    """Listen while the block runs. HostError when an address cannot be had."""
+    admin = state.settings.admin
+    calls = access.CallLog(state.settings.state_dir)
+    async with contextlib.AsyncExitStack() as stack:
+        door = server.Door(_socket_caller(admin), calls)
+        listening = stack.enter_context(_unix(admin.socket, admin.group))
+        listeners = [_Listener("socket", server.application(state, door), listening)]
+        if admin.metrics is not None:
+            host, _ = address(admin.metrics)
+            local = is_loopback(host)
+            hosts = access.Hosts(host, admin.names) if local else None
+            app = server.metrics_application(state, hosts, with_page=local)
+            listening = await _bind_tcp("admin.metrics", admin.metrics)
+            stack.callback(listening.close)
+            listeners.append(_Listener("metrics", app, listening))
+        if admin.api is not None:
+            host, _ = address(admin.api.listen)
+            certificate = Certificate(admin.api)
+            tokens = access.Tokens(admin.api.tokens_file)
+            door = server.Door(_token_caller(tokens), calls, access.Hosts(host, admin.names))
+            listening = await _bind_tcp("admin.api.listen", admin.api.listen)
+            stack.callback(listening.close)
+            app = server.application(state, door)
+            listeners.append(_Listener("api", app, listening, certificate.current))
+        writer = asyncio.create_task(calls.write(), name="api.log")
+        stack.callback(writer.cancel)
+        stack.push_async_callback(calls.flush)
+        for listener in listeners:
+            await stack.enter_async_context(listener.serving())
+        yield

@@ -1,0 +1,370 @@
+"""The three listeners: who gets in where, limits on connections, TLS and tokens that rotate."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+import kit.errors
+import kit.files
+from kit.room import Role
+from nodeagent import app, page
+from nodeagent.api import access, listeners, server
+from nodeagent.settings import ApiSettings
+from tests.testbed import ports, waiting
+
+TOKENS = {role: f"{role}-token-long-enough" for role in Role}
+ALL_METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "BREW")
+
+
+def with_admin(agent: app.Agent, **changes: Any) -> app.Agent:
+    admin = agent.state.settings.admin.model_copy(update=changes)
+    agent.state.settings = agent.state.settings.model_copy(update={"admin": admin})
+    return agent
+
+
+@contextlib.asynccontextmanager
+async def unix(agent: app.Agent) -> AsyncIterator[aiohttp.ClientSession]:
+    connector = aiohttp.UnixConnector(str(agent.state.settings.admin.socket))
+    async with aiohttp.ClientSession("http://agent", connector=connector) as session:
+        yield session
+
+
+@pytest.fixture
+def port() -> int:
+    return ports.free(1)[0]
+
+
+# --- the unix socket
+
+
+async def test_socket_is_for_root_alone_and_goes_at_the_end(agent: app.Agent) -> None:
+    path = agent.state.settings.admin.socket
+    async with listeners.serving(agent.state), unix(agent) as session:
+        assert path.stat().st_mode & 0o777 == 0o600
+        answer = await session.post("/v1/datasets/a/warm")
+        assert answer.status == 404  # not refused
+    assert not path.exists()
+    (entry,) = kit.files.last_entries(agent.state.settings.state_dir / "api.log", 9)
+    assert entry["who"].endswith(f"pid {os.getpid()}")
+
+
+@pytest.mark.real
+async def test_group_gets_the_socket_and_its_role(agent: app.Agent) -> None:
+    with_admin(agent, group="nogroup", group_role=Role.READ)
+    path = agent.state.settings.admin.socket
+    path.parent.chmod(0o755)
+    script = """
+import os, socket, sys
+os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(65534)
+c = socket.socket(socket.AF_UNIX); c.connect(sys.argv[1])
+for ask in ("GET /v1/datasets", "POST /v1/datasets/a/warm"):
+    c.sendall(f"{ask} HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n".encode())
+    print(c.recv(65536).split()[1].decode())
+"""
+    gid = path.parent.stat().st_gid
+    async with listeners.serving(agent.state):
+        gid = path.stat().st_gid
+        assert gid != 0
+        assert path.stat().st_mode & 0o777 == 0o660
+
+        async def ask(group: int) -> str:
+            done = await asyncio.create_subprocess_exec(
+                "python3", "-c", script, str(path), str(group),
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            return (await done.communicate())[0].decode()
+
+        assert (await ask(gid)).split() == ["200", "403"]
+        assert "PermissionError" in await ask(gid - 1)
+
+
+def test_unknown_group_is_refused(short: Path) -> None:
+    with pytest.raises(kit.errors.HostError, match="no such group"):
+        listeners.bind_unix(short / "s", "no-such-group")
+
+
+def test_stale_socket_is_replaced_a_living_one_and_a_file_are_not(short: Path) -> None:
+    path = short / "new" / "s"
+    first = listeners.bind_unix(path, None)
+    with pytest.raises(kit.errors.RefusedError, match="another agent listens"):
+        listeners.bind_unix(path, None)
+    first.close()
+    assert path.exists()
+    listeners.bind_unix(path, None).close()
+    path.unlink()
+    path.write_text("mine")
+    with pytest.raises(kit.errors.HostError, match="not a socket"):
+        listeners.bind_unix(path, None)
+    assert path.read_text() == "mine"
+
+
+# --- the metrics listener
+
+
+async def test_metrics_listener_serves_nothing_else(agent: app.Agent, port: int) -> None:
+    with_admin(agent, metrics=f"127.0.0.1:{port}")
+    served = {"/", "/metrics", "/healthz", "/readyz"}
+    async with listeners.serving(agent.state), aiohttp.ClientSession() as session:
+        for path in (*served, "/openapi.json", "/v1/findings", "/v1/datasets", "/v1/datasets/a",
+                     "/v1/datasets/a/warm", "//", "/metrics/", "/%2e%2e/v1/datasets"):  # fmt: skip
+            for method in ALL_METHODS:
+                if method == "CONNECT":
+                    continue  # aiohttp's client cannot
+                answer = await session.request(method, f"http://127.0.0.1:{port}{path}")
+                good = method == "GET" and path in served
+                assert (answer.status in (200, 503)) is good, (method, path, answer.status)
+                assert good or answer.status in (400, 404, 405)
+                answer.close()
+
+
+async def test_metrics_listener_checks_the_name_on_loopback(agent: app.Agent, port: int) -> None:
+    with_admin(agent, metrics=f"127.0.0.1:{port}", names=("node.example",))
+    async with listeners.serving(agent.state), aiohttp.ClientSession() as session:
+        for host, status in (
+            (f"127.0.0.1:{port}", 200), ("localhost", 200), ("node.example:1", 200), ("[::1]", 200),
+            ("evil.example", 421), ("127.0.0.1.evil.example", 421), ("10.0.0.1", 421),
+        ):  # fmt: skip
+            answer = await session.get(f"http://127.0.0.1:{port}/metrics", headers={"Host": host})
+            assert answer.status == status, host
+
+
+async def test_page_is_served_on_loopback_only(agent: app.Agent, port: int) -> None:
+    with_admin(agent, metrics=f"0.0.0.0:{port}")
+    async with listeners.serving(agent.state), aiohttp.ClientSession() as session:
+        assert (await session.get(f"http://127.0.0.1:{port}/")).status == 404
+        headers = {"Host": "prometheus-target.example"}
+        found = await session.get(f"http://127.0.0.1:{port}/metrics", headers=headers)
+        assert found.status == 200
+
+
+async def test_no_metrics_listener_when_off(agent: app.Agent) -> None:
+    async with listeners.serving(with_admin(agent, metrics=None).state), unix(agent) as session:
+        assert (await session.get("/metrics")).status == 200
+
+
+async def test_address_in_use_leaves_nothing(agent: app.Agent) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with_admin(agent, metrics=f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(kit.errors.HostError, match="in use"):
+            async with listeners.serving(agent.state):
+                pass
+    assert not agent.state.settings.admin.socket.exists()
+
+
+# --- limits
+
+
+async def test_a_thousand_idle_connections_keep_nobody_out(agent: app.Agent, port: int) -> None:
+    with_admin(agent, metrics=f"127.0.0.1:{port}")
+    path = str(agent.state.settings.admin.socket)
+    before = len(os.listdir("/proc/self/fd"))
+    async with listeners.serving(agent.state), contextlib.AsyncExitStack() as stack:
+        for number in range(1000):
+            idle = socket.socket(socket.AF_UNIX if number % 2 else socket.AF_INET)
+            stack.enter_context(idle)
+            idle.setblocking(False)
+            where: Any = path if number % 2 else ("127.0.0.1", port)
+            await asyncio.get_running_loop().sock_connect(idle, where)
+            if number % 3 == 0:
+                idle.send(b"GET /metrics HTTP/1.1\r\nX: ")
+        await asyncio.sleep(0.1)
+        ours = len(os.listdir("/proc/self/fd")) - before - 1000
+        assert ours <= 2 * listeners.MOST_CONNECTIONS + 10
+        async with aiohttp.ClientSession() as session, unix(agent) as api:
+            for _ in range(3):
+                assert (await session.get(f"http://127.0.0.1:{port}/metrics")).status == 200
+                assert (await api.get("/v1/datasets")).status == 200
+
+
+async def test_connection_without_a_whole_request_is_closed(
+    agent: app.Agent, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listeners, "IDLE_SECONDS", 0.2)
+    with_admin(agent, metrics=f"127.0.0.1:{port}")
+    async with listeners.serving(agent.state):
+        for begun in (b"", b"GET /metrics HTTP/1.1\r\nHost: localh"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(begun)
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    "request_text",
+    [
+        "GET /" + "a" * 9000 + " HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "GET /metrics HTTP/1.1\r\nHost: localhost\r\nX: " + "a" * 9000 + "\r\n\r\n",
+        "GET /metrics HTTP/1.1\r\nHost: localhost\r\n" + "X: a\r\n" * 500 + "\r\n",
+    ],
+    ids=["line", "header", "headers"],
+)
+async def test_oversized_headers_are_refused(
+    agent: app.Agent, port: int, request_text: str
+) -> None:
+    with_admin(agent, metrics=f"127.0.0.1:{port}")
+    async with listeners.serving(agent.state):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_text.encode())
+        assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == b"400"
+        writer.close()
+
+
+async def test_client_that_does_not_read_is_dropped(
+    agent: app.Agent, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(page, "render", lambda _: "a" * 30_000_000)
+    with_admin(agent, metrics=f"127.0.0.1:{port}")
+    async with listeners.serving(agent.state):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await asyncio.sleep(1.0)
+        with pytest.raises(ConnectionResetError):
+            while await reader.read(2**20):
+                pass
+            raise ConnectionResetError  # or it ends early
+        writer.close()
+
+
+# --- the API over TCP
+
+
+def certify(folder: Path, name: str) -> None:
+    """A new self-signed certificate for 127.0.0.1."""
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+         "-nodes", "-keyout", folder / "new.key", "-out", folder / "new.crt", "-days", "2",
+         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    (folder / "new.key").rename(folder / "tls.key")
+    (folder / "new.crt").rename(folder / "tls.crt")
+
+
+@pytest.fixture
+def tcp(
+    agent: app.Agent, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> ApiSettings:
+    """Settings of an API over TCP, in force for ``agent``."""
+    monkeypatch.setattr(access, "RECHECK_SECONDS", 0.0)
+    certify(tmp_path, "first")
+    (tmp_path / "tokens").write_text(
+        "".join(f"{role}: {{role: {role}, token: {token}}}\n" for role, token in TOKENS.items())
+    )
+    api = ApiSettings(
+        listen=f"127.0.0.1:{port}",
+        cert_file=tmp_path / "tls.crt",
+        key_file=tmp_path / "tls.key",
+        tokens_file=tmp_path / "tokens",
+    )
+    with_admin(agent, api=api)
+    return api
+
+
+class Asker:
+    """A client over TLS that trusts the present certificate; a new connection for each request."""
+
+    def __init__(self, api: ApiSettings) -> None:
+        self._api = api
+        self._context = ssl.create_default_context(cafile=str(api.cert_file))
+
+    async def status(self, method: str, path: str, token: str = "", **headers: str) -> int:
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        url = f"https://{self._api.listen}{path}"
+        async with aiohttp.ClientSession(headers=headers) as session:
+            answer = await session.request(method, url, ssl=self._context)
+            return answer.status
+
+
+async def test_tcp_needs_a_token_for_everything(agent: app.Agent, tcp: ApiSettings) -> None:
+    async with listeners.serving(agent.state):
+        ask = Asker(tcp).status
+        for path in ("/", "/metrics", "/healthz", "/openapi.json", "/v1/datasets", "/nothing"):
+            assert await ask("GET", path) == 401
+            assert await ask("GET", path, "wrong-token-long-enough") == 401
+            assert await ask("GET", path, TOKENS[Role.READ]) in (200, 404, 503)
+        warm = ("POST", "/v1/datasets/a/warm")
+        assert await ask(*warm, TOKENS[Role.READ]) == 403
+        assert await ask(*warm, TOKENS[Role.OPERATE]) == 404
+        assert await ask("DELETE", "/v1/datasets/a", TOKENS[Role.OPERATE]) == 403
+        assert await ask("DELETE", "/v1/datasets/a", TOKENS[Role.DANGEROUS]) == 404
+
+
+async def test_tcp_refuses_web_pages_and_other_names(agent: app.Agent, tcp: ApiSettings) -> None:
+    async with listeners.serving(agent.state):
+        ask = Asker(tcp).status
+        get = ("GET", "/v1/datasets", TOKENS[Role.DANGEROUS])
+        assert await ask(*get, Host="evil.example") == 421
+        assert await ask(*get, Origin="https://127.0.0.1") == 403
+        assert await ask(*get, Host="localhost:1") == 200
+
+
+async def test_tcp_refuses_plain_http(agent: app.Agent, tcp: ApiSettings) -> None:
+    async with listeners.serving(agent.state), aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.ClientError):
+            await session.get(f"http://{tcp.listen}/metrics")
+
+
+async def test_tokens_rotate_while_serving(agent: app.Agent, tcp: ApiSettings) -> None:
+    async with listeners.serving(agent.state):
+        ask = Asker(tcp).status
+        old, new = TOKENS[Role.READ], "another-token-long-enough"
+        assert await ask("GET", "/v1/datasets", old) == 200
+        kit.files.save(tcp.tokens_file, f"x: {{role: read, token: {new}}}\n".encode())
+        assert await ask("GET", "/v1/datasets", old) == 401
+        assert await ask("GET", "/v1/datasets", new) == 200
+        kit.files.save(tcp.tokens_file, b"x: {role: read}\n")
+        assert await ask("GET", "/v1/datasets", new) == 401  # a broken file admits nobody
+
+
+async def test_certificate_rotates_while_serving(
+    agent: app.Agent, tcp: ApiSettings, tmp_path: Path
+) -> None:
+    async with listeners.serving(agent.state):
+        first, get = Asker(tcp), ("GET", "/v1/datasets", TOKENS[Role.READ])
+        assert await first.status(*get) == 200
+        good = tcp.cert_file.read_bytes()
+        kit.files.save(tcp.cert_file, b"nonsense")
+        assert await first.status(*get) == 200  # the earlier pair stays
+        kit.files.save(tcp.cert_file, good)
+        certify(tmp_path, "second")
+        with pytest.raises(aiohttp.ClientSSLError):
+            await first.status(*get)
+        assert await Asker(tcp).status(*get) == 200
+
+
+async def test_unusable_certificate_is_refused_at_the_start(
+    agent: app.Agent, tcp: ApiSettings
+) -> None:
+    tcp.key_file.write_text("nonsense")
+    with pytest.raises(kit.errors.HostError, match="cert_file"):
+        async with listeners.serving(agent.state):
+            pass
+
+
+async def test_handshakes_that_never_end_keep_nobody_out(
+    agent: app.Agent, tcp: ApiSettings, port: int
+) -> None:
+    async with listeners.serving(agent.state):
+        with contextlib.ExitStack() as stack:
+            for _ in range(1000):
+                idle = stack.enter_context(socket.socket())
+                idle.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(idle, ("127.0.0.1", port))
+            assert await Asker(tcp).status("GET", "/v1/datasets", TOKENS[Role.READ]) == 200
+
+
+async def test_serving_leaves_no_task(agent: app.Agent) -> None:
+    async with listeners.serving(agent.state), unix(agent) as session:
+        await session.get("/v1/datasets")
+    await waiting.until_async(lambda: len(asyncio.all_tasks()) == 1)
