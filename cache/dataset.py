@@ -28,7 +28,7 @@ import structlog
 import kit.child
 import kit.errors
 import kit.files
-import kit.worker
+import kit.line_worker
 from cache import view
 from cache.settings import CacheSettings, CephfsSource, DatasetSettings
 from cache.sources import base, cephfs, directory
@@ -208,9 +208,9 @@ class Dataset:
         self.fill_queued = False
         self.verification = Verification()
         self.job: Job | None = None
-        self.fill_backoff = kit.worker.Backoff(*RETRY_SECONDS)
+        self.fill_backoff = kit.line_worker.Backoff(*RETRY_SECONDS)
         self._no_fill_before = 0.0
-        self._reach_backoff = kit.worker.Backoff(*RETRY_SECONDS)
+        self._reach_backoff = kit.line_worker.Backoff(*RETRY_SECONDS)
         self._reach_at = 0.0
         self._refresh_wanted = False
         self._refresh_at = 0.0
