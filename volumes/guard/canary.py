@@ -10,8 +10,6 @@ import os
 import tempfile
 from pathlib import Path
 
-import kit.errors
-
 DEADLINE_SECONDS = 10.0
 _MAJOR = 4095  # CANARY_MAJOR in guard.bpf.c
 
