@@ -19,7 +19,9 @@ async def prove(cgroup: Path, root: bool, directory: Path) -> str:
 
     ``root``: it is the root of the hierarchy, where the child is already.
     """
-    import kit.child  # not at the top: the child imports this module, and starts faster without
+    # Not at the top: the child imports this module, and starts faster without them.
+    import kit.child
+    import kit.errors
 
     joined = "" if root else str(cgroup)
     try:
