@@ -28,10 +28,10 @@ import structlog
 import kit.child
 import kit.errors
 import kit.files
-import kit.worker
+import kit.line_worker
 from cache import view
-from cache.settings import CacheSettings, CephfsSource, DatasetSettings
-from cache.sources import base, cephfs, directory
+from cache.settings import CacheSettings, DatasetSettings
+from cache.sources import base, kinds
 from cache.store import generations
 from cache.view import Stage
 from linux import mountinfo
@@ -162,19 +162,6 @@ def state_file(state_dir: Path, name: str) -> Path:
     return state_dir / "datasets" / f"{name}.json"
 
 
-def source_folder(state_dir: Path, name: str) -> Path:
-    """Mount point and keys of a source that the agent mounts."""
-    return state_dir / "sources" / name
-
-
-def source_of(settings: DatasetSettings, state_dir: Path) -> base.Source:
-    """The one place that knows the kinds of sources."""
-    if isinstance(settings.source, CephfsSource):
-        folder = source_folder(state_dir, settings.name)
-        return cephfs.Cephfs(settings, settings.source, folder)
-    return directory.Directory(settings, settings.source)
-
-
 class Dataset:
     """One dataset of the settings while the agent runs."""
 
@@ -187,7 +174,7 @@ class Dataset:
     ) -> None:
         self.settings = settings
         self.cache = cache
-        self.source: base.Source = source_of(settings, state_dir)
+        self.source: base.Source = kinds.source_of(settings, state_dir)
         self.view = f"{os.path.realpath(cache.views)}/{settings.name}/data"
         self._state = state_file(state_dir, settings.name)
         self._scratch = str(state_dir / "scratch")
@@ -208,9 +195,9 @@ class Dataset:
         self.fill_queued = False
         self.verification = Verification()
         self.job: Job | None = None
-        self.fill_backoff = kit.worker.Backoff(*RETRY_SECONDS)
+        self.fill_backoff = kit.line_worker.Backoff(*RETRY_SECONDS)
         self._no_fill_before = 0.0
-        self._reach_backoff = kit.worker.Backoff(*RETRY_SECONDS)
+        self._reach_backoff = kit.line_worker.Backoff(*RETRY_SECONDS)
         self._reach_at = 0.0
         self._refresh_wanted = False
         self._refresh_at = 0.0

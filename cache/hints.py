@@ -18,8 +18,8 @@ from pathlib import Path
 import structlog
 
 import kit.errors
+import kit.line_worker
 import kit.processes
-import kit.worker
 from cache.dataset import Dataset
 from cache.view import Stage
 from linux import fanotify, mountinfo
@@ -50,7 +50,9 @@ def _about(dataset: Dataset) -> str:
 async def _listen(dataset: Dataset) -> None:
     """To the end of the watcher, which is killed when this is cancelled."""
     settings = dataset.cache.hints
-    worker = kit.worker.Worker("cache.hints:watch", Opened, about=_about(dataset), largest=2**22)
+    worker = kit.line_worker.Worker(
+        "cache.hints:watch", Opened, about=_about(dataset), largest=2**22
+    )
     request = Watch(dataset.view, settings.window, settings.every)
     try:
         async with contextlib.aclosing(worker.listen(request, SILENCE_SECONDS)) as messages:
@@ -92,12 +94,12 @@ async def follow(datasets: Mapping[str, Dataset]) -> None:
 
 def watch() -> None:
     """Report what is opened, once per window, until the agent ends."""
-    request = kit.worker.hear(Watch)
+    request = kit.line_worker.hear(Watch)
     if request is None:
         return
     try:
         while True:
-            kit.worker.say(Opened(opened_in(request.view, request.window)))
+            kit.line_worker.say(Opened(opened_in(request.view, request.window)))
             time.sleep(max(0.0, request.every - request.window))
     except (OSError, IndexError):
         pass  # the agent has ended, the view was swapped, or the kernel cannot watch it

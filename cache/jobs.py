@@ -23,9 +23,9 @@ import structlog
 
 import kit.child
 import kit.errors
-import kit.worker
+import kit.line_worker
 from cache.dataset import FIGURES, Dataset, Figures, Verification
-from cache.fill import messages
+from cache.fill import protocol
 from cache.store import generations
 from cache.view import Stage
 from linux import mountinfo
@@ -82,21 +82,21 @@ class Pass:
         self.kind = kind
         self.phase = ""
         self._dataset = dataset
-        self._worker = kit.worker.Worker(
+        self._worker = kit.line_worker.Worker(
             f"cache.fill.{kind}:main",
-            messages.Report,
+            protocol.Report,
             about=f"{kind} of dataset {dataset.name}",
             largest=_LONGEST_LINE,
         )
         self._rates = Rates()
-        self._last: messages.Progress | None = None
+        self._last: protocol.Progress | None = None
         self._cancelled = False
         self._moved = asyncio.get_running_loop().time()  # when it last made progress
         self._patience = asyncio.timeout(None)
         self._late = ""  # why it is killed
         self._ended = asyncio.Event()
 
-    async def run(self, task: messages.Task) -> messages.End:
+    async def run(self, task: protocol.Task) -> protocol.End:
         """To its end, which is "failed" for one that was killed or died. OSError at its start."""
         log.info("pass started", dataset=self._dataset.name, kind=self.kind)
         try:
@@ -109,22 +109,22 @@ class Pass:
                     if report.end is not None:
                         return report.end
                     if self._cancelled:  # perhaps before there was a process to tell
-                        await self._worker.send(messages.Command(cancel=True))
+                        await self._worker.send(protocol.Command(cancel=True))
                     self._heard(report)
         except TimeoutError:
             log.warning("pass is killed", dataset=self._dataset.name, why=self._late)
-            return messages.End("failed", self._late)
-        except kit.worker.ChildError:
+            return protocol.End("failed", self._late)
+        except kit.line_worker.ChildError:
             pass
         finally:
             self._ended.set()
-        return messages.End("failed", "the pass ended unexpectedly")
+        return protocol.End("failed", "the pass ended unexpectedly")
 
     def _wait_until(self, since: float, seconds: float) -> None:
         self._late = f"no progress for {seconds:g}s: the source or the disk hangs"
         self._patience.reschedule(since + seconds)
 
-    def _heard(self, report: messages.Report) -> None:
+    def _heard(self, report: protocol.Report) -> None:
         dataset = self._dataset
         if report.progress is not None:
             self._progressed(report.progress)
@@ -137,7 +137,7 @@ class Pass:
         if report.note:
             log.info("pass reports", dataset=dataset.name, text=report.note)
 
-    def _progressed(self, now: messages.Progress) -> None:
+    def _progressed(self, now: protocol.Progress) -> None:
         last, self._last = self._last, now
         if last is None or _signs_of_progress(now) != _signs_of_progress(last):
             self._moved = asyncio.get_running_loop().time()
@@ -163,23 +163,23 @@ class Pass:
         shown = self._dataset.figures
         return eta(shown.files - shown.done_files, shown.bytes - shown.done_bytes, self.rates())
 
-    async def set_limits(self, limits: messages.Limits) -> None:
-        await self._worker.send(messages.Command(limits=limits))
+    async def set_limits(self, limits: protocol.Limits) -> None:
+        await self._worker.send(protocol.Command(limits=limits))
 
     async def hint(self, paths: list[str]) -> None:
         if self.kind == "fill":
-            await self._worker.send(messages.Command(hints=paths))
+            await self._worker.send(protocol.Command(hints=paths))
 
     async def cancel(self) -> None:
         self._cancelled = True
         self._late = f"it did not end within {CANCEL_SECONDS:g}s of its cancel"
         with contextlib.suppress(RuntimeError):  # it has ended
             self._patience.reschedule(asyncio.get_running_loop().time() + CANCEL_SECONDS)
-        await self._worker.send(messages.Command(cancel=True))
+        await self._worker.send(protocol.Command(cancel=True))
         await self._ended.wait()
 
 
-def _signs_of_progress(progress: messages.Progress) -> messages.Progress:
+def _signs_of_progress(progress: protocol.Progress) -> protocol.Progress:
     """What changes only when the pass works."""
     counts = dataclasses.replace(progress.counts, failed=0)
     return dataclasses.replace(progress, counts=counts, phase="", skipped=0, used=0, syncing=False)
@@ -294,12 +294,12 @@ class Jobs:
             dataset, running = self._active
             await running.set_limits(self._limits(dataset, running.kind))
 
-    def _limits(self, dataset: Dataset, kind: str) -> messages.Limits:
+    def _limits(self, dataset: Dataset, kind: str) -> protocol.Limits:
         fill = dataset.cache.fill
         others = sum(each.used() for each in self._datasets.values() if each is not dataset)
         # The limits of the settings are for reads from sources.
         only_store = kind == "verify" and not dataset.verification.source
-        return messages.Limits(
+        return protocol.Limits(
             workers=VERIFY_WORKERS if only_store else fill.workers,
             bytes_per_second=0 if only_store else fill.bytes_per_second,
             files_per_second=0 if only_store else fill.files_per_second,
@@ -308,7 +308,7 @@ class Jobs:
             others=others + self._foreign(),
         )
 
-    async def _run(self, dataset: Dataset, kind: str, task: messages.Task) -> messages.End:
+    async def _run(self, dataset: Dataset, kind: str, task: protocol.Task) -> protocol.End:
         dataset.job = running = Pass(dataset, kind)
         self._active = dataset, running
         try:
@@ -330,7 +330,7 @@ class Jobs:
                 dataset.fill_queued = False
                 return
             await dataset.change(state="filling", why="", left_files=0, left_bytes=0)
-        task = messages.FillTask(
+        task = protocol.FillTask(
             generation=dataset.folder, source=reached.root, stamp=reached.stamp,
             immutable=dataset.source.immutable, limits=self._limits(dataset, "fill"),
             native=reached.native, mounted=_mounted_below(reached.root),
@@ -344,7 +344,7 @@ class Jobs:
             dataset.job = None
             dataset.wake()
 
-    async def _fill_ended(self, dataset: Dataset, end: messages.End) -> None:
+    async def _fill_ended(self, dataset: Dataset, end: protocol.End) -> None:
         log.info("fill ended", dataset=dataset.name, result=end.result, why=end.why)
         changes: dict[str, Any] = {"why": end.why}
         if end.fill is not None:
@@ -386,7 +386,7 @@ class Jobs:
             dataset.wake()
             return
         reached = dataset.reached
-        task = messages.VerifyTask(
+        task = protocol.VerifyTask(
             generation=dataset.folder,
             source=reached.root if reached is not None else dataset.tree,
             stamp=reached.stamp if reached is not None else "", immutable=dataset.source.immutable,
@@ -397,7 +397,7 @@ class Jobs:
             end = await self._run(dataset, "verify", task)
         finally:
             dataset.job = None
-        found = end.verify or messages.VerifyEnd()
+        found = end.verify or protocol.VerifyEnd()
         result = {**dataclasses.asdict(found), "withdrawn": 0}
         del result["unreplaced"]
         why = end.why
@@ -461,10 +461,10 @@ class Jobs:
             await dataset.refresh()
         return end.withdrawn, "" if end.result == "withdrawn" else end.why or end.result
 
-    async def _withdraw_pass(self, dataset: Dataset, part: str) -> messages.End:
+    async def _withdraw_pass(self, dataset: Dataset, part: str) -> protocol.End:
         reached = dataset.reached
         assert reached is not None
-        task = messages.WithdrawTask(
+        task = protocol.WithdrawTask(
             generation=dataset.folder, source=reached.root, stamp=reached.stamp,
             immutable=dataset.source.immutable, limits=self._limits(dataset, "withdraw"),
             part=part,

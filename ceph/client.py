@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import structlog
 
 import kit.errors
-import kit.worker
+import kit.line_worker
 from ceph.protocol import (
     Answer,
     ClusterView,
@@ -59,13 +59,13 @@ class Cluster:
             secret_file=str(settings.secret_file or ""),
             patience=deadline if patience is None else patience,
         )
-        self._worker = kit.worker.Worker(
+        self._worker = kit.line_worker.Worker(
             "ceph.worker:main",
             Answer,
             about=f"cluster {settings.name}",
             largest=_LARGEST_ANSWER,
             idle=IDLE_SECONDS,
-            backoff=kit.worker.Backoff(PAUSE_SECONDS, PAUSE_SECONDS),
+            backoff=kit.line_worker.Backoff(PAUSE_SECONDS, PAUSE_SECONDS),
         )
         self._turn = asyncio.Lock()
         self._error: kit.errors.AgentError | None = None
@@ -104,7 +104,7 @@ class Cluster:
                 answer = await self._worker.ask(request, self._deadline)
             except (kit.errors.NotFoundError, kit.errors.RefusedError):
                 raise
-            except (kit.errors.AgentError, OSError, kit.worker.ChildError) as error:
+            except (kit.errors.AgentError, OSError, kit.line_worker.ChildError) as error:
                 raise await self._failed(error) from error
             self._error = None
             self.fsid = answer.fsid

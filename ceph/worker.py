@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import kit.errors
-import kit.worker
+import kit.line_worker
 from ceph import secrets
 from ceph.protocol import (
     Answer,
@@ -64,7 +64,7 @@ def main() -> None:
             open_now.append(_Connection(request.credentials))
         return open_now[0].answer(request)
 
-    kit.worker.serve(Request, handle)
+    kit.line_worker.serve(Request, handle)
 
 
 class _Found(Exception):

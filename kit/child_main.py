@@ -7,7 +7,7 @@ Python without the ``site`` module (-S -E), which halves the start. Nothing is i
 child's own job does not need.
 
 Jobs: ``call`` runs one function (``kit.child``), ``run`` a function that talks by itself
-(``kit.worker``), ``exec`` another program.
+(``kit.line_worker``), ``exec`` another program.
 """
 
 import json

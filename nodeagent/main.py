@@ -35,11 +35,11 @@ class Context:
         return None if (self.address or "unix:").startswith("unix:") else self.address
 
     def client(self) -> kit.room.Api:
-        from nodeagent import client  # the HTTP client takes longer to import than all else
+        from nodeagent import api_client  # the HTTP client takes longer to import than all else
 
         if self.address is not None:
-            return client.Client(self.address, self.token_file)
-        return client.Client(f"unix://{configfile.load(self.config).admin.socket}")
+            return api_client.Client(self.address, self.token_file)
+        return api_client.Client(f"unix://{configfile.load(self.config).admin.socket}")
 
     def offline(self, room: str) -> tuple[Any, Path]:
         try:

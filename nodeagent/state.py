@@ -5,7 +5,7 @@ from typing import Any
 
 import kit.room
 from nodeagent import rooms
-from nodeagent.findings import Findings
+from nodeagent.reporter import Findings
 from nodeagent.settings import Settings
 
 

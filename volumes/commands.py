@@ -307,7 +307,7 @@ def list_(ctx: CommandContext, as_json: bool) -> None:
 @terminal.json_option
 @click.pass_obj
 def show(ctx: CommandContext, device: str, as_json: bool) -> None:
-    """Everything known of DEVICE: mounts in every namespace, users, records, findings."""
+    """Everything known about DEVICE: mounts in every namespace, users, records, findings."""
     name = urllib.parse.quote(device.removeprefix("/dev/"), safe="")
     found = terminal.call(ctx, "GET", f"/v1/audit/devices/{name}")
     if as_json:
@@ -356,15 +356,15 @@ def findings(ctx: CommandContext, as_json: bool, rule: str | None) -> None:
     for each in found:
         _finding(each)
     if not found:
-        click.echo("nothing found; 'nodeagent volume audit' says what was looked at")
+        click.echo("no findings; 'nodeagent volume audit' shows what the audit can see")
 
 
 @volume.command("audit")
 @terminal.json_option
-@click.option("--last", is_flag=True, help="Show the last pass instead of making one now.")
+@click.option("--last", is_flag=True, help="Show the last scan instead of scanning now.")
 @click.pass_obj
 def audit(ctx: CommandContext, as_json: bool, last: bool) -> None:
-    """Look at everything now and say what each rule found, or why it cannot tell."""
+    """Scan everything now and show each rule's state, or why it is unknown."""
     answer = terminal.call(ctx, *(("GET", "/v1/audit") if last else ("POST", "/v1/audit/pass")))
     if as_json:
         terminal.print_json(answer)
@@ -378,7 +378,7 @@ def audit(ctx: CommandContext, as_json: bool, last: bool) -> None:
     for source, counts in answer["logs"].items():
         click.echo(
             f"log {source}: {counts['seen']} lines, {counts['matched']} matched, "
-            f"{counts['dropped'] + counts['lost']} not looked at"
+            f"{counts['dropped'] + counts['lost']} not read"
         )
     for source, why in answer["log_trouble"].items():
         click.echo(f"log {source}: {why}")
@@ -390,11 +390,13 @@ def audit(ctx: CommandContext, as_json: bool, last: bool) -> None:
 
 @volume.command("act")
 @click.argument("finding")
-@click.option("--yes", is_flag=True, help="Do it. Without this only what would be done is said.")
+@click.option(
+    "--yes", is_flag=True, help="Do it. Without this the agent only says what it would do."
+)
 @terminal.json_option
 @click.pass_obj
 def act(ctx: CommandContext, finding: str, yes: bool, as_json: bool) -> None:
-    """Do what the agent can do about FINDING (an id); looks again just before."""
+    """Carry out the agent's action for FINDING (an id), after another scan."""
     result = terminal.call(ctx, "POST", "/v1/audit/act", {"finding": finding, "dry_run": not yes})
     if as_json:
         terminal.print_json(result)

@@ -26,8 +26,8 @@ from typing import TypeVar
 
 import kit.files
 import kit.messages
-from cache.fill import control, messages, worker_pool
-from cache.fill.messages import Commit, Copy, Finish, Hint, Scan
+from cache.fill import control, protocol, worker_pool
+from cache.fill.protocol import Commit, Copy, Finish, Hint, Scan
 from cache.fill.worker_pool import Assignment
 from cache.store import index, tree
 from ceph.protocol import Access
@@ -41,11 +41,11 @@ BATCH_SECONDS = 1.0
 # For what grows beside the files: the index's log, directories, preallocation of XFS.
 HEADROOM_BYTES = 16 * 1024 * 1024
 
-TaskT = TypeVar("TaskT", bound=messages.Task)
+TaskT = TypeVar("TaskT", bound=protocol.Task)
 
 
 class Ended(Exception):
-    """The pass is over; ``result`` as in ``messages.End``."""
+    """The pass is over; ``result`` as in ``protocol.End``."""
 
     def __init__(self, result: str, why: str = "") -> None:
         super().__init__(why)
@@ -66,11 +66,11 @@ class Pass(ABC):
         """Work for an idle worker, None when there is none now."""
 
     @abstractmethod
-    def take(self, assignment: Assignment, answer: messages.Answer) -> None:
+    def take(self, assignment: Assignment, answer: protocol.Answer) -> None:
         """An answer to a job; a ``ScanPart`` is followed by others."""
 
     @abstractmethod
-    def failed(self, assignment: Assignment, failure: messages.NotDone) -> None:
+    def failed(self, assignment: Assignment, failure: protocol.NotDone) -> None:
         """A job came to nothing, and the pass may go on without it."""
 
     @abstractmethod
@@ -86,10 +86,10 @@ class Pass(ABC):
         """Called while nothing is under way or staged; raises Ended."""
 
     @abstractmethod
-    def counts(self) -> messages.Counts: ...
+    def counts(self) -> protocol.Counts: ...
 
     @abstractmethod
-    def end(self, ended: Ended) -> messages.End:
+    def end(self, ended: Ended) -> protocol.End:
         """The last report. Also saves what the next pass needs."""
 
     def seals(self) -> list[int]:
@@ -105,7 +105,7 @@ class Coordinator:
     """Runs a pass: workers, commits, room on the SSD and the pipe to the agent."""
 
     def __init__(
-        self, task: messages.Task, serve: Callable[[int, int], None], access: Access | None = None
+        self, task: protocol.Task, serve: Callable[[int, int], None], access: Access | None = None
     ) -> None:
         """``serve``: the life of a worker, as ``worker.serve``. ``access``: for native reads."""
         self.limits = task.limits
@@ -119,10 +119,10 @@ class Coordinator:
         self.page = control.Control.create()
         # Each native worker has many reads in flight; more workers would only contend.
         self._most_workers = (os.cpu_count() or 1) + 1 if access else control.MOST_WORKERS
-        setup = messages.Setup(task.source, task.stamp, task.generation, task.immutable, access)
+        setup = protocol.Setup(task.source, task.stamp, task.generation, task.immutable, access)
         self.pool = worker_pool.WorkerPool(self.page, setup, serve)
         self.batch = Batch()
-        self.agent = messages.AgentChannel()
+        self.agent = protocol.AgentChannel()
         self.cancelled = False
         self.totals = self.index.totals()
         # While a directory is listed again, the totals lack what the tree has of it. Until all are
@@ -161,7 +161,7 @@ class Coordinator:
             self.pool.stop()
             self.index.close()
         # The last word: the agent kills this process when it has read it.
-        self.agent.say(messages.Report(end=end))
+        self.agent.say(protocol.Report(end=end))
 
     def start(self, decides: Pass) -> None:
         self._pass = decides
@@ -186,25 +186,25 @@ class Coordinator:
                 self._answered(event.member, event.answer)
         self._report_progress()
 
-    def _answered(self, member: worker_pool.Member, answer: messages.Answer) -> None:
+    def _answered(self, member: worker_pool.Member, answer: protocol.Answer) -> None:
         if member.starting:
             member.starting = False
-            if isinstance(answer, messages.NotDone):
+            if isinstance(answer, protocol.NotDone):
                 raise Ended("failed", f"start: {answer.error}")
             return
         assignment = member.assignment
         assert assignment is not None
-        if not isinstance(answer, messages.ScanPart):
+        if not isinstance(answer, protocol.ScanPart):
             member.assignment = None
         match answer:
-            case messages.Committed():
+            case protocol.Committed():
                 self._committed(answer)
-            case messages.NotDone():
+            case protocol.NotDone():
                 self._not_done(assignment, answer)
             case _:
                 self._pass.take(assignment, answer)
 
-    def _not_done(self, assignment: Assignment, failure: messages.NotDone) -> None:
+    def _not_done(self, assignment: Assignment, failure: protocol.NotDone) -> None:
         if failure.cancelled:
             self._pass.forget(assignment)
             return
@@ -243,20 +243,20 @@ class Coordinator:
             return
         known = self.index.directory
         folders = [
-            messages.StagedFolder(
+            protocol.StagedFolder(
                 staged.folder, staged.directory, self.index.path(staged.directory), staged.links,
                 known(staged.directory).attributes.mtime_ns,
             )
             for staged in self.batch.begin_commit()
         ]  # fmt: skip
         marks = [
-            messages.Seal(each.id, self.index.path(each.id), each.entries, each.attributes.mtime_ns)
+            protocol.Seal(each.id, self.index.path(each.id), each.entries, each.attributes.mtime_ns)
             for each in map(known, seals)
         ]
         commit = Commit(folders=folders, seals=marks)
         self.pool.give(committer, Assignment(commit))
 
-    def _committed(self, answer: messages.Committed) -> None:
+    def _committed(self, answer: protocol.Committed) -> None:
         kept = [staged for staged in self.batch.committing if staged.directory not in answer.lost]
         with self.index.transaction():
             for staged in kept:
@@ -345,7 +345,7 @@ class Coordinator:
                 self.cancelled = True
                 self.page.cancel()
 
-    def set_limits(self, limits: messages.Limits) -> None:
+    def set_limits(self, limits: protocol.Limits) -> None:
         self.limits = limits
         self._workers = min(limits.workers, self._most_workers)
         share = max(1, self._workers)
@@ -358,20 +358,20 @@ class Coordinator:
         self._reported = now
         counts = self._pass.counts()  # may bring the totals up to date
         copied_files, copied_bytes = self.page.counted()
-        progress = messages.Progress(
+        progress = protocol.Progress(
             phase=self._pass.phase, counts=counts, skipped=self.totals.skipped,
             sealed=self.totals.sealed, copied_files=copied_files, copied_bytes=copied_bytes,
             beats=self.page.beats(), commits=self.commits, used=self.used(),
             syncing=bool(self.pool.assigned(Commit, Finish)),
         )  # fmt: skip
-        self.agent.say(messages.Report(progress=progress))
+        self.agent.say(protocol.Report(progress=progress))
 
     def note(self, text: str) -> None:
         """Have the agent log this."""
-        self.agent.say(messages.Report(note=text))
+        self.agent.say(protocol.Report(note=text))
 
 
-def failed_by(assignment: Assignment, failure: messages.NotDone) -> Ended:
+def failed_by(assignment: Assignment, failure: protocol.NotDone) -> Ended:
     """The end of a pass that cannot go on without this job."""
     if failure.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(
         assignment.job, Commit | Finish
@@ -393,8 +393,8 @@ class Staged:
     files: int = 0
     bytes: int = 0
     allocated: int = 0
-    failed: list[messages.Failure] = field(default_factory=list)
-    links: list[messages.Link] = field(default_factory=list)
+    failed: list[protocol.Failure] = field(default_factory=list)
+    links: list[protocol.Link] = field(default_factory=list)
     left: set[str] = field(default_factory=set)  # names of the chunk that were not copied
     ahead: dict[str, int] = field(default_factory=dict)  # of a hint: name, SSD bytes
 
@@ -486,9 +486,9 @@ def serve(kind: type[TaskT], begin: Callable[[TaskT], tuple[Coordinator, Pass]])
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
             return  # the agent has ended
         why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        messages.AgentChannel.say(messages.Report(end=messages.End("failed", why)))
+        protocol.AgentChannel.say(protocol.Report(end=protocol.End("failed", why)))
     except sqlite3.DatabaseError as error:
         why = f"the index is damaged ({error}); the next pass makes it again"
         if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
             why = "the disk is full, not even the index can grow"
-        messages.AgentChannel.say(messages.Report(end=messages.End("failed", why)))
+        protocol.AgentChannel.say(protocol.Report(end=protocol.End("failed", why)))

@@ -15,7 +15,7 @@ import time
 
 import xxhash
 
-from cache.fill import control, messages
+from cache.fill import control, protocol
 from cache.store import tree
 from cache.store.tree import Entry
 
@@ -38,9 +38,9 @@ def reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def failure(name: str, error: OSError) -> messages.Failure:
+def failure(name: str, error: OSError) -> protocol.Failure:
     lasting = error.errno in (errno.EPERM, errno.EACCES, errno.ENAMETOOLONG, errno.E2BIG)
-    return messages.Failure(name, reason(error), lasting)
+    return protocol.Failure(name, reason(error), lasting)
 
 
 class Copier:

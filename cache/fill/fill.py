@@ -17,9 +17,9 @@ import errno
 import os
 import time
 
-from cache.fill import coordinator, messages, worker
+from cache.fill import coordinator, protocol, worker
 from cache.fill.coordinator import Ended, Staged
-from cache.fill.messages import Copy, Hint, Scan
+from cache.fill.protocol import Copy, Hint, Scan
 from cache.fill.worker_pool import Assignment
 from cache.store import generations, index, tree
 from cache.store.tree import Entry
@@ -38,7 +38,7 @@ MOST_HINTED_NAMES = 64
 
 
 class FillPass(coordinator.Pass):
-    def __init__(self, run: coordinator.Coordinator, task: messages.FillTask) -> None:
+    def __init__(self, run: coordinator.Coordinator, task: protocol.FillTask) -> None:
         self.run = run
         self.index = run.index
         self.pool = run.pool
@@ -117,9 +117,9 @@ class FillPass(coordinator.Pass):
     def _skeleton_complete(self) -> None:
         self.skeleton = True
         self.run.all_listed()
-        self.run.agent.say(messages.Report(skeleton=True))
+        self.run.agent.say(protocol.Report(skeleton=True))
 
-    def _scanned_part(self, part: messages.ScanPart) -> None:
+    def _scanned_part(self, part: protocol.ScanPart) -> None:
         number = part.directory
         with self.index.transaction():
             if part.location:
@@ -135,7 +135,7 @@ class FillPass(coordinator.Pass):
             if not self.run.room(inodes=1).holds(4096, 1):
                 self.run.page.set_cramped(True)
 
-    def _scanned(self, job: Scan, answer: messages.Scanned) -> None:
+    def _scanned(self, job: Scan, answer: protocol.Scanned) -> None:
         self.scanning.discard(job.directory)
         with self.index.transaction():
             if self.look_in_tree:
@@ -201,7 +201,7 @@ class FillPass(coordinator.Pass):
             taken.append(item)
         return taken
 
-    def _copied(self, assignment: Assignment, job: Copy, answer: messages.Copied) -> None:
+    def _copied(self, assignment: Assignment, job: Copy, answer: protocol.Copied) -> None:
         chunk = assignment.chunk
         assert chunk is not None
         self.copying.discard(chunk.id)
@@ -262,25 +262,25 @@ class FillPass(coordinator.Pass):
 
     # --- answers
 
-    def take(self, assignment: Assignment, answer: messages.Answer) -> None:
+    def take(self, assignment: Assignment, answer: protocol.Answer) -> None:
         match assignment.job, answer:
-            case _, messages.ScanPart():
+            case _, protocol.ScanPart():
                 self._scanned_part(answer)
-            case Scan() as job, messages.Scanned():
+            case Scan() as job, protocol.Scanned():
                 self._scanned(job, answer)
-            case Copy() as job, messages.Copied():
+            case Copy() as job, protocol.Copied():
                 self._copied(assignment, job, answer)
-            case Hint() as job, messages.Hinted():
+            case Hint() as job, protocol.Hinted():
                 self._hinted(assignment, job, answer.taken)
-            case messages.Recheck() as job, messages.Rechecked():
+            case protocol.Recheck() as job, protocol.Rechecked():
                 self._rechecked(job, answer)
-            case messages.Finish(), messages.Done():
+            case protocol.Finish(), protocol.Done():
                 self.run.totals = self.index.totals()
                 raise Ended("complete")
             case _:
                 raise Ended("failed", f"unexpected answer {type(answer).__name__}")
 
-    def failed(self, assignment: Assignment, failure: messages.NotDone) -> None:
+    def failed(self, assignment: Assignment, failure: protocol.NotDone) -> None:
         job = assignment.job
         self.forget(assignment)
         if failure.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -392,10 +392,10 @@ class FillPass(coordinator.Pass):
             self._rechecked_to = None
             return
         found = [self.index.directory(number) for number in numbers]
-        listed = [messages.Listed(d.id, self.index.path(d.id), d.entries) for d in found]
-        self.pool.give(committer, Assignment(messages.Recheck(directories=listed)))
+        listed = [protocol.Listed(d.id, self.index.path(d.id), d.entries) for d in found]
+        self.pool.give(committer, Assignment(protocol.Recheck(directories=listed)))
 
-    def _rechecked(self, job: messages.Recheck, answer: messages.Rechecked) -> None:
+    def _rechecked(self, job: protocol.Recheck, answer: protocol.Rechecked) -> None:
         self._rechecked_to = job.directories[-1].directory
         with self.index.transaction():
             for number in answer.missing:
@@ -405,20 +405,20 @@ class FillPass(coordinator.Pass):
     def _finish(self) -> None:
         committer = self.pool.committer
         if committer is not None:
-            self.pool.give(committer, Assignment(messages.Finish()))
+            self.pool.give(committer, Assignment(protocol.Finish()))
 
     # --- reports
 
-    def counts(self) -> messages.Counts:
+    def counts(self) -> protocol.Counts:
         if not self.skeleton:
             self.run.totals = self.index.totals()
         now = self.run.totals
-        return messages.Counts(now.files, now.bytes, now.done_files, now.done_bytes, now.failed)
+        return protocol.Counts(now.files, now.bytes, now.done_files, now.done_bytes, now.failed)
 
-    def end(self, ended: Ended) -> messages.End:
+    def end(self, ended: Ended) -> protocol.End:
         files, size = self.index.left()
-        figures = messages.FillEnd(used=self.run.used(), left_files=files, left_bytes=size)
-        return messages.End(ended.result, ended.why, fill=figures)
+        figures = protocol.FillEnd(used=self.run.used(), left_files=files, left_bytes=size)
+        return protocol.End(ended.result, ended.why, fill=figures)
 
 
 class HintQueue:
@@ -448,7 +448,7 @@ class HintQueue:
         return None
 
 
-def begin(task: messages.FillTask) -> tuple[coordinator.Coordinator, FillPass]:
+def begin(task: protocol.FillTask) -> tuple[coordinator.Coordinator, FillPass]:
     """A pass that is ready to run, the root of its tree with the attributes of the source's root.
 
     OSError when there is no source, ESHUTDOWN when it is another one, EBUSY while bad files are in
@@ -474,4 +474,4 @@ def begin(task: messages.FillTask) -> tuple[coordinator.Coordinator, FillPass]:
 
 
 def main() -> None:
-    coordinator.serve(messages.FillTask, begin)
+    coordinator.serve(protocol.FillTask, begin)

@@ -15,9 +15,9 @@ import os
 import stat
 import time
 
-from cache.fill import control, coordinator, copy, messages, worker
+from cache.fill import control, coordinator, copy, protocol, worker
 from cache.fill.coordinator import Ended, Staged
-from cache.fill.messages import Copy
+from cache.fill.protocol import Copy
 from cache.fill.worker_pool import Assignment
 from cache.store import generations, index, tree
 from cache.store.tree import Entry
@@ -30,14 +30,14 @@ MOST_NOTES = 100  # bad files that the log names
 class VerifyPass(coordinator.Pass):
     phase = "verifying"
 
-    def __init__(self, run: coordinator.Coordinator, task: messages.VerifyTask) -> None:
+    def __init__(self, run: coordinator.Coordinator, task: protocol.VerifyTask) -> None:
         self.run = run
         self.index = run.index
         self.task = task
         self.after = 0  # the last directory that was given to a worker
         self.directories: list[int] = []
         self.bad: list[tuple[int, Entry]] = []  # to be replaced
-        self.found = messages.VerifyEnd()
+        self.found = protocol.VerifyEnd()
         self.unreplaced: list[tuple[list[str], str]] = []
         self.whole = False  # every directory was read
 
@@ -54,7 +54,7 @@ class VerifyPass(coordinator.Pass):
         number = self.directories.pop(0)
         self.after = max(self.after, number)
         directory = self.index.directory(number)
-        job = messages.Verify(
+        job = protocol.Verify(
             directory=number,
             path=self.index.path(number),
             entries=directory.entries if directory.state == index.SEALED else None,
@@ -69,11 +69,11 @@ class VerifyPass(coordinator.Pass):
         job = Copy(folder=f"b{time.monotonic_ns()}", path=self.index.path(number), entries=[item])
         return Assignment(job, directory=number, allocated=item.allocated, inodes=1)
 
-    def take(self, assignment: Assignment, answer: messages.Answer) -> None:
+    def take(self, assignment: Assignment, answer: protocol.Answer) -> None:
         match assignment.job, answer:
-            case messages.Verify() as job, messages.Verified():
+            case protocol.Verify() as job, protocol.Verified():
                 self._verified(job, answer)
-            case Copy() as job, messages.Copied():
+            case Copy() as job, protocol.Copied():
                 for name in [failure.name for failure in answer.failed] + answer.left:
                     self.unreplaced.append((job.path, name))
                 self.found.replaced += answer.files
@@ -82,7 +82,7 @@ class VerifyPass(coordinator.Pass):
             case _:
                 raise Ended("failed", f"unexpected answer {type(answer).__name__}")
 
-    def _verified(self, job: messages.Verify, answer: messages.Verified) -> None:
+    def _verified(self, job: protocol.Verify, answer: protocol.Verified) -> None:
         found = self.found
         found.checked_files += answer.checked_files
         found.checked_bytes += answer.checked_bytes
@@ -98,12 +98,12 @@ class VerifyPass(coordinator.Pass):
             else:
                 self.unreplaced.append((job.path, item.name))
 
-    def failed(self, assignment: Assignment, failure: messages.NotDone) -> None:
+    def failed(self, assignment: Assignment, failure: protocol.NotDone) -> None:
         raise coordinator.failed_by(assignment, failure)
 
     def forget(self, assignment: Assignment) -> None:
         match assignment.job:
-            case messages.Verify() as job:
+            case protocol.Verify() as job:
                 self.directories.insert(0, job.directory)
             case Copy() as job:
                 self.bad += [(assignment.directory, item) for item in job.entries]
@@ -124,15 +124,15 @@ class VerifyPass(coordinator.Pass):
         why = f"{left} files could not be compared" if left else ""
         raise Ended("bad" if self.unreplaced else "good", why)
 
-    def counts(self) -> messages.Counts:
+    def counts(self) -> protocol.Counts:
         total, found = self.run.totals, self.found
-        return messages.Counts(
+        return protocol.Counts(
             total.done_files, total.done_bytes, found.checked_files, found.checked_bytes, found.bad
         )
 
-    def end(self, ended: Ended) -> messages.End:
+    def end(self, ended: Ended) -> protocol.End:
         self.found.unreplaced = self.quarantine()
-        return messages.End(ended.result, ended.why, verify=self.found)
+        return protocol.End(ended.result, ended.why, verify=self.found)
 
     def quarantine(self) -> int:
         """Save the list of bad files, which may be millions; how many there are."""
@@ -159,12 +159,12 @@ class NotComparedError(Exception):
 
 
 class VerifyWorker(worker.Worker):
-    def __init__(self, number: int, page: int, setup: messages.Setup) -> None:
+    def __init__(self, number: int, page: int, setup: protocol.Setup) -> None:
         super().__init__(number, page, setup)
         self._buffer = memoryview(bytearray(copy.BLOCK))
 
-    def verify(self, job: messages.Verify) -> None:
-        found = messages.Verified()
+    def verify(self, job: protocol.Verify) -> None:
+        found = protocol.Verified()
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(tree.opened(self.tree, job.path))
             source: int | OSError | None = None
@@ -193,7 +193,7 @@ class VerifyWorker(worker.Worker):
                         found.checked_bytes += size
                         if fault:
                             found.bad.append((self._entry_of(name, job.path, directory), fault))
-        messages.answer(found)
+        protocol.answer(found)
 
     def _entry_of(self, name: str, path: list[str], directory: int) -> Entry:
         """As the source has it now, else as the store has it."""
@@ -279,7 +279,7 @@ class VerifyWorker(worker.Worker):
 serve = functools.partial(worker.serve, kind=VerifyWorker)
 
 
-def begin(task: messages.VerifyTask) -> tuple[coordinator.Coordinator, VerifyPass]:
+def begin(task: protocol.VerifyTask) -> tuple[coordinator.Coordinator, VerifyPass]:
     """A pass that is ready to run. OSError when the source or the index is not there."""
     os.close(tree.open_source(task.source, task.stamp))  # before any file is judged bad
     run = coordinator.Coordinator(task, serve)
@@ -289,4 +289,4 @@ def begin(task: messages.VerifyTask) -> tuple[coordinator.Coordinator, VerifyPas
 
 
 def main() -> None:
-    coordinator.serve(messages.VerifyTask, begin)
+    coordinator.serve(protocol.VerifyTask, begin)

@@ -12,9 +12,9 @@ left.
 import os
 from collections import deque
 
-from cache.fill import coordinator, messages, worker
+from cache.fill import coordinator, protocol, worker
 from cache.fill.coordinator import Ended
-from cache.fill.messages import Prune, Unseal
+from cache.fill.protocol import Prune, Unseal
 from cache.fill.worker_pool import Assignment
 from cache.store import generations, tree
 
@@ -24,7 +24,7 @@ BAD = "its copy in the store was bad and could not be replaced"
 class WithdrawPass(coordinator.Pass):
     phase = "withdrawing"
 
-    def __init__(self, run: coordinator.Coordinator, task: messages.WithdrawTask) -> None:
+    def __init__(self, run: coordinator.Coordinator, task: protocol.WithdrawTask) -> None:
         self.run = run
         self.index = run.index
         self.deletes = task.part == "files"
@@ -47,14 +47,14 @@ class WithdrawPass(coordinator.Pass):
                 self.index.count_failure(number)
         return Assignment(Unseal(path=path, names=names))
 
-    def take(self, assignment: Assignment, answer: messages.Answer) -> None:
+    def take(self, assignment: Assignment, answer: protocol.Answer) -> None:
         if isinstance(assignment.job, Prune):
             self.withdrawn += len(assignment.job.names)
             if assignment.job.directory is not None:
                 with self.index.transaction():
                     self.index.restart_listing(assignment.job.directory)
 
-    def failed(self, assignment: Assignment, failure: messages.NotDone) -> None:
+    def failed(self, assignment: Assignment, failure: protocol.NotDone) -> None:
         raise coordinator.failed_by(assignment, failure)
 
     def forget(self, assignment: Assignment) -> None:
@@ -72,15 +72,15 @@ class WithdrawPass(coordinator.Pass):
                 generations.write_quarantined(self.run.generation, [])
             raise Ended("withdrawn")
 
-    def counts(self) -> messages.Counts:
+    def counts(self) -> protocol.Counts:
         done = self.withdrawn
-        return messages.Counts(done + len(self.waiting), 0, done, 0, 0)
+        return protocol.Counts(done + len(self.waiting), 0, done, 0, 0)
 
-    def end(self, ended: Ended) -> messages.End:
-        return messages.End(ended.result, ended.why, withdrawn=self.withdrawn)
+    def end(self, ended: Ended) -> protocol.End:
+        return protocol.End(ended.result, ended.why, withdrawn=self.withdrawn)
 
 
-def begin(task: messages.WithdrawTask) -> tuple[coordinator.Coordinator, WithdrawPass]:
+def begin(task: protocol.WithdrawTask) -> tuple[coordinator.Coordinator, WithdrawPass]:
     """A pass that is ready to run. OSError when the source is not there."""
     os.close(tree.open_source(task.source, task.stamp))
     run = coordinator.Coordinator(task, worker.serve)
@@ -88,4 +88,4 @@ def begin(task: messages.WithdrawTask) -> tuple[coordinator.Coordinator, Withdra
 
 
 def main() -> None:
-    coordinator.serve(messages.WithdrawTask, begin)
+    coordinator.serve(protocol.WithdrawTask, begin)

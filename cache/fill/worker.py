@@ -13,47 +13,36 @@ cut.
 
 import contextlib
 import errno
-import functools
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from cache.fill import control, copy, messages
+from cache.fill import commit, control, copy, protocol
 from cache.store import index, tree
 from cache.store.tree import Entry
 from ceph import native
 from kit import child_main
-from linux import fs_ordering, syscalls
 
 # The rest of a chunk waits for another turn after this long: what is staged gets committed, and
 # hints get a turn.
 CHUNK_SECONDS = 2.0
 
 
-class Worker:
+class Worker(commit.Committer):
     """Each job has a method of its name, in lower case."""
 
-    def __init__(self, number: int, page: int, setup: messages.Setup) -> None:
+    def __init__(self, number: int, page: int, setup: protocol.Setup) -> None:
         """``page``: descriptor of the control page. OSError when a root cannot be opened."""
         self.number = number
         self.page = control.Control(page)
-        self.throttle = control.Throttle(self.page, number)
+        super().__init__(setup.generation, control.Throttle(self.page, number))
         self.copier = copy.Copier(self.throttle, immutable=setup.immutable)
         self.source = tree.open_source(setup.source, setup.stamp)
-        self.generation = tree.open_root(setup.generation)
-        self.tree = os.open("tree", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
-        self.staging = os.open("staging", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
-        self.links = os.open("links", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
         self.access = setup.native
         self.no_objects = False  # the key does not allow object reads
         self._listing: native.Listing | None = None
         self._reader: native.Reader | None = None
-
-    @functools.cached_property
-    def ordered(self) -> bool:
-        """The store's file system makes metadata changes durable in order."""
-        return fs_ordering.keeps_order(self.generation)
 
     def close(self) -> None:
         """Disconnect from the cluster. May hang; the coordinator waits only a limited time."""
@@ -62,10 +51,10 @@ class Worker:
 
     # --- scan
 
-    def scan(self, job: messages.Scan) -> None:
+    def scan(self, job: protocol.Scan) -> None:
         """Answers ScanPart for every few entries, then Scanned."""
-        part = messages.ScanPart(directory=job.directory)
-        found = messages.Scanned(stored=messages.Stored())
+        part = protocol.ScanPart(directory=job.directory)
+        found = protocol.Scanned(stored=protocol.Stored())
         with contextlib.ExitStack() as stack:
             target = stack.enter_context(tree.opened(self.tree, job.path))
             mtime_ns = os.fstat(target).st_mtime_ns
@@ -85,7 +74,7 @@ class Worker:
                     found.folders.append(item.name)
                     if item.name in job.mounted:
                         text = "another file system is mounted here; it is not part of the dataset"
-                        part.failed.append(messages.Failure(item.name, text, True))
+                        part.failed.append(protocol.Failure(item.name, text, True))
                     else:
                         if source is None and item.xattrs:
                             source = stack.enter_context(tree.opened(self.source, job.path))
@@ -110,7 +99,7 @@ class Worker:
             os.utime(target, ns=(mtime_ns, mtime_ns))  # new subdirectories changed it
         if _size(part):
             _flush(part)
-        messages.answer(found)
+        protocol.answer(found)
 
     def _entries(
         self, path: Sequence[str], source: int | None
@@ -123,7 +112,7 @@ class Worker:
         return (Entry(*item) for item in self._listing.entries(path))
 
     def _make_directory(
-        self, target: int, item: Entry, source: int | None, part: messages.ScanPart
+        self, target: int, item: Entry, source: int | None, part: protocol.ScanPart
     ) -> int:
         """The SSD bytes that it takes beyond the one block that every directory counts."""
         if self.page.cramped and not tree.has(target, item.name):
@@ -161,7 +150,7 @@ class Worker:
                     tree.remove(target, name)
                 self.page.beat(self.number)
 
-    def _has(self, target: int, item: Entry, stored: messages.Stored) -> bool:
+    def _has(self, target: int, item: Entry, stored: protocol.Stored) -> bool:
         """Whether the tree has this version already; if so it is counted in ``stored``."""
         try:
             status = os.stat(item.name, dir_fd=target, follow_symlinks=False)
@@ -176,9 +165,9 @@ class Worker:
 
     # --- copy
 
-    def copy(self, job: messages.Copy) -> None:
+    def copy(self, job: protocol.Copy) -> None:
         os.mkdir(job.folder, 0o700, dir_fd=self.staging)
-        copied = messages.Copied()
+        copied = protocol.Copied()
         tried: set[str] = set()
         stopped = False
         deadline = time.monotonic() + CHUNK_SECONDS
@@ -206,7 +195,7 @@ class Worker:
                         add(item, self.copier.copy(source, item, staging))
                         if item.is_file and item.nlink > 1:
                             key = self._link_key(staging, item)
-                            copied.links.append(messages.Link(item.name, key))
+                            copied.links.append(protocol.Link(item.name, key))
                     except OSError as error:
                         if error.errno in tree.SOURCE_GONE:
                             raise
@@ -219,14 +208,14 @@ class Worker:
                 stopped = True
         if stopped:
             copied.left = [item.name for item in job.entries if item.name not in tried]
-        messages.answer(copied)
+        protocol.answer(copied)
 
-    def _not_stored(self, job: messages.Copy, add: Callable[[Entry, int], None]) -> list[Entry]:
+    def _not_stored(self, job: protocol.Copy, add: Callable[[Entry, int], None]) -> list[Entry]:
         """Entries that no hint has brought into the tree; the others are done."""
         rest = []
         with tree.opened(self.tree, job.path) as target:
             for item in job.entries:
-                stored = messages.Stored()
+                stored = protocol.Stored()
                 if self._has(target, item, stored):
                     add(item, stored.allocated - item.name_bytes)
                 else:
@@ -273,7 +262,7 @@ class Worker:
         checksum = os.getxattr(f"/proc/self/fd/{staging}/{item.name}", tree.CHECKSUM).decode()
         return f"{item.ino:x}-{checksum}-{item.mode:o}-{item.uid}-{item.gid}-{item.mtime_ns}"
 
-    def hint(self, job: messages.Hint) -> None:
+    def hint(self, job: protocol.Hint) -> None:
         """Errors do not matter: the chunk of these files follows and reports them."""
         left = job.allowance
         taken: dict[str, int] = {}
@@ -288,173 +277,34 @@ class Worker:
                     status = os.stat(name, dir_fd=source, follow_symlinks=False)
                     item = tree.entry_of(name, status)
                     fits = item.is_file and item.nlink == 1 and item.allocated <= left
-                    if fits and not self._has(target, item, messages.Stored()):
+                    if fits and not self._has(target, item, protocol.Stored()):
                         taken[name] = self.copier.copy(source, item, staging) + item.name_bytes
                         left -= max(item.allocated, taken[name])
                 except (OSError, control.Cancelled):
                     pass
-        messages.answer(messages.Hinted(taken=taken))
-
-    # --- commit and seal
-
-    def commit(self, job: messages.Commit) -> None:
-        """One syncfs, then the renames, then the seals.
-
-        The renames into a sealed directory were made by an earlier commit and must be durable
-        before its mark is: a journal keeps that order, elsewhere this syncfs does.
-        """
-        if job.folders or not self.ordered:
-            self._sync()
-        lost: list[int] = []
-        for staged in job.folders:
-            try:
-                target = tree.open_below(self.tree, staged.path)
-            except OSError:
-                lost.append(staged.directory)  # the index claimed more than the tree has
-                tree.remove(self.staging, staged.folder)
-                continue
-            try:
-                self._place_all(staged, target)
-            finally:
-                os.close(target)
-            os.rmdir(staged.folder, dir_fd=self.staging)
-        sealed: list[int] = []
-        missing: list[int] = []
-        for seal in job.seals:
-            (sealed if self._seal(seal) else missing).append(seal.directory)
-        messages.answer(messages.Committed(sealed=sealed, missing=missing, lost=lost))
-
-    def _sync(self) -> None:
-        syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
-
-    def _place_all(self, staged: messages.StagedFolder, target: int) -> None:
-        with tree.opened(self.staging, [staged.folder]) as staging:
-            for link in staged.links:
-                self._share(staging, link)
-            for name in os.listdir(staging):
-                self._place(staging, name, target)
-            for link in staged.links:
-                # A commit that was killed before the index noted it is done again: rename(2) of one
-                # link of a file over another does nothing and leaves the old name.
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(link.name, dir_fd=staging)
-        os.utime(target, ns=(staged.mtime_ns, staged.mtime_ns))
-
-    def _place(self, staging: int, name: str, target: int) -> None:
-        try:
-            os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
-        except IsADirectoryError:  # the source had a directory there before
-            tree.remove(target, name)
-            os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
-
-    def _share(self, staging: int, link: messages.Link) -> None:
-        """Make the name a link of the stored file with the same key, if there is one."""
-        name, key = link
-        try:
-            os.link(name, key, src_dir_fd=staging, dst_dir_fd=self.links)
-        except FileExistsError:
-            spare = f"{name[:200]}.link"
-            try:
-                os.link(key, spare, src_dir_fd=self.links, dst_dir_fd=staging)
-            except OSError as error:
-                if error.errno != errno.EMLINK:
-                    raise
-                # The file system allows no more names of one file: share this copy from now on.
-                os.rename(name, key, src_dir_fd=staging, dst_dir_fd=self.links)
-                os.link(key, name, src_dir_fd=self.links, dst_dir_fd=staging)
-            else:
-                os.rename(spare, name, src_dir_fd=staging, dst_dir_fd=staging)
-
-    def _seal(self, seal: messages.Seal) -> bool:
-        """Mark the directory opaque; False when the tree lacks some of its entries.
-
-        They are counted because the index may claim more than the disk has after a power cut.
-        """
-        try:
-            directory = tree.open_below(self.tree, seal.path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        try:
-            if len(os.listdir(directory)) != seal.entries:
-                return False
-            if seal.path:  # the root of a layer cannot be opaque
-                os.setxattr(directory, tree.OPAQUE, b"y")
-            os.utime(directory, ns=(seal.mtime_ns, seal.mtime_ns))
-        finally:
-            os.close(directory)
-        return True
-
-    def recheck(self, job: messages.Recheck) -> None:
-        missing = []
-        for number, path, entries in job.directories:
-            self.throttle.beat()
-            try:
-                with tree.opened(self.tree, path) as directory:
-                    if path:
-                        os.getxattr(directory, tree.OPAQUE)
-                    if len(os.listdir(directory)) == entries:
-                        continue
-            except OSError:
-                pass  # it has no mark, or does not exist
-            for depth in range(1, len(path) + 1):
-                # Every mark above it would hide the source's entries from readers too.
-                with contextlib.suppress(OSError), tree.opened(self.tree, path[:depth]) as above:
-                    os.removexattr(above, tree.OPAQUE)
-            missing.append(number)
-        messages.answer(messages.Rechecked(missing=missing))
-
-    def finish(self, _: messages.Finish) -> None:
-        for name in os.listdir(self.links):
-            os.unlink(name, dir_fd=self.links)
-        self._sync()
-        messages.answer(messages.Done())
-
-    # --- withdraw
-
-    def unseal(self, job: messages.Unseal) -> None:
-        """Raises OSError when a mark stays: a file deleted below it would be ENOENT for readers."""
-        for length in range(len(job.path), 0, -1):
-            try:
-                with tree.opened(self.tree, job.path[:length]) as directory:
-                    os.removexattr(directory, tree.OPAQUE)
-            except OSError as error:
-                # The directory has no mark, or does not exist.
-                if error.errno not in (errno.ENODATA, errno.ENOENT, errno.ENOTDIR):
-                    raise
-        messages.answer(messages.Done())
-
-    def prune(self, job: messages.Prune) -> None:
-        with (
-            contextlib.suppress(FileNotFoundError, NotADirectoryError),
-            tree.opened(self.tree, job.path) as directory,
-        ):
-            mtime_ns = os.fstat(directory).st_mtime_ns
-            for name in job.names:
-                tree.remove(directory, name)
-            os.utime(directory, ns=(mtime_ns, mtime_ns))
-        messages.answer(messages.Done())
+        protocol.answer(protocol.Hinted(taken=taken))
 
     # --- the loop
 
     def run(self) -> None:
         """Do jobs until there are no more. The error of a job is its answer."""
-        while (job := messages.next_job()) is not None:
+        while (job := protocol.next_job()) is not None:
             try:
                 getattr(self, type(job).__name__.lower())(job)
             except control.Cancelled:
-                messages.answer(messages.NotDone(cancelled=True))
+                protocol.answer(protocol.NotDone(cancelled=True))
             except OSError as error:
-                messages.answer(messages.NotDone(error=copy.reason(error), errno=error.errno))
+                protocol.answer(protocol.NotDone(error=copy.reason(error), errno=error.errno))
             except Exception as error:
-                messages.answer(messages.NotDone(error=repr(error)))
+                protocol.answer(protocol.NotDone(error=repr(error)))
 
 
-def _size(part: messages.ScanPart) -> int:
+def _size(part: protocol.ScanPart) -> int:
     return len(part.chunk) + len(part.folders) + len(part.failed)
 
 
-def _flush(part: messages.ScanPart) -> None:
-    messages.answer(part)
+def _flush(part: protocol.ScanPart) -> None:
+    protocol.answer(part)
     part.chunk, part.folders, part.failed, part.made = [], [], [], 0
 
 
@@ -463,15 +313,15 @@ def serve(number: int, page: int, kind: type[Worker] = Worker) -> None:
     child_main.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal is for the agent
     os.umask(0)
-    setup = messages.receive(messages.JOBS, messages.Setup)
+    setup = protocol.receive(protocol.JOBS, protocol.Setup)
     if setup is None:
         return
     try:
         worker = kind(number, page, setup)
     except OSError as error:
-        messages.answer(messages.NotDone(error=copy.reason(error), errno=error.errno))
+        protocol.answer(protocol.NotDone(error=copy.reason(error), errno=error.errno))
         return
-    messages.answer(messages.Done())
+    protocol.answer(protocol.Done())
     try:
         worker.run()
     except BrokenPipeError:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
-from cache.fill import control, messages
+from cache.fill import control, protocol
 from cache.store import index
 
 _READ_BYTES = 1024 * 1024
@@ -35,7 +35,7 @@ class PoolError(Exception):
 class Assignment:
     """A job of a worker, with what its coordinator needs to know about it."""
 
-    job: messages.Job
+    job: protocol.Job
     directory: int = 0
     allocated: int = 0  # SSD bytes that it takes at most
     inodes: int = 0
@@ -50,7 +50,7 @@ class Member:
     pid: int
     jobs: int
     answers: int
-    stream: messages.Stream[messages.Answer] = field(default_factory=messages.answers)
+    stream: protocol.Stream[protocol.Answer] = field(default_factory=protocol.answers)
     starting: bool = True
     assignment: Assignment | None = None
 
@@ -63,14 +63,14 @@ class Event(NamedTuple):
     """``member`` None: the watched descriptor has input. ``answer`` None: the member died."""
 
     member: Member | None
-    answer: messages.Answer | None
+    answer: protocol.Answer | None
 
 
 class WorkerPool:
     """Member 0 commits; the others scan, copy and verify."""
 
     def __init__(
-        self, page: control.Control, setup: messages.Setup, serve: Callable[[int, int], None]
+        self, page: control.Control, setup: protocol.Setup, serve: Callable[[int, int], None]
     ) -> None:
         """``serve``: the life of a worker, given its number and the page's descriptor."""
         self._page = page
@@ -121,8 +121,8 @@ class WorkerPool:
         """
         page, code = self._page.descriptor, 1
         try:
-            os.dup2(jobs, messages.JOBS)
-            os.dup2(answers, messages.ANSWERS)
+            os.dup2(jobs, protocol.JOBS)
+            os.dup2(answers, protocol.ANSWERS)
             os.closerange(3, page)
             os.closerange(page + 1, os.sysconf("SC_OPEN_MAX"))
             self._serve(number, page)
@@ -157,7 +157,7 @@ class WorkerPool:
         """No worker has a job or is still starting."""
         return all(member.idle for member in self.members.values())
 
-    def assigned(self, *kinds: type[messages.Message]) -> list[Assignment]:
+    def assigned(self, *kinds: type[protocol.Message]) -> list[Assignment]:
         """Jobs under way, of these kinds."""
         assignments = [m.assignment for m in self.members.values() if m.assignment is not None]
         return [each for each in assignments if isinstance(each.job, kinds)]
@@ -167,9 +167,9 @@ class WorkerPool:
         self._send(member, assignment.job)
 
     @staticmethod
-    def _send(member: Member, message: messages.Message) -> None:
+    def _send(member: Member, message: protocol.Message) -> None:
         try:
-            messages.send(member.jobs, message)
+            protocol.send(member.jobs, message)
         except BrokenPipeError:
             pass  # it died; ``wait`` reports that with the job it had
 

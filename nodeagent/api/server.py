@@ -38,7 +38,7 @@ LONGEST_BODY = 256 * 1024
 LONGEST_NAME = 255  # of a placeholder in a path
 LONGEST_TEXT = 4096  # of a query's value
 BODY_SECONDS = 10.0
-# Below the command line's own limit (nodeagent.client.ANSWER_SECONDS).
+# Below the command line's own limit (nodeagent.api_client.ANSWER_SECONDS).
 HANDLER_SECONDS = 55.0
 WRITE_SECONDS = 20.0  # one answer, or one line of a stream
 LONGEST_NOTE = 300  # of a path or a text in the record of calls

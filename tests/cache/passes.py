@@ -5,11 +5,11 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import kit.worker
-from cache.fill import messages
+import kit.line_worker
+from cache.fill import protocol
 from cache.sources import base
 
-LIMITS = messages.Limits(
+LIMITS = protocol.Limits(
     workers=1, bytes_per_second=0, files_per_second=0, budget=2**30, reserve=0.01, others=0
 )
 
@@ -25,12 +25,12 @@ def common(generation: Path, source: Path) -> dict[str, Any]:
     }
 
 
-def run(kind: str, task: messages.Task) -> messages.End:
+def run(kind: str, task: protocol.Task) -> protocol.End:
     """How a pass of ``cache.fill.<kind>`` ended."""
 
-    async def listen() -> messages.End:
-        worker = kit.worker.Worker(
-            f"cache.fill.{kind}:main", messages.Report, about=kind, largest=2**20
+    async def listen() -> protocol.End:
+        worker = kit.line_worker.Worker(
+            f"cache.fill.{kind}:main", protocol.Report, about=kind, largest=2**20
         )
         try:
             async with contextlib.aclosing(worker.listen(task, 60.0)) as reports:
@@ -56,13 +56,13 @@ class Generation:
     def common(self) -> dict[str, Any]:
         return common(self.folder, self.source)
 
-    def fill(self) -> messages.End:
-        return run("fill", messages.FillTask(**self.common))
+    def fill(self) -> protocol.End:
+        return run("fill", protocol.FillTask(**self.common))
 
-    def verify(self) -> messages.End:
+    def verify(self) -> protocol.End:
         return run(
-            "verify", messages.VerifyTask(**self.common, against_source=False, reachable=True)
+            "verify", protocol.VerifyTask(**self.common, against_source=False, reachable=True)
         )
 
-    def withdraw(self, part: str) -> messages.End:
-        return run("withdraw", messages.WithdrawTask(**self.common, part=part))
+    def withdraw(self, part: str) -> protocol.End:
+        return run("withdraw", protocol.WithdrawTask(**self.common, part=part))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cache.fill import fill as fill_pass
-from cache.fill import messages
+from cache.fill import protocol
 from cache.fill.coordinator import Ended
 from cache.store import index
 from cache.store.tree import Entry
@@ -46,7 +46,7 @@ class Fill:
         self.budget = budget
         limits = dataclasses.replace(passes.LIMITS, reserve=0.0, budget=budget)
         common = passes.common(self.generation, area / "source")
-        task = messages.FillTask(**common | {"immutable": True, "limits": limits}, used=used)
+        task = protocol.FillTask(**common | {"immutable": True, "limits": limits}, used=used)
         self.run, self.decides = fill_pass.begin(task)
         self.run.start(self.decides)
 
@@ -108,7 +108,7 @@ def hinted(fill: Fill, names: list[str]) -> None:
     if assignment is None:
         return
     fill.run.pool.give(fill.run.pool.idle()[0], assignment)
-    assert isinstance(assignment.job, messages.Hint)
+    assert isinstance(assignment.job, protocol.Hint)
     assert fill.run.room(inodes=0).bytes <= fill.budget - assignment.job.allowance
     commits = fill.run.commits
     fill.until(lambda: fill.run.commits > commits)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kit.errors
-import kit.worker
+import kit.line_worker
 from cache import jobs
 from cache.dataset import Dataset, Verification
-from cache.fill import messages
+from cache.fill import protocol
 from cache.jobs import Jobs, Pass
 from cache.settings import CacheSettings, DatasetSettings, DirSource
 from cache.sources import base
@@ -122,32 +122,32 @@ async def test_next_prefers_verify_then_priority_then_name(tmp_path: Path) -> No
 
 def report_the_same_for_ever() -> None:
     """A coordinator that lives and gets nowhere; it ends for no command."""
-    kit.worker.hear(messages.FillTask)
-    counts = messages.Counts(10, 10, 1, 1, 0)
-    progress = messages.Progress(
+    kit.line_worker.hear(protocol.FillTask)
+    counts = protocol.Counts(10, 10, 1, 1, 0)
+    progress = protocol.Progress(
         phase="filling", counts=counts, skipped=0, sealed=0, copied_files=1, copied_bytes=1,
         beats=0, commits=0, used=7, syncing=False,
     )  # fmt: skip
     while True:
-        kit.worker.say(messages.Report(progress=progress))
+        kit.line_worker.say(protocol.Report(progress=progress))
         time.sleep(0.01)
 
 
 @pytest.fixture
 async def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pass]:
-    real = kit.worker.Worker
+    real = kit.line_worker.Worker
 
     def worker(_: str, *rest: Any, **more: Any) -> Any:
         return real(f"{__name__}:report_the_same_for_ever", *rest, **more)
 
-    monkeypatch.setattr(kit.worker, "Worker", worker)
+    monkeypatch.setattr(kit.line_worker, "Worker", worker)
     made = Pass(dataset(tmp_path, Source()), "fill")
     yield made
     await made._worker.close()
 
 
-def task(folder: Path) -> messages.FillTask:
-    return messages.FillTask(
+def task(folder: Path) -> protocol.FillTask:
+    return protocol.FillTask(
         generation=str(folder), source=str(folder), stamp="", immutable=False, limits=passes.LIMITS
     )
 

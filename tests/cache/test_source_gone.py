@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.fill import messages
+from cache.fill import protocol
 from linux import mounts
 from tests.cache import passes
 from tests.testbed import trees
@@ -27,8 +27,8 @@ def mounted(area: Path) -> Iterator[passes.Generation]:
 
 
 def test_passes_refuse_the_directory_beneath(mounted: passes.Generation) -> None:
-    fill = messages.FillTask(**mounted.common)
-    verify = messages.VerifyTask(**mounted.common, against_source=False, reachable=True)
+    fill = protocol.FillTask(**mounted.common)
+    verify = protocol.VerifyTask(**mounted.common, against_source=False, reachable=True)
     assert passes.run("fill", fill).result == "complete"
     before = trees.records(mounted.tree)
     assert len(before) > 40

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.fill import messages, verify, withdraw
+from cache.fill import protocol, verify, withdraw
 from cache.store import generations, tree
 from cache.store.index import Index
 from tests.cache import passes
@@ -79,7 +79,7 @@ def test_withdraw_is_safe_to_interrupt_and_repeat(complete: passes.Generation, i
 
 def test_unfinished_verify_keeps_quarantined_files(complete: passes.Generation) -> None:
     generations.write_quarantined(complete.folder, [(["d1"], "f00001")])
-    task = messages.VerifyTask(**complete.common, against_source=False, reachable=True)
+    task = protocol.VerifyTask(**complete.common, against_source=False, reachable=True)
     _, decides = verify.begin(task)
     decides.unreplaced = [(["d2"], "f00002"), (["d1"], "f00001")]
     assert decides.quarantine() == 2
@@ -92,10 +92,10 @@ def test_unfinished_verify_keeps_quarantined_files(complete: passes.Generation) 
 
 def test_withdraw_repeats_the_job_of_a_dead_worker(complete: passes.Generation) -> None:
     generations.write_quarantined(complete.folder, [(["d1"], "f00001"), (["d1"], "f00005")])
-    _, decides = withdraw.begin(messages.WithdrawTask(**complete.common, part="files"))
+    _, decides = withdraw.begin(protocol.WithdrawTask(**complete.common, part="files"))
     given = decides.next_assignment()
     assert given is not None
-    assert isinstance(given.job, messages.Prune)
+    assert isinstance(given.job, protocol.Prune)
     assert given.job.names == ["f00001", "f00005"]
     assert decides.next_assignment() is None
     decides.forget(given)

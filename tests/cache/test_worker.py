@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cache.fill import control, messages
-from cache.fill.messages import Commit, Link, Listed, Seal, StagedFolder
+from cache.fill import control, protocol
+from cache.fill.protocol import Commit, Link, Listed, Seal, StagedFolder
 from cache.fill.worker import Worker
 from cache.store import tree
 from linux import mounts
@@ -17,8 +17,8 @@ from tests.testbed import trees
 pytestmark = pytest.mark.real  # trusted xattrs need root
 
 
-def setup(area: Path, stamp: str = "") -> messages.Setup:
-    return messages.Setup(
+def setup(area: Path, stamp: str = "") -> protocol.Setup:
+    return protocol.Setup(
         source=str(area / "source"),
         stamp=stamp,
         generation=str(area / "generation"),
@@ -37,7 +37,7 @@ def worker(area: Path) -> Worker:
 @pytest.fixture(autouse=True)
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     said: list[Any] = []
-    monkeypatch.setattr(messages, "send", lambda _, message: said.append(message))
+    monkeypatch.setattr(protocol, "send", lambda _, message: said.append(message))
     return said
 
 
@@ -101,7 +101,7 @@ def test_recheck_unseals_every_directory_above(
         os.setxattr(folder, tree.OPAQUE, b"y")
     (folders[2] / "one").write_bytes(b"1")
     worker.recheck(
-        messages.Recheck(directories=[Listed(3, ["d", "e", "f"], 2), Listed(4, ["d", "other"], 0)])
+        protocol.Recheck(directories=[Listed(3, ["d", "e", "f"], 2), Listed(4, ["d", "other"], 0)])
     )
     assert answers[-1].missing == [3]
     marked = [tree.OPAQUE in os.listxattr(folder) for folder in folders]

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 import kit.errors
-from kit import worker
+from kit import line_worker
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def hang_until(path: str, *_: object) -> None:
 
 def serve_numbers() -> None:
     """A worker: doubles numbers; some requests break it."""
-    worker.serve(Question, _double)
+    line_worker.serve(Question, _double)
 
 
 def _double(question: Question) -> Number:
@@ -67,11 +67,11 @@ def _double(question: Question) -> Number:
 
 def count(until: str) -> None:
     """A worker that speaks by itself; silent at the end."""
-    first = worker.hear(Question)
+    first = line_worker.hear(Question)
     assert first is not None
     for number in range(first.number, int(until)):
-        worker.say(Number(number, first.name))
-    worker.hear(Question)
+        line_worker.say(Number(number, first.name))
+    line_worker.hear(Question)
 
 
 def missing() -> None:

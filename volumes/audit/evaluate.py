@@ -3,23 +3,23 @@
 from dataclasses import dataclass
 
 from volumes.audit.finding_state import Judged
-from volumes.audit.rules import agent, clusters, mappings, mounts
+from volumes.audit.rules import agent, clusters, mappings, mounting
 from volumes.audit.rules.base import Rule
 from volumes.audit.settings import RuleSettings
 from volumes.audit.types import Scene, Severity, Trouble
 
 # Every rule, in the order of the status output. A new rule needs one line here.
 RULES: tuple[Rule, ...] = (
-    mounts.leaked_mount,
-    mounts.busy_mount,
-    mounts.private_propagation,
+    mounting.leaked_mount,
+    mounting.busy_mount,
+    mounting.private_propagation,
     mappings.mapped_unmounted,
     mappings.unmap_failing,
     mappings.mapped_twice,
     mappings.mapped_elsewhere,
     mappings.blocklisted_client,
     mappings.read_only_claim,
-    mounts.host_mount_options,
+    mounting.host_mount_options,
     agent.ledger_mismatch,
     agent.guard_not_enforcing,
     clusters.version_skew,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from linux import blockdev
 from volumes.audit.inventory.model import Inventory
-from volumes.audit.rules import mappings, mounts
+from volumes.audit.rules import mappings, mounting
 from volumes.audit.settings import AuditSettings
 from volumes.audit.types import Scene
 
@@ -114,7 +114,7 @@ def consider(
     trouble has lasted long enough, but only one visit to the namespaces saw it.
     """
     now = scene.now
-    leaked = any(mounts.is_leaked(inventory, device) for device in inventory.devices)
+    leaked = any(mounting.is_leaked(inventory, device) for device in inventory.devices)
     overdue = now - memory.deep_at >= _interval(memory, scene.settings)
     deep = not fresh and (leaked or unconfirmed or overdue)
     suspects: dict[Key, Suspect] = {}
@@ -137,11 +137,11 @@ def _suspicious(scene: Scene, inventory: Inventory) -> dict[Key, float]:
     """Devices whose users matter -> how many seconds they must have been suspicious."""
     found: dict[Key, float] = {}
     for device in inventory.devices:
-        if mounts.is_leaked(inventory, device) and not mounts.copies(inventory, device):
+        if mounting.is_leaked(inventory, device) and not mounting.copies(inventory, device):
             found[key(device)] = 0.0
         elif mappings.is_idle(inventory, device):
             found[key(device)] = _IDLE_AFTER_SECONDS
-    for device in mounts.busy_suspects(scene, inventory):
+    for device in mounting.busy_suspects(scene, inventory):
         found[key(device)] = _BUSY_AFTER_SECONDS
     for failing, _ in mappings.failing_unmaps(scene, inventory):
         if failing is not None:

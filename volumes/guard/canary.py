@@ -10,9 +10,6 @@ import os
 import tempfile
 from pathlib import Path
 
-import kit.child
-import kit.errors
-
 DEADLINE_SECONDS = 10.0
 _MAJOR = 4095  # CANARY_MAJOR in guard.bpf.c
 
@@ -22,6 +19,10 @@ async def prove(cgroup: Path, root: bool, directory: Path) -> str:
 
     ``root``: it is the root of the hierarchy, where the child is already.
     """
+    # Not at the top: the child imports this module, and starts faster without them.
+    import kit.child
+    import kit.errors
+
     joined = "" if root else str(cgroup)
     try:
         proof = await kit.child.call(attempt, joined, str(directory), deadline=DEADLINE_SECONDS)

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import kit.worker
+import kit.line_worker
 from kit import messages
 from linux import fanotify
 
@@ -150,7 +150,7 @@ def main() -> None:
                     guard.mark(path)
                 except OSError:
                     continue  # it was removed, or its file system cannot be marked
-            kit.worker.say(Report())
+            kit.line_worker.say(Report())
         ready, _, _ = select.select([guard.fd, 0], [], [], _RESCAN_SECONDS)
         if 0 in ready:
             data = os.read(0, 65536)
@@ -167,6 +167,6 @@ def main() -> None:
                 if number is not None:
                     allow = config.mode != "enforce"
                     refusal = Refusal(number, request.tid, tuple(words[:32]), not allow)
-                    kit.worker.say(Report(refusal))
+                    kit.line_worker.say(Report(refusal))
             finally:
                 guard.answer(request, allow)

@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 import kit.errors
-import kit.worker
+import kit.line_worker
 from linux import blockdev
 from volumes.guard import exec_filter, kernel, lease_manager
 from volumes.probe.examine import Kind
@@ -38,7 +38,7 @@ class Fallback:
         self._majors: frozenset[int] = frozenset()
         self._leases: dict[kernel.Number, kernel.Lease] = {}
         self._changed = asyncio.Event()
-        self._worker = kit.worker.Worker(
+        self._worker = kit.line_worker.Worker(
             "volumes.guard.exec_filter:main", exec_filter.Report, about="the exec filter"
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -124,7 +124,12 @@ class Fallback:
                     self.exec_guard = True
                     if report.refusal is not None:
                         self._denied(_event(report.refusal), None)
-            except (kit.errors.AgentError, OSError, ValueError, kit.worker.ChildError) as error:
+            except (
+                kit.errors.AgentError,
+                OSError,
+                ValueError,
+                kit.line_worker.ChildError,
+            ) as error:
                 log.warning("exec filter ended", error=str(error))
             self.exec_guard = False
             await asyncio.sleep(_RESTART_SECONDS)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-import kit.worker
+import kit.line_worker
 from linux import blkid
 from volumes.probe import signature_offsets
 
@@ -100,7 +100,7 @@ def _long(descriptor: int, request: int) -> int:
 
 def main() -> None:
     """The child process of a probe: answer requests until the agent closes the pipe."""
-    kit.worker.serve(Request, examine)
+    kit.line_worker.serve(Request, examine)
 
 
 def examine(request: Request) -> Verdict:

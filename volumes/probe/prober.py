@@ -10,7 +10,7 @@ import asyncio
 import random
 
 import kit.errors
-import kit.worker
+import kit.line_worker
 from kit import processes
 from volumes.probe.examine import Kind, Request, Verdict
 
@@ -34,7 +34,7 @@ class Prober:
         self._probes: dict[str, asyncio.Task[Verdict]] = {}
         self._slots = asyncio.Semaphore(at_once)
         self._late: set[str] = set()
-        self._spare: kit.worker.Worker[Verdict] | None = None
+        self._spare: kit.line_worker.Worker[Verdict] | None = None
         self._closed = False
 
     @property
@@ -72,7 +72,12 @@ class Prober:
             except processes.DeadlineError:  # the worker has abandoned its child
                 self._late.add(device)
                 found = self._timeout(device)
-            except (kit.errors.AgentError, OSError, ValueError, kit.worker.ChildError) as error:
+            except (
+                kit.errors.AgentError,
+                OSError,
+                ValueError,
+                kit.line_worker.ChildError,
+            ) as error:
                 found = Verdict(Kind.UNREADABLE, device, where=f"no probe: {error}", errno=5)
                 await worker.close()
             else:
@@ -97,5 +102,5 @@ class Prober:
             await self._spare.close()
 
 
-def _worker() -> kit.worker.Worker[Verdict]:
-    return kit.worker.Worker("volumes.probe.examine:main", Verdict, about="probe")
+def _worker() -> kit.line_worker.Worker[Verdict]:
+    return kit.line_worker.Worker("volumes.probe.examine:main", Verdict, about="probe")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from linux import kmsg
-from nodeagent import findings as reporting
+from nodeagent import reporter as reporting
 from tests.testbed import waiting
 from volumes.audit import service, status
 from volumes.audit.logs import matcher, patterns

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import kit.findings
-from nodeagent import findings as reporting
+from nodeagent import reporter as reporting
 from tests.testbed import waiting
 from volumes.audit import service, status
 from volumes.audit.settings import AuditSettings, ClusterSettings

@@ -7,7 +7,7 @@ import pytest
 from linux.syscalls import ClockState
 from tests.volumes.audit.world import judge, log_hit, only, place, scene, view
 from volumes.audit import evaluate
-from volumes.audit.rules import clusters, mappings, mounts
+from volumes.audit.rules import clusters, mappings, mounting
 from volumes.audit.rules.base import Rule
 from volumes.audit.types import GuardView, Scene, Severity
 
@@ -102,10 +102,10 @@ def test_a_refused_command_makes_its_rules_unknown(command: str, rules: tuple[Ru
 def test_a_failed_scan_makes_node_rules_unknown() -> None:
     at = scene(inventory=None, blind="the scan gave no answer within 10s")
     for rule in (
-        mounts.leaked_mount,
+        mounting.leaked_mount,
         mappings.mapped_unmounted,
         mappings.mapped_twice,
-        mounts.private_propagation,
+        mounting.private_propagation,
     ):
         assert "no answer" in judge(rule, at).unknown
 
@@ -113,16 +113,16 @@ def test_a_failed_scan_makes_node_rules_unknown() -> None:
 def test_missing_records_make_their_rules_unknown() -> None:
     at = scene(no_records="no kubelet directory at /var/lib/kubelet")
     rules = (
-        mounts.busy_mount,
-        mounts.private_propagation,
+        mounting.busy_mount,
+        mounting.private_propagation,
         mappings.mapped_unmounted,
         mappings.read_only_claim,
-        mounts.host_mount_options,
+        mounting.host_mount_options,
     )
     for rule in rules:
         outcome = judge(rule, at)
         assert outcome.unknown == "no kubelet directory at /var/lib/kubelet", rule.name
         assert outcome.troubles == (), rule.name  # DEVICE is idle, and nobody knows for whom
-    assert not judge(mounts.leaked_mount, at).unknown
+    assert not judge(mounting.leaked_mount, at).unknown
     seen = scene(no_records="x", host=(place(read_only=True),))
     assert only(mappings.read_only_claim, seen).severity is None  # what is visible is reported

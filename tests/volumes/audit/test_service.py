@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import kit.room
-from nodeagent import findings as reporting
+from nodeagent import reporter as reporting
 from tests.volumes.audit import world
 from volumes.audit import metrics, service, status
 from volumes.audit.inventory import model, scan

@@ -13,7 +13,7 @@ import kit.errors
 import kit.processes
 from linux import blockdev, mount_namespaces
 from volumes.audit.inventory import holders
-from volumes.audit.inventory.processes import Processes
+from volumes.audit.inventory.owners import Processes
 
 _UNMAP_SECONDS = 20.0
 

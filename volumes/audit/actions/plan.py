@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kit.findings import Finding
 from linux import blockdev
 from volumes.audit.inventory.model import Inventory
-from volumes.audit.rules import mappings, mounts
+from volumes.audit.rules import mappings, mounting
 from volumes.audit.types import GuardView
 
 DETACH, UNMAP, READ_ONLY = "detach-leaked", "unmap-orphan", "set-readonly"
@@ -40,7 +40,7 @@ def plans(
         device = inventory.device(finding.evidence.get("device", ""))
         if device is None:
             continue
-        if finding.rule == mounts.LEAKED_MOUNT and finding.evidence.get("kind") == "mount":
+        if finding.rule == mounting.LEAKED_MOUNT and finding.evidence.get("kind") == "mount":
             steps.append(_detach(finding, device, inventory, former.get(device.name, frozenset())))
         elif finding.rule == mappings.MAPPED_UNMOUNTED:
             steps.append(_unmap(finding, device, inventory, orphan_after))
@@ -57,7 +57,7 @@ def _detach(
     inode = finding.evidence.get("namespace", "")
     space = next((s for s in inventory.spaces if str(s.inode) == inode), None)
     every = [p for p in space.places if p.device in device.numbers] if space else []
-    at_home = mounts.on_host(inventory, device)
+    at_home = mounting.on_host(inventory, device)
     places = [place for place in every if place.device not in at_home]
     if space is None or not every:
         refusal = "it is no longer mounted there"
@@ -66,7 +66,7 @@ def _detach(
     elif inventory.kubelet is None:
         refusal = "kubelet's directory is not visible, so nobody can tell whose volume it is"
     else:
-        refusal = mounts.why_not_detach(inventory, device, space, places, former)
+        refusal = mounting.why_not_detach(inventory, device, space, places, former)
     owner = space.owner if space else None
     way = ""
     if owner is not None:

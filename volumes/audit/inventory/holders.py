@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from linux import blockdev, mount_namespaces, mountinfo, syscalls
 from volumes.audit.inventory.model import Owner, Place, Space, User
-from volumes.audit.inventory.processes import Processes
+from volumes.audit.inventory.owners import Processes
 
 _MOST_PLACES = 512  # of one namespace
 _MOST_SPACES = 1024  # with relevant mounts in them

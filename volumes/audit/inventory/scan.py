@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import kit.errors
+import kit.line_worker
 import kit.processes
-import kit.worker
 from linux import blockdev, mountinfo, rbd_sysfs
 from volumes.audit.inventory import holders, records
 from volumes.audit.inventory.model import Inventory, Place, User, Volume
-from volumes.audit.inventory.processes import Processes, host_space
+from volumes.audit.inventory.owners import Processes, host_space
 
 _ABOUT = "scan of the node"
 # Children that hang in the kernel at the same time; one more would only hang beside them.
@@ -56,12 +56,12 @@ class Scanner:
     """Scans one at a time, each with a deadline."""
 
     def __init__(self) -> None:
-        self._child = kit.worker.Worker(
+        self._child = kit.line_worker.Worker(
             f"{__name__}:{main.__name__}",
             Inventory,
             about=_ABOUT,
             largest=_LARGEST_ANSWER,
-            backoff=kit.worker.Backoff(first=0.0),  # the scheduler decides when to try again
+            backoff=kit.line_worker.Backoff(first=0.0),  # the scheduler decides when to try again
         )
         self.scans = 0
         self.failures = 0
@@ -87,7 +87,7 @@ class Scanner:
                 f"the scan of the node did not end: {error.cause}",
                 "something that it reads hangs in the kernel; see 'nodeagent volume audit'",
             ) from error
-        except (OSError, ValueError, kit.worker.ChildError) as error:
+        except (OSError, ValueError, kit.line_worker.ChildError) as error:
             self.failures += 1
             raise BlindError(
                 "volume audit",
@@ -106,13 +106,13 @@ class Scanner:
 
 
 def main() -> None:
-    """The child's function; see kit.worker."""
+    """The child's function; see kit.line_worker."""
     try:
         os.nice(5)
     except OSError:
         pass  # a limit forbids it
     gc.freeze()
-    kit.worker.serve(Request, scan)
+    kit.line_worker.serve(Request, scan)
 
 
 def scan(request: Request) -> Inventory:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import structlog
 
 import kit.errors
-import kit.worker
+import kit.line_worker
 from volumes.audit.logs import sources
 from volumes.audit.logs.matcher import Counters, Hit
 from volumes.audit.logs.patterns import Pattern, expressions
@@ -85,7 +85,7 @@ class Follower:
         while True:
             try:
                 await self._listen()
-            except (OSError, ValueError, kit.worker.ChildError) as error:
+            except (OSError, ValueError, kit.line_worker.ChildError) as error:
                 self.trouble = f"the log child failed: {error}"
             except kit.errors.AgentError as error:
                 self.trouble = f"the log child was replaced: {error.cause}"
@@ -95,7 +95,7 @@ class Follower:
             await asyncio.sleep(RESTART_SECONDS)
 
     async def _listen(self) -> None:
-        child = kit.worker.Worker(
+        child = kit.line_worker.Worker(
             f"{sources.__name__}:{sources.main.__name__}",
             sources.Report,
             about="log child",

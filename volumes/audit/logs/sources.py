@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from asyncinotify import Inotify, Mask
 
 import kit.errors
+import kit.line_worker
 import kit.processes
-import kit.worker
 from linux import kmsg
 from volumes.audit.logs.matcher import Counters, Expression, Hit, Matcher
 
@@ -76,9 +76,9 @@ class Report:
 
 
 def main() -> None:
-    """The child's function; see kit.worker."""
+    """The child's function; see kit.line_worker."""
     os.nice(5)
-    configuration = kit.worker.hear(Configuration)
+    configuration = kit.line_worker.hear(Configuration)
     if configuration is not None:
         asyncio.run(_Child(configuration).run())
 
@@ -117,7 +117,7 @@ class _Child:
                     for name, each in self._matchers.items()
                 },
             )
-            kit.worker.say(report)
+            kit.line_worker.say(report)
 
     async def _follow_kernel(self) -> None:
         matcher = self._matcher("kernel", "kernel")

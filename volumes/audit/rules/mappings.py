@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from ceph import protocol
 from linux import blockdev
 from volumes.audit.inventory.model import Inventory
-from volumes.audit.rules import mounts
+from volumes.audit.rules import mounting
 from volumes.audit.rules.base import NO_CLUSTER, NOT_SCANNED, Outcome, cluster_rule, node_rule, rule
 from volumes.audit.types import LogHit, Scene, Severity, Trouble
 
@@ -115,7 +115,7 @@ def failing_unmaps(
     return [
         (device, hit)
         for device, hit in found
-        if (device is None or not mounts.is_published(inventory, device))
+        if (device is None or not mounting.is_published(inventory, device))
         and (hit.device or hit.image or scene.now - hit.last < NAMELESS_SECONDS)
     ]
 
@@ -128,7 +128,7 @@ def _device_of(inventory: Inventory, hit: LogHit) -> blockdev.BlockDevice | None
             return device
     if hit.device or hit.image:
         return None
-    leaked = [d for d in inventory.devices if mounts.is_leaked(inventory, d)]
+    leaked = [d for d in inventory.devices if mounting.is_leaked(inventory, d)]
     return leaked[0] if len(leaked) == 1 else None
 
 

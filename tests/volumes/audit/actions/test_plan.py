@@ -9,7 +9,7 @@ from kit.findings import Finding
 from linux.blockdev import Layer
 from tests.volumes.audit.world import COPY, device, only, place, scene, space
 from volumes.audit.actions import plan
-from volumes.audit.rules import mounts
+from volumes.audit.rules import mounting
 from volumes.audit.types import GuardView, Scene, Severity
 
 KUBELET = place("/", device=(8, 1))
@@ -29,7 +29,7 @@ def detach(at: Scene, **evidence: str) -> plan.Plan:
 def test_detach_needs_kubelets_directory() -> None:
     held = space(place(COPY, namespace=99, propagation="private"))
     blind = scene(spaces=(held,))
-    only(mounts.leaked_mount, blind)
+    only(mounting.leaked_mount, blind)
     assert "kubelet's directory is not visible" in detach(blind).refusal
     assert detach(scene(spaces=(held,), kubelet=KUBELET)).refusal == ""
 

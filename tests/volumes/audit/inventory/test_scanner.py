@@ -12,7 +12,7 @@ import pytest
 import kit.processes
 from linux import mount_namespaces
 from tests.volumes.audit.stage import Stage, children, run, settings, watching
-from volumes.audit.inventory import holders, processes, scan
+from volumes.audit.inventory import holders, owners, scan
 
 pytestmark = pytest.mark.real
 
@@ -126,7 +126,7 @@ async def test_namespaces_are_found_without_the_kernels_list(
     stage.staged(device)
     pid = stage.holder("thread", stage.folder)
     number = os.stat(f"/dev/{device}").st_rdev
-    everything = processes.Processes("/proc", "/nonexistent")
+    everything = owners.Processes("/proc", "/nonexistent")
     old = holders.Namespaces(
         everything,
         "/proc",
@@ -168,7 +168,7 @@ async def test_forbidden_namespace_is_a_gap_ended_one_is_not(
             return b""
 
         monkeypatch.setattr(mount_namespaces.Visitor, "table", table)
-        everything = processes.Processes("/proc", "/nonexistent")
+        everything = owners.Processes("/proc", "/nonexistent")
         return holders.Namespaces(everything, "/proc", {own}, set(), None).visit(set())
 
     if not listed:

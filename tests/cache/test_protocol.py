@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.fill import messages
+from cache.fill import protocol
 from cache.store.tree import Entry
 
 raw_names = st.binary(min_size=1, max_size=255).filter(lambda b: b"\0" not in b and b"/" not in b)
@@ -15,13 +15,13 @@ names = raw_names.map(os.fsdecode)
 entries = st.builds(
     Entry, names, *[st.integers(0, 2**63 - 1)] * 7, st.booleans()
 )  # name, the numbers, xattrs
-failures = st.builds(messages.Failure, names, st.text(max_size=20), st.booleans())
+failures = st.builds(protocol.Failure, names, st.text(max_size=20), st.booleans())
 locations = st.none() | st.tuples(st.text(max_size=9), st.integers(0, 2**62))
 answers = st.one_of(
-    st.just(messages.Done()),
-    st.builds(messages.NotDone, error=st.text(), errno=st.none() | st.integers(0, 200)),
+    st.just(protocol.Done()),
+    st.builds(protocol.NotDone, error=st.text(), errno=st.none() | st.integers(0, 200)),
     st.builds(
-        messages.ScanPart,
+        protocol.ScanPart,
         directory=st.integers(0, 2**60),
         chunk=st.lists(entries, max_size=4),
         folders=st.lists(entries, max_size=4),
@@ -29,9 +29,9 @@ answers = st.one_of(
         made=st.integers(0, 2**60),
         location=locations,
     ),
-    st.builds(messages.Hinted, taken=st.dictionaries(names, st.integers(0, 2**60), max_size=4)),
+    st.builds(protocol.Hinted, taken=st.dictionaries(names, st.integers(0, 2**60), max_size=4)),
     st.builds(
-        messages.Verified,
+        protocol.Verified,
         checked_files=st.integers(0, 9),
         checked_bytes=st.integers(0, 9),
         bad=st.lists(st.tuples(entries, st.text(max_size=9)), max_size=3),
@@ -40,9 +40,9 @@ answers = st.one_of(
     ),
 )
 jobs = st.one_of(
-    st.just(messages.Finish()),
+    st.just(protocol.Finish()),
     st.builds(
-        messages.Copy,
+        protocol.Copy,
         folder=st.text(max_size=9),
         path=st.lists(names, max_size=4),
         entries=st.lists(entries, max_size=4),
@@ -50,14 +50,14 @@ jobs = st.one_of(
         hinted=st.booleans(),
     ),
     st.builds(
-        messages.Hint,
+        protocol.Hint,
         folder=st.text(max_size=9),
         path=st.lists(names, max_size=3),
         names=st.lists(names, max_size=4),
         allowance=st.integers(0, 2**60),
     ),
     st.builds(
-        messages.Prune, directory=st.none() | st.integers(), path=st.just([]), names=st.just([])
+        protocol.Prune, directory=st.none() | st.integers(), path=st.just([]), names=st.just([])
     ),
 )
 
@@ -65,10 +65,10 @@ jobs = st.one_of(
 @settings(max_examples=60)
 @given(st.lists(answers, max_size=3), st.data())
 def test_stream_yields_equal_messages_for_any_cut(
-    sent: list[messages.Answer], data: st.DataObject
+    sent: list[protocol.Answer], data: st.DataObject
 ) -> None:
-    raw = b"".join(messages.pack(message) for message in sent)
-    stream, got = messages.answers(), []
+    raw = b"".join(protocol.pack(message) for message in sent)
+    stream, got = protocol.answers(), []
     while raw:
         cut = data.draw(st.integers(1, len(raw)))
         got += stream.feed(raw[:cut])
@@ -77,46 +77,46 @@ def test_stream_yields_equal_messages_for_any_cut(
 
 
 @given(jobs)
-def test_job_keeps_names_of_any_bytes_through_a_pipe(job: messages.Job) -> None:
+def test_job_keeps_names_of_any_bytes_through_a_pipe(job: protocol.Job) -> None:
     reading, writing = os.pipe()
-    kept = os.dup(messages.JOBS)
-    os.dup2(reading, messages.JOBS)
+    kept = os.dup(protocol.JOBS)
+    os.dup2(reading, protocol.JOBS)
     try:
-        messages.send(writing, job)
-        assert messages.next_job() == job
+        protocol.send(writing, job)
+        assert protocol.next_job() == job
     finally:
-        os.dup2(kept, messages.JOBS)
+        os.dup2(kept, protocol.JOBS)
         for each in (kept, reading, writing):
             os.close(each)
 
 
 @given(raw_names)
 def test_lone_surrogates_are_the_same_bytes_again(raw: bytes) -> None:
-    packed = messages.pack(messages.Hinted(taken={os.fsdecode(raw): 1}))
-    (got,) = messages.answers().feed(packed)
-    assert isinstance(got, messages.Hinted)
+    packed = protocol.pack(protocol.Hinted(taken={os.fsdecode(raw): 1}))
+    (got,) = protocol.answers().feed(packed)
+    assert isinstance(got, protocol.Hinted)
     assert [os.fsencode(name) for name in got.taken] == [raw]
 
 
 def test_receive_tells_the_end_of_a_stream_from_a_broken_one() -> None:
     reading, writing = os.pipe()
     try:
-        os.write(writing, messages.pack(messages.Done())[:-1])
+        os.write(writing, protocol.pack(protocol.Done())[:-1])
         os.close(writing)
-        assert messages.receive(reading, messages.Done) is None
+        assert protocol.receive(reading, protocol.Done) is None
     finally:
         os.close(reading)
     with pytest.raises(ValueError, match="broken"):
-        messages.answers().feed(b"\xff\xff\xff\xff")
+        protocol.answers().feed(b"\xff\xff\xff\xff")
 
 
 def test_send_writes_a_message_larger_than_the_pipe() -> None:
     reading, writing = os.pipe()
-    sent = messages.NotDone(error="x" * 300_000)
-    thread = threading.Thread(target=messages.send, args=(writing, sent))
+    sent = protocol.NotDone(error="x" * 300_000)
+    thread = threading.Thread(target=protocol.send, args=(writing, sent))
     thread.start()
     try:
-        assert messages.receive(reading, messages.NotDone) == sent
+        assert protocol.receive(reading, protocol.NotDone) == sent
     finally:
         thread.join()
         os.close(reading)

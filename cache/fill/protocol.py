@@ -1,7 +1,7 @@
 """What the agent, a coordinator and its workers exchange.
 
 The agent gives a coordinator one ``Task`` and then ``Command``s; the coordinator answers with
-``Report``s. These are JSON lines (``kit.worker``), at most a few per second.
+``Report``s. These are JSON lines (``kit.line_worker``), at most a few per second.
 
 A coordinator gives each worker a ``Setup`` and then one ``Job`` at a time; the worker answers with
 ``Answer``s. These carry up to 256 entries each, thousands per second, and go through a pipe per

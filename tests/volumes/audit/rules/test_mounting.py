@@ -21,7 +21,7 @@ from tests.volumes.audit.world import (
     volume,
 )
 from volumes.audit.inventory.model import Publish, User
-from volumes.audit.rules import mappings, mounts
+from volumes.audit.rules import mappings, mounting
 from volumes.audit.rules.base import Outcome, Rule
 from volumes.audit.types import Severity
 
@@ -35,7 +35,7 @@ KUBELET = place("/", device=(8, 1))
 
 def test_leaked_mount_ignores_copies_of_what_the_host_has_mounted() -> None:
     at = scene(devices=(device(active=("ext4",)),), host=(place(),), spaces=(space(),))
-    assert judge(mounts.leaked_mount, at).troubles == ()
+    assert judge(mounting.leaked_mount, at).troubles == ()
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_leaked_mount_ignores_copies_of_what_the_host_has_mounted() -> None:
 def test_leaked_mount_does_not_advise_what_the_action_refuses(held: Any, advice: str) -> None:
     published = volume(publishes=(Publish("uid", "/p", "pv", False, False),))
     at = scene(spaces=(held,), volumes=(published,), kubelet=KUBELET)
-    trouble = only(mounts.leaked_mount, at)
+    trouble = only(mounting.leaked_mount, at)
     assert advice in trouble.advice
     assert "volume act" not in trouble.advice and "umount" not in trouble.advice
     assert at.inventory is not None
-    assert mounts.why_not_detach(at.inventory, DEVICE, held, list(held.places), frozenset())
+    assert mounting.why_not_detach(at.inventory, DEVICE, held, list(held.places), frozenset())
 
 
 def test_leaked_mount_of_a_layer() -> None:
@@ -70,13 +70,13 @@ def test_leaked_mount_of_a_layer() -> None:
     )
     both = (first, place("/mnt/2", device=(259, 2)))
     mounted = scene(devices=(PARTITIONED,), host=both, spaces=(copies,))
-    assert judge(mounts.leaked_mount, mounted).troubles == ()
+    assert judge(mounting.leaked_mount, mounted).troubles == ()
     assert judge(mappings.mapped_unmounted, mounted).troubles == ()
     leaked = scene(devices=(PARTITIONED,), host=(first,), spaces=(copies,))
-    trouble = only(mounts.leaked_mount, leaked)
+    trouble = only(mounting.leaked_mount, leaked)
     assert (trouble.device, trouble.evidence["on"]) == ("rbd0", "rbd0p2")
     assert trouble.evidence["targets"] == "/host/2"
-    unexplained = only(mounts.leaked_mount, scene(devices=(PARTITIONED,), host=(first,)))
+    unexplained = only(mounting.leaked_mount, scene(devices=(PARTITIONED,), host=(first,)))
     assert unexplained.key == "nobody"
 
 
@@ -84,30 +84,30 @@ def test_leaked_mount_names_users_of_unmounted_layers_only() -> None:
     host = (place("/mnt/1", device=(259, 1)),)
     on_second = User(OWNER, (259, 2), ("fd 3",), 99)
     at = scene(devices=(PARTITIONED,), host=host, users=(on_second,))
-    assert only(mounts.leaked_mount, at).pid == 42
+    assert only(mounting.leaked_mount, at).pid == 42
     on_first = User(OWNER, (259, 1), ("fd 3",), 99)
     at = scene(devices=(PARTITIONED,), host=host, users=(on_first,))
-    assert only(mounts.leaked_mount, at).key == "nobody"
+    assert only(mounting.leaked_mount, at).key == "nobody"
 
 
 def test_btrfs_is_neither_leaked_nor_idle() -> None:
     """The number of its mounts belongs to no device."""
     at = scene(devices=(device(active=("btrfs",)),), host=(place(device=(0, 44), fstype="btrfs"),))
-    assert judge(mounts.leaked_mount, at).troubles == ()
+    assert judge(mounting.leaked_mount, at).troubles == ()
     assert judge(mappings.mapped_unmounted, at).troubles == ()
 
 
 def test_leaked_mount_without_holder_is_a_patient_warning() -> None:
-    trouble = only(mounts.leaked_mount, scene(devices=(device(active=("ext4",)),)))
-    assert trouble.patience == mounts.UNEXPLAINED_SECONDS
+    trouble = only(mounting.leaked_mount, scene(devices=(device(active=("ext4",)),)))
+    assert trouble.patience == mounting.UNEXPLAINED_SECONDS
     assert trouble.severity is Severity.WARNING
 
 
 def test_leaked_mount_needs_no_superblock_in_sysfs() -> None:
-    assert only(mounts.leaked_mount, scene(spaces=(space(),))).pid == 42
+    assert only(mounting.leaked_mount, scene(spaces=(space(),))).pid == 42
 
 
-@pytest.mark.parametrize("rule", [mounts.leaked_mount, mounts.private_propagation])
+@pytest.mark.parametrize("rule", [mounting.leaked_mount, mounting.private_propagation])
 def test_namespace_gaps_make_an_empty_result_unknown(rule: Rule) -> None:
     gaps = ("mount namespace 7: Operation not permitted",)
     assert judge(rule, scene(kubelet=KUBELET)) == Outcome()
@@ -121,12 +121,12 @@ def test_busy_mount_of_a_staged_volume_without_pod() -> None:
     user = User(OWNER, DEVICE.number, ("cwd",), 99)
     base: dict[str, Any] = {"host": (place(),), "users": (user,)}
     staged = volume(mounts=("/mnt",))
-    assert only(mounts.busy_mount, scene(volumes=(staged,), **base)).pid == 42
+    assert only(mounting.busy_mount, scene(volumes=(staged,), **base)).pid == 42
     has = Publish("u", "/p", "v", mounted=True, read_only=False)
     owned = volume(mounts=("/mnt",), publishes=(has,))
-    assert judge(mounts.busy_mount, scene(volumes=(owned,), **base)).troubles == ()
+    assert judge(mounting.busy_mount, scene(volumes=(owned,), **base)).troubles == ()
     by_log = scene(logs=(log_hit(hint="busy", device="rbd0"),), **base)
-    assert only(mounts.busy_mount, by_log).pid == 42
+    assert only(mounting.busy_mount, by_log).pid == 42
 
 
 def test_busy_mount_and_unmap_failing_end_when_a_pod_has_the_volume_again() -> None:
@@ -138,11 +138,11 @@ def test_busy_mount_and_unmap_failing_end_when_a_pod_has_the_volume_again() -> N
     failed = scene(logs=(log_hit(image="rbd/csi-vol-1"),), **base)
     busy = scene(logs=(log_hit(hint="busy", device="rbd0"),), **base)
     assert judge(mappings.unmap_failing, failed).troubles == ()
-    assert judge(mounts.busy_mount, busy).troubles == ()
+    assert judge(mounting.busy_mount, busy).troubles == ()
 
 
 def test_private_propagation_concerns_kubelets_file_system_only() -> None:
-    rule = mounts.private_propagation
+    rule = mounting.private_propagation
     other = space(place("/host", device=(9, 1), propagation="private"))
     slave = space(place("/host", device=(8, 1), propagation="slave"))
     private = space(place("/host", device=(8, 1), propagation="private"))
@@ -159,7 +159,7 @@ def test_private_propagation_concerns_kubelets_file_system_only() -> None:
 
 
 def test_host_mount_options_names_missing_ones() -> None:
-    rule = mounts.host_mount_options
+    rule = mounting.host_mount_options
     wanted = {"mount_options": [{"target": "/var/*", "options": ["noatime"], "fstype": "ext4"}]}
     bad = scene(host=(place("/var/x"),), settings=wanted)
     assert only(rule, bad).key == "noatime"
@@ -172,6 +172,6 @@ def test_host_mount_options_names_missing_ones() -> None:
 
 
 def test_host_mount_options_requires_a_shared_kubelet_mount() -> None:
-    rule = mounts.host_mount_options
+    rule = mounting.host_mount_options
     assert judge(rule, scene(kubelet=place("/"))).troubles == ()
     assert "shared" in only(rule, scene(kubelet=place("/", propagation="private"))).message

@@ -1,0 +1,172 @@
+"""Commits: how copied files become part of the stored tree.
+
+A file is copied into ``staging/`` first. A commit makes a whole batch durable with one ``syncfs``
+and only then renames each file into ``tree/``: a name in the tree implies bytes on the disk,
+whatever is killed or cut off. A directory in which nothing is missing is then sealed: its opaque
+mark keeps readers from the source, so it must not become durable before the names below it.
+"""
+
+import contextlib
+import errno
+import functools
+import os
+
+from cache.fill import control, protocol
+from cache.store import tree
+from linux import fs_ordering, syscalls
+
+
+class Committer:
+    """The part of a worker that changes the stored tree. One worker of a pass commits."""
+
+    def __init__(self, generation: str, throttle: control.Throttle) -> None:
+        """``generation``: its folder. OSError when it cannot be opened."""
+        self.throttle = throttle
+        self.generation = tree.open_root(generation)
+        self.tree = os.open("tree", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
+        self.staging = os.open("staging", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
+        self.links = os.open("links", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.generation)
+
+    @functools.cached_property
+    def ordered(self) -> bool:
+        """The store's file system makes metadata changes durable in order."""
+        return fs_ordering.keeps_order(self.generation)
+
+    # --- commit and seal
+
+    def commit(self, job: protocol.Commit) -> None:
+        """One syncfs, then the renames, then the seals.
+
+        The renames into a sealed directory were made by an earlier commit and must be durable
+        before its mark is: a journal keeps that order, elsewhere this syncfs does.
+        """
+        if job.folders or not self.ordered:
+            self._sync()
+        lost: list[int] = []
+        for staged in job.folders:
+            try:
+                target = tree.open_below(self.tree, staged.path)
+            except OSError:
+                lost.append(staged.directory)  # the index claimed more than the tree has
+                tree.remove(self.staging, staged.folder)
+                continue
+            try:
+                self._place_all(staged, target)
+            finally:
+                os.close(target)
+            os.rmdir(staged.folder, dir_fd=self.staging)
+        sealed: list[int] = []
+        missing: list[int] = []
+        for seal in job.seals:
+            (sealed if self._seal(seal) else missing).append(seal.directory)
+        protocol.answer(protocol.Committed(sealed=sealed, missing=missing, lost=lost))
+
+    def _sync(self) -> None:
+        syscalls.checked(syscalls.libc.syncfs(self.generation), "syncfs")
+
+    def _place_all(self, staged: protocol.StagedFolder, target: int) -> None:
+        with tree.opened(self.staging, [staged.folder]) as staging:
+            for link in staged.links:
+                self._share(staging, link)
+            for name in os.listdir(staging):
+                self._place(staging, name, target)
+            for link in staged.links:
+                # A commit that was killed before the index noted it is done again: rename(2) of one
+                # link of a file over another does nothing and leaves the old name.
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(link.name, dir_fd=staging)
+        os.utime(target, ns=(staged.mtime_ns, staged.mtime_ns))
+
+    def _place(self, staging: int, name: str, target: int) -> None:
+        try:
+            os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
+        except IsADirectoryError:  # the source had a directory there before
+            tree.remove(target, name)
+            os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
+
+    def _share(self, staging: int, link: protocol.Link) -> None:
+        """Make the name a link of the stored file with the same key, if there is one."""
+        name, key = link
+        try:
+            os.link(name, key, src_dir_fd=staging, dst_dir_fd=self.links)
+        except FileExistsError:
+            spare = f"{name[:200]}.link"
+            try:
+                os.link(key, spare, src_dir_fd=self.links, dst_dir_fd=staging)
+            except OSError as error:
+                if error.errno != errno.EMLINK:
+                    raise
+                # The file system allows no more names of one file: share this copy from now on.
+                os.rename(name, key, src_dir_fd=staging, dst_dir_fd=self.links)
+                os.link(key, name, src_dir_fd=self.links, dst_dir_fd=staging)
+            else:
+                os.rename(spare, name, src_dir_fd=staging, dst_dir_fd=staging)
+
+    def _seal(self, seal: protocol.Seal) -> bool:
+        """Mark the directory opaque; False when the tree lacks some of its entries.
+
+        They are counted because the index may claim more than the disk has after a power cut.
+        """
+        try:
+            directory = tree.open_below(self.tree, seal.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        try:
+            if len(os.listdir(directory)) != seal.entries:
+                return False
+            if seal.path:  # the root of a layer cannot be opaque
+                os.setxattr(directory, tree.OPAQUE, b"y")
+            os.utime(directory, ns=(seal.mtime_ns, seal.mtime_ns))
+        finally:
+            os.close(directory)
+        return True
+
+    def recheck(self, job: protocol.Recheck) -> None:
+        missing = []
+        for number, path, entries in job.directories:
+            self.throttle.beat()
+            try:
+                with tree.opened(self.tree, path) as directory:
+                    if path:
+                        os.getxattr(directory, tree.OPAQUE)
+                    if len(os.listdir(directory)) == entries:
+                        continue
+            except OSError:
+                pass  # it has no mark, or does not exist
+            for depth in range(1, len(path) + 1):
+                # Every mark above it would hide the source's entries from readers too.
+                with contextlib.suppress(OSError), tree.opened(self.tree, path[:depth]) as above:
+                    os.removexattr(above, tree.OPAQUE)
+            missing.append(number)
+        protocol.answer(protocol.Rechecked(missing=missing))
+
+    def finish(self, _: protocol.Finish) -> None:
+        for name in os.listdir(self.links):
+            os.unlink(name, dir_fd=self.links)
+        self._sync()
+        protocol.answer(protocol.Done())
+
+    # --- withdraw
+
+    def unseal(self, job: protocol.Unseal) -> None:
+        """Raises OSError when a mark stays: a file deleted below it would be ENOENT for readers."""
+        for length in range(len(job.path), 0, -1):
+            try:
+                with tree.opened(self.tree, job.path[:length]) as directory:
+                    os.removexattr(directory, tree.OPAQUE)
+            except OSError as error:
+                # The directory has no mark, or does not exist.
+                if error.errno not in (errno.ENODATA, errno.ENOENT, errno.ENOTDIR):
+                    raise
+        protocol.answer(protocol.Done())
+
+    def prune(self, job: protocol.Prune) -> None:
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            tree.opened(self.tree, job.path) as directory,
+        ):
+            mtime_ns = os.fstat(directory).st_mtime_ns
+            for name in job.names:
+                tree.remove(directory, name)
+            os.utime(directory, ns=(mtime_ns, mtime_ns))
+        protocol.answer(protocol.Done())
