@@ -17,7 +17,6 @@ pauses, and its health says what is wrong.
 import asyncio
 import contextlib
 import errno
-import fcntl
 import os
 import signal
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from typing import Any
 import structlog
 
 import kit.errors
+import kit.files
 import kit.room
 from nodeagent import configfile, configwatch, state
 from nodeagent.api import listeners
@@ -45,21 +45,16 @@ def _only_one(state_dir: Path) -> Iterator[None]:
     """Hold the lock of ``state_dir``: two agents with one would undo each other's work."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = kit.files.lock(state_dir / "lock", 0)
     except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise kit.errors.RefusedError(
+                f"state_dir {state_dir}",
+                "another agent runs with it",
+                "stop that agent, or give this one its own state_dir, store and views",
+            ) from error
         raise kit.errors.HostError(
             f"state_dir {state_dir}", f"cannot be written ({error.strerror})", "make it writable"
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise
-        raise kit.errors.RefusedError(
-            f"state_dir {state_dir}",
-            "another agent runs with it",
-            "stop that agent, or give this one its own state_dir, store and views",
         ) from error
     try:
         yield
