@@ -126,12 +126,7 @@ def scan(request: Request) -> Inventory:
         processes = Processes(request.proc, request.containers)
     tables = _host_tables(request.proc, processes, gaps)
     everything = [mount for table in tables.values() for mount in table]
-    host = [
-        holders.place(inode, mount)
-        for inode, table in tables.items()
-        for mount in table
-        if mount.device in watched
-    ]
+    host = _on(watched, tables)
     root = _root(request.proc)
     directory = _host_path(request.kubelet, root)
     kubelet = _kubelet(directory, root, tables)
@@ -151,6 +146,10 @@ def scan(request: Request) -> Inventory:
             visited = holders.Namespaces(
                 processes, request.proc, set(tables), watched, kubelet
             ).visit(unexplained)
+            # What was mounted during the visit shows in the namespaces visited after it. Without
+            # the host's own mount of it, it would look like one that the host has left behind.
+            again = _on(watched, _host_tables(request.proc, processes, []))
+            host = list(dict.fromkeys(host + again))
         numbers = [n for d in devices if d.name in request.users_of for n in sorted(d.numbers)]
         users = holders.users(processes, request.proc, set(numbers), set(tables))
     return Inventory(
@@ -176,6 +175,16 @@ def scan(request: Request) -> Inventory:
         deep_gaps=tuple((hidden + visited.gaps)[:_MOST_GAPS]) if request.deep else (),
         space_gaps=tuple((visited.gaps + (hidden if visited.by_processes else []))[:_MOST_GAPS]),
     )
+
+
+def _on(watched: set[blockdev.Number], tables: Tables) -> list[Place]:
+    """The mounts of watched devices."""
+    return [
+        holders.place(inode, mount)
+        for inode, table in tables.items()
+        for mount in table
+        if mount.device in watched
+    ]
 
 
 def _host_tables(

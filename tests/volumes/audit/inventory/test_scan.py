@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import kit.messages
-from tests.volumes.audit.world import IMAGE, INVENTORY, OWNER, place, scene, space, volume
+from tests.volumes.audit.world import DEVICE, IMAGE, INVENTORY, OWNER, place, scene, space, volume
 from volumes.audit import scheduler
-from volumes.audit.inventory import model, scan
+from volumes.audit.inventory import holders, model, scan
 from volumes.audit.inventory.model import Inventory
+from volumes.audit.rules import mounting
 
 CSI = "plugins/kubernetes.io/csi/rbd.csi.ceph.com/aa"
 
@@ -42,7 +43,11 @@ class Host:
         (self.proc / "1/mountinfo").write_text("".join(f"{line}\n" for line in lines))
 
     def look(
-        self, *, users_of: tuple[str, ...] = ("none",), kubelet_set: bool = False
+        self,
+        *,
+        users_of: tuple[str, ...] = ("none",),
+        kubelet_set: bool = False,
+        deep: bool = False,
     ) -> Inventory:
         request = scan.Request(
             drivers=("none",),
@@ -50,7 +55,7 @@ class Host:
             proc=str(self.proc),
             sys="/sys",
             containers="/nonexistent",
-            deep=False,
+            deep=deep,
             users_of=users_of,
             kubelet_set=kubelet_set,
         )
@@ -124,3 +129,25 @@ def test_inventory_survives_the_pipe() -> None:
     assert at.inventory.by_number  # what is computed is not sent
     text = kit.messages.encode(at.inventory)
     assert kit.messages.decode(text, Inventory) == at.inventory
+
+
+def test_mount_that_appears_during_the_visit_is_on_the_host(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Namespaces visited after it show it; without the host's mount it would look leaked."""
+    disk = dataclasses.replace(DEVICE, number=(8, 1))
+    monkeypatch.setattr(scan.blockdev, "scan", lambda *_: [disk])
+    host.mounts()
+    copy = place("/globalmount", device=(8, 1), propagation="slave")
+
+    class Visit:
+        def __init__(self, *_: object) -> None: ...
+
+        def visit(self, _: object) -> holders.Visited:
+            host.mounts("/globalmount")
+            return holders.Visited(spaces=[space(copy)])
+
+    monkeypatch.setattr(scan.holders, "Namespaces", Visit)
+    inventory = host.look(deep=True)
+    assert [mount.target for mount in inventory.on_host(disk)] == ["/globalmount"]
+    assert mounting.copies(inventory, disk) == []

@@ -215,10 +215,10 @@ async def test_unit_continues_after_journalctl_ended(journals: journald.Journald
     heard = Heard()
     unit = sources.Unit(journald.UNIT, heard.feed, heard.states.append, (journals.directory,))
     async with running(unit) as task:
-        await until_async(lambda: children("--follow"))
-        (journalctl,) = children("--follow")
         journals.write("one")
         await until_async(lambda: heard.lines == [b"one"])
+        # Only now: until it runs, the child passes through programs whose arguments come and go.
+        (journalctl,) = children("--follow")
         os.kill(journalctl, signal.SIGKILL)
         await task
         assert heard.states[-1] == f"journalctl for {journald.UNIT} ended with -9"
