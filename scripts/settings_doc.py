@@ -46,7 +46,7 @@ def description(model: type[BaseModel], name: str) -> str:
     known = model.model_fields[name].description
     if known is not None:
         return known
-    owner = next(each for each in model.__mro__ if name in each.__dict__["__annotations__"])
+    owner = next(each for each in model.__mro__ if name in inspect.get_annotations(each))
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(body, ast.ClassDef)
     for field, below in itertools.pairwise(body.body):
