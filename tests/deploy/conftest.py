@@ -12,3 +12,11 @@ from tests.testbed import installed, kubernetes
 def node(kube: kubernetes.Kubernetes, run_folder: Path) -> Iterator[installed.Node]:
     with installed.installed(kube, run_folder / "node") as made:
         yield made
+
+
+@pytest.fixture
+def enforcing(node: installed.Node) -> Iterator[installed.Node]:
+    """By an operator: agents keep to it until the settings are in force again."""
+    node.set_mode("enforce")
+    yield node
+    node.set_mode("settings")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import kit.units
 from tests.testbed import (
@@ -48,8 +49,14 @@ def readers(node: installed.Node) -> Iterator[installed.Readers]:
             "--set", "host.paths[0]=/mnt/x,resources.limits.cpu=2",
             "--set", f"image.digest=sha256:{'0' * 64}",
         ),
+        (
+            "--set", "settings.volumes=null,settings.preheat=null,host.runtime.hosts=",
+            "--set", "pools.default.tolerations=null,pools.default.affinity=null",
+            "--set", "updateStrategy.type=OnDelete,updateStrategy.rollingUpdate=null",
+            "--set", "port=65535,terminationGracePeriodSeconds=5,priorityClassName=",
+        ),
     ],
-    ids=("default", "crio", "k3s", "rke2", "odd"),
+    ids=("default", "crio", "k3s", "rke2", "odd", "bare"),
 )  # fmt: skip
 def test_api_server_accepts_the_chart(kube: kubernetes.Kubernetes, words: tuple[str, ...]) -> None:
     rendered = kubernetes.helm(
@@ -57,6 +64,24 @@ def test_api_server_accepts_the_chart(kube: kubernetes.Kubernetes, words: tuple[
     )
     assert rendered.returncode == 0, rendered.stderr
     kube.kubectl("apply", "--dry-run=server", "-f", "-", given=rendered.stdout)
+
+
+def test_two_releases_take_a_pool_each(kube: kubernetes.Kubernetes) -> None:
+    """For settings that must not roll out together. They share a namespace."""
+    found: list[tuple[str, str]] = []
+    for pool in ("a100", "h100"):
+        rendered = kubernetes.helm(
+            "template", pool, str(CHART), "--namespace", "default",
+            "--set", f"pools.default=null,pools.{pool}.nodeSelector.gpu={pool}",
+        )  # fmt: skip
+        assert rendered.returncode == 0, rendered.stderr
+        kube.kubectl("apply", "--dry-run=server", "-f", "-", given=rendered.stdout)
+        documents = [each for each in yaml.safe_load_all(rendered.stdout) if each]
+        found += [(each["kind"], each["metadata"]["name"]) for each in documents]
+        (daemonset,) = (each for each in documents if each["kind"] == "DaemonSet")
+        assert daemonset["spec"]["template"]["spec"]["nodeSelector"] == {"gpu": pool}
+        assert daemonset["spec"]["selector"]["matchLabels"]["nodeagent/pool"] == pool
+    assert len(found) == len(set(found)) == 4
 
 
 def test_defaults_with_a_dataset_and_an_image_make_all_rooms_ready(node: installed.Node) -> None:
@@ -114,14 +139,6 @@ def test_unprivileged_pods_read_the_dataset_while_it_fills(
     readers.wait_more(2)
 
 
-@pytest.fixture
-def enforcing(node: installed.Node) -> Iterator[installed.Node]:
-    """By an operator: the agent keeps to it until the settings are in force again."""
-    node.set_mode("enforce")
-    yield node
-    node.set_mode("settings")
-
-
 def test_accident_is_denied_and_the_pod_that_keeps_the_volume_busy_is_named(
     enforcing: installed.Node, area: Path
 ) -> None:
@@ -142,12 +159,7 @@ def test_accident_is_denied_and_the_pod_that_keeps_the_volume_busy_is_named(
         kube.on_node("mkdir", "-p", target)
         kube.on_node("mount", disk.device, target)
         kube.on_node("sh", "-c", f"echo precious >{target}/checkpoint; sync -f {target}")
-        exporter = installed.pod_of(
-            "node-exporter", kube.busybox, "exec /bin/busybox sleep 1000",
-            container={"volumeMounts": [{"name": "root", "mountPath": "/host", "readOnly": True}]},
-            volumes=[{"name": "root", "hostPath": {"path": "/"}}],
-        )  # fmt: skip
-        kube.apply(exporter)
+        kube.apply(installed.exporter(kube.busybox))
         try:
             kube.kubectl(
                 "wait", "pod/node-exporter", "--for=condition=Ready", "--timeout=60s", seconds=90

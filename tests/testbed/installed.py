@@ -130,9 +130,11 @@ class Node:
 
     def usage(self) -> "Usage":
         """What the agent's container has used, as the kernel accounts for it."""
+        return usage_of(self.cgroups())
+
+    def cgroups(self) -> list[Path]:
         (status,) = self.pod()["status"]["containerStatuses"]
-        identity = status["containerID"].removeprefix("containerd://")
-        return usage_of(self.kube.cgroups(identity))
+        return self.kube.cgroups(status["containerID"].removeprefix("containerd://"))
 
     def leases(self) -> list[str]:
         """containerd's leases that are ours: the pins."""
@@ -171,11 +173,11 @@ def _text(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def installed(kube: kubernetes.Kubernetes, folder: Path) -> Iterator[Node]:
+def installed(kube: kubernetes.Kubernetes, folder: Path, *, files: int = FILES) -> Iterator[Node]:
     """Default values with a dataset and an image; ready, and taken off at the end."""
     built = image.build()
     client = agent.Agent(folder, {})
-    _dataset(kube.root / "mnt" / DATASET)
+    _dataset(kube.root / "mnt" / DATASET, files)
     kube.import_image(built.archive)
     layers = [registry.layer(f"fw{n}", 4_000_000, n) for n in range(2)]
     kube.registry.push("test/framework", "1", layers)
@@ -209,13 +211,13 @@ def installed(kube: kubernetes.Kubernetes, folder: Path) -> Iterator[Node]:
             kube.helm("uninstall", "nodeagent", "--namespace", SPACE, "--wait")
 
 
-def _dataset(folder: Path) -> None:
+def _dataset(folder: Path, files: int) -> None:
     folder.mkdir()
-    contents = {f"f{n}": random.Random(n).randbytes(FILE_BYTES) for n in range(FILES)}
     sums = []
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
-        sums.append(f"{registry.digest(content).removeprefix('sha256:')}  {name}\n")
+    for number in range(files):
+        content = random.Random(number).randbytes(FILE_BYTES)
+        (folder / f"f{number}").write_bytes(content)
+        sums.append(f"{registry.digest(content).removeprefix('sha256:')}  f{number}\n")
     (folder / "SUMS").write_text("".join(sums))
 
 
@@ -240,6 +242,15 @@ def pod_of(name: str, busybox: str, script: str, **spec: Any) -> dict[str, Any]:
             **spec,
         },
     }
+
+
+def exporter(busybox: str) -> dict[str, Any]:
+    """Like node-exporter, it has a copy of the host's mounts, which no unmount reaches."""
+    return pod_of(
+        "node-exporter", busybox, "exec /bin/busybox sleep 100000",
+        container={"volumeMounts": [{"name": "root", "mountPath": "/host", "readOnly": True}]},
+        volumes=[{"name": "root", "hostPath": {"path": "/"}}],
+    )  # fmt: skip
 
 
 def deployment_of(pod: dict[str, Any]) -> dict[str, Any]:
@@ -324,7 +335,7 @@ class Readers:
 _TRY = """\
 import json, os, select, sys
 outcomes = {}
-while not select.select([sys.stdin], [], [], 0.005)[0]:
+while not select.select([sys.stdin], [], [], 0.02)[0]:
     try:
         os.close(os.open(sys.argv[1], os.O_WRONLY))
         what = "let through"
@@ -337,7 +348,7 @@ print(json.dumps(outcomes))
 
 @dataclass
 class Attempts:
-    """``outcomes``: of the write opens of a device in the guarded cgroup, some 200 each second."""
+    """``outcomes``: of the write opens of a device in the guarded cgroup, some 50 each second."""
 
     outcomes: dict[str, int] = field(default_factory=dict)
 
