@@ -186,18 +186,17 @@ def test_accident_is_denied_and_the_pod_that_keeps_the_volume_busy_is_named(
 
 def test_kubelets_image_collection_takes_what_is_not_pinned(node: installed.Node) -> None:
     kube, other = node.kube, f"{kubernetes.HOST}/test/other:1"
-    kube.registry.push("test/other", "1", [registry.layer("other", 4_000_000, 9)])
+    kube.registry.push("test/other", "1", [registry.layer("other", 120_000_000, 9)])
     kube.on_node(
         "ctr", "-n", "k8s.io", "images", "pull", "--hosts-dir", "/etc/containerd/certs.d", other
     )
     heals = node.heals()
+    # Over the threshold of 85 %, by less than the image has: for more the agent would give up pins.
     disk = os.statvfs(kube.root / "var/lib/containerd")
-    wanted = disk.f_blocks * disk.f_frsize * 9 // 10
+    wanted = int(0.855 * disk.f_blocks) - (disk.f_blocks - disk.f_bfree)
     ballast = kube.root / "mnt" / "ballast"
-    with ballast.open("wb") as stream:  # over the threshold of 85 %
-        os.posix_fallocate(
-            stream.fileno(), 0, wanted - disk.f_frsize * (disk.f_blocks - disk.f_bfree)
-        )
+    with ballast.open("wb") as stream:
+        os.posix_fallocate(stream.fileno(), 0, wanted * disk.f_frsize)
     try:
         for _ in range(3):  # its first look may be too early for the figures of the disk
             kube.restart_kubelet()

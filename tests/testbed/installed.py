@@ -119,7 +119,7 @@ class Node:
         waiting.until(again, 120, "the container to be restarted", pause=0.2, detail=self.detail)
 
     def set_mode(self, mode: str) -> None:
-        body = {"mode": mode, "reason": "a test"}
+        body = {"mode": mode, "by": "a test", "reason": "a test"}
         self.agent.call("PUT", "/v1/volumes/guard/mode", body)
 
     def heals(self) -> str:

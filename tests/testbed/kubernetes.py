@@ -77,12 +77,13 @@ mkdir -p mnt
 mount --bind mnt /mnt
 mount -t tmpfs tmpfs /var/log
 cp -r {folder}/certs.d/. /etc/containerd/certs.d/
+cp {folder}/kubelet.yaml /var/lib/kubelet/config.yaml
 cd /
 containerd --config {folder}/containerd.toml >{folder}/containerd.log 2>&1 &
 until ctr --timeout 2s version >/dev/null 2>&1; do sleep 0.1; done
 [ ! -e {boot} ] || sh {boot} >{folder}/boot.log 2>&1 || true
 while :; do
-  {bin}/kubelet --config {folder}/kubelet.yaml --kubeconfig {folder}/pki/node.kubeconfig \\
+  {bin}/kubelet --config /var/lib/kubelet/config.yaml --kubeconfig {folder}/pki/node.kubeconfig \\
     --hostname-override localhost --root-dir /var/lib/kubelet --v 1 \\
     >>{folder}/kubelet.log 2>&1 || true
   sleep 0.2
@@ -294,7 +295,7 @@ class Kubernetes:
                 "imagefs.available": "1%",
             },
             "imageGCHighThresholdPercent": 85,
-            "imageGCLowThresholdPercent": 80,
+            "imageGCLowThresholdPercent": 84,
             "imageMinimumGCAge": "-1ns",  # so an image may go in the first look, at kubelet's start
             # A pod that ends or starts is seen at once.
             "syncFrequency": "2s",
