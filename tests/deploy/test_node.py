@@ -170,15 +170,18 @@ def test_accident_is_denied_and_the_pod_that_keeps_the_volume_busy_is_named(
                 detail=lambda: json.dumps(node.agent.findings(), indent=1),
             )  # fmt: skip
             assert "default/node-exporter" in json.dumps(found)
-            disk.fault({"offset": 0, "length": 64 * blockdev.MiB, "errno": 5})
-            outcome = formatters.kubelet(run, disk.device, "ext4", target, disk.clear)
-            assert (outcome.found, outcome.mounted) == ("", False)
-            assert "Operation not permitted" in outcome.mkfs_error
+            # The first mapping stays busy, so the volume is mapped once more.
+            with blockdev.loop(disk.control.parent / "fuse" / "disk") as device:
+                node.agent.wait_for(lambda: node.agent.guarded(device), 30, "the second mapping")
+                disk.fault({"offset": 0, "length": 64 * blockdev.MiB, "errno": 5})
+                blockdev.run("blockdev", "--flushbufs", device)
+                outcome = formatters.kubelet(run, device, "ext4", target, disk.clear)
+                assert (outcome.found, outcome.mounted) == ("", False)
+                assert "Operation not permitted" in outcome.mkfs_error
         finally:
             disk.clear()
             kube.kubectl("delete", "pod", "node-exporter", "--force", "--wait=false")
         waiting.until(lambda: not leak(), 60, "the finding to clear", pause=0.2)
-        assert not node.agent.guarded(disk.device)["may_be_formatted"]
         kube.on_node("mount", disk.device, target)
         assert kube.on_node("cat", f"{target}/checkpoint").stdout == "precious\n"
         kube.on_node("umount", target)

@@ -191,7 +191,11 @@ def installed(kube: kubernetes.Kubernetes, folder: Path, *, files: int = FILES) 
             "settings": {
                 "admin": {"socket": f"/{STATE}/admin.sock"},
                 "cache": {"datasets": [dataset]},
-                "preheat": {"images": [{"ref": PINNED, "pin": "always"}], "spread": "0s"},
+                "preheat": {
+                    "images": [{"ref": PINNED, "pin": "always"}],
+                    "spread": "0s",
+                    "kubelet": {"config": "/var/lib/kubelet/config.yaml"},
+                },
                 "volumes": {
                     "guard": {
                         "cgroup": str(guarded.path),
@@ -299,28 +303,27 @@ class Readers:
         """Rounds of each reader; AssertionError when one met an error."""
         found = []
         for name in self.names:
-            said = self.kube.kubectl("logs", name)
+            said = self.said(name)
             assert "ERROR" not in said, said[-500:]
             found.append(len(said.splitlines()))
         return found
 
+    def said(self, name: str) -> str:
+        """All that its containers said, read where kubelet keeps it."""
+        logs = sorted(self.kube.root.glob(f"var/log/pods/default_{name}_*/main/*.log"))
+        return "".join(each.read_text() for each in logs)
+
     def wait_more(self, count: int) -> None:
         """Until each has read ``count`` more whole rounds."""
-        before = self._rounds_or_none() or [0] * len(self.names)
+        before = self.rounds()
 
         def there() -> bool:
-            now = self._rounds_or_none()
-            return now is not None and all(a >= b + count for a, b in zip(now, before, strict=True))
+            return all(a >= b + count for a, b in zip(self.rounds(), before, strict=True))
 
         waiting.until(
-            there, 90, "the readers to go on", pause=0.3,
+            there, 90, "the readers to go on", pause=0.1,
             detail=lambda: self.kube.kubectl("describe", "pods"),
         )  # fmt: skip
-
-    def _rounds_or_none(self) -> list[int] | None:
-        pods = self.kube.get("pods")["items"]
-        phases = [e["status"]["phase"] for e in pods if e["metadata"]["name"] in self.names]
-        return self.rounds() if phases == ["Running"] * len(self.names) else None
 
     def restarts(self) -> int:
         pods = [self.kube.get("pod", name) for name in self.names]

@@ -20,7 +20,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.testbed import containerd, leftovers, ports, registry, waiting
+from tests.testbed import containerd, kube_api, leftovers, ports, registry, waiting
 
 VERSION = "1.34.2"  # as in scripts/kubernetes.sh
 CACHE = Path(os.environ.get("NODEAGENT_CACHE", "~/.cache/nodeagent")).expanduser()
@@ -404,7 +404,7 @@ class Kubernetes:
 
     def pods(self, namespace: str, selector: str) -> list[dict[str, Any]]:
         """Those that are not on their way out."""
-        found = self.get("pods", "-n", namespace, "-l", selector)["items"]
+        found = kube_api.Api(self.api_port, self.folder / "pki").pods(namespace, selector)
         return [each for each in found if "deletionTimestamp" not in each["metadata"]]
 
     @property
