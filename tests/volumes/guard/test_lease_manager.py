@@ -5,6 +5,7 @@ The decisions themselves are tested in test_lease.py, real devices in test_lease
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import kit.errors
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
 from volumes import settings
@@ -24,6 +26,10 @@ SIZE = 2**30
 IMAGE = RbdImage("rbd", "a", "", "", "101d", "f1", 3)
 DEVICE = blockdev.BlockDevice("rbd99", (254, 99), "rbd", SIZE, False, diskseq=7, image=IMAGE)
 BLANK = Verdict(Kind.BLANK_VERIFIED, "/dev/rbd99", size=SIZE, diskseq=7)
+PUBLISHED = (
+    b"1 2 0:5 /rbd99 /var/lib/kubelet/plugins/kubernetes.io/csi/volumeDevices/publish/pvc/u"
+    b" rw - devtmpfs udev rw"
+)
 EXT4 = Verdict(Kind.HAS_FS, "/dev/rbd99", type="ext4", uuid="u1", size=SIZE, diskseq=7)
 
 
@@ -35,6 +41,7 @@ class World:
         self.device: blockdev.BlockDevice | None = DEVICE
         self.verdict = BLANK
         self.raw = False
+        self.ends_with_disk = True
         self.map: dict[blockdev.Number, kernel.Lease] = {}
         self.ledger = store.Store(folder)
         self.ledger.load()
@@ -42,8 +49,7 @@ class World:
         monkeypatch.setattr(
             blockdev, "name_of", lambda number: "rbd99" if number == (254, 99) else ""
         )
-        monkeypatch.setattr(lease_manager, "host_mounts", list)
-        monkeypatch.setattr(lease, "published_raw", lambda name, mounts: self.raw)
+        monkeypatch.setattr(lease_manager, "host_table", lambda: PUBLISHED if self.raw else b"")
         put = self.ledger.put
 
         def noted_put(entry: store.Entry) -> None:
@@ -85,8 +91,14 @@ class World:
     async def close(self) -> None:
         pass
 
+    def reserve(self, number: blockdev.Number, diskseq: int | None) -> None:
+        self.did.append("reserve")
+        self.map.setdefault(number, kernel.Lease(0.0, 0, diskseq or 0))
+
     def grant(self, number: blockdev.Number, until: float, diskseq: int | None) -> None:
         self.did.append("grant")
+        if number not in self.map:
+            raise kit.errors.RefusedError("a lease", "another disk has the number", "try again")
         self.map[number] = kernel.Lease(until, 0, diskseq or 0)
 
     def revoke(self, number: blockdev.Number) -> kernel.Lease | None:
@@ -116,8 +128,8 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 async def test_first_lease_follows_the_granting_order(world: World) -> None:
     known = await world.checked()
     assert known.reasons == ()
-    assert world.did == ["probe", "probe", "identify", "record permission", "mirror", "identify",
-                         "grant"]  # fmt: skip
+    assert world.did == ["probe", "probe", "identify", "record permission", "mirror", "reserve",
+                         "identify", "grant"]  # fmt: skip
     held = world.map[254, 99]
     assert held.diskseq == 7
     assert 80 < held.until - time.monotonic() <= 90
@@ -209,14 +221,61 @@ async def test_detach_closes_only_an_unused_permission(
     assert bool(entry.permitted) is open_after
 
 
-async def test_raw_block_volume_is_leased_and_renewed_after_restart(world: World) -> None:
-    world.raw = True
+async def test_grant_fails_when_another_disk_came_after_the_reservation(world: World) -> None:
+    def reserve(number: blockdev.Number, diskseq: int | None) -> None:
+        world.map.pop(number, None)  # as the kernel does when the disk appears
+
+    world.reserve = reserve  # type: ignore[method-assign]
+    known = await world.checked()
+    assert "another disk has the number" in known.reasons[0]
+    assert world.map == {}
+
+
+async def published(world: World, raw: bool) -> None:
+    """kubelet's bind mount comes or goes, and the agent looks."""
+    world.raw = raw
+    world.manager.mounts_changed()
+    async with asyncio.timeout(5):
+        while world.manager.known["rbd99"].raw is not raw:
+            await asyncio.sleep(0.01)
+
+
+async def test_raw_permission_lasts_as_long_as_the_publication(world: World) -> None:
+    world.verdict = Verdict(Kind.UNKNOWN_CONTENT, "/dev/rbd99", size=SIZE, diskseq=7)
     await world.checked()
-    assert world.did == ["grant"]
-    first = world.map[254, 99]
-    assert first.until - time.monotonic() > 3500
+    assert world.map == {}
+    world.did.clear()
+    await published(world, True)
+    assert world.did == ["identify", "record permission", "reserve", "identify", "grant", "mirror"]
+    assert world.map[254, 99].until == math.inf  # no agent is needed for it
+    await published(world, False)
+    assert world.map == {}
+
+
+async def test_raw_permission_of_a_dead_agent_is_kept_while_published(world: World) -> None:
+    world.raw = True
+    world.manager.mounts_changed()
+    await world.checked()
     restarted = world.new_manager()
+    world.did.clear()
     await world.checked(restarted)
-    assert world.did == ["grant", "grant"]
-    assert world.map[254, 99].until > first.until
-    await restarted.close()
+    assert "revoke" not in world.did and "record permission" not in world.did
+    assert world.map[254, 99].until == math.inf
+    world.raw = False
+    again = world.new_manager()  # the pod ended while no agent was there
+    world.did.clear()
+    await world.checked(again)
+    assert world.did[0] == "revoke"
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None
+    assert entry.permitted, "what the pod wrote may be invisible"
+    for each in (restarted, again):
+        await each.close()
+
+
+async def test_raw_permission_is_short_where_disks_stay(world: World) -> None:
+    world.ends_with_disk = False
+    world.raw = True
+    world.manager.mounts_changed()
+    await world.checked()
+    assert 100 < world.map[254, 99].until - time.monotonic() <= lease.RAW_SECONDS
