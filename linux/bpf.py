@@ -1,8 +1,8 @@
 """BPF through libbpf (Debian: libbpf1): load an object file, attach to a cgroup, read maps.
 
 Only what a cgroup-device program and a traced one need. Every call raises OSError with the kernel's
-errno; a program that the verifier refuses raises OSError whose text ends with the verifier's last words.
-Structure layouts are those of <linux/bpf.h>, program type 15, attach type 6.
+errno; a program that the verifier refuses raises OSError whose text ends with the verifier's last
+words. Structure layouts are those of <linux/bpf.h>, program type 15, attach type 6.
 """
 
 import contextlib

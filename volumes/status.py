@@ -72,8 +72,9 @@ def _of_device(known: steps.Known, hanging: bool) -> Iterator[Finding]:
             Severity.CRITICAL,
             f"{device.title} held {known.changed_from} and now holds {seen}: it was formatted "
             "elsewhere, or another image is mapped in its place",
-            "Stop its users and examine its content. If the change was intended: "
-            f"nodeagent volume ledger --accept {device.volume}",
+            f"Look again: nodeagent volume probe {device.path}. If it stays so, stop its users and "
+            "examine its content. If the change was intended: nodeagent volume ledger --accept "
+            f"{device.volume}",
         )
     elif known.missing:
         yield finding(

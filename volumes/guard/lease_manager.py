@@ -18,7 +18,7 @@ import structlog
 import kit.errors
 from linux import blockdev
 from volumes import settings
-from volumes.guard import denials, lease, steps
+from volumes.guard import denials, doubt, lease, steps
 from volumes.guard.steps import Known, Leases, Turn
 from volumes.ledger import store
 from volumes.ledger.mirror import NOT_ASKED, Answer, Mirror
@@ -172,7 +172,10 @@ class LeaseManager(steps.Executor):
             return renew
         known.seen = first = await self._probe(device)
         known.checked = time.monotonic()
+        known.doubt = known.doubt.after(first, known.checked)
         wait = await self._conclude(known, first)
+        if known.doubt.wait is not None:
+            wait = min(wait or math.inf, known.doubt.wait)
         reasons = lease.undisputed(
             first,
             leased=self._until(device) is not None,
@@ -237,7 +240,11 @@ class LeaseManager(steps.Executor):
         entry = self._entry(device)
         if not blank and device.image is not None and device.volume:  # what other nodes have seen
             answer = await self.mirror.ask(device.image, extents=False)
-            entry = store.merge(entry, answer.known) if answer.known else entry
+            there = answer.known
+            # A clone carries its parent's entry until it has its own: it says what to expect, but
+            # other content than the parent's is no change.
+            if there is not None and (there.volume == device.volume or not seen.has_content):
+                entry = store.merge(entry, there)
         turn = Turn(known, entry, seen)
         held = self._held(device)
         now = time.monotonic()
@@ -251,7 +258,7 @@ class LeaseManager(steps.Executor):
             permitted=entry.permitted > 0,
         )
         await self.carry_out(steps, turn)
-        known.missing = _missing(seen, turn.entry)
+        known.missing = _missing(known, turn.entry)
         if held is None or expired:
             return None
         return max(0.2, min(LEASED_CHECK_SECONDS, held.until - now + 1.1))
@@ -271,7 +278,7 @@ class LeaseManager(steps.Executor):
             if asked is not None and not asked.done():
                 asked.cancel()
         if answer.known is not None:
-            known.missing = _missing(first, store.merge(self._entry(device), answer.known))
+            known.missing = _missing(known, store.merge(self._entry(device), answer.known))
         after = blockdev.identify(device.name)
         is_rbd = device.driver == "rbd"
         return lease.Evidence(
@@ -362,8 +369,8 @@ def host_table() -> bytes:
         return Path("/proc/self/mountinfo").read_bytes()
 
 
-def _missing(seen: Verdict, entry: store.Entry | None) -> str:
-    """The content that the ledger knows and the probe did not see."""
-    if entry is None or entry.permitted or seen.has_content:
+def _missing(known: Known, entry: store.Entry | None) -> str:
+    """The content that the ledger knows and that certainly cannot be seen."""
+    if entry is None or entry.permitted or known.seen is None:
         return ""
-    return entry.content
+    return entry.content if doubt.content_is_missing(known.seen, known.doubt) else ""

@@ -6,7 +6,7 @@ One step after the other; a failure ends them there, and what was not granted st
 import asyncio
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import structlog
@@ -15,6 +15,7 @@ import kit.errors
 from linux import blockdev
 from volumes import settings
 from volumes.guard import kernel, lease
+from volumes.guard.doubt import Doubt
 from volumes.guard.lease import Step
 from volumes.ledger import store
 from volumes.ledger.mirror import Mirror
@@ -53,6 +54,7 @@ class Known:
     reasons: tuple[str, ...] | None = None
     checked: float = 0.0  # CLOCK_MONOTONIC
     raw: bool = False
+    doubt: Doubt = field(default_factory=Doubt)
     changed_from: str = ""  # the ledger's content, when other content is there now
     missing: str = ""  # the ledger's content, when nothing recognisable is there now
     lease_seconds: float | None = None  # from first sight to lease

@@ -16,8 +16,8 @@ import pytest
 import kit.errors
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
-from volumes import settings
-from volumes.guard import denials, kernel, lease, lease_manager
+from volumes import settings, status
+from volumes.guard import denials, doubt, kernel, lease, lease_manager, steps
 from volumes.guard.lease import Step
 from volumes.ledger import mirror, store
 from volumes.probe.examine import Kind, Verdict
@@ -279,3 +279,60 @@ async def test_raw_permission_is_short_where_disks_stay(world: World) -> None:
     world.manager.mounts_changed()
     await world.checked()
     assert 100 < world.map[254, 99].until - time.monotonic() <= lease.RAW_SECONDS
+
+
+def content_findings(known: steps.Known) -> dict[str, str]:
+    return {each.rule: str(each.severity) for each in status._of_device(known, False)}
+
+
+async def looked_again(world: World) -> steps.Known:
+    before = world.manager.known["rbd99"].checked
+    world.manager.schedule("rbd99")
+    async with asyncio.timeout(5):
+        while (known := world.manager.known["rbd99"]).checked == before:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+    return known
+
+
+@pytest.mark.parametrize("kind", [Kind.TIMEOUT, Kind.UNREADABLE, Kind.NO_MEDIA])
+async def test_slow_is_not_missing_until_a_second_look_agrees(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    world.verdict = EXT4
+    await world.checked()
+    for _ in range(10):  # stalls, each over by the second look
+        world.verdict = dataclasses.replace(EXT4, verdict=kind)
+        known = await looked_again(world)
+        assert not known.missing
+        assert known.doubt.wait is not None and 5 <= known.doubt.wait <= 30
+        assert "critical" not in content_findings(known).values()
+        known = await looked_again(world)  # a moment later: the same look
+        assert not known.missing
+        world.verdict = EXT4
+        assert not (await looked_again(world)).doubt.looks
+    world.verdict = dataclasses.replace(EXT4, verdict=kind)
+    await looked_again(world)
+    monkeypatch.setattr(doubt, "AGAIN_SECONDS", 0.0)
+    known = await looked_again(world)
+    assert known.missing == "ext4 u1"
+    assert content_findings(known)["content-missing"] == "critical"
+
+
+async def test_clone_has_an_entry_of_its_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = store.Entry(volume="rbd:f1/3//parent", type="ext4", uuid="of the parent", last_seen=5)
+
+    async def ask(image: RbdImage, *, extents: bool) -> mirror.Answer:
+        return mirror.Answer(store.Knowledge.CONTENT, store.Knowledge.CONTENT, parent, SIZE)
+
+    monkeypatch.setattr(world, "ask", ask)
+    world.verdict = EXT4  # with a UUID of its own
+    known = await world.checked()
+    assert not known.changed_from
+    assert [each.volume for each in world.ledger.entries()] == [DEVICE.volume]
+    world.verdict = Verdict(Kind.UNKNOWN_CONTENT, size=SIZE, diskseq=7)
+    fresh = dataclasses.replace(IMAGE, image_id="another clone")
+    world.device = dataclasses.replace(DEVICE, image=fresh, diskseq=8)
+    world.manager.forget("rbd99")
+    known = await world.checked()
+    assert known.missing == "ext4 of the parent"
