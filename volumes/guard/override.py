@@ -16,7 +16,7 @@ import kit.errors
 import kit.files
 import kit.formats
 from volumes import settings
-from volumes.guard import kernel
+from volumes.guard import cgroups, kernel
 
 FORMAT = 1
 
@@ -93,7 +93,7 @@ def noted(state_dir: Path) -> list[dict[str, Any]]:
 def handle(wanted: settings.GuardSettings) -> kernel.Kernel:
     """The guard of the settings' cgroup. HostError without a cgroup v2 hierarchy."""
     return kernel.Kernel(
-        wanted.cgroup or kernel.find_cgroup(), wanted.pins, wanted.object_file or kernel.OBJECT
+        wanted.cgroup or cgroups.find(), wanted.pins, wanted.object_file or kernel.OBJECT
     )
 
 
