@@ -6,6 +6,7 @@ meet it.
 
 import contextlib
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -293,7 +294,8 @@ class Readers:
 
     def __init__(self, kube: kubernetes.Kubernetes, count: int) -> None:
         self.kube = kube
-        self.names = [f"reader-{n}" for n in range(count)]
+        # Never the names of earlier ones: kubelet keeps their logs for a while.
+        self.names = [f"reader-{os.urandom(3).hex()}-{n}" for n in range(count)]
         kube.apply(
             *(reader(name, kube.busybox, unprivileged=n % 2 == 0)
               for n, name in enumerate(self.names))
