@@ -42,6 +42,7 @@ class Proxy:
         self.corrupt: set[str] = set()  # blobs with one byte inverted
         self.fail_status = 0  # answered to everything
         self.redirect: dict[str, str] = {}  # blobs that are elsewhere, as object stores have it
+        self.redirected = ""  # how the User-Agent of those begins who are sent there
         self.stall = False  # answers, then never sends a body
         self.seen: list[Seen] = []
         self._lock = threading.Lock()
@@ -143,8 +144,6 @@ class Proxy:
             headers[key.strip().lower()] = value.strip()
         if self.fail_status:
             return await self._say(writer, method, path, self.fail_status, "", b"")
-        if path.startswith("/expired"):  # a presigned URL, too late
-            return await self._say(writer, method, path, 403, "", b"")
         if path.startswith("/token"):
             return await self._token(writer, method, path, headers)
         if not self._allowed(headers):
@@ -154,7 +153,7 @@ class Proxy:
             extra = f"WWW-Authenticate: {challenge}\r\n"
             return await self._say(writer, method, path, 401, extra, b"{}")
         elsewhere = self.redirect.get(_blob(path))
-        if elsewhere is not None:
+        if elsewhere is not None and headers.get("user-agent", "").startswith(self.redirected):
             return await self._say(writer, method, path, 307, f"Location: {elsewhere}\r\n", b"")
         return await self._forward(writer, method, path, headers)
 
