@@ -109,6 +109,8 @@ async def _send_in_time(request: web.Request, handler: Handler) -> web.StreamRes
             await response.write_eof()
     except TimeoutError:
         _abort(request)
+    except ConnectionError:
+        pass  # the client has left
     return response
 
 

@@ -22,8 +22,6 @@ from nodeagent.api import access, openapi, server
 from nodeagent.state import State
 from tests.testbed import waiting
 
-METHODS = {"get", "post", "put", "delete", "patch"}
-
 
 def door(
     state: State, role: Role | None = Role.DANGEROUS, calls: access.CallLog | None = None
@@ -62,7 +60,12 @@ def routed(agent: app.Agent) -> set[tuple[str, str]]:
 
 def documented() -> set[tuple[str, str]]:
     paths = openapi.document()["paths"]
-    return {(method, path) for path, item in paths.items() for method in item if method in METHODS}
+    return {
+        (method, path)
+        for path, item in paths.items()
+        for method in item
+        if method in openapi.METHODS
+    }
 
 
 def test_routes_are_those_of_the_document(whole: app.Agent) -> None:
@@ -92,9 +95,15 @@ def test_document_references_resolve() -> None:
 def test_document_describes_every_operation() -> None:
     for path, item in openapi.document()["paths"].items():
         for method, operation in item.items():
-            if method in METHODS:
+            if method in openapi.METHODS:
                 assert operation.get("summary"), f"{method} {path}"
-                assert operation.get("responses"), f"{method} {path}"
+                answers = operation["responses"]
+                assert {"400", "401", "403", "408", "421", "429", "500", "503", "504"} < set(
+                    answers
+                )
+                assert ("413" in answers) is (method != "get"), f"{method} {path}"
+                assert any(status < "300" for status in answers), f"{method} {path}"
+                assert all(a["content"] for s, a in answers.items() if s >= "400")
                 both = [*item.get("parameters", []), *operation.get("parameters", [])]
                 named = {p["name"] for p in both}
                 assert set(re.findall(r"{(\w+)}", path)) <= named, path
