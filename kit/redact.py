@@ -23,7 +23,7 @@ _SCHEME = r"(?:(?:bearer|basic|digest|negotiate) +)?"
 _FIELD = re.compile(_NAME, re.IGNORECASE)
 _URL = re.compile(r'(?<=://)[^\s"<>]+')
 _RULES = [
-    (re.compile(pattern, re.IGNORECASE | re.DOTALL), shown)
+    (re.compile(pattern, re.IGNORECASE | re.DOTALL | re.ASCII), shown)
     for pattern, shown in (
         (r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END[A-Z ]{0,40}-----|\Z)", HIDDEN),
         # Headers, with or without a scheme before the secret.

@@ -154,7 +154,11 @@ class Reviews:
         async with self._session.post(
             url, json=body, headers=headers, ssl=tls, allow_redirects=False
         ) as response:
-            sent = await response.content.read(LARGEST_ANSWER)
+            sent = b""
+            async for chunk in response.content.iter_any():
+                sent += chunk
+                if len(sent) > LARGEST_ANSWER:
+                    raise ValueError(f"{kind}: the answer has more than {LARGEST_ANSWER} bytes")
             if response.status != 201:
                 raise ValueError(f"{kind}: the API server answers {response.status}")
         status = json.loads(sent)["status"]
