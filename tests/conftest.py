@@ -1,6 +1,7 @@
 """Fixtures of the suite: a folder on the real disk for each run, one cluster for a session."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,12 +9,13 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from tests.testbed import agent, ceph, kubernetes, leftovers
+from tests.testbed import agent, ceph, kubernetes, leftovers, origins, starts
 
 if TYPE_CHECKING:
     from tests.testbed import bigset
 
 TESTS = Path(__file__).parent
+STARTS = starts.watch()
 
 # A small shared machine: an example may be slow without being wrong.
 hypothesis.settings.register_profile(
@@ -56,6 +58,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(group))
     order = {group: rank for rank, group in enumerate(_FIRST)} | {"": len(_FIRST) + 1}
     items.sort(key=lambda item: order.get(groups[item], len(_FIRST)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fresh_machine() -> Iterator[None]:
+    """Nothing was started or loaded that a fresh machine does not have after set-up."""
+    yield
+    lacking = origins.complaints(starts.found(STARTS), origins.listed())
+    shutil.rmtree(STARTS, ignore_errors=True)
+    assert not lacking, "\n".join(lacking)
 
 
 @pytest.fixture(scope="session")
