@@ -27,11 +27,8 @@ ENVIRONMENT = "/opt/nodeagent/"
 
 
 def main() -> None:
-    command, release, *words = (*sys.argv[1:], *("build", image.RELEASE)[len(sys.argv) - 1 :])
-    arguments = dict(word.split("=", 1) for word in words)
-    if command == "lock":
-        arguments["DEBIAN_LOCK"] = "off"
-    made = image.build(release, **arguments)
+    command, release = (*sys.argv[1:], *("build", image.RELEASE)[len(sys.argv) - 1 :])
+    made = image.build(release, lock="off" if command == "lock" else "preferred")
     with image.container(made) as inside:
         if command == "lock":
             _lock(inside, release)
@@ -76,8 +73,10 @@ def _part(name: str, package: str, in_base: set[str]) -> str:
     if name.startswith(ENVIRONMENT):
         module = name.partition("/site-packages/")[2].partition("/")[0]
         return "the agent" if module in AGENT else "Python libraries, stripped"
-    if package in in_base or not package:
-        return "the base" if package else "files of no package (caches of Python, certificates)"
+    if not package:  # compiled Python modules; certificates; dpkg's and apt's own records
+        return "Python of Debian" if name.startswith("/usr/lib/python") else "the base"
+    if package in in_base:
+        return "the base"
     return next(part for part, words in PARTS.items() if any(word in package for word in words))
 
 

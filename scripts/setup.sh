@@ -7,6 +7,13 @@ cd "$(dirname "$0")/.."
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
+# step WORDS...: run them; say how long they took when there was something to do.
+step() {
+  local begin=$SECONDS
+  "$@"
+  [ $((SECONDS - begin)) -lt 2 ] || say "${1#scripts/} took $((SECONDS - begin)) s"
+}
+
 have() { dpkg-query -W -f='${db:Status-Abbrev}' "$1" 2>/dev/null | grep -q '^ii'; }
 
 # packages NAME...: install what is missing of Debian's packages.
@@ -64,12 +71,12 @@ ceph_bindings() {
   done
 }
 
-environment
+step environment
 if [ "${1:-base}" = full ]; then
-  # shellcheck disable=SC2046
-  packages $(grep -v '^#' scripts/packages.txt)
-  scripts/runtimes.sh  # containerds and a registry, unpacked and not installed
-  scripts/kubernetes.sh  # Kubernetes, etcd and helm, built once into a cache folder
+  mapfile -t names < <(grep -v '^#' scripts/packages.txt)
+  step packages "${names[@]}"
+  step scripts/runtimes.sh  # containerds and a registry, unpacked and not installed
+  step scripts/kubernetes.sh  # Kubernetes, etcd and helm, built once into a cache folder
 fi
 ceph_bindings
 # An environment that forbids writing bytecode would compile every module at each start.

@@ -39,10 +39,21 @@ with rados.Rados(conffile=sys.argv[1], name="client.admin") as cluster:
 """
 
 
+# Each Debian that the image can be built on, and the release of Ceph that comes with it.
+CEPH = {"bookworm": "16", "trixie": "18"}
+
+
+@pytest.fixture(scope="module", params=CEPH)
+def release(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def container() -> Iterator[image.Container]:
-    with image.container(image.build()) as made:
-        yield made
+def container(release: str) -> Iterator[image.Container]:
+    made = image.build() if release == image.RELEASE else image.build(release, CEPH[release])
+    with image.container(made) as inside:
+        yield inside
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +72,19 @@ def test_image_has_program(container: image.Container, program: str) -> None:
     assert container.run(program, "--version")
 
 
+def test_image_has_the_ceph_that_was_asked_for(container: image.Container, release: str) -> None:
+    for program in ("ceph-fuse", "rados", "rbd-nbd"):
+        assert container.run(program, "--version").startswith(f"ceph version {CEPH[release]}.")
+
+
 def test_container_lists_the_images_of_a_real_cluster(
     container: image.Container, cluster: ceph.CephCluster
 ) -> None:
-    cluster.run("rbd", "create", "rbd/of-the-image-test", "--size", "8M")
+    name = f"image-{os.urandom(3).hex()}"
+    cluster.run("rbd", "create", f"rbd/{name}", "--size", "8M")
     python = "/opt/nodeagent/bin/python"
     said = container.run_with(cluster.folder, python, "-c", IMAGES, str(cluster.conf), "rbd")
-    assert "of-the-image-test" in said.split()
+    assert name in said.split()
     asked = ("rados", "-c", str(cluster.conf), "lspools")
     assert "rbd" in container.run_with(cluster.folder, *asked).split()
 
@@ -119,8 +136,8 @@ def test_sbom_has_all_that_is_in_the_image_and_nothing_else(
     assert "grpcio" in str(found) and listed["pypi"] == found
 
 
-def test_image_has_the_packages_of_the_lock(container: image.Container) -> None:
-    file = image.REPO / "locks" / f"debian-{image.RELEASE}.txt"
+def test_image_has_the_packages_of_the_lock(container: image.Container, release: str) -> None:
+    file = image.REPO / "locks" / f"debian-{release}.txt"
     lock = {line for line in file.read_text().splitlines() if not line.startswith("#")}
     there = container.packages() | container.single_files()
     gone = container.root / "usr/share/nodeagent/not-locked.txt"

@@ -122,14 +122,14 @@ def version() -> str:
     return project["version"]
 
 
-def build(release: str = RELEASE, **arguments: str) -> Image:
-    """The image of this checkout, from the cache when it was built before.
+def build(release: str = RELEASE, ceph: str = "", lock: str = "preferred") -> Image:
+    """The image of this checkout on a Debian release, from the cache when it was built before.
 
-    ``arguments``: build arguments beside those that every build of the tests has. The lock is
-    preferred and not required: the archive drops versions on any day, the suite stays green.
+    The lock is preferred and not required: the archive drops versions on any day, and the suite
+    stays green.
     """
     files = _checkout()
-    arguments = {"DEBIAN_LOCK": "preferred", **arguments}
+    arguments = {"DEBIAN_LOCK": lock, "CEPH_RELEASE": ceph}
     tag = _hash(files, release, json.dumps(arguments, sort_keys=True))
     home = CACHE / "image"
     archive = home / f"{tag}.tar"
