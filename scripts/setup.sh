@@ -52,8 +52,8 @@ environment() {
   [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && [ -x .venv/bin/nodeagent ] && return 0
   local python; python=$(find_python)
   say "making .venv from locks/dev.txt"
-  if ! "$python" -m venv --help >/dev/null 2>&1; then packages python3-venv; fi
-  [ -x .venv/bin/python ] || "$python" -m venv .venv
+  "$python" -c 'import ensurepip' 2>/dev/null || packages python3-venv  # Debian keeps it apart
+  .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
   .venv/bin/python -m pip install -q --disable-pip-version-check 'uv>=0.7'
   VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install -q --compile-bytecode --require-hashes -r locks/dev.txt
   VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install -q --no-deps -e .
