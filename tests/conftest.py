@@ -4,15 +4,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
-from tests.testbed import agent, ceph, kubernetes, leftovers, origins, starts
-
-if TYPE_CHECKING:
-    from tests.testbed import bigset
+from tests.testbed import agent, bigset, ceph, kubernetes, leftovers, origins, starts
 
 TESTS = Path(__file__).parent
 STARTS = starts.watch()
@@ -121,10 +117,8 @@ def kube(run_folder: Path) -> Iterator[kubernetes.Kubernetes]:
 
 
 @pytest.fixture(scope="session")
-def big(run_folder: Path, cluster: ceph.CephCluster) -> "bigset.BigSet":
+def big(run_folder: Path, cluster: ceph.CephCluster) -> bigset.BigSet:
     """50,000 files on the session's CephFS, and what each of them must be."""
-    from tests.testbed import bigset  # needs Debian's Ceph bindings, which unit tests do not
-
     made = bigset.BigSet(run_folder)
     made.make(cluster)
     return made

@@ -98,10 +98,10 @@ class Container:
         return _run("chroot", str(self.root), "/usr/bin/env", path, *words)
 
     def run_with(self, folder: Path, *words: str) -> str:
-        """As ``run``, with /dev, /proc, the host's network and ``folder`` and the right to mount."""
+        """As ``run``, with /dev, /proc, the host's network, ``folder`` and the right to mount."""
         return _buildah(
-            self.home, "run", "--isolation", "chroot", "--network", "host", "--cap-add", "CAP_SYS_ADMIN",
-            "--volume", f"{folder}:{folder}", self.name, "--", *words,
+            self.home, "run", "--isolation", "chroot", "--network", "host",
+            "--cap-add", "CAP_SYS_ADMIN", "--volume", f"{folder}:{folder}", self.name, "--", *words,
         )  # fmt: skip
 
     def packages(self) -> set[str]:

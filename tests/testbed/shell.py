@@ -13,7 +13,20 @@ _DATA = {"for", "case", "function", "select"}  # what follows is no command
 _RUN_ANOTHER = {"nice", "env", "xargs", "nohup"}
 _BUILT_IN = {
     *(".", ":", "[", "[[", "break", "cd", "continue", "echo", "eval", "exit", "export", "false"),
-    *("kill", "local", "printf", "pwd", "read", "return", "set", "shift", "source", "test", "trap"),
+    *(
+        "kill",
+        "local",
+        "mapfile",
+        "printf",
+        "pwd",
+        "read",
+        "return",
+        "set",
+        "shift",
+        "source",
+        "test",
+        "trap",
+    ),
     *("true", "type", "ulimit", "umask", "unset", "wait"),
 }
 _WORD = re.compile(r"[\w./+-]+")
