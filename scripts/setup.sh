@@ -14,12 +14,11 @@ step() {
   [ $((SECONDS - begin)) -lt 2 ] || say "${1#scripts/} took $((SECONDS - begin)) s"
 }
 
-have() { dpkg-query -W -f='${db:Status-Abbrev}' "$1" 2>/dev/null | grep -q '^ii'; }
-
 # packages NAME...: install what is missing of Debian's packages.
 packages() {
-  local missing=()
-  for name in "$@"; do have "$name" || missing+=("$name"); done
+  local there missing=() name
+  there=" $(dpkg-query -W -f '${db:Status-Abbrev}${Package}\n' "$@" 2>/dev/null | awk '$1 == "ii" {printf "%s ", $2}')"
+  for name in "$@"; do [[ $there == *" $name "* ]] || missing+=("$name"); done
   [ ${#missing[@]} -eq 0 ] && return 0
   if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
     say "missing Debian packages, install them as root: ${missing[*]}"

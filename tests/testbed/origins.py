@@ -20,8 +20,8 @@ from tests.testbed import shell
 REPO = Path(__file__).parents[2]
 PACKAGES = REPO / "scripts" / "packages.txt"
 CACHE = Path(os.environ.get("NODEAGENT_CACHE", "~/.cache/nodeagent")).expanduser()
-# What CONTRIBUTING.md asks for beside Debian's packages.
-TOOLCHAINS = {"go"}
+# What CONTRIBUTING.md asks for before Debian's packages.
+TOOLCHAINS = {"go", "make", "python", "python3"}
 
 
 @dataclass(frozen=True)
