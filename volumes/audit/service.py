@@ -24,11 +24,10 @@ import kit.findings
 import kit.room
 from ceph import protocol
 from linux import mountinfo, netlink, syscalls
-from volumes.audit import cluster_polling, evaluate, finding_state, scheduler
-from volumes.audit.actions import plan, runner
+from volumes.audit import actions, cluster_polling, evaluate, finding_state, scheduler
 from volumes.audit.inventory import scan
 from volumes.audit.inventory.model import Inventory
-from volumes.audit.logs import follower, hits, matcher, patterns
+from volumes.audit.logs import follower, matcher, patterns
 from volumes.audit.rules.agent import LOG_PREFIX
 from volumes.audit.rules.mappings import MAPPED_ELSEWHERE
 from volumes.audit.settings import AuditSettings, ClusterSettings
@@ -66,12 +65,12 @@ class Audit:
         self.findings: list[kit.findings.Finding] = []
         self.scanner = scan.Scanner()
         self.clusters = cluster_polling.Poller(self.wake)
-        self.runner = runner.Runner(state_dir)
+        self.runner = actions.Runner(state_dir)
         self.follower: follower.Follower | None = None
         self._reporter = reporter
         self._guard = guard
         self._patterns: dict[str, patterns.Pattern] = {}
-        self._hits = hits.Hits()
+        self._hits = patterns.Hits()
         self._memory = scheduler.Memory()
         self._state: finding_state.State = {}
         self._former: dict[scheduler.Key, frozenset[str]] = {}
@@ -213,7 +212,7 @@ class Audit:
     def _note(self, found: Sequence[matcher.Hit] = ()) -> None:
         """Add log hits, and drop old ones."""
         hold = self.settings.logs.hold
-        self._hits = hits.note(self._hits, found, self._patterns, time.time(), hold)
+        self._hits = patterns.note(self._hits, found, self._patterns, time.time(), hold)
 
     async def _loop(self) -> None:
         while True:
@@ -342,7 +341,7 @@ class Audit:
             guard=self._guard(),
             clock=clock,
             unread_logs=self.follower.states() if self.follower else {},
-            logs=hits.join(hits.frequent(self._hits, self._patterns), self.inventory),
+            logs=patterns.join(patterns.frequent(self._hits, self._patterns), self.inventory),
             former=self._mounted_before(),
         )
 
@@ -369,10 +368,10 @@ class Audit:
         ):
             self.clusters.ask_soon()
 
-    def _plans(self) -> list[plan.Plan]:
+    def _plans(self) -> list[actions.Plan]:
         if self.inventory is None:
             return []
-        return plan.plans(
+        return actions.plans(
             self.findings,
             self.inventory,
             self._guard(),
@@ -380,7 +379,7 @@ class Audit:
             self.settings.actions.orphan_after,
         )
 
-    async def _plans_afresh(self) -> list[plan.Plan]:
+    async def _plans_afresh(self) -> list[actions.Plan]:
         """The plans after a scan of this moment; none when it fails."""
         async with self._round:
             names = {step.device for step in self._plans() if step.device}
@@ -394,7 +393,7 @@ class Audit:
         """Seconds since the last scan; since 1970 when there was none."""
         return time.time() - (self.inventory.taken if self.inventory else 0.0)
 
-    def plans(self) -> list[plan.Plan]:
+    def plans(self) -> list[actions.Plan]:
         """Every action for the current findings, also those that are refused."""
         return self._plans()
 
