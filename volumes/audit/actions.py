@@ -37,10 +37,11 @@ _RETRY_SECONDS = 60.0
 _REPEAT_SECONDS = 3600.0  # a refusal or a dry run is not reported again sooner
 _WRITE_SECONDS = 5.0
 _MOST_LAST = 100
-_EXECUTORS: Mapping[str, Callable[..., int]] = {
-    DETACH: executors.detach,
-    UNMAP: executors.unmap,
-    READ_ONLY: executors.set_read_only,
+# Action -> its setting, and what carries it out.
+_ACTIONS: Mapping[str, tuple[str, Callable[..., int]]] = {
+    DETACH: ("detach_leaked", executors.detach),
+    UNMAP: ("unmap_orphan", executors.unmap),
+    READ_ONLY: ("set_readonly", executors.set_read_only),
 }
 
 
@@ -175,11 +176,7 @@ def _read_only(device: blockdev.BlockDevice, inventory: Inventory) -> Plan:
 
 def modes(settings: ActionSettings) -> dict[str, str]:
     """Each action's mode: off, dry-run or on."""
-    return {
-        DETACH: settings.detach_leaked,
-        UNMAP: settings.unmap_orphan,
-        READ_ONLY: settings.set_readonly,
-    }
+    return {action: getattr(settings, name) for action, (name, _) in _ACTIONS.items()}
 
 
 class Runner:
@@ -246,9 +243,8 @@ class Runner:
     async def _carry_out(self, step: Plan, entry: dict[str, Any]) -> dict[str, Any]:
         await self._write(entry | {"outcome": "begun", "detail": ""})
         try:
-            done = await kit.child.call(
-                _EXECUTORS[step.action], *step.arguments, deadline=DEADLINE_SECONDS
-            )
+            _, execute = _ACTIONS[step.action]
+            done = await kit.child.call(execute, *step.arguments, deadline=DEADLINE_SECONDS)
         except (kit.errors.AgentError, OSError, RuntimeError) as error:
             return await self._finish(entry, "failed", str(error))
         if not done:

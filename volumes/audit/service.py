@@ -79,8 +79,7 @@ class Audit:
         self._round = asyncio.Lock()
         self._tasks: list[asyncio.Task[Any]] = []
         self._log_task: asyncio.Task[None] | None = None
-        self._watch: mountinfo.Watch | None = None
-        self._uevents: netlink.Uevents | None = None
+        self._watches = contextlib.ExitStack()  # of mounts and devices
         self._advanced = 0.0  # monotonic time of the loop's last round
 
     # -- life --------------------------------------------------------------------------------------
@@ -92,18 +91,23 @@ class Audit:
             return
         self._load_patterns(self.settings)
         try:
-            self._watch = mountinfo.Watch(_HOST_TABLE, self._mounts_changed)
+            watch = mountinfo.Watch(_HOST_TABLE, self._mounts_changed)
         except OSError as error:
             raise kit.errors.HostError(
                 _HOST_TABLE,
                 f"cannot be read ({error.strerror})",
                 "run with the host's pid namespace (hostPID: true)",
             ) from error
+        self._watches.callback(watch.close)
         try:
-            self._uevents = netlink.Uevents()
-            asyncio.get_running_loop().add_reader(self._uevents.fd, self._devices_changed)
+            uevents = netlink.Uevents()
         except OSError as error:
             log.warning("no uevents: new devices are found at intervals only", error=str(error))
+        else:
+            loop = asyncio.get_running_loop()
+            loop.add_reader(uevents.fd, self._devices_changed, uevents)
+            self._watches.callback(uevents.close)
+            self._watches.callback(loop.remove_reader, uevents.fd)
         self._advanced = time.monotonic()
         self._tasks = [
             asyncio.create_task(self._loop(), name="audit"),
@@ -164,13 +168,7 @@ class Audit:
 
     async def stop(self) -> None:
         """End the child processes. Findings stay as they were reported."""
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-        if self._uevents is not None:
-            asyncio.get_running_loop().remove_reader(self._uevents.fd)
-            self._uevents.close()
-            self._uevents = None
+        self._watches.close()
         tasks = [*self._tasks, *([self._log_task] if self._log_task else [])]
         for task in tasks:
             task.cancel()
@@ -199,10 +197,9 @@ class Audit:
         self._memory = dataclasses.replace(self._memory, changed_at=time.time())
         self._wake.set()
 
-    def _devices_changed(self) -> None:
-        assert self._uevents is not None
+    def _devices_changed(self, uevents: netlink.Uevents) -> None:
         with contextlib.suppress(netlink.Overflow):  # the scan reads everything anyway
-            self._uevents.read()
+            uevents.read()
         self._wake.set()
 
     def _log_hits(self, found: Sequence[matcher.Hit]) -> None:
@@ -258,7 +255,7 @@ class Audit:
                 self._memory = dataclasses.replace(self._memory, deep_at=0.0)
             await self._scan()
             self._evaluate()
-            steps = self._plans() if not self._blind else []
+            steps = self.plans() if not self._blind else []
             due = self.runner.due(steps, self.settings.actions)
         for step in due:
             await self.runner.run(step, self.settings.actions, self._plans_afresh)
@@ -368,7 +365,8 @@ class Audit:
         ):
             self.clusters.ask_soon()
 
-    def _plans(self) -> list[actions.Plan]:
+    def plans(self) -> list[actions.Plan]:
+        """Every action for the current findings, also those that are refused."""
         if self.inventory is None:
             return []
         return actions.plans(
@@ -382,20 +380,16 @@ class Audit:
     async def _plans_afresh(self) -> list[actions.Plan]:
         """The plans after a scan of this moment; none when it fails."""
         async with self._round:
-            names = {step.device for step in self._plans() if step.device}
+            names = {step.device for step in self.plans() if step.device}
             await self._scan(scheduler.Depth(deep=True, users_of=tuple(sorted(names))))
             self._evaluate()
-            return [] if self._blind else self._plans()
+            return [] if self._blind else self.plans()
 
     # -- for the API -------------------------------------------------------------------------------
 
     def age(self) -> float:
         """Seconds since the last scan; since 1970 when there was none."""
         return time.time() - (self.inventory.taken if self.inventory else 0.0)
-
-    def plans(self) -> list[actions.Plan]:
-        """Every action for the current findings, also those that are refused."""
-        return self._plans()
 
     async def act(self, finding: str, *, dry_run: bool) -> dict[str, Any]:
         """Carry out the action for a finding. NotFoundError when there is none."""

@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pydantic
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 import kit.errors
 import kit.settings
@@ -31,10 +31,15 @@ _KEY = ("device", "image", "pod", "volume", "path")
 Key = tuple[str, ...]
 
 
+_id = kit.settings.matching(
+    r"[a-z0-9][a-z0-9-]{0,50}", "an id: use lower-case letters, digits and '-'"
+)
+
+
 class Pattern(kit.settings.Section):
     """One kind of line. The head of patterns.yaml explains the fields."""
 
-    id: str
+    id: Annotated[str, AfterValidator(_id)]
     source: Literal["kernel", "userspace"]
     anchor: str = Field(min_length=3)
     regex: str = Field(max_length=_LONGEST_REGEX)
@@ -45,13 +50,6 @@ class Pattern(kit.settings.Section):
     hint: Literal["", "unmap-failed", "busy"] = ""
     examples: tuple[str, ...] = ()
     near_misses: tuple[str, ...] = ()
-
-    @field_validator("id")
-    @classmethod
-    def _name(cls, value: str) -> str:
-        if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,50}", value):
-            raise ValueError(f"{value!r} is not an id: use lower-case letters, digits and '-'")
-        return value
 
     @field_validator("regex")
     @classmethod
