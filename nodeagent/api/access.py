@@ -21,6 +21,7 @@ import cachetools
 import structlog
 
 import kit.files
+import kit.redact
 from kit.room import Role
 from nodeagent.settings import is_loopback
 
@@ -135,6 +136,7 @@ class CallLog:
         self._lines: asyncio.Queue[tuple[Path, dict[str, Any]]] = asyncio.Queue(MOST_WAITING_LINES)
 
     def note(self, *, known: bool, **entry: Any) -> None:
+        entry = kit.redact.value(entry)
         log.info("api call", **entry)
         with contextlib.suppress(asyncio.QueueFull):  # the event above is there
             self._lines.put_nowait((self._files[known], {"at": time.time(), **entry}))

@@ -1,7 +1,11 @@
 """Host names and rates."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
+import kit.files
 from nodeagent.api import access
 
 
@@ -36,3 +40,15 @@ def test_rate_gives_a_burst_then_so_many_a_second(monkeypatch: pytest.MonkeyPatc
     assert [rate.admits("a") for _ in range(2)] == [True, False]
     now = 100.0
     assert [rate.admits("a") for _ in range(4)] == [True, True, True, False]
+
+
+async def test_record_of_calls_holds_no_secret(tmp_path: Path) -> None:
+    calls = access.CallLog(tmp_path)
+    writer = asyncio.create_task(calls.write())
+    sent = {"reason": "see https://h.example/?sig=s3cretS3cret", "password": "s3cretS3cret", "n": 1}
+    calls.note(known=True, who="a", path="/v1/x?token=s3cretS3cret", sent=sent)
+    await calls.flush()
+    writer.cancel()
+    (entry,) = kit.files.last_entries(tmp_path / "api.log", 9)
+    assert "s3cretS3cret" not in repr(entry)
+    assert entry["sent"] == {"reason": "see https://h.example/?sig=***", "password": "***", "n": 1}
