@@ -52,3 +52,19 @@ async def test_record_of_calls_holds_no_secret(tmp_path: Path) -> None:
     (entry,) = kit.files.last_entries(tmp_path / "api.log", 9)
     assert "s3cretS3cret" not in repr(entry)
     assert entry["sent"] == {"reason": "see https://h.example/?sig=***", "password": "***", "n": 1}
+
+
+async def test_strangers_cannot_fill_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    calls, logged = access.CallLog(tmp_path), []
+    monkeypatch.setattr(access.log, "info", lambda _, **entry: logged.append(entry))
+    for number in range(1000):
+        calls.note(known=False, who=number)
+    calls.note(known=True, who="alice")
+    assert len(logged) == access.STRANGERS_AT_ONCE + 1
+    now = 1.0
+    calls.note(known=False, who="later")
+    assert logged[-1] == {"who": "later", "skipped": 1000 - access.STRANGERS_AT_ONCE}
