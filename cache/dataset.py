@@ -187,6 +187,7 @@ class Dataset:
         self.stage = Stage.NONE
         self.reached: base.Reached | None = None
         self.trouble: kit.errors.AgentError | None = None  # of the last action that failed
+        self.no_store: kit.errors.AgentError | None = None  # why nothing can be stored
         self.removed = False
         self.notes: list[str] = []
         self.refreshes = 0
@@ -236,6 +237,8 @@ class Dataset:
 
     async def change(self, **changes: Any) -> None:
         """Change generation.json durably."""
+        if self.no_store is not None:
+            raise self.no_store
         self.generation = dataclasses.replace(self.generation, **changes)
         fields = dataclasses.asdict(self.generation)
         await kit.child.call(generations.save, self.folder, fields, deadline=STORE_SECONDS)

@@ -161,6 +161,12 @@ class CacheSettings(kit.settings.Section):
     store: kit.settings.AbsolutePath = Field(
         default=Path("/var/lib/nodeagent/store"), description="Directory on the node's SSD."
     )
+    disk: kit.settings.AbsolutePath | None = Field(
+        default=None,
+        description="Mount point of the SSD. While nothing is mounted there the store is not used, "
+        "and jobs read from the sources: the store must not fill the root disk. Default: the disk "
+        "on which the store lay first. /: any disk.",
+    )
     views: kit.settings.AbsolutePath = Field(
         default=Path("/var/lib/nodeagent/views"),
         description="Where jobs read: <views>/<name>/data. Give pods <views>/<name>.",
