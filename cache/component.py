@@ -1,6 +1,7 @@
 """The cache as the process sees it: its datasets, and what of the store belongs to none."""
 
 import asyncio
+import errno
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -88,9 +89,11 @@ class Cache:
             await kit.child.call(generations.prepare, self._store, deadline=STORE_SECONDS)
             disk.remember(self._store, self._state_dir)
         except (OSError, RuntimeError) as error:
-            raise kit.errors.HostError(
-                f"cache.store {self._store}", str(error), "see the kernel log"
-            ) from error
+            full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+            cause, remedy = ("it is full", "free some space there")
+            if not full:
+                cause, remedy = str(error), "see the kernel log"
+            raise kit.errors.HostError(f"cache.store {self._store}", cause, remedy) from error
 
     async def _look_at_store(self) -> None:
         """Begin anew when the store can be used again, or its disk has gone."""

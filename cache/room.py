@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import kit.checks
 import kit.findings
 import kit.room
 from cache import settings
@@ -40,6 +41,12 @@ def _dataset() -> "click.Group":
     return commands.dataset
 
 
+def _checks(section: settings.CacheSettings, state_dir: Path) -> Sequence[kit.checks.Check]:
+    from cache import doctor
+
+    return doctor.checks(section, state_dir)
+
+
 ROOM = kit.room.Room(
     name="cache",
     summary="The dataset cache; absent: no cache on this node.",
@@ -53,4 +60,5 @@ ROOM = kit.room.Room(
         ),
     ),
     page=_page,
+    checks=_checks,
 )

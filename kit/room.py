@@ -31,6 +31,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import kit.checks
 import kit.errors
 import kit.findings
 import kit.settings
@@ -223,6 +224,8 @@ class Command:
     load: Callable[[], "click.Group"]  # imports it
 
 
+# settings, state_dir -> what the node must have for them (``nodeagent doctor``)
+Checks = Callable[[Any, Path], Sequence[kit.checks.Check]]
 Build = Callable[[Any, Path, kit.findings.Reporter], Component[Any]]
 
 
@@ -238,3 +241,4 @@ class Room:
     openapi: str = ""  # the YAML resource "package:file" that describes the routes
     commands: Sequence[Command] = ()
     page: Callable[[Any], Sequence[PageSection]] | None = None  # component -> sections
+    checks: Checks | None = None

@@ -116,6 +116,29 @@ def run(ctx: Context) -> None:
     asyncio.run(app.Agent(ctx.config, settings).run())
 
 
+@cli.command()
+@terminal.json_option
+@click.pass_obj
+def doctor(ctx: Context, as_json: bool) -> None:
+    """Say what this node has, what it lacks, what that costs and how to get it; needs no agent."""
+    from nodeagent import doctor
+
+    found = asyncio.run(doctor.examine(ctx.config))
+    if as_json:
+        terminal.print_json([vars(each) for each in found])
+    else:
+        terminal.table(
+            ("", "ROOM", "CHECK", "FOUND"),
+            [(each.word, each.room, each.name, terminal.plain(each.said)) for each in found],
+        )
+        for each in found:
+            if not each.well:
+                click.echo(f"\n{each.word} {each.room} {each.name}: {terminal.plain(each.said)}")
+                click.echo(f"  costs: {each.cost}\n  to do: {each.remedy}")
+    if any(each.wanted and not each.well for each in found):
+        sys.exit(1)
+
+
 @cli.group("config")
 def config() -> None:
     """Settings file."""

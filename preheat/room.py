@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import kit.checks
 import kit.findings
 import kit.room
 from preheat import settings
@@ -34,6 +35,12 @@ def _image() -> "click.Group":
     return commands.image
 
 
+def _checks(section: settings.PreheatSettings, state_dir: Path) -> Sequence[kit.checks.Check]:
+    from preheat import doctor
+
+    return doctor.checks(section, state_dir)
+
+
 ROOM = kit.room.Room(
     name="preheat",
     summary="Container images kept ready; absent: no image is pulled or pinned on this node.",
@@ -42,4 +49,5 @@ ROOM = kit.room.Room(
     routes=_routes,
     openapi="preheat:openapi.yaml",
     commands=(kit.room.Command("image", "Container images kept ready.", _image),),
+    checks=_checks,
 )

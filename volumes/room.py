@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import kit.checks
 import kit.findings
 import kit.room
 from volumes import settings
@@ -34,6 +35,12 @@ def _volume() -> "click.Group":
     return commands.volume
 
 
+def _checks(section: settings.VolumesSettings, state_dir: Path) -> Sequence[kit.checks.Check]:
+    from volumes import doctor
+
+    return doctor.checks(section, state_dir)
+
+
 ROOM = kit.room.Room(
     name="volumes",
     summary="Format guard and volume audit; absent: neither on this node.",
@@ -44,4 +51,5 @@ ROOM = kit.room.Room(
     commands=(
         kit.room.Command("volume", "Volumes: format guard, probes, ledger, audit.", _volume),
     ),
+    checks=_checks,
 )

@@ -9,6 +9,7 @@ Only mount tables are read, never the disk.
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import kit.errors
@@ -18,20 +19,27 @@ from linux import mountinfo
 _HOST = Path("/proc/1/mountinfo")
 
 
+def apart(own: Sequence[mountinfo.Mount]) -> list[mountinfo.Mount]:
+    """The host's mounts, when they are another namespace's than ``own``, and can be read."""
+    try:
+        host = mountinfo.read(_HOST)
+    except OSError:
+        return []
+    return [] if {m.mount_id for m in host} & {m.mount_id for m in own} else host
+
+
 def place(store: str) -> str:
     """The mount point of the file system that the store lies on, as the host sees it.
 
     A pod sees a directory of the host as a mount even when no disk is mounted there. The host's own
     table tells, where we see it; else a mount of a whole file system counts as it is.
     """
-    own = mountinfo.containing(store, mountinfo.read())
+    table = mountinfo.read()
+    own = mountinfo.containing(store, table)
     if own is None:
         return "/"
-    try:
-        apart = os.stat("/proc/1/ns/mnt").st_ino != os.stat("/proc/self/ns/mnt").st_ino
-        host = mountinfo.containing(store, mountinfo.read(_HOST)) if apart else None
-    except OSError:
-        host = None
+    theirs = apart(table)
+    host = mountinfo.containing(store, theirs) if theirs else None
     if own.root != "/" and host is not None and host.device == own.device:
         return host.target
     return own.target

@@ -386,6 +386,15 @@ class Kernel:
             "Linux 5.8 with BTF, or 6.1, CONFIG_CGROUP_BPF, and CAP_SYS_ADMIN are needed",
         )
 
+    def try_load(self) -> str:
+        """The name of the program that this kernel takes; loaded and dropped. HostError."""
+        program, maps = self._load()
+        name = program.info().name
+        program.close()
+        for each in maps.values():
+            each.close()
+        return name
+
     def configure(self, wanted: Wanted) -> None:
         """Change the maps of the attached program entry by entry: what stays wanted is never
         missing."""
