@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import kit.checks
 import kit.findings
 import kit.room
+import kit.traces
 from cache import settings
 
 if TYPE_CHECKING:
@@ -47,6 +48,12 @@ def _checks(section: settings.CacheSettings, state_dir: Path) -> Sequence[kit.ch
     return doctor.checks(section, state_dir)
 
 
+def _traces() -> kit.traces.Traces:
+    from cache import uninstall
+
+    return kit.traces.Traces(uninstall.find, uninstall.remove)
+
+
 ROOM = kit.room.Room(
     name="cache",
     summary="The dataset cache; absent: no cache on this node.",
@@ -61,4 +68,5 @@ ROOM = kit.room.Room(
     ),
     page=_page,
     checks=_checks,
+    traces=_traces,
 )

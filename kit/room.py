@@ -35,6 +35,7 @@ import kit.checks
 import kit.errors
 import kit.findings
 import kit.settings
+import kit.traces
 
 if TYPE_CHECKING:
     import click
@@ -242,3 +243,4 @@ class Room:
     commands: Sequence[Command] = ()
     page: Callable[[Any], Sequence[PageSection]] | None = None  # component -> sections
     checks: Checks | None = None
+    traces: Callable[[], kit.traces.Traces] | None = None  # ``nodeagent uninstall``

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import kit.checks
 import kit.findings
 import kit.room
+import kit.traces
 from preheat import settings
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ def _checks(section: settings.PreheatSettings, state_dir: Path) -> Sequence[kit.
     return doctor.checks(section, state_dir)
 
 
+def _traces() -> kit.traces.Traces:
+    from preheat import uninstall
+
+    return kit.traces.Traces(uninstall.find, uninstall.remove)
+
+
 ROOM = kit.room.Room(
     name="preheat",
     summary="Container images kept ready; absent: no image is pulled or pinned on this node.",
@@ -50,4 +57,5 @@ ROOM = kit.room.Room(
     openapi="preheat:openapi.yaml",
     commands=(kit.room.Command("image", "Container images kept ready.", _image),),
     checks=_checks,
+    traces=_traces,
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import kit.checks
 import kit.findings
 import kit.room
+import kit.traces
 from volumes import settings
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ def _checks(section: settings.VolumesSettings, state_dir: Path) -> Sequence[kit.
     return doctor.checks(section, state_dir)
 
 
+def _traces() -> kit.traces.Traces:
+    from volumes import uninstall
+
+    return kit.traces.Traces(uninstall.find, uninstall.remove)
+
+
 ROOM = kit.room.Room(
     name="volumes",
     summary="Format guard and volume audit; absent: neither on this node.",
@@ -52,4 +59,5 @@ ROOM = kit.room.Room(
         kit.room.Command("volume", "Volumes: format guard, probes, ledger, audit.", _volume),
     ),
     checks=_checks,
+    traces=_traces,
 )
