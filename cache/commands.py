@@ -50,7 +50,9 @@ def listing(ctx: CommandContext, as_json: bool) -> None:
         share = f"{d['files']['done'] * 100 // total}%" if total else "-"
         files, size = f"{d['files']['done']}/{total}", kit.units.format_size(d["store_bytes"])
         rows.append([d["name"], d["state"], d["served_by"], share, files, size, d["view"]])
-    terminal.table(["NAME", "STATE", "SERVED BY", "STORED", "FILES", "ON SSD", "VIEW"], rows)
+    head = ["NAME", "STATE", "SERVED BY", "STORED", "FILES", "ON SSD", "VIEW"]
+    for line in terminal.table(head, rows):
+        click.echo(line)
     for name in answer["orphans"]:
         click.echo(f"{name}: not in the settings; 'dataset remove {name}' deletes it")
 

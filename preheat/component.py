@@ -17,7 +17,7 @@ from prometheus_client.core import Metric
 import kit.errors
 import kit.findings
 import kit.room
-from preheat import manifest, metrics, plan, registry, settings, status
+from preheat import manifest, plan, registry, settings, status
 from preheat.desired import Request
 from preheat.reconciler import Reconciler
 from preheat.runtimes import base
@@ -108,7 +108,7 @@ class Preheat:
         )
 
     def metrics(self) -> Iterable[Metric]:
-        return metrics.collect(self.reconciler)
+        return status.metrics(self.reconciler)
 
     # --- what operators see -----------------------------------------------------------------------
 

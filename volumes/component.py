@@ -14,7 +14,6 @@ import kit.findings
 import kit.room
 from linux import blockdev
 from volumes import metrics, settings, status
-from volumes.audit import metrics as audit_metrics
 from volumes.audit import service
 from volumes.audit.types import GuardView, LedgerMismatch
 from volumes.guard import controller, kernel, override
@@ -77,8 +76,8 @@ class Volumes:
         return kit.room.Health(alive=alive, ready=not reasons, reasons=tuple(reasons))
 
     def metrics(self) -> Iterable[Metric]:
-        yield from metrics.metrics(self.guard)
-        yield from audit_metrics.metrics(self.audit)
+        yield from metrics.of_guard(self.guard)
+        yield from metrics.of_audit(self.audit)
 
     def _report_guard(self) -> None:
         self._reporter.report("volumes.guard", status.findings(self.guard, time.time()))
@@ -154,13 +153,15 @@ def guard_view(guard: controller.Controller) -> GuardView:
                 seen=str(each.seen),
             )
             for each in known
-            if each.changed_from or each.missing
+            # What cannot be read is a finding of the guard: nothing says that it is other content.
+            if each.changed_from or (each.missing and not each.doubt.looks)
         ),
         unreadable=tuple(
             each.device.name
             for each in known
             if each.seen is not None
             and each.seen.verdict is Kind.UNREADABLE
+            and each.doubt.agreed
             and not each.raw  # its pod may write to it
         ),
     )
