@@ -127,10 +127,8 @@ def doctor(ctx: Context, as_json: bool) -> None:
     if as_json:
         terminal.print_json([vars(each) for each in found])
     else:
-        terminal.table(
-            ("", "ROOM", "CHECK", "FOUND"),
-            [(each.word, each.room, each.name, terminal.plain(each.said)) for each in found],
-        )
+        rows = [(each.word, each.room, each.name, terminal.plain(each.said)) for each in found]
+        click.echo("\n".join(terminal.table(("", "ROOM", "CHECK", "FOUND"), rows)))
         for each in found:
             if not each.well:
                 click.echo(f"\n{each.word} {each.room} {each.name}: {terminal.plain(each.said)}")
@@ -162,13 +160,11 @@ def uninstall(ctx: Context, yes: bool, as_json: bool) -> None:
         ]
         terminal.print_json({"found": found, "troubles": report.troubles})
     elif not yes:
-        terminal.table(
-            ("ROOM", "WHAT", "NAME", "USED BY"),
-            [
-                (f.room, f.trace.kind, terminal.plain(f.trace.name), "; ".join(f.trace.users))
-                for f in report.found
-            ],
-        )
+        rows = [
+            (f.room, f.trace.kind, terminal.plain(f.trace.name), "; ".join(f.trace.users))
+            for f in report.found
+        ]
+        click.echo("\n".join(terminal.table(("ROOM", "WHAT", "NAME", "USED BY"), rows)))
         click.echo(f"\n{len(report.found)} in all; --yes removes them.")
     for trouble in report.troubles:
         click.echo(f"nodeagent: {trouble}", err=True)

@@ -60,8 +60,8 @@ def bpf(section: dict[str, Any]) -> str:
     wanted = settings.GuardSettings.model_validate(section)
     guard = override.handle(wanted)
     try:
-        name = guard.try_load()
         present = guard.read()
+        name = guard.try_load()
     except OSError as error:
         remedy = "install libbpf1" if "libbpf" in str(error) else "run as root (CAP_SYS_ADMIN)"
         raise kit.errors.HostError("BPF", error.strerror or str(error), remedy) from error

@@ -51,7 +51,9 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
             finally:
                 guard.close()
         case "bpf file system":
-            if _own_mount(Path(name)) and not any(Path(name).iterdir()):
+            # The kernel puts two files of its own into each.
+            kernels = {"maps.debug", "progs.debug"}
+            if _own_mount(Path(name)) and {each.name for each in Path(name).iterdir()} <= kernels:
                 mounts.unmount(name)
         case "state":
             shutil.rmtree(name, ignore_errors=False)

@@ -43,7 +43,9 @@ def test_machine_that_has_all(area: Path, node: Agent, tmp_path: Path) -> None:
                 "guard": {"cgroup": str(where.path), "pins": str(where.pins)}
             }
             node.write()
-            found = doctor(node, code=node.cli("doctor").returncode)
+            shown = node.cli("doctor")
+            assert "\nok " in shown.stdout
+            found = doctor(node, code=shown.returncode)
         finally:
             daemon.remove()
         assert lacking(found) == set()

@@ -99,6 +99,9 @@ async def test_nothing_of_ours_remains(
         "cache view", "cache store", "cache state", "preheat pin", "volumes guard program",
         "volumes pinned maps", "volumes state", "agent file", "agent folder",
     } <= listed  # fmt: skip
+    shown = node.cli("uninstall").stdout
+    assert str(node.view("a")) in shown
+    assert "--yes removes them" in shown
     assert node.view("a").exists(), "listing removes nothing"
     assert await holds(daemon)
 

@@ -361,7 +361,7 @@ class Kernel:
                     with bpf.loaded(self.object_file, name, reuse) as (program, maps):
                         return program, maps
                 except OSError as error:
-                    causes.append(f"{name}: {error.strerror}")
+                    causes.append(f"{name}: {error.strerror or error}")
                     if not reuse:
                         break
         raise kit.errors.HostError(
