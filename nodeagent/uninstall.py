@@ -55,7 +55,7 @@ def find(settings: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     """The process's own traces."""
     socket = Path(settings["socket"])
     paths = [*map(Path, _UNITS)]
-    paths += [Path(_UNITS[0]).parent / link / Path(u).name for link in _LINKS for u in _UNITS[:2]]
+    paths += [Path(unit).parent / link / Path(unit).name for link in _LINKS for unit in _UNITS[:2]]
     paths += [Path(state_dir) / name for name in _STATE]
     if Path(state_dir).name == "state":
         paths += [Path(state_dir).parent / name for name in _BESIDE]
