@@ -13,7 +13,7 @@ from cache.settings import CacheSettings, CephfsSource
 from cache.sources import base
 from cache.store import disk, tree
 from kit.checks import Check
-from linux import mountinfo, mounts, syscalls
+from linux import mountinfo, mounts
 
 
 def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
@@ -26,7 +26,6 @@ def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
             "nothing is cached: jobs read from the sources",
         ),
         Check("propagation", propagation, (views,), "pods and the host do not see the views"),
-        Check("clock", clock, (), "times in logs and findings do not match the cluster's"),
     ]  # fmt: skip
     sources = {dataset.name: dataset.source for dataset in section.datasets}
     for name, source in sources.items():
@@ -100,15 +99,6 @@ def propagation(views: str) -> str:
             "in a pod: mountPropagation: Bidirectional; else run the agent in the host's namespace",
         )  # fmt: skip
     return f"{views} is not on a shared mount; the agent makes it one"
-
-
-def clock() -> str:
-    state = syscalls.clock_state()
-    if not state.synchronised:
-        raise kit.errors.HostError(
-            "the clock", "the kernel says it is not synchronised", "run chrony or systemd-timesyncd"
-        )
-    return f"synchronised within {state.max_error_seconds:.3f}s"
 
 
 def directory(path: str) -> str:

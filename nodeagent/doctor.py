@@ -13,6 +13,7 @@ from pathlib import Path
 import kit.child
 import kit.errors
 from kit.checks import Check
+from linux import syscalls
 from nodeagent import configfile, rooms
 from nodeagent.settings import Settings
 
@@ -58,10 +59,20 @@ def state(path: str) -> str:
     return f"{path} can be written"
 
 
+def clock() -> str:
+    state = syscalls.clock_state()
+    if not state.synchronised:
+        raise kit.errors.HostError(
+            "the clock", "the kernel says it is not synchronised", "run chrony or systemd-timesyncd"
+        )
+    return f"synchronised within {state.max_error_seconds:.3f}s"
+
+
 def _own(settings: Settings) -> Sequence[Check]:
     return (
         Check("root", root, (), "the agent does not start"),
         Check("state", state, (str(settings.state_dir),), "the agent does not start"),
+        Check("clock", clock, (), "Ceph may refuse its keys; times in findings are wrong"),
     )
 
 

@@ -28,7 +28,7 @@ def doctor(node: Agent, *within: str, code: int) -> dict[str, dict[str, Any]]:
 
 def lacking(found: dict[str, dict[str, Any]]) -> set[str]:
     """What is wanted and missing. The clock of a test machine may be anything."""
-    return {n for n, each in found.items() if each["wanted"] and not each["well"]} - {"cache clock"}
+    return {n for n, each in found.items() if each["wanted"] and not each["well"]} - {"agent clock"}
 
 
 def test_machine_that_has_all(area: Path, node: Agent, tmp_path: Path) -> None:
