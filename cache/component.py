@@ -105,7 +105,7 @@ class Cache:
         elif time.monotonic() >= self._store_due:
             try:
                 await self._prepare_store()
-                self._anew = True
+                self.no_store, self._anew = None, True
             except kit.errors.AgentError as error:
                 self.no_store = error
                 self._store_due = time.monotonic() + self._store_backoff.next()
