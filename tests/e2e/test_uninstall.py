@@ -5,12 +5,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from linux import mountinfo
 from tests.testbed import cell, containerd, proxy, registry, trees, waiting
@@ -21,51 +20,49 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 READER = "import sys; f = open(sys.argv[1], 'rb'); print('open', flush=True); sys.stdin.read()"
 
 
-@contextlib.asynccontextmanager
-async def runtime(folder: Path) -> AsyncIterator[tuple[containerd.Containerd, str]]:
+@contextlib.contextmanager
+def runtime(folder: Path) -> Iterator[tuple[containerd.Containerd, str]]:
     """A containerd, and an image that it can pull."""
-    images = registry.Registry(folder / "registry")
-    daemon = containerd.Containerd(folder / "containerd", "trixie")
-    between = proxy.Proxy(0)
-    try:
+    (folder / "registry").mkdir()
+    with contextlib.ExitStack() as stack:
+        images = registry.Registry(folder / "registry")
         images.start()
+        stack.callback(images.stop)
         between = proxy.Proxy(images.port)
         between.start()
+        stack.callback(between.stop)
+        daemon = containerd.Containerd(folder / "containerd", "trixie")
+        stack.callback(daemon.remove)
         daemon.trust(between.host, between.url)
         daemon.start()
         images.push("team/a", "1", [registry.layer("1", 1_000_000, 7)])
         yield daemon, f"{between.host}/team/a:1"
-    finally:
-        daemon.remove()
-        between.stop()
-        images.stop()
 
 
-@pytest_asyncio.fixture
-async def worked(
+@pytest.fixture
+def worked(
     area: Path, node: Agent, tmp_path: Path
-) -> AsyncIterator[tuple[Agent, cell.Cell, containerd.Containerd]]:
+) -> Iterator[tuple[Agent, cell.Cell, containerd.Containerd]]:
     """An agent that served a view, pinned an image and attached the guard, and was stopped."""
     trees.plain(area / "source", 20)
     node.add_dir("a", area / "source")
-    with cell.cell(tmp_path) as where:
-        async with runtime(tmp_path) as (daemon, ref):
-            node.settings["preheat"] = {
-                "socket": str(daemon.socket), "hosts_dir": str(daemon.certs), "spread": 0,
-                "images": [{"ref": ref}],
-                "kubelet": {"gc_high": 0.995, "gc_low": 0.99, "eviction_free": 0.001},
-            }  # fmt: skip
-            node.settings["volumes"] = {
-                "audit": {"enabled": False},
-                "guard": {
-                    "mode": "dry-run", "drivers": ["loop"], "names": ["none"],
-                    "cgroup": str(where.path), "pins": str(where.pins),
-                },
-            }  # fmt: skip
-            node.start()
-            node.wait_state("a", "complete")
-            node.wait_for(lambda: pins(node), 60, "the pin")
-            yield node, where, daemon
+    with cell.cell(tmp_path) as where, runtime(tmp_path) as (daemon, ref):
+        node.settings["preheat"] = {
+            "socket": str(daemon.socket), "hosts_dir": str(daemon.certs), "spread": 0,
+            "images": [{"ref": ref}],
+            "kubelet": {"gc_high": 0.995, "gc_low": 0.99, "eviction_free": 0.001},
+        }  # fmt: skip
+        node.settings["volumes"] = {
+            "audit": {"enabled": False},
+            "guard": {
+                "mode": "dry-run", "drivers": ["loop"], "names": ["none"],
+                "cgroup": str(where.path), "pins": str(where.pins),
+            },
+        }  # fmt: skip
+        node.start()
+        node.wait_state("a", "complete")
+        node.wait_for(lambda: pins(node), 60, "the pin")
+        yield node, where, daemon
 
 
 def pins(node: Agent) -> list[dict[str, Any]]:
