@@ -38,6 +38,7 @@ class State:
     findings: Findings = field(default_factory=Findings)
     running: list[Running] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # changed settings that need a restart
+    degraded: dict[str, list[str]] = field(default_factory=dict)  # of the process's own parts
     config_error: str = ""  # why the file's latest content is not in force
 
     def build(self, room: kit.room.Room) -> kit.room.Component[Any]:
