@@ -492,7 +492,7 @@ async def test_streams_are_bounded_for_each_caller_and_in_all(
         "fake", "", kit.settings.Section, lambda *_: Fake(),
         routes=lambda: (Route("GET", "/v1/x", handler), Route("GET", "/v1/y", handler)),
     )  # fmt: skip
-    state = State(agent.state.settings, running=[(room, Fake())])
+    state = State(agent.state.settings, running=[Running(room, Fake(), started=True)])
     made = server.Door(identify, access.CallLog(agent.state.settings.state_dir))
     async with TestClient(TestServer(server.application(state, made))) as client:
 
