@@ -107,11 +107,8 @@ def test_generated_requests_meet_no_error_of_ours(whole: tuple[agent.Agent, str]
     assert done.returncode == 0, said[-8000:]
     print(said[-500:])  # how many requests there were: pytest -s
     assert made.get("/healthz")["alive"]
-    seen: dict[str, set[int]] = {}
-    for line in (made.state / "api.log").read_text().splitlines():
-        entry = json.loads(line)
-        seen.setdefault(entry["path"], set()).add(entry["result"])
     # The requests came as far as the rooms: they were not all refused at the door.
-    assert 200 in seen["/v1/volumes/guard/mode"]
-    assert 202 in seen["/v1/datasets/coco/warm"]
-    assert 202 in seen["/v1/images/preheat"]
+    entries = [json.loads(line) for line in (made.state / "api.log").read_text().splitlines()]
+    reached = {entry["path"] for entry in entries if entry["result"] in (200, 202)}
+    for room in ("/v1/datasets/", "/v1/images/", "/v1/volumes/"):
+        assert any(path.startswith(room) for path in reached), room
