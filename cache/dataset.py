@@ -189,6 +189,7 @@ class Dataset:
         self.stage = Stage.NONE
         self.reached: base.Reached | None = None
         self.trouble: kit.errors.AgentError | None = None  # of the last action that failed
+        self.no_store: kit.errors.AgentError | None = None  # why nothing can be stored
         self.newer: kit.errors.HostError | None = None  # a newer agent's files: all is left alone
         self.removed = False
         self.notes: list[str] = []
@@ -263,6 +264,8 @@ class Dataset:
 
     async def change(self, **changes: Any) -> None:
         """Change generation.json durably."""
+        if self.no_store is not None:
+            raise self.no_store
         self._refuse_newer()
         self.generation = dataclasses.replace(self.generation, **changes)
         fields = dataclasses.asdict(self.generation)

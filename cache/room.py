@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import kit.checks
 import kit.findings
 import kit.room
+import kit.traces
 from cache import settings
 
 if TYPE_CHECKING:
@@ -40,6 +42,18 @@ def _dataset() -> "click.Group":
     return commands.dataset
 
 
+def _checks(section: settings.CacheSettings, state_dir: Path) -> Sequence[kit.checks.Check]:
+    from cache import doctor
+
+    return doctor.checks(section, state_dir)
+
+
+def _traces() -> kit.traces.Traces:
+    from cache import uninstall
+
+    return kit.traces.Traces(uninstall.find, uninstall.remove)
+
+
 ROOM = kit.room.Room(
     name="cache",
     summary="The dataset cache; absent: no cache on this node.",
@@ -53,4 +67,6 @@ ROOM = kit.room.Room(
         ),
     ),
     page=_page,
+    checks=_checks,
+    traces=_traces,
 )

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import kit.checks
 import kit.findings
 import kit.room
+import kit.traces
 from preheat import settings
 
 if TYPE_CHECKING:
@@ -34,6 +36,18 @@ def _image() -> "click.Group":
     return commands.image
 
 
+def _checks(section: settings.PreheatSettings, state_dir: Path) -> Sequence[kit.checks.Check]:
+    from preheat import doctor
+
+    return doctor.checks(section, state_dir)
+
+
+def _traces() -> kit.traces.Traces:
+    from preheat import uninstall
+
+    return kit.traces.Traces(uninstall.find, uninstall.remove)
+
+
 ROOM = kit.room.Room(
     name="preheat",
     summary="Container images kept ready; absent: no image is pulled or pinned on this node.",
@@ -42,4 +56,6 @@ ROOM = kit.room.Room(
     routes=_routes,
     openapi="preheat:openapi.yaml",
     commands=(kit.room.Command("image", "Container images kept ready.", _image),),
+    checks=_checks,
+    traces=_traces,
 )

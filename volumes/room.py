@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import kit.checks
 import kit.findings
 import kit.room
+import kit.traces
 from volumes import settings
 
 if TYPE_CHECKING:
@@ -34,6 +36,18 @@ def _volume() -> "click.Group":
     return commands.volume
 
 
+def _checks(section: settings.VolumesSettings, state_dir: Path) -> Sequence[kit.checks.Check]:
+    from volumes import doctor
+
+    return doctor.checks(section, state_dir)
+
+
+def _traces() -> kit.traces.Traces:
+    from volumes import uninstall
+
+    return kit.traces.Traces(uninstall.find, uninstall.remove)
+
+
 ROOM = kit.room.Room(
     name="volumes",
     summary="Format guard and volume audit; absent: neither on this node.",
@@ -44,4 +58,6 @@ ROOM = kit.room.Room(
     commands=(
         kit.room.Command("volume", "Volumes: format guard, probes, ledger, audit.", _volume),
     ),
+    checks=_checks,
+    traces=_traces,
 )
