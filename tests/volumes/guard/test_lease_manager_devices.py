@@ -79,32 +79,6 @@ def test_content_changed_is_reported_until_accepted(agent: Agent, tmp_path: Path
         )
 
 
-@pytest.mark.timeout(150)
-def test_a_slow_device_is_not_missing_and_an_absent_one_is_after_the_second_look(
-    where: cell.Cell, agent: Agent, tmp_path: Path
-) -> None:
-    def missing() -> list[Any]:
-        return [f for f in agent.findings() if f["rule"] in ("content-missing", "ledger-mismatch")]
-
-    def look() -> str:
-        where.run("dd", "if=/dev/zero", f"of={disk.device}", "count=1")  # denied, and looked into
-        return str((agent.guarded(disk.device).get("verdict") or {}).get("verdict"))
-
-    with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
-        blockdev.run("mkfs.ext4", "-q", disk.device)
-        waiting.until(lambda: look() == "has_fs", 20, "it to be known")
-        disk.fault({"offset": 0, "length": SIZE, "hang": True})
-        waiting.until(lambda: look() == "timeout", 20, "a look at the stalled device")
-        assert not missing()
-        disk.clear()
-        waiting.until(lambda: look() == "has_fs", 30, "it to answer again")
-        assert not missing()
-        disk.fault({"offset": 0, "length": SIZE, "errno": 5})
-        waiting.until(lambda: look() == "unreadable", 20, "a look at the failing device")
-        found = waiting.until(missing, 30, "the finding after the second look")
-        assert (found[0]["rule"], found[0]["severity"]) == ("content-missing", "critical")
-
-
 def test_content_missing_is_reported_at_once(agent: Agent, tmp_path: Path) -> None:
     with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
         blockdev.run("mkfs.ext4", "-q", disk.device)
