@@ -30,9 +30,9 @@ import kit.errors
 import kit.files
 import kit.line_worker
 from cache import view
-from cache.settings import CacheSettings, DatasetSettings
-from cache.sources import base, kinds
-from cache.store import generations
+from cache.settings import CacheSettings, CephfsSource, DatasetSettings
+from cache.sources import base, cephfs
+from cache.store import generations, index
 from cache.view import Stage
 from linux import mountinfo
 
@@ -100,22 +100,17 @@ def next_action(facts: Facts) -> Action:
 # --- what is known
 
 
-@dataclass
-class Figures:
+@dataclass(frozen=True)
+class Figures(index.Counts):
     """How much there is and how much is stored. From the running job, else as last known."""
 
-    files: int = 0
-    bytes: int = 0
-    done_files: int = 0
-    done_bytes: int = 0
-    failed: int = 0
-    skipped: int = 0
     used: int = 0  # SSD bytes
     estimated: bool = True  # files and bytes are not counted yet
 
-
-# Figures that generation.json keeps under the same names.
-FIGURES = ("files", "bytes", "done_files", "done_bytes", "failed", "skipped")
+    def at_least(self, reached: base.Reached) -> "Figures":
+        """With what the source counts where it has more."""
+        files, size = max(self.files, reached.files or 0), max(self.bytes, reached.bytes or 0)
+        return dataclasses.replace(self, files=files, bytes=size)
 
 
 @dataclass(frozen=True)
@@ -157,6 +152,18 @@ class Job(Protocol):
         """Ends it after a last commit; kills it when it takes too long."""
 
 
+def source_folder(state_dir: Path, name: str) -> Path:
+    """Mount point and keys of a source that the agent mounts."""
+    return state_dir / "sources" / name
+
+
+def source_of(settings: DatasetSettings, state_dir: Path) -> base.Source:
+    """The source of a dataset, not reached yet."""
+    if isinstance(settings.source, CephfsSource):
+        return cephfs.Cephfs(settings, settings.source, source_folder(state_dir, settings.name))
+    return base.Directory(settings, settings.source)
+
+
 def state_file(state_dir: Path, name: str) -> Path:
     """What is remembered beside the store, for example that the dataset was removed."""
     return state_dir / "datasets" / f"{name}.json"
@@ -174,7 +181,7 @@ class Dataset:
     ) -> None:
         self.settings = settings
         self.cache = cache
-        self.source: base.Source = kinds.source_of(settings, state_dir)
+        self.source: base.Source = source_of(settings, state_dir)
         self.view = f"{os.path.realpath(cache.views)}/{settings.name}/data"
         self._state = state_file(state_dir, settings.name)
         self._scratch = str(state_dir / "scratch")
@@ -183,7 +190,9 @@ class Dataset:
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         self._store = os.path.realpath(cache.store)
         self.folder = f"{self._store}/{settings.name}/{settings.freshness}-{digest}"
-        self.generation = generations.Generation(settings.name, identity, created=time.time())
+        self.generation = generations.Generation(
+            dataset=settings.name, identity=identity, created=time.time()
+        )
         self.stage = Stage.NONE
         self.reached: base.Reached | None = None
         self.trouble: kit.errors.AgentError | None = None  # of the last action that failed
@@ -243,8 +252,7 @@ class Dataset:
     def show_kept_figures(self) -> None:
         """Show the figures of generation.json, while no job reports newer ones."""
         kept = self.generation
-        fields = {name: getattr(kept, name) for name in FIGURES}
-        self.figures = Figures(**fields, used=kept.used, estimated=not kept.skeleton)
+        self.figures = Figures(**kept.counts(), used=kept.used, estimated=not kept.skeleton)
 
     # --- the loop
 
@@ -355,9 +363,7 @@ class Dataset:
         self._reach_backoff.reset()
         self.trouble = None
         if not self.generation.skeleton and self.job is None:
-            shown = self.figures
-            shown.files = self.reached.files or shown.files
-            shown.bytes = self.reached.bytes or shown.bytes
+            self.figures = self.figures.at_least(self.reached)
 
     async def publish(self, stage: Stage) -> None:
         """Have ``stage`` serve the view. OSError."""
@@ -438,7 +444,7 @@ class Dataset:
                 generations.discard, self._store, self.folder, deadline=STORE_SECONDS
             )
             self.generation = generations.Generation(
-                self.name, self.generation.identity, created=time.time()
+                dataset=self.name, identity=self.generation.identity, created=time.time()
             )
             self.figures = Figures()
             self.trouble = None

@@ -24,7 +24,7 @@ import structlog
 import kit.child
 import kit.errors
 import kit.line_worker
-from cache.dataset import FIGURES, Dataset, Figures, Verification
+from cache.dataset import Dataset, Figures, Verification
 from cache.fill import protocol
 from cache.store import generations
 from cache.view import Stage
@@ -129,7 +129,7 @@ class Pass:
         if report.progress is not None:
             self._progressed(report.progress)
         if report.skeleton:
-            dataset.figures.estimated = False
+            dataset.figures = dataclasses.replace(dataset.figures, estimated=False)
             if not dataset.generation.skeleton:
                 # It becomes durable with the next change; a restart before that scans again.
                 dataset.generation = dataclasses.replace(dataset.generation, skeleton=True)
@@ -146,13 +146,10 @@ class Pass:
         self.phase = now.phase
         self._rates.add(time.monotonic(), now.copied_files, now.copied_bytes)
         dataset = self._dataset
-        shown = dataset.figures = Figures(
-            **dataclasses.asdict(now.counts), skipped=now.skipped, used=now.used,
-            estimated=dataset.figures.estimated,
-        )  # fmt: skip
-        if shown.estimated and dataset.reached is not None:
-            shown.files = max(shown.files, dataset.reached.files or 0)
-            shown.bytes = max(shown.bytes, dataset.reached.bytes or 0)
+        estimated = dataset.figures.estimated
+        shown = Figures(**now.counts.counts(), used=now.used, estimated=estimated)
+        known = dataset.reached if estimated else None
+        dataset.figures = shown if known is None else shown.at_least(known)
         if now.commits != (last.commits if last is not None else 0):
             dataset.want_refresh()
 
@@ -181,8 +178,8 @@ class Pass:
 
 def _signs_of_progress(progress: protocol.Progress) -> protocol.Progress:
     """What changes only when the pass works."""
-    counts = dataclasses.replace(progress.counts, failed=0)
-    return dataclasses.replace(progress, counts=counts, phase="", skipped=0, used=0, syncing=False)
+    counts = dataclasses.replace(progress.counts, failed=0, skipped=0)
+    return dataclasses.replace(progress, counts=counts, phase="", used=0, syncing=False)
 
 
 class Jobs:
@@ -348,8 +345,7 @@ class Jobs:
         log.info("fill ended", dataset=dataset.name, result=end.result, why=end.why)
         changes: dict[str, Any] = {"why": end.why}
         if end.fill is not None:
-            changes |= {name: getattr(dataset.figures, name) for name in FIGURES}
-            changes |= dataclasses.asdict(end.fill)
+            changes |= dataset.figures.counts() | dataclasses.asdict(end.fill)
         match end.result:
             case "complete":
                 changes |= {"state": "complete", "completed": time.time(), "wanted": False}

@@ -104,67 +104,41 @@ async def failures(shown: Dataset, limit: int, after: str) -> dict[str, Any]:
 
 def findings(datasets: Mapping[str, Dataset], orphans: Iterable[str]) -> list[Finding]:
     """What an operator should know without asking."""
-    found = []
-    for shown in datasets.values():
-        if not shown.removed:
-            found += _of_one(shown)
+    found = [each for shown in datasets.values() if not shown.removed for each in _of_one(shown)]
     for folder in sorted(orphans):
         name = folder.split("/")[-2]
-        found.append(
-            Finding(
-                id=f"store-orphan/{folder}",
-                rule="store-orphan",
-                severity=Severity.INFO,
-                subject=f"dataset {name}",
-                message=f"{folder} belongs to no dataset of the settings",
-                advice=f"put the dataset back into the settings, or delete everything of that name "
-                f"with 'nodeagent dataset remove {name}'",
-            )
+        message = f"{folder} belongs to no dataset of the settings"
+        advice = (
+            "put the dataset back into the settings, or delete everything of that name with "
+            f"'nodeagent dataset remove {name}'"
         )
+        found.append(_finding("store-orphan", name, Severity.INFO, message, advice, about=folder))
     return found
 
 
-def _of_one(shown: Dataset) -> list[Finding]:
-    subject = f"dataset {shown.name}"
-    found = []
+def _finding(
+    rule: str, name: str, severity: Severity, message: str, advice: str, about: str = ""
+) -> Finding:
+    return Finding(f"{rule}/{about or name}", rule, severity, f"dataset {name}", message, advice)
+
+
+def _of_one(shown: Dataset) -> Iterable[Finding]:
     if shown.trouble is not None and shown.state() != "complete":
         severity = Severity.CRITICAL if shown.stage is Stage.NONE else Severity.WARNING
-        found.append(
-            Finding(
-                id=f"dataset-not-served/{shown.name}",
-                rule="dataset-not-served",
-                severity=severity,
-                subject=subject,
-                message=f"{shown.trouble.thing}: {shown.trouble.cause}",
-                advice=shown.trouble.remedy,
-            )
-        )
+        message = f"{shown.trouble.thing}: {shown.trouble.cause}"
+        yield _finding("dataset-not-served", shown.name, severity, message, shown.trouble.remedy)
     if shown.generation.state == "partial":
-        found.append(
-            Finding(
-                id=f"dataset-partial/{shown.name}",
-                rule="dataset-partial",
-                severity=Severity.WARNING,
-                subject=subject,
-                message=f"{subject} is only partly in the store: {shown.generation.why}",
-                advice="see 'nodeagent dataset show', raise cache.budget, or correct the source "
-                "and warm the dataset again",
-            )
+        message = f"dataset {shown.name} is only partly in the store: {shown.generation.why}"
+        advice = (
+            "see 'nodeagent dataset show', raise cache.budget, or correct the source and warm the "
+            "dataset again"
         )
+        yield _finding("dataset-partial", shown.name, Severity.WARNING, message, advice)
     result = shown.verification.result or {}
-    if result.get("bad"):
-        found.append(
-            Finding(
-                id=f"store-bad-files/{shown.name}",
-                rule="store-bad-files",
-                severity=Severity.CRITICAL,
-                subject=subject,
-                message=f"{result['bad']} files in the store were bad, "
-                f"{result['replaced']} of them were replaced",
-                advice="check the SSD (smartctl, kernel log), then verify again",
-            )
-        )
-    return found
+    if bad := result.get("bad"):
+        message = f"{bad} files in the store were bad, {result['replaced']} of them were replaced"
+        advice = "check the SSD (smartctl, kernel log), then verify again"
+        yield _finding("store-bad-files", shown.name, Severity.CRITICAL, message, advice)
 
 
 # --- metrics
@@ -179,34 +153,26 @@ def metrics(datasets: Mapping[str, Dataset], *, budget: int, used: int) -> Itera
     files = gauge("files", "Files of the dataset, by what became of them.", "kind")
     sizes = gauge("dataset_bytes", "Bytes of the dataset's files, by what became of them.", "kind")
     on_ssd = gauge("store_bytes", "Bytes of the SSD that the dataset takes.")
-    state = gauge("state", "1 for the state that the dataset is in.", "state")
-    stage = gauge("served_by", "1 for what serves the dataset's view.", "stage")
+    states = gauge("state", "1 for the state that the dataset is in.", "state")
+    stages = gauge("served_by", "1 for what serves the dataset's view.", "stage")
     reachable = gauge("source_reachable", "1 while the source answers.")
     refreshes = CounterMetricFamily(
         "nodeagent_cache_refreshes", "Refreshes of the dataset's view.", labels=["dataset"]
     )
     for name, dataset in sorted(datasets.items()):
-        figures, generation = dataset.figures, dataset.generation
-        for kind, value in (
-            ("total", figures.files), ("stored", figures.done_files),
-            ("failed", figures.failed), ("skipped", figures.skipped),
-            ("no_room", generation.left_files),
-        ):  # fmt: skip
-            files.add_metric([name, kind], value)
-        for kind, value in (
-            ("total", figures.bytes), ("stored", figures.done_bytes),
-            ("no_room", generation.left_bytes),
-        ):  # fmt: skip
-            sizes.add_metric([name, kind], value)
+        shown, state = of_dataset(dataset), dataset.state()
+        for family, series in (
+            (files, shown["files"]),
+            (sizes, shown["bytes"]),
+            (states, {each: each == state for each in STATES}),
+            (stages, {str(each): each is dataset.stage for each in Stage}),
+        ):
+            for label, value in series.items():
+                family.add_metric([name, "stored" if label == "done" else label], value)
         on_ssd.add_metric([name], dataset.used())
-        now = dataset.state()
-        for each in STATES:
-            state.add_metric([name, each], 1 if each == now else 0)
-        for served_by in Stage:
-            stage.add_metric([name, str(served_by)], 1 if served_by is dataset.stage else 0)
-        reachable.add_metric([name], 1 if dataset.reached is not None else 0)
+        reachable.add_metric([name], dataset.reached is not None)
         refreshes.add_metric([name], dataset.refreshes)
-    yield from (files, sizes, on_ssd, state, stage, reachable, refreshes)
+    yield from (files, sizes, on_ssd, states, stages, reachable, refreshes)
     yield GaugeMetricFamily(
         "nodeagent_cache_budget_bytes", "Most bytes the store may take.", budget
     )

@@ -409,11 +409,10 @@ class FillPass(coordinator.Pass):
 
     # --- reports
 
-    def counts(self) -> protocol.Counts:
+    def counts(self) -> index.Counts:
         if not self.skeleton:
             self.run.totals = self.index.totals()
-        now = self.run.totals
-        return protocol.Counts(now.files, now.bytes, now.done_files, now.done_bytes, now.failed)
+        return self.run.totals
 
     def end(self, ended: Ended) -> protocol.End:
         files, size = self.index.left()
@@ -463,11 +462,8 @@ def begin(task: protocol.FillTask) -> tuple[coordinator.Coordinator, FillPass]:
         run = coordinator.Coordinator(task, worker.serve, access)
         decides = FillPass(run, task)
         run.index.add_root(root)
-        top = tree.open_root(str(run.generation / "tree"))
-        try:
+        with tree.opened_root(run.generation / "tree") as top:
             tree.set_attributes(top, root, source)
-        finally:
-            os.close(top)
     finally:
         os.close(source)
     return run, decides

@@ -20,6 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import msgspec
 
 import kit.messages
+from cache.store.index import Counts
 from cache.store.tree import Entry
 from ceph.protocol import Access
 
@@ -77,21 +78,9 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What a pass works through and how far it is."""
-
-    files: int
-    bytes: int
-    done_files: int
-    done_bytes: int
-    failed: int
-
-
-@dataclass(frozen=True)
 class Progress:
     phase: str
-    counts: Counts
-    skipped: int
+    counts: Counts  # what it works through and how far it is
     sealed: int
     copied_files: int  # by the workers, before they are committed
     copied_bytes: int

@@ -124,10 +124,11 @@ class VerifyPass(coordinator.Pass):
         why = f"{left} files could not be compared" if left else ""
         raise Ended("bad" if self.unreplaced else "good", why)
 
-    def counts(self) -> protocol.Counts:
+    def counts(self) -> index.Counts:
         total, found = self.run.totals, self.found
-        return protocol.Counts(
-            total.done_files, total.done_bytes, found.checked_files, found.checked_bytes, found.bad
+        return index.Counts(
+            *(total.done_files, total.done_bytes, found.checked_files, found.checked_bytes),
+            *(found.bad, total.skipped),
         )
 
     def end(self, ended: Ended) -> protocol.End:

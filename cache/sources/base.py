@@ -1,11 +1,17 @@
-"""What every kind of source has in common. A new kind is a module and a line in ``dataset``."""
+"""What every kind of source has in common, and the simplest kind: a directory.
 
+A new kind is a module beside this one, its settings, and a line in ``cache.dataset.source_of``.
+"""
+
+import contextlib
 import errno
 import os
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import kit.child
 import kit.errors
+from cache.settings import DatasetSettings, DirSource
 from cache.store import tree
 from ceph.protocol import Access
 
@@ -53,19 +59,14 @@ class Root:
 
 def look(root: str) -> dict[str, Any]:
     """The fields of ``Root``. In a child process: a source may hang. OSError."""
-    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    counts: dict[str, int | None] = {"files": None, "bytes": None}
+    with tree.opened_root(root) as descriptor:
         with os.scandir(descriptor) as entries:
             empty = next(entries, None) is None
-        counts: dict[str, int | None] = {"files": None, "bytes": None}
         for key in counts:
-            try:
+            with contextlib.suppress(OSError, ValueError):  # not a CephFS
                 counts[key] = int(os.getxattr(descriptor, f"ceph.dir.r{key}"))
-            except (OSError, ValueError):
-                pass  # not a CephFS
         return {"stamp": tree.stamp(os.fstat(descriptor)), "empty": empty, **counts}
-    finally:
-        os.close(descriptor)
 
 
 def explain(thing: str, error: OSError) -> kit.errors.SourceError:
@@ -82,3 +83,35 @@ def explain(thing: str, error: OSError) -> kit.errors.SourceError:
         error.errno or 0, (f"it cannot be read ({error.strerror})", f"see the kernel log; {again}")
     )
     return kit.errors.SourceError(thing, cause, remedy)
+
+
+class Directory:
+    """A directory that something else has mounted, read in place."""
+
+    def __init__(self, dataset: DatasetSettings, source: DirSource) -> None:
+        self._path = str(source.path)
+        self._thing = f"dataset {dataset.name}: source {source.path}"
+        self.immutable = dataset.freshness == "snapshot"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"kind": "dir", "path": self._path}
+
+    async def reach(self, deadline: float) -> Reached:
+        try:
+            root = Root(**await kit.child.call(look, self._path, deadline=deadline))
+        except kit.child.DeadlineError as error:
+            raise kit.errors.SourceError(
+                self._thing, f"it did not answer within {deadline:g}s", "it is tried again"
+            ) from error
+        except OSError as error:
+            raise explain(self._thing, error) from error
+        if root.empty:
+            # Most likely it is not mounted yet; an empty dataset is useless in any case.
+            raise kit.errors.SourceError(
+                self._thing, "it is empty", "mount or fill it; it is tried again"
+            )
+        return Reached(self._path, root.stamp, root.stamp, "directory", root.files, root.bytes)
+
+    async def release(self) -> None:
+        """Nothing of it is mounted by the agent."""

@@ -40,8 +40,8 @@ LOCK_SECONDS = 2.0  # for the coordinator of a killed agent to end
 _NAMES_AT_ONCE = 1000  # names of up to 255 bytes each in one message
 
 
-@dataclass(frozen=True)
-class Generation:
+@dataclass(frozen=True, kw_only=True)
+class Generation(index.Counts):
     """generation.json. ``complete`` is written only when everything in the tree is durable."""
 
     dataset: str
@@ -54,12 +54,6 @@ class Generation:
     created: float = 0.0  # Unix time
     completed: float = 0.0
     used: int = 0  # SSD bytes
-    files: int = 0
-    bytes: int = 0
-    done_files: int = 0
-    done_bytes: int = 0
-    failed: int = 0
-    skipped: int = 0
     left_files: int = 0  # what did not fit
     left_bytes: int = 0
 
@@ -152,11 +146,8 @@ def _adopt(folder: str) -> dict[str, Any] | None:
     if fields is not None:
         try:
             os.close(kit.files.lock(Path(folder) / "lock", LOCK_SECONDS))
-            directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
+            with tree.opened_root(folder) as directory:
                 tree.remove(directory, "staging")
-            finally:
-                os.close(directory)
         except OSError:
             pass  # the next fill deletes it too, and reports what is wrong
     return _with_figures(fields, folder)
@@ -225,18 +216,14 @@ def empty_trash(store: str) -> None:
 
     The tree is deleted before the rest, so that ``trash_bytes`` counts it until it is gone.
     """
-    trash = os.open(Path(store) / TRASH, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with tree.opened_root(Path(store) / TRASH) as trash:
         for name in os.listdir(trash):
-            with contextlib.suppress(OSError):  # the next remove reports it
-                folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=trash)
-                try:
-                    tree.remove(folder, "tree")
-                finally:
-                    os.close(folder)
+            with (
+                contextlib.suppress(OSError),  # the next remove reports it
+                tree.opened(trash, [name]) as folder,
+            ):
+                tree.remove(folder, "tree")
             tree.remove(trash, name)
-    finally:
-        os.close(trash)
 
 
 # --- the quarantine list

@@ -15,6 +15,7 @@ A lost or damaged index is made again by a scan.
                  SSD. The commit of the chunk counts them and deletes the rows.
 """
 
+import dataclasses
 import json
 import os
 import sqlite3
@@ -62,18 +63,34 @@ CREATE TABLE IF NOT EXISTS ahead (
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Files are all entries but directories; bytes are of regular files."""
+class Counts:
+    """How much there is and what became of it.
 
-    files: int
-    bytes: int
-    done_files: int
-    done_bytes: int
-    directories: int
-    sealed: int
-    allocated: int  # SSD bytes of the stored files, those ahead of their chunk included
-    skipped: int
-    failed: int
+    Files are all entries but directories; bytes are of regular files.
+    """
+
+    files: int = 0
+    bytes: int = 0
+    done_files: int = 0
+    done_bytes: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def counts(self) -> dict[str, int]:
+        """Only these figures, without those that a subclass adds."""
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(Counts)}
+
+
+@dataclass(frozen=True)
+class Totals(Counts):
+    directories: int = 0
+    sealed: int = 0
+    allocated: int = 0  # SSD bytes of the stored files, those ahead of their chunk included
+
+    @property
+    def used(self) -> int:
+        """SSD bytes of the generation without its index."""
+        return self.allocated + self.directories * 4096
 
 
 @dataclass(frozen=True)
@@ -428,13 +445,12 @@ class Index:
     def totals(self) -> Totals:
         row = self._db.execute(
             "SELECT coalesce(sum(files), 0), coalesce(sum(bytes), 0), coalesce(sum(done_files), 0),"
-            " coalesce(sum(done_bytes), 0), count(*),"
+            " coalesce(sum(done_bytes), 0), (SELECT count(*) FROM failures),"
+            " coalesce(sum(skipped), 0), count(*),"
             " coalesce(sum(state > 1), 0), coalesce(sum(allocated), 0)"
-            " + (SELECT coalesce(sum(bytes), 0) FROM ahead), coalesce(sum(skipped), 0)"
-            " FROM directories"
+            " + (SELECT coalesce(sum(bytes), 0) FROM ahead) FROM directories"
         ).fetchone()
-        failed = self._db.execute("SELECT count(*) FROM failures").fetchone()[0]
-        return Totals(*(int(value) for value in (*row, failed)))
+        return Totals(*map(int, row))
 
 
 def totals_of(generation: Path) -> dict[str, int]:
@@ -451,11 +467,7 @@ def totals_of(generation: Path) -> dict[str, int]:
             opened.close()
     except (OSError, sqlite3.Error):
         return {}
-    used = found.allocated + found.directories * 4096 + path.stat().st_size
-    return {
-        "used": used, "files": found.files, "bytes": found.bytes, "done_files": found.done_files,
-        "done_bytes": found.done_bytes, "failed": found.failed, "skipped": found.skipped,
-    }  # fmt: skip
+    return {"used": found.used + path.stat().st_size, **found.counts()}
 
 
 def failures_page(path: str, limit: int, after: list[Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 # The checksum of a stored file is kept with the file, invisible to jobs.
@@ -83,9 +84,18 @@ def same_content(entry: Entry, stored: os.stat_result) -> bool:
 # --- opening
 
 
-def open_root(path: str) -> int:
+def open_root(path: str | Path) -> int:
     """A descriptor of a root directory. Symbolic links on the way to it are followed."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+@contextlib.contextmanager
+def opened_root(path: str | Path) -> Iterator[int]:
+    descriptor = open_root(path)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def stamp(status: os.stat_result) -> str:

@@ -40,7 +40,9 @@ def test_generation_ignores_fields_of_other_versions(tmp_path: Path) -> None:
     generations.save(str(tmp_path), {"dataset": "a", "identity": "{}", "later": 1, "files": 7})
     fields = generations.load(str(tmp_path))
     assert fields is not None
-    assert generations.generation_of(fields) == generations.Generation("a", "{}", files=7)
+    assert generations.generation_of(fields) == generations.Generation(
+        dataset="a", identity="{}", files=7
+    )
 
 
 @given(files)
