@@ -65,13 +65,7 @@ def show(ctx: CommandContext, name: str, failures: bool, as_json: bool) -> None:
     shown = terminal.call(ctx, "GET", _path(name))
     if failures:
         shown["failures"] = list(_failures(ctx, name))
-    if as_json:
-        terminal.print_json(shown)
-        return
-    for line in _lines(shown):
-        click.echo(line)
-    for failure in shown.get("failures", ()):
-        click.echo(f"  {terminal.plain(failure['path'])}: {failure['reason']}")
+    terminal.show(shown, as_json, _details)
 
 
 def _failures(ctx: CommandContext, name: str) -> Any:
@@ -82,7 +76,7 @@ def _failures(ctx: CommandContext, name: str) -> Any:
         after = page["next"]
 
 
-def _lines(d: dict[str, Any]) -> list[str]:
+def _details(d: dict[str, Any]) -> str:
     size = kit.units.format_size
     about = "about " if d["estimated"] else ""
     files, data = d["files"], d["bytes"]
@@ -106,7 +100,9 @@ def _lines(d: dict[str, Any]) -> list[str]:
         lines.append(f"progress   {_progress_text(d)}")
     if d["verify"]:
         lines.append(f"verify     {_verify_text(d['verify'])}")
-    return lines + [f"note       {note}" for note in d["notes"]]
+    lines += [f"note       {note}" for note in d["notes"]]
+    lines += [f"  {terminal.plain(f['path'])}: {f['reason']}" for f in d.get("failures", ())]
+    return "\n".join(lines)
 
 
 def _verify_text(verify: dict[str, Any]) -> str:
@@ -172,19 +168,15 @@ def _judge(d: dict[str, Any]) -> None:
 async def _follow(ctx: CommandContext, name: str, ended: Any, *, quiet: bool) -> dict[str, Any]:
     """Show the progress of a dataset until ``ended``; the dataset then."""
     stream = ctx.client().lines(_path(name, "/progress"))
-    show = _silently if quiet else _with_bar if terminal.on_terminal() else _with_lines
-    last: dict[str, Any] = {}
-    async for last in show(stream):
+    if not quiet:
+        stream = (_with_bar if terminal.on_terminal() else _with_lines)(stream)
+    async for last in stream:
         if ended(last):
-            return last
+            found: dict[str, Any] = last
+            return found
     raise NotFinishedError(
         STOPPED, f"dataset {name}", "the agent ended the stream", "see 'nodeagent dataset show'"
     )
-
-
-async def _silently(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for shown in stream:
-        yield shown
 
 
 async def _with_lines(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -225,10 +217,7 @@ def _simple(verb: str, text: str) -> None:
     @click.pass_obj
     def command(ctx: CommandContext, name: str, as_json: bool) -> None:
         shown = terminal.call(ctx, "POST", _path(name, f"/{verb}"))
-        if as_json:
-            terminal.print_json(shown)
-        else:
-            click.echo(f"{name} is {shown['state']}")
+        terminal.show(shown, as_json, lambda d: f"{name} is {d['state']}")
 
 
 _simple("pause", "Stop filling NAME until 'resume' or 'warm'.")
@@ -247,12 +236,8 @@ def verify(ctx: CommandContext, name: str, source: bool, wait: bool, as_json: bo
     shown = terminal.call(ctx, "POST", _path(name, "/verify"), {"source": source})
     if wait:
         shown = asyncio.run(_follow(ctx, name, _verify_ended, quiet=as_json))
-    if as_json:
-        terminal.print_json(shown)
-    elif wait:
-        click.echo(_verify_text(shown["verify"]))
-    else:
-        click.echo(f"{name}: verify is {shown['verify']['state']}")
+    text = _verify_text if wait else lambda last: f"{name}: verify is {last['state']}"
+    terminal.show(shown, as_json, lambda d: text(d["verify"]))
     if wait:
         result = shown["verify"]
         if result["state"] in ("failed", "cancelled"):
@@ -273,10 +258,7 @@ def _verify_ended(d: dict[str, Any]) -> bool:
 def remove(ctx: CommandContext, name: str, as_json: bool) -> None:
     """Take the view of NAME down and delete its store, unless a process uses the view."""
     answer = terminal.call(ctx, "DELETE", _path(name))
-    if as_json:
-        terminal.print_json(answer)
-        return
-    click.echo(f"{name} is removed")
-    if answer["in_settings"]:
+    terminal.show(answer, as_json, lambda _: f"{name} is removed")
+    if answer["in_settings"] and not as_json:
         again = f"nodeagent dataset warm {name}"
         click.echo(f"it is still in the settings; it stays removed until '{again}'", err=True)

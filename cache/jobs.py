@@ -305,6 +305,17 @@ class Jobs:
             others=others + self._foreign(),
         )
 
+    def _task(self, dataset: Dataset, kind: str) -> dict[str, Any]:
+        """The fields of every task. Without a source, the tree stands for it."""
+        reached = dataset.reached
+        return {
+            "generation": dataset.folder,
+            "source": reached.root if reached is not None else dataset.tree,
+            "stamp": reached.stamp if reached is not None else "",
+            "immutable": dataset.source.immutable,
+            "limits": self._limits(dataset, kind),
+        }
+
     async def _run(self, dataset: Dataset, kind: str, task: protocol.Task) -> protocol.End:
         dataset.job = running = Pass(dataset, kind)
         self._active = dataset, running
@@ -328,10 +339,8 @@ class Jobs:
                 return
             await dataset.change(state="filling", why="", left_files=0, left_bytes=0)
         task = protocol.FillTask(
-            generation=dataset.folder, source=reached.root, stamp=reached.stamp,
-            immutable=dataset.source.immutable, limits=self._limits(dataset, "fill"),
-            native=reached.native, mounted=_mounted_below(reached.root),
-            used=dataset.generation.used,
+            **self._task(dataset, "fill"), native=reached.native,
+            mounted=_mounted_below(reached.root), used=dataset.generation.used,
         )  # fmt: skip
         dataset.fill_queued = False
         try:
@@ -381,13 +390,9 @@ class Jobs:
             dataset.verification = Verification("failed", against_source, why)
             dataset.wake()
             return
-        reached = dataset.reached
         task = protocol.VerifyTask(
-            generation=dataset.folder,
-            source=reached.root if reached is not None else dataset.tree,
-            stamp=reached.stamp if reached is not None else "", immutable=dataset.source.immutable,
-            limits=self._limits(dataset, "verify"), against_source=against_source,
-            reachable=reached is not None,
+            **self._task(dataset, "verify"), against_source=against_source,
+            reachable=dataset.reached is not None,
         )  # fmt: skip
         try:
             end = await self._run(dataset, "verify", task)
@@ -458,13 +463,8 @@ class Jobs:
         return end.withdrawn, "" if end.result == "withdrawn" else end.why or end.result
 
     async def _withdraw_pass(self, dataset: Dataset, part: str) -> protocol.End:
-        reached = dataset.reached
-        assert reached is not None
-        task = protocol.WithdrawTask(
-            generation=dataset.folder, source=reached.root, stamp=reached.stamp,
-            immutable=dataset.source.immutable, limits=self._limits(dataset, "withdraw"),
-            part=part,
-        )  # fmt: skip
+        assert dataset.reached is not None
+        task = protocol.WithdrawTask(**self._task(dataset, "withdraw"), part=part)
         try:
             return await self._run(dataset, "withdraw", task)
         finally:

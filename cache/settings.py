@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -25,6 +25,8 @@ class DirSource(kit.settings.Section):
 
     kind: Literal["dir"] = Field(description="A directory that something else has mounted.")
     path: kit.settings.AbsolutePath = Field(description="The directory that is the dataset's root.")
+
+    needs: ClassVar = "a .snap path"
 
     @property
     def in_snapshot(self) -> bool:
@@ -49,6 +51,12 @@ class CephfsSource(kit.settings.Section):
         default="auto",
         description="auto: the kernel client where the kernel has it, else ceph-fuse.",
     )
+
+    needs: ClassVar = "source.snapshot"
+
+    @property
+    def in_snapshot(self) -> bool:
+        return self.snapshot is not None
 
     @field_validator("path")
     @classmethod
@@ -109,16 +117,12 @@ class DatasetSettings(kit.settings.Section):
 
     @model_validator(mode="after")
     def _snapshot_where_promised(self) -> "DatasetSettings":
-        if isinstance(self.source, CephfsSource):
-            has_snapshot = self.source.snapshot is not None
-        else:
-            has_snapshot = self.source.in_snapshot
-        if self.freshness == "snapshot" and not has_snapshot:
-            where = "source.snapshot" if isinstance(self.source, CephfsSource) else "a .snap path"
+        if self.freshness == "snapshot" and not self.source.in_snapshot:
             raise ValueError(
-                f"freshness 'snapshot' needs {where}; without one the tree is live, and {LIVE_TREE}"
+                f"freshness 'snapshot' needs {self.source.needs}; without one the tree is live, "
+                f"and {LIVE_TREE}"
             )
-        if self.freshness == "frozen" and has_snapshot:
+        if self.freshness == "frozen" and self.source.in_snapshot:
             raise ValueError("the source is a snapshot; say 'freshness: snapshot'")
         return self
 

@@ -17,9 +17,10 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ceph.protocol import Access as Access
+from ceph.protocol import Entry
 
 try:
     import rados
@@ -68,36 +69,7 @@ class _Dirent(c.Structure):
     )
 
 
-class Entry(NamedTuple):
-    """One entry of a directory."""
-
-    name: str  # os.fsdecode of the name's bytes
-    mode: int  # st_mode, type included
-    uid: int
-    gid: int
-    size: int  # bytes; 0 for a directory
-    mtime_ns: int
-    ino: int
-    nlink: int  # 1 for a directory
-    xattrs: bool  # False only where there are certainly none
-
-
-class File(Protocol):
-    """What reading a small file needs of its entry."""
-
-    @property
-    def mode(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def ino(self) -> int: ...
-    @property
-    def nlink(self) -> int: ...
-    @property
-    def xattrs(self) -> bool: ...
-
-
-FileT = TypeVar("FileT", bound=File)
+FileT = TypeVar("FileT", bound=Entry)
 
 
 class Location(NamedTuple):
@@ -236,7 +208,7 @@ class Listing:
             lib.ceph_closedir(mount, handle)
 
 
-def is_plain(item: File) -> bool:
+def is_plain(item: Entry) -> bool:
     """Whether its data is one object and nothing else has to be asked for."""
     if not stat.S_ISREG(item.mode) or item.xattrs or item.nlink != 1:
         return False

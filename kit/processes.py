@@ -66,6 +66,7 @@ async def settled(about: str, seconds: float) -> bool:
 async def start(
     argv: Sequence[str],
     *,
+    job: str = "exec",
     stdin: int | None = _PIPE,
     stdout: int | None = _PIPE,
     stderr: int | None = None,
@@ -75,42 +76,21 @@ async def start(
 ) -> Process:
     """Start a program in a session of its own, with / as working directory.
 
+    ``job``: of ``kit.child_main``, the first code of every process that dies with the agent.
     ``outlives``: it may go on after the agent (ceph-fuse). ``limit``: the longest line in bytes
     that its stdout may be read by. OSError when it cannot be started (a missing program shows as
     exit code 127 without ``outlives``), DeadlineError when too many hang already.
     """
-    if not outlives:
-        argv = _child("exec", argv)
-    return await _start(argv, stdin, stdout, stderr, environment, limit)
-
-
-async def start_python(
-    job: str, target: str, *arguments: str, stderr: int | None = None, limit: int = 2**16
-) -> Process:
-    """Start ``target`` ("module:function") as job ``call`` or ``run`` of ``kit.child_main``."""
-    return await _start(_child(job, (target, *arguments)), _PIPE, _PIPE, stderr, None, limit)
-
-
-def _child(job: str, argv: Sequence[str]) -> Sequence[str]:
-    path = "[]" if job == "exec" else json.dumps(sys.path)
-    python = (sys.executable, "-S", "-E", str(Path(child_main.__file__).absolute()))
-    return *python, str(os.getpid()), path, job, *argv
-
-
-async def _start(
-    argv: Sequence[str],
-    stdin: int | None,
-    stdout: int | None,
-    stderr: int | None,
-    environment: Mapping[str, str] | None,
-    limit: int,
-) -> Process:
     if len(_hanging) >= MOST_HANGING:
         raise DeadlineError(
             "the agent",
             f"{len(_hanging)} of its child processes hang in the kernel",
             "a disk, a mount or a cluster does not answer; see the findings and the kernel log",
         )
+    if not outlives:
+        path = "[]" if job == "exec" else json.dumps(sys.path)
+        python = (sys.executable, "-S", "-E", str(Path(child_main.__file__).absolute()))
+        argv = (*python, str(os.getpid()), path, job, *argv)
     return await asyncio.create_subprocess_exec(
         *argv,
         stdin=stdin,
@@ -121,6 +101,13 @@ async def _start(
         start_new_session=True,
         limit=limit,
     )
+
+
+async def start_python(
+    job: str, target: str, *arguments: str, stderr: int | None = None, limit: int = 2**16
+) -> Process:
+    """Start ``target`` ("module:function") as job ``call`` or ``run`` of ``kit.child_main``."""
+    return await start((target, *arguments), job=job, stderr=stderr, limit=limit)
 
 
 def kill(process: Process) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -22,6 +22,14 @@ def call(
 
 def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
+
+
+def show(answer: Any, as_json: bool, text: Callable[[Any], str]) -> None:
+    """The answer as JSON, or its ``text`` for people."""
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(text(answer))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -57,11 +57,11 @@ class Listed:
     mounts: int
 
 
-def _info(descriptor: int) -> tuple[int, int]:
+def _listed(descriptor: int) -> Listed:
     buffer = bytearray(_INFO.pack(_INFO.size, 0, 0))
     fcntl.ioctl(descriptor, _GET_INFO, buffer)
     _, mounts, identity = _INFO.unpack(buffer)
-    return identity, mounts
+    return Listed(descriptor, os.fstat(descriptor).st_ino, identity, mounts)
 
 
 def _step(descriptor: int, request: int) -> int | None:
@@ -89,8 +89,7 @@ def walk(start: str = "/proc/self/ns/mnt") -> Iterator[Listed]:
     OSError (ENOTTY) before Linux 6.12.
     """
     with opened(start) as own:
-        identity, mounts = _info(own)
-        yield Listed(own, os.fstat(own).st_ino, identity, mounts)
+        yield _listed(own)
         for request in (_GET_PREV, _GET_NEXT):
             current = os.dup(own)
             try:
@@ -100,8 +99,7 @@ def walk(start: str = "/proc/self/ns/mnt") -> Iterator[Listed]:
                         break
                     os.close(current)
                     current = following
-                    identity, mounts = _info(current)
-                    yield Listed(current, os.fstat(current).st_ino, identity, mounts)
+                    yield _listed(current)
             finally:
                 os.close(current)
 

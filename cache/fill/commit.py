@@ -13,7 +13,7 @@ import os
 
 from cache.fill import control, protocol
 from cache.store import tree
-from linux import fs_ordering, syscalls
+from linux import mountinfo, syscalls
 
 
 class Committer:
@@ -30,7 +30,7 @@ class Committer:
     @functools.cached_property
     def ordered(self) -> bool:
         """The store's file system makes metadata changes durable in order."""
-        return fs_ordering.keeps_order(self.generation)
+        return mountinfo.keeps_order(self.generation)
 
     # --- commit and seal
 

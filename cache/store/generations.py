@@ -179,15 +179,18 @@ def generation_of(fields: dict[str, Any]) -> Generation:
     return Generation(**{key: value for key, value in fields.items() if key in known})
 
 
-def inventory(path: str) -> list[dict[str, Any]]:
-    """Every generation in the store: its dataset, folder and fields (see ``_with_figures``)."""
-    found = []
+def inventory(path: str) -> dict[str, int]:
+    """The folder of every generation in the store, with the SSD bytes that it takes."""
+    found: dict[str, int] = {}
     for dataset in sorted(Path(path).iterdir()):
         if dataset.is_dir() and not dataset.name.startswith(".") and dataset.name != "lost+found":
-            for folder in sorted(dataset.iterdir()):
-                fields = _with_figures(load(str(folder)), str(folder))
-                found.append({"dataset": dataset.name, "folder": str(folder), "fields": fields})
+            found |= {str(folder): _used(folder) for folder in sorted(dataset.iterdir())}
     return found
+
+
+def _used(folder: Path) -> int:
+    fields = _with_figures(load(str(folder)), str(folder))
+    return 0 if fields is None else int(fields.get("used", 0))
 
 
 def discard(store: str, folder: str) -> None:
@@ -203,12 +206,7 @@ def discard(store: str, folder: str) -> None:
 
 def trash_bytes(store: str) -> int:
     """SSD bytes of the discarded generations that are not deleted yet."""
-    used = 0
-    for folder in (Path(store) / TRASH).iterdir():
-        fields = _with_figures(load(str(folder)), str(folder))
-        if fields is not None:
-            used += int(fields.get("used", 0))
-    return used
+    return sum(_used(folder) for folder in (Path(store) / TRASH).iterdir())
 
 
 def empty_trash(store: str) -> None:

@@ -15,6 +15,7 @@ A lost or damaged index is made again by a scan.
                  SSD. The commit of the chunk counts them and deletes the rows.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -173,6 +174,10 @@ class Index:
     def _ids(self, query: str, *values: int) -> list[int]:
         return [int(row[0]) for row in self._db.execute(query, values)]
 
+    def _row(self, query: str, *values: Any) -> Any:
+        """The first row, None when there is none."""
+        return self._db.execute(query, values).fetchone()
+
     def add_root(self, root: Entry) -> None:
         self._db.execute(
             "INSERT OR IGNORE INTO directories (id, parent, name, attributes) "
@@ -202,9 +207,7 @@ class Index:
         )
 
     def location(self, directory: int) -> tuple[str, int] | None:
-        row = self._db.execute(
-            "SELECT location FROM directories WHERE id = ?", (directory,)
-        ).fetchone()
+        row = self._row("SELECT location FROM directories WHERE id = ?", directory)
         return None if row is None or row[0] is None else tuple(json.loads(row[0]))
 
     def restart_listing(self, directory: int) -> None:
@@ -271,7 +274,7 @@ class Index:
         return {_decode(row[0]): int(row[1]) for row in rows}
 
     def any_ahead(self) -> bool:
-        return self._db.execute("SELECT 1 FROM ahead LIMIT 1").fetchone() is not None
+        return self._row("SELECT 1 FROM ahead LIMIT 1") is not None
 
     def none_ahead(self, directory: int) -> None:
         """Forget its files ahead: another row counts them now."""
@@ -292,9 +295,7 @@ class Index:
         changed = []
         current: int | None = directory
         while current is not None:
-            row = self._db.execute(
-                "SELECT state, parent FROM directories WHERE id = ?", (current,)
-            ).fetchone()
+            row = self._row("SELECT state, parent FROM directories WHERE id = ?", current)
             if row is None or row[0] != SEALED:
                 break
             self._db.execute("UPDATE directories SET state = 1 WHERE id = ?", (current,))
@@ -367,10 +368,10 @@ class Index:
         self._db.execute("UPDATE directories SET rescans = 0")
 
     def directory(self, number: int) -> Directory:
-        row = self._db.execute(
+        row = self._row(
             "SELECT id, parent, attributes, state, entries, rescans FROM directories WHERE id = ?",
-            (number,),
-        ).fetchone()
+            number,
+        )
         return Directory(row[0], row[1], Entry(*json.loads(row[2])), *row[3:])
 
     def path(self, directory: int) -> list[str]:
@@ -389,9 +390,8 @@ class Index:
         """The directory at ``path``, None when the index does not have it."""
         current = ROOT
         for name in path:
-            row = self._db.execute(
-                "SELECT id FROM directories WHERE parent = ? AND name = ?", (current, _encode(name))
-            ).fetchone()
+            query = "SELECT id FROM directories WHERE parent = ? AND name = ?"
+            row = self._row(query, current, _encode(name))
             if row is None:
                 return None
             current = int(row[0])
@@ -420,9 +420,7 @@ class Index:
 
     def chunk(self, number: int) -> Chunk | None:
         """None when it is committed, or its directory is listed again."""
-        row = self._db.execute(
-            "SELECT id, directory, entries FROM chunks WHERE id = ?", (number,)
-        ).fetchone()
+        row = self._row("SELECT id, directory, entries FROM chunks WHERE id = ?", number)
         if row is None:
             return None
         entries = [Entry(*fields) for fields in json.loads(zlib.decompress(row[2]))]
@@ -430,10 +428,8 @@ class Index:
 
     def left(self) -> tuple[int, int]:
         """Files and bytes that are still to copy."""
-        row = self._db.execute(
-            "SELECT coalesce(sum(files), 0), coalesce(sum(bytes), 0) FROM chunks"
-        ).fetchone()
-        return int(row[0]), int(row[1])
+        files, size = self._row("SELECT sum(files), sum(bytes) FROM chunks")
+        return files or 0, size or 0
 
     def prefer(self, directory: int, priority: int) -> None:
         """Copy what is left of a directory sooner."""
@@ -443,14 +439,12 @@ class Index:
         )
 
     def totals(self) -> Totals:
-        row = self._db.execute(
-            "SELECT coalesce(sum(files), 0), coalesce(sum(bytes), 0), coalesce(sum(done_files), 0),"
-            " coalesce(sum(done_bytes), 0), (SELECT count(*) FROM failures),"
-            " coalesce(sum(skipped), 0), count(*),"
-            " coalesce(sum(state > 1), 0), coalesce(sum(allocated), 0)"
-            " + (SELECT coalesce(sum(bytes), 0) FROM ahead) FROM directories"
-        ).fetchone()
-        return Totals(*map(int, row))
+        row = self._row(
+            "SELECT sum(files), sum(bytes), sum(done_files), sum(done_bytes),"
+            " (SELECT count(*) FROM failures), sum(skipped), count(*), sum(state > 1),"
+            " sum(allocated) + (SELECT coalesce(sum(bytes), 0) FROM ahead) FROM directories"
+        )
+        return Totals(*(value or 0 for value in row))  # sums over no rows are NULL
 
 
 def totals_of(generation: Path) -> dict[str, int]:
@@ -460,11 +454,8 @@ def totals_of(generation: Path) -> dict[str, int]:
     """
     path = generation / NAME
     try:
-        opened = Index.read_only(str(path))
-        try:
+        with contextlib.closing(Index.read_only(str(path))) as opened:
             found = opened.totals()
-        finally:
-            opened.close()
     except (OSError, sqlite3.Error):
         return {}
     return {"used": found.used + path.stat().st_size, **found.counts()}
@@ -480,14 +471,12 @@ def failures_page(path: str, limit: int, after: list[Any]) -> dict[str, Any]:
         opened = Index.read_only(path)
     except OSError:
         return {"failures": [], "next": None}  # nothing was scanned yet
-    try:
+    with contextlib.closing(opened):
         rows = opened.failures(limit, (int(after[0]), str(after[1])))
         failures = [
             {"path": _shown("/".join([*opened.path(number), name])), "reason": reason}
             for number, name, reason in rows
         ]
-    finally:
-        opened.close()
     more = f"{rows[-1][0]}/{os.fsencode(rows[-1][1]).hex()}" if len(rows) == limit else None
     return {"failures": failures, "next": more}
 

@@ -12,7 +12,8 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+from ceph import protocol
 
 # The checksum of a stored file is kept with the file, invisible to jobs.
 CHECKSUM = "trusted.nodeagent.xxh3-128"
@@ -28,18 +29,10 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BLOCK = 4096
 
 
-class Entry(NamedTuple):
-    """One directory entry as a scan saw it. Messages and the index keep it as a JSON list."""
+class Entry(protocol.Entry):
+    """One directory entry, and what it means for the store. The index keeps it as a JSON list."""
 
-    name: str
-    mode: int  # st_mode, type included
-    uid: int
-    gid: int
-    size: int
-    mtime_ns: int
-    ino: int
-    nlink: int
-    xattrs: bool  # False only when it certainly has none
+    __slots__ = ()
 
     @property
     def is_directory(self) -> bool:

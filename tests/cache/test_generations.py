@@ -30,7 +30,7 @@ def test_inventory_uses_the_index_of_a_killed_fill(tmp_path: Path) -> None:
     generation(tmp_path, "again", state="filling", used=10**9, indexed=0)
     generation(tmp_path, "done", state="complete", used=5, indexed=10**9)
     found = generations.inventory(str(tmp_path))
-    used = {item["dataset"]: item["fields"]["used"] for item in found}
+    used = {Path(folder).parent.name: size for folder, size in found.items()}
     assert used["first"] >= 10**9
     assert used["again"] == 10**9
     assert used["done"] == 5
