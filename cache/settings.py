@@ -23,8 +23,10 @@ LIVE_TREE = (
 class DirSource(kit.settings.Section):
     """Any mounted directory."""
 
-    kind: Literal["dir"] = Field(description="A directory that something else has mounted.")
-    path: kit.settings.AbsolutePath = Field(description="The directory that is the dataset's root.")
+    kind: Literal["dir"]
+    """A directory that something else has mounted."""
+    path: kit.settings.AbsolutePath
+    """The directory that is the dataset's root."""
 
     needs: ClassVar = "a .snap path"
 
@@ -36,21 +38,20 @@ class DirSource(kit.settings.Section):
 class CephfsSource(kit.settings.Section):
     """A directory of a CephFS, mounted read-only by the agent itself."""
 
-    kind: Literal["cephfs"] = Field(description="A CephFS directory.")
+    kind: Literal["cephfs"]
+    """A CephFS directory."""
     monitors: ceph.settings.Monitors = Field(min_length=1, description=ceph.settings.MONITORS)
-    filesystem: kit.settings.Word = Field(
-        default="cephfs", description="Name of the file system in the cluster."
-    )
-    path: str = Field(default="/", description="Directory in the file system; the dataset's root.")
-    snapshot: str | None = Field(
-        default=None, description="Name under .snap of path; needed by 'freshness: snapshot'."
-    )
-    user: ceph.settings.User = Field(default="admin", description="cephx user without 'client.'.")
+    filesystem: kit.settings.Word = "cephfs"
+    """Name of the file system in the cluster."""
+    path: str = "/"
+    """Directory in the file system; the dataset's root."""
+    snapshot: str | None = None
+    """Name under .snap of path; needed by 'freshness: snapshot'."""
+    user: ceph.settings.User = "admin"
+    """cephx user without 'client.'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
-    client: Literal["auto", "kernel", "fuse"] = Field(
-        default="auto",
-        description="auto: the kernel client where the kernel has it, else ceph-fuse.",
-    )
+    client: Literal["auto", "kernel", "fuse"] = "auto"
+    """auto: the kernel client where the kernel has it, else ceph-fuse."""
 
     needs: ClassVar = "source.snapshot"
 
@@ -83,16 +84,17 @@ Source = Annotated[DirSource | CephfsSource, Field(discriminator="kind")]
 class DatasetSettings(kit.settings.Section):
     """One dataset: a named directory tree that jobs read at <views>/<name>/data."""
 
-    name: str = Field(description="Lower-case letters, digits, '-' and '.'; at most 63 characters.")
-    source: Source = Field(description="Where the files are.")
-    freshness: Literal["snapshot", "frozen"] = Field(
-        description="snapshot: the source is an immutable snapshot. frozen: you promise that the "
-        "tree does not change."
-    )
-    warm: bool = Field(default=True, description="Fill the store without a request of an operator.")
-    priority: int = Field(
-        default=0, ge=-1000, le=1000, description="Higher is filled first; equal ones by name."
-    )
+    name: str
+    """Lower-case letters, digits, '-' and '.'; at most 63 characters."""
+    source: Source
+    """Where the files are."""
+    freshness: Literal["snapshot", "frozen"]
+    """snapshot: the source is an immutable snapshot. frozen: you promise that the tree does not
+    change."""
+    warm: bool = True
+    """Fill the store without a request of an operator."""
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    """Higher is filled first; equal ones by name."""
 
     @field_validator("name")
     @classmethod
@@ -130,68 +132,47 @@ class DatasetSettings(kit.settings.Section):
 class FillSettings(kit.settings.Section):
     """How hard a fill may work. These limits change while it runs."""
 
-    workers: int = Field(
-        default=8,
-        ge=1,
-        le=64,
-        description="Processes that copy. 8 hide the latency of ceph-fuse on 2 cores.",
-    )
-    bytes_per_second: kit.units.Bytes = Field(
-        default=0, ge=0, description="Most bytes read from sources per second; 0: no limit."
-    )
-    files_per_second: int = Field(
-        default=0, ge=0, description="Most files read from sources per second; 0: no limit."
-    )
+    workers: int = Field(default=8, ge=1, le=64)
+    """Processes that copy. 8 hide the latency of ceph-fuse on 2 cores."""
+    bytes_per_second: kit.units.Bytes = Field(default=0, ge=0)
+    """Most bytes read from sources per second; 0: no limit."""
+    files_per_second: int = Field(default=0, ge=0)
+    """Most files read from sources per second; 0: no limit."""
 
 
 class HintSettings(kit.settings.Section):
     """Copy sooner what jobs open while a dataset fills (fanotify, sampled)."""
 
-    enabled: bool = Field(default=True, description="Off: nothing is watched.")
-    window: kit.units.Seconds = Field(
-        default=0.2, gt=0, le=10, description="How long opens are watched each time."
-    )
-    every: kit.units.Seconds = Field(
-        default=2.0,
-        gt=0,
-        le=600,
-        description="From one window to the next. The default watches a tenth of the opens.",
-    )
+    enabled: bool = True
+    """Off: nothing is watched."""
+    window: kit.units.Seconds = Field(default=0.2, gt=0, le=10)
+    """How long opens are watched each time."""
+    every: kit.units.Seconds = Field(default=2.0, gt=0, le=600)
+    """From one window to the next. The default watches a tenth of the opens."""
 
 
 class CacheSettings(kit.settings.Section):
     """The store on the SSD, the views, and what they hold."""
 
-    store: kit.settings.AbsolutePath = Field(
-        default=Path("/var/lib/nodeagent/store"), description="Directory on the node's SSD."
-    )
-    views: kit.settings.AbsolutePath = Field(
-        default=Path("/var/lib/nodeagent/views"),
-        description="Where jobs read: <views>/<name>/data. Give pods <views>/<name>.",
-    )
-    budget: kit.units.Bytes = Field(
-        default=500 * 1024**3, gt=0, description="Most bytes the store may occupy."
-    )
-    reserve: kit.units.Share = Field(
-        default=0.1,
-        description="Share of the SSD's bytes and inodes that is never used, so that kubelet does "
-        "not report DiskPressure (by default at 10 % of nodefs).",
-    )
-    refresh_interval: kit.units.Seconds = Field(
-        default=5.0,
-        gt=0,
-        le=3600,
-        description="Least time between two refreshes of a view (1.5 us per cached name each).",
-    )
-    source_timeout: kit.units.Seconds = Field(
-        default=15.0,
-        gt=0,
-        le=600,
-        description="How long reaching a source may take before it is tried again.",
-    )
-    fill: FillSettings = Field(default_factory=FillSettings, description="Limits of the fill.")
-    hints: HintSettings = Field(default_factory=HintSettings, description="Hints from readers.")
-    datasets: tuple[DatasetSettings, ...] = Field(default=(), description="What is cached.")
+    store: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/store")
+    """Directory on the node's SSD."""
+    views: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/views")
+    """Where jobs read: <views>/<name>/data. Give pods <views>/<name>."""
+    budget: kit.units.Bytes = Field(default=500 * 1024**3, gt=0)
+    """Most bytes the store may occupy."""
+    reserve: kit.units.Share = 0.1
+    """Share of the SSD's bytes and inodes that is never used, so that kubelet does not report
+    DiskPressure (by default at 10 % of nodefs)."""
+    refresh_interval: kit.units.Seconds = Field(default=5.0, gt=0, le=3600)
+    """Least time between two refreshes of a view (1.5 us per cached name each)."""
+    source_timeout: kit.units.Seconds = Field(default=15.0, gt=0, le=600)
+    """How long reaching a source may take before it is tried again."""
+    fill: FillSettings = FillSettings()
+    """Limits of the fill."""
+    hints: HintSettings = HintSettings()
+    """Hints from readers."""
+    datasets: tuple[DatasetSettings, ...] = ()
+    """What is cached."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "CacheSettings":

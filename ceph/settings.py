@@ -35,16 +35,14 @@ SECRET_FILE = (
 class ClusterSettings(kit.settings.Section):
     """One Ceph cluster, and a user of it."""
 
-    name: kit.settings.Word = Field(max_length=63, description="How findings call it.")
+    name: kit.settings.Word = Field(max_length=63)
+    """How findings call it."""
     monitors: Monitors = Field(default=(), description=MONITORS)
-    conf: kit.settings.AbsolutePath | None = Field(
-        default=None, description="ceph.conf that names the monitors, instead of 'monitors'."
-    )
-    user: User = Field(
-        default="nodeagent",
-        description="cephx user without 'client.'. mon 'profile rbd' and osd 'profile rbd' are "
-        "enough; with 'profile rbd-read-only' the guard's ledger stays on this node.",
-    )
+    conf: kit.settings.AbsolutePath | None = None
+    """ceph.conf that names the monitors, instead of 'monitors'."""
+    user: User = "nodeagent"
+    """cephx user without 'client.'. mon 'profile rbd' and osd 'profile rbd' are enough; with
+    'profile rbd-read-only' the guard's ledger stays on this node."""
     secret_file: kit.settings.AbsolutePath | None = Field(
         default=None, description=f"{SECRET_FILE} Default: the keyring that 'conf' names."
     )

@@ -47,47 +47,35 @@ HostPort = Annotated[str, AfterValidator(_host_and_port)]
 class ApiSettings(kit.settings.Section):
     """The admin API over TCP."""
 
-    listen: HostPort = Field(description="HOST:PORT.")
-    cert_file: kit.settings.AbsolutePath = Field(
-        description="Certificate chain, PEM. Read again when it changes."
-    )
-    key_file: kit.settings.AbsolutePath = Field(
-        description="Private key, PEM. Read again when it changes."
-    )
-    tokens_file: kit.settings.AbsolutePath = Field(
-        description="YAML, read again when it changes: `NAME: {token: TEXT, role: ROLE}`, or "
-        "`sha256: HEX` instead of `token`. Roles: read, operate, dangerous."
-    )
+    listen: HostPort
+    """HOST:PORT."""
+    cert_file: kit.settings.AbsolutePath
+    """Certificate chain, PEM. Read again when it changes."""
+    key_file: kit.settings.AbsolutePath
+    """Private key, PEM. Read again when it changes."""
+    tokens_file: kit.settings.AbsolutePath
+    """YAML, read again when it changes: `NAME: {token: TEXT, role: ROLE}`, or `sha256: HEX` instead
+    of `token`. Roles: read, operate, dangerous."""
 
 
 class AdminSettings(kit.settings.Section):
     """Where the agent listens, and who may do what (docs/security.md)."""
 
-    socket: kit.settings.AbsolutePath = Field(
-        default=Path("/run/nodeagent/admin.sock"),
-        description="Unix socket of the admin API, for root alone unless `group` is set. The "
-        "command line uses it.",
-    )
-    group: str | None = Field(
-        default=None, description="Group of this host whose members may use the socket too."
-    )
-    group_role: kit.room.Role = Field(
-        default=kit.room.Role.OPERATE,
-        description="What members of `group` may do: read, operate or dangerous. Root may do all.",
-    )
-    metrics: HostPort | None = Field(
-        default="127.0.0.1:9470",
-        description="HOST:PORT of /metrics, /healthz and /readyz, and on a loopback address of "
-        "the status page. Needs no login; changes nothing. null: off.",
-    )
-    names: tuple[str, ...] = Field(
-        default=(),
-        description="Host names under which clients ask the TCP listeners, besides their own "
-        "address. A request for another name is refused (DNS rebinding).",
-    )
-    api: ApiSettings | None = Field(
-        default=None, description="The admin API over TCP, with TLS and tokens. Off when absent."
-    )
+    socket: kit.settings.AbsolutePath = Path("/run/nodeagent/admin.sock")
+    """Unix socket of the admin API, for root alone unless `group` is set. The command line uses
+    it."""
+    group: str | None = None
+    """Group of this host whose members may use the socket too."""
+    group_role: kit.room.Role = kit.room.Role.OPERATE
+    """What members of `group` may do: read, operate or dangerous. Root may do all."""
+    metrics: HostPort | None = "127.0.0.1:9470"
+    """HOST:PORT of /metrics, /healthz and /readyz, and on a loopback address of the status page.
+    Needs no login; changes nothing. null: off."""
+    names: tuple[str, ...] = ()
+    """Host names under which clients ask the TCP listeners, besides their own address. A request
+    for another name is refused (DNS rebinding)."""
+    api: ApiSettings | None = None
+    """The admin API over TCP, with TLS and tokens. Off when absent."""
 
     @model_validator(mode="before")
     @classmethod
@@ -107,14 +95,10 @@ class AdminSettings(kit.settings.Section):
 class Process(kit.settings.Section):
     """What the process itself needs."""
 
-    admin: AdminSettings = Field(
-        default_factory=AdminSettings, description="The admin API, metrics and the status page."
-    )
-    state_dir: kit.settings.AbsolutePath = Field(
-        default=Path("/var/lib/nodeagent/state"),
-        description="Small files of the agent: lock, journals, mount points of sources. "
-        "Must survive reboots.",
-    )
+    admin: AdminSettings = AdminSettings()
+    """The admin API, metrics and the status page."""
+    state_dir: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/state")
+    """Small files of the agent: lock, journals, mount points of sources. Must survive reboots."""
 
 
 if TYPE_CHECKING:

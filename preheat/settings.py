@@ -25,11 +25,8 @@ class KeepFor(kit.settings.Section):
 
     model_config = ConfigDict(serialize_by_alias=True)
 
-    duration: kit.units.Seconds = Field(
-        alias="for",
-        gt=0,
-        description="How long it stays pinned after its last use (or its pull).",
-    )
+    duration: kit.units.Seconds = Field(alias="for", gt=0)
+    """How long it stays pinned after its last use (or its pull)."""
 
 
 Pin = Literal["always", "never"] | KeepFor
@@ -38,27 +35,19 @@ Pin = Literal["always", "never"] | KeepFor
 class ImageSettings(kit.settings.Section):
     """One image that must be on the node before a job asks for it."""
 
-    ref: str = Field(
-        description="HOST/PATH:TAG or HOST/PATH@sha256:…; HOST is the registry. No tag: latest."
-    )
-    pin: Pin = Field(
-        default="always",
-        description="always; never (pulled once, garbage collection may delete it); or "
-        "{for: 72h} after its last use.",
-    )
-    priority: int = Field(
-        default=0, ge=-1000, le=1000, description="Higher is pulled first and released last."
-    )
-    share_private: bool = Field(
-        default=False,
-        description="Allow an image that cannot be pulled without credentials. Default no: once it "
-        "is on the node, any pod of any tenant can run it without credentials, unless the kubelet "
-        "verifies them again (docs/preheat.md).",
-    )
-    nodes: dict[str, str] = Field(
-        default_factory=dict,
-        description="Only on nodes with all these labels (see node_labels); empty: every node.",
-    )
+    ref: str
+    """HOST/PATH:TAG or HOST/PATH@sha256:…; HOST is the registry. No tag: latest."""
+    pin: Pin = "always"
+    """always; never (pulled once, garbage collection may delete it); or {for: 72h} after its last
+    use."""
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    """Higher is pulled first and released last."""
+    share_private: bool = False
+    """Allow an image that cannot be pulled without credentials. Default no: once it is on the node,
+    any pod of any tenant can run it without credentials, unless the kubelet verifies them again
+    (docs/preheat.md)."""
+    nodes: dict[str, str] = Field(default_factory=dict)
+    """Only on nodes with all these labels (see node_labels); empty: every node."""
 
     @field_validator("ref")
     @classmethod
@@ -71,30 +60,23 @@ class RetainSettings(kit.settings.Section):
 
     model_config = ConfigDict(serialize_by_alias=True)
 
-    duration: kit.units.Seconds = Field(
-        alias="for", gt=0, description="How long after the last container that used the image."
-    )
-    at_least: kit.units.Bytes = Field(
-        default=1024**3,
-        description="Smaller images are not pinned: pulling them again takes seconds.",
-    )
+    duration: kit.units.Seconds = Field(alias="for", gt=0)
+    """How long after the last container that used the image."""
+    at_least: kit.units.Bytes = 1024**3
+    """Smaller images are not pinned: pulling them again takes seconds."""
 
 
 class CredentialSettings(kit.settings.Section):
     """Where logins for registries come from. Read at each use, so that secrets can be rotated."""
 
-    docker_config: kit.settings.AbsolutePath | None = Field(
-        default=None, description="A dockerconfigjson file, e.g. a mounted imagePullSecret."
-    )
-    provider_config: kit.settings.AbsolutePath | None = Field(
-        default=None, description="The kubelet's --image-credential-provider-config file."
-    )
-    provider_dir: kit.settings.AbsolutePath | None = Field(
-        default=None, description="The kubelet's --image-credential-provider-bin-dir."
-    )
-    provider_timeout: kit.units.Seconds = Field(
-        default=30.0, gt=0, le=300, description="How long a provider plugin may take."
-    )
+    docker_config: kit.settings.AbsolutePath | None = None
+    """A dockerconfigjson file, e.g. a mounted imagePullSecret."""
+    provider_config: kit.settings.AbsolutePath | None = None
+    """The kubelet's --image-credential-provider-config file."""
+    provider_dir: kit.settings.AbsolutePath | None = None
+    """The kubelet's --image-credential-provider-bin-dir."""
+    provider_timeout: kit.units.Seconds = Field(default=30.0, gt=0, le=300)
+    """How long a provider plugin may take."""
 
     @model_validator(mode="after")
     def _both(self) -> "CredentialSettings":
@@ -106,23 +88,14 @@ class CredentialSettings(kit.settings.Section):
 class KubeletSettings(kit.settings.Section):
     """The kubelet's thresholds for image garbage collection and eviction; no pull crosses them."""
 
-    config: Path | None = Field(
-        default=None,
-        description="The kubelet's configuration file; its values override the three below.",
-    )
-    gc_high: kit.units.Share = Field(
-        default=0.85,
-        gt=0,
-        description="imageGCHighThresholdPercent: above it images are deleted.",
-    )
-    gc_low: kit.units.Share = Field(
-        default=0.80,
-        gt=0,
-        description="imageGCLowThresholdPercent: images are deleted down to it.",
-    )
-    eviction_free: kit.units.Share = Field(
-        default=0.15, description="evictionHard imagefs.available: below it, DiskPressure."
-    )
+    config: Path | None = None
+    """The kubelet's configuration file; its values override the three below."""
+    gc_high: kit.units.Share = Field(default=0.85, gt=0)
+    """imageGCHighThresholdPercent: above it images are deleted."""
+    gc_low: kit.units.Share = Field(default=0.80, gt=0)
+    """imageGCLowThresholdPercent: images are deleted down to it."""
+    eviction_free: kit.units.Share = 0.15
+    """evictionHard imagefs.available: below it, DiskPressure."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "KubeletSettings":
@@ -134,107 +107,71 @@ class KubeletSettings(kit.settings.Section):
 class HealSettings(kit.settings.Section):
     """Restoring pinned images that garbage collection or somebody else removed."""
 
-    per_hour: int = Field(
-        default=30,
-        ge=0,
-        le=100_000,
-        description="Most heals of one image in an hour. The kubelet collects every 5 minutes, 12 "
-        "times an hour; at the limit healing stops and a finding says so. 0: never heal.",
-    )
+    per_hour: int = Field(default=30, ge=0, le=100_000)
+    """Most heals of one image in an hour. The kubelet collects every 5 minutes, 12 times an hour;
+    at the limit healing stops and a finding says so. 0: never heal."""
 
 
 class CrioSettings(kit.settings.Section):
     """Only for runtime: crio."""
 
-    drop_in: kit.settings.AbsolutePath = Field(
-        default=Path("/etc/crio/crio.conf.d/50-nodeagent-pinned-images.conf"),
-        description="The file that lists pinned images for CRI-O. The agent overwrites it.",
+    drop_in: kit.settings.AbsolutePath = Path(
+        "/etc/crio/crio.conf.d/50-nodeagent-pinned-images.conf"
     )
+    """The file that lists pinned images for CRI-O. The agent overwrites it."""
 
 
 class PreheatSettings(kit.settings.Section):
     """Images held ready on the node."""
 
-    runtime: Literal["containerd", "crio"] = Field(
-        default="containerd", description="Which container runtime the kubelet uses."
-    )
-    socket: kit.settings.AbsolutePath = Field(
-        default=Path("/run/containerd/containerd.sock"), description="The runtime's unix socket."
-    )
-    pin_budget: kit.units.Bytes = Field(
-        default=200 * 1024**3,
-        gt=0,
-        description="Most bytes that pins may keep; shared layers count once. Keep it well below "
-        "the kubelet's gc_low of the disk.",
-    )
-    images: tuple[ImageSettings, ...] = Field(
-        default=(), max_length=500, description="Images that must be on the node."
-    )
-    retain: RetainSettings | None = Field(
-        default=None, description="Keep images that pods used; absent: off."
-    )
-    platform: str = Field(
-        default="", description="os/architecture[/variant]; default: this machine's."
-    )
-    credentials: CredentialSettings = Field(
-        default_factory=CredentialSettings, description="Logins for registries."
-    )
-    hosts_dir: kit.settings.AbsolutePath = Field(
-        default=Path("/etc/containerd/certs.d"),
-        description="containerd's registry configuration (a hosts.toml per registry). The agent "
-        "takes mirrors, CAs and plain http from it, so that it asks the servers that containerd "
-        "asks.",
-    )
-    refresh: kit.units.Seconds = Field(
-        default=3600.0,
-        ge=10,
-        description="How often a tag is looked up, in case it names another digest.",
-    )
-    spread: kit.units.Seconds = Field(
-        default=300.0,
-        ge=0,
-        le=86400,
-        description="Each node starts a new image at its own moment in this time (a hash of node "
-        "and image), so that thousands of nodes do not pull at once.",
-    )
-    concurrency: int = Field(default=2, ge=1, le=16, description="Pulls at a time on this node.")
-    bytes_per_second: kit.units.Bytes | None = Field(
-        default=None,
-        ge=64 * 1024,
-        description="Limit for downloading layers, all pulls together; the agent then fetches them "
-        "itself. Default: no limit, the runtime downloads as fast as it can.",
-    )
-    windows: tuple[str, ...] = Field(
-        default=(),
-        max_length=24,
-        description="HH:MM-HH:MM in UTC: when pulls of these settings may start; default: always. "
-        "Pulls that an operator requests start at any time.",
-    )
-    attempt_timeout: kit.units.Seconds = Field(
-        default=7200.0, ge=60, le=86400, description="Longest single attempt of a pull."
-    )
-    stall_timeout: kit.units.Seconds = Field(
-        default=120.0,
-        ge=1,
-        description="A pull without progress for so long is cancelled and continued by a new "
-        "attempt. containerd shows progress in steps of 1 MiB a layer.",
-    )
-    partial_keep: kit.units.Seconds = Field(
-        default=86400.0,
-        ge=14400,
-        description="How long the bytes of an unfinished pull stay.",
-    )
-    kubelet: KubeletSettings = Field(
-        default_factory=KubeletSettings, description="Thresholds of the kubelet."
-    )
-    heal: HealSettings = Field(default_factory=HealSettings, description="Healing of pins.")
-    crio: CrioSettings = Field(default_factory=CrioSettings, description="CRI-O only.")
-    node: str = Field(
-        default="", description="This node's name, for the spread; default: the host name."
-    )
-    node_labels: dict[str, str] = Field(
-        default_factory=dict, description="This node's labels, for images[].nodes."
-    )
+    runtime: Literal["containerd", "crio"] = "containerd"
+    """Which container runtime the kubelet uses."""
+    socket: kit.settings.AbsolutePath = Path("/run/containerd/containerd.sock")
+    """The runtime's unix socket."""
+    pin_budget: kit.units.Bytes = Field(default=200 * 1024**3, gt=0)
+    """Most bytes that pins may keep; shared layers count once. Keep it well below the kubelet's
+    gc_low of the disk."""
+    images: tuple[ImageSettings, ...] = Field(default=(), max_length=500)
+    """Images that must be on the node."""
+    retain: RetainSettings | None = None
+    """Keep images that pods used; absent: off."""
+    platform: str = ""
+    """os/architecture[/variant]; default: this machine's."""
+    credentials: CredentialSettings = CredentialSettings()
+    """Logins for registries."""
+    hosts_dir: kit.settings.AbsolutePath = Path("/etc/containerd/certs.d")
+    """containerd's registry configuration (a hosts.toml per registry). The agent takes mirrors, CAs
+    and plain http from it, so that it asks the servers that containerd asks."""
+    refresh: kit.units.Seconds = Field(default=3600.0, ge=10)
+    """How often a tag is looked up, in case it names another digest."""
+    spread: kit.units.Seconds = Field(default=300.0, ge=0, le=86400)
+    """Each node starts a new image at its own moment in this time (a hash of node and image), so
+    that thousands of nodes do not pull at once."""
+    concurrency: int = Field(default=2, ge=1, le=16)
+    """Pulls at a time on this node."""
+    bytes_per_second: kit.units.Bytes | None = Field(default=None, ge=64 * 1024)
+    """Limit for downloading layers, all pulls together; the agent then fetches them itself.
+    Default: no limit, the runtime downloads as fast as it can."""
+    windows: tuple[str, ...] = Field(default=(), max_length=24)
+    """HH:MM-HH:MM in UTC: when pulls of these settings may start; default: always. Pulls that an
+    operator requests start at any time."""
+    attempt_timeout: kit.units.Seconds = Field(default=7200.0, ge=60, le=86400)
+    """Longest single attempt of a pull."""
+    stall_timeout: kit.units.Seconds = Field(default=120.0, ge=1)
+    """A pull without progress for so long is cancelled and continued by a new attempt. containerd
+    shows progress in steps of 1 MiB a layer."""
+    partial_keep: kit.units.Seconds = Field(default=86400.0, ge=14400)
+    """How long the bytes of an unfinished pull stay."""
+    kubelet: KubeletSettings = KubeletSettings()
+    """Thresholds of the kubelet."""
+    heal: HealSettings = HealSettings()
+    """Healing of pins."""
+    crio: CrioSettings = CrioSettings()
+    """CRI-O only."""
+    node: str = ""
+    """This node's name, for the spread; default: the host name."""
+    node_labels: dict[str, str] = Field(default_factory=dict)
+    """This node's labels, for images[].nodes."""
 
     @field_validator("platform")
     @classmethod

@@ -1,5 +1,9 @@
 """Write docs/settings.md from the models: every setting with unit, default and reason."""
 
+import ast
+import inspect
+import itertools
+import textwrap
 import types
 import typing
 from pathlib import Path
@@ -37,6 +41,24 @@ def models(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
+def description(model: type[BaseModel], name: str) -> str:
+    """The ``description`` of a field, or the text below it in the source; empty without one."""
+    known = model.model_fields[name].description
+    if known is not None:
+        return known
+    owner = next(each for each in model.__mro__ if name in inspect.get_annotations(each))
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    assert isinstance(body, ast.ClassDef)
+    for field, below in itertools.pairwise(body.body):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=found)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ) if found == name:
+                return " ".join(text.split())
+    return ""
+
+
 def rows(model: type[BaseModel], prefix: str) -> list[str]:
     """A table row for each setting of ``model`` and of the models inside it."""
     found = []
@@ -51,7 +73,7 @@ def rows(model: type[BaseModel], prefix: str) -> list[str]:
         else:
             shown = model.model_construct().model_dump(mode="json", warnings=False).get(name)
             default = f"`{shown}`"
-        meaning = (field.description or "").replace("<", "&lt;")
+        meaning = description(model, name).replace("<", "&lt;")
         found.append(f"| `{path}` | {default} | {meaning} |")
         for each in inner:
             kind = each.model_fields.get("kind")

@@ -26,96 +26,52 @@ _MOST = 60  # names or pairs that fit into the kernel's tables
 class GuardSettings(kit.settings.Section):
     """The format guard. All but cgroup, pins and object_file changes while running."""
 
-    mode: Literal["off", "dry-run", "enforce"] = Field(
-        default="dry-run",
-        description="off: not attached. dry-run: reports what it would deny. enforce: denies. "
-        "Begin with dry-run and watch 'nodeagent volume guard status' for a week.",
-    )
+    mode: Literal["off", "dry-run", "enforce"] = "dry-run"
+    """off: not attached. dry-run: reports what it would deny. enforce: denies. Begin with dry-run
+    and watch 'nodeagent volume guard status' for a week."""
     drivers: tuple[kit.settings.Word, ...] = Field(
-        default=("rbd", "nbd"),
-        min_length=1,
-        max_length=_MOST,
-        description="Block drivers whose devices are guarded, named as in /proc/devices.",
+        default=("rbd", "nbd"), min_length=1, max_length=_MOST
     )
-    names: tuple[str, ...] = Field(
-        default=("*",),
-        description="Devices of those drivers that the agent examines, as shell patterns. The "
-        "others are guarded too, but never get an automatic lease.",
-    )
-    openers: tuple[kit.settings.Word, ...] = Field(
-        default=OPENERS,
-        max_length=_MOST,
-        description="Programs that may always open a guarded device for writing (process names, of "
-        "which the first 15 bytes count).",
-    )
-    words: tuple[str, ...] = Field(
-        default=WORDS,
-        max_length=_MOST,
-        description="'PROGRAM ARGUMENT': PROGRAM may open a guarded device for writing when "
-        "ARGUMENT is its first argument. Needs a kernel with BTF.",
-    )
-    lease: kit.units.Seconds = Field(
-        default=90.0,
-        ge=1,
-        le=120,
-        description="How long a device found blank may be formatted. Longer than one mkfs takes; "
-        "after an unused lease the next attempt to write gets a new one.",
-    )
-    settle: kit.units.Seconds = Field(
-        default=0.1,
-        ge=0.05,
-        le=60,
-        description="Pause between the two probes that must both find a device blank. With 0.1s "
-        "the lease is granted before kubelet's first retry, 0.5 s after the denied attempt.",
-    )
-    quiet: kit.units.Seconds = Field(
-        default=60.0,
-        ge=0,
-        le=3600,
-        description="No lease within this time after the kernel logged an I/O error of the device "
-        "or its client.",
-    )
-    probe_timeout: kit.units.Seconds = Field(
-        default=3.0,
-        gt=0,
-        le=60,
-        description="A device that does not answer within this time gets the verdict 'timeout'.",
-    )
-    cluster_timeout: kit.units.Seconds = Field(
-        default=5.0,
-        gt=0,
-        le=60,
-        description="A cluster that does not answer within this time is 'unknown': no lease.",
-    )
-    require_extents: bool = Field(
-        default=False,
-        description="Refuse every automatic lease for an RBD image whose cluster is not among "
-        "'volumes.clusters'. Off by default, because then no new volume could be formatted without "
-        "credentials on the node.",
-    )
-    raw_block: bool = Field(
-        default=True,
-        description="A volume that kubelet publishes as a raw block device (volumeMode: Block) may "
-        "be written by its pod, as its user asked for.",
-    )
-    fallback: bool = Field(
-        default=True,
-        description="Where the kernel does not take the program: flag unreadable devices read-only "
-        "and check each execution of a known formatter (weaker; the status says so).",
-    )
-    cgroup: kit.settings.AbsolutePath | None = Field(
-        default=None,
-        description="cgroup v2 directory to guard; default: the root of the hierarchy, all "
-        "processes of the node.",
-    )
-    object_file: kit.settings.AbsolutePath | None = Field(
-        default=None,
-        description="The compiled program; default: the one that came with the agent.",
-    )
-    pins: kit.settings.AbsolutePath = Field(
-        default=Path("/sys/fs/bpf/nodeagent"),
-        description="Directory in a bpf file system for the program and its maps.",
-    )
+    """Block drivers whose devices are guarded, named as in /proc/devices."""
+    names: tuple[str, ...] = ("*",)
+    """Devices of those drivers that the agent examines, as shell patterns. The others are guarded
+    too, but never get an automatic lease."""
+    openers: tuple[kit.settings.Word, ...] = Field(default=OPENERS, max_length=_MOST)
+    """Programs that may always open a guarded device for writing (process names, of which the first
+    15 bytes count)."""
+    words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
+    """'PROGRAM ARGUMENT': PROGRAM may open a guarded device for writing when ARGUMENT is its first
+    argument. Needs a kernel with BTF."""
+    lease: kit.units.Seconds = Field(default=90.0, ge=1, le=120)
+    """How long a device found blank may be formatted. Longer than one mkfs takes; after an unused
+    lease the next attempt to write gets a new one."""
+    settle: kit.units.Seconds = Field(default=0.1, ge=0.05, le=60)
+    """Pause between the two probes that must both find a device blank. With 0.1s the lease is
+    granted before kubelet's first retry, 0.5 s after the denied attempt."""
+    quiet: kit.units.Seconds = Field(default=60.0, ge=0, le=3600)
+    """No lease within this time after the kernel logged an I/O error of the device or its
+    client."""
+    probe_timeout: kit.units.Seconds = Field(default=3.0, gt=0, le=60)
+    """A device that does not answer within this time gets the verdict 'timeout'."""
+    cluster_timeout: kit.units.Seconds = Field(default=5.0, gt=0, le=60)
+    """A cluster that does not answer within this time is 'unknown': no lease."""
+    require_extents: bool = False
+    """Refuse every automatic lease for an RBD image whose cluster is not among 'volumes.clusters'.
+    Off by default, because then no new volume could be formatted without credentials on the
+    node."""
+    raw_block: bool = True
+    """A volume that kubelet publishes as a raw block device (volumeMode: Block) may be written by
+    its pod, as its user asked for."""
+    fallback: bool = True
+    """Where the kernel does not take the program: flag unreadable devices read-only and check each
+    execution of a known formatter (weaker; the status says so)."""
+    cgroup: kit.settings.AbsolutePath | None = None
+    """cgroup v2 directory to guard; default: the root of the hierarchy, all processes of the
+    node."""
+    object_file: kit.settings.AbsolutePath | None = None
+    """The compiled program; default: the one that came with the agent."""
+    pins: kit.settings.AbsolutePath = Path("/sys/fs/bpf/nodeagent")
+    """Directory in a bpf file system for the program and its maps."""
 
     @field_validator("words")
     @classmethod
@@ -133,16 +89,12 @@ class VolumesSettings(kit.settings.Section):
     """Volumes kept safe: the format guard and the audit."""
 
     clusters: Annotated[tuple[ClusterSettings, ...], AfterValidator(ceph.settings.unique)] = Field(
-        default=(),
-        max_length=16,
-        description="Ceph clusters of the volumes. The guard asks them what an image holds and "
-        "keeps its ledger there too; the audit asks them about their state. Without any, the guard "
-        "decides by what this node knows.",
+        default=(), max_length=16
     )
-    guard: GuardSettings = Field(
-        default_factory=GuardSettings, description="Refuses mkfs on a volume that holds data."
-    )
-    audit: AuditSettings = Field(
-        default_factory=AuditSettings,
-        description="Leaked mounts, bad mappings, version skew, log lines of trouble.",
-    )
+    """Ceph clusters of the volumes. The guard asks them what an image holds and keeps its ledger
+    there too; the audit asks them about their state. Without any, the guard decides by what this
+    node knows."""
+    guard: GuardSettings = GuardSettings()
+    """Refuses mkfs on a volume that holds data."""
+    audit: AuditSettings = AuditSettings()
+    """Leaked mounts, bad mappings, version skew, log lines of trouble."""

@@ -17,22 +17,20 @@ _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
 class ClusterSettings(ceph.settings.ClusterSettings):
     """A Ceph cluster of volumes; the guard and the audit ask the same ones."""
 
-    expected_version: str | None = Field(
-        default=None,
-        description="The version that every daemon of it and this node's client should have, like "
-        "'18.2' or '18.2.4'. Default: all alike, the node at most two releases apart.",
-    )
+    expected_version: str | None = None
+    """The version that every daemon of it and this node's client should have, like '18.2' or
+    '18.2.4'. Default: all alike, the node at most two releases apart."""
 
 
 class LogSource(kit.settings.Section):
     """A log to follow: files by a pattern, or units of the journal."""
 
-    name: str = Field(description="Its name in findings: kubelet, ceph-csi, containerd.")
-    files: str | None = Field(
-        default=None,
-        description="Absolute path, '*' allowed in its last two parts. Followed across rotation.",
-    )
-    unit: str | None = Field(default=None, description="A systemd unit, read with journalctl.")
+    name: str
+    """Its name in findings: kubelet, ceph-csi, containerd."""
+    files: str | None = None
+    """Absolute path, '*' allowed in its last two parts. Followed across rotation."""
+    unit: str | None = None
+    """A systemd unit, read with journalctl."""
 
     @field_validator("name")
     @classmethod
@@ -64,7 +62,8 @@ class LogSource(kit.settings.Section):
 class LogSettings(kit.settings.Section):
     """Which logs are read, and how much of them."""
 
-    kernel: bool = Field(default=True, description="Follow the kernel's log.")
+    kernel: bool = True
+    """Follow the kernel's log."""
     sources: tuple[LogSource, ...] = Field(
         default=(
             LogSource(name="kubelet", unit="kubelet.service"),
@@ -72,24 +71,15 @@ class LogSettings(kit.settings.Section):
             LogSource(name="ceph-csi", files="/var/log/containers/*csi-rbdplugin*.log"),
         ),
         max_length=32,
-        description="Logs other than the kernel's. A missing source is tried again.",
     )
-    patterns: kit.settings.AbsolutePath | None = Field(
-        default=None,
-        description="A YAML file with more patterns; the id of a built-in one replaces that one.",
-    )
-    lines_per_second: int = Field(
-        default=20_000,
-        ge=100,
-        le=100_000,
-        description="Most lines matched per second and source; more are counted as dropped. "
-        "20000 a second cost 2 % of a core while they last.",
-    )
-    hold: kit.units.Seconds = Field(
-        default=900.0,
-        ge=1,
-        description="A finding from a log line clears when the line stays away for so long.",
-    )
+    """Logs other than the kernel's. A missing source is tried again."""
+    patterns: kit.settings.AbsolutePath | None = None
+    """A YAML file with more patterns; the id of a built-in one replaces that one."""
+    lines_per_second: int = Field(default=20_000, ge=100, le=100_000)
+    """Most lines matched per second and source; more are counted as dropped. 20000 a second cost 2
+    % of a core while they last."""
+    hold: kit.units.Seconds = Field(default=900.0, ge=1)
+    """A finding from a log line clears when the line stays away for so long."""
 
 
 Mode = Literal["off", "dry-run", "on"]
@@ -99,100 +89,75 @@ class ActionSettings(kit.settings.Section):
     """What the audit may do by itself. off: only on command; dry-run: the journal says what it
     would do."""
 
-    detach_leaked: Mode = Field(
-        default="off", description="Unmount a private leaked copy inside its holder's namespace."
-    )
-    unmap_orphan: Mode = Field(
-        default="off",
-        description="Unmap a mapping that nothing uses and of which kubelet has no record.",
-    )
-    set_readonly: Mode = Field(
-        default="off", description="Flag a device read-only while the guard cannot read it."
-    )
-    orphan_after: kit.units.Seconds = Field(
-        default=1800.0, ge=1, description="How long a mapping must be idle to be an orphan."
-    )
-    per_hour: int = Field(
-        default=10, ge=1, le=1000, description="Most actions of one kind in an hour."
-    )
+    detach_leaked: Mode = "off"
+    """Unmount a private leaked copy inside its holder's namespace."""
+    unmap_orphan: Mode = "off"
+    """Unmap a mapping that nothing uses and of which kubelet has no record."""
+    set_readonly: Mode = "off"
+    """Flag a device read-only while the guard cannot read it."""
+    orphan_after: kit.units.Seconds = Field(default=1800.0, ge=1)
+    """How long a mapping must be idle to be an orphan."""
+    per_hour: int = Field(default=10, ge=1, le=1000)
+    """Most actions of one kind in an hour."""
 
 
 class RuleSettings(kit.settings.Section):
     """Changes to one rule."""
 
-    enabled: bool = Field(default=True, description="false: the rule is off.")
-    severity: Severity | None = Field(default=None, description="Replaces the rule's own.")
-    patience: kit.units.Seconds | None = Field(
-        default=None,
-        ge=0,
-        description="How long a trouble must last before it is a finding; replaces the rule's own.",
-    )
-    ignore: tuple[str, ...] = Field(
-        default=(),
-        max_length=100,
-        description="No finding whose subject, device, cgroup, pod, command or volume contains one "
-        "of these words.",
-    )
+    enabled: bool = True
+    """false: the rule is off."""
+    severity: Severity | None = None
+    """Replaces the rule's own."""
+    patience: kit.units.Seconds | None = Field(default=None, ge=0)
+    """How long a trouble must last before it is a finding; replaces the rule's own."""
+    ignore: tuple[str, ...] = Field(default=(), max_length=100)
+    """No finding whose subject, device, cgroup, pod, command or volume contains one of these
+    words."""
 
 
 class RequiredMount(kit.settings.Section):
     """Options that mounts of watched devices must have."""
 
-    target: str = Field(description="Mount points, '*' allowed.")
-    options: tuple[str, ...] = Field(min_length=1, description="Required options.")
-    fstype: str | None = Field(default=None, description="Only mounts of this file system type.")
+    target: str
+    """Mount points, '*' allowed."""
+    options: tuple[str, ...] = Field(min_length=1)
+    """Required options."""
+    fstype: str | None = None
+    """Only mounts of this file system type."""
 
 
 class AuditSettings(kit.settings.Section):
     """The volume audit: leaked mounts, bad mappings, version skew, log lines of trouble."""
 
-    enabled: bool = Field(default=True, description="false: no audit.")
-    kubelet: kit.settings.AbsolutePath = Field(
-        default=Path("/var/lib/kubelet"), description="kubelet's root directory on the host."
+    enabled: bool = True
+    """false: no audit."""
+    kubelet: kit.settings.AbsolutePath = Path("/var/lib/kubelet")
+    """kubelet's root directory on the host."""
+    containers: kit.settings.AbsolutePath = Path(
+        "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
     )
-    containers: kit.settings.AbsolutePath = Field(
-        default=Path("/run/containerd/io.containerd.runtime.v2.task/k8s.io"),
-        description="containerd's bundles, which hold the pods' names.",
-    )
-    interval: kit.units.Seconds = Field(
-        default=300.0, ge=5, le=86400, description="Between two full scans when idle."
-    )
-    busy_interval: kit.units.Seconds = Field(
-        default=60.0, ge=1, le=3600, description="The same while mounts come and go."
-    )
-    settle: kit.units.Seconds = Field(
-        default=1.0,
-        ge=0.1,
-        le=60,
-        description="Least time between two scans, however many mounts change.",
-    )
-    look_timeout: kit.units.Seconds = Field(
-        default=10.0,
-        gt=0,
-        le=300,
-        description="After this a scan is abandoned and its result is unknown.",
-    )
-    clear_after: kit.units.Seconds = Field(
-        default=5.0, ge=0, description="A finding clears when its trouble was gone for so long."
-    )
-    cluster_interval: kit.units.Seconds = Field(
-        default=300.0,
-        ge=1,
-        le=86400,
-        description="Between two questions to a cluster: 7,500 nodes then ask 25 times a second.",
-    )
-    cluster_timeout: kit.units.Seconds = Field(
-        default=15.0, gt=0, le=300, description="After this a cluster's answer is unknown."
-    )
-    near_full: kit.units.Share = Field(
-        default=0.8,
-        description="Share of a cluster's raw space that is a finding; the monitors warn later.",
-    )
-    mount_options: tuple[RequiredMount, ...] = Field(
-        default=(), max_length=100, description="Options that mounts must have."
-    )
-    rules: dict[str, RuleSettings] = Field(
-        default_factory=dict, max_length=200, description="Changes to rules, by rule name."
-    )
-    logs: LogSettings = Field(default_factory=LogSettings, description="Logs.")
-    actions: ActionSettings = Field(default_factory=ActionSettings, description="Actions.")
+    """containerd's bundles, which hold the pods' names."""
+    interval: kit.units.Seconds = Field(default=300.0, ge=5, le=86400)
+    """Between two full scans when idle."""
+    busy_interval: kit.units.Seconds = Field(default=60.0, ge=1, le=3600)
+    """The same while mounts come and go."""
+    settle: kit.units.Seconds = Field(default=1.0, ge=0.1, le=60)
+    """Least time between two scans, however many mounts change."""
+    look_timeout: kit.units.Seconds = Field(default=10.0, gt=0, le=300)
+    """After this a scan is abandoned and its result is unknown."""
+    clear_after: kit.units.Seconds = Field(default=5.0, ge=0)
+    """A finding clears when its trouble was gone for so long."""
+    cluster_interval: kit.units.Seconds = Field(default=300.0, ge=1, le=86400)
+    """Between two questions to a cluster: 7,500 nodes then ask 25 times a second."""
+    cluster_timeout: kit.units.Seconds = Field(default=15.0, gt=0, le=300)
+    """After this a cluster's answer is unknown."""
+    near_full: kit.units.Share = 0.8
+    """Share of a cluster's raw space that is a finding; the monitors warn later."""
+    mount_options: tuple[RequiredMount, ...] = Field(default=(), max_length=100)
+    """Options that mounts must have."""
+    rules: dict[str, RuleSettings] = Field(default_factory=dict, max_length=200)
+    """Changes to rules, by rule name."""
+    logs: LogSettings = LogSettings()
+    """Logs."""
+    actions: ActionSettings = ActionSettings()
+    """Actions."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import kit.messages
+from linux import blockdev
 from tests.volumes.audit.world import DEVICE, IMAGE, INVENTORY, OWNER, place, scene, space, volume
 from volumes.audit import scheduler
 from volumes.audit.inventory import holders, model, scan
@@ -136,7 +137,7 @@ def test_mount_that_appears_during_the_visit_is_on_the_host(
 ) -> None:
     """Namespaces visited after it show it; without the host's mount it would look leaked."""
     disk = dataclasses.replace(DEVICE, number=(8, 1))
-    monkeypatch.setattr(scan.blockdev, "scan", lambda *_: [disk])
+    monkeypatch.setattr(blockdev, "scan", lambda *_: [disk])
     host.mounts()
     copy = place("/globalmount", device=(8, 1), propagation="slave")
 
@@ -147,7 +148,7 @@ def test_mount_that_appears_during_the_visit_is_on_the_host(
             host.mounts("/globalmount")
             return holders.Visited(spaces=[space(copy)])
 
-    monkeypatch.setattr(scan.holders, "Namespaces", Visit)
+    monkeypatch.setattr(holders, "Namespaces", Visit)
     inventory = host.look(deep=True)
     assert [mount.target for mount in inventory.on_host(disk)] == ["/globalmount"]
     assert mounting.copies(inventory, disk) == []
