@@ -13,10 +13,10 @@ import kit.errors
 import kit.findings
 import kit.room
 from cache import hints, status, view
-from cache.dataset import STORE_SECONDS, VIEW_SECONDS, Dataset, source_folder, state_file
+from cache.dataset import STORE_SECONDS, VIEW_SECONDS, Dataset, state_file
 from cache.jobs import Jobs
 from cache.settings import CacheSettings, DatasetSettings
-from cache.sources import cephfs
+from cache.sources import cephfs, kinds
 from cache.store import generations
 
 log = structlog.get_logger("cache")
@@ -178,7 +178,7 @@ class Cache:
             if not folders and not await asyncio.to_thread(os.path.ismount, target):
                 self.get(name)
             await kit.child.call(view.take_down, target, deadline=VIEW_SECONDS)
-            await cephfs.release(source_folder(self._state_dir, name))
+            await cephfs.release(kinds.folder_of(self._state_dir, name))
             state_file(self._state_dir, name).unlink(missing_ok=True)
         for folder in folders:
             await kit.child.call(generations.discard, self._store, folder, deadline=STORE_SECONDS)

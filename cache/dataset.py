@@ -30,8 +30,8 @@ import kit.errors
 import kit.files
 import kit.line_worker
 from cache import view
-from cache.settings import CacheSettings, CephfsSource, DatasetSettings
-from cache.sources import base, cephfs
+from cache.settings import CacheSettings, DatasetSettings
+from cache.sources import base, kinds
 from cache.store import generations, index
 from cache.view import Stage
 from linux import mountinfo
@@ -152,18 +152,6 @@ class Job(Protocol):
         """Ends it after a last commit; kills it when it takes too long."""
 
 
-def source_folder(state_dir: Path, name: str) -> Path:
-    """Mount point and keys of a source that the agent mounts."""
-    return state_dir / "sources" / name
-
-
-def source_of(settings: DatasetSettings, state_dir: Path) -> base.Source:
-    """The source of a dataset, not reached yet."""
-    if isinstance(settings.source, CephfsSource):
-        return cephfs.Cephfs(settings, settings.source, source_folder(state_dir, settings.name))
-    return base.Directory(settings, settings.source)
-
-
 def state_file(state_dir: Path, name: str) -> Path:
     """What is remembered beside the store, for example that the dataset was removed."""
     return state_dir / "datasets" / f"{name}.json"
@@ -181,7 +169,7 @@ class Dataset:
     ) -> None:
         self.settings = settings
         self.cache = cache
-        self.source: base.Source = source_of(settings, state_dir)
+        self.source: base.Source = kinds.source_of(settings, state_dir)
         self.view = f"{os.path.realpath(cache.views)}/{settings.name}/data"
         self._state = state_file(state_dir, settings.name)
         self._scratch = str(state_dir / "scratch")

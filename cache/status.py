@@ -11,7 +11,7 @@ import kit.errors
 import kit.findings
 import kit.processes
 from cache.dataset import Dataset, Verification
-from cache.store import index
+from cache.store import generations
 from cache.view import Stage
 from kit.findings import Finding, Severity
 
@@ -92,9 +92,8 @@ async def failures(shown: Dataset, limit: int, after: str) -> dict[str, Any]:
         start = [int(number or 0), os.fsdecode(bytes.fromhex(name))]
     except ValueError as error:
         raise wrong from error
-    path = f"{shown.folder}/{index.NAME}"
     found: dict[str, Any] = await kit.child.call(
-        index.failures_page, path, limit, start, deadline=FAILURES_SECONDS
+        generations.failures_page, shown.folder, limit, start, deadline=FAILURES_SECONDS
     )
     return found
 

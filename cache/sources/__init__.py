@@ -1,1 +1,1 @@
-"""Sources: where a dataset's truth is. One module for each kind that the agent mounts."""
+"""Sources: where a dataset's truth is."""

@@ -1,7 +1,4 @@
-"""What every kind of source has in common, and the simplest kind: a directory.
-
-A new kind is a module beside this one, its settings, and a line in ``cache.dataset.source_of``.
-"""
+"""What every kind of source has in common. Imports little: ``look`` runs in a child process."""
 
 import contextlib
 import errno
@@ -9,9 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import kit.child
 import kit.errors
-from cache.settings import DatasetSettings, DirSource
 from cache.store import tree
 from ceph.protocol import Access
 
@@ -83,35 +78,3 @@ def explain(thing: str, error: OSError) -> kit.errors.SourceError:
         error.errno or 0, (f"it cannot be read ({error.strerror})", f"see the kernel log; {again}")
     )
     return kit.errors.SourceError(thing, cause, remedy)
-
-
-class Directory:
-    """A directory that something else has mounted, read in place."""
-
-    def __init__(self, dataset: DatasetSettings, source: DirSource) -> None:
-        self._path = str(source.path)
-        self._thing = f"dataset {dataset.name}: source {source.path}"
-        self.immutable = dataset.freshness == "snapshot"
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"kind": "dir", "path": self._path}
-
-    async def reach(self, deadline: float) -> Reached:
-        try:
-            root = Root(**await kit.child.call(look, self._path, deadline=deadline))
-        except kit.child.DeadlineError as error:
-            raise kit.errors.SourceError(
-                self._thing, f"it did not answer within {deadline:g}s", "it is tried again"
-            ) from error
-        except OSError as error:
-            raise explain(self._thing, error) from error
-        if root.empty:
-            # Most likely it is not mounted yet; an empty dataset is useless in any case.
-            raise kit.errors.SourceError(
-                self._thing, "it is empty", "mount or fill it; it is tried again"
-            )
-        return Reached(self._path, root.stamp, root.stamp, "directory", root.files, root.bytes)
-
-    async def release(self) -> None:
-        """Nothing of it is mounted by the agent."""

@@ -21,6 +21,7 @@ import contextlib
 import errno
 import json
 import os
+import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -160,10 +161,39 @@ def _with_figures(fields: dict[str, Any] | None, folder: str) -> dict[str, Any] 
     counts.
     """
     if fields is not None and fields.get("state") == "filling":
-        used = int(fields.get("used", 0))
-        fields |= index.totals_of(Path(folder))
-        fields["used"] = max(used, int(fields.get("used", 0)))
+        path = Path(folder) / index.NAME
+        with (
+            contextlib.suppress(OSError, sqlite3.Error),  # no index that can be read
+            contextlib.closing(index.Index.read_only(path)) as opened,
+        ):
+            found, size = opened.totals(), path.stat().st_size
+            used = max(int(fields.get("used", 0)), found.used + size)
+            fields |= {**found.counts(), "used": used}
     return fields
+
+
+def failures_page(folder: str, limit: int, after: list[Any]) -> dict[str, Any]:
+    """Entries that could not be copied, those after ``after`` (directory, name), as JSON.
+
+    Names that are not UTF-8 are shown with \\xNN escapes. ``next`` is in hex, because a name may
+    have bytes that no URL carries.
+    """
+    try:
+        opened = index.Index.read_only(Path(folder) / index.NAME)
+    except OSError:
+        return {"failures": [], "next": None}  # nothing was scanned yet
+    with contextlib.closing(opened):
+        rows = opened.failures(limit, (int(after[0]), str(after[1])))
+        failures = [
+            {"path": _shown("/".join([*opened.path(number), name])), "reason": reason}
+            for number, name, reason in rows
+        ]
+    more = f"{rows[-1][0]}/{os.fsencode(rows[-1][1]).hex()}" if len(rows) == limit else None
+    return {"failures": failures, "next": more}
+
+
+def _shown(path: str) -> str:
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def save(folder: str, fields: dict[str, Any]) -> None:

@@ -15,10 +15,8 @@ A lost or damaged index is made again by a scan.
                  SSD. The commit of the chunk counts them and deletes the rows.
 """
 
-import contextlib
 import dataclasses
 import json
-import os
 import sqlite3
 import zlib
 from collections.abc import Iterable
@@ -137,10 +135,10 @@ class Index:
             path.with_name(path.name + suffix).unlink(missing_ok=True)
 
     @classmethod
-    def read_only(cls, path: str) -> "Index":
+    def read_only(cls, path: Path) -> "Index":
         """For reading, also while a coordinator writes. FileNotFoundError when there is none."""
-        if not Path(path).exists():
-            raise FileNotFoundError(2, "no index", path)
+        if not path.exists():
+            raise FileNotFoundError(2, "no index", str(path))
         return cls(sqlite3.connect(path, isolation_level=None, timeout=10.0))
 
     @staticmethod
@@ -174,6 +172,9 @@ class Index:
     def _ids(self, query: str, *values: int) -> list[int]:
         return [int(row[0]) for row in self._db.execute(query, values)]
 
+    def _update(self, directory: int, changes: str, *values: Any) -> None:
+        self._db.execute(f"UPDATE directories SET {changes} WHERE id = ?", (*values, directory))
+
     def _row(self, query: str, *values: Any) -> Any:
         """The first row, None when there is none."""
         return self._db.execute(query, values).fetchone()
@@ -202,9 +203,7 @@ class Index:
 
     def locate(self, directory: int, location: tuple[str, int]) -> None:
         """Remember where the objects of its files are, for reads past the mount."""
-        self._db.execute(
-            "UPDATE directories SET location = ? WHERE id = ?", (json.dumps(location), directory)
-        )
+        self._update(directory, "location = ?", json.dumps(location))
 
     def location(self, directory: int) -> tuple[str, int] | None:
         row = self._row("SELECT location FROM directories WHERE id = ?", directory)
@@ -214,10 +213,10 @@ class Index:
         """Forget an unfinished or outdated listing of the directory."""
         self._db.execute("DELETE FROM chunks WHERE directory = ?", (directory,))
         self._db.execute("DELETE FROM failures WHERE directory = ?", (directory,))
-        self._db.execute(
-            "UPDATE directories SET state = 0, waiting = 0, entries = 0, files = 0, bytes = 0, "
-            "done_files = 0, done_bytes = 0, allocated = 0, skipped = 0, failed = 0 WHERE id = ?",
-            (directory,),
+        self._update(
+            directory,
+            "state = 0, waiting = 0, entries = 0, files = 0, bytes = 0, done_files = 0, "
+            "done_bytes = 0, allocated = 0, skipped = 0, failed = 0",
         )
 
     def listed(
@@ -225,15 +224,16 @@ class Index:
         skipped: int,
     ) -> None:  # fmt: skip
         """Its listing ended. ``stored``: files, bytes and SSD bytes that the tree had already."""
-        self._db.execute(
-            "UPDATE directories SET state = 1, entries = ?, files = ?, bytes = ?, "
+        self._update(
+            directory,
+            "state = 1, entries = ?, files = ?, bytes = ?, "
             "done_files = done_files + ?, done_bytes = done_bytes + ?, "
             "allocated = allocated + ?, skipped = ?, failed = "
             "(SELECT count(*) FROM failures WHERE directory = directories.id), waiting = "
             "(SELECT count(*) FROM chunks WHERE directory = directories.id) + "
             "(SELECT count(*) FROM directories AS d "
-            "WHERE d.parent = directories.id AND d.state < 2) WHERE id = ?",
-            (entries, files, size, *stored, skipped, directory),
+            "WHERE d.parent = directories.id AND d.state < 2)",
+            *(entries, files, size, *stored, skipped),
         )
 
     def committed(
@@ -247,10 +247,11 @@ class Index:
             )
         else:
             self._db.execute("DELETE FROM chunks WHERE id = ?", (chunk.id,))
-        self._db.execute(
-            "UPDATE directories SET done_files = done_files + ?, done_bytes = done_bytes + ?, "
-            "allocated = allocated + ?, failed = failed + ?, waiting = waiting - ? WHERE id = ?",
-            (files, size, allocated, failed, 0 if left else 1, chunk.directory),
+        self._update(
+            chunk.directory,
+            "done_files = done_files + ?, done_bytes = done_bytes + ?, "
+            "allocated = allocated + ?, failed = failed + ?, waiting = waiting - ?",
+            *(files, size, allocated, failed, 0 if left else 1),
         )
         stays = {entry.name for entry in left}
         self._db.executemany(
@@ -282,7 +283,7 @@ class Index:
 
     def sealed(self, directory: int) -> None:
         """The directory is opaque; its parent waits for one less."""
-        self._db.execute("UPDATE directories SET state = 2 WHERE id = ?", (directory,))
+        self._update(directory, "state = 2")
         self.none_ahead(directory)
         self._db.execute(
             "UPDATE directories SET waiting = waiting - 1 "
@@ -298,13 +299,11 @@ class Index:
             row = self._row("SELECT state, parent FROM directories WHERE id = ?", current)
             if row is None or row[0] != SEALED:
                 break
-            self._db.execute("UPDATE directories SET state = 1 WHERE id = ?", (current,))
+            self._update(current, "state = 1")
             changed.append(current)
             current = row[1]
             if current is not None:
-                self._db.execute(
-                    "UPDATE directories SET waiting = waiting + 1 WHERE id = ?", (current,)
-                )
+                self._update(current, "waiting = waiting + 1")
         return changed
 
     def drop_vanished(self, directory: int, seen: set[str]) -> list[str]:
@@ -358,11 +357,11 @@ class Index:
         return self._ids("SELECT DISTINCT directory FROM failures")
 
     def count_rescan(self, directory: int) -> None:
-        self._db.execute("UPDATE directories SET rescans = rescans + 1 WHERE id = ?", (directory,))
+        self._update(directory, "rescans = rescans + 1")
 
     def count_failure(self, directory: int) -> None:
         """One more failure in it: it cannot be sealed."""
-        self._db.execute("UPDATE directories SET failed = failed + 1 WHERE id = ?", (directory,))
+        self._update(directory, "failed = failed + 1")
 
     def reset_rescans(self) -> None:
         self._db.execute("UPDATE directories SET rescans = 0")
@@ -445,44 +444,6 @@ class Index:
             " sum(allocated) + (SELECT coalesce(sum(bytes), 0) FROM ahead) FROM directories"
         )
         return Totals(*(value or 0 for value in row))  # sums over no rows are NULL
-
-
-def totals_of(generation: Path) -> dict[str, int]:
-    """Figures of a generation whose coordinator was killed, named as in generation.json.
-
-    {} when there is no readable index.
-    """
-    path = generation / NAME
-    try:
-        with contextlib.closing(Index.read_only(str(path))) as opened:
-            found = opened.totals()
-    except (OSError, sqlite3.Error):
-        return {}
-    return {"used": found.used + path.stat().st_size, **found.counts()}
-
-
-def failures_page(path: str, limit: int, after: list[Any]) -> dict[str, Any]:
-    """Failures as JSON, those after ``after`` (directory, name). In a child: the disk may hang.
-
-    Names that are not UTF-8 are shown with \\xNN escapes. ``next`` is in hex, because a name may
-    have bytes that no URL carries.
-    """
-    try:
-        opened = Index.read_only(path)
-    except OSError:
-        return {"failures": [], "next": None}  # nothing was scanned yet
-    with contextlib.closing(opened):
-        rows = opened.failures(limit, (int(after[0]), str(after[1])))
-        failures = [
-            {"path": _shown("/".join([*opened.path(number), name])), "reason": reason}
-            for number, name, reason in rows
-        ]
-    more = f"{rows[-1][0]}/{os.fsencode(rows[-1][1]).hex()}" if len(rows) == limit else None
-    return {"failures": failures, "next": more}
-
-
-def _shown(path: str) -> str:
-    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _packed(entries: list[Entry]) -> tuple[int, int, int, bytes]:
