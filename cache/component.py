@@ -31,7 +31,7 @@ class Cache:
     name = "cache"
 
     def __init__(
-        self, settings: CacheSettings, *, state_dir: Path, reporter: kit.findings.Reporter
+        self, settings: CacheSettings, state_dir: Path, reporter: kit.findings.Reporter
     ) -> None:
         self.settings = settings
         self.datasets: dict[str, Dataset] = {}

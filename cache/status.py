@@ -1,10 +1,10 @@
 """How datasets show to operators: in the API, as findings, and as metrics."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 import kit.child
 import kit.errors
@@ -14,12 +14,14 @@ from cache.dataset import Dataset, Verification
 from cache.store import generations
 from cache.view import Stage
 from kit.findings import Finding, Severity
+from kit.metrics import counter, gauge
 
 FAILURES_SECONDS = 15.0
 STATES = (
     *("cold", "waiting", "queued", "scanning", "filling", "paused", "cancelled", "partial"),
     *("complete", "verifying", "withdrawing", "failed", "removed"),
 )
+STAGES = tuple(map(str, Stage))
 
 
 # --- the API
@@ -145,39 +147,34 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
 
 def metrics(datasets: Mapping[str, Dataset], *, budget: int, used: int) -> Iterable[Metric]:
     """A fixed number of series for each dataset of the settings."""
+    shown = {name: of_dataset(dataset) for name, dataset in sorted(datasets.items())}
 
-    def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily(f"nodeagent_cache_{name}", text, labels=["dataset", *labels])
+    def kinds(what: str) -> Mapping[tuple[str, str], float]:
+        return {
+            (name, "stored" if kind == "done" else kind): value
+            for name, row in shown.items()
+            for kind, value in row[what].items()
+        }
 
-    files = gauge("files", "Files of the dataset, by what became of them.", "kind")
-    sizes = gauge("dataset_bytes", "Bytes of the dataset's files, by what became of them.", "kind")
-    on_ssd = gauge("store_bytes", "Bytes of the SSD that the dataset takes.")
-    states = gauge("state", "1 for the state that the dataset is in.", "state")
-    stages = gauge("served_by", "1 for what serves the dataset's view.", "stage")
-    reachable = gauge("source_reachable", "1 while the source answers.")
-    refreshes = CounterMetricFamily(
-        "nodeagent_cache_refreshes", "Refreshes of the dataset's view.", labels=["dataset"]
-    )
-    for name, dataset in sorted(datasets.items()):
-        shown, state = of_dataset(dataset), dataset.state()
-        for family, series in (
-            (files, shown["files"]),
-            (sizes, shown["bytes"]),
-            (states, {each: each == state for each in STATES}),
-            (stages, {str(each): each is dataset.stage for each in Stage}),
-        ):
-            for label, value in series.items():
-                family.add_metric([name, "stored" if label == "done" else label], value)
-        on_ssd.add_metric([name], dataset.used())
-        reachable.add_metric([name], dataset.reached is not None)
-        refreshes.add_metric([name], dataset.refreshes)
-    yield from (files, sizes, on_ssd, states, stages, reachable, refreshes)
-    yield GaugeMetricFamily(
-        "nodeagent_cache_budget_bytes", "Most bytes the store may take.", budget
-    )
-    yield GaugeMetricFamily("nodeagent_cache_used_bytes", "Bytes that the store takes.", used)
-    yield GaugeMetricFamily(
-        "nodeagent_children_abandoned",
-        "Processes that hang in the kernel after their deadline.",
-        kit.processes.hanging(),
+    def is_now(what: str, words: Sequence[str]) -> Mapping[tuple[str, str], float]:
+        return {(name, word): row[what] == word for name, row in shown.items() for word in words}
+
+    for name, text, values, label in (
+        ("files", "Files of the dataset, by what became of them.", kinds("files"), "kind"),
+        ("dataset_bytes", "Bytes of the dataset, by what became of them.", kinds("bytes"), "kind"),
+        ("state", "1 for the state of the dataset.", is_now("state", STATES), "state"),
+        ("served_by", "1 for what serves the view.", is_now("served_by", STAGES), "stage"),
+    ):
+        yield gauge(f"cache_{name}", text, values, "dataset", label)
+    on_ssd = {name: row["store_bytes"] for name, row in shown.items()}
+    yield gauge("cache_store_bytes", "Bytes of the SSD that the dataset takes.", on_ssd, "dataset")
+    answers = {name: row["source"]["reachable"] for name, row in shown.items()}
+    yield gauge("cache_source_reachable", "1 while the source answers.", answers, "dataset")
+    refreshes = {name: row["refreshes"] for name, row in shown.items()}
+    yield counter("cache_refreshes", "Refreshes of the dataset's view.", refreshes, "dataset")
+    yield gauge("cache_budget_bytes", "Most bytes the store may take.", budget)
+    yield gauge("cache_used_bytes", "Bytes that the store takes.", used)
+    hanging = kit.processes.hanging()
+    yield gauge(
+        "children_abandoned", "Processes that hang in the kernel after their deadline.", hanging
     )

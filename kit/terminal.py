@@ -1,14 +1,18 @@
 """How commands ask the agent and print its answer: JSON on request, plain columns for people."""
 
 import asyncio
+import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import click
 
 import kit.room
+
+# What a command shows: a value, and a function that puts it in lines of text.
+Shown = tuple[Any, Callable[[Any], Iterable[str]]]
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -24,20 +28,34 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-def show(answer: Any, as_json: bool, text: Callable[[Any], str]) -> None:
-    """The answer as JSON, or its ``text`` for people."""
+def show(shown: Shown, *, as_json: bool) -> None:
+    value, lines = shown
     if as_json:
-        print_json(answer)
-    else:
-        click.echo(text(answer))
+        print_json(value)
+        return
+    for line in lines(value):
+        click.echo(line)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def command(group: click.Group, name: str) -> Callable[[Callable[..., Shown]], click.Command]:
+    """A command with ``--json``. Its function gets the context and returns what is shown."""
+
+    def decorate(run: Callable[..., Shown]) -> click.Command:
+        def callback(ctx: kit.room.CommandContext, /, *, as_json: bool, **given: Any) -> None:
+            show(run(ctx, **given), as_json=as_json)
+
+        wrapped = functools.update_wrapper(callback, run)  # its arguments and help
+        return group.command(name)(json_option(click.pass_obj(wrapped)))
+
+    return decorate
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Columns as wide as their content; plain text, so that it can be cut and grepped."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     for row in (head, *rows):
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
+        yield "  ".join(cells).rstrip()
 
 
 def on_terminal() -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 import urllib.parse
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -11,8 +12,12 @@ import kit.errors
 import kit.units
 from kit import terminal
 from kit.room import CommandContext
+from kit.terminal import Shown
 
-_FIELDS = ("ref", "digest", "state", "pinned", "bytes_total", "bytes_done")
+_FIELDS = (
+    *("ref", "digest", "state", "pinned", "bytes_total", "bytes_done", "reason"),
+    *("by", "keep", "priority", "in_use"),
+)
 
 
 class ImageError(kit.errors.AgentError):
@@ -36,43 +41,39 @@ def _share(row: dict[str, Any]) -> str:
     return f"{done:.0f} % of {kit.units.format_size(total)}"
 
 
-def _print_row(row: dict[str, Any]) -> None:
+def _row_lines(row: dict[str, Any]) -> Iterator[str]:
     pinned = "pinned" if row["pinned"] else "not pinned"
-    click.echo(f"{row['ref']}: {row['state']}, {pinned}, {_share(row)}")
+    yield f"{row['ref']}: {row['state']}, {pinned}, {_share(row)}"
     if row["reason"] and row["state"] != "ready":
-        click.echo(f"  {row['reason']}")
+        yield f"  {row['reason']}"
 
 
-@image.command("list")
-@terminal.json_option
-@click.pass_obj
-def list_images(ctx: CommandContext, as_json: bool) -> None:
+@terminal.command(image, "list")
+def list_images(ctx: CommandContext) -> Shown:
     """All images that are requested or pinned on this node."""
     rows = _call(ctx, "GET", "")["images"]
-    if as_json:
-        keys = (*_FIELDS, "reason", "by", "keep", "priority", "in_use")
-        terminal.print_json([{key: row[key] for key in keys} for row in rows])
-        return
+    return [{key: row[key] for key in _FIELDS} for row in rows], _table_lines
+
+
+def _table_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     if not rows:
-        click.echo("No image is requested or pinned here; see preheat.images in the settings.")
+        yield "No image is requested or pinned here; see preheat.images in the settings."
     width = max((len(row["ref"]) for row in rows), default=0)
     for row in rows:
         pinned = "pinned" if row["pinned"] else "-"
         line = f"{row['ref']:<{width}}  {row['state']:<9}  {pinned:<6}  {_share(row):<20}"
-        click.echo((line + (f"  {row['reason']}" if row["state"] != "ready" else "")).rstrip())
+        yield (line + (f"  {row['reason']}" if row["state"] != "ready" else "")).rstrip()
 
 
-@image.command("show")
+@terminal.command(image, "show")
 @click.argument("ref")
-@terminal.json_option
-@click.pass_obj
-def show(ctx: CommandContext, ref: str, as_json: bool) -> None:
+def show(ctx: CommandContext, ref: str) -> Shown:
     """Everything about one image; each layer while it is pulled."""
-    row = _call(ctx, "GET", "/one", ref=ref)
-    if as_json:
-        terminal.print_json(row)
-        return
-    _print_row(row)
+    return _call(ctx, "GET", "/one", ref=ref), _detail_lines
+
+
+def _detail_lines(row: dict[str, Any]) -> Iterator[str]:
+    yield from _row_lines(row)
     size = kit.units.format_size
     lines = {
         "digest": row["digest"] or "not known yet",
@@ -84,14 +85,13 @@ def show(ctx: CommandContext, ref: str, as_json: bool) -> None:
     if row["failure_kind"]:
         again = "no retry"
         if row["retry_at"] is not None:
-            wait = kit.units.format_duration(row["retry_at"] - time.time())
-            again = f"retry in {wait}"
+            again = f"retry in {kit.units.format_duration(row['retry_at'] - time.time())}"
         lines["failure"] = f"{row['failure_kind']}, attempt {row['attempts']}, {again}"
     for key, value in lines.items():
-        click.echo(f"  {key + ':':<14} {value}")
+        yield f"  {key + ':':<14} {value}"
     for layer in row["layers"]:
         done, total = layer["bytes_done"], layer["bytes_total"]
-        click.echo(f"  {layer['digest'][:19]}  {100 * done / total:4.0f} %  {size(total):>10}")
+        yield f"  {layer['digest'][:19]}  {100 * done / total:4.0f} %  {size(total):>10}"
 
 
 @image.command("preheat")
@@ -106,10 +106,7 @@ def preheat(ctx: CommandContext, ref: str, wait: bool, pin: str, as_json: bool) 
     row = _call(ctx, "POST", "/preheat", {"ref": ref, "pin": rule})
     if wait:
         row = asyncio.run(_wait(ctx, row, quiet=as_json))
-    if as_json:
-        terminal.print_json(row)
-    else:
-        _print_row(row)
+    terminal.show((row, _row_lines), as_json=as_json)
     if wait and row["state"] != "ready":
         raise ImageError(f"image {ref}", f"{row['state']} ({row['reason']})", "")
 
@@ -141,16 +138,12 @@ async def _wait(ctx: CommandContext, row: dict[str, Any], quiet: bool) -> dict[s
 
 
 def _simple(name: str, text: str) -> None:
-    @image.command(name, help=text)
     @click.argument("ref")
-    @terminal.json_option
-    @click.pass_obj
-    def command(ctx: CommandContext, ref: str, as_json: bool) -> None:
-        row = _call(ctx, "POST", f"/{name}", {"ref": ref})
-        if as_json:
-            terminal.print_json(row)
-        else:
-            _print_row(row)
+    def run(ctx: CommandContext, ref: str) -> Shown:
+        return _call(ctx, "POST", f"/{name}", {"ref": ref}), _row_lines
+
+    run.__doc__ = text
+    terminal.command(image, name)(run)
 
 
 _simple("pin", "Pin REF, so that garbage collection does not delete it; pull it first if needed.")
@@ -160,34 +153,27 @@ _simple("resume", "Continue to pull REF, or retry at once after a failure.")
 _simple("cancel", "Stop pulling REF and delete the bytes fetched so far.")
 
 
-@image.command("plan")
-@terminal.json_option
-@click.pass_obj
-def plan(ctx: CommandContext, as_json: bool) -> None:
+@terminal.command(image, "plan")
+def plan(ctx: CommandContext) -> Shown:
     """What is pulled next, what is not and why, and how much images share layers."""
-    found = _call(ctx, "GET", "/plan")
-    if as_json:
-        terminal.print_json(found)
-        return
+    return _call(ctx, "GET", "/plan"), _plan_lines
+
+
+def _plan_lines(found: dict[str, Any]) -> Iterator[str]:
     size = kit.units.format_size
     disk = found["disk"]
-    click.echo(
-        f"disk: {size(disk['free'])} free of {size(disk['capacity'])}, "
-        f"{size(max(0, disk['room']))} before the kubelet's thresholds"
-    )
-    pinned, budget = size(found["pinned_bytes"]), size(found["pin_budget"])
-    click.echo(f"pins: {pinned} of {budget}")
+    room = f"{size(max(0, disk['room']))} before the kubelet's thresholds"
+    yield f"disk: {size(disk['free'])} free of {size(disk['capacity'])}, {room}"
+    yield f"pins: {size(found['pinned_bytes'])} of {size(found['pin_budget'])}"
     if found["pause"]:
-        click.echo(f"paused: {found['pause']}")
+        yield f"paused: {found['pause']}"
     for title in ("running", "pull", "waiting", "pin"):
         for ref in found[title]:
-            click.echo(f"{title}: {ref}")
-    for each in found["release"]:
-        click.echo(f"release: {each['ref']} ({each['text']})")
-    for each in found["skip"]:
-        click.echo(f"skip: {each['ref']} ({each['text']})")
+            yield f"{title}: {ref}"
+    for title in ("release", "skip"):
+        for each in found[title]:
+            yield f"{title}: {each['ref']} ({each['text']})"
     for each in found["reuse"]:
         share = 100 * each["shared"] / each["total"] if each["total"] else 0
         bases = f" with {', '.join(each['bases'])}" if each["bases"] else ""
-        total = size(each["total"])
-        click.echo(f"layers: {each['ref']} shares {share:.0f} % of {total}{bases}")
+        yield f"layers: {each['ref']} shares {share:.0f} % of {size(each['total'])}{bases}"

@@ -17,7 +17,7 @@ from prometheus_client.core import Metric
 import kit.errors
 import kit.findings
 import kit.room
-from preheat import manifest, metrics, plan, registry, settings, status
+from preheat import manifest, plan, registry, settings, status
 from preheat.desired import Request
 from preheat.reconciler import Reconciler
 from preheat.runtimes import base
@@ -46,7 +46,6 @@ class Preheat:
     def __init__(
         self,
         section: settings.PreheatSettings,
-        *,
         state_dir: Path,
         reporter: kit.findings.Reporter,
     ) -> None:
@@ -108,7 +107,7 @@ class Preheat:
         )
 
     def metrics(self) -> Iterable[Metric]:
-        return metrics.collect(self.reconciler)
+        return status.metrics(self.reconciler)
 
     # --- what operators see -----------------------------------------------------------------------
 

@@ -1,45 +1,14 @@
 """Image preheating as the process registers it."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import kit.findings
-import kit.room
+from kit.room import Command, Room, calls, named
 from preheat import settings
 
-if TYPE_CHECKING:
-    import click
-
-    from preheat.component import Preheat
-
-
-def _build(
-    section: settings.PreheatSettings, state_dir: Path, reporter: kit.findings.Reporter
-) -> "Preheat":
-    from preheat import component
-
-    return component.Preheat(section, state_dir=state_dir, reporter=reporter)
-
-
-def _routes() -> Sequence[kit.room.Route]:
-    from preheat import api
-
-    return api.ROUTES
-
-
-def _image() -> "click.Group":
-    from preheat import commands
-
-    return commands.image
-
-
-ROOM = kit.room.Room(
+ROOM = Room(
     name="preheat",
     summary="Container images kept ready; absent: no image is pulled or pinned on this node.",
     settings=settings.PreheatSettings,
-    build=_build,
-    routes=_routes,
+    build=calls("preheat.component:Preheat"),
+    routes=named("preheat.api:ROUTES"),
     openapi="preheat:openapi.yaml",
-    commands=(kit.room.Command("image", "Container images kept ready.", _image),),
+    commands=(Command("image", "Container images kept ready.", named("preheat.commands:image")),),
 )

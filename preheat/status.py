@@ -1,14 +1,18 @@
-"""What the room shows: the state of each image, the latest plan, and findings.
+"""What the room shows: the state of each image, the latest plan, findings and metrics.
 
 Everything here reads the reconciler's last snapshot and running pulls; nothing calls the runtime.
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client.core import Metric
+
 import kit.errors
 import kit.findings
+from kit.metrics import counter, gauge
 from preheat import desired, estimate, failure, manifest, plan, resolver
 from preheat.desired import Request
 from preheat.reconciler import Reconciler
@@ -295,3 +299,64 @@ def _finding(
         advice=advice,
         evidence=evidence or {},
     )
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def metrics(reconciler: Reconciler) -> Iterable[Metric]:
+    """Each label has a fixed, small set of values."""
+    seen, runtime, healer = reconciler.snapshot, reconciler.runtime, reconciler.healer
+    counts, totals = healer.counts, reconciler.totals
+    rows = images(reconciler)
+    states = [row.state for row in rows]
+    missing = [row.bytes_missing for row in rows if row.state not in ("ready", "released")]
+    honours = -1 if runtime.honours_pins is None else int(runtime.honours_pins)
+    by_state = {state: states.count(state) for state in STATES}
+    yield gauge("preheat_images", "Requested or pinned images.", by_state, "state")
+    values: dict[str, tuple[str, float]] = {
+        "pinned_bytes": (
+            "Bytes on disk that pins keep, shared layers once.",
+            estimate.union(pin.parts for pin in seen.pinned),
+        ),
+        "pin_budget_bytes": ("Most bytes that pins may keep.", reconciler.section.pin_budget),
+        "missing_bytes": ("Bytes still to fetch for everything requested.", sum(missing)),
+        "pulls_running": ("Pulls in progress.", len(reconciler.running)),
+        "disk_pressure": (
+            "1 while the image disk is above the kubelet's thresholds.",
+            seen.node is not None and seen.node.pressed,
+        ),
+        "pin_label_honoured": (
+            "1 when the runtime tells the kubelet about pins, 0 when not, -1 not known yet.",
+            honours,
+        ),
+        "gc_fights": (
+            "Pinned images that somebody removes more often than heals are allowed.",
+            len(healer.fights),
+        ),
+    }
+    for name, (text, value) in values.items():
+        yield gauge(f"preheat_{name}", text, value)
+    values = {
+        "heals": ("Removed pinned images that were restored.", counts.heals),
+        "removals": ("Removals of pinned images by somebody else.", counts.removals),
+        "pulls": ("Finished pulls.", totals.pulls),
+        "fetched_bytes": ("Bytes fetched by finished pulls.", totals.fetched_bytes),
+        "registry_requests": ("Requests of the agent to registries.", reconciler.client.requests),
+        "breaker_trips": ("Times the runtime went away on a changing call.", runtime.trips),
+    }
+    for name, (text, value) in values.items():
+        yield counter(f"preheat_{name}", text, value)
+    yield counter(
+        "preheat_saved_bytes",
+        "Bytes that did not have to be fetched when needed.",
+        {"use": totals.used_bytes, "heal": counts.saved_bytes},
+        "how",
+    )
+    yield counter(
+        "preheat_heals_refused",
+        "Removed pinned images that were not restored.",
+        {"disk_pressure": counts.refused_pressure, "limit": counts.refused_limit},
+        "reason",
+    )
+    yield counter("preheat_failures", "Failed pulls by class.", totals.failed, "kind")

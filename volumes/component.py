@@ -14,7 +14,6 @@ import kit.findings
 import kit.room
 from linux import blockdev
 from volumes import metrics, settings, status
-from volumes.audit import metrics as audit_metrics
 from volumes.audit import service
 from volumes.audit.types import GuardView, LedgerMismatch
 from volumes.guard import controller, kernel, override
@@ -31,7 +30,6 @@ class Volumes:
     def __init__(
         self,
         wanted: settings.VolumesSettings,
-        *,
         state_dir: Path,
         reporter: kit.findings.Reporter,
     ) -> None:
@@ -77,8 +75,8 @@ class Volumes:
         return kit.room.Health(alive=alive, ready=not reasons, reasons=tuple(reasons))
 
     def metrics(self) -> Iterable[Metric]:
-        yield from metrics.metrics(self.guard)
-        yield from audit_metrics.metrics(self.audit)
+        yield from metrics.of_guard(self.guard)
+        yield from metrics.of_audit(self.audit)
 
     def _report_guard(self) -> None:
         self._reporter.report("volumes.guard", status.findings(self.guard, time.time()))

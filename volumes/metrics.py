@@ -1,72 +1,136 @@
-"""Metrics of the guard, the probes and the ledger."""
+"""Metrics of the guard and the audit. Series are bounded: no label per device, file or pod."""
 
 from collections.abc import Iterable
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+import msgspec
+from prometheus_client.core import Metric
 
+import kit.processes
+from kit.metrics import counter, gauge
+from volumes.audit import evaluate
+from volumes.audit.service import Audit
 from volumes.guard import controller, kernel
 from volumes.probe.examine import Kind
 
 
-def metrics(guard: controller.Controller) -> Iterable[Metric]:
-    present = guard.present
-    mode = GaugeMetricFamily(
-        "nodeagent_volumes_guard_mode", "1 for the mode that the kernel is in.", labels=["mode"]
+def of_guard(guard: controller.Controller) -> Iterable[Metric]:
+    present, manager = guard.present, guard.manager
+    counts = present.counters if present is not None else {}
+    mode = present.mode if present is not None else None
+    yield gauge(
+        "volumes_guard_mode",
+        "1 for the mode that the kernel is in.",
+        {str(each): mode is each for each in kernel.Mode},
+        "mode",
     )
-    for each in kernel.Mode:
-        mode.add_metric([str(each)], 1 if present is not None and present.mode is each else 0)
-    yield mode
-    yield GaugeMetricFamily(
-        "nodeagent_volumes_guard_in_force",
+    yield gauge(
+        "volumes_guard_in_force",
         "1 while the kernel does what the settings say.",
-        value=0 if guard.problems() else 1,
+        not guard.problems(),
     )
-    opens = CounterMetricFamily(
-        "nodeagent_volumes_guard_checks",
+    yield counter(
+        "volumes_guard_checks",
         "Checks of write opens since the program was loaded, by outcome; an open that passes is "
         "checked twice.",
-        labels=["outcome"],
+        {name: counts.get(name, 0) for name in kernel.COUNTERS[:-1]},
+        "outcome",
     )
-    for name in kernel.COUNTERS[:-1]:
-        opens.add_metric([name], present.counters.get(name, 0) if present else 0)
-    yield opens
-    yield CounterMetricFamily(
-        "nodeagent_volumes_guard_events_lost",
+    yield counter(
+        "volumes_guard_events_lost",
         "Denials that found the ring buffer full.",
-        value=present.counters.get("lost", 0) if present else 0,
+        counts.get("lost", 0),
     )
-    yield CounterMetricFamily(
-        "nodeagent_volumes_guard_leases", "Leases granted.", value=guard.manager.granted
-    )
-    yield CounterMetricFamily(
-        "nodeagent_volumes_guard_denied_then_leased",
+    yield counter("volumes_guard_leases", "Leases granted.", manager.granted)
+    yield counter(
+        "volumes_guard_denied_then_leased",
         "Denied attempts whose device got a lease right after, as with every new volume.",
-        value=guard.denials.delayed,
+        guard.denials.delayed,
     )
-    probes = CounterMetricFamily(
-        "nodeagent_volumes_probes", "Probes by verdict.", labels=["verdict"]
+    yield counter(
+        "volumes_probes",
+        "Probes by verdict.",
+        {str(kind): manager.verdicts.get(kind, 0) for kind in Kind},
+        "verdict",
     )
-    for kind in Kind:
-        probes.add_metric([str(kind)], guard.manager.verdicts.get(kind, 0))
-    yield probes
-    yield GaugeMetricFamily(
-        "nodeagent_volumes_probes_hanging",
+    yield gauge(
+        "volumes_probes_hanging",
         "Abandoned probes whose device still does not answer.",
-        value=len(guard.manager.prober.hanging),
+        len(manager.prober.hanging),
     )
-    yield GaugeMetricFamily(
-        "nodeagent_volumes_guarded_devices",
-        "Attached devices of guarded drivers.",
-        value=len(guard.manager.known),
+    yield gauge(
+        "volumes_guarded_devices", "Attached devices of guarded drivers.", len(manager.known)
     )
-    yield GaugeMetricFamily(
-        "nodeagent_volumes_ledger_entries",
-        "Volumes in this node's ledger.",
-        value=len(guard.ledger.entries()),
+    yield gauge(
+        "volumes_ledger_entries", "Volumes in this node's ledger.", len(guard.ledger.entries())
     )
-    failures = CounterMetricFamily(
-        "nodeagent_volumes_cluster_failures", "Ceph clusters that did not answer.", labels=["what"]
+    yield counter(
+        "volumes_cluster_failures",
+        "Ceph clusters that did not answer.",
+        {"ask": guard.mirror.failures, "mirror": manager.mirror_failures},
+        "what",
     )
-    failures.add_metric(["ask"], guard.mirror.failures)
-    failures.add_metric(["mirror"], guard.manager.mirror_failures)
-    yield failures
+
+
+def of_audit(audit: Audit) -> Iterable[Metric]:
+    """None of a disabled audit."""
+    if not audit.settings.enabled:
+        return
+    inventory, follower, scanner = audit.inventory, audit.follower, audit.scanner
+    findings = {(rule.name, str(rule.severity)): 0 for rule in evaluate.RULES}
+    for finding in audit.findings:
+        pair = (finding.rule, str(finding.severity))
+        findings[pair] = findings.get(pair, 0) + 1
+    yield gauge("volume_findings", "Current findings.", findings, "rule", "severity")
+    yield gauge(
+        "volume_rule_state",
+        "1 for the state that a rule is in; unknown does not mean fine.",
+        {(r.name, state): r.state == state for r in audit.states for state in evaluate.STATES},
+        *("rule", "state"),
+    )
+    drivers = [device.driver for device in inventory.devices] if inventory else []
+    yield gauge(
+        "volume_devices",
+        "Guarded block devices with a medium.",
+        {driver: drivers.count(driver) for driver in audit.drivers},
+        "driver",
+    )
+    yield gauge(
+        "volume_mount_namespaces",
+        "Mount namespaces that the last full scan visited.",
+        inventory.namespaces if inventory else 0,
+    )
+    yield gauge(
+        "volume_look_age_seconds", "Age of the last scan of the node.", max(0.0, audit.age())
+    )
+    yield counter("volume_looks", "Scans of the node.", scanner.scans)
+    yield counter(
+        "volume_look_failures", "Scans that failed or did not end in time.", scanner.failures
+    )
+    yield counter("volume_look_cpu_seconds", "CPU time of all scans.", scanner.cpu_seconds)
+    yield gauge(
+        "volume_stuck_children",
+        "Child processes that hang in the kernel.",
+        kit.processes.hanging(),
+    )
+    lines = msgspec.to_builtins(follower.counters()) if follower else {}
+    yield counter(
+        "volume_log_lines",
+        "Log lines: seen, dropped above the limit, lost before they were read, matched, squeezed "
+        "(matched, but too many different ones at once).",
+        {(source, fate): n for source, counts in lines.items() for fate, n in counts.items()},
+        *("source", "fate"),
+    )
+    yield counter(
+        "volume_log_restarts",
+        "Times the log child was replaced.",
+        follower.restarts if follower else 0,
+    )
+    yield gauge(
+        "volume_cluster_answers",
+        "1 while the cluster answers.",
+        {name: not isinstance(view, str) for name, view in audit.cluster_views().items()},
+        "cluster",
+    )
+    yield counter(
+        "volume_actions", "Actions of the audit.", audit.runner.counts, "action", "outcome"
+    )

@@ -22,10 +22,11 @@ import prometheus_client
 import structlog
 from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 import kit.errors
+from kit.metrics import gauge
 from kit.room import Answer, Component, Json, Request, Role, Route, Stream
 from nodeagent import page
 from nodeagent.api import access, openapi
@@ -72,13 +73,10 @@ class _Collector(Collector):
         self._state = state
 
     def collect(self) -> Iterable[Metric]:
-        ready = GaugeMetricFamily(
-            "nodeagent_component_ready", "1 while the component is ready.", labels=["component"]
-        )
         for component in self._state.components:
-            ready.add_metric([component.name], 1 if component.health().ready else 0)
             yield from component.metrics()
-        yield ready
+        ready = {each.name: each.health().ready for each in self._state.components}
+        yield gauge("component_ready", "1 while the component is ready.", ready, "component")
         yield from self._state.findings.metrics()
 
 

@@ -8,7 +8,8 @@ import pytest
 import kit.room
 from nodeagent import reporter as reporting
 from tests.volumes.audit import world
-from volumes.audit import metrics, service, status
+from volumes import metrics
+from volumes.audit import service, status
 from volumes.audit.inventory import model, scan
 from volumes.audit.settings import AuditSettings
 
@@ -93,7 +94,7 @@ async def test_a_disabled_audit_does_nothing(tmp_path: Path) -> None:
     )
     await audit.start()
     assert audit.health() == kit.room.Health(alive=True, ready=True)
-    assert list(metrics.metrics(audit)) == []
+    assert list(metrics.of_audit(audit)) == []
     assert audit.follower is None and audit.scanner.scans == 0
     assert await audit.reconcile(disabled) == []
     assert await audit.reconcile(AuditSettings(enabled=True)) == ["audit.enabled"]
