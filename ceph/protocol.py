@@ -136,7 +136,13 @@ class ImageView:
     features: int = 0
     watchers: tuple[Watcher, ...] = ()
     locks: tuple[Lock, ...] = ()
+    mirrored: bool = False  # rbd-mirror copies it, or copies to it
     error: str = ""  # why it could not be asked
+
+    @property
+    def migrating(self) -> bool:
+        """A live migration between pools or images is going on (RBD_FEATURE_MIGRATING)."""
+        return bool(self.features & 1 << 9)
 
     @property
     def key(self) -> tuple[str, str, str]:

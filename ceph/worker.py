@@ -237,6 +237,7 @@ class _Connection:
                     return ImageView(
                         *names,
                         features=image.features(),
+                        mirrored=_is_mirrored(image),
                         watchers=tuple(
                             Watcher(f"client{watcher['id']}", watcher["addr"])
                             for watcher in image.watchers_list()
@@ -254,6 +255,14 @@ def _encoded(text: str) -> bytes:
     """A string as Ceph encodes it (denc): length, bytes."""
     raw = text.encode()
     return struct.pack("<I", len(raw)) + raw
+
+
+def _is_mirrored(image: Any) -> bool:
+    """False when the key may not ask."""
+    try:
+        return bool(image.mirror_image_get_info()["state"] == rbd.RBD_MIRROR_IMAGE_ENABLED)
+    except rbd.Error:
+        return False
 
 
 def _first_extent(image: Any) -> tuple[int, int] | None:

@@ -1,8 +1,8 @@
 """BPF through libbpf (Debian: libbpf1): load an object file, attach to a cgroup, read maps.
 
-Only what a cgroup-device program needs. Every call raises OSError with the kernel's errno; a
-program that the verifier refuses raises OSError whose text ends with the verifier's last words.
-Structure layouts are those of <linux/bpf.h>, program type 15, attach type 6.
+Only what a cgroup-device program and a traced one need. Every call raises OSError with the kernel's
+errno; a program that the verifier refuses raises OSError whose text ends with the verifier's last
+words. Structure layouts are those of <linux/bpf.h>, program type 15, attach type 6.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from pathlib import Path
 CGROUP_DEVICE = 6  # enum bpf_attach_type
 ALLOW_MULTI = 2  # other programs, above and below, are asked too; all must agree
 MOST_PROGRAMS = 64  # BPF_CGROUP_MAX_PROGS of the kernel
+IF_NEW, IF_THERE = 1, 2  # BPF_NOEXIST, BPF_EXIST
 _LOG_KEPT = 4096
 
 _Print = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
@@ -53,6 +54,7 @@ def _library() -> ctypes.CDLL:
         "bpf_obj_get_info_by_fd": (number, [number, pointer, pointer]),
         "bpf_obj_pin": (number, [number, text]),
         "bpf_obj_get": (number, [text]),
+        "bpf_raw_tracepoint_open": (number, [text, number]),
         "bpf_map_update_elem": (number, [number, pointer, pointer, ctypes.c_uint64]),
         "bpf_map_lookup_elem": (number, [number, pointer, pointer]),
         "bpf_map_delete_elem": (number, [number, pointer]),
@@ -172,8 +174,24 @@ class Program(Descriptor):
             _library().bpf_prog_attach(self.fd, cgroup, CGROUP_DEVICE, ALLOW_MULTI), "bpf attach"
         )
 
+    def trace(self) -> "Link":
+        """Attach to the tracepoint that the program's section names. It ends with the link."""
+        return Link(_checked(_library().bpf_raw_tracepoint_open(None, self.fd), "bpf trace"))
+
     def detach(self, cgroup: int) -> None:
         _checked(_library().bpf_prog_detach2(self.fd, cgroup, CGROUP_DEVICE), "bpf detach")
+
+
+class Link(Descriptor):
+    """Keeps a program attached as long as a descriptor or a pin of it exists."""
+
+    @classmethod
+    def at(cls, path: Path) -> "Link":
+        return cls(_checked(_library().bpf_obj_get(os.fsencode(path)), f"pin {path}"))
+
+    def program(self) -> Program:
+        raw = self._info(ctypes.create_string_buffer(64))
+        return Program.by_id(struct.unpack_from("=3I", raw)[2])
 
 
 class Map(Descriptor):
@@ -190,9 +208,11 @@ class Map(Descriptor):
     def by_id(cls, number: int) -> "Map":
         return cls(_checked(_library().bpf_map_get_fd_by_id(number), f"bpf map {number}"))
 
-    def set(self, key: bytes, value: bytes) -> None:
+    def set(self, key: bytes, value: bytes, only: int = 0) -> None:
+        """``only``: IF_NEW (OSError EEXIST otherwise) or IF_THERE (ENOENT)."""
         assert len(key) == self.info.key_size and len(value) == self.info.value_size
-        _checked(_library().bpf_map_update_elem(self.fd, key, value, 0), f"{self.info.name} update")
+        done = _library().bpf_map_update_elem(self.fd, key, value, only)
+        _checked(done, f"{self.info.name} update")
 
     def get(self, key: bytes) -> bytes | None:
         assert len(key) == self.info.key_size

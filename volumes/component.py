@@ -152,13 +152,15 @@ def guard_view(guard: controller.Controller) -> GuardView:
                 seen=str(each.seen),
             )
             for each in known
-            if each.changed_from or each.missing
+            # What cannot be read is a finding of the guard: nothing says that it is other content.
+            if each.changed_from or (each.missing and not each.doubt.looks)
         ),
         unreadable=tuple(
             each.device.name
             for each in known
             if each.seen is not None
             and each.seen.verdict is Kind.UNREADABLE
+            and each.doubt.agreed
             and not each.raw  # its pod may write to it
         ),
     )

@@ -1,6 +1,7 @@
 """What operators see of the guard: its findings, its status, a probe's answer."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from kit.findings import Finding, Severity
 from linux import blockdev
 from volumes import settings
-from volumes.guard import canary, controller, kernel, lease_manager, override
+from volumes.guard import canary, controller, kernel, override, steps
 from volumes.ledger import store
 from volumes.probe.examine import Kind, Verdict
 
@@ -57,7 +58,7 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             )
 
 
-def _of_device(known: lease_manager.Known, hanging: bool) -> Iterator[Finding]:
+def _of_device(known: steps.Known, hanging: bool) -> Iterator[Finding]:
     device, seen = known.device, known.seen
     evidence = {"device": device.path, "volume": device.volume, "verdict": str(seen)}
 
@@ -71,8 +72,9 @@ def _of_device(known: lease_manager.Known, hanging: bool) -> Iterator[Finding]:
             Severity.CRITICAL,
             f"{device.title} held {known.changed_from} and now holds {seen}: it was formatted "
             "elsewhere, or another image is mapped in its place",
-            "Stop its users and examine its content. If the change was intended: "
-            f"nodeagent volume ledger --accept {device.volume}",
+            f"Look again: nodeagent volume probe {device.path}. If it stays so, stop its users and "
+            "examine its content. If the change was intended: nodeagent volume ledger --accept "
+            f"{device.volume}",
         )
     elif known.missing:
         yield finding(
@@ -118,7 +120,7 @@ def describe_kernel(present: kernel.Present) -> dict[str, Any]:
         "leases": [
             {
                 "device": f"{number[0]}:{number[1]}",
-                "until_monotonic": round(held.until, 3),
+                "until_monotonic": None if held.until == math.inf else round(held.until, 3),
                 "opens": held.opens,
             }
             for number, held in sorted(present.leases.items())
@@ -160,6 +162,8 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
         "override": None if found is None else found.as_json(),
         "agent": "running",
         "unsupported": guard.unsupported,
+        "leases_end_with_disk": guard.guard is not None and guard.guard.ends_with_disk,
+        "why_not": guard.guard.no_watch if guard.guard is not None else "",
         "fallback": guard.fallback.status() if guard.fallback is not None else None,
         "loaded_seconds_after_boot": None if program is None else round(program.loaded_ns / 1e9, 1),
         "drivers_not_loaded": sorted(set(guard.settings.drivers) - guard.driver_names()),
@@ -173,7 +177,7 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
     }
 
 
-def _device(known: lease_manager.Known, now: float) -> dict[str, Any]:
+def _device(known: steps.Known, now: float) -> dict[str, Any]:
     device = known.device
     return {
         "device": device.path,

@@ -23,9 +23,9 @@ import structlog
 
 import kit.errors
 from ceph.settings import ClusterSettings
-from linux import blockdev, bpf, kmsg, netlink
+from linux import blockdev, bpf, kmsg, mountinfo, netlink
 from volumes import settings
-from volumes.guard import canary, denials, fallback, kernel, lease, lease_manager, override
+from volumes.guard import canary, cgroups, denials, fallback, kernel, lease, lease_manager, override
 from volumes.ledger import store
 from volumes.ledger.mirror import Mirror
 
@@ -34,6 +34,7 @@ log = structlog.get_logger("volumes")
 SCAN_SECONDS = 30.0  # in case a uevent was lost
 CHECK_AGAIN_SECONDS = 600.0  # a device whose content may have changed unnoticed
 PROOF_SECONDS = 60.0
+MOUNT_SECONDS = 0.2  # from a mount to the look at what kubelet published
 
 
 def node_name() -> str:
@@ -72,6 +73,8 @@ class Controller:
         self.fallback: fallback.Fallback | None = None
         self._changed = changed
         self._uevents: netlink.Uevents | None = None
+        self._mounts: mountinfo.Watch | None = None
+        self._table_read: asyncio.TimerHandle | None = None
         self._kmsg: kmsg.Kmsg | None = None
         self._ring: bpf.Ring | None = None
         self._ring_map = 0
@@ -111,6 +114,10 @@ class Controller:
             loop.add_reader(self._uevents.fd, self._on_uevent)
         except OSError as error:
             log.warning("no uevents: devices are found by scanning", error=str(error))
+        try:
+            self._mounts = mountinfo.Watch("/proc/1/mountinfo", self._on_mount)
+        except OSError as error:
+            log.warning("no watch of mounts: raw block volumes are found late", error=str(error))
 
     async def stop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -123,7 +130,11 @@ class Controller:
             if source is not None:
                 loop.remove_reader(source.fd)
                 source.close()
-        self._kmsg = self._uevents = None
+        if self._mounts is not None:
+            self._mounts.close()
+        if self._table_read is not None:
+            self._table_read.cancel()
+        self._kmsg = self._uevents = self._mounts = None
         if self._mount is not None:
             os.close(self._mount)
             self._mount = None
@@ -169,7 +180,7 @@ class Controller:
             self._scan()
         if self.guard is not None and now - self._proved >= PROOF_SECONDS:
             self._proved = now
-            root = kernel.is_root(self.guard.cgroup)
+            root = cgroups.is_root(self.guard.cgroup)
             self.proof = await canary.prove(self.guard.cgroup, root, self.state_dir)
         self._changed()
 
@@ -210,10 +221,11 @@ class Controller:
             return guard.apply(wanted) if present.attached else present
         if first or not present.attached or len(present.programs) != 1:
             return guard.apply(wanted)
+        if not present.pinned:
+            guard.repin()
         if not present.is_as(wanted):
             guard.configure(wanted)
-            return guard.read()
-        return present
+        return guard.read()
 
     def _wanted(self) -> kernel.Wanted:
         new = kernel.wanted(
@@ -231,7 +243,9 @@ class Controller:
                 self.fallback = None
             return
         if self.fallback is None:
-            self.fallback = fallback.Fallback(self._denied, kernel.below_root(self.settings.cgroup))
+            self.fallback = fallback.Fallback(
+                self._denied, cgroups.below_root(self.settings.cgroup)
+            )
         self.manager.leases = self.fallback
         await self.fallback.apply(
             self.wanted_mode(), self._majors, list(self.manager.known.values())
@@ -316,6 +330,16 @@ class Controller:
             self._scanned = -1e9  # with the next reconcile
         except OSError as error:
             log.warning("uevents cannot be read", error=str(error))
+
+    def _on_mount(self) -> None:
+        """Hundreds of mounts may come at once; a pod takes longer to start than this."""
+        if self._table_read is None:
+            loop = asyncio.get_running_loop()
+            self._table_read = loop.call_later(MOUNT_SECONDS, self._read_table)
+
+    def _read_table(self) -> None:
+        self._table_read = None
+        self.manager.mounts_changed()
 
     # --- devices
 

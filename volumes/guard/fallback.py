@@ -18,7 +18,7 @@ import structlog
 import kit.errors
 import kit.line_worker
 from linux import blockdev
-from volumes.guard import exec_filter, kernel, lease_manager
+from volumes.guard import exec_filter, kernel, steps
 from volumes.probe.examine import Kind
 
 log = structlog.get_logger("volumes")
@@ -47,6 +47,9 @@ class Fallback:
 
     # --- leases, as the kernel keeps them elsewhere
 
+    def reserve(self, number: kernel.Number, diskseq: int | None) -> None:
+        pass
+
     def grant(self, number: kernel.Number, until: float, diskseq: int | None) -> None:
         # Opens are not counted, so each lease counts as used.
         self._leases[number] = kernel.Lease(until, 1, diskseq or 0)
@@ -59,10 +62,14 @@ class Fallback:
     def leases(self) -> dict[kernel.Number, kernel.Lease]:
         return dict(self._leases)
 
+    @property
+    def ends_with_disk(self) -> bool:
+        return False
+
     # --- read-only flags
 
     async def apply(
-        self, mode: kernel.Mode, majors: frozenset[int], known: Iterable[lease_manager.Known]
+        self, mode: kernel.Mode, majors: frozenset[int], known: Iterable[steps.Known]
     ) -> None:
         self._mode, self._majors = mode, majors
         self._changed.set()
@@ -77,7 +84,7 @@ class Fallback:
         else:
             self._unflag_all()
 
-    def _flag(self, known: lease_manager.Known) -> None:
+    def _flag(self, known: steps.Known) -> None:
         device = known.device
         flagged = self.flagged.get(device.name)
         doubtful = known.seen is not None and known.seen.verdict in _FLAGGED_FOR

@@ -29,6 +29,7 @@ struct task_struct {
 
 struct device { __u32 major, minor; };
 struct lease { __u64 until_ns, opens, diskseq; };   // CLOCK_MONOTONIC; opens let pass; for the agent
+struct backing_dev_info { char dev_name[64]; } __attribute__((preserve_access_index));
 struct word { char name[NAME], first[NAME]; };
 struct event {
 	__u64 time_ns, cgroup;
@@ -145,5 +146,29 @@ SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx) { return d
 
 // Without it: names only. Needs bpf_get_current_comm for this program type (about Linux 6.1).
 SEC("cgroup/dev") int nodeagent_plain(struct bpf_cgroup_dev_ctx *ctx) { return decide(ctx, 0); }
+
+// A disk appears: a lease on its number was given to an earlier one. dev_name is "MAJOR:MINOR".
+SEC("tp_btf/writeback_bdi_register") int nodeagent_disks(__u64 *ctx)
+{
+	struct backing_dev_info *disk = (void *)ctx[0];
+	__u32 number[2] = {}, colons = 0;
+	char name[NAME] = {};
+	int at;
+
+	bpf_probe_read_kernel_str(name, sizeof(name), disk->dev_name);
+	for (at = 0; at < NAME - 1 && colons < 2; at++) {
+		if (name[at] == ':')
+			colons++;
+		else if (name[at] < '0' || name[at] > '9')
+			break;
+		else if (colons)
+			number[1] = number[1] * 10 + (name[at] - '0');
+		else
+			number[0] = number[0] * 10 + (name[at] - '0');
+	}
+	if (colons == 1)
+		bpf_map_delete_elem(&leases, number);
+	return 0;
+}
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

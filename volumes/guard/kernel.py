@@ -11,6 +11,7 @@ OSError from the kernel, HostError and InUseError.
 
 import contextlib
 import errno
+import math
 import os
 import struct
 import threading
@@ -22,8 +23,9 @@ from typing import Any
 
 import kit.errors
 import kit.files
-from linux import bpf, mountinfo, mounts
+from linux import bpf
 from volumes import settings
+from volumes.guard import cgroups, pins
 
 # --- layouts shared with guard.bpf.c: change both together
 
@@ -33,6 +35,7 @@ COUNTERS = ("by_lease", "by_name", "by_word", "would_deny", "denied", "lost")
 NAME_BYTES = 16
 _EVENT = struct.Struct("=QQ6I16s16s256s")
 _LEASE = struct.Struct("=QQQ")
+_FOREVER = 2**63
 _LOCK_SECONDS = 10.0
 
 Number = tuple[int, int]  # major, minor
@@ -72,22 +75,24 @@ def _text(raw: bytes) -> str:
 
 @dataclass(frozen=True)
 class Lease:
-    """``until``: CLOCK_MONOTONIC seconds. ``opens``: checks that it let pass; the kernel checks one
-    open twice, so 0 means that nothing was opened. ``diskseq``: the attachment it was given to; 0
-    where the kernel does not number attachments. The program ignores it."""
+    """``until``: CLOCK_MONOTONIC seconds; infinite: as long as the disk is there. ``opens``: checks
+    that it let pass; the kernel checks one open twice, so 0 means that nothing was opened.
+    ``diskseq``: the attachment it was given to; 0 where the kernel does not number attachments. The
+    program ignores it."""
 
     until: float
     opens: int
     diskseq: int = 0
 
     def pack(self) -> bytes:
-        return _LEASE.pack(int(self.until * 1e9), self.opens, self.diskseq)
+        until = _FOREVER if self.until == math.inf else int(self.until * 1e9)
+        return _LEASE.pack(until, self.opens, self.diskseq)
 
     @classmethod
     def unpack(cls, raw: bytes) -> "Lease":
         # A map of a program before DISKSEQ was kept has shorter values.
         until, opens, diskseq = _LEASE.unpack(raw.ljust(_LEASE.size, b"\0"))
-        return cls(until / 1e9, opens, diskseq)
+        return cls(math.inf if until >= _FOREVER else until / 1e9, opens, diskseq)
 
 
 @dataclass(frozen=True)
@@ -173,42 +178,16 @@ class Present(Wanted):
         return all(getattr(self, f.name) == getattr(wanted, f.name) for f in fields(Wanted))
 
 
-def find_cgroup() -> Path:
-    """The mount point of the whole cgroup v2 hierarchy. HostError without one."""
-    for mount in mountinfo.read():
-        # Not mount.root: in a cgroup namespace of its own, a pod sees the host's root as /../..
-        if mount.fstype == "cgroup2" and is_root(Path(mount.target)):
-            return Path(mount.target)
-    raise kit.errors.HostError(
-        "cgroup v2",
-        "its root is not mounted here",
-        "in a pod, mount the host's /sys/fs/cgroup and use the host's cgroup namespace; on a node "
-        "with cgroup v1 only: mount -t cgroup2 none /sys/fs/cgroup/unified; or set "
-        "volumes.guard.cgroup",
-    )
-
-
-def is_root(cgroup: Path) -> bool:
-    """Only the real root has no cgroup.events; a container's root has one."""
-    return not (cgroup / "cgroup.events").exists()
-
-
-def below_root(cgroup: Path | None) -> str:
-    """The cgroup's path as /proc/<pid>/cgroup shows it; ``/`` for the root."""
-    if cgroup is None:
-        return "/"
-    mount = mountinfo.containing(str(cgroup), mountinfo.read())
-    return "/" + str(cgroup.relative_to(mount.target if mount else "/")).strip(".")
-
-
 class Kernel:
     """Handles on one cgroup's guard. ``maps`` are those of the attached program."""
 
-    def __init__(self, cgroup: Path, pins: Path, object_file: Path = OBJECT) -> None:
+    def __init__(self, cgroup: Path, pin_folder: Path, object_file: Path = OBJECT) -> None:
         self.cgroup = cgroup
-        self.pins = pins
+        self.pins = pin_folder
         self.object_file = object_file
         self.maps: dict[str, bpf.Map] = {}
+        self.no_watch = ""  # why not
+        self.ends_with_disk = False  # the kernel ends a lease when another disk gets its number
         self._program_id: int | None = None
         # apply() may run in a thread beside grant() and revoke(): nobody uses a closed map.
         self._hold = threading.RLock()
@@ -286,7 +265,10 @@ class Kernel:
             ours = self._ours(fd)
             for program, _ in ours:
                 program.close()
-        where: dict[str, Any] = {"cgroup": str(self.cgroup), "whole_node": is_root(self.cgroup)}
+        where: dict[str, Any] = {
+            "cgroup": str(self.cgroup),
+            "whole_node": cgroups.is_root(self.cgroup),
+        }
         if not ours:
             self.close()
             return Present(**where)
@@ -301,7 +283,8 @@ class Kernel:
             words=frozenset((_text(k[:16]), _text(k[16:])) for k in self.maps["words"].snapshot()),
             leases=self.leases(),
             counters=self._counters(),
-            pinned=(self.pins / "program").exists(),
+            pinned=(self.pins / "program").exists()
+            and not (self.ends_with_disk and not (self.pins / pins.DISKS).exists()),
         )
 
     def _mode(self) -> Mode:
@@ -347,13 +330,14 @@ class Kernel:
             if same and kept and same[0].id == ours[0][1].id:
                 self.configure(wanted)
                 keep = ours[0][1].id
+                self._keep(ours[0][0], self.maps)
             else:
                 fill(maps, wanted)
+                self._keep(program, maps)
                 if "leases" in self.maps and not kept:
                     _copy(self.maps["leases"], maps["leases"])
                 program.attach(fd)
                 keep = program.info().id
-                self._pin(program, maps)
             for old, info in ours:
                 if info.id != keep:
                     old.detach(fd)
@@ -407,27 +391,58 @@ class Kernel:
                 program.detach(fd)
                 program.close()
         self.close()
-        if self.pins.is_dir():
-            for pin in self.pins.iterdir():
-                pin.unlink()
-            self.pins.rmdir()
+        pins.drop(self.pins)
         return len(ours)
 
+    def repin(self) -> None:
+        """Make lost pins anew, under the names that ``read`` misses."""
+        with self._directory(lock=True) as fd:
+            ours = self._ours(fd)
+            if ours and self._program_id == ours[0][1].id:
+                self._keep(ours[0][0], self.maps)
+            for program, _ in ours:
+                program.close()
+
+    def _keep(self, program: bpf.Program, maps: Mapping[str, bpf.Map]) -> None:
+        """An attached program stays without a pin, so an error only leaves leases to their end."""
+        try:
+            pins.keep(self.pins, program, maps)
+            pins.watch_disks(self.pins, self.object_file, maps)
+            self.ends_with_disk, self.no_watch = True, ""
+        except OSError as error:
+            self.ends_with_disk, self.no_watch = False, str(error.strerror or error)
+
     # --- leases
+
+    def reserve(self, number: Number, diskseq: int | None) -> None:
+        """A lease that has ended already, unless there is one. A new disk takes it away, and then
+        ``grant`` fails. RefusedError when nothing is attached."""
+        with self._hold, contextlib.suppress(FileExistsError):
+            self._attached()["leases"].set(
+                _key(number), Lease(0.0, 0, diskseq or 0).pack(), bpf.IF_NEW
+            )
 
     def grant(self, number: Number, until: float, diskseq: int | None) -> None:
         """Let write opens of the device pass until CLOCK_MONOTONIC ``until`` (seconds).
 
         ``diskseq``: the attachment that the lease is given to. RefusedError when nothing is
-        attached.
+        attached, or when another disk has the number since ``reserve``.
         """
         with self._hold:
-            if "leases" not in self.maps:
+            try:
+                new = Lease(until, 0, diskseq or 0).pack()
+                self._attached()["leases"].set(_key(number), new, bpf.IF_THERE)
+            except FileNotFoundError:
                 raise kit.errors.RefusedError(
-                    f"guard of {self.cgroup}", "is not attached", "attach it first"
-                )
-            new = Lease(until, 0, diskseq or 0)
-            self.maps["leases"].set(_key(number), new.pack())
+                    f"lease of {number[0]}:{number[1]}", "another disk has the number", "try again"
+                ) from None
+
+    def _attached(self) -> dict[str, bpf.Map]:
+        if "leases" not in self.maps:
+            raise kit.errors.RefusedError(
+                f"guard of {self.cgroup}", "is not attached", "attach it first"
+            )
+        return self.maps
 
     def revoke(self, number: Number) -> Lease | None:
         """End the lease now. Returns what it was."""
@@ -448,23 +463,6 @@ class Kernel:
                 if raw is not None:
                     found[_number(key)] = Lease.unpack(raw)
         return found
-
-    # --- pins
-
-    def _pin(self, program: bpf.Program, maps: Mapping[str, bpf.Map]) -> None:
-        """Names in a bpf file system, which is mounted when missing. An error is not reported: an
-        attached program stays without a pin."""
-        with contextlib.suppress(OSError):
-            mounted = mountinfo.containing(str(self.pins.parent), mountinfo.read())
-            if mounted is None or mounted.fstype != "bpf":
-                self.pins.parent.mkdir(parents=True, exist_ok=True)
-                mounts.mount("bpf", self.pins.parent, "bpf", 0)
-            self.pins.mkdir(mode=0o700, exist_ok=True)
-            for old in list(self.pins.iterdir()):
-                old.unlink()
-            program.pin(self.pins / "program")
-            for name, each in maps.items():
-                each.pin(self.pins / name)
 
 
 def fill(maps: Mapping[str, bpf.Map], wanted: Wanted) -> None:

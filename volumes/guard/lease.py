@@ -11,8 +11,9 @@ here. Two invariants follow from the order, even when the agent is killed betwee
 * whenever the kernel has a lease, the ledger has an open permission for that volume; so a volume
   that may have been formatted never again counts as one that was not;
 * a lease belongs to one attachment (DISKSEQ). The kernel's map knows device numbers only, and a
-  number may pass to another volume while no agent runs. So whoever meets an attachment for the
-  first time revokes a lease that was not given to it.
+  number may pass to another volume while no agent runs. So the kernel's second program deletes the
+  lease of a number that a new disk gets; and where disks stay (nbd, loop), whoever meets an
+  attachment for the first time revokes a lease that was not given to it.
 
 The property tests drive these functions through 20,000 lives of a volume.
 """
@@ -20,7 +21,6 @@ The property tests drive these functions through 20,000 lives of a volume.
 import enum
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from linux import mountinfo
@@ -130,17 +130,24 @@ class ErrorLog:
         return now - last
 
 
-def published_raw(device: str, mounts: Iterable[mountinfo.Mount]) -> bool:
-    """Whether kubelet publishes the device to a pod as a raw block volume (volumeMode: Block).
+def published_raw(table: bytes) -> frozenset[str]:
+    """Devices that kubelet publishes to pods as raw block volumes (volumeMode: Block).
 
     kubelet then binds the device node, a file of devtmpfs, below a volumeDevices directory.
+    ``table``: the host's mountinfo; of thousands of lines few are worth parsing.
     """
-    return any(
-        mount.fstype == "devtmpfs"
-        and mount.root == f"/{device}"
-        and "/volumeDevices/" in mount.target
-        for mount in mounts
-    )
+    lines = (line for line in table.split(b"\n") if b" - devtmpfs " in line)
+    found = [mountinfo.parse_line(line) for line in lines if b"/volumeDevices/" in line]
+    return frozenset(each.root.lstrip("/") for each in found if "/volumeDevices/" in each.target)
+
+
+def raw_seconds(driver: str, ends_with_disk: bool) -> float:
+    """How long a raw block volume may be written without an agent that renews it.
+
+    ``ends_with_disk``: the kernel ends a lease when a new disk gets its number. Then it may last as
+    long as the attachment, except with drivers whose disks stay and are attached anew.
+    """
+    return math.inf if ends_with_disk and driver in NEW_DISKS else RAW_SECONDS
 
 
 # --- the decision
@@ -256,8 +263,9 @@ class Step(enum.Enum):
 
     RECORD_PERMISSION = enum.auto()  # in the ledger, durable
     MIRROR = enum.auto()  # copy the ledger's entry into the image's metadata; may fail
-    CONFIRM = enum.auto()  # still the same attachment, or stop here
-    GRANT = enum.auto()  # the lease in the kernel
+    CONFIRM = enum.auto()  # still the same attachment; otherwise revoke the lease and stop here
+    RESERVE = enum.auto()  # a lease that has ended: a new disk takes it away in the kernel
+    GRANT = enum.auto()  # the lease in the kernel, if the reserved one is still there
     SHORTEN = enum.auto()  # the lease ends in LINGER_SECONDS
     REVOKE = enum.auto()
     RECORD_CONTENT = enum.auto()
@@ -267,7 +275,13 @@ class Step(enum.Enum):
 # A program that makes a file system may open the device again after its mark is there.
 LINGER_SECONDS = 5.0
 
-GRANTING = (Step.RECORD_PERMISSION, Step.MIRROR, Step.CONFIRM, Step.GRANT)
+GRANTING = (Step.RECORD_PERMISSION, Step.MIRROR, Step.RESERVE, Step.CONFIRM, Step.GRANT)
+# A pod waits for a raw block volume, and its cluster may be slow.
+PUBLISHING = (Step.RECORD_PERMISSION, Step.RESERVE, Step.CONFIRM, Step.GRANT, Step.MIRROR)
+RENEWING = (Step.CONFIRM, Step.GRANT)
+
+NEW_DISKS = frozenset({"rbd"})  # drivers that add a disk at each attach
+RAW_SECONDS = 120.0
 
 
 def met(lease_diskseq: int | None, known: Attachment | None, now: Attachment) -> tuple[Step, ...]:

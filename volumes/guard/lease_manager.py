@@ -8,19 +8,18 @@ module collects the facts and executes the steps. A check that fails is a refusa
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
 import kit.errors
-from linux import blockdev, mountinfo
+from linux import blockdev
 from volumes import settings
-from volumes.guard import denials, kernel, lease
-from volumes.guard.lease import Step
+from volumes.guard import denials, doubt, lease, steps
+from volumes.guard.steps import Known, Leases, Turn
 from volumes.ledger import store
 from volumes.ledger.mirror import NOT_ASKED, Answer, Mirror
 from volumes.probe import prober
@@ -28,52 +27,13 @@ from volumes.probe.examine import Kind, Verdict
 
 log = structlog.get_logger("volumes")
 
-SAVE_SECONDS = 10.0  # for an fsync of the ledger; the state directory's disk may hang
 AGAIN_SECONDS = 0.3  # least time between two checks of a device
 LEASED_CHECK_SECONDS = 1.0  # between checks while a lease runs
-RAW_LEASE_SECONDS = 3600.0  # renewed while the device is published; ends without an agent
+RAW_CHECK_SECONDS = 300.0  # between checks of a raw block volume, beside those after mounts
 MOST_DEVICES = 1024
 
 
-class Leases(Protocol):
-    """Who holds leases: the kernel program, or the weaker fallback."""
-
-    def grant(self, number: blockdev.Number, until: float, diskseq: int | None) -> None: ...
-
-    def revoke(self, number: blockdev.Number) -> kernel.Lease | None: ...
-
-    def leases(self) -> dict[blockdev.Number, kernel.Lease]: ...
-
-
-@dataclass
-class Known:
-    """What is known of one attached device.
-
-    ``reasons``: why it may not be formatted; None: not decided; empty: it has a lease.
-    """
-
-    device: blockdev.BlockDevice
-    seen: Verdict | None = None
-    reasons: tuple[str, ...] | None = None
-    checked: float = 0.0  # CLOCK_MONOTONIC
-    raw: bool = False
-    changed_from: str = ""  # the ledger's content, when other content is there now
-    missing: str = ""  # the ledger's content, when nothing recognisable is there now
-    lease_seconds: float | None = None  # from first sight to lease
-    mirrored: tuple[str, str, str, float] | None = None  # what the image's metadata holds of ours
-
-
-@dataclass
-class _Turn:
-    """Steps are carried out on this: a device, its ledger entry, and who asked for it."""
-
-    known: Known
-    entry: store.Entry | None  # None: nothing to write
-    seen: Verdict | None = None
-    by: str = ""
-
-
-class LeaseManager:
+class LeaseManager(steps.Executor):
     def __init__(
         self,
         wanted: settings.GuardSettings,
@@ -86,13 +46,9 @@ class LeaseManager:
         node: str,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.settings = wanted
-        self.leases = leases  # None: nothing is enforced, so nothing is granted
-        self.ledger = ledger
-        self.mirror = mirror
+        super().__init__(wanted, leases, ledger, mirror, node)
         self.errors = errors
         self.denials = refused
-        self.node = node
         self.prober = prober.Prober(wanted.probe_timeout)
         self.known: dict[str, Known] = {}
         self._changed = changed
@@ -100,9 +56,7 @@ class LeaseManager:
         self._again: dict[str, asyncio.Event] = {}
         self._identified: dict[str, blockdev.BlockDevice] = {}  # for the next check
         self._chores: set[asyncio.Task[None]] = set()
-        self._writing = asyncio.Lock()
-        self.granted = 0
-        self.mirror_failures = 0
+        self._published = lease.published_raw(host_table())
         self.verdicts: dict[str, int] = {}
 
     # --- one task per device
@@ -179,7 +133,7 @@ class LeaseManager:
         entry = self._entry(known.device)
         try:
             steps = lease.detached(opens, permitted=entry.permitted > 0)
-            await self._carry_out(steps, _Turn(known, entry))
+            await self.carry_out(steps, Turn(known, entry))
         except (OSError, TimeoutError) as error:
             log.warning("unused permission stays open", volume=known.device.title, error=str(error))
 
@@ -214,12 +168,14 @@ class LeaseManager:
         """Seconds until the next check, while there is a lease."""
         began = time.monotonic()
         known = self._meet(device)
-        if self.settings.raw_block and lease.published_raw(device.name, host_mounts()):
-            return self._lease_raw(known)
-        known.raw = False
+        if (renew := await self._raw_block(known)) is not None:
+            return renew
         known.seen = first = await self._probe(device)
         known.checked = time.monotonic()
+        known.doubt = known.doubt.after(first, known.checked)
         wait = await self._conclude(known, first)
+        if known.doubt.wait is not None:
+            wait = min(wait or math.inf, known.doubt.wait)
         reasons = lease.undisputed(
             first,
             leased=self._until(device) is not None,
@@ -251,14 +207,25 @@ class LeaseManager:
         known.device = device
         return known
 
-    def _lease_raw(self, known: Known) -> float:
-        """A pod writes the device itself: there is no file system that mkfs could destroy."""
+    async def _raw_block(self, known: Known) -> float | None:
+        """A pod writes the device itself: there is no file system that mkfs could destroy. The
+        permission lasts as long as the publication. Seconds until it must be renewed; None: it is
+        not published."""
+        device, held = known.device, self._held(known.device)
+        if not (self.settings.raw_block and device.name in self._published):
+            if known.raw or (held is not None and held.until == math.inf):
+                self._revoke(device.number)  # of the pod that is gone, maybe of an earlier agent
+            known.raw = False
+            return None
         known.raw = True
-        device = known.device
+        seconds = math.inf
         if self.leases is not None:
-            self.leases.grant(device.number, time.monotonic() + RAW_LEASE_SECONDS, device.diskseq)
+            seconds = lease.raw_seconds(device.driver, self.leases.ends_with_disk)
+            turn = Turn(known, None, by=f"raw block volume on {self.node}", seconds=seconds)
+            renewed = held is not None and self._entry(device).permitted > 0
+            await self.carry_out(lease.RENEWING if renewed else lease.PUBLISHING, turn)
         self._decided(known, ())
-        return RAW_LEASE_SECONDS / 4
+        return min(seconds / 4, RAW_CHECK_SECONDS)
 
     async def _probe(self, device: blockdev.BlockDevice) -> Verdict:
         found = await self.prober.probe(device.path)
@@ -273,8 +240,12 @@ class LeaseManager:
         entry = self._entry(device)
         if not blank and device.image is not None and device.volume:  # what other nodes have seen
             answer = await self.mirror.ask(device.image, extents=False)
-            entry = store.merge(entry, answer.known) if answer.known else entry
-        turn = _Turn(known, entry, seen)
+            there = answer.known
+            # A clone carries its parent's entry until it has its own: it says what to expect, but
+            # other content than the parent's is no change.
+            if there is not None and (there.volume == device.volume or not seen.has_content):
+                entry = store.merge(entry, there)
+        turn = Turn(known, entry, seen)
         held = self._held(device)
         now = time.monotonic()
         expired = held is not None and now > held.until + 1.0
@@ -286,8 +257,8 @@ class LeaseManager:
             opens=held.opens if held else 0,
             permitted=entry.permitted > 0,
         )
-        await self._carry_out(steps, turn)
-        known.missing = _missing(seen, turn.entry)
+        await self.carry_out(steps, turn)
+        known.missing = _missing(known, turn.entry)
         if held is None or expired:
             return None
         return max(0.2, min(LEASED_CHECK_SECONDS, held.until - now + 1.1))
@@ -307,7 +278,7 @@ class LeaseManager:
             if asked is not None and not asked.done():
                 asked.cancel()
         if answer.known is not None:
-            known.missing = _missing(first, store.merge(self._entry(device), answer.known))
+            known.missing = _missing(known, store.merge(self._entry(device), answer.known))
         after = blockdev.identify(device.name)
         is_rbd = device.driver == "rbd"
         return lease.Evidence(
@@ -337,114 +308,20 @@ class LeaseManager:
         known.reasons = reasons
         self.denials.decided(known.device.name, str(known.seen), reasons)
 
-    # --- steps
+    def mounts_changed(self) -> None:
+        """Check the devices that kubelet published as raw block volumes, or no longer does."""
+        before, self._published = self._published, lease.published_raw(host_table())
+        for name in before ^ self._published:
+            if name in self.known:
+                self.schedule(name)
 
-    async def _carry_out(self, steps: Iterable[Step], turn: _Turn) -> None:
-        """Each step in order. RefusedError, OSError or TimeoutError from one ends it there."""
-        known, device = turn.known, turn.known.device
-        for step in steps:
-            entry = turn.entry
-            match step:
-                case Step.RECORD_PERMISSION:
-                    if device.volume:  # only an operator permits without a volume's name
-                        turn.entry = self._entry(device).permit(turn.by, time.time())
-                        await self._save(turn.entry)
-                case Step.MIRROR:
-                    if entry is not None and device.volume:
-                        await self._mirror(known, entry)
-                case Step.CONFIRM:
-                    again = blockdev.identify(device.name)
-                    if again is None or again.attachment != device.attachment:
-                        raise kit.errors.RefusedError(
-                            device.name, "another device was attached to it", "try it again"
-                        )
-                case Step.GRANT:
-                    until = time.monotonic() + self.settings.lease
-                    self._holder().grant(device.number, until, device.diskseq)
-                    self.granted += 1
-                case Step.SHORTEN:
-                    until = time.monotonic() + lease.LINGER_SECONDS
-                    until = min(self._until(device) or 0.0, until)
-                    if self.leases is not None:
-                        self.leases.grant(device.number, until, device.diskseq)
-                case Step.REVOKE:
-                    self._revoke(device.number)
-                case Step.RECORD_CONTENT:
-                    await self._record(turn)
-                case Step.CLOSE_PERMISSION:
-                    if entry is not None:
-                        turn.entry = entry.unused()
-                        await self._save(turn.entry)
-
-    async def _record(self, turn: _Turn) -> None:
-        """Save the content seen. Other content than the ledger's is a finding instead, and the
-        ledger keeps its entry until a person accepts the change."""
-        known, current, seen = turn.known, turn.entry, turn.seen
-        assert seen is not None
-        if not known.device.volume or current is None:
-            return
-        differs = current.type and (current.type, current.uuid) != (seen.type, seen.uuid)
-        if differs and not current.permitted:
-            known.changed_from = current.content
-            turn.entry = None
-            return
-        known.changed_from = ""
-        new = replace(
-            current.saw(seen.type, seen.uuid, seen.label, time.time(), self.node),
-            title=known.device.title,
-        )
-        if self.ledger.needs(new):
-            await self._save(new)
-        turn.entry = new
-
-    async def _save(self, new: store.Entry) -> None:
-        """Durable here when it returns. OSError or TimeoutError otherwise."""
-        async with self._writing:
-            async with asyncio.timeout(SAVE_SECONDS):
-                await asyncio.to_thread(self.ledger.put, new)
-
-    async def _mirror(self, known: Known, new: store.Entry) -> None:
-        """Into the image's metadata, where credentials for its cluster are configured."""
-        image = known.device.image
-        state = (new.type, new.uuid, new.label, new.permitted)
-        if image is None or image.snapshot or known.mirrored == state:
-            return
-        try:
-            if await self.mirror.write(image, new):
-                known.mirrored = state
-        except kit.errors.AgentError as error:
-            self.mirror_failures += 1
-            log.warning("ledger not mirrored", volume=known.device.title, error=str(error))
-
-    def _entry(self, device: blockdev.BlockDevice) -> store.Entry:
-        found = self.ledger.get(device.volume)
-        return found or store.Entry(volume=device.volume, title=device.title)
+    # --- operators
 
     async def _grant(self, known: Known, by: str) -> None:
         self._holder()  # before anything is written down
-        await self._carry_out(lease.GRANTING, _Turn(known, None, by=by))
+        await self.carry_out(lease.GRANTING, Turn(known, None, by=by))
         device = known.device
         log.info("format permitted", device=device.name, volume=device.title, by=by)
-
-    def _holder(self) -> Leases:
-        if self.leases is None:
-            raise kit.errors.RefusedError(
-                "a lease", "the guard is not attached", "see: nodeagent volume guard status"
-            )
-        return self.leases
-
-    def _revoke(self, number: blockdev.Number) -> kernel.Lease | None:
-        return self.leases.revoke(number) if self.leases is not None else None
-
-    def _held(self, device: blockdev.BlockDevice) -> kernel.Lease | None:
-        return self.leases.leases().get(device.number) if self.leases is not None else None
-
-    def _until(self, device: blockdev.BlockDevice) -> float | None:
-        """Until when the kernel lets it be formatted; None when it does not now."""
-        held = self._held(device)
-        return held.until if held and held.until > time.monotonic() else None
-
-    # --- operators
 
     async def allow(self, path: str, volume: str, reason: str, by: str) -> blockdev.BlockDevice:
         """A lease whatever the device holds. NotFoundError, RefusedError, InUseError."""
@@ -484,16 +361,16 @@ class LeaseManager:
         return new
 
 
-def host_mounts() -> list[mountinfo.Mount]:
-    """The host's mounts, as far as this process may see them."""
+def host_table() -> bytes:
+    """The host's mountinfo, as far as this process may see it."""
     try:
-        return mountinfo.read(Path("/proc/1/mountinfo"))
+        return Path("/proc/1/mountinfo").read_bytes()
     except OSError:
-        return mountinfo.read()
+        return Path("/proc/self/mountinfo").read_bytes()
 
 
-def _missing(seen: Verdict, entry: store.Entry | None) -> str:
-    """The content that the ledger knows and the probe did not see."""
-    if entry is None or entry.permitted or seen.has_content:
+def _missing(known: Known, entry: store.Entry | None) -> str:
+    """The content that the ledger knows and that certainly cannot be seen."""
+    if entry is None or entry.permitted or known.seen is None:
         return ""
-    return entry.content
+    return entry.content if doubt.content_is_missing(known.seen, known.doubt) else ""

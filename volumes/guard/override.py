@@ -15,7 +15,7 @@ from typing import Any
 import kit.errors
 import kit.files
 from volumes import settings
-from volumes.guard import kernel
+from volumes.guard import cgroups, kernel
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def noted(state_dir: Path) -> list[dict[str, Any]]:
 def handle(wanted: settings.GuardSettings) -> kernel.Kernel:
     """The guard of the settings' cgroup. HostError without a cgroup v2 hierarchy."""
     return kernel.Kernel(
-        wanted.cgroup or kernel.find_cgroup(), wanted.pins, wanted.object_file or kernel.OBJECT
+        wanted.cgroup or cgroups.find(), wanted.pins, wanted.object_file or kernel.OBJECT
     )
 
 

@@ -119,8 +119,8 @@ def parse(text: str) -> Entry:
 
 
 def merge(here: Entry, there: Entry) -> Entry:
-    """One entry from two copies: the content seen last wins, and a permission of either copy stays
-    open unless content was seen after it."""
+    """One entry of ``here``'s volume from two copies: the content seen last wins, and a permission
+    of either copy stays open unless content was seen after it."""
     newer, older = (here, there) if here.last_seen >= there.last_seen else (there, here)
     if not newer.type and older.type:
         newer, older = older, newer
@@ -131,6 +131,7 @@ def merge(here: Entry, there: Entry) -> Entry:
     )
     return replace(
         newer,
+        volume=here.volume,  # librbd copies an image's metadata into its clones
         title=newer.title or older.title,
         permitted=permitted.permitted if permitted else 0.0,
         permitted_by=permitted.permitted_by if permitted else "",

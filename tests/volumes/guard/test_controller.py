@@ -136,9 +136,10 @@ def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> No
     maps = _rebuilt(tmp_path, "maps", ("struct lease, 4096", "struct lease, 2048"))
     where.guard().apply(enforce)
     seen = set()
-    held = (7, 3)
+    held = (7, 1_000_003)  # no other test adds that disk
     where_now = where.guard()
     where_now.read()
+    where_now.reserve(held, 1)
     where_now.grant(held, time.monotonic() + 600, 1)
     with _hammer(where, device, "mkfs.ext4") as bad, _hammer(where, device, "mount") as good:
         for _ in range(5):

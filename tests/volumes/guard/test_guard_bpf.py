@@ -12,7 +12,7 @@ import pytest
 from linux import bpf
 from tests.testbed import blockdev, cell, waiting
 from volumes import settings
-from volumes.guard import kernel
+from volumes.guard import cgroups, kernel
 
 pytestmark = pytest.mark.real
 
@@ -252,6 +252,7 @@ def test_lease_allows_format_and_expires(guarded: cell.Cell, tmp_path: Path) -> 
         guard = guarded.guard()
         guard.read()
         assert guarded.run("mkfs.ext4", "-q", device).returncode != 0
+        guard.reserve(number, None)
         guard.grant(number, time.monotonic() + 2, None)
         assert guarded.run("mkfs.ext4", "-q", device).returncode == 0
         assert guard.leases()[number].opens > 0
@@ -264,7 +265,7 @@ def test_lease_allows_format_and_expires(guarded: cell.Cell, tmp_path: Path) -> 
 
 def test_plain_program_denies_too(guarded: cell.Cell, device: str) -> None:
     """In a cgroup of its own beside the full program's, with maps of its own."""
-    child = kernel.find_cgroup() / f"{guarded.path.name}-plain"
+    child = cgroups.find() / f"{guarded.path.name}-plain"
     child.mkdir()
     directory = os.open(child, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -309,6 +310,7 @@ def test_open_descriptor_outlives_lease_and_new_open_does_not(
         number = os.major(rdev), os.minor(rdev)
         guard = guarded.guard()
         guard.read()
+        guard.reserve(number, None)
         guard.grant(number, time.monotonic() + 60, None)
         script = f"exec 3<>{device}; echo open; read go; echo x >&3 || exit 1; exec 4<>{device}"
         process = guarded.popen("sh", "-c", script)

@@ -5,6 +5,7 @@ The decisions themselves are tested in test_lease.py, real devices in test_lease
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 
 import pytest
 
+import kit.errors
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
-from volumes import settings
-from volumes.guard import denials, kernel, lease, lease_manager
+from volumes import settings, status
+from volumes.guard import denials, doubt, kernel, lease, lease_manager, steps
 from volumes.guard.lease import Step
 from volumes.ledger import mirror, store
 from volumes.probe.examine import Kind, Verdict
@@ -24,6 +26,10 @@ SIZE = 2**30
 IMAGE = RbdImage("rbd", "a", "", "", "101d", "f1", 3)
 DEVICE = blockdev.BlockDevice("rbd99", (254, 99), "rbd", SIZE, False, diskseq=7, image=IMAGE)
 BLANK = Verdict(Kind.BLANK_VERIFIED, "/dev/rbd99", size=SIZE, diskseq=7)
+PUBLISHED = (
+    b"1 2 0:5 /rbd99 /var/lib/kubelet/plugins/kubernetes.io/csi/volumeDevices/publish/pvc/u"
+    b" rw - devtmpfs udev rw"
+)
 EXT4 = Verdict(Kind.HAS_FS, "/dev/rbd99", type="ext4", uuid="u1", size=SIZE, diskseq=7)
 
 
@@ -35,6 +41,7 @@ class World:
         self.device: blockdev.BlockDevice | None = DEVICE
         self.verdict = BLANK
         self.raw = False
+        self.ends_with_disk = True
         self.map: dict[blockdev.Number, kernel.Lease] = {}
         self.ledger = store.Store(folder)
         self.ledger.load()
@@ -42,8 +49,7 @@ class World:
         monkeypatch.setattr(
             blockdev, "name_of", lambda number: "rbd99" if number == (254, 99) else ""
         )
-        monkeypatch.setattr(lease_manager, "host_mounts", list)
-        monkeypatch.setattr(lease, "published_raw", lambda name, mounts: self.raw)
+        monkeypatch.setattr(lease_manager, "host_table", lambda: PUBLISHED if self.raw else b"")
         put = self.ledger.put
 
         def noted_put(entry: store.Entry) -> None:
@@ -85,8 +91,14 @@ class World:
     async def close(self) -> None:
         pass
 
+    def reserve(self, number: blockdev.Number, diskseq: int | None) -> None:
+        self.did.append("reserve")
+        self.map.setdefault(number, kernel.Lease(0.0, 0, diskseq or 0))
+
     def grant(self, number: blockdev.Number, until: float, diskseq: int | None) -> None:
         self.did.append("grant")
+        if number not in self.map:
+            raise kit.errors.RefusedError("a lease", "another disk has the number", "try again")
         self.map[number] = kernel.Lease(until, 0, diskseq or 0)
 
     def revoke(self, number: blockdev.Number) -> kernel.Lease | None:
@@ -116,8 +128,8 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 async def test_first_lease_follows_the_granting_order(world: World) -> None:
     known = await world.checked()
     assert known.reasons == ()
-    assert world.did == ["probe", "probe", "identify", "record permission", "mirror", "identify",
-                         "grant"]  # fmt: skip
+    assert world.did == ["probe", "probe", "identify", "record permission", "mirror", "reserve",
+                         "identify", "grant"]  # fmt: skip
     held = world.map[254, 99]
     assert held.diskseq == 7
     assert 80 < held.until - time.monotonic() <= 90
@@ -209,14 +221,118 @@ async def test_detach_closes_only_an_unused_permission(
     assert bool(entry.permitted) is open_after
 
 
-async def test_raw_block_volume_is_leased_and_renewed_after_restart(world: World) -> None:
-    world.raw = True
+async def test_grant_fails_when_another_disk_came_after_the_reservation(world: World) -> None:
+    def reserve(number: blockdev.Number, diskseq: int | None) -> None:
+        world.map.pop(number, None)  # as the kernel does when the disk appears
+
+    world.reserve = reserve  # type: ignore[method-assign]
+    known = await world.checked()
+    assert "another disk has the number" in known.reasons[0]
+    assert world.map == {}
+
+
+async def published(world: World, raw: bool) -> None:
+    """kubelet's bind mount comes or goes, and the agent looks."""
+    world.raw = raw
+    world.manager.mounts_changed()
+    async with asyncio.timeout(5):
+        while world.manager.known["rbd99"].raw is not raw:
+            await asyncio.sleep(0.01)
+
+
+async def test_raw_permission_lasts_as_long_as_the_publication(world: World) -> None:
+    world.verdict = Verdict(Kind.UNKNOWN_CONTENT, "/dev/rbd99", size=SIZE, diskseq=7)
     await world.checked()
-    assert world.did == ["grant"]
-    first = world.map[254, 99]
-    assert first.until - time.monotonic() > 3500
+    assert world.map == {}
+    world.did.clear()
+    await published(world, True)
+    assert world.did == ["identify", "record permission", "reserve", "identify", "grant", "mirror"]
+    assert world.map[254, 99].until == math.inf  # no agent is needed for it
+    await published(world, False)
+    assert world.map == {}
+
+
+async def test_raw_permission_of_a_dead_agent_is_kept_while_published(world: World) -> None:
+    world.raw = True
+    world.manager.mounts_changed()
+    await world.checked()
     restarted = world.new_manager()
+    world.did.clear()
     await world.checked(restarted)
-    assert world.did == ["grant", "grant"]
-    assert world.map[254, 99].until > first.until
-    await restarted.close()
+    assert "revoke" not in world.did and "record permission" not in world.did
+    assert world.map[254, 99].until == math.inf
+    world.raw = False
+    again = world.new_manager()  # the pod ended while no agent was there
+    world.did.clear()
+    await world.checked(again)
+    assert world.did[0] == "revoke"
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None
+    assert entry.permitted, "what the pod wrote may be invisible"
+    for each in (restarted, again):
+        await each.close()
+
+
+async def test_raw_permission_is_short_where_disks_stay(world: World) -> None:
+    world.ends_with_disk = False
+    world.raw = True
+    world.manager.mounts_changed()
+    await world.checked()
+    assert 100 < world.map[254, 99].until - time.monotonic() <= lease.RAW_SECONDS
+
+
+def content_findings(known: steps.Known) -> dict[str, str]:
+    return {each.rule: str(each.severity) for each in status._of_device(known, False)}
+
+
+async def looked_again(world: World) -> steps.Known:
+    before = world.manager.known["rbd99"].checked
+    world.manager.schedule("rbd99")
+    async with asyncio.timeout(5):
+        while (known := world.manager.known["rbd99"]).checked == before:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+    return known
+
+
+@pytest.mark.parametrize("kind", [Kind.TIMEOUT, Kind.UNREADABLE, Kind.NO_MEDIA])
+async def test_slow_is_not_missing_until_a_second_look_agrees(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    world.verdict = EXT4
+    await world.checked()
+    for _ in range(10):  # stalls, each over by the second look
+        world.verdict = dataclasses.replace(EXT4, verdict=kind)
+        known = await looked_again(world)
+        assert not known.missing
+        assert known.doubt.wait is not None and 5 <= known.doubt.wait <= 30
+        assert "critical" not in content_findings(known).values()
+        known = await looked_again(world)  # a moment later: the same look
+        assert not known.missing
+        world.verdict = EXT4
+        assert not (await looked_again(world)).doubt.looks
+    world.verdict = dataclasses.replace(EXT4, verdict=kind)
+    await looked_again(world)
+    monkeypatch.setattr(doubt, "AGAIN_SECONDS", 0.0)
+    known = await looked_again(world)
+    assert known.missing == "ext4 u1"
+    assert content_findings(known)["content-missing"] == "critical"
+
+
+async def test_clone_has_an_entry_of_its_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = store.Entry(volume="rbd:f1/3//parent", type="ext4", uuid="of the parent", last_seen=5)
+
+    async def ask(image: RbdImage, *, extents: bool) -> mirror.Answer:
+        return mirror.Answer(store.Knowledge.CONTENT, store.Knowledge.CONTENT, parent, SIZE)
+
+    monkeypatch.setattr(world, "ask", ask)
+    world.verdict = EXT4  # with a UUID of its own
+    known = await world.checked()
+    assert not known.changed_from
+    assert [each.volume for each in world.ledger.entries()] == [DEVICE.volume]
+    world.verdict = Verdict(Kind.UNKNOWN_CONTENT, size=SIZE, diskseq=7)
+    fresh = dataclasses.replace(IMAGE, image_id="another clone")
+    world.device = dataclasses.replace(DEVICE, image=fresh, diskseq=8)
+    world.manager.forget("rbd99")
+    known = await world.checked()
+    assert known.missing == "ext4 of the parent"

@@ -17,7 +17,7 @@ from ceph.settings import ClusterSettings
 from linux.rbd_sysfs import RbdImage
 from tests.testbed import blockdev, cell, ceph
 from volumes import settings
-from volumes.guard import denials, kernel, lease, lease_manager
+from volumes.guard import denials, kernel, lease, lease_manager, steps
 from volumes.ledger import mirror, store
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -122,7 +122,7 @@ class Bench:
             wanted, self.guard, self.ledger, self.clusters, errors, denials.Denials(), node="n"
         )
 
-    async def decided(self, device: str) -> lease_manager.Known:
+    async def decided(self, device: str) -> steps.Known:
         name = Path(device).name
         self.manager.schedule(name)
         deadline = time.monotonic() + 20

@@ -50,8 +50,9 @@ def _mismatches(guard: GuardView) -> Iterator[Trouble]:
             device=mismatch.device,
             message=f"{mismatch.image or mismatch.device} held {mismatch.expected} and now holds "
             f"{mismatch.seen}",
-            advice="it was formatted or overwritten elsewhere: stop its pods before they build an "
-            "empty data set, and restore it from a snapshot. If the change was intended, accept it "
+            advice="it was formatted or overwritten elsewhere, or its backend gives wrong data. "
+            f"Look again ('nodeagent volume probe /dev/{mismatch.device}'), on another node too, "
+            "before anything is stopped or restored. If the change was intended, accept it "
             "('nodeagent volume ledger --accept VOLUME')",
             evidence={"expected": mismatch.expected, "seen": mismatch.seen},
         )

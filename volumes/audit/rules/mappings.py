@@ -194,7 +194,7 @@ def mapped_elsewhere(scene: Scene) -> Outcome:
             unknown.append(f"cluster {name}: {view}")
             continue
         mapped = _by_image(scene, view)
-        troubles += _other_writers(mapped, view)
+        troubles += _other_writers(mapped, view, scene.inventory)
         # Every cluster is asked about every image; only the image's own cluster must have it.
         unknown += [
             f"image {image.pool}/{image.name}: {image.error}"
@@ -229,14 +229,19 @@ def _other_watchers(
     return left[silent:]
 
 
-def _other_writers(mapped: ByImage, view: protocol.ClusterView) -> Iterator[Trouble]:
+def _other_writers(
+    mapped: ByImage, view: protocol.ClusterView, inventory: Inventory
+) -> Iterator[Trouble]:
     for key, devices in mapped.items():
         image = view.image(*key)
         if image is None or image.error:
             continue
-        found = _other_watchers(devices, image)
-        if not found:
-            continue
+        if image.migrating:
+            continue  # librbd copies it, and watches it meanwhile
+        # rbd-mirror watches a mirrored image; which of the watchers it is, nobody says.
+        found = _other_watchers(devices, image)[int(image.mirrored) :]
+        if not found or all(inventory.raw.get(device.name) for device in devices):
+            continue  # a raw block volume may have users on many nodes (RWX, a VM that moves)
         writers = [device for device in devices if not device.read_only]
         ours = {device.client.client for device in devices if device.client}
         locks = [lock for lock in image.locks if lock.client not in ours]
@@ -249,8 +254,8 @@ def _other_writers(mapped: ByImage, view: protocol.ClusterView) -> Iterator[Trou
             message=f"{device.label} is mapped {'read-write' if writers else 'read-only'} here, "
             f"and {found[0].client} at {found[0].address} has it open for writing",
             advice="two writers destroy a file system: find the other client ('rbd status "
-            f"{device.image.spec if device.image else ''}') and stop one of the two before "
-            "anything is mounted. The exclusive lock does not prevent a second writer, because "
+            f"{device.image.spec if device.image else ''}') and what it does before anything is "
+            "mounted. The exclusive lock does not prevent a second writer, because "
             "its owner hands it over on request; 'mapOptions: krbd:exclusive' does",
             evidence={
                 "cluster": view.name,

@@ -1,8 +1,10 @@
 """Rules about mapped devices. Pure; test_ceph.py has a real cluster."""
 
+import dataclasses
+
 import pytest
 
-from ceph.protocol import ImageView, Lock
+from ceph.protocol import ImageView, Lock, Watcher
 from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.volumes.audit.world import (
     DEVICE,
@@ -82,6 +84,18 @@ def test_mapped_elsewhere_is_another_writing_client() -> None:
     lock = Lock("client77", "10.0.0.9:0/9", "auto 1")
     locked = scene(clusters={"c1": view(images=(image_view(OURS, THEIRS, locks=(lock,)),))})
     assert "client77" in only(rule, locked).evidence["locks"]
+
+
+def test_mapped_elsewhere_is_not_raw_block_mirroring_or_migration() -> None:
+    rule = mappings.mapped_elsewhere
+    both = image_view(OURS, THEIRS)
+    raw = scene(raw={"rbd0": ("/publish/x",)}, clusters={"c1": view(images=(both,))})
+    mirrored = dataclasses.replace(both, mirrored=True)
+    migrating = dataclasses.replace(both, features=1 << 9)
+    for at in (raw, *(scene(clusters={"c1": view(images=(i,))}) for i in (mirrored, migrating))):
+        assert judge(rule, at).troubles == ()
+    third = dataclasses.replace(mirrored, watchers=(*both.watchers, Watcher("client78", "x")))
+    assert only(rule, scene(clusters={"c1": view(images=(third,))}))
 
 
 def test_mapped_elsewhere_takes_a_silent_driver_for_one_watcher() -> None:

@@ -1,0 +1,196 @@
+"""Carries out the steps that ``lease`` lists: in the ledger, the image's metadata and the kernel.
+
+One step after the other; a failure ends them there, and what was not granted stays refused.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import structlog
+
+import kit.errors
+from linux import blockdev
+from volumes import settings
+from volumes.guard import kernel, lease
+from volumes.guard.doubt import Doubt
+from volumes.guard.lease import Step
+from volumes.ledger import store
+from volumes.ledger.mirror import Mirror
+from volumes.probe.examine import Verdict
+
+log = structlog.get_logger("volumes")
+
+SAVE_SECONDS = 10.0  # for an fsync of the ledger; the state directory's disk may hang
+
+
+class Leases(Protocol):
+    """Who holds leases: the kernel program, or the weaker fallback."""
+
+    def reserve(self, number: blockdev.Number, diskseq: int | None) -> None: ...
+
+    def grant(self, number: blockdev.Number, until: float, diskseq: int | None) -> None: ...
+
+    def revoke(self, number: blockdev.Number) -> kernel.Lease | None: ...
+
+    def leases(self) -> dict[blockdev.Number, kernel.Lease]: ...
+
+    @property
+    def ends_with_disk(self) -> bool:
+        """Whether a lease ends by itself when another disk gets its number."""
+
+
+@dataclass
+class Known:
+    """What is known of one attached device.
+
+    ``reasons``: why it may not be formatted; None: not decided; empty: it has a lease.
+    """
+
+    device: blockdev.BlockDevice
+    seen: Verdict | None = None
+    reasons: tuple[str, ...] | None = None
+    checked: float = 0.0  # CLOCK_MONOTONIC
+    raw: bool = False
+    doubt: Doubt = field(default_factory=Doubt)
+    changed_from: str = ""  # the ledger's content, when other content is there now
+    missing: str = ""  # the ledger's content, when nothing recognisable is there now
+    lease_seconds: float | None = None  # from first sight to lease
+    mirrored: tuple[str, str, str, float] | None = None  # what the image's metadata holds of ours
+
+
+@dataclass
+class Turn:
+    """Steps are carried out on this: a device, its ledger entry, and who asked for it."""
+
+    known: Known
+    entry: store.Entry | None  # None: nothing to write
+    seen: Verdict | None = None
+    by: str = ""
+    seconds: float | None = None  # of the lease; None: as the settings say
+
+
+class Executor:
+    """``leases`` None: nothing is enforced, so nothing is granted."""
+
+    def __init__(
+        self,
+        wanted: settings.GuardSettings,
+        leases: Leases | None,
+        ledger: store.Store,
+        mirror: Mirror,
+        node: str,
+    ) -> None:
+        self.settings = wanted
+        self.leases = leases
+        self.ledger = ledger
+        self.mirror = mirror
+        self.node = node
+        self.granted = 0
+        self.mirror_failures = 0
+        self._writing = asyncio.Lock()
+
+    async def carry_out(self, steps: Iterable[Step], turn: Turn) -> None:
+        """Each step in order. RefusedError, OSError or TimeoutError from one ends it there."""
+        known, device = turn.known, turn.known.device
+        for step in steps:
+            entry = turn.entry
+            match step:
+                case Step.RECORD_PERMISSION:
+                    if device.volume:  # only an operator permits without a volume's name
+                        turn.entry = self._entry(device).permit(turn.by, time.time())
+                        await self._save(turn.entry)
+                case Step.MIRROR:
+                    if entry is not None and device.volume:
+                        await self._mirror(known, entry)
+                case Step.CONFIRM:
+                    again = blockdev.identify(device.name)
+                    if again is None or again.attachment != device.attachment:
+                        self._revoke(device.number)
+                        raise kit.errors.RefusedError(
+                            device.name, "another device was attached to it", "try it again"
+                        )
+                case Step.RESERVE:
+                    self._holder().reserve(device.number, device.diskseq)
+                case Step.GRANT:
+                    seconds = self.settings.lease if turn.seconds is None else turn.seconds
+                    until = time.monotonic() + seconds
+                    self._holder().grant(device.number, until, device.diskseq)
+                    self.granted += 1
+                case Step.SHORTEN:
+                    until = time.monotonic() + lease.LINGER_SECONDS
+                    until = min(self._until(device) or 0.0, until)
+                    if self.leases is not None:
+                        self.leases.grant(device.number, until, device.diskseq)
+                case Step.REVOKE:
+                    self._revoke(device.number)
+                case Step.RECORD_CONTENT:
+                    await self._record(turn)
+                case Step.CLOSE_PERMISSION:
+                    if entry is not None:
+                        turn.entry = entry.unused()
+                        await self._save(turn.entry)
+
+    async def _record(self, turn: Turn) -> None:
+        """Save the content seen. Other content than the ledger's is a finding instead, and the
+        ledger keeps its entry until a person accepts the change."""
+        known, current, seen = turn.known, turn.entry, turn.seen
+        assert seen is not None
+        if not known.device.volume or current is None:
+            return
+        differs = current.type and (current.type, current.uuid) != (seen.type, seen.uuid)
+        if differs and not current.permitted:
+            known.changed_from = current.content
+            turn.entry = None
+            return
+        known.changed_from = ""
+        new = replace(
+            current.saw(seen.type, seen.uuid, seen.label, time.time(), self.node),
+            title=known.device.title,
+        )
+        if self.ledger.needs(new):
+            await self._save(new)
+        turn.entry = new
+
+    async def _save(self, new: store.Entry) -> None:
+        """Durable here when it returns. OSError or TimeoutError otherwise."""
+        async with self._writing:
+            async with asyncio.timeout(SAVE_SECONDS):
+                await asyncio.to_thread(self.ledger.put, new)
+
+    async def _mirror(self, known: Known, new: store.Entry) -> None:
+        """Into the image's metadata, where credentials for its cluster are configured."""
+        image = known.device.image
+        state = (new.type, new.uuid, new.label, new.permitted)
+        if image is None or image.snapshot or known.mirrored == state:
+            return
+        try:
+            if await self.mirror.write(image, new):
+                known.mirrored = state
+        except kit.errors.AgentError as error:
+            self.mirror_failures += 1
+            log.warning("ledger not mirrored", volume=known.device.title, error=str(error))
+
+    def _entry(self, device: blockdev.BlockDevice) -> store.Entry:
+        found = self.ledger.get(device.volume)
+        return found or store.Entry(volume=device.volume, title=device.title)
+
+    def _holder(self) -> Leases:
+        if self.leases is None:
+            raise kit.errors.RefusedError(
+                "a lease", "the guard is not attached", "see: nodeagent volume guard status"
+            )
+        return self.leases
+
+    def _revoke(self, number: blockdev.Number) -> kernel.Lease | None:
+        return self.leases.revoke(number) if self.leases is not None else None
+
+    def _held(self, device: blockdev.BlockDevice) -> kernel.Lease | None:
+        return self.leases.leases().get(device.number) if self.leases is not None else None
+
+    def _until(self, device: blockdev.BlockDevice) -> float | None:
+        """Until when the kernel lets it be formatted; None when it does not now."""
+        held = self._held(device)
+        return held.until if held and held.until > time.monotonic() else None
