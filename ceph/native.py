@@ -13,6 +13,7 @@ layouts: cephfs/libcephfs.h and ceph_ll_client.h of Ceph 16.
 
 import ctypes as c
 import errno
+import functools
 import stat
 import threading
 import time
@@ -84,39 +85,35 @@ def available() -> bool:
     return rados is not None and _library() is not None
 
 
-_loaded: list[Any] = []
-
-
+@functools.cache
 def _library() -> Any:
-    if not _loaded:
-        try:
-            library = c.CDLL("libcephfs.so.2", use_errno=True)
-        except OSError:
-            return None
-        p, size_t = c.c_void_p, c.c_size_t
-        library.ceph_create.argtypes = (c.POINTER(p), c.c_char_p)
-        library.ceph_opendir.argtypes = (p, c.c_char_p, c.POINTER(p))
-        library.ceph_readdirplus_r.argtypes = (
-            *(p, p, c.POINTER(_Dirent), c.POINTER(_Statx)),
-            *(c.c_uint, c.c_uint, c.POINTER(p)),
-        )
-        library.ceph_ll_listxattr.argtypes = (p, p, c.c_char_p, size_t, c.POINTER(size_t), p)
-        library.ceph_ll_put.argtypes = (p, p)
-        library.ceph_mount_perms.restype = p
-        for name, arguments in (
-            ("ceph_conf_read_file", (p, c.c_char_p)),
-            ("ceph_conf_set", (p, c.c_char_p, c.c_char_p)),
-            ("ceph_select_filesystem", (p, c.c_char_p)),
-            ("ceph_mount", (p, c.c_char_p)),
-            ("ceph_mount_perms", (p,)),
-            ("ceph_unmount", (p,)),
-            ("ceph_closedir", (p, p)),
-            ("ceph_statx", (p, c.c_char_p, c.POINTER(_Statx), c.c_uint, c.c_uint)),
-            ("ceph_get_path_pool_name", (p, c.c_char_p, c.c_char_p, size_t)),
-        ):
-            getattr(library, name).argtypes = arguments
-        _loaded.append(library)
-    return _loaded[0]
+    try:
+        library = c.CDLL("libcephfs.so.2", use_errno=True)
+    except OSError:
+        return None
+    p, size_t = c.c_void_p, c.c_size_t
+    library.ceph_create.argtypes = (c.POINTER(p), c.c_char_p)
+    library.ceph_opendir.argtypes = (p, c.c_char_p, c.POINTER(p))
+    library.ceph_readdirplus_r.argtypes = (
+        *(p, p, c.POINTER(_Dirent), c.POINTER(_Statx)),
+        *(c.c_uint, c.c_uint, c.POINTER(p)),
+    )
+    library.ceph_ll_listxattr.argtypes = (p, p, c.c_char_p, size_t, c.POINTER(size_t), p)
+    library.ceph_ll_put.argtypes = (p, p)
+    library.ceph_mount_perms.restype = p
+    for name, arguments in (
+        ("ceph_conf_read_file", (p, c.c_char_p)),
+        ("ceph_conf_set", (p, c.c_char_p, c.c_char_p)),
+        ("ceph_select_filesystem", (p, c.c_char_p)),
+        ("ceph_mount", (p, c.c_char_p)),
+        ("ceph_mount_perms", (p,)),
+        ("ceph_unmount", (p,)),
+        ("ceph_closedir", (p, p)),
+        ("ceph_statx", (p, c.c_char_p, c.POINTER(_Statx), c.c_uint, c.c_uint)),
+        ("ceph_get_path_pool_name", (p, c.c_char_p, c.c_char_p, size_t)),
+    ):
+        getattr(library, name).argtypes = arguments
+    return library
 
 
 def _checked(result: int, what: str) -> int:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kit.errors
+import kit.files
 from linux import mountinfo, rbd_sysfs
 from linux.rbd_sysfs import RbdClient, RbdImage
 
@@ -345,20 +346,14 @@ def set_read_only(path: str, number: Number, flag: bool = True, *, claim: bool =
     OSError when ``path`` no longer is the device ``number``. With ``claim`` EBUSY while the device
     is mounted or claimed; O_EXCL keeps it so until the flag is set.
     """
-    descriptor = _open(path, number, os.O_EXCL if claim else 0)
-    try:
+    with _opened(path, number, os.O_EXCL if claim else 0) as descriptor:
         fcntl.ioctl(descriptor, _BLKROSET, array.array("i", [int(flag)]))
-    finally:
-        os.close(descriptor)
 
 
 def detach_loop(path: str, number: Number) -> None:
     """Detach the file from a loop device; the kernel delays that while somebody has it open."""
-    descriptor = _open(path, number)
-    try:
+    with _opened(path, number) as descriptor:
         fcntl.ioctl(descriptor, _LOOP_CLR_FD)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -367,16 +362,14 @@ def claimed(path: str, number: Number) -> Iterator[None]:
 
     EBUSY when somebody already has. Others may still have it open.
     """
-    descriptor = _open(path, number, os.O_EXCL)
-    try:
+    with _opened(path, number, os.O_EXCL):
         yield
-    finally:
-        os.close(descriptor)
 
 
-def _open(path: str, number: Number, flags: int = 0) -> int:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
-    if os.fstat(descriptor).st_rdev != os.makedev(*number):
-        os.close(descriptor)
-        raise OSError(0, f"{path} is no longer device {number[0]}:{number[1]}")
-    return descriptor
+@contextlib.contextmanager
+def _opened(path: str, number: Number, flags: int = 0) -> Iterator[int]:
+    flags |= os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    with kit.files.closing(os.open(path, flags)) as descriptor:
+        if os.fstat(descriptor).st_rdev != os.makedev(*number):
+            raise OSError(0, f"{path} is no longer device {number[0]}:{number[1]}")
+        yield descriptor

@@ -11,15 +11,16 @@ All need CAP_SYS_ADMIN in the initial user namespace. Whoever holds a namespace 
 everything mounted in it busy, so descriptors are closed as soon as possible.
 """
 
-import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import kit.files
 from linux import mountinfo, syscalls
 from linux import mounts as kernel_mounts
 
@@ -73,14 +74,9 @@ def _step(descriptor: int, request: int) -> int | None:
         raise
 
 
-@contextlib.contextmanager
-def opened(path: str, dir_fd: int | None = None) -> Iterator[int]:
+def opened(path: str, dir_fd: int | None = None) -> AbstractContextManager[int]:
     """``path`` open while the block runs. OSError when the process has ended."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=dir_fd)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    return kit.files.closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=dir_fd))
 
 
 def walk(start: str = "/proc/self/ns/mnt") -> Iterator[Listed]:

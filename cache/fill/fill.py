@@ -17,6 +17,7 @@ import errno
 import os
 import time
 
+import kit.files
 from cache.fill import coordinator, protocol, worker
 from cache.fill.coordinator import Ended, Staged
 from cache.fill.protocol import Copy, Hint, Scan
@@ -455,8 +456,7 @@ def begin(task: protocol.FillTask) -> tuple[coordinator.Coordinator, FillPass]:
     """
     if generations.has_quarantined(task.generation):
         raise OSError(errno.EBUSY, "bad files that a verify found must be withdrawn first")
-    source = tree.open_source(task.source, task.stamp)
-    try:
+    with kit.files.closing(tree.open_source(task.source, task.stamp)) as source:
         root = tree.entry_of("", os.fstat(source))
         access = task.native if native.available() else None
         run = coordinator.Coordinator(task, worker.serve, access)
@@ -464,8 +464,6 @@ def begin(task: protocol.FillTask) -> tuple[coordinator.Coordinator, FillPass]:
         run.index.add_root(root)
         with tree.opened_root(run.generation / "tree") as top:
             tree.set_attributes(top, root, source)
-    finally:
-        os.close(source)
     return run, decides
 
 

@@ -312,7 +312,5 @@ def mount_kernel(
     if protocol == "v2":
         strings["ms_mode"] = "prefer-crc"
     tree = mounts.new_filesystem("ceph", strings, ("ro",), mounts.READ_ONLY_DATA)
-    try:
+    with kit.files.closing(tree):
         mounts.attach(tree, target)
-    finally:
-        os.close(tree)

@@ -6,13 +6,14 @@ name is a str by ``os.fsdecode``: bytes that are not UTF-8 become lone surrogate
 message and the index must keep.
 """
 
-import contextlib
 import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+import kit.files
 from ceph import protocol
 
 # The checksum of a stored file is kept with the file, invisible to jobs.
@@ -82,13 +83,8 @@ def open_root(path: str | Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-@contextlib.contextmanager
-def opened_root(path: str | Path) -> Iterator[int]:
-    descriptor = open_root(path)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def opened_root(path: str | Path) -> AbstractContextManager[int]:
+    return kit.files.closing(open_root(path))
 
 
 def stamp(status: os.stat_result) -> str:
@@ -121,13 +117,8 @@ def open_below(root: int, path: Sequence[str]) -> int:
     return current
 
 
-@contextlib.contextmanager
-def opened(root: int, path: Sequence[str]) -> Iterator[int]:
-    descriptor = open_below(root, path)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def opened(root: int, path: Sequence[str]) -> AbstractContextManager[int]:
+    return kit.files.closing(open_below(root, path))
 
 
 # --- looking
@@ -208,8 +199,7 @@ def make_directory(parent: int, item: Entry, source: int | None) -> bool:
             os.mkdir(item.name, 0o700, dir_fd=parent)
         else:
             new = False
-    descriptor = os.open(item.name, _DIRECTORY, dir_fd=parent)
-    try:
+    with kit.files.closing(os.open(item.name, _DIRECTORY, dir_fd=parent)) as descriptor:
         origin = None
         if source is not None and item.xattrs:
             origin = os.open(item.name, _DIRECTORY, dir_fd=source)
@@ -218,8 +208,6 @@ def make_directory(parent: int, item: Entry, source: int | None) -> bool:
         finally:
             if origin is not None:
                 os.close(origin)
-    finally:
-        os.close(descriptor)
     return new
 
 
