@@ -283,8 +283,7 @@ class Jobs:
             for each in self._datasets.values()
             if (each.fill_queued or each.verification.queued) and not each.removed
         ]
-        order = [(not d.verification.queued, -d.settings.priority, d.name) for d in waiting]
-        return min(zip(order, waiting, strict=True), default=(None, None), key=lambda x: x[0])[1]
+        return min(waiting, key=_turn, default=None)
 
     async def limits_changed(self) -> None:
         if self._active is not None:
@@ -469,6 +468,10 @@ class Jobs:
             return await self._run(dataset, "withdraw", task)
         finally:
             dataset.job = None
+
+
+def _turn(dataset: Dataset) -> tuple[bool, int, str]:
+    return not dataset.verification.queued, -dataset.settings.priority, dataset.name
 
 
 def _refused(dataset: Dataset, cause: str, remedy: str) -> kit.errors.RefusedError:

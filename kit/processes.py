@@ -15,9 +15,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import kit.errors
 from kit import child_main
@@ -30,6 +31,7 @@ _PIPE = asyncio.subprocess.PIPE
 _DEVNULL = asyncio.subprocess.DEVNULL
 
 Process = asyncio.subprocess.Process
+ResultT = TypeVar("ResultT")
 
 # Waits for abandoned processes, each with what its process is about.
 _hanging: dict["asyncio.Task[None]", str] = {}
@@ -137,6 +139,21 @@ async def end(process: Process, about: str) -> None:
     await settled(about, KILLED_SECONDS)
 
 
+async def to_the_end(
+    process: Process, talk: Coroutine[Any, Any, ResultT], about: str, seconds: float
+) -> ResultT:
+    """The result of ``talk``, which uses the pipes of the process until it ends.
+
+    TimeoutError after ``seconds``; then, and after any other error, the process is abandoned.
+    """
+    task = asyncio.create_task(talk)
+    try:
+        return await asyncio.wait_for(asyncio.shield(task), seconds)
+    except BaseException:
+        abandon(process, about, task)
+        raise
+
+
 async def run(
     argv: Sequence[str],
     *,
@@ -156,17 +173,12 @@ async def run(
         argv, stdin=_PIPE if input else _DEVNULL, stderr=_PIPE, environment=environment,
         outlives=outlives,
     )  # fmt: skip
-    talk: asyncio.Task[tuple[bytes, bytes]] = asyncio.create_task(_talk(process, input, largest))
     try:
-        out, err = await asyncio.wait_for(asyncio.shield(talk), deadline)
+        out, err = await to_the_end(process, _talk(process, input, largest), about, deadline)
     except TimeoutError:
-        abandon(process, about, talk)
         raise DeadlineError(
             about, f"{argv[0]} gave no answer within {deadline:g}s", "it is tried again later"
         ) from None
-    except BaseException:
-        abandon(process, about, talk)
-        raise
     code = process.returncode
     assert code is not None
     if code == 127 and not outlives:

@@ -294,7 +294,7 @@ class FillPass(coordinator.Pass):
             self._scan_failed(job.directory, failure.error)
         elif isinstance(job, Copy):  # its directory cannot be opened any more
             with self.index.transaction():
-                self._rescan(assignment.directory)
+                self.incomplete(assignment.directory)
         # A failed hint has no effect: the chunk of its files follows.
 
     def _scan_failed(self, number: int, why: str) -> None:
@@ -327,9 +327,6 @@ class FillPass(coordinator.Pass):
     def seals(self) -> list[int]:
         return self.index.sealable(SEALS_IN_A_BATCH)
 
-    def incomplete(self, directory: int) -> None:
-        self._rescan(directory)
-
     def end_if_done(self) -> None:
         if self.run.cancelled:
             raise Ended("cancelled")
@@ -341,7 +338,7 @@ class FillPass(coordinator.Pass):
             if self.index.directory(index.ROOT).state == index.SEALED:
                 self._recheck() if self._rechecked_to is not None else self._finish()
                 return
-            if self._rescan_what_failed():
+            if self._retry_what_failed():
                 return
         self.run.totals = self.index.totals()
         if self.full or self.cramped:
@@ -349,7 +346,7 @@ class FillPass(coordinator.Pass):
             raise Ended("partial", f"no room for {files} files, {size} bytes")
         raise Ended("partial", f"{self.run.totals.failed} entries could not be copied")
 
-    def _rescan_what_failed(self) -> bool:
+    def _retry_what_failed(self) -> bool:
         """Whether something is left to try again, after a short wait."""
         again = self.index.retriable(MOST_RESCANS)
         if not again:
@@ -360,10 +357,10 @@ class FillPass(coordinator.Pass):
             self._no_rescan_before = 0.0
             with self.index.transaction():
                 for number in again:
-                    self._rescan(number)
+                    self.incomplete(number)
         return True
 
-    def _rescan(self, number: int) -> None:
+    def incomplete(self, number: int) -> None:
         """List a directory and its parent again: what failed may have changed or gone.
 
         After ``MOST_RESCANS`` in one pass the directory is a failure instead.
@@ -401,7 +398,7 @@ class FillPass(coordinator.Pass):
         with self.index.transaction():
             for number in answer.missing:
                 self.index.unseal(number)
-                self._rescan(number)
+                self.incomplete(number)
 
     def _finish(self) -> None:
         committer = self.pool.committer
