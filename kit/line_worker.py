@@ -58,7 +58,6 @@ class Worker(Generic[AnswerT]):
         answer: type[AnswerT],
         *,
         about: str,
-        arguments: tuple[str, ...] = (),
         largest: int = 2**20,
         idle: float | None = None,
         backoff: Backoff | None = None,
@@ -68,7 +67,6 @@ class Worker(Generic[AnswerT]):
         self.starts = 0
         self.failures = 0
         self._entry = entry
-        self._arguments = arguments
         self._answer = answer
         self._largest = largest
         self._idle = idle
@@ -130,9 +128,7 @@ class Worker(Generic[AnswerT]):
     async def _running(self) -> processes.Process:
         process = self._process
         if process is None or process.returncode is not None:
-            process = await processes.start_python(
-                "run", self._entry, *self._arguments, limit=self._largest
-            )
+            process = await processes.start_python("run", self._entry, limit=self._largest)
             self._process = process
             self.starts += 1
         return process

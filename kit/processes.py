@@ -70,7 +70,6 @@ async def start(
     *,
     job: str = "exec",
     stdin: int | None = _PIPE,
-    stdout: int | None = _PIPE,
     stderr: int | None = None,
     environment: Mapping[str, str] | None = None,
     outlives: bool = False,
@@ -96,7 +95,7 @@ async def start(
     return await asyncio.create_subprocess_exec(
         *argv,
         stdin=stdin,
-        stdout=stdout,
+        stdout=_PIPE,
         stderr=stderr,
         env=environment,
         cwd="/",
@@ -106,10 +105,10 @@ async def start(
 
 
 async def start_python(
-    job: str, target: str, *arguments: str, stderr: int | None = None, limit: int = 2**16
+    job: str, target: str, *, stderr: int | None = None, limit: int = 2**16
 ) -> Process:
     """Start ``target`` ("module:function") as job ``call`` or ``run`` of ``kit.child_main``."""
-    return await start((target, *arguments), job=job, stderr=stderr, limit=limit)
+    return await start((target,), job=job, stderr=stderr, limit=limit)
 
 
 def kill(process: Process) -> None:

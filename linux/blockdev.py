@@ -148,9 +148,9 @@ def majors(proc: _Root = PROC) -> dict[int, str]:
     return found
 
 
-def names(sysfs: _Root = SYSFS) -> list[str]:
+def names() -> list[str]:
     """Names of all block devices and partitions."""
-    return sorted(os.listdir(f"{sysfs}/class/block"))
+    return sorted(os.listdir(f"{SYSFS}/class/block"))
 
 
 def name_of(number: Number, sysfs: _Root = SYSFS) -> str:
@@ -312,7 +312,7 @@ def _superblocks(sysfs: _Root) -> dict[str, list[str]]:
     return found
 
 
-def by_path(path: str, sysfs: _Root = SYSFS, proc: _Root = PROC) -> BlockDevice:
+def by_path(path: str) -> BlockDevice:
     """The device that the node ``path`` stands for.
 
     NotFoundError, or RefusedError when ``path`` is not a block device.
@@ -323,8 +323,8 @@ def by_path(path: str, sysfs: _Root = SYSFS, proc: _Root = PROC) -> BlockDevice:
         raise kit.errors.NotFoundError(path, str(error.strerror), "name a device node") from error
     if not stat.S_ISBLK(status.st_mode):
         raise kit.errors.RefusedError(path, "it is not a block device", "name one, like /dev/rbd0")
-    name = name_of((os.major(status.st_rdev), os.minor(status.st_rdev)), sysfs)
-    device = identify(name, sysfs, proc) if name else None
+    name = name_of((os.major(status.st_rdev), os.minor(status.st_rdev)))
+    device = identify(name) if name else None
     if device is None:
         raise kit.errors.NotFoundError(path, "nothing is attached to its number", "map it first")
     return device

@@ -79,12 +79,12 @@ def opened(path: str, dir_fd: int | None = None) -> AbstractContextManager[int]:
     return kit.files.closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=dir_fd))
 
 
-def walk(start: str = "/proc/self/ns/mnt") -> Iterator[Listed]:
-    """Every mount namespace once: ``start``, the ones before it, the ones after it.
+def walk() -> Iterator[Listed]:
+    """Every mount namespace once: our own, the ones before it, the ones after it.
 
     OSError (ENOTTY) before Linux 6.12.
     """
-    with opened(start) as own:
+    with opened("/proc/self/ns/mnt") as own:
         yield _listed(own)
         for request in (_GET_PREV, _GET_NEXT):
             current = os.dup(own)
