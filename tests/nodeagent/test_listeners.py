@@ -17,7 +17,7 @@ import kit.errors
 import kit.files
 from kit.room import Role
 from nodeagent import app, page
-from nodeagent.api import access, listeners, server
+from nodeagent.api import listeners, rotation, server
 from nodeagent.settings import ApiSettings
 from tests.testbed import ports, waiting
 
@@ -255,7 +255,7 @@ def tcp(
     agent: app.Agent, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> ApiSettings:
     """Settings of an API over TCP, in force for ``agent``."""
-    monkeypatch.setattr(access, "RECHECK_SECONDS", 0.0)
+    monkeypatch.setattr(rotation, "RECHECK_SECONDS", 0.02)
     certify(tmp_path, "first")
     (tmp_path / "tokens").write_text(
         "".join(f"{role}: {{role: {role}, token: {token}}}\n" for role, token in TOKENS.items())
@@ -315,16 +315,34 @@ async def test_tcp_refuses_plain_http(agent: app.Agent, tcp: ApiSettings) -> Non
             await session.get(f"http://{tcp.listen}/metrics")
 
 
+async def readyz(agent: app.Agent) -> Any:
+    async with unix(agent) as session:
+        return await (await session.get("/readyz")).json()
+
+
 async def test_tokens_rotate_while_serving(agent: app.Agent, tcp: ApiSettings) -> None:
+    assert tcp.tokens_file is not None
     async with listeners.serving(agent.state):
         ask = Asker(tcp).status
         old, new = TOKENS[Role.READ], "another-token-long-enough"
         assert await ask("GET", "/v1/datasets", old) == 200
+
+        async def refused(token: str) -> bool:
+            return await ask("GET", "/v1/datasets", token) == 401
+
         kit.files.save(tcp.tokens_file, f"x: {{role: read, token: {new}}}\n".encode())
-        assert await ask("GET", "/v1/datasets", old) == 401
+        await waiting.until_async(lambda: refused(old))
         assert await ask("GET", "/v1/datasets", new) == 200
         kit.files.save(tcp.tokens_file, b"x: {role: read}\n")
-        assert await ask("GET", "/v1/datasets", new) == 401  # a broken file admits nobody
+        await waiting.until_async(lambda: agent.state.findings.current())
+        assert await ask("GET", "/v1/datasets", new) == 200  # the earlier tokens stay
+        assert await refused(old)
+        shown = await readyz(agent)
+        assert shown["degraded"] is True
+        assert any("admin.api.tokens_file" in reason for reason in shown["reasons"])
+        kit.files.save(tcp.tokens_file, b"{}")
+        await waiting.until_async(lambda: refused(new))
+        assert agent.state.findings.current() == []
 
 
 async def test_certificate_rotates_while_serving(
@@ -335,21 +353,46 @@ async def test_certificate_rotates_while_serving(
         assert await first.status(*get) == 200
         good = tcp.cert_file.read_bytes()
         kit.files.save(tcp.cert_file, b"nonsense")
+        await waiting.until_async(lambda: agent.state.findings.current())
         assert await first.status(*get) == 200  # the earlier pair stays
         kit.files.save(tcp.cert_file, good)
         certify(tmp_path, "second")
-        with pytest.raises(aiohttp.ClientSSLError):
-            await first.status(*get)
+
+        async def replaced() -> bool:
+            try:
+                return await first.status(*get) != 200
+            except aiohttp.ClientSSLError:
+                return True
+
+        await waiting.until_async(replaced)
         assert await Asker(tcp).status(*get) == 200
+        await waiting.until_async(lambda: not agent.state.findings.current())
 
 
-async def test_unusable_certificate_is_refused_at_the_start(
-    agent: app.Agent, tcp: ApiSettings
+@pytest.mark.parametrize("which", ["key_file", "cert_file", "tokens_file"])
+@pytest.mark.parametrize("content", [b"nonsense", b"", None])
+async def test_bad_file_at_the_start_keeps_the_api_shut_until_it_is_good(
+    agent: app.Agent, tcp: ApiSettings, which: str, content: bytes | None
 ) -> None:
-    tcp.key_file.write_text("nonsense")
-    with pytest.raises(kit.errors.HostError, match="cert_file"):
-        async with listeners.serving(agent.state):
-            pass
+    path: Path = getattr(tcp, which)
+    good, ask = path.read_bytes(), Asker(tcp)
+    path.unlink() if content is None else path.write_bytes(content)
+
+    async def admitted() -> bool:
+        try:
+            return await ask.status("GET", "/v1/datasets", TOKENS[Role.READ]) == 200
+        except aiohttp.ClientError:
+            return False
+
+    async with listeners.serving(agent.state):
+        assert not await admitted()
+        (found,) = agent.state.findings.current()
+        assert found.rule == "unusable-file"
+        shown = await readyz(agent)
+        assert shown["degraded"] is True
+        assert any("nobody is admitted" in reason for reason in shown["reasons"])
+        kit.files.save(path, good)
+        await waiting.until_async(admitted)
 
 
 async def test_handshakes_that_never_end_keep_nobody_out(
