@@ -3,26 +3,20 @@
 Every room that reaches a cluster uses these types, so that an operator learns them once.
 """
 
-import re
 from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
 import kit.settings
 
-
-def _addresses(monitors: tuple[str, ...]) -> tuple[str, ...]:
-    for monitor in monitors:
-        if not re.fullmatch(r"[\w.:,\[\]/-]+", monitor):
-            raise ValueError(f"{monitor!r} is not a monitor address, like 10.0.0.1:6789")
-    return monitors
+_address = kit.settings.matching(r"[\w.:,\[\]/-]+", "a monitor address, like 10.0.0.1:6789")
 
 
 def _user(name: str) -> str:
     return kit.settings.word(name).removeprefix("client.")
 
 
-Monitors = Annotated[tuple[str, ...], AfterValidator(_addresses)]
+Monitors = tuple[Annotated[str, AfterValidator(_address)], ...]
 User = Annotated[str, AfterValidator(_user)]
 
 # What settings say of these fields.

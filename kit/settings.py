@@ -1,6 +1,7 @@
 """The base of every settings model, and the field types that several rooms use."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -24,12 +25,18 @@ def absolute(path: Path) -> Path:
     return path
 
 
-def word(text: str) -> str:
-    """``text`` when it is a plain name (letters, digits and ``_.+-``), else ValueError."""
-    if not re.fullmatch(r"[\w.+-]+", text):
-        raise ValueError(f"{text!r} is not a plain name (letters, digits and _.+-)")
-    return text
+def matching(pattern: str, what: str) -> Callable[[str], str]:
+    """Gives back a text that is all ``pattern``; else ValueError: it is not ``what``."""
 
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{text!r} is not {what}")
+        return text
+
+    return check
+
+
+word = matching(r"[\w.+-]+", "a plain name (letters, digits and _.+-)")
 
 AbsolutePath = Annotated[Path, AfterValidator(absolute)]
 Word = Annotated[str, AfterValidator(word)]

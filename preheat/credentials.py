@@ -9,6 +9,7 @@ import base64
 import fnmatch
 import json
 import os
+import re
 import time
 import urllib.parse
 from collections.abc import Mapping
@@ -124,18 +125,9 @@ def read_providers(data: bytes) -> tuple[Provider, ...]:
 
 def _go_duration(text: str) -> float:
     """Seconds of Go's ``12h`` or ``1h30m0s``; an unknown unit counts 0."""
-    total, number = 0.0, ""
-    unit = ""
     units = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
-    for sign in text + "0":
-        if sign.isdigit() or sign == ".":
-            if unit:
-                total += float(number or 0) * units.get(unit, 0.0)
-                number, unit = "", ""
-            number += sign
-        else:
-            unit += sign
-    return total
+    parts = re.findall(r"(\d+(?:\.\d*)?)([^\d.]+)", text)
+    return sum(float(number) * units.get(unit, 0.0) for number, unit in parts)
 
 
 @dataclass(frozen=True)

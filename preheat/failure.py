@@ -5,6 +5,7 @@ gives it directly; of a pull the runtimes give little but words, which ``classif
 """
 
 import random
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -78,46 +79,16 @@ def after(error: PullError, attempts: int, now: float) -> Failure:
 
 
 # Words of the runtimes, in lower case. The first class that matches counts.
-_WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
-    (Kind.DISK, ("no space left", "disk quota exceeded")),
-    (
-        Kind.CORRUPT,
-        (
-            "unexpected commit digest",
-            "unexpected commit size",
-            "failed size validation",
-            "invalid checksum",
-            "failed to validate",
-            "gzip: invalid",
-            "flate: corrupt",
-            "wrong diff id",
-            "mismatched image rootfs",
-        ),
-    ),
-    (
-        Kind.AUTH,
-        (
-            "401",
-            "403 forbidden",
-            "unauthorized",
-            "authorization failed",
-            "access denied",
-            "authentication required",
-            "failed to fetch oauth token",
-        ),
-    ),
-    (
-        Kind.BAD_IMAGE,
-        (
-            "invalid reference",
-            "no match for platform",
-            "not acceptable",
-            "unsupported media type",
-            "does not match any platform",
-        ),
-    ),
-    (Kind.NOT_FOUND, ("not found", "manifest unknown", "404")),
-)
+_WORDS: dict[Kind, str] = {
+    Kind.DISK: "no space left|disk quota exceeded",
+    Kind.CORRUPT: "unexpected commit (digest|size)|failed size validation|invalid checksum"
+    "|failed to validate|gzip: invalid|flate: corrupt|wrong diff id|mismatched image rootfs",
+    Kind.AUTH: "401|403 forbidden|unauthorized|authorization failed|access denied"
+    "|authentication required|failed to fetch oauth token",
+    Kind.BAD_IMAGE: "invalid reference|no match for platform|not acceptable"
+    "|unsupported media type|does not match any platform",
+    Kind.NOT_FOUND: "not found|manifest unknown|404",
+}
 
 
 def classify(ref: str, error: base.RuntimeCallError) -> PullError:
@@ -135,7 +106,7 @@ def classify(ref: str, error: base.RuntimeCallError) -> PullError:
         )
     if error.code == "NOT_FOUND":
         return PullError(ref, Kind.NOT_FOUND, error.cause)
-    for kind, words in _WORDS:
-        if any(word in text for word in words):
+    for kind, words in _WORDS.items():
+        if re.search(words, text):
             return PullError(ref, kind, error.cause)
     return PullError(ref, Kind.NETWORK, error.cause)

@@ -2,22 +2,25 @@
 
 import hashlib
 import platform
-import re
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 import kit.errors
 import kit.settings
 import kit.units
 from preheat import manifest
 
-_WINDOW = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
-_PLATFORM = re.compile(r"[a-z0-9]+/[a-z0-9]+(/[a-z0-9]+)?")
+_window = kit.settings.matching(
+    r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d", "a time window like 22:00-06:00 (UTC)"
+)
+_platform = kit.settings.matching(
+    r"([a-z0-9]+/[a-z0-9]+(/[a-z0-9]+)?)?", "a platform like linux/amd64"
+)
 
 
 class KeepFor(kit.settings.Section):
@@ -35,7 +38,7 @@ Pin = Literal["always", "never"] | KeepFor
 class ImageSettings(kit.settings.Section):
     """One image that must be on the node before a job asks for it."""
 
-    ref: str
+    ref: Annotated[str, AfterValidator(lambda text: manifest.parse(text).text)]
     """HOST/PATH:TAG or HOST/PATH@sha256:…; HOST is the registry. No tag: latest."""
     pin: Pin = "always"
     """always; never (pulled once, garbage collection may delete it); or {for: 72h} after its last
@@ -48,11 +51,6 @@ class ImageSettings(kit.settings.Section):
     (docs/preheat.md)."""
     nodes: dict[str, str] = Field(default_factory=dict)
     """Only on nodes with all these labels (see node_labels); empty: every node."""
-
-    @field_validator("ref")
-    @classmethod
-    def _full(cls, value: str) -> str:
-        return manifest.parse(value).text
 
 
 class RetainSettings(kit.settings.Section):
@@ -135,7 +133,7 @@ class PreheatSettings(kit.settings.Section):
     """Images that must be on the node."""
     retain: RetainSettings | None = None
     """Keep images that pods used; absent: off."""
-    platform: str = ""
+    platform: Annotated[str, AfterValidator(_platform)] = ""
     """os/architecture[/variant]; default: this machine's."""
     credentials: CredentialSettings = CredentialSettings()
     """Logins for registries."""
@@ -152,7 +150,7 @@ class PreheatSettings(kit.settings.Section):
     bytes_per_second: kit.units.Bytes | None = Field(default=None, ge=64 * 1024)
     """Limit for downloading layers, all pulls together; the agent then fetches them itself.
     Default: no limit, the runtime downloads as fast as it can."""
-    windows: tuple[str, ...] = Field(default=(), max_length=24)
+    windows: tuple[Annotated[str, AfterValidator(_window)], ...] = Field(default=(), max_length=24)
     """HH:MM-HH:MM in UTC: when pulls of these settings may start; default: always. Pulls that an
     operator requests start at any time."""
     attempt_timeout: kit.units.Seconds = Field(default=7200.0, ge=60, le=86400)
@@ -173,21 +171,6 @@ class PreheatSettings(kit.settings.Section):
     node_labels: dict[str, str] = Field(default_factory=dict)
     """This node's labels, for images[].nodes."""
 
-    @field_validator("platform")
-    @classmethod
-    def _platform(cls, value: str) -> str:
-        if value and not _PLATFORM.fullmatch(value):
-            raise ValueError(f"{value!r} is not a platform like linux/amd64")
-        return value
-
-    @field_validator("windows")
-    @classmethod
-    def _windows(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for window in value:
-            if not _WINDOW.fullmatch(window):
-                raise ValueError(f"{window!r} is not a time window like 22:00-06:00 (UTC)")
-        return value
-
     @model_validator(mode="after")
     def _consistent(self) -> "PreheatSettings":
         refs = [each.ref for each in self.images]
@@ -206,11 +189,9 @@ class PreheatSettings(kit.settings.Section):
 def in_window(windows: tuple[str, ...], minute: int) -> bool:
     """Whether ``minute`` of the UTC day is in a window; windows may cross midnight."""
     for window in windows:
-        match = _WINDOW.fullmatch(window)
-        assert match is not None
-        start, end = int(match[1]) * 60 + int(match[2]), int(match[3]) * 60 + int(match[4])
-        inside = start <= minute < end if start < end else minute >= start or minute < end
-        if inside:
+        hours = [time.split(":") for time in window.split("-")]
+        start, end = (int(hour) * 60 + int(past) for hour, past in hours)
+        if start <= minute < end if start < end else minute >= start or minute < end:
             return True
     return not windows
 
@@ -238,14 +219,15 @@ def thresholds(section: KubeletSettings) -> KubeletSettings:
         return section
     try:
         content = yaml.safe_load(section.config.read_bytes()) or {}
-        high = content.get("imageGCHighThresholdPercent")
-        low = content.get("imageGCLowThresholdPercent")
         eviction = (content.get("evictionHard") or {}).get("imagefs.available")
-        update = {}
-        if high is not None:
-            update["gc_high"] = int(high) / 100
-        if low is not None:
-            update["gc_low"] = int(low) / 100
+        update = {
+            name: int(content[key]) / 100
+            for name, key in (
+                ("gc_high", "imageGCHighThresholdPercent"),
+                ("gc_low", "imageGCLowThresholdPercent"),
+            )
+            if content.get(key) is not None
+        }
         if isinstance(eviction, str) and eviction.endswith("%"):
             update["eviction_free"] = float(eviction[:-1]) / 100
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:

@@ -46,9 +46,15 @@ def document() -> dict[str, Any]:
 
 
 def _answers(answers: dict[str, Any]) -> dict[str, Any]:
-    """In order, errors with their body."""
+    """In order, errors with their body.
+
+    aiohttp itself answers a request that is not HTTP, or whose first line is too long.
+    """
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    plain = {"text/plain": {"schema": {"type": "string"}}}
     return {
-        status: {"content": error, **answer} if status >= "400" else answer
+        status: {"content": error | (plain if status == "400" else {}), **answer}
+        if status >= "400"
+        else answer
         for status, answer in sorted(answers.items())
     }

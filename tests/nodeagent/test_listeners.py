@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import grp
 import os
+import re
 import socket
 import ssl
 import subprocess
@@ -17,7 +19,7 @@ import kit.errors
 import kit.files
 from kit.room import Role
 from nodeagent import app, page
-from nodeagent.api import listeners, rotation, server
+from nodeagent.api import listeners, openapi, rotation, server
 from nodeagent.settings import ApiSettings
 from tests.testbed import ports, waiting
 
@@ -250,24 +252,26 @@ def certify(folder: Path, name: str) -> None:
     (folder / "new.crt").rename(folder / "tls.crt")
 
 
-@pytest.fixture
-def tcp(
-    agent: app.Agent, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> ApiSettings:
-    """Settings of an API over TCP, in force for ``agent``."""
-    monkeypatch.setattr(rotation, "RECHECK_SECONDS", 0.02)
-    certify(tmp_path, "first")
-    (tmp_path / "tokens").write_text(
+def over_tcp(agent: app.Agent, folder: Path) -> ApiSettings:
+    """Settings of an API over TCP with ``TOKENS``, in force for ``agent``."""
+    certify(folder, "first")
+    (folder / "tokens").write_text(
         "".join(f"{role}: {{role: {role}, token: {token}}}\n" for role, token in TOKENS.items())
     )
     api = ApiSettings(
-        listen=f"127.0.0.1:{port}",
-        cert_file=tmp_path / "tls.crt",
-        key_file=tmp_path / "tls.key",
-        tokens_file=tmp_path / "tokens",
+        listen=f"127.0.0.1:{ports.free(1)[0]}",
+        cert_file=folder / "tls.crt",
+        key_file=folder / "tls.key",
+        tokens_file=folder / "tokens",
     )
     with_admin(agent, api=api)
     return api
+
+
+@pytest.fixture
+def tcp(agent: app.Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ApiSettings:
+    monkeypatch.setattr(rotation, "RECHECK_SECONDS", 0.02)
+    return over_tcp(agent, tmp_path)
 
 
 class Asker:
@@ -396,15 +400,61 @@ async def test_bad_file_at_the_start_keeps_the_api_shut_until_it_is_good(
 
 
 async def test_handshakes_that_never_end_keep_nobody_out(
-    agent: app.Agent, tcp: ApiSettings, port: int
+    agent: app.Agent, tcp: ApiSettings
 ) -> None:
+    where = tcp.listen.rpartition(":")
     async with listeners.serving(agent.state):
         with contextlib.ExitStack() as stack:
             for _ in range(1000):
                 idle = stack.enter_context(socket.socket())
                 idle.setblocking(False)
-                await asyncio.get_running_loop().sock_connect(idle, ("127.0.0.1", port))
+                await asyncio.get_running_loop().sock_connect(idle, (where[0], int(where[2])))
             assert await Asker(tcp).status("GET", "/v1/datasets", TOKENS[Role.READ]) == 200
+
+
+async def test_every_route_of_every_listener_refuses_a_lower_role(
+    whole: app.Agent, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the document names is tried on all three: as nobody, and with each lower role."""
+    needed = {
+        (route.method, route.path): route.role
+        for room, _ in whole.state.running
+        for route in room.routes()
+    }
+    operations = [
+        (method.upper(), path, needed.get((method.upper(), path), Role.READ))
+        for path, item in openapi.document()["paths"].items()
+        for method in openapi.METHODS & item.keys()
+    ]
+    assert len(operations) > 30
+    api = over_tcp(whole, tmp_path)
+    monkeypatch.setattr(listeners, "_peer", lambda _: (1, 4242))  # a stranger with the descriptor
+    refused = 0
+    for group_role in (None, Role.READ, Role.OPERATE):
+        with_admin(whole, metrics=f"127.0.0.1:{port}")
+        if group_role is not None:
+            group = grp.getgrgid(os.getegid()).gr_name
+            with_admin(whole, group=group, group_role=group_role)
+        async with (
+            listeners.serving(whole.state),
+            unix(whole) as socket_client,
+            aiohttp.ClientSession() as plain,
+        ):
+            ask = Asker(api).status
+            for method, path, own in operations:
+                url = re.sub(r"{\w+}", "none", path)
+                if group_role is not None and group_role.includes(own):
+                    continue
+                status = 401 if group_role is None else 403
+                assert (await socket_client.request(method, url)).status == status, (method, path)
+                token = "" if group_role is None else TOKENS[group_role]
+                assert await ask(method, url, token) == status, (method, path)
+                refused += 1
+                served = {"/", "/metrics", "/healthz", "/readyz"}
+                if method != "GET" or path not in served:
+                    answer = await plain.request(method, f"http://127.0.0.1:{port}{url}")
+                    assert answer.status in (404, 405), (method, path)
+    assert refused > 60
 
 
 async def test_serving_leaves_no_task(agent: app.Agent) -> None:

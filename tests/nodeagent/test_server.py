@@ -515,3 +515,32 @@ async def test_streams_are_bounded_for_each_caller_and_in_all(
         await waiting.until_async(admitted, what="the place of a stream that has ended")
         for answer in held:
             answer.close()
+
+
+async def test_stream_that_nobody_reads_ends_and_frees_its_place(
+    agent: app.Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(access, "STREAMS_OF_CALLER", 1)
+    closed = asyncio.Event()
+
+    async def items() -> AsyncGenerator[kit.room.Json, None]:
+        try:
+            while True:
+                yield {"x": "a" * 1_000_000}
+        finally:
+            closed.set()
+
+    async def handler(_: Fake, __: Request) -> Stream:
+        return Stream(items())
+
+    async with serving(agent, Route("GET", "/v1/x", handler)) as client:
+        url = client.make_url("/v1/x")
+        reader, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
+        writer.write(b"GET /v1/x HTTP/1.1\r\nHost: a\r\n\r\n")
+        await asyncio.wait_for(closed.wait(), 10)
+        answer = await client.get("/v1/x")
+        assert answer.status == 200
+        answer.close()
+        assert await reader.read(100)
+        writer.close()

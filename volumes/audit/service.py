@@ -24,11 +24,10 @@ import kit.findings
 import kit.room
 from ceph import protocol
 from linux import mountinfo, netlink, syscalls
-from volumes.audit import cluster_polling, evaluate, finding_state, scheduler
-from volumes.audit.actions import plan, runner
+from volumes.audit import actions, cluster_polling, evaluate, finding_state, scheduler
 from volumes.audit.inventory import scan
 from volumes.audit.inventory.model import Inventory
-from volumes.audit.logs import follower, hits, matcher, patterns
+from volumes.audit.logs import follower, matcher, patterns
 from volumes.audit.rules.agent import LOG_PREFIX
 from volumes.audit.rules.mappings import MAPPED_ELSEWHERE
 from volumes.audit.settings import AuditSettings, ClusterSettings
@@ -66,12 +65,12 @@ class Audit:
         self.findings: list[kit.findings.Finding] = []
         self.scanner = scan.Scanner()
         self.clusters = cluster_polling.Poller(self.wake)
-        self.runner = runner.Runner(state_dir)
+        self.runner = actions.Runner(state_dir)
         self.follower: follower.Follower | None = None
         self._reporter = reporter
         self._guard = guard
         self._patterns: dict[str, patterns.Pattern] = {}
-        self._hits = hits.Hits()
+        self._hits = patterns.Hits()
         self._memory = scheduler.Memory()
         self._state: finding_state.State = {}
         self._former: dict[scheduler.Key, frozenset[str]] = {}
@@ -80,8 +79,7 @@ class Audit:
         self._round = asyncio.Lock()
         self._tasks: list[asyncio.Task[Any]] = []
         self._log_task: asyncio.Task[None] | None = None
-        self._watch: mountinfo.Watch | None = None
-        self._uevents: netlink.Uevents | None = None
+        self._watches = contextlib.ExitStack()  # of mounts and devices
         self._advanced = 0.0  # monotonic time of the loop's last round
 
     # -- life --------------------------------------------------------------------------------------
@@ -93,18 +91,23 @@ class Audit:
             return
         self._load_patterns(self.settings)
         try:
-            self._watch = mountinfo.Watch(_HOST_TABLE, self._mounts_changed)
+            watch = mountinfo.Watch(_HOST_TABLE, self._mounts_changed)
         except OSError as error:
             raise kit.errors.HostError(
                 _HOST_TABLE,
                 f"cannot be read ({error.strerror})",
                 "run with the host's pid namespace (hostPID: true)",
             ) from error
+        self._watches.callback(watch.close)
         try:
-            self._uevents = netlink.Uevents()
-            asyncio.get_running_loop().add_reader(self._uevents.fd, self._devices_changed)
+            uevents = netlink.Uevents()
         except OSError as error:
             log.warning("no uevents: new devices are found at intervals only", error=str(error))
+        else:
+            loop = asyncio.get_running_loop()
+            loop.add_reader(uevents.fd, self._devices_changed, uevents)
+            self._watches.callback(uevents.close)
+            self._watches.callback(loop.remove_reader, uevents.fd)
         self._advanced = time.monotonic()
         self._tasks = [
             asyncio.create_task(self._loop(), name="audit"),
@@ -165,13 +168,7 @@ class Audit:
 
     async def stop(self) -> None:
         """End the child processes. Findings stay as they were reported."""
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-        if self._uevents is not None:
-            asyncio.get_running_loop().remove_reader(self._uevents.fd)
-            self._uevents.close()
-            self._uevents = None
+        self._watches.close()
         tasks = [*self._tasks, *([self._log_task] if self._log_task else [])]
         for task in tasks:
             task.cancel()
@@ -200,10 +197,9 @@ class Audit:
         self._memory = dataclasses.replace(self._memory, changed_at=time.time())
         self._wake.set()
 
-    def _devices_changed(self) -> None:
-        assert self._uevents is not None
+    def _devices_changed(self, uevents: netlink.Uevents) -> None:
         with contextlib.suppress(netlink.Overflow):  # the scan reads everything anyway
-            self._uevents.read()
+            uevents.read()
         self._wake.set()
 
     def _log_hits(self, found: Sequence[matcher.Hit]) -> None:
@@ -213,7 +209,7 @@ class Audit:
     def _note(self, found: Sequence[matcher.Hit] = ()) -> None:
         """Add log hits, and drop old ones."""
         hold = self.settings.logs.hold
-        self._hits = hits.note(self._hits, found, self._patterns, time.time(), hold)
+        self._hits = patterns.note(self._hits, found, self._patterns, time.time(), hold)
 
     async def _loop(self) -> None:
         while True:
@@ -259,7 +255,7 @@ class Audit:
                 self._memory = dataclasses.replace(self._memory, deep_at=0.0)
             await self._scan()
             self._evaluate()
-            steps = self._plans() if not self._blind else []
+            steps = self.plans() if not self._blind else []
             due = self.runner.due(steps, self.settings.actions)
         for step in due:
             await self.runner.run(step, self.settings.actions, self._plans_afresh)
@@ -342,7 +338,7 @@ class Audit:
             guard=self._guard(),
             clock=clock,
             unread_logs=self.follower.states() if self.follower else {},
-            logs=hits.join(hits.frequent(self._hits, self._patterns), self.inventory),
+            logs=patterns.join(patterns.frequent(self._hits, self._patterns), self.inventory),
             former=self._mounted_before(),
         )
 
@@ -369,10 +365,11 @@ class Audit:
         ):
             self.clusters.ask_soon()
 
-    def _plans(self) -> list[plan.Plan]:
+    def plans(self) -> list[actions.Plan]:
+        """Every action for the current findings, also those that are refused."""
         if self.inventory is None:
             return []
-        return plan.plans(
+        return actions.plans(
             self.findings,
             self.inventory,
             self._guard(),
@@ -380,23 +377,19 @@ class Audit:
             self.settings.actions.orphan_after,
         )
 
-    async def _plans_afresh(self) -> list[plan.Plan]:
+    async def _plans_afresh(self) -> list[actions.Plan]:
         """The plans after a scan of this moment; none when it fails."""
         async with self._round:
-            names = {step.device for step in self._plans() if step.device}
+            names = {step.device for step in self.plans() if step.device}
             await self._scan(scheduler.Depth(deep=True, users_of=tuple(sorted(names))))
             self._evaluate()
-            return [] if self._blind else self._plans()
+            return [] if self._blind else self.plans()
 
     # -- for the API -------------------------------------------------------------------------------
 
     def age(self) -> float:
         """Seconds since the last scan; since 1970 when there was none."""
         return time.time() - (self.inventory.taken if self.inventory else 0.0)
-
-    def plans(self) -> list[plan.Plan]:
-        """Every action for the current findings, also those that are refused."""
-        return self._plans()
 
     async def act(self, finding: str, *, dry_run: bool) -> dict[str, Any]:
         """Carry out the action for a finding. NotFoundError when there is none."""

@@ -1,17 +1,19 @@
 """Settings of the volume audit (``volumes.audit``)."""
 
-import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 import ceph.settings
 import kit.settings
 import kit.units
 from kit.findings import Severity
 
-_NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
+_name = kit.settings.matching(
+    r"[a-z0-9][a-z0-9-]{0,62}", "a name: use lower-case letters, digits and '-'"
+)
+_unit = kit.settings.matching(r"[\w@.:-]{1,255}", "a unit name")
 
 
 class ClusterSettings(ceph.settings.ClusterSettings):
@@ -25,26 +27,12 @@ class ClusterSettings(ceph.settings.ClusterSettings):
 class LogSource(kit.settings.Section):
     """A log to follow: files by a pattern, or units of the journal."""
 
-    name: str
+    name: Annotated[str, AfterValidator(_name)]
     """Its name in findings: kubelet, ceph-csi, containerd."""
     files: str | None = None
     """Absolute path, '*' allowed in its last two parts. Followed across rotation."""
-    unit: str | None = None
+    unit: Annotated[str, AfterValidator(_unit)] | None = None
     """A systemd unit, read with journalctl."""
-
-    @field_validator("name")
-    @classmethod
-    def _word(cls, value: str) -> str:
-        if not _NAME.match(value):
-            raise ValueError(f"{value!r} is not a name: use lower-case letters, digits and '-'")
-        return value
-
-    @field_validator("unit")
-    @classmethod
-    def _unit(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[\w@.:-]{1,255}", value):
-            raise ValueError(f"{value!r} is not a unit name")
-        return value
 
     @model_validator(mode="after")
     def _one(self) -> "LogSource":

@@ -6,7 +6,7 @@ import msgspec
 
 from kit.findings import Finding
 from linux import blockdev
-from volumes.audit.actions import runner
+from volumes.audit import actions
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.service import Audit
 from volumes.audit.types import cluster_of
@@ -119,7 +119,7 @@ def overview(audit: Audit) -> dict[str, Any]:
         ],
         "logs": msgspec.to_builtins(follower.counters()) if follower else {},
         "log_trouble": follower.states() if follower else {},
-        "actions": runner.modes(audit.settings.actions),
+        "actions": actions.modes(audit.settings.actions),
         "journal": list(audit.runner.last)[-_LAST_ACTIONS:],
         "findings": findings(audit),
     }

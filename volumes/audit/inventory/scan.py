@@ -18,8 +18,8 @@ import kit.line_worker
 import kit.processes
 from linux import blockdev, mountinfo, rbd_sysfs
 from volumes.audit.inventory import holders, records
+from volumes.audit.inventory.holders import Processes, host_space
 from volumes.audit.inventory.model import Inventory, Place, User, Volume
-from volumes.audit.inventory.owners import Processes, host_space
 
 _ABOUT = "scan of the node"
 # Children that hang in the kernel at the same time; one more would only hang beside them.

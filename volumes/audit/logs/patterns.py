@@ -1,28 +1,45 @@
-"""Reads and checks the pattern file."""
+"""Which lines of the logs matter: the pattern file, and the recent hits of its patterns.
 
+Hits are counted, joined to devices, and forgotten after ``hold``. Invariant: at most ``MOST``
+different hits are kept; beyond that the oldest are dropped.
+"""
+
+import dataclasses
 import importlib.resources
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pydantic
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 import kit.errors
 import kit.settings
-from volumes.audit.logs.matcher import Expression
-from volumes.audit.types import Severity
+from volumes.audit.inventory.model import Inventory
+from volumes.audit.logs.matcher import Expression, Hit
+from volumes.audit.types import LogHit, Severity
 
 _MOST_PATTERNS = 200
 _LONGEST_REGEX = 2000
+MOST = 300
+_MOST_TIMES = 1000  # of one hit
+_KEY = ("device", "image", "pod", "volume", "path")
+
+Key = tuple[str, ...]
+
+
+_id = kit.settings.matching(
+    r"[a-z0-9][a-z0-9-]{0,50}", "an id: use lower-case letters, digits and '-'"
+)
 
 
 class Pattern(kit.settings.Section):
     """One kind of line. The head of patterns.yaml explains the fields."""
 
-    id: str
+    id: Annotated[str, AfterValidator(_id)]
     source: Literal["kernel", "userspace"]
     anchor: str = Field(min_length=3)
     regex: str = Field(max_length=_LONGEST_REGEX)
@@ -33,13 +50,6 @@ class Pattern(kit.settings.Section):
     hint: Literal["", "unmap-failed", "busy"] = ""
     examples: tuple[str, ...] = ()
     near_misses: tuple[str, ...] = ()
-
-    @field_validator("id")
-    @classmethod
-    def _name(cls, value: str) -> str:
-        if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,50}", value):
-            raise ValueError(f"{value!r} is not an id: use lower-case letters, digits and '-'")
-        return value
 
     @field_validator("regex")
     @classmethod
@@ -120,3 +130,98 @@ def _parse(text: str, origin: str) -> tuple[Pattern, ...]:
 def expressions(patterns: Iterable[Pattern]) -> tuple[Expression, ...]:
     """The part of the patterns that the log child needs."""
     return tuple(Expression(p.id, p.source, p.anchor, p.regex) for p in patterns)
+
+
+# -- recent hits -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hits:
+    recent: Mapping[Key, LogHit] = field(default_factory=dict)
+    # When lines came, and how many: for patterns that must match often to count.
+    times: Mapping[Key, tuple[tuple[float, int], ...]] = field(default_factory=dict)
+
+
+def note(
+    hits: Hits,
+    found: Sequence[Hit],
+    patterns: Mapping[str, Pattern],
+    now: float,
+    hold: float,
+) -> Hits:
+    """``hits`` with what the log child found, and without what is older than ``hold``."""
+    recent = {key: hit for key, hit in hits.recent.items() if now - hit.last < hold}
+    times = {
+        key: tuple((t, n) for t, n in seen if now - t < patterns[key[0]].at_least[1])
+        for key, seen in hits.times.items()
+        if key[0] in patterns
+    }
+    for each in found:
+        pattern = patterns.get(each.pattern)
+        if pattern is None:
+            continue
+        groups = each.groups
+        key = (each.pattern, each.source, *(groups.get(name, "") for name in _KEY))
+        known = recent.get(key)
+        recent[key] = LogHit(
+            pattern=pattern.id,
+            severity=pattern.severity,
+            source=each.source,
+            text=each.text,
+            first=known.first if known else now,
+            last=now,
+            count=(known.count if known else 0) + each.count,
+            meaning=pattern.meaning,
+            advice=pattern.advice,
+            device=groups.get("device", ""),
+            image=groups.get("image", ""),
+            pod_uid=groups.get("pod", ""),
+            volume=groups.get("volume", "") or groups.get("path", ""),
+            pid=int(groups.get("pid", 0)),
+            hint=pattern.hint,
+        )
+        times[key] = (*times.get(key, ()), (now, each.count))[-_MOST_TIMES:]
+    times = {key: seen for key, seen in times.items() if seen and key in recent}
+    for key in sorted(recent, key=lambda k: recent[k].last)[: max(0, len(recent) - MOST)]:
+        del recent[key]
+    return Hits(recent, times)
+
+
+def frequent(hits: Hits, patterns: Mapping[str, Pattern]) -> tuple[LogHit, ...]:
+    """Hits that came as often as their pattern requires (``at_least``)."""
+    found = []
+    for key, hit in hits.recent.items():
+        pattern = patterns.get(hit.pattern)
+        if pattern is None:
+            continue
+        count = sum(count for _, count in hits.times.get(key, ()))
+        if pattern.at_least[0] == 1 or count >= pattern.at_least[0]:
+            found.append(hit)
+    return tuple(found)
+
+
+def join(hits: Iterable[LogHit], inventory: Inventory | None) -> tuple[LogHit, ...]:
+    """Fill in the device of hits that name only a path, a volume or an image."""
+    if inventory is None:
+        return tuple(hits)
+    return tuple(
+        dataclasses.replace(hit, device=_device(hit, inventory)) if not hit.device else hit
+        for hit in hits
+    )
+
+
+def _device(hit: LogHit, inventory: Inventory) -> str:
+    for volume in inventory.volumes:
+        names = {volume.handle, volume.name, volume.staging} - {""}
+        image = volume.image.spec if volume.image else ""
+        if hit.volume in names or (hit.image and hit.image == image):
+            return volume.device
+        if hit.pod_uid and any(p.pod_uid == hit.pod_uid and p.mounted for p in volume.publishes):
+            return volume.device
+    for device in inventory.devices:
+        if hit.image and device.image and device.image.spec == hit.image:
+            return device.name
+        for place in inventory.on_host(device):
+            if hit.volume.startswith("/") and place.target == hit.volume:
+                return device.name
+    return ""

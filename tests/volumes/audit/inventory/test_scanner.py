@@ -14,7 +14,7 @@ import kit.processes
 from linux import mount_namespaces
 from tests.volumes.audit.inventory import visits
 from tests.volumes.audit.stage import Stage, children, run, settings, watching
-from volumes.audit.inventory import holders, owners, scan
+from volumes.audit.inventory import holders, scan
 
 pytestmark = pytest.mark.real
 
@@ -151,7 +151,7 @@ async def test_forbidden_namespace_is_a_gap_ended_one_is_not(
             return b""
 
         monkeypatch.setattr(mount_namespaces.Visitor, "table", table)
-        everything = owners.Processes("/proc", "/nonexistent")
+        everything = holders.Processes("/proc", "/nonexistent")
         return holders.Namespaces(everything, "/proc", {own}, set(), None).visit(set())
 
     if not listed:

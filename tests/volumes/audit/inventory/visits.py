@@ -4,7 +4,7 @@ import errno
 from collections.abc import Iterator
 
 from linux import mount_namespaces
-from volumes.audit.inventory import holders, owners
+from volumes.audit.inventory import holders
 
 
 def both_ways(major: int, minor: int) -> list[list[tuple[int, bool, int]]]:
@@ -19,7 +19,7 @@ def both_ways(major: int, minor: int) -> list[list[tuple[int, bool, int]]]:
 
 
 def _visit(major: int, minor: int) -> list[tuple[int, bool, int]]:
-    processes = owners.Processes("/proc", "/nonexistent")
+    processes = holders.Processes("/proc", "/nonexistent")
     host = {processes.host_space()}
     visited = holders.Namespaces(processes, "/proc", host, {(major, minor)}, None).visit(set())
     return [(s.owners[0].pid, s.owners[0].thread != 0, s.inode) for s in visited.spaces]

@@ -7,7 +7,7 @@ import pytest
 
 import kit.errors
 from tests.volumes.audit.stage import Stage
-from volumes.audit.actions import executors
+from volumes.audit import executors
 
 pytestmark = pytest.mark.real
 

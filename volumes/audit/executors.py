@@ -13,7 +13,6 @@ import kit.errors
 import kit.processes
 from linux import blockdev, mount_namespaces
 from volumes.audit.inventory import holders
-from volumes.audit.inventory.owners import Processes
 
 _UNMAP_SECONDS = 20.0
 
@@ -79,7 +78,7 @@ async def _rbd_nbd_unmap(name: str) -> None:
 
 
 def _refuse_users(name: str, number: tuple[int, int]) -> None:
-    for user in holders.users(Processes("/proc", ""), "/proc", {number}, set()):
+    for user in holders.users(holders.Processes("/proc", ""), "/proc", {number}, set()):
         if user.owner.pid != os.getpid():  # our own claim
             raise kit.errors.RefusedError(
                 f"unmap {name}",

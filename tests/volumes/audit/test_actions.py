@@ -8,21 +8,21 @@ import pytest
 from kit.findings import Finding
 from linux.blockdev import Layer
 from tests.volumes.audit.world import COPY, device, only, place, scene, space
-from volumes.audit.actions import plan
+from volumes.audit import actions
 from volumes.audit.rules import mounting
 from volumes.audit.types import GuardView, Scene, Severity
 
 KUBELET = place("/", device=(8, 1))
 
 
-def detach(at: Scene, **evidence: str) -> plan.Plan:
+def detach(at: Scene, **evidence: str) -> actions.Plan:
     """The plan for the leaked mount in ``at``."""
     finding = Finding(
         "leaked-mount/rbd0/mnt-99", "leaked-mount", Severity.CRITICAL, "rbd0", "m", "a",
         {"device": "rbd0", "kind": "mount", "namespace": "99", **evidence},
     )  # fmt: skip
     assert at.inventory is not None
-    (step,) = plan.plans([finding], at.inventory, None, {}, 0.0)
+    (step,) = actions.plans([finding], at.inventory, None, {}, 0.0)
     return step
 
 
@@ -75,5 +75,5 @@ def test_detach_names_copies_by_the_numbers_of_their_mounts() -> None:
 def test_set_readonly_refuses_a_device_in_use(changes: dict[str, Any], refused: bool) -> None:
     at = scene(**changes)
     assert at.inventory is not None
-    (step,) = plan.plans([], at.inventory, GuardView(True, unreadable=("rbd0",)), {}, 0.0)
+    (step,) = actions.plans([], at.inventory, GuardView(True, unreadable=("rbd0",)), {}, 0.0)
     assert bool(step.refusal) is refused

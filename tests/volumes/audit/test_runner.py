@@ -10,20 +10,20 @@ import pytest
 import kit.errors
 import kit.files
 from tests.volumes.audit.stage import Stage, run, settings, watching
-from volumes.audit.actions import plan, runner
+from volumes.audit import actions
 from volumes.audit.settings import ActionSettings
 from volumes.audit.types import GuardView
 
 ORPHANS = {"actions": {"unmap_orphan": "on", "orphan_after": "1s"}}
 SOON = {"rules": {"mapped-unmounted": {"patience": "1s"}}}
-STEP = plan.Plan(plan.READ_ONLY, "set-readonly/x", "x", "flag x", ("/dev/x", (7, 0), 1))
+STEP = actions.Plan(actions.READ_ONLY, "set-readonly/x", "x", "flag x", ("/dev/x", (7, 0), 1))
 
 
 def size(device: str) -> int:
     return int(Path(f"/sys/block/{device}/size").read_text())
 
 
-async def again() -> list[plan.Plan]:
+async def again() -> list[actions.Plan]:
     return [STEP]
 
 
@@ -135,7 +135,7 @@ async def test_interrupted_action_stays_in_the_journal(
 
     monkeypatch.setattr("kit.child.call", for_ever)
     task = asyncio.create_task(
-        runner.Runner(tmp_path).run(STEP, ActionSettings(set_readonly="on"), again)
+        actions.Runner(tmp_path).run(STEP, ActionSettings(set_readonly="on"), again)
     )
     await under_way.wait()
     task.cancel()
@@ -148,7 +148,7 @@ async def test_journal_is_bounded_on_disk_and_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kit.files, "LARGEST_LOG", 2000)
-    hands = runner.Runner(tmp_path)
+    hands = actions.Runner(tmp_path)
     for _ in range(200):
         await hands.run(STEP, ActionSettings(), again, dry_run=True)
     files = sorted((tmp_path / "volumes").iterdir())
@@ -161,12 +161,12 @@ async def test_journal_is_bounded_on_disk_and_in_memory(
 
 async def test_journal_on_a_failing_disk_does_not_stop_the_action(tmp_path: Path) -> None:
     (tmp_path / "volumes").write_text("not a directory")
-    result = await runner.Runner(tmp_path).run(STEP, ActionSettings(), again, dry_run=True)
+    result = await actions.Runner(tmp_path).run(STEP, ActionSettings(), again, dry_run=True)
     assert result["outcome"] == "dry-run"
 
 
 async def test_due_leaves_out_modes_that_are_off_and_repeats(tmp_path: Path) -> None:
-    hands = runner.Runner(tmp_path)
+    hands = actions.Runner(tmp_path)
     assert hands.due([STEP], ActionSettings()) == []
     dry = ActionSettings(set_readonly="dry-run")
     assert hands.due([STEP], dry) == [STEP]

@@ -1,0 +1,276 @@
+"""What the audit may do by itself: off by default, checked again before each action, journalled.
+
+``plans`` says which actions the current findings call for and what forbids each; it is pure.
+``Runner`` carries a plan out: modes, limits, a new scan and a new plan immediately before it, and
+the journal of actions.
+
+Invariant: an action is in the journal as ``begun`` before it starts and with its outcome after it,
+so one that the agent's end interrupted can be recognised.
+"""
+
+import asyncio
+import collections
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+import kit.child
+import kit.errors
+import kit.files
+from kit.findings import Finding
+from linux import blockdev
+from volumes.audit import executors
+from volumes.audit.inventory.model import Inventory
+from volumes.audit.rules import mappings, mounting
+from volumes.audit.settings import ActionSettings
+from volumes.audit.types import GuardView
+
+log = structlog.get_logger("audit.actions")
+
+DETACH, UNMAP, READ_ONLY = "detach-leaked", "unmap-orphan", "set-readonly"
+DEADLINE_SECONDS = 30.0
+_RETRY_SECONDS = 60.0
+_REPEAT_SECONDS = 3600.0  # a refusal or a dry run is not reported again sooner
+_WRITE_SECONDS = 5.0
+_MOST_LAST = 100
+# Action -> its setting, and what carries it out.
+_ACTIONS: Mapping[str, tuple[str, Callable[..., int]]] = {
+    DETACH: ("detach_leaked", executors.detach),
+    UNMAP: ("unmap_orphan", executors.unmap),
+    READ_ONLY: ("set_readonly", executors.set_read_only),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One action. ``refusal`` says why it must not be carried out; empty when it may."""
+
+    action: str
+    finding: str  # id
+    device: str
+    what: str  # for people
+    arguments: tuple[object, ...] = ()  # of the action's function in executors
+    refusal: str = ""
+
+
+def plans(
+    found: list[Finding],
+    inventory: Inventory,
+    guard: GuardView | None,
+    former: Mapping[str, frozenset[str]],
+    orphan_after: float,
+) -> list[Plan]:
+    """Every action for the findings. ``former``: where the host had each device mounted."""
+    steps = []
+    for finding in found:
+        device = inventory.device(finding.evidence.get("device", ""))
+        if device is None:
+            continue
+        if finding.rule == mounting.LEAKED_MOUNT and finding.evidence.get("kind") == "mount":
+            steps.append(_detach(finding, device, inventory, former.get(device.name, frozenset())))
+        elif finding.rule == mappings.MAPPED_UNMOUNTED:
+            steps.append(_unmap(finding, device, inventory, orphan_after))
+    for name in guard.unreadable if guard else ():
+        device = inventory.device(name)
+        if device is not None:
+            steps.append(_read_only(device, inventory))
+    return steps
+
+
+def _detach(
+    finding: Finding, device: blockdev.BlockDevice, inventory: Inventory, former: frozenset[str]
+) -> Plan:
+    inode = finding.evidence.get("namespace", "")
+    space = next((s for s in inventory.spaces if str(s.inode) == inode), None)
+    every = [p for p in space.places if p.device in device.numbers] if space else []
+    at_home = mounting.on_host(inventory, device)
+    places = [place for place in every if place.device not in at_home]
+    if space is None or not every:
+        refusal = "it is no longer mounted there"
+    elif not places:
+        refusal = "the host has it mounted again"
+    elif inventory.kubelet is None:
+        refusal = "kubelet's directory is not visible, so nobody can tell whose volume it is"
+    else:
+        refusal = mounting.why_not_detach(inventory, device, space, places, former)
+    owner = space.owner if space else None
+    way = ""
+    if owner is not None:
+        task = f"/task/{owner.thread}" if owner.thread else ""
+        way = f"/proc/{owner.pid}{task}/ns/mnt"
+    targets = sorted({place.target for place in places})
+    return Plan(
+        DETACH,
+        finding.id,
+        device.name,
+        f"unmount {', '.join(targets)} ({device.name}) in mount namespace {inode}",
+        (
+            way,
+            space.id if space else 0,
+            space.inode if space else 0,
+            # The mounts' own numbers: a file system on a layer does not have the device's.
+            [[*place.device, place.target] for place in places],
+        ),
+        refusal,
+    )
+
+
+def _unmap(
+    finding: Finding, device: blockdev.BlockDevice, inventory: Inventory, orphan_after: float
+) -> Plan:
+    age = inventory.taken - finding.since
+    refusal = ""
+    if not mappings.is_idle(inventory, device):
+        refusal = "it is in use again"
+    elif inventory.kubelet is None:
+        refusal = "kubelet's directory is not visible, so nobody can tell that it has no record"
+    elif volume := inventory.volume_of(device):
+        refusal = f"kubelet still has a record of it ({volume.staging})"
+    elif not inventory.deep or device.number not in inventory.users_of:
+        refusal = "its users were not searched yet"
+    elif users := inventory.users_on(device):
+        refusal = f"{users[0].owner.label} has it open"
+    elif age < orphan_after:
+        refusal = f"it has been idle for {age:.0f}s only, less than orphan_after"
+    return Plan(
+        UNMAP,
+        finding.id,
+        device.name,
+        f"unmap {device.label}",
+        (
+            device.name,
+            device.driver,
+            list(device.number),
+            device.diskseq,
+            device.client.mapping_id if device.client else "",
+        ),
+        refusal,
+    )
+
+
+def _read_only(device: blockdev.BlockDevice, inventory: Inventory) -> Plan:
+    refusal = ""
+    if device.read_only:
+        refusal = "it is read-only already"
+    elif inventory.on_host(device) or inventory.elsewhere(device) or device.active:
+        refusal = "it is mounted: the flag would make its writes fail"
+    elif inventory.raw.get(device.name) or device.stacked:
+        above = (*inventory.raw.get(device.name, ()), *device.stacked)[0]
+        refusal = f"{above} uses it: the flag would make its writes fail"
+    return Plan(
+        READ_ONLY,
+        f"{READ_ONLY}/{device.name}",
+        device.name,
+        f"flag {device.label} read-only",
+        (f"/dev/{device.name}", list(device.number), device.diskseq),
+        refusal,
+    )
+
+
+# -- carrying out ------------------------------------------------------------------------------
+
+
+def modes(settings: ActionSettings) -> dict[str, str]:
+    """Each action's mode: off, dry-run or on."""
+    return {action: getattr(settings, name) for action, (name, _) in _ACTIONS.items()}
+
+
+class Runner:
+    """Carries plans out, each kind at most ``per_hour`` times an hour."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.last: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MOST_LAST)
+        self.counts: dict[tuple[str, str], int] = {}  # (action, outcome)
+        self._path = state_dir / "volumes" / "actions.jsonl"
+        self._not_before: dict[tuple[str, str], float] = {}
+        self._done: dict[str, list[float]] = {}
+
+    def due(self, plans: list[Plan], settings: ActionSettings) -> list[Plan]:
+        """Plans that the settings ask for and that were not tried a moment ago. In mode dry-run
+        also refused ones, so that the journal says why."""
+        now = time.monotonic()
+        self._not_before = {key: until for key, until in self._not_before.items() if now < until}
+        mode = modes(settings)
+        return [
+            step
+            for step in plans
+            if mode[step.action] != "off"
+            and (step.action, step.finding) not in self._not_before
+            and (not step.refusal or mode[step.action] == "dry-run")
+        ]
+
+    async def run(
+        self,
+        step: Plan,
+        settings: ActionSettings,
+        again: Callable[[], Awaitable[list[Plan]]],
+        *,
+        dry_run: bool | None = None,
+        by: str = "audit",
+    ) -> dict[str, Any]:
+        """Carry one plan out, or say what would be done; returns the journal entry. ``again``
+        scans and plans once more."""
+        key = step.action, step.finding
+        self._not_before[key] = time.monotonic() + _RETRY_SECONDS
+        dry = modes(settings)[step.action] != "on" if dry_run is None else dry_run
+        entry: dict[str, Any] = {
+            "time": time.time(),
+            "action": step.action,
+            "finding": step.finding,
+            "device": step.device,
+            "what": step.what,
+            "by": by,
+            "dry_run": dry,
+        }
+        fresh = next((p for p in await again() if (p.action, p.finding) == key), None)
+        if fresh is None:
+            return await self._finish(entry, "gone", "the trouble is over")
+        if fresh.refusal:
+            self._not_before[key] = time.monotonic() + _REPEAT_SECONDS
+            return await self._finish(entry, "refused", fresh.refusal)
+        entry["what"] = fresh.what
+        if dry:
+            self._not_before[key] = time.monotonic() + _REPEAT_SECONDS
+            return await self._finish(entry, "dry-run", "would be done")
+        if not self._within_limit(step.action, settings.per_hour):
+            return await self._finish(entry, "limited", f"{settings.per_hour} in this hour already")
+        return await self._carry_out(fresh, entry)
+
+    async def _carry_out(self, step: Plan, entry: dict[str, Any]) -> dict[str, Any]:
+        await self._write(entry | {"outcome": "begun", "detail": ""})
+        try:
+            _, execute = _ACTIONS[step.action]
+            done = await kit.child.call(execute, *step.arguments, deadline=DEADLINE_SECONDS)
+        except (kit.errors.AgentError, OSError, RuntimeError) as error:
+            return await self._finish(entry, "failed", str(error))
+        if not done:
+            return await self._finish(entry, "gone", "nothing was left to do")
+        return await self._finish(entry, "done", f"{done}")
+
+    def _within_limit(self, action: str, per_hour: int) -> bool:
+        now = time.monotonic()
+        recent = [at for at in self._done.get(action, []) if now - at < 3600]
+        if len(recent) >= per_hour:
+            return False
+        self._done[action] = [*recent, now]
+        return True
+
+    async def _finish(self, entry: dict[str, Any], outcome: str, detail: str) -> dict[str, Any]:
+        entry |= {"outcome": outcome, "detail": detail}
+        self.counts[entry["action"], outcome] = self.counts.get((entry["action"], outcome), 0) + 1
+        await self._write(entry)
+        return entry
+
+    async def _write(self, entry: Mapping[str, Any]) -> None:
+        """To the log, to ``last`` and to the journal. A disk that fails is logged, not raised."""
+        self.last.append(dict(entry))
+        log.warning("volume action", **entry)
+        try:
+            async with asyncio.timeout(_WRITE_SECONDS):
+                await asyncio.to_thread(kit.files.append, self._path, entry)
+        except (OSError, TimeoutError) as error:
+            log.error("cannot write the journal of actions", error=str(error) or "timeout")
