@@ -12,6 +12,7 @@ would show the source only. Nothing here takes a view away; it changes what serv
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -28,6 +29,7 @@ import structlog
 import kit.child
 import kit.errors
 import kit.files
+import kit.formats
 import kit.line_worker
 from cache import view
 from cache.settings import CacheSettings, DatasetSettings
@@ -41,6 +43,7 @@ log = structlog.get_logger("dataset")
 VIEW_SECONDS = 30.0  # a swap takes a millisecond, but looking up a hanging source never ends
 STORE_SECONDS = 60.0
 LOOK_SECONDS = 30.0  # between two checks of a source that answers
+STATE_FORMAT = 1  # of the state file
 RETRY_SECONDS = (5.0, 300.0)  # first and longest pause after a failure
 # A refresh takes 1.5 us per cached name. At most this share of the time is spent on it.
 REFRESH_SHARE = 0.05
@@ -178,12 +181,11 @@ class Dataset:
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         self._store = os.path.realpath(cache.store)
         self.folder = f"{self._store}/{settings.name}/{settings.freshness}-{digest}"
-        self.generation = generations.Generation(
-            dataset=settings.name, identity=identity, created=time.time()
-        )
+        self.generation = generations.new(settings.name, identity)
         self.stage = Stage.NONE
         self.reached: base.Reached | None = None
         self.trouble: kit.errors.AgentError | None = None  # of the last action that failed
+        self.newer: kit.errors.HostError | None = None  # a newer agent's files: all is left alone
         self.removed = False
         self.notes: list[str] = []
         self.refreshes = 0
@@ -214,25 +216,49 @@ class Dataset:
     # --- start
 
     def adopt(self, fields: dict[str, Any] | None) -> None:
-        """Continue what an earlier agent left. ``fields``: of generation.json, if there is one."""
-        if fields is not None and fields.get("identity") == self.generation.identity:
-            self.generation = generations.generation_of(fields)
-            self.show_kept_figures()
+        """Continue what an earlier agent left. ``fields``: of generation.json, if there is one.
+
+        What a newer agent left stays as it is: the view, the store and the files.
+        """
+        self.stage = view.stage_of(self.view, self.tree, mountinfo.read())
         try:
-            kept = json.loads(self._state.read_bytes())
-        except (OSError, ValueError):
-            kept = {}
+            if fields is not None:
+                found = generations.generation_of(fields)
+                if found.identity == self.generation.identity:
+                    self.generation = found
+                    self.show_kept_figures()
+            kept = self._kept_state()
+        except kit.errors.HostError as error:
+            self.newer = self.trouble = error
+            used = int((fields or {}).get("used", 0))
+            self.generation = dataclasses.replace(self.generation, state="new", used=used)
+            log.error("dataset of a newer agent is left alone", dataset=self.name, why=str(error))
+            return
         self.removed = bool(kept.get("removed"))
         self._published_device = str(kept.get("device", ""))
-        self.stage = view.stage_of(self.view, self.tree, mountinfo.read())
+
+    def _kept_state(self) -> dict[str, Any]:
+        """HostError when a newer agent wrote it."""
+        try:
+            kept = dict(json.loads(self._state.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return {}
+        kit.formats.check(str(self._state), kept, STATE_FORMAT)
+        return kept
 
     def _save_state(self) -> None:
+        self._refuse_newer()
         self._state.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         kept = {"removed": self.removed, "device": self._published_device}
-        kit.files.save(self._state, json.dumps(kept).encode())
+        kit.files.save(self._state, json.dumps({kit.formats.KEY: STATE_FORMAT, **kept}).encode())
+
+    def _refuse_newer(self) -> None:
+        if self.newer is not None:
+            raise self.newer
 
     async def change(self, **changes: Any) -> None:
         """Change generation.json durably."""
+        self._refuse_newer()
         self.generation = dataclasses.replace(self.generation, **changes)
         fields = dataclasses.asdict(self.generation)
         await kit.child.call(generations.save, self.folder, fields, deadline=STORE_SECONDS)
@@ -258,17 +284,14 @@ class Dataset:
                 acted = False
                 self._note_trouble(error)
             if not acted:
-                try:
+                with contextlib.suppress(TimeoutError):  # something is due
                     async with asyncio.timeout(self._patience()):
                         await self._wake.wait()
-                except TimeoutError:
-                    pass  # something is due
 
     def _patience(self) -> float:
         now = time.monotonic()
-        due = [self._reach_at, self._no_fill_before]
-        if self._refresh_wanted:
-            due.append(self._refresh_at)
+        refresh_at = self._refresh_at if self._refresh_wanted else 0.0
+        due = (self._reach_at, self._no_fill_before, refresh_at)
         later = [at for at in due if at > now]
         return max(0.05, min(later, default=now + LOOK_SECONDS) - now)
 
@@ -299,11 +322,9 @@ class Dataset:
         )
 
     async def _act(self, action: Action) -> bool:
-        if self.removed:
+        if action is Action.NOTHING or self.removed or self.newer is not None:
             return False
         match action:
-            case Action.NOTHING:
-                return False
             case Action.REACH:
                 await self.reach()
             case Action.PUBLISH_SOURCE:
@@ -356,11 +377,11 @@ class Dataset:
     async def publish(self, stage: Stage) -> None:
         """Have ``stage`` serve the view. OSError."""
         source = self.reached.root if self.reached else ""
-        before = self.stage
         clean = await kit.child.call(
             view.publish, self.view, str(stage), source, self.tree, self._scratch,
             deadline=VIEW_SECONDS,
         )  # fmt: skip
+        log.info("view published", dataset=self.name, before=str(self.stage), now=str(stage))
         self.stage = stage
         self._refresh_wanted = False
         if self.reached is not None:
@@ -368,7 +389,6 @@ class Dataset:
             self._save_state()
         if not clean:
             self.notes = ["this kernel (before 6.5) keeps earlier mounts of the view below it"]
-        log.info("view published", dataset=self.name, before=str(before), now=str(stage))
 
     async def _publish_store(self) -> None:
         """Publish the store; when its tree cannot be opened, fill again from the source."""
@@ -418,6 +438,7 @@ class Dataset:
 
     async def remove(self) -> None:
         """Take the view down and discard the store. InUseError names who uses the view."""
+        self._refuse_newer()
         async with self.lock:
             await kit.child.call(view.take_down, self.view, deadline=VIEW_SECONDS)
             self.stage = Stage.NONE
@@ -431,9 +452,7 @@ class Dataset:
             await kit.child.call(
                 generations.discard, self._store, self.folder, deadline=STORE_SECONDS
             )
-            self.generation = generations.Generation(
-                dataset=self.name, identity=self.generation.identity, created=time.time()
-            )
+            self.generation = generations.new(self.name, self.generation.identity)
             self.figures = Figures()
             self.trouble = None
         log.info("dataset removed", dataset=self.name)
@@ -454,6 +473,8 @@ class Dataset:
         generation = self.generation
         if self.removed:
             return "removed"
+        if self.newer is not None:
+            return "failed"
         if self.job is not None:
             if self.job.kind == "verify":
                 return "verifying"

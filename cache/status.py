@@ -128,6 +128,10 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
         severity = Severity.CRITICAL if shown.stage is Stage.NONE else Severity.WARNING
         message = f"{shown.trouble.thing}: {shown.trouble.cause}"
         yield _finding("dataset-not-served", shown.name, severity, message, shown.trouble.remedy)
+    elif shown.generation.why and shown.state() == "failed":
+        message = f"dataset {shown.name} cannot be filled: {shown.generation.why}"
+        advice = "jobs read through to the source meanwhile; it is tried again after a pause"
+        yield _finding("dataset-not-filled", shown.name, Severity.WARNING, message, advice)
     if shown.generation.state == "partial":
         message = f"dataset {shown.name} is only partly in the store: {shown.generation.why}"
         advice = (

@@ -268,6 +268,16 @@ def findings(reconciler: Reconciler) -> list[kit.findings.Finding]:
         found.append(
             _finding(rule, kit.findings.Severity.WARNING, row.ref, row.reason, advice, evidence)
         )
+    if newer := reconciler.snapshot.inventory.newer_holds:
+        found.append(
+            _finding(
+                "newer-holds",
+                kit.findings.Severity.WARNING,
+                "container runtime",
+                f"{newer} leases are of a newer agent; they stay and keep their images",
+                "run that version; or delete them with 'ctr -n k8s.io leases rm'",
+            )
+        )
     if runtime.honours_pins is False and reconciler.snapshot.pinned:
         found.append(
             _finding(

@@ -30,9 +30,11 @@ from typing import Any
 
 import kit.errors
 import kit.files
+import kit.formats
 from cache.store import index, tree
 
-FORMAT = 1
+FORMAT = 1  # of the store
+GENERATION_FORMAT = 1  # of generation.json
 MARKER = "nodeagent.json"
 TRASH = ".trash"
 _PROBE = ".probe"
@@ -57,6 +59,10 @@ class Generation(index.Counts):
     used: int = 0  # SSD bytes
     left_files: int = 0  # what did not fit
     left_bytes: int = 0
+
+
+def new(dataset: str, identity: str) -> Generation:
+    return Generation(dataset=dataset, identity=identity, created=time.time())
 
 
 def prepare(path: str) -> None:
@@ -200,11 +206,14 @@ def save(folder: str, fields: dict[str, Any]) -> None:
     """Write generation.json durably; makes the folder."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    kit.files.save(path / "generation.json", json.dumps(fields, indent=1).encode())
+    text = json.dumps({kit.formats.KEY: GENERATION_FORMAT, **fields}, indent=1)
+    kit.files.save(path / "generation.json", text.encode())
 
 
 def generation_of(fields: dict[str, Any]) -> Generation:
-    """From loaded fields; those of another version are ignored."""
+    """From loaded fields; unknown ones are ignored. HostError when a newer agent wrote them."""
+    where = f"generation.json of dataset {fields.get('dataset')}"
+    kit.formats.check(where, fields, GENERATION_FORMAT)
     known = Generation.__dataclass_fields__
     return Generation(**{key: value for key, value in fields.items() if key in known})
 
