@@ -20,14 +20,14 @@ if [ "$source" = "$here/source" ] && [ ! -e "$source/.made" ]; then
 fi
 cat >"$here/nodeagent.yaml" <<Y
 admin: {socket: "$socket", metrics: "127.0.0.1:$port"}
-state_dir: $here/state
+state_dir: "$here/state"
 cache:
-  store: $here/store
-  views: $here/views
+  store: "$here/store"
+  views: "$here/views"
   budget: 20GiB
   reserve: 5%
   datasets:
-    - {name: demo, source: {kind: dir, path: $source}, freshness: frozen, warm: true}
+    - {name: demo, source: {kind: dir, path: "$source"}, freshness: frozen, warm: true}
 Y
 cat <<T
 

@@ -2,6 +2,7 @@
 # `make stop`: take down what `make run` left: the view, and nothing else.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-here=$PWD/build/run
-while read -r target; do umount "$target" && echo "unmounted $target"; done \
-  < <(awk -v p="$here/" 'index($5, p) == 1 {print $5}' /proc/self/mountinfo | sort -r)
+here=$(pwd -P)/build/run
+findmnt --list --noheadings --output TARGET | tac | while read -r target; do
+  [[ $target != "$here"/* ]] || { umount "$target" && echo "unmounted $target"; }
+done

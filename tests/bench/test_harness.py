@@ -33,6 +33,7 @@ def test_a_bound_is_not_reached_at_its_value() -> None:
     assert not harness.at_most([1.0], 1.0, "%").reached
 
 
+@pytest.mark.real  # it is compiled
 def test_the_reader_reads_every_byte_and_notices_one_that_is_missing(tmp_path: Path) -> None:
     root = tmp_path / "data"
     size = trees.make(root, 500, 1, 5000)

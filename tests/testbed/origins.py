@@ -1,7 +1,8 @@
 """Where a program or a library comes from, and whether a fresh machine would have it.
 
 It does when its Debian package is required on every Debian, is in scripts/packages.txt, or is what
-one of these depends on; or when it is ours: of the checkout, its environment and its cache folder.
+one of these depends on; or when it is ours: of the checkout, its environment or its cache folder,
+or the interpreter itself.
 """
 
 import ast
@@ -88,7 +89,7 @@ def listed() -> list[str]:
 
 def _ours(path: str) -> bool:
     build = REPO / "build"
-    homes = (REPO, CACHE, tempfile.gettempdir(), sys.base_prefix, build, build / "runtimes")
+    homes = (REPO, CACHE, tempfile.gettempdir(), build, build / "runtimes", sys.executable)
     if Path(path).name in TOOLCHAINS:
         return True
     return any(Path(path).is_relative_to(os.path.realpath(home)) for home in homes)
