@@ -1,7 +1,9 @@
 """The cache as the process sees it: its datasets, and what of the store belongs to none."""
 
 import asyncio
+import errno
 import os
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,20 +13,22 @@ from prometheus_client.core import Metric
 import kit.child
 import kit.errors
 import kit.findings
+import kit.line_worker
 import kit.room
 from cache import hints, status, view
 from cache.dataset import STORE_SECONDS, VIEW_SECONDS, Dataset, state_file
 from cache.jobs import Jobs
 from cache.settings import CacheSettings, DatasetSettings
 from cache.sources import cephfs, kinds
-from cache.store import generations
+from cache.store import disk, generations
 
 log = structlog.get_logger("cache")
 
 # Deleting millions of files takes long; it happens beside everything else.
 TRASH_SECONDS = 6 * 3600.0
 TRASH_RETRY_SECONDS = 60.0
-_LIVE = ("budget", "reserve", "refresh_interval", "source_timeout", "fill", "hints")
+STORE_RETRY_SECONDS = (2.0, 60.0)
+_LIVE = ("disk", "budget", "reserve", "refresh_interval", "source_timeout", "fill", "hints")
 
 
 class Cache:
@@ -43,6 +47,11 @@ class Cache:
         self._store = os.path.realpath(settings.store)
         self._views = os.path.realpath(settings.views)
         self._reporter = reporter
+        # Why the store cannot be used: datasets are then served by their sources.
+        self.no_store: kit.errors.AgentError | None = None
+        self._anew = False  # the store has come or gone, and all begins anew
+        self._store_backoff = kit.line_worker.Backoff(*STORE_RETRY_SECONDS)
+        self._store_due = 0.0
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._scheduler: asyncio.Task[None] | None = None
         self._hinter: asyncio.Task[None] | None = None
@@ -56,14 +65,50 @@ class Cache:
         if os.geteuid() != 0:
             raise kit.errors.HostError("the cache", "it needs root", "run the agent as root")
         await kit.child.call(view.check_kernel, deadline=VIEW_SECONDS)
-        await kit.child.call(generations.prepare, self._store, deadline=STORE_SECONDS)
         await kit.child.call(view.prepare, self._views, deadline=VIEW_SECONDS)
+        try:
+            await self._prepare_store()
+        except kit.errors.AgentError as error:
+            log.error("store cannot be used; jobs read from the sources", error=str(error))
+            self.no_store = error
+            self._store_due = time.monotonic() + self._store_backoff.next()
         await self._add(self.settings.datasets)
+        self._report()
+        if self.no_store is not None:
+            return
         await self._look_for_orphans()
         await self._weigh_trash()
         self._empty_trash()
         self._scheduler = asyncio.create_task(self.jobs.follow(), name="jobs")
         self._hinter = asyncio.create_task(hints.follow(self.datasets), name="hints")
+
+    async def _prepare_store(self) -> None:
+        """AgentError when the store cannot be used."""
+        try:
+            disk.check(self._store, self.settings.disk, self._state_dir)
+            await kit.child.call(generations.prepare, self._store, deadline=STORE_SECONDS)
+            disk.remember(self._store, self._state_dir)
+        except (OSError, RuntimeError) as error:
+            full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+            cause, remedy = ("it is full", "free some space there")
+            if not full:
+                cause, remedy = str(error), "see the kernel log"
+            raise kit.errors.HostError(f"cache.store {self._store}", cause, remedy) from error
+
+    async def _look_at_store(self) -> None:
+        """Begin anew when the store can be used again, or its disk has gone."""
+        if self.no_store is None:
+            try:
+                disk.check(self._store, self.settings.disk, self._state_dir)
+            except kit.errors.HostError as error:
+                self.no_store, self._anew = error, True
+        elif time.monotonic() >= self._store_due:
+            try:
+                await self._prepare_store()
+                self.no_store, self._anew = None, True
+            except kit.errors.AgentError as error:
+                self.no_store = error
+                self._store_due = time.monotonic() + self._store_backoff.next()
 
     async def reconcile(self, settings: CacheSettings) -> Sequence[str]:
         refused = [
@@ -86,6 +131,7 @@ class Cache:
         self.settings = settings.model_copy(update={**keep, "datasets": tuple(kept)})
         for name in [n for n in self.datasets if n not in wanted]:
             await self._drop(name)
+        await self._look_at_store()
         if added := [new for new in kept if new.name not in self.datasets]:
             await self._add(added)
             await self._look_for_orphans()
@@ -122,8 +168,16 @@ class Cache:
 
     def health(self) -> kit.room.Health:
         dead = [name for name, task in self._tasks.items() if task.done()]
-        alive = not dead and not (self._scheduler is not None and self._scheduler.done())
+        alive = (
+            not dead
+            and not self._anew
+            and not (self._scheduler is not None and self._scheduler.done())
+        )
         reasons = [f"{name}: its task has ended" for name in dead]
+        if self._anew:
+            reasons.append("the store has come or gone")
+        if self.no_store is not None:
+            reasons.append(f"{self.no_store} (jobs read from the sources)")
         reasons += [
             f"{d.name}: not published ({d.why()})"
             for d in self.datasets.values()
@@ -139,8 +193,11 @@ class Cache:
     async def _add(self, added: Sequence[DatasetSettings]) -> None:
         new = [Dataset(each, self.settings, self._state_dir, self.jobs.wake) for each in added]
         folders = [dataset.folder for dataset in new]
-        found = await kit.child.call(generations.adopt, folders, deadline=STORE_SECONDS)
+        found = [None] * len(new)
+        if self.no_store is None:
+            found = await kit.child.call(generations.adopt, folders, deadline=STORE_SECONDS)
         for dataset, fields in zip(new, found, strict=True):
+            dataset.no_store = self.no_store
             dataset.adopt(fields)
             self.datasets[dataset.name] = dataset
             self._tasks[dataset.name] = asyncio.create_task(dataset.follow(), name=dataset.name)
@@ -191,6 +248,8 @@ class Cache:
 
     async def _look_for_orphans(self) -> None:
         """Find generations that no dataset of the settings has. They take space until removed."""
+        if self.no_store is not None:
+            return
         found = await kit.child.call(generations.inventory, self._store, deadline=STORE_SECONDS)
         ours = {dataset.folder for dataset in self.datasets.values()}
         self.orphans = {folder: used for folder, used in found.items() if folder not in ours}
@@ -235,4 +294,4 @@ class Cache:
         return sum(dataset.used() for dataset in self.datasets.values()) + self._foreign()
 
     def _report(self) -> None:
-        self._reporter.report("cache", status.findings(self.datasets, self.orphans))
+        self._reporter.report("cache", status.findings(self.datasets, self.orphans, self.no_store))

@@ -185,6 +185,7 @@ class Dataset:
         self.stage = Stage.NONE
         self.reached: base.Reached | None = None
         self.trouble: kit.errors.AgentError | None = None  # of the last action that failed
+        self.no_store: kit.errors.AgentError | None = None  # why nothing can be stored
         self.newer: kit.errors.HostError | None = None  # a newer agent's files: all is left alone
         self.removed = False
         self.notes: list[str] = []
@@ -258,6 +259,8 @@ class Dataset:
 
     async def change(self, **changes: Any) -> None:
         """Change generation.json durably."""
+        if self.no_store is not None:
+            raise self.no_store
         self._refuse_newer()
         self.generation = dataclasses.replace(self.generation, **changes)
         fields = dataclasses.asdict(self.generation)
@@ -265,8 +268,8 @@ class Dataset:
 
     def show_kept_figures(self) -> None:
         """Show the figures of generation.json, while no job reports newer ones."""
-        kept = self.generation
-        self.figures = Figures(**kept.counts(), used=kept.used, estimated=not kept.skeleton)
+        now = self.generation
+        self.figures = Figures(**now.counts(), used=now.used, estimated=not now.skeleton)
 
     # --- the loop
 

@@ -1,7 +1,15 @@
 """The cache as the process registers it."""
 
+import kit.traces
 from cache import settings
 from kit.room import Command, Room, calls, named
+
+
+def _traces() -> kit.traces.Traces:
+    from cache import uninstall
+
+    return kit.traces.Traces(uninstall.find, uninstall.remove)
+
 
 ROOM = Room(
     name="cache",
@@ -18,4 +26,6 @@ ROOM = Room(
         ),
     ),
     page=calls("cache.api:page"),
+    checks=calls("cache.doctor:checks"),
+    traces=_traces,
 )

@@ -156,6 +156,10 @@ class CacheSettings(kit.settings.Section):
 
     store: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/store")
     """Directory on the node's SSD."""
+    disk: kit.settings.AbsolutePath | None = None
+    """Mount point of the SSD. While nothing is mounted there the store is not used, and jobs read
+    from the sources: the store must not fill the root disk. Default: the disk on which the store
+    lay first. /: any disk."""
     views: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/views")
     """Where jobs read: <views>/<name>/data. Give pods <views>/<name>."""
     budget: kit.units.Bytes = Field(default=500 * 1024**3, gt=0)

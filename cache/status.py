@@ -103,9 +103,25 @@ async def failures(shown: Dataset, limit: int, after: str) -> dict[str, Any]:
 # --- findings
 
 
-def findings(datasets: Mapping[str, Dataset], orphans: Iterable[str]) -> list[Finding]:
-    """What an operator should know without asking."""
+def findings(
+    datasets: Mapping[str, Dataset],
+    orphans: Iterable[str],
+    no_store: kit.errors.AgentError | None = None,
+) -> list[Finding]:
+    """What an operator should know without asking. ``no_store``: why the store cannot be used."""
     found = [each for shown in datasets.values() if not shown.removed for each in _of_one(shown)]
+    if no_store is not None:
+        found.insert(
+            0,
+            Finding(
+                id="store-unusable",
+                rule="store-unusable",
+                severity=Severity.CRITICAL,
+                subject=no_store.thing,
+                message=f"{no_store.cause}; jobs read from the sources",
+                advice=f"{no_store.remedy}; it is tried again by itself",
+            ),
+        )
     for folder in sorted(orphans):
         name = folder.split("/")[-2]
         message = f"{folder} belongs to no dataset of the settings"

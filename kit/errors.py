@@ -34,6 +34,10 @@ class HostError(AgentError):
     exit_code = 4
 
 
+class DegradedError(HostError):
+    """A part of the agent does not run; it is tried again."""
+
+
 class SourceError(AgentError):
     """A dataset's source cannot be reached or read; tried again later."""
 

@@ -34,9 +34,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import kit.checks
 import kit.errors
 import kit.findings
 import kit.settings
+import kit.traces
 
 if TYPE_CHECKING:
     import click
@@ -236,6 +238,8 @@ def calls(name: str) -> Callable[..., Any]:
     return lambda *given: pkgutil.resolve_name(name)(*given)
 
 
+# settings, state_dir -> what the node must have for them (``nodeagent doctor``)
+Checks = Callable[[Any, Path], Sequence[kit.checks.Check]]
 Build = Callable[[Any, Path, kit.findings.Reporter], Component[Any]]
 
 
@@ -251,3 +255,5 @@ class Room:
     openapi: str = ""  # the YAML resource "package:file" that describes the routes
     commands: Sequence[Command] = ()
     page: Callable[[Any], Sequence[PageSection]] | None = None  # component -> sections
+    checks: Checks | None = None
+    traces: Callable[[], kit.traces.Traces] | None = None  # ``nodeagent uninstall``

@@ -1,25 +1,22 @@
 """The process: one root, named tasks, a staged stop.
 
 ``Agent.run`` is the root. It serves the admin API first, so that a node whose component hangs while
-it starts can be asked why. Then it starts the components one after another in the registry's order,
-each with a deadline. From then on one task for each component calls ``reconcile`` every few seconds
-and when the settings change. No task ends by itself: the first that does, by an error or by a
-signal, ends the process.
+it starts can be asked why. Then one task for each room (``nodeagent.supervisor``) starts its
+component, in the registry's order, and calls ``reconcile`` every few seconds and when the settings
+change. A sick room leaves the others standing. No task ends by itself: the first that does, by an
+error or by a signal, ends the process. A stuck loop ends it too (``nodeagent.watchdog``).
 
-Components stop in reverse order, each with a deadline: a component that hangs must not keep the
-others from stopping. What they have set up (mounts, BPF programs, containerd leases) stays in the
-kernel and in the runtime.
-
-A component's expected errors do not end the process: its reconcile is tried again after growing
-pauses, and its health says what is wrong.
+Components stop in reverse order, each with a deadline. What they have set up (mounts, BPF programs,
+containerd leases) stays in the kernel and in the runtime.
 """
 
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +24,11 @@ import structlog
 
 import kit.errors
 import kit.files
-import kit.room
-from nodeagent import configfile, configwatch, state
+from nodeagent import configfile, configwatch, state, supervisor, watchdog
 from nodeagent.api import listeners
 from nodeagent.settings import Process, Settings
 
 log = structlog.get_logger("agent")
-
-RECONCILE_SECONDS = 5.0
-START_DEADLINE_SECONDS = 60.0
-# Below Kubernetes' default terminationGracePeriodSeconds of 30.
-STOP_DEADLINE_SECONDS = 10.0
 
 
 @contextlib.contextmanager
@@ -68,87 +59,57 @@ class Agent:
     def __init__(self, config: Path, settings: Settings) -> None:
         self.config = config
         self.state = state.build(settings)
-        self._wake = asyncio.Event()
+        self._supervisors: list[supervisor.Supervisor] = []
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Until SIGTERM or SIGINT; AgentError when something cannot start."""
+        """Until SIGTERM or SIGINT; AgentError when the process itself cannot start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
         with _only_one(self.state.settings.state_dir):
-            started: list[kit.room.Component[Any]] = []
-            async with listeners.serving(self.state):
+            self._supervisors = [
+                supervisor.Supervisor(self.state, each, self._note_refused)
+                for each in self.state.running
+            ]
+            async with watchdog.watching(), listeners.serving(self.state):
                 try:
-                    for component in self.state.components:
-                        await self._start(component)
-                        started.append(component)
-                    log.info(
-                        "agent started",
-                        components=[c.name for c in started],
-                        admin=str(self.state.settings.admin.socket),
-                        metrics=self.state.settings.admin.metrics,
-                    )
                     await self._work()
                 finally:
-                    for component in reversed(started):
-                        await self._stop(component)
+                    for each in reversed(self._supervisors):
+                        await each.stop()
         log.info("agent stopped; views and mounts stay in place")
 
     async def _work(self) -> None:
         tasks: list[asyncio.Task[Any]] = [
-            asyncio.create_task(self._reconcile_forever(component), name=component.name)
-            for component in self.state.components
+            asyncio.create_task(each.follow(before), name=each.name)
+            for before, each in itertools.pairwise([None, *self._supervisors])
+            if each is not None
         ]
         tasks.append(asyncio.create_task(self._follow_settings(), name="settings"))
         tasks.append(asyncio.create_task(self._stopping.wait(), name="stop"))
+        announcing = asyncio.create_task(self._announce(), name="announce")
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # its error ends the agent
         finally:
-            for task in tasks:
+            for task in (announcing, *tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(announcing, *tasks, return_exceptions=True)
 
-    async def _start(self, component: kit.room.Component[Any]) -> None:
-        try:
-            async with asyncio.timeout(START_DEADLINE_SECONDS) as limit:
-                await component.start()
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise kit.errors.HostError(
-                component.name,
-                f"it did not start within {START_DEADLINE_SECONDS:g}s",
-                "see the log for what it waits for",
-            ) from error
+    async def _announce(self) -> None:
+        for each in self._supervisors:
+            await each.tried.wait()
+        log.info(
+            "agent started",
+            components=[each.room.name for each in self.state.running if each.started],
+            degraded=[each.room.name for each in self.state.running if each.trouble is not None],
+            admin=str(self.state.settings.admin.socket),
+            metrics=self.state.settings.admin.metrics,
+        )
 
-    async def _stop(self, component: kit.room.Component[Any]) -> None:
-        try:
-            async with asyncio.timeout(STOP_DEADLINE_SECONDS):
-                await component.stop()
-        except TimeoutError:
-            log.error("component did not stop in time", component=component.name)
-
-    async def _reconcile_forever(self, component: kit.room.Component[Any]) -> None:
-        failures = 0
-        while True:
-            section = getattr(self.state.settings, component.name)
-            try:
-                refused = await component.reconcile(section)
-                failures = 0
-                self._note_refused(component.name, refused)
-            except (kit.errors.AgentError, OSError, RuntimeError) as error:
-                failures += 1
-                if failures == 1:
-                    log.error("reconcile failed", component=component.name, error=str(error))
-            self._wake.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(RECONCILE_SECONDS * 2**failures, 300.0)):
-                    await self._wake.wait()
-
-    def _note_refused(self, name: str, refused: Any) -> None:
+    def _note_refused(self, name: str, refused: Sequence[str]) -> None:
         others = [r for r in self.state.refused if not r.startswith(f"{name}.")]
         now = others + [f"{name}.{r}" for r in refused]
         for setting in set(now) - set(self.state.refused):
@@ -176,7 +137,7 @@ class Agent:
             if getattr(new, name) != getattr(self.state.settings, name)
         ]
         keep: dict[str, Any] = {name: getattr(self.state.settings, name) for name in refused}
-        running = {component.name for component in self.state.components}
+        running = {each.room.name for each in self.state.running}
         for name in Settings.model_fields:
             if name in Process.model_fields:
                 continue
@@ -186,4 +147,5 @@ class Agent:
         self.state.settings = new.model_copy(update=keep)
         self.state.refused = [r for r in self.state.refused if "." in r] + refused
         log.info("settings reloaded", needs_restart=refused)
-        self._wake.set()
+        for each in self._supervisors:
+            each.wake()

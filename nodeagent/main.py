@@ -116,6 +116,62 @@ def run(ctx: Context) -> None:
     asyncio.run(app.Agent(ctx.config, settings).run())
 
 
+@cli.command()
+@terminal.json_option
+@click.pass_obj
+def doctor(ctx: Context, as_json: bool) -> None:
+    """Say what this node has, what it lacks, what that costs and how to get it; needs no agent."""
+    from nodeagent import doctor
+
+    found = asyncio.run(doctor.examine(ctx.config))
+    if as_json:
+        terminal.print_json([vars(each) for each in found])
+    else:
+        rows = [(each.word, each.room, each.name, terminal.plain(each.said)) for each in found]
+        click.echo("\n".join(terminal.table(("", "ROOM", "CHECK", "FOUND"), rows)))
+        for each in found:
+            if not each.well:
+                click.echo(f"\n{each.word} {each.room} {each.name}: {terminal.plain(each.said)}")
+                click.echo(f"  costs: {each.cost}\n  to do: {each.remedy}")
+    if any(each.wanted and not each.well for each in found):
+        sys.exit(1)
+
+
+@cli.command()
+@click.option("--yes", is_flag=True, help="Remove it; without this it is only listed.")
+@terminal.json_option
+@click.pass_obj
+def uninstall(ctx: Context, yes: bool, as_json: bool) -> None:
+    """List everything of ours on this node; with --yes take it off. No agent may run."""
+    from nodeagent import uninstall
+
+    settings = configfile.load(ctx.config) if ctx.config.exists() else Settings()
+    if os.geteuid() != 0:
+        raise kit.errors.HostError("nodeagent uninstall", "not root", "run it as root")
+
+    def say(each: uninstall.Found) -> None:
+        click.echo(f"removed {each.room}: {each.trace.kind} {each.trace.name}", err=as_json)
+
+    report = asyncio.run(uninstall.run(settings, yes, say))
+    if as_json:
+        found = [
+            {"room": each.room, **each.trace.as_json(), "removed": each.removed}
+            for each in report.found
+        ]
+        terminal.print_json({"found": found, "troubles": report.troubles})
+    elif not yes:
+        rows = [
+            (f.room, f.trace.kind, terminal.plain(f.trace.name), "; ".join(f.trace.users))
+            for f in report.found
+        ]
+        click.echo("\n".join(terminal.table(("ROOM", "WHAT", "NAME", "USED BY"), rows)))
+        click.echo(f"\n{len(report.found)} in all; --yes removes them.")
+    for trouble in report.troubles:
+        click.echo(f"nodeagent: {trouble}", err=True)
+    if report.troubles:
+        sys.exit(10)
+
+
 @cli.group("config")
 def config() -> None:
     """Settings file."""

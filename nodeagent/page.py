@@ -36,9 +36,9 @@ def render(state: State) -> str:
         f"<title>nodeagent</title><style>{_STYLE}</style><h1>nodeagent</h1>",
         _health(state),
     ]
-    for room, component in state.running:
-        if room.page is not None:
-            parts += [_section(section) for section in room.page(component)]
+    for each in state.running:
+        if each.room.page is not None:
+            parts += [_section(section) for section in each.room.page(each.component)]
     parts.append(_findings(state))
     parts.append(
         "<p class=small><a href=/metrics>metrics</a> · <a href=/readyz>readiness</a></p></html>"
@@ -78,11 +78,11 @@ def _section(section: kit.room.PageSection) -> str:
 
 def _health(state: State) -> str:
     rows = []
-    for component in state.components:
-        health = component.health()
+    for each in state.running:
+        health = each.health()
         word = kit.room.Cell("ready", "good") if health.ready else kit.room.Cell("not ready", "bad")
         reasons = kit.room.Cell(below=[kit.room.Cell(reason) for reason in health.reasons])
-        rows.append([kit.room.Cell(component.name), word, reasons])
+        rows.append([kit.room.Cell(each.room.name), word, reasons])
     trouble = [state.config_error] if state.config_error else []
     trouble += [f"{name} needs a restart to change" for name in state.refused]
     notes = "".join(f"<p class=mid>settings: {escape(text)}</p>" for text in trouble)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import kit.errors
 import kit.room
 from nodeagent import rooms
 from nodeagent.reporter import Findings
@@ -10,27 +11,46 @@ from nodeagent.settings import Settings
 
 
 @dataclass
+class Running:
+    """A room that the settings have, with its component. ``trouble``: why it does not work."""
+
+    room: kit.room.Room
+    component: kit.room.Component[Any]
+    started: bool = False
+    trouble: kit.errors.AgentError | None = None
+    failures: int = 0  # of starts and reconciles, since the process began
+
+    def health(self) -> kit.room.Health:
+        own = self.component.health()
+        if self.trouble is not None:
+            more = own.reasons if self.started else ()
+            return kit.room.Health(own.alive, ready=False, reasons=[str(self.trouble), *more])
+        if not self.started:
+            return kit.room.Health(own.alive, ready=False, reasons=["it is starting"])
+        return own
+
+
+@dataclass
 class State:
-    """The settings in force, and each room whose section they have, with its component."""
+    """The settings in force, and each room whose section they have."""
 
     settings: Settings
     findings: Findings = field(default_factory=Findings)
-    running: list[tuple[kit.room.Room, kit.room.Component[Any]]] = field(default_factory=list)
+    running: list[Running] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # changed settings that need a restart
     degraded: dict[str, list[str]] = field(default_factory=dict)  # of the process's own parts
     config_error: str = ""  # why the file's latest content is not in force
 
-    @property
-    def components(self) -> list[kit.room.Component[Any]]:
-        return [component for _, component in self.running]
+    def build(self, room: kit.room.Room) -> kit.room.Component[Any]:
+        """A new component of a room, not started."""
+        section = getattr(self.settings, room.name)
+        return room.build(section, self.settings.state_dir, self.findings)
 
 
 def build(settings: Settings) -> State:
     """The components of the rooms that the settings have, in their start order; none started."""
     state = State(settings)
     for room in rooms.ROOMS:
-        section = getattr(settings, room.name)
-        if section is not None:
-            component = room.build(section, settings.state_dir, state.findings)
-            state.running.append((room, component))
+        if getattr(settings, room.name) is not None:
+            state.running.append(Running(room, state.build(room)))
     return state

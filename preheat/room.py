@@ -1,7 +1,15 @@
 """Image preheating as the process registers it."""
 
+import kit.traces
 from kit.room import Command, Room, calls, named
 from preheat import settings
+
+
+def _traces() -> kit.traces.Traces:
+    from preheat import uninstall
+
+    return kit.traces.Traces(uninstall.find, uninstall.remove)
+
 
 ROOM = Room(
     name="preheat",
@@ -11,4 +19,6 @@ ROOM = Room(
     routes=named("preheat.api:ROUTES"),
     openapi="preheat:openapi.yaml",
     commands=(Command("image", "Container images kept ready.", named("preheat.commands:image")),),
+    checks=calls("preheat.doctor:checks"),
+    traces=_traces,
 )

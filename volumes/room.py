@@ -1,7 +1,15 @@
 """Volumes, the format guard and the volume audit, as the process registers them."""
 
+import kit.traces
 from kit.room import Command, Room, calls, named
 from volumes import settings
+
+
+def _traces() -> kit.traces.Traces:
+    from volumes import uninstall
+
+    return kit.traces.Traces(uninstall.find, uninstall.remove)
+
 
 ROOM = Room(
     name="volumes",
@@ -17,4 +25,6 @@ ROOM = Room(
             named("volumes.commands:volume"),
         ),
     ),
+    checks=calls("volumes.doctor:checks"),
+    traces=_traces,
 )

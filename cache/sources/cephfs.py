@@ -36,7 +36,7 @@ log = structlog.get_logger("source")
 # Inodes that ceph-fuse keeps, about 1.5 KiB each. With its default of 16,384 every walk over a
 # larger tree asks the MDS for each file again.
 CLIENT_CACHE_INODES = 400_000
-_CGROUP = "nodeagent-sources"
+CGROUP = "nodeagent-sources"
 DETACH_SECONDS = 15.0
 
 _CONF = """\
@@ -250,8 +250,8 @@ class Cephfs:
             for root in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")):
                 if (root / "cgroup.procs").exists():
                     try:
-                        (root / _CGROUP).mkdir(exist_ok=True)
-                        (root / _CGROUP / "cgroup.procs").write_text(str(pid))
+                        (root / CGROUP).mkdir(exist_ok=True)
+                        (root / CGROUP / "cgroup.procs").write_text(str(pid))
                     except OSError as error:
                         log.warning("ceph-fuse stays in the agent's cgroup", error=str(error))
 

@@ -218,7 +218,7 @@ class Runtime(Protocol):
     async def heal(self, hold: Hold) -> int:
         """Restore missing records of a pinned image; how many were missing."""
 
-    async def note_use(self, digest: str, when: float) -> None:
+    async def note_use(self, digest: str, when: float | None) -> None:
         """Store when the image was last used (Unix time)."""
 
     def removals(self) -> AsyncIterator[str]:

@@ -171,8 +171,9 @@ class Containerd(cri.CriRuntime):
     async def usage(self, chain_id: str) -> int:
         return (await self.connection.read(api.USAGE, self._snapshot(chain_id))).size
 
-    async def note_use(self, digest: str, when: float) -> None:
-        info = pb.ContentInfo(digest=digest, labels={LAST_USED: f"{when:.0f}"})
+    async def note_use(self, digest: str, when: float | None) -> None:
+        labels = {LAST_USED: "" if when is None else f"{when:.0f}"}
+        info = pb.ContentInfo(digest=digest, labels=labels)
         request = pb.UpdateContentRequest(info=info, update_mask=_label_mask(LAST_USED))
         await self.connection.change(api.UPDATE_CONTENT, request)
 

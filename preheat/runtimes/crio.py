@@ -78,7 +78,7 @@ class Crio(cri.CriRuntime):
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         """CRI-O keeps no half-fetched blobs."""
 
-    async def note_use(self, digest: str, when: float) -> None:
+    async def note_use(self, digest: str, when: float | None) -> None:
         """CRI-O has no place for it: uses count from the agent's start."""
 
     async def pull(

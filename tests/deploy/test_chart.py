@@ -202,6 +202,27 @@ def test_pools_have_daemonsets_and_settings_of_their_own(tmp_path: Path) -> None
 
 
 @pytest.mark.real
+def test_uninstall_is_off_by_default_and_one_job_a_node(manifests: list[dict[str, Any]]) -> None:
+    assert not [each for each in manifests if each["kind"] == "Job"]
+    jobs = [
+        each for each in _render("--set", "uninstall.nodes={gpu-1,gpu-2}") if each["kind"] == "Job"
+    ]
+    assert [_pod(job)["nodeName"] for job in jobs] == ["gpu-1", "gpu-2"]
+    assert len({job["metadata"]["name"] for job in jobs}) == 2
+    for job in jobs:
+        (container,) = _pod(job)["containers"]
+        assert container["args"][-1] == "uninstall"
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in _pod(job)["volumes"]}
+    (job,) = (
+        each
+        for each in _render("--set", "uninstall.nodes={gpu-1}", "--set", "uninstall.confirm=true")
+        if each["kind"] == "Job"
+    )
+    assert _pod(job)["containers"][0]["args"][-2:] == ["uninstall", "--yes"]
+
+
+@pytest.mark.real
 def test_account_and_its_right_to_ask_are_there_when_callers_are_the_clusters() -> None:
     words = ("--set", "pools.a.nodeSelector.gpu=a")
     kinds = {each["kind"] for each in _render(*words)}

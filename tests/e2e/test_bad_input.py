@@ -15,7 +15,7 @@ import pytest
 
 from linux import mountinfo
 from tests.testbed import ceph, ports, trees
-from tests.testbed.agent import COMMAND, Agent
+from tests.testbed.agent import Agent, ApiError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
@@ -30,6 +30,23 @@ def assert_refused(node: Agent, *words: str, code: int) -> None:
         assert word in lines[0]
     assert lines[0].startswith("nodeagent: ")
     assert "; " in lines[0], "no remedy"
+
+
+def assert_serves_without_store(node: Agent, *words: str) -> None:
+    """The agent runs, says what is wrong with the store, and serves the source."""
+    node.start()
+    node.wait_served("a", "source")
+    ready = node.get("/readyz")
+    (found,) = (each for each in node.findings() if each["rule"] == "store-unusable")
+    assert not ready["ready"]
+    assert found["severity"] == "critical"
+    for word in words:
+        assert any(word in reason for reason in ready["reasons"]), ready
+        assert word in f"{found['subject']} {found['message']} {found['advice']}", found
+    assert node.view("a").is_dir() and os.listdir(node.view("a"))
+    done = node.cli("dataset", "warm", "a")
+    assert done.returncode == 4, done.stderr
+    assert node.stop() == 0
 
 
 def assert_nothing_made(node: Agent) -> None:
@@ -73,38 +90,36 @@ def test_run_without_root_is_refused(area: Path, node: Agent, source: Path) -> N
     assert_nothing_made(node)
 
 
-def test_store_without_xattrs_is_refused(area: Path, node: Agent, source: Path) -> None:
+def test_store_without_xattrs_is_not_used(area: Path, node: Agent, source: Path) -> None:
     (area / "below").mkdir()
     (area / "plain").mkdir()
     command = ["bindfs", "--xattr-none", str(area / "below"), str(area / "plain")]
     subprocess.run(command, check=True, timeout=30)
     node.cache["store"] = str(area / "plain" / "store")
     node.add_dir("a", source)
-    node.write()
-    assert_refused(node, str(area / "plain" / "store"), "xattrs", "ext4 or XFS", code=4)
+    assert_serves_without_store(node, str(area / "plain" / "store"), "xattrs", "ext4 or XFS")
     assert list((area / "below").iterdir()) == []
-    assert_nothing_made(node)
 
 
-def test_foreign_store_is_refused(area: Path, node: Agent, source: Path) -> None:
+def test_foreign_store_is_left_alone(area: Path, node: Agent, source: Path) -> None:
     node.store.mkdir()
     (node.store / "precious").write_bytes(b"data")
     node.add_dir("a", source)
-    node.write()
-    assert_refused(node, "not empty and not a store", "precious", code=4)
+    assert_serves_without_store(node, "not empty and not a store", "precious")
     assert (node.store / "precious").read_bytes() == b"data"
     assert os.listdir(node.store) == ["precious"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}', '{"format": "x"}'])
-def test_damaged_or_newer_store_is_refused(
+def test_damaged_or_newer_store_is_left_alone(
     area: Path, node: Agent, source: Path, content: str
 ) -> None:
     node.store.mkdir()
     (node.store / "nodeagent.json").write_text(content)
     node.add_dir("a", source)
-    node.write()
-    assert_refused(node, "cache.store", code=4)
+    assert_serves_without_store(node, "cache.store")
+    assert os.listdir(node.store) == ["nodeagent.json"]
+    assert (node.store / "nodeagent.json").read_text() == content
 
 
 def test_store_of_agent_killed_at_first_start_is_used(
@@ -117,25 +132,25 @@ def test_store_of_agent_killed_at_first_start_is_used(
     node.wait_state("a", "complete")
 
 
-def test_kernel_without_overlayfs_is_refused(area: Path, node: Agent, source: Path) -> None:
+def test_kernel_without_overlayfs_degrades_the_cache(area: Path, node: Agent, source: Path) -> None:
     # An edited /proc/filesystems stands in for a kernel that lacks one.
     known = Path("/proc/filesystems").read_text()
     assert "\toverlay\n" in known
     (area / "filesystems").write_text(known.replace("nodev\toverlay\n", ""))
     node.add_dir("a", source)
-    node.write()
-    script = (
-        f"mount --bind {shlex.quote(str(area / 'filesystems'))} /proc/filesystems && "
-        f"PATH=/nowhere exec {shlex.quote(COMMAND)} --config {shlex.quote(str(node.config))} run"
-    )
-    done = subprocess.run(
-        ["unshare", "--mount", "--propagation", "slave", "sh", "-c", script],
-        capture_output=True, text=True, check=False, timeout=60, env=node.environment,
-    )  # fmt: skip
-    assert done.returncode == 4, done.stderr
-    assert "lacks overlayfs" in done.stderr
-    assert "modprobe overlay" in done.stderr
-    assert done.stderr.count("\n") == 1
+    hide = f"mount --bind {shlex.quote(str(area / 'filesystems'))} /proc/filesystems"
+    unshare = ("unshare", "--mount", "--propagation", "slave", "sh", "-c")
+    node.start(*unshare, f'{hide} && PATH=/nowhere exec "$@"', "sh")
+    (reason,) = node.get("/readyz")["reasons"]
+    assert "lacks overlayfs" in reason
+    assert "modprobe overlay" in reason
+    (found,) = node.findings()
+    assert found["id"] == "component-degraded/cache"
+    assert node.get("/healthz")["alive"]
+    with pytest.raises(ApiError) as refused:
+        node.get("/v1/datasets")
+    assert refused.value.status == 503
+    assert node.stop() == 0
     assert_nothing_made(node)
 
 

@@ -1,15 +1,21 @@
 """The agent's life with made-up components, and settings that change."""
 
 import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kit.errors
+import kit.processes
 import kit.room
 import kit.settings
-from nodeagent import app, configfile
+from nodeagent import app, configfile, supervisor, watchdog
+from nodeagent.state import Running
 
 
 def test_apply_keeps_settings_that_need_a_restart(agent: app.Agent) -> None:
@@ -38,19 +44,23 @@ def test_apply_refuses_a_new_or_lost_section(agent: app.Agent) -> None:
     assert agent.state.settings.cache is not None
 
 
-class Slow:
-    """A component that notes what is asked of it, and never returns from ``hang``."""
+class Fake:
+    """A component that notes what is asked of it. It hangs in ``hang`` and fails with ``fail``."""
 
-    def __init__(self, name: str, order: list[str], hang: str = "") -> None:
+    def __init__(self, name: str, order: list[str]) -> None:
         self.name = name
-        self._order = order
-        self._hang = hang
+        self.hang = ""
+        self.fail: Exception | None = None
+        self.alive = True
         self.begun = asyncio.Event()
+        self._order = order
 
     async def _do(self, what: str) -> None:
         self._order.append(f"{what} {self.name}")
-        if self._hang == what:
+        if self.hang == what:
             await asyncio.Event().wait()
+        if self.fail is not None and what == "start":
+            raise self.fail
 
     async def start(self) -> None:
         self.begun.set()
@@ -63,7 +73,7 @@ class Slow:
         return []
 
     def health(self) -> kit.room.Health:
-        return kit.room.Health(alive=True, ready=True)
+        return kit.room.Health(alive=self.alive, ready=self.alive)
 
     def metrics(self) -> list[Any]:
         return []
@@ -74,49 +84,151 @@ def order() -> list[str]:
     return []
 
 
-def running(agent: app.Agent, *components: Slow) -> app.Agent:
-    """``agent`` with these components."""
-    room = kit.room.Room("cache", "", kit.settings.Section, lambda *_: components[0])
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pause of the supervisors is short."""
+    monkeypatch.setattr(supervisor, "RECONCILE_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "ORDER_SECONDS", 0.05)
+
+
+def running(agent: app.Agent, *components: Fake) -> app.Agent:
+    """``agent`` with these components; a new start gets the same one again."""
+
+    def room(component: Fake) -> kit.room.Room:
+        return kit.room.Room(component.name, "", kit.settings.Section, lambda *_: component)
+
     state = agent.state
-    state.running = [(room, component) for component in components]
+    state.running = [Running(room(component), component) for component in components]
     sections = {component.name: None for component in components}
     state.settings = state.settings.model_copy(update=sections)
     return agent
 
 
-async def test_run_stops_in_reverse_order(agent: app.Agent, order: list[str]) -> None:
-    last = Slow("b", order)
-    task = asyncio.create_task(running(agent, Slow("a", order), last).run())
-    await asyncio.wait_for(last.begun.wait(), 10)
-    agent._stopping.set()
-    await asyncio.wait_for(task, 10)
+@contextlib.asynccontextmanager
+async def at_work(agent: app.Agent) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(agent.run())
+    try:
+        yield task
+    finally:
+        agent._stopping.set()
+        await asyncio.wait_for(task, 10)
+
+
+async def until(true: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not true():
+            await asyncio.sleep(0.001)
+
+
+def ready(agent: app.Agent) -> dict[str, bool]:
+    return {each.room.name: each.health().ready for each in agent.state.running}
+
+
+async def test_run_starts_in_order_and_stops_in_reverse(agent: app.Agent, order: list[str]) -> None:
+    last = Fake("b", order)
+    async with at_work(running(agent, Fake("a", order), last)):
+        await last.begun.wait()
     assert order == ["start a", "start b", "stop b", "stop a"]
 
 
 async def test_component_that_hangs_does_not_keep_others_from_stopping(
     agent: app.Agent, order: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "STOP_DEADLINE_SECONDS", 0.05)
-    agent._stopping.set()
-    await running(agent, Slow("a", order), Slow("b", order, "stop")).run()
+    monkeypatch.setattr(supervisor, "STOP_DEADLINE_SECONDS", 0.05)
+    last = Fake("b", order)
+    last.hang = "stop"
+    async with at_work(running(agent, Fake("a", order), last)):
+        await last.begun.wait()
     assert order[-2:] == ["stop b", "stop a"]
 
 
-async def test_start_has_a_deadline(
+@pytest.mark.parametrize(
+    ("fail", "said"),
+    [
+        (kit.errors.HostError("the disk", "it is gone", "mount it"), "the disk: it is gone"),
+        (KeyError("x"), "a: KeyError: 'x'"),
+        (OSError(5, "no disk"), "a: OSError: [Errno 5] no disk"),
+    ],
+)
+async def test_component_that_cannot_start_leaves_the_others_at_work_and_heals(
+    agent: app.Agent, order: list[str], fail: Exception, said: str
+) -> None:
+    sick, well = Fake("a", order), Fake("b", order)
+    sick.fail = fail
+    async with at_work(running(agent, sick, well)):
+        await until(lambda: ready(agent) == {"a": False, "b": True})
+        (found,) = agent.state.findings.current()
+        assert found.id == "component-degraded/a"
+        assert found.message == said
+        await until(lambda: agent.state.running[0].failures >= 3)
+        assert order.count("start b") == 1
+        sick.fail = None
+        await until(lambda: all(ready(agent).values()))
+        assert agent.state.findings.current() == []
+    # Every failed start is cleaned up before the next.
+    mine = [each for each in order if each.endswith(" a")]
+    assert mine == ["start a", "stop a"] * (len(mine) // 2)
+
+
+async def test_component_that_hangs_at_its_start_keeps_nobody_waiting(
     agent: app.Agent, order: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "START_DEADLINE_SECONDS", 0.05)
-    components = [Slow("a", order), Slow("b", order, "start"), Slow("c", order)]
-    with pytest.raises(kit.errors.HostError, match="b: it did not start within"):
-        await running(agent, *components).run()
-    assert order == ["start a", "start b", "stop a"]
+    monkeypatch.setattr(supervisor, "START_DEADLINE_SECONDS", 0.2)
+    sick, well = Fake("a", order), Fake("b", order)
+    sick.hang = "start"
+    async with at_work(running(agent, sick, well)):
+        await until(lambda: ready(agent) == {"a": False, "b": True})
+        await until(lambda: agent.state.running[0].trouble)
+        assert "it did not start within" in str(agent.state.running[0].trouble)
+        sick.hang = ""
+        await until(lambda: all(ready(agent).values()))
+
+
+async def test_component_whose_work_ended_is_started_anew(
+    agent: app.Agent, order: list[str]
+) -> None:
+    sick = Fake("a", order)
+    async with at_work(running(agent, sick)):
+        await until(lambda: all(ready(agent).values()))
+        sick.alive = False
+        await until(lambda: agent.state.running[0].trouble)
+        sick.alive = True
+        await until(lambda: all(ready(agent).values()))
+    assert order[:3] == ["start a", "stop a", "start a"]
 
 
 async def test_second_agent_of_a_state_dir_is_refused(agent: app.Agent, order: list[str]) -> None:
-    component = Slow("a", order)
-    task = asyncio.create_task(running(agent, component).run())
-    await asyncio.wait_for(component.begun.wait(), 10)
-    with pytest.raises(kit.errors.RefusedError, match="another agent runs with it"):
-        await agent.run()
-    agent._stopping.set()
-    await asyncio.wait_for(task, 10)
+    component = Fake("a", order)
+    async with at_work(running(agent, component)):
+        await component.begun.wait()
+        with pytest.raises(kit.errors.RefusedError, match="another agent runs with it"):
+            await agent.run()
+
+
+STUCK = """
+import asyncio, time
+from nodeagent import watchdog
+watchdog.ROUND_SECONDS, watchdog.ROUNDS = 0.05, 4
+
+async def main():
+    async with watchdog.watching():
+        await asyncio.sleep(0.5)
+        print("still here", flush=True)
+        open("{fifo}").read()  # nobody writes: the loop is blocked for ever
+
+asyncio.run(main())
+"""
+
+
+async def test_stuck_loop_ends_the_process_and_says_where(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    done = await kit.processes.run(
+        [sys.executable, "-c", STUCK.format(fifo=fifo)], about="a stuck loop", deadline=30,
+        environment={**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[1])},
+    )  # fmt: skip
+    assert done.out == b"still here\n"
+    assert done.code == watchdog.EXIT_CODE
+    assert b"the event loop has been stuck" in done.err
+    assert b"in main" in done.err

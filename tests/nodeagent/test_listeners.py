@@ -421,8 +421,8 @@ async def test_every_route_of_every_listener_refuses_a_lower_role(
     """What the document names is tried on all three: as nobody, and with each lower role."""
     needed = {
         (route.method, route.path): route.role
-        for room, _ in whole.state.running
-        for route in room.routes()
+        for each in whole.state.running
+        for route in each.room.routes()
     }
     operations = [
         (method.upper(), path, needed.get((method.upper(), path), Role.READ))

@@ -6,7 +6,7 @@ import kit.findings
 import kit.room
 import kit.settings
 from nodeagent import app, page
-from nodeagent.state import State
+from nodeagent.state import Running, State
 
 EVIL = "<script>&'\""
 SAFE = "&lt;script&gt;&amp;&#x27;&quot;"
@@ -38,7 +38,7 @@ def shown(agent: app.Agent, **more: Any) -> str:
     room = kit.room.Room(
         component.name, "", kit.settings.Section, lambda *_: component, page=lambda _: [section]
     )
-    state = State(agent.state.settings, running=[(room, component)], **more)
+    state = State(agent.state.settings, running=[Running(room, component, started=True)], **more)
     state.findings.report("x", [finding(number) for number in range(150)])
     return page.render(state)
 

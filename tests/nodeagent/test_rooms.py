@@ -87,18 +87,18 @@ def test_room_is_complete(room: kit.room.Room) -> None:
 
 def test_components_have_the_whole_protocol(whole: app.Agent) -> None:
     needed = [name for name in vars(kit.room.Component) if not name.startswith("_")]
-    assert [room.name for room, _ in whole.state.running] == [room.name for room in rooms.ROOMS]
-    for room, component in whole.state.running:
-        assert component.name == room.name
+    assert [each.room.name for each in whole.state.running] == [room.name for room in rooms.ROOMS]
+    for each in whole.state.running:
+        assert each.component.name == each.room.name
         for name in needed:
-            assert hasattr(component, name)
+            assert hasattr(each.component, name)
 
 
 def test_page_has_each_rooms_sections(whole: app.Agent) -> None:
     html = page.render(whole.state)
-    for room, component in whole.state.running:
-        assert f"<td>{room.name}<td>" in html
-        for section in room.page(component) if room.page else ():
+    for each in whole.state.running:
+        assert f"<td>{each.room.name}<td>" in html
+        for section in each.room.page(each.component) if each.room.page else ():
             assert f"<h2>{section.title}</h2>" in html
 
 

@@ -19,7 +19,7 @@ import kit.settings
 from kit.room import Answer, Request, Role, Route, Stream
 from nodeagent import app
 from nodeagent.api import access, openapi, server
-from nodeagent.state import State
+from nodeagent.state import Running, State
 from tests.testbed import waiting
 
 
@@ -120,8 +120,8 @@ def concrete(path: str) -> str:
 async def test_every_route_refuses_a_lower_role(whole: app.Agent, role: Role | None) -> None:
     """All routes of the running application, with every role: refused exactly below their own."""
     needed: dict[tuple[str, str], Role] = {}
-    for room, _ in whole.state.running:
-        needed |= {(route.method, route.path): route.role for route in room.routes()}
+    for each in whole.state.running:
+        needed |= {(route.method, route.path): route.role for route in each.room.routes()}
     assert {str(each) for each in needed.values()} == set(Role)
     async with served(whole.state, role) as client:
         tried = 0
@@ -144,14 +144,14 @@ async def test_every_changing_route_admits_its_role(
     async def reached(*_: Any) -> kit.room.Json:
         return {"reached": True}
 
-    for room, component in whole.state.running:
+    for each in whole.state.running:
         routes = [
             kit.room.Route(route.method, route.path, reached, route.role)
-            for route in room.routes()
+            for route in each.room.routes()
             if route.role is not Role.READ
         ]
-        fake = dataclasses.replace(room, routes=functools.partial(list, routes))
-        state = State(whole.state.settings, running=[(fake, component)])
+        fake = dataclasses.replace(each.room, routes=functools.partial(list, routes))
+        state = State(whole.state.settings, running=[Running(fake, each.component)])
         for route in routes:
             async with served(state, route.role) as client:
                 answer = await client.request(route.method, concrete(route.path))
@@ -161,8 +161,8 @@ async def test_every_changing_route_admits_its_role(
 def test_what_can_lose_protection_or_data_is_dangerous(whole: app.Agent) -> None:
     dangerous = {
         (route.method, route.path)
-        for room, _ in whole.state.running
-        for route in room.routes()
+        for each in whole.state.running
+        for route in each.room.routes()
         if route.role is Role.DANGEROUS
     }
     assert dangerous == {
@@ -378,7 +378,7 @@ class Fake:
 @contextlib.asynccontextmanager
 async def serving(agent: app.Agent, *routes: Route) -> AsyncIterator[TestClient[Any, Any]]:
     room = kit.room.Room("fake", "", kit.settings.Section, lambda *_: Fake(), routes=lambda: routes)
-    state = State(agent.state.settings, running=[(room, Fake())])
+    state = State(agent.state.settings, running=[Running(room, Fake(), started=True)])
     async with served(state) as client:
         yield client
 
@@ -439,7 +439,7 @@ async def test_role_decides_and_not_the_method(agent: app.Agent) -> None:
         Route("POST", "/v1/question", handler, Role.READ),
     )
     room = kit.room.Room("fake", "", kit.settings.Section, lambda *_: Fake(), routes=lambda: routes)
-    state = State(agent.state.settings, running=[(room, Fake())])
+    state = State(agent.state.settings, running=[Running(room, Fake(), started=True)])
     async with served(state, Role.READ) as client:
         assert (await client.get("/v1/secret")).status == 403
         assert (await client.head("/v1/secret")).status == 403
@@ -492,7 +492,7 @@ async def test_streams_are_bounded_for_each_caller_and_in_all(
         "fake", "", kit.settings.Section, lambda *_: Fake(),
         routes=lambda: (Route("GET", "/v1/x", handler), Route("GET", "/v1/y", handler)),
     )  # fmt: skip
-    state = State(agent.state.settings, running=[(room, Fake())])
+    state = State(agent.state.settings, running=[Running(room, Fake(), started=True)])
     made = server.Door(identify, access.CallLog(agent.state.settings.state_dir))
     async with TestClient(TestServer(server.application(state, made))) as client:
 

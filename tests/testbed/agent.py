@@ -120,12 +120,13 @@ class Agent:
         new.write_text(yaml.safe_dump(self.settings))
         new.rename(self.config)
 
-    def start(self) -> "Agent":
+    def start(self, *within: str) -> "Agent":
+        """``within``: a command that runs the agent, such as unshare."""
         self.write()
         before = self.said().count("agent started")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [COMMAND, "--config", str(self.config), "run"],
+                [*within, COMMAND, "--config", str(self.config), "run"],
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,

@@ -361,7 +361,7 @@ class Kernel:
                     with bpf.loaded(self.object_file, name, reuse) as (program, maps):
                         return program, maps
                 except OSError as error:
-                    causes.append(f"{name}: {error.strerror}")
+                    causes.append(f"{name}: {error.strerror or error}")
                     if not reuse:
                         break
         raise kit.errors.HostError(
@@ -369,6 +369,15 @@ class Kernel:
             f"this kernel ({os.uname().release}) does not take it ({'; '.join(causes)[:1500]})",
             "Linux 5.8 with BTF, or 6.1, CONFIG_CGROUP_BPF, and CAP_SYS_ADMIN are needed",
         )
+
+    def try_load(self) -> str:
+        """The name of the program that this kernel takes; loaded and dropped. HostError."""
+        program, maps = self._load()
+        name = program.info().name
+        program.close()
+        for each in maps.values():
+            each.close()
+        return name
 
     def configure(self, wanted: Wanted) -> None:
         """Change the maps of the attached program entry by entry: what stays wanted is never

@@ -1,0 +1,122 @@
+"""What the cache needs of a node. The functions run in child processes."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import ceph.doctor
+import kit.errors
+from cache import view
+from cache.settings import CacheSettings, CephfsSource
+from cache.sources import base
+from cache.store import disk, tree
+from kit.checks import Check
+from linux import mountinfo, mounts
+
+
+def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
+    store, views = os.path.realpath(section.store), os.path.realpath(section.views)
+    wanted_disk = None if section.disk is None else str(section.disk)
+    found = [
+        Check("overlayfs", overlay, (), "no dataset is served"),
+        Check(
+            "ssd", ssd, (store, wanted_disk, str(state_dir), section.reserve),
+            "nothing is cached: jobs read from the sources",
+        ),
+        Check("propagation", propagation, (views,), "pods and the host do not see the views"),
+    ]  # fmt: skip
+    sources = {dataset.name: dataset.source for dataset in section.datasets}
+    for name, source in sources.items():
+        cost = f"dataset {name} is not served"
+        if not isinstance(source, CephfsSource):
+            found.append(Check(f"source {name}", directory, (str(source.path),), cost))
+            continue
+        key = (str(source.secret_file), source.user)
+        found.append(Check(f"key {name}", ceph.doctor.key, key, cost))
+        found.append(Check(f"ceph {name}", ceph.doctor.reach, (list(source.monitors),), cost))
+    clients = {source.client for source in sources.values() if isinstance(source, CephfsSource)}
+    client = "auto" if len(clients) != 1 else clients.pop()
+    cost = "no dataset of kind cephfs is served"
+    found.append(
+        Check("cephfs client", cephfs, (client,), cost, wanted=bool(clients or client != "auto"))
+    )
+    return found
+
+
+def overlay() -> str:
+    view.check_kernel()
+    release = os.uname().release
+    numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
+    if numbers < (5, 11):
+        raise kit.errors.HostError(
+            f"kernel {release}", "it is older than 5.11", "boot a newer kernel"
+        )
+    return f"kernel {release}" + ("" if numbers >= (6, 5) else " (6.5 swaps views without a rest)")
+
+
+def ssd(store: str, wanted: str | None, state_dir: str, reserve: float) -> str:
+    disk.check(store, None if wanted is None else Path(wanted), Path(state_dir))
+    there = store
+    while not os.path.isdir(there):
+        there = os.path.dirname(there)
+    try:
+        probe = tempfile.mkdtemp(prefix=".nodeagent-doctor-", dir=there)
+        try:
+            os.setxattr(probe, tree.OPAQUE, b"y")
+        finally:
+            os.rmdir(probe)
+    except OSError as error:
+        raise kit.errors.HostError(
+            f"cache.store {store}", f"cannot be used ({error.strerror})",
+            "put it on a writable ext4 or XFS of the SSD, and run this as root",
+        ) from error  # fmt: skip
+    stat = os.statvfs(there)
+    free = stat.f_bavail / max(stat.f_blocks, 1)
+    where = disk.place(store)
+    if free <= reserve:
+        raise kit.errors.HostError(
+            f"cache.store {store}",
+            f"{free:.0%} of the disk at {where} is free, the reserve is {reserve:.0%}",
+            "free some space there, or lower cache.reserve",
+        )  # fmt: skip
+    mount = mountinfo.containing(there, mountinfo.read())
+    kind = mount.fstype if mount is not None else "?"
+    gib = stat.f_bavail * stat.f_frsize / 2**30
+    return f"{store} on {kind} mounted at {where}, {gib:.1f} GiB free"
+
+
+def propagation(views: str) -> str:
+    """A mount namespace of our own must hand on what is mounted in it."""
+    own = mountinfo.read()
+    mount = mountinfo.containing(views, own)
+    if mount is not None and mount.shared is not None:
+        return f"{views} is on a shared mount"
+    if disk.apart(own):
+        raise kit.errors.HostError(
+            f"cache.views {views}", "its mount does not hand on what is mounted below it",
+            "in a pod: mountPropagation: Bidirectional; else run the agent in the host's namespace",
+        )  # fmt: skip
+    return f"{views} is not on a shared mount; the agent makes it one"
+
+
+def directory(path: str) -> str:
+    try:
+        root = base.look(path)
+    except OSError as error:
+        raise base.explain(f"directory {path}", error) from error
+    if root["empty"]:
+        raise kit.errors.SourceError(f"directory {path}", "it is empty", "mount the source there")
+    return f"{path} can be read"
+
+
+def cephfs(client: str) -> str:
+    kernel = client != "fuse" and mounts.kernel_has("ceph")
+    fuse = client != "kernel" and shutil.which("ceph-fuse") is not None
+    if not kernel and not fuse:
+        raise kit.errors.HostError(
+            "CephFS client", "neither the kernel has one nor is ceph-fuse installed",
+            "load the module 'ceph' (modprobe ceph), or install ceph-fuse",
+        )  # fmt: skip
+    return "the kernel's" if kernel else "ceph-fuse"

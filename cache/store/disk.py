@@ -1,0 +1,83 @@
+"""Whether the SSD that the store is to lie on is mounted.
+
+Below a mount point whose disk is missing lies the root disk. A store made there would fill it, and
+kubelet would evict pods. So a store that once lay on a disk of its own is used only while
+that is mounted; ``cache.disk`` says so for the first time, too.
+
+Only mount tables are read, never the disk.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import kit.errors
+import kit.files
+from linux import mountinfo
+
+_HOST = Path("/proc/1/mountinfo")
+
+
+def apart(own: Sequence[mountinfo.Mount]) -> list[mountinfo.Mount]:
+    """The host's mounts, when they are another namespace's than ``own``, and can be read."""
+    try:
+        host = mountinfo.read(_HOST)
+    except OSError:
+        return []
+    return [] if {m.mount_id for m in host} & {m.mount_id for m in own} else host
+
+
+def place(store: str) -> str:
+    """The mount point of the file system that the store lies on, as the host sees it.
+
+    A pod sees a directory of the host as a mount even when no disk is mounted there. The host's own
+    table tells, where we see it; else a mount of a whole file system counts as it is.
+    """
+    table = mountinfo.read()
+    own = mountinfo.containing(store, table)
+    if own is None:
+        return "/"
+    theirs = apart(table)
+    host = mountinfo.containing(store, theirs) if theirs else None
+    if own.root != "/" and host is not None and host.device == own.device:
+        return host.target
+    return own.target
+
+
+def problem(found: str, wanted: str) -> str:
+    """Why a store on the disk mounted at ``found`` is not on the one at ``wanted``; '' if it is."""
+    if wanted == "/" or found == wanted or found.startswith(wanted + "/"):
+        return ""
+    return f"no disk is mounted at {wanted}; it would fill the one mounted at {found}"
+
+
+def _memory(state_dir: Path) -> Path:
+    return state_dir / "cache-disk.json"
+
+
+def _remembered(state_dir: Path, store: str) -> str:
+    try:
+        kept = json.loads(_memory(state_dir).read_bytes())
+        return str(kept["disk"]) if kept["store"] == store else "/"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "/"
+
+
+def check(store: str, disk: Path | None, state_dir: Path) -> None:
+    """HostError unless the store's disk is mounted."""
+    wanted = _remembered(state_dir, store) if disk is None else os.path.realpath(disk)
+    if why := problem(place(store), wanted):
+        remedy = f"mount the SSD at {wanted}"
+        if disk is None:
+            remedy += ", or set cache.disk to / if the store may lie on another disk now"
+        raise kit.errors.HostError(f"cache.store {store}", why, remedy)
+
+
+def remember(store: str, state_dir: Path) -> None:
+    """Note where the store lies, after it was made there. OSError."""
+    found = place(store)
+    if found != _remembered(state_dir, store):
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        kept = {"store": store, "disk": found}
+        kit.files.save(_memory(state_dir), json.dumps(kept).encode())

@@ -1,0 +1,150 @@
+"""What the cache leaves on a node, and how it is taken off. In child processes.
+
+Jobs may read a view without the agent, so each view names its users. Nobody is cut off.
+"""
+
+import asyncio
+import contextlib
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import kit.errors
+from cache import view
+from cache.settings import CacheSettings
+from cache.sources import cephfs
+from cache.store import generations, tree
+from kit.traces import Trace
+from linux import mountinfo, mounts
+
+_CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
+_STATE = ("datasets", "scratch", "sources", "cache-disk.json")
+CLIENT_SECONDS = 10.0  # for ceph-fuse to end after its mount has gone
+
+
+def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
+    settings = CacheSettings.model_validate(section)
+    views, store = os.path.realpath(settings.views), os.path.realpath(settings.store)
+    table = mountinfo.read()
+    found = []
+    for folder in _folders(Path(views)):
+        data = str(folder / "data")
+        if mountinfo.at(data, table):
+            found.append(Trace("view", data, tuple(view.users(data))))
+        elif {entry.name for entry in folder.iterdir()} <= {"data"}:
+            found.append(Trace("view", data))
+    if _own_bind(views, table):
+        found.append(Trace("shared mount", views))
+    found += [
+        Trace("source mount", str(folder)) for folder in _folders(Path(state_dir) / "sources")
+    ]
+    found += [
+        Trace("cgroup", str(root / cephfs.CGROUP)) for root in _CGROUPS
+        if _only_ours(root / cephfs.CGROUP, state_dir)
+    ]  # fmt: skip
+    if (Path(store) / generations.MARKER).exists():
+        found.append(Trace("store", store))
+    found += [Trace("state", f"{state_dir}/{n}") for n in _STATE if Path(state_dir, n).exists()]
+    found += [Trace("folder", path) for path in (views, store) if os.path.isdir(path)]
+    return [trace.as_json() for trace in found]
+
+
+def _only_ours(cgroup: Path, state_dir: str) -> bool:
+    """Whether it is there and no ceph-fuse of another agent is in it."""
+    try:
+        pids = (cgroup / "cgroup.procs").read_text().split()
+    except OSError:
+        return False
+    mine = os.fsencode(f"{state_dir}/sources/")
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if mine not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return False
+    return True
+
+
+def _folders(parent: Path) -> list[Path]:
+    if not parent.is_dir():
+        return []
+    return sorted(each for each in parent.iterdir() if each.is_dir() and not each.is_symlink())
+
+
+def _own_bind(views: str, table: list[mountinfo.Mount]) -> bool:
+    """Whether ``views`` is a mount of itself, which the agent makes to share it."""
+    stacked = mountinfo.at(views, table)
+    below = mountinfo.containing(views, [m for m in table if m.target != views])
+    if not stacked or below is None or stacked[-1].device != below.device:
+        return False
+    path = os.path.normpath(os.path.join(below.root, os.path.relpath(views, below.target)))
+    return stacked[-1].root == path
+
+
+def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> None:
+    match kind:
+        case "view":
+            view.take_down(name)
+        case "shared mount":
+            if _own_bind(name, mountinfo.read()):
+                mounts.unmount(name)
+        case "source mount":
+            asyncio.run(cephfs.release(Path(name)))
+            if mountinfo.at(f"{name}/mount", mountinfo.read()):
+                raise kit.errors.InUseError(
+                    f"source mount {name}", "it cannot be unmounted", "see who uses it: fuser -vm"
+                )
+        case "cgroup":
+            _remove_cgroup(Path(name))
+        case "store":
+            _remove_store(name)
+        case "state":
+            _delete(Path(name))
+        case "folder":
+            with contextlib.suppress(FileNotFoundError):
+                _rmdir(Path(name))
+
+
+def _remove_cgroup(path: Path) -> None:
+    deadline = time.monotonic() + CLIENT_SECONDS
+    while path.exists():
+        try:
+            path.rmdir()
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def _remove_store(path: str) -> None:
+    """Its generations, then what marks it as ours. What is not ours stays."""
+    store = Path(path)
+    if not (store / generations.MARKER).exists():
+        return
+    for folder in map(Path, generations.inventory(path)):
+        if generations.load(str(folder)) is not None or (folder / "tree").is_dir():
+            _delete(folder)
+            _rmdir(folder.parent)
+    for name in (generations.TRASH, ".probe"):
+        _delete(store / name)
+    _delete(store / generations.MARKER)
+
+
+def _delete(path: Path) -> None:
+    if any(m.target.startswith(f"{path}/") for m in mountinfo.read()):
+        raise kit.errors.InUseError(str(path), "something is mounted below it", "unmount it")
+    if path.parent.is_dir():
+        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            tree.remove(parent, path.name)
+        finally:
+            os.close(parent)
+
+
+def _rmdir(path: Path) -> None:
+    """Stays when somebody put something there."""
+    try:
+        path.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+            raise

@@ -1,0 +1,30 @@
+"""What of ours is on a node: a room finds its traces and removes them for ``nodeagent uninstall``.
+
+Both run in a child process: what they look at may hang. A trace that has gone meanwhile is no
+error, so an uninstall that was interrupted can be run again.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Trace:
+    """``kind`` and ``name`` say what it is; ``users``: who uses it now, a line each."""
+
+    kind: str
+    name: str
+    users: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Traces:
+    """``find(settings, state_dir)``: traces as JSON, in the order in which they are removed.
+    ``remove(settings, state_dir, kind, name)``. Settings are the section's as JSON."""
+
+    find: Callable[[dict[str, Any], str], list[dict[str, Any]]]
+    remove: Callable[[dict[str, Any], str, str, str], None]

@@ -1,0 +1,175 @@
+"""``nodeagent uninstall``: takes everything of ours off this node, and lists it first.
+
+It works without an agent, and refuses while one runs. Nothing is removed while anything is in use.
+Each step may be repeated, so an uninstall that was interrupted is run again. The settings file and
+the image stay: whoever put them there takes them away.
+"""
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import kit.child
+import kit.errors
+import kit.files
+import kit.traces
+from nodeagent import rooms
+from nodeagent.settings import Settings
+
+FIND_SECONDS = 60.0
+REMOVE_SECONDS = 6 * 3600.0  # a store holds millions of files
+_UNITS = (
+    "/etc/systemd/system/nodeagent.service",
+    "/etc/systemd/system/nodeagent-guard.service",
+    "/etc/systemd/system/nodeagent.service.d",
+    "/etc/systemd/system/nodeagent-guard.service.d",
+    "/etc/modules-load.d/nodeagent-guard.conf",
+)
+_LINKS = ("multi-user.target.wants", "kubelet.service.requires")
+_STATE = ("api.log", "api.log.1", "api-refused.log", "api-refused.log.1", "lock")
+# The chart's init container and an operator leave these beside the state directory.
+_BESIDE = ("settings.yaml", ".settings.yaml", "unguarded")
+
+
+@dataclass(frozen=True)
+class Found:
+    """One trace. ``removed``: it is gone now."""
+
+    room: str
+    trace: kit.traces.Trace
+    removed: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """``troubles``: what could not be looked at or removed, and why."""
+
+    found: tuple[Found, ...]
+    troubles: tuple[str, ...] = ()
+
+
+def find(settings: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
+    """The process's own traces."""
+    socket = Path(settings["socket"])
+    paths = [*map(Path, _UNITS)]
+    paths += [Path(unit).parent / link / Path(unit).name for link in _LINKS for unit in _UNITS[:2]]
+    paths += [Path(state_dir) / name for name in _STATE]
+    if Path(state_dir).name == "state":
+        paths += [Path(state_dir).parent / name for name in _BESIDE]
+    paths.append(socket)
+    found = [kit.traces.Trace("file", str(path)) for path in paths if os.path.lexists(path)]
+    folders = [Path(state_dir), Path(state_dir).parent, socket.parent]
+    found += [
+        kit.traces.Trace("folder", str(path))
+        for path in folders
+        if path.is_dir() and (path == Path(state_dir) or path.name == "nodeagent")
+    ]
+    return [trace.as_json() for trace in found]
+
+
+def remove(settings: dict[str, Any], state_dir: str, kind: str, name: str) -> None:
+    path = Path(name)
+    with contextlib.suppress(FileNotFoundError):
+        if kind == "file" and path.is_dir() and not path.is_symlink():  # drop-ins of a unit
+            for each in path.iterdir():
+                each.unlink()
+            path.rmdir()
+        elif kind == "file":
+            path.unlink()
+        else:
+            with contextlib.suppress(OSError):  # somebody else's files are in it
+                path.rmdir()
+
+
+@dataclass(frozen=True)
+class _Part:
+    name: str
+    wanted: bool
+    section: dict[str, Any]
+    traces: kit.traces.Traces
+
+
+def _parts(settings: Settings) -> list[_Part]:
+    """The rooms in the order in which they stop, then the process."""
+    found = []
+    for room in reversed(rooms.ROOMS):
+        section = getattr(settings, room.name)
+        if room.traces is not None:
+            shown = (section or room.settings()).model_dump(mode="json", by_alias=True)
+            found.append(_Part(room.name, section is not None, shown, room.traces()))
+    own = kit.traces.Traces(find, remove)
+    return [*found, _Part("agent", True, {"socket": str(settings.admin.socket)}, own)]
+
+
+@contextlib.asynccontextmanager
+async def _alone(state_dir: Path) -> AsyncIterator[None]:
+    """RefusedError while an agent runs."""
+    if not state_dir.is_dir():
+        yield
+        return
+    try:
+        descriptor = kit.files.lock(state_dir / "lock", 0)
+    except OSError as error:
+        raise kit.errors.RefusedError(
+            f"state_dir {state_dir}", f"an agent runs with it ({error.strerror})",
+            "stop it first: systemctl disable --now nodeagent, or delete the DaemonSet",
+        ) from error  # fmt: skip
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+async def _look(settings: Settings) -> Report:
+    found: list[Found] = []
+    troubles = []
+    for part in _parts(settings):
+        try:
+            listed = await kit.child.call(
+                part.traces.find, part.section, str(settings.state_dir), deadline=FIND_SECONDS
+            )
+        except (kit.errors.AgentError, OSError, RuntimeError) as error:
+            if part.wanted:  # what the settings leave out may well not be there
+                troubles.append(f"{part.name}: {error}")
+            continue
+        found += [
+            Found(part.name, kit.traces.Trace(one["kind"], one["name"], tuple(one["users"])))
+            for one in listed
+        ]
+    return Report(tuple(found), tuple(troubles))
+
+
+async def run(settings: Settings, yes: bool, say: Callable[[Found], None]) -> Report:
+    """List the traces; with ``yes`` remove them and tell ``say`` of each. InUseError: by whom."""
+    async with _alone(settings.state_dir) if yes else contextlib.nullcontext():
+        report = await _look(settings)
+        if not yes:
+            return report
+        if users := [user for each in report.found for user in each.trace.users]:
+            more = f" and {len(users) - 5} more" if len(users) > 5 else ""
+            raise kit.errors.InUseError(
+                "what is to be removed", "in use by " + "; ".join(users[:5]) + more,
+                "end them, then try again; nothing was removed",
+            )  # fmt: skip
+        parts = {part.name: part for part in _parts(settings)}
+        done, troubles = [], list(report.troubles)
+        blocked: set[str] = set()
+        for each in report.found:
+            part = parts[each.room]
+            if blocked and each.room == "agent":
+                break  # the state directory stays for the next attempt
+            try:
+                await kit.child.call(
+                    part.traces.remove, part.section, str(settings.state_dir),
+                    each.trace.kind, each.trace.name, deadline=REMOVE_SECONDS,
+                )  # fmt: skip
+            except (kit.errors.AgentError, OSError, RuntimeError) as error:
+                troubles.append(f"{each.room}: {each.trace.kind} {each.trace.name}: {error}")
+                blocked.add(each.room)
+                continue
+            done.append(replace(each, removed=True))
+            say(done[-1])
+        return Report(tuple(done), tuple(troubles))

@@ -1,0 +1,131 @@
+"""What the guard and the audit need of a node. The functions run in child processes."""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ceph.doctor
+import kit.errors
+from ceph.settings import ClusterSettings
+from kit.checks import Check
+from linux import blockdev, kmsg, mountinfo
+from volumes import settings
+from volumes.guard import override
+
+
+def checks(section: settings.VolumesSettings, state_dir: Path) -> Sequence[Check]:
+    guard = section.guard
+    guarding, auditing = guard.mode != "off", section.audit.enabled
+    unguarded = "nothing refuses a format; at best known formatters are refused by name"
+    found = [
+        Check("bpf", bpf, (guard.model_dump(mode="json"),), unguarded, guarding, 20.0),
+        Check(
+            "guarded drivers", drivers, (list(guard.drivers),),
+            "a device that appears is guarded a moment after its driver", wanted=False,
+        ),
+        Check("kernel log", kernel_log, (), "no automatic leases, no kernel lines", guarding),
+        Check(
+            "host processes", processes, (), "leaked mounts and their pods are not found", auditing
+        ),
+        Check("journal", journal, (), "log lines of services are not read", wanted=False),
+    ]  # fmt: skip
+    for cluster in section.clusters:
+        found += _of_cluster(cluster)
+    if section.clusters:
+        cost = "clusters are not asked what an image holds"
+        found.append(Check("ceph bindings", bindings, (), cost))
+    return found
+
+
+def _of_cluster(cluster: ClusterSettings) -> list[Check]:
+    cost = f"cluster {cluster.name} is not asked: no lease for its images, no findings about it"
+    found = []
+    if cluster.secret_file is not None:
+        key = (str(cluster.secret_file), cluster.user)
+        found.append(Check(f"key {cluster.name}", ceph.doctor.key, key, cost))
+    if cluster.monitors:
+        found.append(
+            Check(f"ceph {cluster.name}", ceph.doctor.reach, (list(cluster.monitors),), cost)
+        )
+    else:
+        found.append(Check(f"ceph {cluster.name}", configuration, (str(cluster.conf),), cost))
+    return found
+
+
+def bpf(section: dict[str, Any]) -> str:
+    """Loads the guard program and drops it: nothing is attached."""
+    wanted = settings.GuardSettings.model_validate(section)
+    guard = override.handle(wanted)
+    try:
+        present = guard.read()
+        name = guard.try_load()
+    except OSError as error:
+        remedy = "install libbpf1" if "libbpf" in str(error) else "run as root (CAP_SYS_ADMIN)"
+        raise kit.errors.HostError("BPF", error.strerror or str(error), remedy) from error
+    finally:
+        guard.close()
+    state = f"attached in mode {present.mode}" if present.attached else "not attached now"
+    return f"the kernel takes the program {name}; {state}"
+
+
+def drivers(names: list[str]) -> str:
+    loaded = set(blockdev.majors().values())
+    if missing := [name for name in names if name not in loaded]:
+        raise kit.errors.HostError(
+            f"block drivers {', '.join(missing)}", "are not loaded",
+            f"load them at boot: modprobe {' '.join(missing)} (deploy/guard/modules-load.conf)",
+        )  # fmt: skip
+    return f"{', '.join(names)} are loaded"
+
+
+def kernel_log() -> str:
+    try:
+        kmsg.Kmsg(from_now=True).close()
+    except OSError as error:
+        raise kit.errors.HostError(
+            "/dev/kmsg", str(error.strerror), "mount the host's /dev, and run as root"
+        ) from error
+    return "/dev/kmsg can be read"
+
+
+def processes() -> str:
+    try:
+        count = len(mountinfo.read(Path("/proc/1/mountinfo")))
+        kernel = Path("/proc/2/comm").read_text().strip() == "kthreadd"
+    except OSError:
+        count, kernel = 0, False
+    if not kernel:
+        raise kit.errors.HostError(
+            "/proc", "it does not show the host's processes", "in a pod: hostPID: true"
+        )
+    return f"the host's processes are seen, {count} mounts"
+
+
+def journal() -> str:
+    if shutil.which("journalctl") is None:
+        raise kit.errors.HostError("journalctl", "is not installed", "install systemd's journalctl")
+    folders = [each for each in ("/var/log/journal", "/run/log/journal") if os.path.isdir(each)]
+    if not folders:
+        raise kit.errors.HostError(
+            "the journal", "neither /var/log/journal nor /run/log/journal is there",
+            "in a pod mount both; without systemd there is none",
+        )  # fmt: skip
+    return f"{', '.join(folders)}"
+
+
+def bindings() -> str:
+    if missing := [each for each in ("rados", "rbd") if importlib.util.find_spec(each) is None]:
+        raise kit.errors.HostError(
+            f"Python bindings {', '.join(missing)}", "are not installed",
+            f"install {' '.join(f'python3-{each}' for each in missing)}",
+        )  # fmt: skip
+    return "rados and rbd are installed"
+
+
+def configuration(path: str) -> str:
+    if not os.access(path, os.R_OK):
+        raise kit.errors.HostError(path, "cannot be read", "put ceph.conf there")
+    return f"{path} can be read"

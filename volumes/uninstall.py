@@ -1,0 +1,59 @@
+"""What the guard leaves in the kernel and on disk, and how it is taken off. In child processes.
+
+The ledger's copy in the clusters (metadata of images) is the clusters' and stays.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from kit.traces import Trace
+from linux import mountinfo, mounts
+from volumes import settings
+from volumes.guard import override
+
+_BPF = "/sys/fs/bpf"
+
+
+def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
+    wanted = settings.VolumesSettings.model_validate(section).guard
+    guard = override.handle(wanted)
+    try:
+        present = guard.read()
+    finally:
+        guard.close()
+    found = [
+        Trace("guard program", f"{program.name} (id {program.id}) at {guard.cgroup}")
+        for program in present.programs
+    ]
+    if wanted.pins.is_dir():
+        found.append(Trace("pinned maps", str(wanted.pins)))
+    if _own_mount(wanted.pins.parent):
+        found.append(Trace("bpf file system", str(wanted.pins.parent)))
+    if (state := Path(state_dir) / "volumes").exists():
+        found.append(Trace("state", str(state)))
+    return [trace.as_json() for trace in found]
+
+
+def _own_mount(path: Path) -> bool:
+    """The agent mounts one where its pins are to be when none is there; the host's is elsewhere."""
+    stacked = mountinfo.at(str(path), mountinfo.read())
+    return bool(stacked) and stacked[-1].fstype == "bpf" and str(path) != _BPF
+
+
+def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> None:
+    wanted = settings.VolumesSettings.model_validate(section).guard
+    match kind:
+        case "guard program" | "pinned maps":
+            guard = override.handle(wanted)
+            try:
+                guard.detach()
+            finally:
+                guard.close()
+        case "bpf file system":
+            # The kernel puts two files of its own into each.
+            kernels = {"maps.debug", "progs.debug"}
+            if _own_mount(Path(name)) and {each.name for each in Path(name).iterdir()} <= kernels:
+                mounts.unmount(name)
+        case "state":
+            shutil.rmtree(name, ignore_errors=False)
