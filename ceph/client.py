@@ -88,9 +88,9 @@ class Cluster:
     async def set_metadata(self, image: ImageId, metadata_key: str, value: str) -> None:
         await self._ask(change=MetadataChange(image, metadata_key, value))
 
-    async def view(self, images: Iterable[ImageName]) -> ClusterView:
+    async def view(self, images: Iterable[ImageName], *, wide: bool = True) -> ClusterView:
         """State of the cluster and of these images. What the key may not ask is a gap in it."""
-        answer = await self._ask(view=ViewQuestion(tuple(images)))
+        answer = await self._ask(view=ViewQuestion(tuple(images), wide))
         assert answer.view is not None
         return answer.view
 

@@ -4,7 +4,7 @@
 for the worker process that ``ceph.client`` asks. Nothing here loads the bindings.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -92,9 +92,11 @@ class MetadataChange:
 
 @dataclass(frozen=True)
 class ViewQuestion:
-    """How is the cluster, and who uses these images?"""
+    """How is the cluster, and who uses these images? ``wide`` False: without what is the same for
+    every node and changes slowly (``ClusterView.with_wide_of``)."""
 
     images: tuple[ImageName, ...]
+    wide: bool = True
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,10 @@ class Check:
     summary: str
 
 
+# What monitors must collect from all daemons, or add up: asked rarely.
+WIDE = ("health", "versions", "features", "osd get-require-min-compat-client", "df")
+
+
 def refusal(command: str) -> str:
     return f"'ceph {command}' is not allowed to this key"
 
@@ -205,6 +211,19 @@ class ClusterView:
     images: tuple[ImageView, ...] = ()
     node_client: str = ""  # version of this node's Ceph client: "16.2.15"
     denied: tuple[str, ...] = ()  # commands that this key may not run; what they give is missing
+
+    def with_wide_of(self, before: "ClusterView") -> "ClusterView":
+        """With what an earlier answer said of the whole cluster."""
+        kept = tuple(command for command in before.denied if command in WIDE)
+        return replace(
+            self,
+            versions=before.versions,
+            features=before.features,
+            min_client=before.min_client,
+            checks=before.checks,
+            used=before.used,
+            denied=(*self.denied, *kept),
+        )
 
     @property
     def gaps(self) -> tuple[str, ...]:

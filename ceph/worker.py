@@ -25,6 +25,7 @@ import kit.errors
 import kit.line_worker
 from ceph import secrets
 from ceph.protocol import (
+    WIDE,
     Answer,
     Check,
     ClusterView,
@@ -119,7 +120,7 @@ class _Connection:
         if request.change is not None:
             self._set_metadata(request.change)
         if request.view is not None:
-            view = self._view(request.view.images)
+            view = self._view(request.view.images, request.view.wide)
         return Answer(self._fsid, content, view)
 
     # --- one image, by its ids
@@ -194,11 +195,14 @@ class _Connection:
 
     # --- the whole cluster
 
-    def _view(self, images: tuple[ImageName, ...]) -> ClusterView:
+    def _view(self, images: tuple[ImageName, ...], wide: bool) -> ClusterView:
         denied: list[str] = []
 
         def said(command: str, *, older: str = "") -> bytes:
-            """The answer; empty when this key may not ask. ``older``: the former command."""
+            """The answer; empty when this key may not ask, or the question is not wide. ``older``:
+            the former command."""
+            if command in WIDE and not wide:
+                return b""
             request = json.dumps({"prefix": command, "format": "json"})
             try:
                 code, out, text = self._cluster.mon_command(request, b"", timeout=self._limit)

@@ -223,9 +223,7 @@ class Registry:
                     try:
                         if partial and response.status != 206:
                             return _Answer(response.status, {}, b"")
-                        body = b""
-                        while not response.content.at_eof() and len(body) <= largest:
-                            body += await response.content.read(largest + 1 - len(body))
+                        body = await _body(response)
                     finally:
                         response.release() if response.content.at_eof() else response.close()
             except PullError as error:
@@ -356,7 +354,7 @@ class Registry:
                     else session.get(realm, params=query, headers=headers, ssl=tls)
                 )
                 async with request as response:
-                    body = await response.content.read(manifest.LARGEST_DOCUMENT)
+                    body = await _body(response)
                     if response.status != 200:
                         raise _refused(ref, response.status, "", "its token service")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -369,6 +367,14 @@ class Registry:
         if not isinstance(token, str) or not token:
             raise PullError(ref.text, Kind.AUTH, "its token service answered without a token")
         return token
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """All of it; of one that is too large, more than ``manifest.LARGEST_DOCUMENT`` bytes."""
+    body = b""
+    while not response.content.at_eof() and len(body) <= manifest.LARGEST_DOCUMENT:
+        body += await response.content.read(manifest.LARGEST_DOCUMENT + 1 - len(body))
+    return body
 
 
 def _manifests_in(body: bytes) -> set[str]:

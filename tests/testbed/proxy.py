@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -163,7 +164,9 @@ class Proxy:
         assert self.login is not None
         plain = base64.b64encode(":".join(self.login).encode()).decode()
         good = headers.get("authorization") == f"Basic {plain}"
-        body = b'{"token": "good-token", "expires_in": 60}' if good else b"{}"
+        # Too long to arrive in one piece.
+        body = json.dumps({"token": "good-token", "more": "x" * 1_000_000}).encode()
+        body = body if good else b"{}"
         return await self._say(writer, method, path, 200 if good else 401, "", body)
 
     async def _say(

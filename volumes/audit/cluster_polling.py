@@ -7,6 +7,7 @@ thousand nodes maps its images everywhere at the same moment.
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Callable
 
 import kit.errors
@@ -35,6 +36,8 @@ class Poller:
         self.paths: tuple[NetworkPath, ...] = ()
         self.watched_by: dict[tuple[str, str, str, str], str] = {}  # see types.Scene
         self._changed = changed
+        # Key -> what was said of the whole cluster, and when (CLOCK_MONOTONIC).
+        self._wide: dict[tuple[ClusterSettings, float], tuple[protocol.ClusterView, float]] = {}
         self._clients: dict[tuple[ClusterSettings, float], client.Cluster] = {}
         self._images: frozenset[protocol.ImageName] = frozenset()
         self._wake = asyncio.Event()
@@ -60,7 +63,7 @@ class Poller:
             while True:
                 now = settings()
                 if clusters() or self._clients:
-                    await self.ask(clusters(), now.cluster_timeout)
+                    await self.ask(clusters(), now.cluster_timeout, now.cluster_wide_interval)
                 wait = now.cluster_interval * random.uniform(0.9, 1.1)  # nodes ask apart
                 try:
                     async with asyncio.timeout(wait):
@@ -72,10 +75,13 @@ class Poller:
         finally:
             await self._keep((), 0.0)
 
-    async def ask(self, clusters: tuple[ClusterSettings, ...], deadline: float) -> None:
-        """Ask every cluster once, at most ``deadline`` seconds."""
+    async def ask(
+        self, clusters: tuple[ClusterSettings, ...], deadline: float, wide_interval: float = 0.0
+    ) -> None:
+        """Ask every cluster once, at most ``deadline`` seconds; what is the same for every node not
+        more often than every ``wide_interval`` seconds."""
         await self._keep(clusters, deadline)
-        await asyncio.gather(*(self._ask_one(each, deadline) for each in clusters))
+        await asyncio.gather(*(self._ask_one(each, deadline, wide_interval) for each in clusters))
         self.paths = tuple(
             path for each in clusters for path in _paths(each, self.views.get(each.name, ""))
         )
@@ -86,18 +92,30 @@ class Poller:
         names = {each.name for each in clusters}
         self.views = {name: view for name, view in self.views.items() if name in names}
         for key in self._clients.keys() - {(each, deadline) for each in clusters}:
+            self._wide.pop(key, None)
             await self._clients.pop(key).close()
 
-    async def _ask_one(self, settings: ClusterSettings, deadline: float) -> None:
+    async def _ask_one(
+        self, settings: ClusterSettings, deadline: float, wide_interval: float
+    ) -> None:
         patience = max(1.0, deadline * _ANSWER_SHARE)
         key = settings, deadline
         if key not in self._clients:
             self._clients[key] = client.Cluster(settings, deadline, patience=patience)
+        before, asked = self._wide.get(key, (None, 0.0))
+        # Spread, so that nodes that started together do not ask together for ever.
+        due = asked + wide_interval * random.uniform(0.8, 1.2)
+        wide = before is None or time.monotonic() >= due
         try:
-            view = await self._clients[key].view(sorted(self._images, key=_names))
+            images = sorted(self._images, key=_names)
+            view = await self._clients[key].view(images, wide=wide)
         except kit.errors.AgentError as error:
             self.views[settings.name] = str(error)[:_LONGEST_ERROR]
             return
+        if wide or before is None:
+            self._wide[key] = view, time.monotonic()
+        else:
+            view = view.with_wide_of(before)
         self.views[settings.name] = view
         self._remember(view)
 

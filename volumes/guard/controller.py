@@ -34,18 +34,15 @@ from volumes.guard import (
     lease,
     lease_manager,
     override,
-    steps,
 )
 from volumes.ledger import store
 from volumes.ledger.mirror import Mirror
-from volumes.probe.examine import Kind
 
 log = structlog.get_logger("volumes")
 
 SCAN_SECONDS = 30.0  # in case a uevent was lost
 CHECK_AGAIN_SECONDS = 600.0  # a device whose content may have changed unnoticed
 PROOF_SECONDS = 60.0
-DENIED_AGAIN_SECONDS = 5.0  # between looks at a device with content, however often it is denied
 FAILURES = 3  # to load the program, in as many reconciles, before weaker means are taken
 MOUNT_SECONDS = 0.2  # from a mount to the look at what kubelet published
 
@@ -331,20 +328,11 @@ class Controller:
             command=denial.command,
         )  # fmt: skip
         self.denials.add(denial)
-        if known is not None and known.reasons and self._is_settled(known):
-            self.denials.decided(name, str(known.seen), known.reasons)
-            self._changed()
-        elif device is not None and not device.parent and self._is_watched(device):
+        if device is not None and not device.parent and self._is_watched(device):
             self.manager.schedule(name)
         else:
             self.denials.decided(name, "", ("this device never gets an automatic lease",))
             self._changed()
-
-    def _is_settled(self, known: steps.Known) -> bool:
-        """Whether a look of a moment ago found what no further look will make blank: one process
-        that tries again and again must not have the device read each time."""
-        fresh = time.monotonic() - known.checked < DENIED_AGAIN_SECONDS
-        return fresh and known.seen is not None and known.seen.verdict is not Kind.BLANK_VERIFIED
 
     def _on_kmsg(self) -> None:
         assert self._kmsg is not None

@@ -103,6 +103,7 @@ def cluster(ceph: CephCluster, secret: Path, **changes: Any) -> list[ClusterSett
 def asking(stage: Stage, **changes: Any) -> AuditSettings:
     quick = {
         "cluster_interval": "1s",
+        "cluster_wide_interval": "1s",
         "cluster_timeout": "5s",
         "rules": {"mapped-elsewhere": {"patience": "0s"}, "audit-blind": {"patience": "0s"}},
     }

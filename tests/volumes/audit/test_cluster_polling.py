@@ -6,6 +6,8 @@ import contextlib
 
 import pytest
 
+from ceph import client
+from ceph.protocol import ClusterView
 from tests.volumes.audit.world import INVENTORY, view
 from volumes.audit import cluster_polling
 from volumes.audit.settings import AuditSettings, ClusterSettings
@@ -70,3 +72,31 @@ def test_addresses_come_from_settings_and_cluster() -> None:
     assert cluster_polling.addresses(by_conf, "no answer") == []
     by_name = CLUSTER.model_copy(update={"monitors": ("mon-a:6789",)})
     assert cluster_polling.addresses(by_name, named) == ["10.0.0.1", "fd00::1"]
+
+
+async def test_what_is_the_same_for_every_node_is_asked_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+
+    class Stand:
+        async def view(self, images: object, *, wide: bool) -> ClusterView:
+            asked.append(wide)
+            if wide:
+                return view(used=0.9, min_client="luminous", denied=("df", "mon dump"))
+            return view(blocklist=("10.0.0.5:0/1",), denied=("mon dump",))
+
+        async def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(client, "Cluster", lambda *_, **__: Stand())
+    poller = cluster_polling.Poller(lambda: None)
+    for _ in range(3):
+        await poller.ask((CLUSTER,), 1.0, 3600.0)
+    assert asked == [True, False, False]
+    seen = poller.views["c1"]
+    assert isinstance(seen, ClusterView)
+    assert (seen.used, seen.min_client, seen.blocklist) == (0.9, "luminous", ("10.0.0.5:0/1",))
+    assert sorted(seen.denied) == ["df", "mon dump"]
+    await poller.ask((CLUSTER,), 1.0, 0.0)
+    assert asked[-1]

@@ -147,6 +147,35 @@ async def test_probe_changes_nothing(probes: prober.Prober, tmp_path: Path) -> N
     assert (blockdev.sha256(image), image.stat().st_mtime_ns) == before
 
 
+def _cached(device: str) -> bool:
+    descriptor = os.open(device, os.O_RDONLY)
+    try:
+        return os.preadv(descriptor, [bytearray(4096)], 32 * MiB, os.RWF_NOWAIT) == 4096
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+async def test_probe_leaves_the_cache_of_a_mounted_device(
+    probes: prober.Prober, tmp_path: Path
+) -> None:
+    """ext4 keeps its metadata there; and a device that fails is seen all the same."""
+    with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
+        blockdev.run("mkfs.ext4", "-q", disk.device)
+        with blockdev.mounted(disk.device, tmp_path / "mnt"):
+            blockdev.run("dd", f"if={disk.device}", "of=/dev/null", "bs=1M", "count=40")
+            assert _cached(disk.device)
+            found = await probes.probe(disk.device)
+            assert found.verdict is Kind.HAS_FS
+            assert _cached(disk.device)
+            disk.fault({"offset": 0, "length": SIZE, "errno": 5})
+            assert (await probes.probe(disk.device)).verdict is Kind.UNREADABLE
+            disk.clear()
+        assert (await probes.probe(disk.device)).verdict is Kind.HAS_FS
+        assert not _cached(disk.device), "of a device that nobody uses the cache is dropped"
+
+
 async def test_hanging_device_has_one_child(
     tmp_path: Path,
 ) -> None:
