@@ -46,7 +46,6 @@ class Preheat:
     def __init__(
         self,
         section: settings.PreheatSettings,
-        *,
         state_dir: Path,
         reporter: kit.findings.Reporter,
     ) -> None:
