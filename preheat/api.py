@@ -56,13 +56,18 @@ async def _plan(preheat: Preheat, _: Request) -> Json:
 
 async def _watch(preheat: Preheat, request: Request) -> Stream:
     """Ends when the image is ready or gone, or when only an operator can change its state."""
-    ref = preheat.show(_asked(request)).ref
+    row = preheat.show(_asked(request)).as_json()
 
     def read() -> Json | None:
+        nonlocal row
         try:
-            return preheat.show(ref).as_json()
+            row = preheat.show(row["ref"]).as_json()
         except kit.errors.NotFoundError:
-            return None
+            # With "pin: never" a request ends with its pull, before it was seen as ready.
+            if row["state"] == "ready" or not preheat.has(row["ref"]):
+                return None
+            row |= {"state": "ready", "reason": "", "bytes_done": row["bytes_total"]}
+        return row
 
     return Stream(watch(read, _is_final))
 

@@ -118,6 +118,10 @@ class Preheat:
     def plan(self) -> dict[str, Any]:
         return status.plan_json(self.reconciler)
 
+    def has(self, ref: str) -> bool:
+        """Whether the runtime has this image, requested or not."""
+        return bool(self.reconciler.snapshot.inventory.digest_of(ref))
+
     def show(self, text: str) -> status.Status:
         """Raises NotFoundError when nobody requests or pins the image."""
         ref = _reference(text)

@@ -39,6 +39,8 @@ class Request:
     released: bool = False  # an operator released it: not pulled or pinned until asked for again
     paused: bool = False
     done: bool = False  # pulled once with keep ``never``
+    expired: str = ""  # the digest whose ``for`` was over
+    expired_at: float = 0.0  # Unix time
     digest: str = ""
     last_used: float = 0.0  # Unix time
     present: bool = False
@@ -59,9 +61,18 @@ class Request:
         )
 
     @property
+    def is_over(self) -> bool:
+        """Whether its time ended and nothing has used it since. A moved tag starts anew."""
+        return (
+            self.keep.startswith("for:")
+            and self.expired == self.digest != ""
+            and self.last_used <= self.expired_at
+        )
+
+    @property
     def pins(self) -> bool:
         """Whether it must be pinned once it is present."""
-        return self.measured and self.keep != "never" and not self.released
+        return self.measured and self.keep != "never" and not self.released and not self.is_over
 
     @property
     def need(self) -> int:
@@ -87,10 +98,10 @@ def gather(section: settings.PreheatSettings, holds: Iterable[base.Hold]) -> dic
         for each in section.images
         if each.nodes.items() <= section.node_labels.items()
     }
-    notes: dict[str, set[str]] = {}
+    notes: dict[str, dict[str, base.Hold]] = {}
     for hold in sorted(holds, key=lambda h: h.role == "pull"):
         if hold.role == "note":
-            notes.setdefault(hold.ref, set()).add(hold.state)
+            notes.setdefault(hold.ref, {})[hold.state] = hold
         elif hold.by == "operator":
             known = found.get(hold.ref)
             # Whoever may ask the agent may share a private image.
@@ -103,11 +114,14 @@ def gather(section: settings.PreheatSettings, holds: Iterable[base.Hold]) -> dic
             )
     for ref, states in notes.items():
         if ref in found:
+            expired = states.get("expired")
             found[ref] = dataclasses.replace(
                 found[ref],
                 released="released" in states,
                 paused="paused" in states,
                 done="done" in states,
+                expired=expired.target.digest if expired and expired.target else "",
+                expired_at=expired.created if expired else 0.0,
             )
     return found
 

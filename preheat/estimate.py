@@ -13,10 +13,13 @@ import struct
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import structlog
 from cachetools import LRUCache
 
 from preheat import manifest
 from preheat.runtimes import base
+
+log = structlog.get_logger("preheat")
 
 # A guess for layers that do not say: how framework images compress, on the large side.
 GUESSED_RATIO = 3
@@ -142,6 +145,10 @@ def zstd_size(head: bytes) -> int | None:
 # --- what the node has ----------------------------------------------------------------------------
 
 
+class _MissingError(Exception):
+    """The store lacks a document: it may arrive later."""
+
+
 class LocalImages:
     """What the images on the node consist of and take, read from the runtime's store.
 
@@ -150,33 +157,48 @@ class LocalImages:
 
     def __init__(self, runtime: base.Runtime) -> None:
         self._runtime = runtime
-        self._shapes: LRUCache[str, manifest.Shape] = LRUCache(MOST_SHAPES)
+        self._shapes: LRUCache[tuple[str, str], manifest.Shape] = LRUCache(MOST_SHAPES)
         self._usages: LRUCache[str, int] = LRUCache(MOST_USAGES)
+        self._bad: LRUCache[tuple[str, str], bool] = LRUCache(MOST_SHAPES)  # not images
 
     async def shape(
         self, target: manifest.Target, inventory: base.Inventory, platform: str
     ) -> manifest.Shape | None:
-        """None when the store lacks one of its documents, or it is not a container image."""
-        known = self._shapes.get(target.digest)
+        """None when the store lacks one of its documents, or it is not a container image.
+
+        Anybody's image may be on the node, so what is wrong with one must not stop the others: only
+        a runtime that is gone or too slow raises.
+        """
+        key = target.digest, platform
+        known = self._shapes.get(key)
         if known is not None:
             return known
-        if target.digest not in inventory.content:
+        if target.digest not in inventory.content or key in self._bad:
             return None
 
         async def read(digest: str) -> bytes:
-            if digest not in inventory.content:
-                raise manifest.BadImageError(f"{digest} is not in the store")
+            size = inventory.content.get(digest)
+            if size is None:
+                raise _MissingError(digest)
+            if size > manifest.LARGEST_DOCUMENT:
+                raise manifest.BadImageError(f"{digest} has {size} bytes: no document is so large")
             return await self._runtime.read(digest)
 
         try:
             found = await manifest.shape(target, read, platform)
-        except manifest.BadImageError:
+        except _MissingError:
             return None
+        except manifest.BadImageError as error:
+            self._bad[key] = True
+            log.warning("image is left alone", digest=target.digest, why=str(error))
+            return None
+        except (base.RuntimeGoneError, base.RuntimeSlowError):
+            raise
         except base.RuntimeCallError as error:
             if error.code != "NOT_FOUND":
-                raise
+                log.warning("image cannot be read", digest=target.digest, error=str(error))
             return None
-        self._shapes[target.digest] = found
+        self._shapes[key] = found
         return found
 
     async def shapes(self, inventory: base.Inventory, platform: str) -> dict[str, manifest.Shape]:

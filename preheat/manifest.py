@@ -25,6 +25,8 @@ _REFERENCE = re.compile(
     r"(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
 )
 MOST_LAYERS = 1024
+# Of an index, a manifest or a config. A larger one is refused, wherever it comes from.
+LARGEST_DOCUMENT = 8 * 1024**2
 
 INDEX_TYPES = frozenset(
     {
@@ -140,6 +142,8 @@ def _load(data: bytes, what: str) -> Mapping[str, Any]:
         value = json.loads(data)
     except ValueError as error:
         raise BadImageError(f"{what} is not JSON") from error
+    except RecursionError as error:
+        raise BadImageError(f"{what} is nested too deeply") from error
     if not isinstance(value, dict):
         raise BadImageError(f"{what} is not a JSON object")
     return value

@@ -115,6 +115,7 @@ class _Budget:
         self.pins = {pin.hold: pin for pin in pinned}
         self.reserved: dict[str, Mapping[str, int]] = {}
         self.releases: list[Release] = []
+        self.expired: set[tuple[str, str]] = set()  # reference and digest
 
     def bytes(self, *more: Mapping[str, int], without: frozenset[str] = frozenset()) -> int:
         kept = (pin.parts for hold, pin in self.pins.items() if hold not in without)
@@ -194,6 +195,7 @@ def _release_obsolete(budget: _Budget, requests: list[Request], now: float) -> N
             budget.release(pin, Reason.UNWANTED, "nobody requests it any more")
         elif pin.expires is not None and pin.expires <= now and not pin.in_use:
             budget.release(pin, Reason.EXPIRED, "its time since the last use is over")
+            budget.expired.add((pin.ref, pin.digest))
 
 
 def _under_pressure(node: Node, budget: _Budget, requests: list[Request]) -> Plan:
@@ -223,7 +225,8 @@ def _pins(budget: _Budget, requests: list[Request], skips: list[Skip]) -> list[s
     pins = []
     for each in requests:
         held = any(p.ref == each.ref and p.digest == each.digest for p in budget.pins.values())
-        if not (each.pins and each.present) or held or each.running:
+        over = (each.ref, each.digest) in budget.expired
+        if not (each.pins and each.present) or held or over or each.running:
             continue
         if budget.make_room(each):
             pins.append(each.ref)

@@ -14,6 +14,7 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -63,6 +64,17 @@ class Progress:
     started: float = field(default_factory=time.time)
 
 
+class Writers:
+    """One writer for each layer over all pulls: images share layers, and a second one would only
+    meet the runtime's lock."""
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def of(self, digest: str) -> asyncio.Lock:
+        return self._locks.setdefault(digest, asyncio.Lock())
+
+
 class _Foreign(Exception):
     """The runtime fetches this layer for somebody else; ours would be a second download."""
 
@@ -75,6 +87,7 @@ class Puller:
         runtime: base.Runtime,
         client: registry.Registry,
         limit: Limiter,
+        writers: Writers,
         section: settings.PreheatSettings,
         request: desired.Request,
         lookup: resolver.Lookup,
@@ -83,6 +96,7 @@ class Puller:
         self._runtime = runtime
         self._client = client
         self._limit = limit
+        self._writers = writers
         self._section = section
         self._request = request
         self._ref = lookup.ref
@@ -179,7 +193,7 @@ class Puller:
     async def _layer(
         self, layer: manifest.Layer, hold: base.Hold, slots: asyncio.Semaphore
     ) -> None:
-        async with slots:
+        async with slots, self._writers.of(layer.digest):
             try:
                 await self._runtime.write(
                     layer.digest,

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,6 +82,7 @@ class Reconciler:
         self.section = section
         self.client = client
         self.limit = pull.Limiter(section.bytes_per_second)
+        self._writers = pull.Writers()
         self.resolver = resolver.Resolver(client, credentials.Credentials(), self.wake)
         self.local = estimate.LocalImages(runtime)
         self.healer = heal.Healer(runtime, self.pressed, section.heal.per_hour)
@@ -311,6 +312,8 @@ class Reconciler:
             return "released by an operator; 'nodeagent image preheat' requests it again"
         if request.paused:
             return "paused by an operator"
+        if request.is_over:
+            return "its time since the last use is over; it is requested again when it is used"
         if request.done:
             return "was pulled once and removed since; 'pin: never' does not fetch it again"
         if self.runtime.abilities.watches and any(
@@ -387,6 +390,8 @@ class Reconciler:
         holds = {hold.id: hold for hold in seen.inventory.holds}
         for release in seen.decided.releases:
             log.info("pin released", image=release.ref, why=release.text)
+            if release.reason is plan.Reason.EXPIRED:
+                await self._note_expired(holds.values(), holds[release.hold])
             await self.release(holds[release.hold])
         for ref in seen.decided.pins:
             await self._pin_present(seen.requests[ref], seen.inventory)
@@ -424,6 +429,16 @@ class Reconciler:
     async def note(self, ref: str, by: base.By, state: str) -> None:
         await self.runtime.begin(base.Hold(id="", role="note", ref=ref, by=by, state=state))
 
+    async def _note_expired(self, holds: Iterable[base.Hold], pin: base.Hold) -> None:
+        """Before the pin goes: without the note the next cycle would pin the image again."""
+        note = base.Hold(
+            *("", "note", pin.ref, "policy", pin.target), state="expired", created=time.time()
+        )
+        for old in holds:
+            if (old.role, old.ref, old.state) == (note.role, note.ref, note.state):
+                await self.runtime.end(old)
+        await self.runtime.begin(note)
+
     async def release(self, hold: base.Hold) -> None:
         self.healer.forget(hold)
         await self.runtime.unpin(hold)
@@ -440,7 +455,9 @@ class Reconciler:
     def _start(self, request: Request) -> None:
         lookup = self.resolver.of(request.ref)
         assert lookup is not None
-        puller = pull.Puller(self.runtime, self.client, self.limit, self.section, request, lookup)
+        puller = pull.Puller(
+            *(self.runtime, self.client, self.limit, self._writers, self.section, request, lookup)
+        )
         task = asyncio.create_task(self._run(request, puller), name=f"pull {request.ref}")
         self.running[request.ref] = pull.Running(puller.progress, task)
         log.info("pull started", image=request.ref, bytes=puller.progress.bytes_total)

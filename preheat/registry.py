@@ -25,7 +25,6 @@ from preheat import manifest
 from preheat.failure import Kind, PullError
 from preheat.runtimes import base
 
-LARGEST_DOCUMENT = 8 * 1024**2
 CONNECT_SECONDS = 10.0
 DOCUMENT_SECONDS = 30.0
 BLOB_SILENCE_SECONDS = 60.0
@@ -216,6 +215,7 @@ class Registry:
     ) -> _Answer:
         """A small body from the first host that has it."""
         last: PullError | None = None
+        largest = manifest.LARGEST_DOCUMENT
         for host in await self._hosts(ref):
             try:
                 async with asyncio.timeout(DOCUMENT_SECONDS):
@@ -223,9 +223,9 @@ class Registry:
                     try:
                         if partial and response.status != 206:
                             return _Answer(response.status, {}, b"")
-                        body = await response.content.read(LARGEST_DOCUMENT + 1)
-                        while not response.content.at_eof() and len(body) <= LARGEST_DOCUMENT:
-                            body += await response.content.read(LARGEST_DOCUMENT + 1 - len(body))
+                        body = b""
+                        while not response.content.at_eof() and len(body) <= largest:
+                            body += await response.content.read(largest + 1 - len(body))
                     finally:
                         response.release() if response.content.at_eof() else response.close()
             except PullError as error:
@@ -234,10 +234,8 @@ class Registry:
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 last = _unreached(ref, error)
                 continue
-            if len(body) > LARGEST_DOCUMENT:
-                raise PullError(
-                    ref.text, Kind.BAD_IMAGE, f"{path} has more than {LARGEST_DOCUMENT} bytes"
-                )
+            if len(body) > largest:
+                raise PullError(ref.text, Kind.BAD_IMAGE, f"{path} has more than {largest} bytes")
             return _Answer(response.status, response.headers, body)
         assert last is not None
         raise last
@@ -358,7 +356,7 @@ class Registry:
                     else session.get(realm, params=query, headers=headers, ssl=tls)
                 )
                 async with request as response:
-                    body = await response.content.read(LARGEST_DOCUMENT)
+                    body = await response.content.read(manifest.LARGEST_DOCUMENT)
                     if response.status != 200:
                         raise _refused(ref, response.status, "", "its token service")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -72,7 +72,7 @@ class Hold:
 
     ``pull``: a running or interrupted pull with all its bytes; it ends by itself at ``expires``.
     ``pin``: an image that garbage collection must not take. ``note``: keeps no bytes; its ``state``
-    says what to remember (``released``, ``paused`` or ``done``).
+    says what to remember (``released``, ``paused``, ``done`` or ``expired``).
     """
 
     id: str

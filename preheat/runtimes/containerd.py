@@ -29,7 +29,6 @@ MANAGED = "io.cri-containerd.image"
 PINNED = "io.cri-containerd.pinned"
 LAST_USED = "nodeagent/last-used"
 SNAPSHOTTER = "overlayfs"
-LARGEST_DOCUMENT = 8 * 1024**2
 WRITE_CHUNK = 1024**2
 # A lease with less left than this is renewed when its pull starts again.
 LEAST_LEFT_SECONDS = 3600.0
@@ -159,9 +158,11 @@ class Containerd(cri.CriRuntime):
         request = pb.ReadContentRequest(digest=digest)
         async for part in self.connection.stream(api.READ_CONTENT, request):
             data += part.data
-            if len(data) > LARGEST_DOCUMENT:
+            if len(data) > manifest.LARGEST_DOCUMENT:
                 raise base.RuntimeCallError(
-                    digest, f"it has more than {LARGEST_DOCUMENT} bytes", "no manifest is so large"
+                    digest,
+                    f"it has more than {manifest.LARGEST_DOCUMENT} bytes",
+                    "no manifest is so large",
                 )
         return bytes(data)
 

@@ -5,9 +5,10 @@ update without its target, a lease resource without its kind), and with containe
 on the node. So each changing ``Method`` is declared with its check, and ``change`` and ``Exchange``
 are the only ways to send one.
 
-Why a breaker: when the runtime goes away right after a changing call, the same call may kill it
-again. Changing calls are then refused for a time that grows with each repetition. Reading calls
-are always allowed.
+Why a breaker: when the connection breaks on a changing call, the same call may kill the runtime
+again. Changing calls are then refused for a time that grows with each broken connection, however
+many calls were in flight on it. Reading calls are always allowed. A runtime that answers
+UNAVAILABLE itself (containerd does for a locked download) has not gone away.
 
 Why answers are decoded here: grpc logs an error of a deserialiser and returns None instead of the
 answer. Here such an answer is a RuntimeCallError.
@@ -42,6 +43,8 @@ LARGEST_ANSWER = 32 * 1024**2
 LARGEST_REQUEST = 4 * 1024**2
 MOST_CALLS_AT_ONCE = 16
 LARGEST_SECRET = 64 * 1024
+# A call fails some moments before grpc tells that its connection broke (measured: below 10 ms).
+_BREAK_TOLD_SECONDS = 0.25
 _LEASE = re.compile(rf"{base.OWN_PREFIX}[a-z0-9-]{{1,80}}")
 # Changing calls rest for so long after the runtime went away for the first, second, … time.
 REST_SECONDS = (1.0, 10.0, 60.0, 600.0, 3600.0)
@@ -71,11 +74,11 @@ class Method(Generic[RequestT, ResponseT]):
     def _name(self) -> str:
         return f"container runtime ({self.path.rpartition('/')[2]})"
 
-    def error(self, error: grpc.aio.AioRpcError) -> base.RuntimeCallError:
+    def error(self, error: grpc.aio.AioRpcError, *, gone: bool) -> base.RuntimeCallError:
         """A gRPC status as an error of ours, with the runtime's words, shortened."""
         code = error.code()
         details = (error.details() or code.name)[:1000]
-        if code == grpc.StatusCode.UNAVAILABLE:
+        if gone:
             remedy = "check that it runs and that preheat.socket is its socket"
             return base.RuntimeGoneError(self._name, details, remedy, code.name)
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -136,6 +139,10 @@ class Connection:
         self._metadata: Metadata = (("containerd-namespace", namespace),)
         self._channel: grpc.aio.Channel | None = None
         self._slots = asyncio.Semaphore(MOST_CALLS_AT_ONCE)
+        self._watch: asyncio.Task[None] | None = None
+        self._broken = 0  # how many working connections broke
+        self._tripped = 0  # up to which of them the breaker knows
+        self._break = asyncio.Event()
         self.breaker = Breaker()
 
     def channel(self) -> grpc.aio.Channel:
@@ -153,9 +160,24 @@ class Connection:
                     ("grpc.enable_http_proxy", 0),
                 ],
             )
+            self._watch = asyncio.create_task(self._watch_state(self._channel), name="connection")
         return self._channel
 
+    async def _watch_state(self, channel: grpc.aio.Channel) -> None:
+        """Count the working connections that break."""
+        state = channel.get_state()
+        while True:
+            await channel.wait_for_state_change(state)
+            if state == grpc.ChannelConnectivity.READY:
+                self._broken += 1
+                self._break.set()
+            state = channel.get_state()
+
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+            self._watch = None
         if self._channel is not None:
             channel, self._channel = self._channel, None
             await channel.close()
@@ -185,8 +207,8 @@ class Connection:
         try:
             async with self._slots if takes_slot else contextlib.nullcontext():
                 return await self._unary(method, request, metadata, deadline)
-        except base.RuntimeGoneError as error:
-            self.went_away(error)
+        except base.RuntimeGoneError:
+            self.trip_if_broken()
             raise
 
     def checked(
@@ -203,10 +225,31 @@ class Connection:
         check_lease(lease)
         return (*self._metadata, ("containerd-lease", lease))
 
-    def went_away(self, error: base.RuntimeGoneError) -> None:
-        # A call that never reached a runtime cannot have killed it.
-        if not any(text in error.cause for text in ("failed to connect", "No such file")):
+    def trip_if_broken(self) -> None:
+        """Trip the breaker once for each connection that broke; one never made is no reason."""
+        if self._broken > self._tripped:
+            self._tripped = self._broken
             self.breaker.trip()
+
+    @property
+    def broken(self) -> int:
+        return self._broken
+
+    async def failure(
+        self, method: Method[Any, Any], error: grpc.aio.AioRpcError, broken: int
+    ) -> base.RuntimeCallError:
+        """The error of a call that began when ``broken`` connections had broken."""
+        gone = error.code() == grpc.StatusCode.UNAVAILABLE and await self._is_gone(broken)
+        return method.error(error, gone=gone)
+
+    async def _is_gone(self, broken: int) -> bool:
+        if self._broken == broken:
+            self._break.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_BREAK_TOLD_SECONDS):
+                    await self._break.wait()
+        state = self.channel().get_state()
+        return self._broken > broken or state != grpc.ChannelConnectivity.READY
 
     async def _unary(
         self,
@@ -217,10 +260,11 @@ class Connection:
     ) -> ResponseT:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
         call = self.channel().unary_unary(method.path)
+        broken = self._broken
         try:
             data = await call(request.SerializeToString(), metadata=metadata, timeout=deadline)
         except grpc.aio.AioRpcError as error:
-            raise method.error(error) from None
+            raise await self.failure(method, error, broken) from None
         return method.decode(data)
 
     async def stream(
@@ -233,12 +277,13 @@ class Connection:
         assert method.check is None, method.path
         start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
         start = self.channel().unary_stream(method.path)
+        broken = self._broken
         call = start(request.SerializeToString(), metadata=self._metadata, timeout=deadline)
         try:
             async for data in call:
                 yield method.decode(data)
         except grpc.aio.AioRpcError as error:
-            raise method.error(error) from None
+            raise await self.failure(method, error, broken) from None
         finally:
             call.cancel()
 
@@ -259,6 +304,7 @@ class Exchange(Generic[RequestT, ResponseT]):
         if self._call is None:
             stream: Any = self._connection.channel().stream_stream(self._method.path)
             self._call = stream(metadata=metadata)
+        broken = self._connection.broken
         try:
             async with asyncio.timeout(CHANGE_SECONDS):
                 await self._call.write(request.SerializeToString())
@@ -271,9 +317,9 @@ class Exchange(Generic[RequestT, ResponseT]):
                         details=await self._call.details(),
                     )
         except grpc.aio.AioRpcError as error:
-            translated = self._method.error(error)
+            translated = await self._connection.failure(self._method, error, broken)
             if isinstance(translated, base.RuntimeGoneError):
-                self._connection.went_away(translated)
+                self._connection.trip_if_broken()
             raise translated from None
         except asyncio.InvalidStateError as error:  # the stream ended while we wrote
             raise base.RuntimeCallError(

@@ -97,6 +97,15 @@ async def test_commands_pull_pause_cancel_and_release(rig: Rig, node: agent.Agen
     assert "preheat" not in check.stdout + check.stderr
 
 
+async def test_preheat_without_a_pin_waits_and_succeeds(rig: Rig, node: agent.Agent) -> None:
+    """Its request ends with its pull."""
+    image = rig.push("fw/once:v1", size=MB)
+    row = await Cli(node).json("preheat", image.ref, "--pin", "never", "--wait")
+    assert row["state"] == "ready"
+    assert row["bytes_done"] == row["bytes_total"]
+    assert await rig.kubelet.status(image.ref) is not None
+
+
 async def test_commands_name_what_is_wrong(rig: Rig, node: agent.Agent) -> None:
     cli = Cli(node)
     missing = await cli.run("show", f"{rig.gate.host}/no/such:v1", status=7)

@@ -1,6 +1,7 @@
 """The connection to a runtime: the breaker, and answers that cannot be read."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,54 @@ async def test_missing_socket_does_not_trip_the_breaker(tmp_path: Path) -> None:
         await runtime.close()
 
     assert runtime.trips == 0
+
+
+_DIE = """
+import asyncio, os, sys, grpc, grpc.aio
+async def main():
+    async def locked(request, context):
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "ref x locked")
+    async def pull(request, context):
+        if b"die" in request:
+            os._exit(1)
+        await asyncio.Event().wait()
+    server = grpc.aio.server()
+    for name, call in (("ImageFsInfo", locked), ("PullImage", pull)):
+        handler = grpc.unary_unary_rpc_method_handler(call)
+        generic = grpc.method_handlers_generic_handler("runtime.v1.ImageService", {name: handler})
+        server.add_generic_rpc_handlers((generic,))
+    server.add_insecure_port("unix:" + sys.argv[1])
+    await server.start()
+    print("ready", flush=True)
+    await server.wait_for_termination()
+asyncio.run(main())
+"""
+
+
+async def test_breaker_trips_once_for_a_broken_connection_and_never_for_an_answer(
+    tmp_path: Path,
+) -> None:
+    socket = tmp_path / "socket"
+    command = (sys.executable, "-c", _DIE, str(socket))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    runtime = cri.CriRuntime(socket)
+    try:
+        assert process.stdout is not None and await process.stdout.readline() == b"ready\n"
+        with pytest.raises(base.RuntimeCallError, match="locked") as answered:
+            await runtime._image_paths()
+        assert not isinstance(answered.value, base.RuntimeGoneError)
+        waiting = [runtime._pull_image(f"r.e/a:{n}", None, None, 30.0) for n in range(4)]
+        pulls = [asyncio.create_task(each) for each in waiting]
+        while runtime.connection.channel().get_state() != grpc.ChannelConnectivity.READY:
+            await asyncio.sleep(0)
+        with pytest.raises(base.RuntimeGoneError):
+            await runtime._pull_image("r.e/die:1", None, None, 30.0)
+        ended = await asyncio.gather(*pulls, return_exceptions=True)
+    finally:
+        await runtime.close()
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+    assert [type(each) for each in ended] == [base.RuntimeGoneError] * 4
+    assert runtime.trips == 1

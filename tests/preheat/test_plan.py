@@ -201,9 +201,11 @@ def test_plan_keeps_what_the_last_one_pinned(
         want = by_ref[ref]
         after.append(plan.Pinned(f"new {ref}", ref, want.digest, want.rank, want.parts))
         done.append(f"new {ref}")
+    over = {r.ref for r in first.releases if r.reason is plan.Reason.EXPIRED}
     wanted = [
         dataclasses.replace(w, present=w.present or w.ref in first.pulls, fetch=0, unpack=0)
         for w in wanted
+        if w.ref not in over  # the agent notes that its time is over
     ]
     second = plan.decide(node, wanted, after, 0, NOW)
 
@@ -237,11 +239,18 @@ def test_plan_keeps_an_expired_pin_in_use() -> None:
     assert plan.decide(node, [], [idle], 1, NOW).releases[0].reason == plan.Reason.EXPIRED
 
 
-def test_plan_releases_expired_pin_and_pins_its_request_again() -> None:
-    """So a pin does not end while its request stays, whatever ``for`` says: a known gap."""
+def test_plan_does_not_pin_again_what_expired() -> None:
     node = plan.Node(1000, 900, 0.85, 0.8, 0.1, 300)
     pin = plan.Pinned("h", "r", "d", (1, 0, 0.0), {"s a": 1}, expires=NOW - 1)
-    found = plan.decide(node, [present("r", "d", {"s a": 1})], [pin], 1, NOW)
+    request = dataclasses.replace(present("r", "d", {"s a": 1}), keep="for:60")
+    found = plan.decide(node, [request], [pin], 1, NOW)
 
     assert [release.reason for release in found.releases] == [plan.Reason.EXPIRED]
-    assert found.pins == ("r",)
+    assert found.pins == ()
+    over = dataclasses.replace(request, expired="d", expired_at=NOW)
+    assert plan.decide(node, [over], [], 1, NOW).pins == ()
+    used = dataclasses.replace(over, last_used=NOW + 1)
+    moved = dataclasses.replace(over, digest="e")
+    always = dataclasses.replace(over, keep="always")
+    for again in (used, moved, always):
+        assert plan.decide(node, [again], [], 1, NOW).pins == ("r",)

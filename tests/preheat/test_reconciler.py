@@ -162,6 +162,41 @@ async def test_kubelet_pulling_the_same_image_shares_the_download(
     assert ingests == []
 
 
+async def test_images_that_share_a_layer_under_a_limit_fetch_it_once(rig: Rig) -> None:
+    """containerd locks a blob for its first writer and answers UNAVAILABLE to the next one."""
+    shared = registry.layer("limited-base", 6 * MB, 61)
+    images = []
+    for number in range(10):
+        own = registry.layer(f"limited{number}", MB // 4, 70 + number)
+        images.append(rig.push(f"fw/limited{number}:v1", [shared, own]))
+    others = sum(len(each.pushed.layers[1].packed) for each in images[1:])
+    unique = images[0].pushed.fetched + others
+    more: dict[str, Any] = {"bytes_per_second": 8 * MB, "concurrency": 10}
+    async with rig.running(images=[{"ref": each.ref} for each in images], **more) as room:
+        for each in images:
+            await state(room, each.ref, "ready", seconds=60)
+        trips, failed = room.reconciler.runtime.trips, dict(room.reconciler.totals.failed)
+
+    assert rig.gate.blob_bytes <= 1.1 * unique
+    assert trips == 0
+    assert set(failed.values()) == {0}
+
+
+async def test_hostile_image_of_somebody_else_stops_nothing(rig: Rig) -> None:
+    hostile = rig.push("user/deep:v1", size=MB, deep=3000)
+    await rig.kubelet.pull(hostile.ref)
+    image = rig.push("fw/beside:v1", size=MB)
+    async with rig.running(images=[{"ref": image.ref}]) as room:
+        await state(room, image.ref, "ready")
+        await pinned(room, image.ref)
+        await room.reconciler.cycle()
+        snapshot = room.reconciler.snapshot
+
+    names = {record.name for record in snapshot.inventory.records}
+    assert hostile.ref in names
+    assert set(snapshot.shapes) == {image.pushed.top}
+
+
 # --- images in use --------------------------------------------------------------------------------
 
 
@@ -204,6 +239,27 @@ async def test_used_image_is_kept_for_a_while_and_then_released(
     assert while_used
     assert later is None
     assert gone is None
+
+
+async def test_pin_for_a_time_ends_until_the_image_is_used_again(
+    with_pods: tuple[Rig, pods.Pods], clock: Clock
+) -> None:
+    rig, hand = with_pods
+    image = rig.push("fw/timed:v1", size=2 * MB)
+    async with rig.running(images=[{"ref": image.ref, "pin": {"for": 600}}]) as room:
+        await pinned(room, image.ref)
+        await until(lambda: not room.reconciler.running)
+        clock.advance(700)
+        for _ in range(3):
+            await room.reconciler.cycle()
+        over = room.show(image.ref).pinned
+        clock.advance(700)
+        await hand.run(image.ref)
+        await room.reconciler.cycle()
+        again = await pinned(room, image.ref)
+
+    assert not over
+    assert again.in_use
 
 
 async def test_use_is_counted_and_remembered(with_pods: tuple[Rig, pods.Pods]) -> None:

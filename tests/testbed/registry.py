@@ -165,8 +165,10 @@ class Registry:
         index: bool = True,
         mark: str = "",
         command: Sequence[str] = ("/bin/true",),
+        deep: int = 0,
     ) -> Pushed:
-        """An image for linux/amd64; ``mark`` makes another config, so another digest."""
+        """An image for linux/amd64; ``mark`` makes another config, so another digest. ``deep``: so
+        many lists in one another in the config."""
         descriptors = [
             {
                 "mediaType": f"{LAYER}+gzip",
@@ -184,6 +186,8 @@ class Registry:
                 "history": [],
             }
         ).encode()
+        if deep:
+            config = config[:-1] + b', "x": ' + b"[" * deep + b"]" * deep + b"}"
         config_digest = self.put_blob(repository, config)
         manifest = {
             "schemaVersion": 2,
