@@ -245,7 +245,7 @@ class Reconciler:
         """
         now = time.time()
         using = {d for d, shape in shapes.items() if shape.image_id in inventory.in_use}
-        ours = {h.target.digest for h in inventory.holds if h.role == "pin" and h.target}
+        ours = {hold.target.digest for hold in inventory.held("pin") if hold.target}
         self.totals.used_bytes += sum(
             shapes[digest].bytes_total for digest in (using - self._used) & ours
         )
@@ -317,8 +317,8 @@ class Reconciler:
         if request.done:
             return "was pulled once and removed since; 'pin: never' does not fetch it again"
         if self.runtime.abilities.watches and any(
-            h.role == "pin" and h.ref == request.ref and h.target and h.target.digest == digest
-            for h in inventory.holds
+            hold.target and hold.target.digest == digest
+            for hold in inventory.held("pin", request.ref)
         ):
             # A pull would bypass the limit of heals.
             return "removed from the runtime although pinned; waiting for the next heal"
@@ -332,9 +332,8 @@ class Reconciler:
             minute = time.gmtime(now).tm_hour * 60 + time.gmtime(now).tm_min
             if not settings.in_window(self.section.windows, minute):
                 return "outside the time windows"
-            begun = any(h.role == "pull" and h.ref == request.ref for h in inventory.holds)
             left = lookup.digest_since + settings.turn(self.section, request.ref) - now
-            if not begun and left > 0:
+            if left > 0 and not inventory.held("pull", request.ref):
                 return f"its turn comes in {left:.0f} s (spread)"
         return ""
 
@@ -345,8 +344,8 @@ class Reconciler:
         requests: Mapping[str, Request],
     ) -> list[plan.Pinned]:
         found = []
-        for hold in inventory.holds:
-            if hold.role != "pin" or hold.target is None:
+        for hold in inventory.held("pin"):
+            if hold.target is None:
                 continue
             shape = shapes.get(hold.target.digest)
             parts: Mapping[str, int] = {}
@@ -406,19 +405,18 @@ class Reconciler:
             await self._give_back(seen.inventory)
 
     async def _give_back(self, inventory: base.Inventory) -> None:
-        for hold in inventory.holds:
-            if hold.role == "pull":
-                await self.runtime.end(hold)
-                if hold.by == "operator":  # the request stays, to be done once there is room
-                    await self.runtime.begin(hold)
+        for hold in inventory.held("pull"):
+            await self.runtime.end(hold)
+            if hold.by == "operator":  # the request stays, to be done once there is room
+                await self.runtime.begin(hold)
 
     async def _end_unrequested_pulls(self, seen: Snapshot) -> None:
         """End the holds of pulls that nobody requests any more, or that are finished."""
-        for hold in seen.inventory.holds:
-            if hold.role != "pull" or hold.ref in self.running:
+        for hold in seen.inventory.held("pull"):
+            if hold.ref in self.running:
                 continue
             request = seen.requests.get(hold.ref)
-            pinned = any(h.role == "pin" and h.ref == hold.ref for h in seen.inventory.holds)
+            pinned = bool(seen.inventory.held("pin", hold.ref))
             if request is None or request.released or (request.present and pinned):
                 await self.runtime.end(hold)
             elif request.present and not request.pins:

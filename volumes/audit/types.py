@@ -93,6 +93,17 @@ class Scene:
     # container's own mount.
     former: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
+    @property
+    def answering(self) -> dict[str, protocol.ClusterView]:
+        """The clusters that answer, by name."""
+        return {name: view for name, view in self.clusters.items() if not isinstance(view, str)}
+
+    @property
+    def silent(self) -> list[str]:
+        """The clusters that do not answer, and why."""
+        views = self.clusters.items()
+        return [f"cluster {name}: {why}" for name, why in views if isinstance(why, str)]
+
     def cluster_of(self, device: blockdev.BlockDevice) -> protocol.ClusterView | None:
         """The cluster that holds the device's image, if it is known and answered."""
         return cluster_of(self.clusters, device)

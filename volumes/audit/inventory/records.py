@@ -142,11 +142,7 @@ def _device(
             return device
     noted = os.path.basename(str(meta.get("device") or ""))
     for device in devices:
-        if device.name == noted or (
-            image
-            and device.image
-            and (device.image.pool, device.image.name, device.image.namespace)
-            == (image.pool, image.name, image.namespace)
-        ):
+        there = device.image and (device.image.pool, device.image.name, device.image.namespace)
+        if device.name == noted or (image and there == (image.pool, image.name, image.namespace)):
             return device
     return None
