@@ -46,7 +46,7 @@ async def _show(preheat: Preheat, request: Request) -> Json:
 
 
 async def _plan(preheat: Preheat, _: Request) -> Json:
-    return preheat.plan()
+    return status.plan_json(preheat.reconciler)
 
 
 async def _watch(preheat: Preheat, request: Request) -> Stream:

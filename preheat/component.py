@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import structlog
 from prometheus_client.core import Metric
@@ -114,9 +113,6 @@ class Preheat:
 
     def images(self) -> Sequence[status.Status]:
         return status.images(self.reconciler)
-
-    def plan(self) -> dict[str, Any]:
-        return status.plan_json(self.reconciler)
 
     def has(self, ref: str) -> bool:
         """Whether the runtime has this image, requested or not."""

@@ -206,35 +206,32 @@ class Reconciler:
 
     async def cycle(self) -> None:
         async with self.lock:
-            await self._cycle()
-
-    async def _cycle(self) -> None:
-        section = self.section
-        inventory = await self.runtime.inventory()
-        self.healer.per_hour = section.heal.per_hour
-        self.healer.learn(inventory.holds)
-        await self.healer.resync(inventory)
-        shapes = await self.local.shapes(inventory, section.platform)
-        inventory = await self._note_uses(inventory, shapes)
-        requests = desired.gather(section, inventory.holds)
-        requests |= desired.retained(section, inventory, shapes, requests)
-        for note in desired.stale_notes(inventory, requests):
-            await self.runtime.end(note)
-        self.resolver.request((r.ref for r in requests.values() if r.by != "retained"), section)
-        self.failures = {ref: each for ref, each in self.failures.items() if ref in requests}
-        requests = {
-            ref: await self._measured(each, inventory, shapes) for ref, each in requests.items()
-        }
-        pinned = await self._pinned(inventory, shapes, requests)
-        freeable = await self.local.freeable(shapes, inventory, [pin.parts for pin in pinned])
-        node = await self.node(inventory.images_path, freeable)
-        self._pressed = (time.monotonic(), node.pressed)
-        known = [each for each in requests.values() if each.digest]
-        decided = plan.decide(node, known, pinned, section.concurrency, time.time())
-        self.snapshot = Snapshot(
-            inventory, requests, tuple(pinned), shapes, decided, node, time.time()
-        )
-        await self._act(self.snapshot)
+            section = self.section
+            inventory = await self.runtime.inventory()
+            self.healer.per_hour = section.heal.per_hour
+            self.healer.learn(inventory.holds)
+            await self.healer.resync(inventory)
+            shapes = await self.local.shapes(inventory, section.platform)
+            inventory = await self._note_uses(inventory, shapes)
+            requests = desired.gather(section, inventory.holds)
+            requests |= desired.retained(section, inventory, shapes, requests)
+            for note in desired.stale_notes(inventory, requests):
+                await self.runtime.end(note)
+            self.resolver.request((r.ref for r in requests.values() if r.by != "retained"), section)
+            self.failures = {ref: each for ref, each in self.failures.items() if ref in requests}
+            requests = {
+                ref: await self._measured(each, inventory, shapes) for ref, each in requests.items()
+            }
+            pinned = await self._pinned(inventory, shapes, requests)
+            freeable = await self.local.freeable(shapes, inventory, [pin.parts for pin in pinned])
+            node = await self.node(inventory.images_path, freeable)
+            self._pressed = (time.monotonic(), node.pressed)
+            known = [each for each in requests.values() if each.digest]
+            decided = plan.decide(node, known, pinned, section.concurrency, time.time())
+            self.snapshot = Snapshot(
+                inventory, requests, tuple(pinned), shapes, decided, node, time.time()
+            )
+            await self._act(self.snapshot)
 
     async def _note_uses(
         self, inventory: base.Inventory, shapes: Mapping[str, manifest.Shape]
@@ -351,8 +348,10 @@ class Reconciler:
             parts: Mapping[str, int] = {}
             if shape is not None:
                 parts = await self.local.parts(shape, inventory)
-            elif not self.runtime.abilities.estimates:
-                parts = self._looked_up_parts(hold)
+            elif (lookup := self.resolver.of(hold.ref)) is not None and lookup.shape is not None:
+                if not self.runtime.abilities.estimates:  # then as the registry describes it
+                    unpacked = self.resolver.unpacked(lookup.shape)
+                    parts = estimate.cost(lookup.shape, base.Inventory(), unpacked).parts
             self.healer.sizes[hold.id] = shape.bytes_total if shape is not None else 0
             used = max(inventory.last_used.get(hold.target.digest, 0.0), hold.created)
             request = requests.get(hold.ref)
@@ -374,14 +373,6 @@ class Reconciler:
                 )
             )
         return found
-
-    def _looked_up_parts(self, hold: base.Hold) -> Mapping[str, int]:
-        """What an image keeps as the registry describes it, for a runtime that does not say."""
-        lookup = self.resolver.of(hold.ref)
-        if lookup is None or lookup.shape is None:
-            return {}
-        unpacked = self.resolver.unpacked(lookup.shape)
-        return estimate.cost(lookup.shape, base.Inventory(), unpacked).parts
 
     # --- acting -----------------------------------------------------------------------------------
 

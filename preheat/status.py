@@ -64,7 +64,7 @@ class Status:
     bytes_per_second: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        return {**vars(self), "layers": list(self.layers)}
+        return vars(self)
 
 
 # --- images ---------------------------------------------------------------------------------------

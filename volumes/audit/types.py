@@ -77,9 +77,8 @@ class Scene:
     settings: AuditSettings
     inventory: Inventory | None
     blind: str = ""  # why there is no fresh inventory
-    clusters: Mapping[str, protocol.ClusterView | str] = field(
-        default_factory=dict
-    )  # str: why no view
+    # By name: the latest view, or why there is none.
+    clusters: Mapping[str, protocol.ClusterView | str] = field(default_factory=dict)
     # (cluster, pool, namespace, image) -> address of its only watcher when it was last seen: a
     # cluster drops a blocklisted client's watch at once, and some drivers hide their address.
     watched_by: Mapping[tuple[str, str, str, str], str] = field(default_factory=dict)
