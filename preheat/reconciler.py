@@ -345,13 +345,14 @@ class Reconciler:
             if hold.target is None:
                 continue
             shape = shapes.get(hold.target.digest)
+            lookup = self.resolver.of(hold.ref)
+            looked_up = lookup.shape if lookup is not None else None
             parts: Mapping[str, int] = {}
             if shape is not None:
                 parts = await self.local.parts(shape, inventory)
-            elif (lookup := self.resolver.of(hold.ref)) is not None and lookup.shape is not None:
-                if not self.runtime.abilities.estimates:  # then as the registry describes it
-                    unpacked = self.resolver.unpacked(lookup.shape)
-                    parts = estimate.cost(lookup.shape, base.Inventory(), unpacked).parts
+            elif looked_up is not None and not self.runtime.abilities.estimates:
+                unpacked = self.resolver.unpacked(looked_up)
+                parts = estimate.cost(looked_up, base.Inventory(), unpacked).parts
             self.healer.sizes[hold.id] = shape.bytes_total if shape is not None else 0
             used = max(inventory.last_used.get(hold.target.digest, 0.0), hold.created)
             request = requests.get(hold.ref)
