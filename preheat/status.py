@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from prometheus_client.core import Metric
 
 import kit.errors
@@ -64,7 +65,7 @@ class Status:
     bytes_per_second: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        return vars(self)
+        return dict(msgspec.to_builtins(self))
 
 
 # --- images ---------------------------------------------------------------------------------------
@@ -197,11 +198,8 @@ def plan_json(reconciler: Reconciler) -> dict[str, Any]:
         "release": [
             {"ref": r.ref, "reason": str(r.reason), "text": r.text} for r in decided.releases
         ],
-        "skip": [
-            {"ref": s.ref, "reason": str(s.reason), "text": s.text, "need": s.need, "free": s.free}
-            for s in decided.skips
-        ],
-        "reuse": [vars(each) | {"bases": list(each.bases)} for each in _reuse(reconciler)],
+        "skip": msgspec.to_builtins(decided.skips),
+        "reuse": msgspec.to_builtins(_reuse(reconciler)),
     }
 
 
