@@ -2,17 +2,20 @@
 
 from typing import ClassVar
 
+import kit.redact
+
 
 class AgentError(Exception):
     """Something a person has to know about.
 
     ``thing`` is what it is about, ``cause`` what happened, ``remedy`` what to do. ``exit_code``
-    is what a command of ours ends with (docs/cli.md lists them all).
+    is what a command of ours ends with (docs/cli.md lists them all). The texts hold no secrets.
     """
 
     exit_code: ClassVar[int] = 1
 
     def __init__(self, thing: str, cause: str, remedy: str) -> None:
+        thing, cause, remedy = map(kit.redact.text, (thing, cause, remedy))
         super().__init__(f"{thing}: {cause}; {remedy}" if remedy else f"{thing}: {cause}")
         self.thing = thing
         self.cause = cause

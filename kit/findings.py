@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+import kit.redact
+
 
 class Severity(StrEnum):
     INFO = "info"
@@ -24,6 +26,10 @@ class Finding:
     advice: str  # what to do
     evidence: Mapping[str, str] = field(default_factory=dict)
     since: float = 0.0  # Unix time at which it was first seen; the reporter fills it in
+
+    def __post_init__(self) -> None:
+        for name in ("subject", "message", "advice", "evidence"):
+            object.__setattr__(self, name, kit.redact.value(getattr(self, name)))
 
 
 class Reporter(Protocol):

@@ -2,8 +2,22 @@
 
 import logging
 import sys
+from typing import Any
 
 import structlog
+
+import kit.redact
+
+
+class _Plain(logging.Formatter):
+    """What libraries log, without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return kit.redact.text(super().format(record))
+
+
+def _redact(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    return {name: kit.redact.value(said, name) for name, said in event.items()}
 
 
 def configure() -> None:
@@ -19,9 +33,13 @@ def configure() -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            _redact,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Plain())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])

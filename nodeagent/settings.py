@@ -44,6 +44,24 @@ def _host_and_port(text: str) -> str:
 HostPort = Annotated[str, AfterValidator(_host_and_port)]
 
 
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+class ReviewSettings(kit.settings.Section):
+    """The API server that is asked who a token belongs to and what its owner may do."""
+
+    server: Annotated[str, Field(pattern=r"^https://[^/?#@\s]+/?$")] | None = None
+    """https://HOST:PORT. Default: the one that a pod is told of ($KUBERNETES_SERVICE_HOST)."""
+    ca_file: kit.settings.AbsolutePath = _ACCOUNT / "ca.crt"
+    """The authority that signed its certificate, PEM."""
+    token_file: kit.settings.AbsolutePath = _ACCOUNT / "token"
+    """The agent's own token there. Its account may create TokenReviews and SubjectAccessReviews."""
+    audiences: tuple[str, ...] = ()
+    """A token must be meant for one of these. Default: for the API server itself."""
+    node: str | None = None
+    """The name that roles are given for (`resourceNames`). Default: $NODE_NAME, or the host's."""
+
+
 class ApiSettings(kit.settings.Section):
     """The admin API over TCP."""
 
@@ -53,9 +71,18 @@ class ApiSettings(kit.settings.Section):
     """Certificate chain, PEM. Read again when it changes."""
     key_file: kit.settings.AbsolutePath
     """Private key, PEM. Read again when it changes."""
-    tokens_file: kit.settings.AbsolutePath
+    tokens_file: kit.settings.AbsolutePath | None = None
     """YAML, read again when it changes: `NAME: {token: TEXT, role: ROLE}`, or `sha256: HEX` instead
     of `token`. Roles: read, operate, dangerous."""
+    kubernetes: ReviewSettings | None = None
+    """Ask the cluster's API server about tokens that are not in `tokens_file`. `{}` inside a
+    cluster. Off when absent."""
+
+    @model_validator(mode="after")
+    def _some_callers(self) -> "ApiSettings":
+        if self.tokens_file is None and self.kubernetes is None:
+            raise ValueError("needs tokens_file or kubernetes, or nobody could call")
+        return self
 
 
 class AdminSettings(kit.settings.Section):

@@ -17,6 +17,7 @@ class State:
     findings: Findings = field(default_factory=Findings)
     running: list[tuple[kit.room.Room, kit.room.Component[Any]]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # changed settings that need a restart
+    degraded: dict[str, list[str]] = field(default_factory=dict)  # of the process's own parts
     config_error: str = ""  # why the file's latest content is not in force
 
     @property

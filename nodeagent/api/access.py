@@ -1,150 +1,48 @@
 """Who calls, what that caller may do, and the record of what was called.
 
 Nothing here knows HTTP. ``Caller`` is what a listener makes of a connection: the peer's uid on the
-unix socket, a token's name over TCP. ``Tokens`` reads the tokens file again when it changes; a file
-that cannot be used admits nobody, because a token that somebody wanted to revoke must not live on.
-``CallLog`` writes one line for each changing call. Lines about callers that nobody knows go to a
-file of their own: whoever can only knock must not be able to push the record of real changes out.
+unix socket, a token's name over TCP. ``CallLog`` writes one line for each changing call. Lines
+about callers that nobody knows go to a file of their own: whoever can only knock must not be able
+to push the record of real changes out.
 """
 
 import asyncio
+import collections
 import contextlib
-import hashlib
-import hmac
 import ipaddress
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import cachetools
-import pydantic
 import structlog
-import yaml
 
 import kit.files
-import kit.settings
 from kit.room import Role
 from nodeagent.settings import is_loopback
 
 log = structlog.get_logger("agent")
 
-RECHECK_SECONDS = 1.0  # how often a file is looked at again
 CHANGES_PER_SECOND = 50.0  # of one caller
 CHANGES_AT_ONCE = 200
 MOST_CALLERS = 4096
 MOST_WAITING_LINES = 1000
 CLOSE_SECONDS = 2.0
-SHORTEST_TOKEN = 16
+MOST_STREAMS = 64
+STREAMS_OF_CALLER = 16
 
 
 @dataclass(frozen=True)
 class Caller:
-    """``role`` None: nobody we know."""
+    """``role`` None: nobody we know. ``problem``: why that could not be found out."""
 
     name: str
     role: Role | None
-    key: str  # what a rate limit counts
-
-
-# --- files that somebody rotates
-
-
-class Watched:
-    """Whether one of the files has changed since ``changed`` was last asked."""
-
-    def __init__(self, *paths: Path) -> None:
-        self._paths = paths
-        self._seen: object = None
-        self._looked = -RECHECK_SECONDS
-
-    def changed(self) -> bool:
-        if time.monotonic() - self._looked < RECHECK_SECONDS:
-            return False
-        self._looked = time.monotonic()
-        now = [self._stamp(path) for path in self._paths]
-        if now == self._seen:
-            return False
-        self._seen = now
-        return True
-
-    @staticmethod
-    def _stamp(path: Path) -> object:
-        try:
-            found = path.stat()
-        except OSError as error:
-            return error.errno
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-class _Entry(kit.settings.Section):
-    role: Role
-    token: str = pydantic.Field(default="", repr=False)
-    sha256: str = pydantic.Field(default="", pattern=r"^([0-9a-f]{64})?$")
-
-    @pydantic.model_validator(mode="after")
-    def _one_secret(self) -> "_Entry":
-        if bool(self.token) == bool(self.sha256):
-            raise ValueError("needs either token or sha256")
-        if self.token and len(self.token) < SHORTEST_TOKEN:
-            raise ValueError(f"the token is shorter than {SHORTEST_TOKEN} characters")
-        return self
-
-
-_File = pydantic.TypeAdapter(dict[kit.settings.Word, _Entry])
-
-
-class Tokens:
-    """The callers of the tokens file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._watched = Watched(path)
-        self._known: list[tuple[bytes, Caller]] = []
-        self.problem = ""  # why nobody is admitted
-
-    def caller(self, authorization: str, peer: str) -> Caller:
-        """Who sends this Authorization header. Compares with every token, in constant time."""
-        if self._watched.changed():
-            self._read()
-        scheme, _, token = authorization.partition(" ")
-        given = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
-        found = Caller(f"unknown caller at {peer}", None, f"unknown {peer}")
-        for digest, caller in self._known:
-            if hmac.compare_digest(digest, given) and scheme.lower() == "bearer":
-                found = Caller(f"{caller.name} at {peer}", caller.role, caller.key)
-        return found
-
-    def _read(self) -> None:
-        self._known = []
-        try:
-            plain = yaml.safe_load(self._path.read_text(encoding="utf-8"))
-            entries = _File.validate_python(plain)
-        except pydantic.ValidationError as error:
-            # Not str(error): it repeats the value, and that may be a token.
-            self.problem = "; ".join(
-                f"{'.'.join(map(str, each['loc'][:2]))}: {each['msg']}" for each in error.errors()
-            )
-        except yaml.YAMLError:
-            self.problem = "is not valid YAML"  # the error's text may quote a token
-        except (OSError, ValueError, RecursionError) as error:
-            self.problem = str(getattr(error, "strerror", None) or "is not a text file")
-        else:
-            self.problem = ""
-            self._known = [
-                (
-                    bytes.fromhex(entry.sha256)
-                    or hashlib.sha256(entry.token.encode("utf-8", "surrogateescape")).digest(),
-                    Caller(f"token {name}", entry.role, f"token {name}"),
-                )
-                for name, entry in entries.items()
-            ]
-        if self.problem:
-            log.error("tokens file is unusable; nobody is admitted", why=self.problem)
-        else:
-            log.info("tokens read", callers=[caller.name for _, caller in self._known])
+    key: str  # what a limit counts
+    problem: str = ""
 
 
 # --- names under which a listener is asked
@@ -195,6 +93,31 @@ class Rate:
         left = min(self._burst, left + (now - when) * self._per_second)
         self._left[key] = (left - 1 if left >= 1 else left, now)
         return left >= 1
+
+
+class Streams:
+    """How many streams are open, of each caller and in all."""
+
+    def __init__(self) -> None:
+        self._open: collections.Counter[str] = collections.Counter()
+
+    @contextlib.contextmanager
+    def one(self, key: str) -> Iterator[str]:
+        """Holds a place while the block runs. Yields why there is none; "" when there is."""
+        refused = ""
+        if self._open[key] >= STREAMS_OF_CALLER:
+            refused = f"{STREAMS_OF_CALLER} streams of this caller are open already"
+        elif self._open.total() >= MOST_STREAMS:
+            refused = f"{MOST_STREAMS} streams are open already"
+        if refused:
+            yield refused
+            return
+        self._open[key] += 1
+        try:
+            yield ""
+        finally:
+            self._open[key] -= 1
+            self._open += collections.Counter()  # forgets who has none
 
 
 class CallLog:

@@ -10,6 +10,7 @@ A new certificate serves the connections that are accepted after it appeared.
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import grp
 import os
@@ -17,8 +18,9 @@ import socket
 import ssl
 import stat
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -26,8 +28,8 @@ from aiohttp.typedefs import Middleware
 
 import kit.errors
 from kit.room import Role
-from nodeagent.api import access, server
-from nodeagent.settings import AdminSettings, ApiSettings, address, is_loopback
+from nodeagent.api import access, reviews, rotation, server
+from nodeagent.settings import AdminSettings, address, is_loopback
 from nodeagent.state import State
 
 log = structlog.get_logger("agent")
@@ -51,7 +53,7 @@ class _Listener:
         name: str,
         app: web.Application,
         listening: socket.socket,
-        tls: Callable[[], ssl.SSLContext] | None = None,
+        tls: rotation.Certificate | None = None,
     ) -> None:
         self._name = name
         self._socket = listening
@@ -135,7 +137,10 @@ class _Listener:
 
     async def _begin(self, connection: socket.socket) -> None:
         assert self._runner.server is not None
-        tls = None if self._tls is None else self._tls()
+        if self._tls is not None and self._tls.value is None:
+            connection.close()  # there is no certificate yet
+            return
+        tls = None if self._tls is None or self._tls.value is None else self._tls.value.context
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._runner.server,
@@ -163,8 +168,8 @@ def _peer(request: web.Request) -> tuple[int, int]:
     return pid, uid
 
 
-def _socket_caller(admin: AdminSettings) -> Callable[[web.Request], access.Caller]:
-    def caller(request: web.Request) -> access.Caller:
+def _socket_caller(admin: AdminSettings) -> server.Identify:
+    async def caller(request: web.Request) -> access.Caller:
         pid, uid = _peer(request)
         name = f"root, pid {pid}" if uid == 0 else f"uid {uid}, pid {pid}"
         if uid in (0, os.geteuid()):
@@ -268,46 +273,22 @@ async def _bind_tcp(setting: str, listen: str) -> socket.socket:
     return listening
 
 
-class Certificate:
-    """The certificate and key in force; read again when the files change.
-
-    A pair that cannot be used, perhaps because only one of them is new yet, changes nothing.
-    """
-
-    def __init__(self, api: ApiSettings) -> None:
-        self._cert, self._key = api.cert_file, api.key_file
-        self._watched = access.Watched(self._cert, self._key)
-        self._watched.changed()
-        try:
-            self._context = self._load()
-        except OSError as error:
-            raise kit.errors.HostError(
-                f"admin.api.cert_file {self._cert}",
-                f"cannot be used with {self._key} ({error.strerror or error})",
-                "put a PEM certificate and its key there",
-            ) from error
-
-    def current(self) -> ssl.SSLContext:
-        if self._watched.changed():
+def _token_caller(
+    known: rotation.Held[rotation.Known] | None, asked: reviews.Reviews | None
+) -> server.Identify:
+    async def caller(request: web.Request) -> access.Caller:
+        peer = request.remote or "?"
+        token = rotation.bearer(request.headers.get("Authorization", ""))
+        found, problem = rotation.whose(None if known is None else known.value, token), ""
+        if found is None and token and asked is not None:
             try:
-                self._context = self._load()
-            except OSError as error:  # SSLError is one
-                log.error("certificate is unusable; the earlier one stays", error=str(error))
-            else:
-                log.info("certificate read", file=str(self._cert))
-        return self._context
-
-    def _load(self) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        # No password is asked for on a terminal: an encrypted key is an error.
-        context.load_cert_chain(self._cert, self._key, password=lambda: "")
-        return context
-
-
-def _token_caller(tokens: access.Tokens) -> Callable[[web.Request], access.Caller]:
-    def caller(request: web.Request) -> access.Caller:
-        return tokens.caller(request.headers.get("Authorization", ""), request.remote or "?")
+                found = await asked.caller(token, peer)
+            except reviews.ReviewError as error:
+                problem = str(error)
+        if found is None or found.role is None:
+            name = "unknown caller" if found is None else found.name
+            return access.Caller(f"{name} at {peer}", None, f"unknown {peer}", problem)
+        return dataclasses.replace(found, name=f"{found.name} at {peer}")
 
     return caller
 
@@ -321,7 +302,8 @@ async def serving(state: State) -> AsyncIterator[None]:
     admin = state.settings.admin
     calls = access.CallLog(state.settings.state_dir)
     async with contextlib.AsyncExitStack() as stack:
-        door = server.Door(_socket_caller(admin), calls)
+        streams = access.Streams()
+        door = server.Door(_socket_caller(admin), calls, streams=streams)
         listening = stack.enter_context(_unix(admin.socket, admin.group))
         listeners = [_Listener("socket", server.application(state, door), listening)]
         if admin.metrics is not None:
@@ -334,13 +316,23 @@ async def serving(state: State) -> AsyncIterator[None]:
             listeners.append(_Listener("metrics", app, listening))
         if admin.api is not None:
             host, _ = address(admin.api.listen)
-            certificate = Certificate(admin.api)
-            tokens = access.Tokens(admin.api.tokens_file)
-            door = server.Door(_token_caller(tokens), calls, access.Hosts(host, admin.names))
+            certificate = rotation.Certificate(admin.api)
+            held: list[rotation.Held[Any]] = [certificate]
+            known = asked = None
+            if admin.api.tokens_file is not None:
+                known = rotation.tokens(admin.api.tokens_file)
+                held.append(known)
+            if admin.api.kubernetes is not None:
+                asked = reviews.Reviews(admin.api.kubernetes)
+                stack.push_async_callback(asked.close)
+            await stack.enter_async_context(rotation.following(state, held, asked))
+            door = server.Door(
+                _token_caller(known, asked), calls, access.Hosts(host, admin.names), streams
+            )
             listening = await _bind_tcp("admin.api.listen", admin.api.listen)
             stack.callback(listening.close)
             app = server.application(state, door)
-            listeners.append(_Listener("api", app, listening, certificate.current))
+            listeners.append(_Listener("api", app, listening, certificate))
         writer = asyncio.create_task(calls.write(), name="api.log")
         stack.callback(writer.cancel)
         stack.push_async_callback(calls.flush)

@@ -8,6 +8,7 @@ import yaml
 
 from nodeagent import rooms
 
+METHODS = {"get", "post", "put", "delete", "patch"}
 OWN = "nodeagent.api:openapi.yaml"
 
 
@@ -25,9 +26,35 @@ def document() -> dict[str, Any]:
 
     Read when it is first asked for: parsing it takes 90 ms, which a start does not need.
     """
+    own = part(OWN)
+    own_paths = own["paths"].keys()
+    shared = {name: own.pop(f"x-every-{name}") for name in ("operation", "change", "room")}
     joined: dict[str, Any] = {"paths": {}, "components": {"schemas": {}}}
-    for content in map(part, [OWN, *(room.openapi for room in rooms.ROOMS if room.openapi)]):
+    joined["components"]["securitySchemes"] = own.pop("securitySchemes")
+    for content in (own, *(part(room.openapi) for room in rooms.ROOMS if room.openapi)):
         joined["paths"] |= content.pop("paths", {})
         joined["components"]["schemas"] |= content.pop("schemas", {})
         joined |= content
+    for path, item in joined["paths"].items():
+        for method in METHODS & item.keys():
+            changes = shared["change"] if method != "get" else {}
+            of_room = shared["room"] if path not in own_paths else {}
+            item[method]["responses"] = _answers(
+                {**shared["operation"], **changes, **of_room, **item[method]["responses"]}
+            )
     return joined
+
+
+def _answers(answers: dict[str, Any]) -> dict[str, Any]:
+    """In order, errors with their body.
+
+    aiohttp itself answers a request that is not HTTP, or whose first line is too long.
+    """
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    plain = {"text/plain": {"schema": {"type": "string"}}}
+    return {
+        status: {"content": error | (plain if status == "400" else {}), **answer}
+        if status >= "400"
+        else answer
+        for status, answer in sorted(answers.items())
+    }

@@ -15,7 +15,7 @@ import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import prometheus_client
@@ -33,7 +33,6 @@ from nodeagent.state import State
 
 log = structlog.get_logger("agent")
 
-MOST_STREAMS = 32  # of one route at a time
 LONGEST_BODY = 256 * 1024
 LONGEST_NAME = 255  # of a placeholder in a path
 LONGEST_TEXT = 4096  # of a query's value
@@ -43,9 +42,11 @@ HANDLER_SECONDS = 55.0
 WRITE_SECONDS = 20.0  # one answer, or one line of a stream
 LONGEST_NOTE = 300  # of a path or a text in the record of calls
 
+_CALLER = web.RequestKey("caller", access.Caller)
 _SENT = web.RequestKey("sent", dict)  # what the record of calls shows of the body
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Identify = Callable[[web.Request], Awaitable[access.Caller]]
 
 _STATUS = {
     kit.errors.NotFoundError: 404,
@@ -60,9 +61,10 @@ _STATUS = {
 class Door:
     """How one listener of the API knows its callers."""
 
-    caller: Callable[[web.Request], access.Caller]
+    caller: Identify
     calls: access.CallLog
     hosts: access.Hosts | None = None  # None: no web page can reach it under any name
+    streams: access.Streams = field(default_factory=access.Streams)
 
 
 class _Collector(Collector):
@@ -107,6 +109,8 @@ async def _send_in_time(request: web.Request, handler: Handler) -> web.StreamRes
             await response.write_eof()
     except TimeoutError:
         _abort(request)
+    except ConnectionError:
+        pass  # the client has left
     return response
 
 
@@ -163,8 +167,10 @@ def _guard(door: Door, roles: dict[Any, Role]) -> Any:
             "Origin" in request.headers or "Sec-Fetch-Site" in request.headers
         ):
             raise web.HTTPForbidden(reason="requests from web pages are refused")
+        if caller.problem:
+            raise web.HTTPServiceUnavailable(reason=caller.problem, headers={"Retry-After": "5"})
         if caller.role is None:
-            raise web.HTTPUnauthorized(reason="a bearer token is needed (admin.api.tokens_file)")
+            raise web.HTTPUnauthorized(reason="a bearer token is needed (admin.api)")
         if not caller.role.includes(needed):
             raise web.HTTPForbidden(
                 reason=f"role {needed} is needed, {caller.name} is {caller.role}"
@@ -177,7 +183,8 @@ def _guard(door: Door, roles: dict[Any, Role]) -> Any:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         begun = time.monotonic()
-        needed, caller = role(request), door.caller(request)
+        needed, caller = role(request), await door.caller(request)
+        request[_CALLER] = caller
 
         async def call(request: web.Request) -> web.StreamResponse:
             check(request, caller, needed)
@@ -298,18 +305,16 @@ def _note_late_end(task: asyncio.Future[Any]) -> None:
     log.info("api call ended late", error=str(error or ""), cancelled=task.cancelled())
 
 
-def _handler(route: Route, component: Component[Any]) -> Handler:
-    streams = asyncio.Semaphore(MOST_STREAMS)
-
+def _handler(route: Route, component: Component[Any], streams: access.Streams) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         asked = Request(_names(request), _query(request), await _body(request))
         changes = route.role is not Role.READ
         answer = await _within(route.handler(component, asked), changes)
         if isinstance(answer, Stream):
-            if streams.locked():
-                await answer.items.aclose()
-                raise web.HTTPServiceUnavailable(reason=f"{MOST_STREAMS} streams are open already")
-            async with streams:
+            with streams.one(request[_CALLER].key) as refused:
+                if refused:
+                    await answer.items.aclose()
+                    raise web.HTTPTooManyRequests(reason=refused, headers={"Retry-After": "5"})
                 return await _send(request, answer)
         if isinstance(answer, Answer):
             return web.json_response(dict(answer.body), status=answer.status)
@@ -351,8 +356,14 @@ def _own_routes(state: State) -> list[web.RouteDef]:
         reasons = [f"{name}: {reason}" for name, h in states.items() for reason in h.reasons]
         if state.config_error:
             reasons.append(f"settings: {state.config_error}")
+        reasons += [f"{part}: {why}" for part, found in state.degraded.items() for why in found]
         ready = all(h.ready for h in states.values())
-        body = {"ready": ready, "reasons": reasons, "needs_restart": state.refused}
+        body = {
+            "ready": ready,
+            "degraded": bool(reasons),
+            "reasons": reasons,
+            "needs_restart": state.refused,
+        }
         return web.json_response(body, status=200 if ready else 503)
 
     async def findings(_: web.Request) -> web.Response:
@@ -392,7 +403,7 @@ def application(state: State, door: Door) -> web.Application:
     app.add_routes(_own_routes(state))
     for room, component in state.running:
         for route in room.routes():
-            handler = _handler(route, component)
+            handler = _handler(route, component, door.streams)
             roles[handler] = route.role
             if route.method == "GET":
                 app.router.add_get(route.path, handler)  # answers HEAD too

@@ -199,3 +199,23 @@ def test_pools_have_daemonsets_and_settings_of_their_own(tmp_path: Path) -> None
     for each in documents:
         if each["kind"] == "ConfigMap":
             _check_settings(tmp_path, each)
+
+
+@pytest.mark.real
+def test_account_and_its_right_to_ask_are_there_when_callers_are_the_clusters() -> None:
+    words = ("--set", "pools.a.nodeSelector.gpu=a")
+    kinds = {each["kind"] for each in _render(*words)}
+    assert not kinds & {"ServiceAccount", "ClusterRoleBinding"}
+    for api in ("null", '{"listen": "0.0.0.0:9471"}'):
+        assert len(_render(*words, "--set-json", f"settings.admin.api={api}")) == 4
+    asking = ("--set-json", 'pools.a.settings.admin={"api": {"kubernetes": {}}}')
+    found = _render(*words, *asking)
+    account, binding = _one(found, "ServiceAccount"), _one(found, "ClusterRoleBinding")
+    name, space = account["metadata"]["name"], account["metadata"]["namespace"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": name, "namespace": space}]
+    assert binding["roleRef"]["name"] == "system:auth-delegator"
+    pods = {e["metadata"]["name"]: _pod(e) for e in found if e["kind"] == "DaemonSet"}
+    assert pods.pop(name)["automountServiceAccountToken"] is True
+    (other,) = pods.values()
+    assert other["automountServiceAccountToken"] is False
+    assert "serviceAccountName" not in other

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import grp
 import os
+import re
 import socket
 import ssl
 import subprocess
@@ -17,7 +19,7 @@ import kit.errors
 import kit.files
 from kit.room import Role
 from nodeagent import app, page
-from nodeagent.api import access, listeners, server
+from nodeagent.api import listeners, openapi, rotation, server
 from nodeagent.settings import ApiSettings
 from tests.testbed import ports, waiting
 
@@ -250,24 +252,26 @@ def certify(folder: Path, name: str) -> None:
     (folder / "new.crt").rename(folder / "tls.crt")
 
 
-@pytest.fixture
-def tcp(
-    agent: app.Agent, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> ApiSettings:
-    """Settings of an API over TCP, in force for ``agent``."""
-    monkeypatch.setattr(access, "RECHECK_SECONDS", 0.0)
-    certify(tmp_path, "first")
-    (tmp_path / "tokens").write_text(
+def over_tcp(agent: app.Agent, folder: Path) -> ApiSettings:
+    """Settings of an API over TCP with ``TOKENS``, in force for ``agent``."""
+    certify(folder, "first")
+    (folder / "tokens").write_text(
         "".join(f"{role}: {{role: {role}, token: {token}}}\n" for role, token in TOKENS.items())
     )
     api = ApiSettings(
-        listen=f"127.0.0.1:{port}",
-        cert_file=tmp_path / "tls.crt",
-        key_file=tmp_path / "tls.key",
-        tokens_file=tmp_path / "tokens",
+        listen=f"127.0.0.1:{ports.free(1)[0]}",
+        cert_file=folder / "tls.crt",
+        key_file=folder / "tls.key",
+        tokens_file=folder / "tokens",
     )
     with_admin(agent, api=api)
     return api
+
+
+@pytest.fixture
+def tcp(agent: app.Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ApiSettings:
+    monkeypatch.setattr(rotation, "RECHECK_SECONDS", 0.02)
+    return over_tcp(agent, tmp_path)
 
 
 class Asker:
@@ -315,16 +319,34 @@ async def test_tcp_refuses_plain_http(agent: app.Agent, tcp: ApiSettings) -> Non
             await session.get(f"http://{tcp.listen}/metrics")
 
 
+async def readyz(agent: app.Agent) -> Any:
+    async with unix(agent) as session:
+        return await (await session.get("/readyz")).json()
+
+
 async def test_tokens_rotate_while_serving(agent: app.Agent, tcp: ApiSettings) -> None:
+    assert tcp.tokens_file is not None
     async with listeners.serving(agent.state):
         ask = Asker(tcp).status
         old, new = TOKENS[Role.READ], "another-token-long-enough"
         assert await ask("GET", "/v1/datasets", old) == 200
+
+        async def refused(token: str) -> bool:
+            return await ask("GET", "/v1/datasets", token) == 401
+
         kit.files.save(tcp.tokens_file, f"x: {{role: read, token: {new}}}\n".encode())
-        assert await ask("GET", "/v1/datasets", old) == 401
+        await waiting.until_async(lambda: refused(old))
         assert await ask("GET", "/v1/datasets", new) == 200
         kit.files.save(tcp.tokens_file, b"x: {role: read}\n")
-        assert await ask("GET", "/v1/datasets", new) == 401  # a broken file admits nobody
+        await waiting.until_async(lambda: agent.state.findings.current())
+        assert await ask("GET", "/v1/datasets", new) == 200  # the earlier tokens stay
+        assert await refused(old)
+        shown = await readyz(agent)
+        assert shown["degraded"] is True
+        assert any("admin.api.tokens_file" in reason for reason in shown["reasons"])
+        kit.files.save(tcp.tokens_file, b"{}")
+        await waiting.until_async(lambda: refused(new))
+        assert agent.state.findings.current() == []
 
 
 async def test_certificate_rotates_while_serving(
@@ -335,33 +357,104 @@ async def test_certificate_rotates_while_serving(
         assert await first.status(*get) == 200
         good = tcp.cert_file.read_bytes()
         kit.files.save(tcp.cert_file, b"nonsense")
+        await waiting.until_async(lambda: agent.state.findings.current())
         assert await first.status(*get) == 200  # the earlier pair stays
         kit.files.save(tcp.cert_file, good)
         certify(tmp_path, "second")
-        with pytest.raises(aiohttp.ClientSSLError):
-            await first.status(*get)
+
+        async def replaced() -> bool:
+            try:
+                return await first.status(*get) != 200
+            except aiohttp.ClientSSLError:
+                return True
+
+        await waiting.until_async(replaced)
         assert await Asker(tcp).status(*get) == 200
+        await waiting.until_async(lambda: not agent.state.findings.current())
 
 
-async def test_unusable_certificate_is_refused_at_the_start(
-    agent: app.Agent, tcp: ApiSettings
+@pytest.mark.parametrize("which", ["key_file", "cert_file", "tokens_file"])
+@pytest.mark.parametrize("content", [b"nonsense", b"", None])
+async def test_bad_file_at_the_start_keeps_the_api_shut_until_it_is_good(
+    agent: app.Agent, tcp: ApiSettings, which: str, content: bytes | None
 ) -> None:
-    tcp.key_file.write_text("nonsense")
-    with pytest.raises(kit.errors.HostError, match="cert_file"):
-        async with listeners.serving(agent.state):
-            pass
+    path: Path = getattr(tcp, which)
+    good, ask = path.read_bytes(), Asker(tcp)
+    path.unlink() if content is None else path.write_bytes(content)
+
+    async def admitted() -> bool:
+        try:
+            return await ask.status("GET", "/v1/datasets", TOKENS[Role.READ]) == 200
+        except aiohttp.ClientError:
+            return False
+
+    async with listeners.serving(agent.state):
+        assert not await admitted()
+        (found,) = agent.state.findings.current()
+        assert found.rule == "unusable-file"
+        shown = await readyz(agent)
+        assert shown["degraded"] is True
+        assert any("nobody is admitted" in reason for reason in shown["reasons"])
+        kit.files.save(path, good)
+        await waiting.until_async(admitted)
 
 
 async def test_handshakes_that_never_end_keep_nobody_out(
-    agent: app.Agent, tcp: ApiSettings, port: int
+    agent: app.Agent, tcp: ApiSettings
 ) -> None:
+    where = tcp.listen.rpartition(":")
     async with listeners.serving(agent.state):
         with contextlib.ExitStack() as stack:
             for _ in range(1000):
                 idle = stack.enter_context(socket.socket())
                 idle.setblocking(False)
-                await asyncio.get_running_loop().sock_connect(idle, ("127.0.0.1", port))
+                await asyncio.get_running_loop().sock_connect(idle, (where[0], int(where[2])))
             assert await Asker(tcp).status("GET", "/v1/datasets", TOKENS[Role.READ]) == 200
+
+
+async def test_every_route_of_every_listener_refuses_a_lower_role(
+    whole: app.Agent, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the document names is tried on all three: as nobody, and with each lower role."""
+    needed = {
+        (route.method, route.path): route.role
+        for room, _ in whole.state.running
+        for route in room.routes()
+    }
+    operations = [
+        (method.upper(), path, needed.get((method.upper(), path), Role.READ))
+        for path, item in openapi.document()["paths"].items()
+        for method in openapi.METHODS & item.keys()
+    ]
+    assert len(operations) > 30
+    api = over_tcp(whole, tmp_path)
+    monkeypatch.setattr(listeners, "_peer", lambda _: (1, 4242))  # a stranger with the descriptor
+    refused = 0
+    for group_role in (None, Role.READ, Role.OPERATE):
+        with_admin(whole, metrics=f"127.0.0.1:{port}")
+        if group_role is not None:
+            group = grp.getgrgid(os.getegid()).gr_name
+            with_admin(whole, group=group, group_role=group_role)
+        async with (
+            listeners.serving(whole.state),
+            unix(whole) as socket_client,
+            aiohttp.ClientSession() as plain,
+        ):
+            ask = Asker(api).status
+            for method, path, own in operations:
+                url = re.sub(r"{\w+}", "none", path)
+                if group_role is not None and group_role.includes(own):
+                    continue
+                status = 401 if group_role is None else 403
+                assert (await socket_client.request(method, url)).status == status, (method, path)
+                token = "" if group_role is None else TOKENS[group_role]
+                assert await ask(method, url, token) == status, (method, path)
+                refused += 1
+                served = {"/", "/metrics", "/healthz", "/readyz"}
+                if method != "GET" or path not in served:
+                    answer = await plain.request(method, f"http://127.0.0.1:{port}{url}")
+                    assert answer.status in (404, 405), (method, path)
+    assert refused > 60
 
 
 async def test_serving_leaves_no_task(agent: app.Agent) -> None:

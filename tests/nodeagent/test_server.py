@@ -20,8 +20,7 @@ from kit.room import Answer, Request, Role, Route, Stream
 from nodeagent import app
 from nodeagent.api import access, openapi, server
 from nodeagent.state import State
-
-METHODS = {"get", "post", "put", "delete", "patch"}
+from tests.testbed import waiting
 
 
 def door(
@@ -29,7 +28,11 @@ def door(
 ) -> server.Door:
     """Takes everybody for somebody of this role."""
     caller = access.Caller(f"somebody who may {role}", role, "somebody")
-    return server.Door(lambda _: caller, calls or access.CallLog(state.settings.state_dir))
+
+    async def identify(_: Any) -> access.Caller:
+        return caller
+
+    return server.Door(identify, calls or access.CallLog(state.settings.state_dir))
 
 
 @contextlib.asynccontextmanager
@@ -57,7 +60,12 @@ def routed(agent: app.Agent) -> set[tuple[str, str]]:
 
 def documented() -> set[tuple[str, str]]:
     paths = openapi.document()["paths"]
-    return {(method, path) for path, item in paths.items() for method in item if method in METHODS}
+    return {
+        (method, path)
+        for path, item in paths.items()
+        for method in item
+        if method in openapi.METHODS
+    }
 
 
 def test_routes_are_those_of_the_document(whole: app.Agent) -> None:
@@ -87,9 +95,15 @@ def test_document_references_resolve() -> None:
 def test_document_describes_every_operation() -> None:
     for path, item in openapi.document()["paths"].items():
         for method, operation in item.items():
-            if method in METHODS:
+            if method in openapi.METHODS:
                 assert operation.get("summary"), f"{method} {path}"
-                assert operation.get("responses"), f"{method} {path}"
+                answers = operation["responses"]
+                assert {"400", "401", "403", "408", "421", "429", "500", "503", "504"} < set(
+                    answers
+                )
+                assert ("413" in answers) is (method != "get"), f"{method} {path}"
+                assert any(status < "300" for status in answers), f"{method} {path}"
+                assert all(a["content"] for s, a in answers.items() if s >= "400")
                 both = [*item.get("parameters", []), *operation.get("parameters", [])]
                 named = {p["name"] for p in both}
                 assert set(re.findall(r"{(\w+)}", path)) <= named, path
@@ -458,7 +472,7 @@ async def test_stream_is_lines_and_closed_when_the_client_leaves(agent: app.Agen
         await asyncio.wait_for(closed.wait(), 10)
 
 
-async def test_streams_of_a_route_are_bounded(
+async def test_streams_are_bounded_for_each_caller_and_in_all(
     agent: app.Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def items() -> AsyncGenerator[kit.room.Json, None]:
@@ -468,10 +482,65 @@ async def test_streams_of_a_route_are_bounded(
     async def handler(_: Fake, __: Request) -> Stream:
         return Stream(items())
 
-    monkeypatch.setattr(server, "MOST_STREAMS", 2)
-    async with serving(agent, Route("GET", "/v1/x", handler)) as client:
-        held = [await client.get("/v1/x") for _ in range(2)]
-        assert [answer.status for answer in held] == [200, 200]
-        assert (await client.get("/v1/x")).status == 503
+    async def identify(request: Any) -> access.Caller:
+        name = request.headers["X-Name"]
+        return access.Caller(name, Role.READ, name)
+
+    monkeypatch.setattr(access, "STREAMS_OF_CALLER", 2)
+    monkeypatch.setattr(access, "MOST_STREAMS", 3)
+    room = kit.room.Room(
+        "fake", "", kit.settings.Section, lambda *_: Fake(),
+        routes=lambda: (Route("GET", "/v1/x", handler), Route("GET", "/v1/y", handler)),
+    )  # fmt: skip
+    state = State(agent.state.settings, running=[(room, Fake())])
+    made = server.Door(identify, access.CallLog(agent.state.settings.state_dir))
+    async with TestClient(TestServer(server.application(state, made))) as client:
+
+        async def ask(name: str, path: str = "/v1/x") -> Any:
+            return await client.get(path, headers={"X-Name": name})
+
+        held = [await ask("a"), await ask("a", "/v1/y"), await ask("b")]
+        assert [answer.status for answer in held] == [200, 200, 200]
+        for name, why in (("a", "of this caller"), ("c", "3 streams are open")):
+            refused = await ask(name)
+            assert (refused.status, refused.headers["Retry-After"]) == (429, "5")
+            assert why in (await refused.json())["error"]["cause"]
+        held[0].close()
+
+        async def admitted() -> bool:
+            answer = await ask("c")
+            answer.close()
+            return bool(answer.status == 200)
+
+        await waiting.until_async(admitted, what="the place of a stream that has ended")
         for answer in held:
             answer.close()
+
+
+async def test_stream_that_nobody_reads_ends_and_frees_its_place(
+    agent: app.Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(access, "STREAMS_OF_CALLER", 1)
+    closed = asyncio.Event()
+
+    async def items() -> AsyncGenerator[kit.room.Json, None]:
+        try:
+            while True:
+                yield {"x": "a" * 1_000_000}
+        finally:
+            closed.set()
+
+    async def handler(_: Fake, __: Request) -> Stream:
+        return Stream(items())
+
+    async with serving(agent, Route("GET", "/v1/x", handler)) as client:
+        url = client.make_url("/v1/x")
+        reader, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
+        writer.write(b"GET /v1/x HTTP/1.1\r\nHost: a\r\n\r\n")
+        await asyncio.wait_for(closed.wait(), 10)
+        answer = await client.get("/v1/x")
+        assert answer.status == 200
+        answer.close()
+        assert await reader.read(100)
+        writer.close()

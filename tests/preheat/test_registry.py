@@ -1,5 +1,6 @@
 """Registries: which server is asked, and failures classified, shown and retried as documented."""
 
+import asyncio
 import base64
 import json
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 
 from preheat import registry
 from tests.preheat.rig import MB, Rig, state, until
+from tests.testbed import agent
 
 LOGIN = ("team", "correct horse")
+SIGNED = "5ignedS3cret5ignedS3cret"
 # The oldest and the newest containerd: of what registries do they report little but words.
 real = pytest.mark.real
 ends = pytest.mark.parametrize("release", ["bookworm", "sid"], indirect=True)
@@ -76,6 +79,31 @@ async def test_wrong_password_is_auth_until_it_is_right(
     out = "".join(capfd.readouterr()) + str(row)
     assert "donkey" not in out
     assert LOGIN[1] not in out
+
+
+@real
+@ends
+@pytest.mark.parametrize("who", ["nodeagent", "containerd"])
+async def test_presigned_url_that_fails_is_shown_without_its_signature(
+    rig: Rig, node: agent.Agent, who: str
+) -> None:
+    """The agent asks for the config, containerd for all. Both quote the URL that failed."""
+    image = rig.push("fw/elsewhere:v1")
+    blob = image.pushed.config
+    rig.gate.redirected = who
+    signed = f"?X-Amz-Credential={SIGNED}&Signature={SIGNED}&sig={SIGNED}"
+    rig.gate.redirect[blob] = f"s3://user:{SIGNED}@{rig.gate.host}/expired/{blob}{signed}"
+    await asyncio.to_thread(node.post, "/v1/images/preheat", {"ref": image.ref})
+
+    def failed() -> Any:
+        (row,) = node.get("/v1/images")["images"]
+        return row if row["failure_kind"] else None
+
+    row = await until(failed, 60, what="the pull to fail", detail=node.said)
+    page = await asyncio.to_thread(node.get, "/")
+    shown = json.dumps([row, node.findings(), node.get("/v1/images/plan")]) + page + node.said()
+    assert "/expired/" in row["reason"]
+    assert SIGNED not in shown
 
 
 @real

@@ -85,10 +85,9 @@ def cell(folder: Path) -> Iterator[Cell]:
         waiting.until(lambda: _removed(path), 10, f"the processes of {path} to end")
 
 
-@contextlib.contextmanager
-def agent(folder: Path, where: Cell, **guard: Any) -> Iterator[Agent]:
-    """An agent that guards the cell's loop devices, started, and stopped at the end."""
-    settings = {
+def settings(where: Cell, **guard: Any) -> dict[str, Any]:
+    """Of a guard for the cell's loop devices."""
+    return {
         "mode": "enforce",
         "drivers": ["loop"],
         "names": [blockdev.NAMES],
@@ -97,7 +96,12 @@ def agent(folder: Path, where: Cell, **guard: Any) -> Iterator[Agent]:
         "quiet": "0s",  # the faults of earlier tests are still in the kernel's log
         **guard,
     }
-    made = Agent(folder, {"volumes": {"guard": settings}})
+
+
+@contextlib.contextmanager
+def agent(folder: Path, where: Cell, **guard: Any) -> Iterator[Agent]:
+    """An agent that guards the cell's loop devices, started, and stopped at the end."""
+    made = Agent(folder, {"volumes": {"guard": settings(where, **guard)}})
     made.start()
     try:
         yield made

@@ -24,6 +24,11 @@ class Seen:
     agent: str = ""  # the client's User-Agent
 
 
+def _blob(path: str) -> str:
+    found = re.search(r"/blobs/(sha256:[0-9a-f]{64})", path)
+    return found[1] if found else ""
+
+
 class Proxy:
     """Attributes may be set at any time; they apply from the next request or chunk."""
 
@@ -36,6 +41,8 @@ class Proxy:
         self.truncate: set[str] = set()  # blobs whose body ends at half with the connection
         self.corrupt: set[str] = set()  # blobs with one byte inverted
         self.fail_status = 0  # answered to everything
+        self.redirect: dict[str, str] = {}  # blobs that are elsewhere, as object stores have it
+        self.redirected = ""  # how the User-Agent of those begins who are sent there
         self.stall = False  # answers, then never sends a body
         self.seen: list[Seen] = []
         self._lock = threading.Lock()
@@ -145,6 +152,9 @@ class Proxy:
                 challenge = f'Bearer realm="{self.url}/token",service="test",scope="repository"'
             extra = f"WWW-Authenticate: {challenge}\r\n"
             return await self._say(writer, method, path, 401, extra, b"{}")
+        elsewhere = self.redirect.get(_blob(path))
+        if elsewhere is not None and headers.get("user-agent", "").startswith(self.redirected):
+            return await self._say(writer, method, path, 307, f"Location: {elsewhere}\r\n", b"")
         return await self._forward(writer, method, path, headers)
 
     async def _token(
@@ -215,8 +225,7 @@ class Proxy:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, length: int
     ) -> int:
         """Bytes handed on; negative when the connection is cut on purpose."""
-        found = re.search(r"/blobs/(sha256:[0-9a-f]{64})", path)
-        blob = found[1] if found else ""
+        blob = _blob(path)
         sent = 0
         while sent < length:
             while self.stall and blob:

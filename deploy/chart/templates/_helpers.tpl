@@ -57,3 +57,9 @@ nodeagent/pool: {{ .pool }}
 {{- end -}}
 {{- $paths | uniq | sortAlpha | toJson -}}
 {{- end -}}
+
+{{/* "true" when the agents of a pool ask the API server about their callers. */}}
+{{- define "nodeagent.asks" -}}
+{{- $settings := include "nodeagent.settings" . | fromYaml -}}
+{{- if kindIs "map" ((($settings).admin).api).kubernetes -}}true{{- end -}}
+{{- end -}}

@@ -1,0 +1,180 @@
+"""Who a bearer token belongs to and what its owner may do, as the cluster's API server says.
+
+A TokenReview names the owner. Then a SubjectAccessReview for each role asks whether the owner may
+do ``read``, ``operate`` or ``dangerous`` (the verbs) to the resource ``agents`` of the group
+``nodeagent``, named as this node. What comes back holds for a short time only. Whatever goes wrong,
+nobody is admitted. Strangers cannot make the agent ask without limit.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import cachetools
+import structlog
+
+import kit.findings
+from kit.room import Role
+from nodeagent.api import access, rotation
+from nodeagent.settings import ReviewSettings
+
+log = structlog.get_logger("agent")
+
+ANSWER_SECONDS = 5.0  # for all questions about one token
+ADMITTED_SECONDS = 30.0  # for which an answer holds; also after a role was taken away
+REFUSED_SECONDS = 5.0
+TROUBLE_SECONDS = 60.0  # for which a question that failed is shown
+MOST_ANSWERS = 1024
+MOST_AT_ONCE = 8
+REVIEWS_PER_SECOND, REVIEWS_AT_ONCE = 10.0, 50
+LARGEST_ANSWER = 256 * 1024
+GROUP, RESOURCE = "nodeagent", "agents"
+
+
+class ReviewError(Exception):
+    """The API server could not be asked."""
+
+
+class Reviews:
+    """Asks one API server; ``close`` ends its connections."""
+
+    def __init__(self, asked: ReviewSettings) -> None:
+        self._asked = asked
+        self._server = (asked.server or _server()).rstrip("/")
+        self._node = asked.node or os.environ.get("NODE_NAME") or socket.gethostname()
+        self._trouble = "", 0.0  # of the latest question, and when
+        self._session: aiohttp.ClientSession | None = None
+        self._answers: cachetools.TLRUCache[bytes, access.Caller] = cachetools.TLRUCache(
+            MOST_ANSWERS, ttu=self._holds_until, timer=time.monotonic
+        )
+        self._asking: dict[bytes, asyncio.Task[access.Caller]] = {}
+        self._rate = access.Rate(REVIEWS_PER_SECOND, REVIEWS_AT_ONCE)
+
+    @staticmethod
+    def _holds_until(_: bytes, caller: access.Caller, now: float) -> float:
+        return now + (REFUSED_SECONDS if caller.role is None else ADMITTED_SECONDS)
+
+    async def caller(self, token: str, peer: str) -> access.Caller:
+        """Whose token it is. ReviewError when that cannot be known now."""
+        key = rotation.digest(token)
+        known = self._answers.get(key)
+        if known is not None:
+            return known
+        task = self._asking.get(key)
+        if task is None:
+            if len(self._asking) >= MOST_AT_ONCE or not self._rate.admits(peer):
+                raise ReviewError("too many unknown tokens")
+            task = self._asking[key] = asyncio.create_task(self._ask(key, token), name="review")
+            task.add_done_callback(lambda _: self._asking.pop(key, None))
+        return await asyncio.shield(task)
+
+    def finding(self) -> kit.findings.Finding | None:
+        why, when = self._trouble
+        if not why or time.monotonic() - when > TROUBLE_SECONDS:
+            return None
+        return kit.findings.Finding(
+            id="admin.api.kubernetes",
+            rule="no-token-review",
+            severity=kit.findings.Severity.WARNING,
+            subject=self._server,
+            message=f"admin.api.kubernetes {self._server}: {why}; its users are not admitted",
+            advice="see docs/security.md for the rights that the agent needs",
+        )
+
+    async def close(self) -> None:
+        for task in list(self._asking.values()):
+            task.cancel()
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    async def _ask(self, key: bytes, token: str) -> access.Caller:
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                found = await self._review(token)
+        except (
+            aiohttp.ClientError,
+            TimeoutError,
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ) as error:
+            why = str(error) or f"no answer within {ANSWER_SECONDS:g}s"
+            log.error("the API server cannot be asked about a token", why=why)
+            self._trouble = why, time.monotonic()
+            raise ReviewError("the cluster cannot be asked about the token") from None
+        self._trouble = "", 0.0
+        self._answers[key] = found
+        return found
+
+    async def _review(self, token: str) -> access.Caller:
+        asked = {"token": token, **({"audiences": list(a)} if (a := self._asked.audiences) else {})}
+        status = await self._post("authentication.k8s.io", "TokenReview", asked)
+        if status.get("authenticated") is not True or (
+            self._asked.audiences and not set(self._asked.audiences) & set(status["audiences"])
+        ):
+            return access.Caller("unknown token", None, "unknown")
+        user = status["user"]
+        allowed = await asyncio.gather(*(self._may(user, role) for role in Role))
+        roles = [role for role, may in zip(Role, allowed, strict=True) if may]
+        name = f"user {user['username']}"
+        return access.Caller(name, roles[-1] if roles else None, name)
+
+    async def _may(self, user: dict[str, Any], role: Role) -> bool:
+        asked = {
+            "user": user["username"],
+            **{name: user[name] for name in ("uid", "groups", "extra") if user.get(name)},
+            "resourceAttributes": {
+                "group": GROUP,
+                "resource": RESOURCE,
+                "name": self._node,
+                "verb": str(role),
+            },
+        }
+        status = await self._post("authorization.k8s.io", "SubjectAccessReview", asked)
+        return status.get("allowed") is True and not status.get("denied")
+
+    async def _post(self, group: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+        url = f"{self._server.rstrip('/')}/apis/{group}/v1/{kind.lower()}s"
+        own, tls = await asyncio.to_thread(_trust, self._asked.ca_file, self._asked.token_file)
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=MOST_AT_ONCE),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        body = {"apiVersion": f"{group}/v1", "kind": kind, "spec": spec}
+        headers = {"Authorization": f"Bearer {own}"}
+        async with self._session.post(
+            url, json=body, headers=headers, ssl=tls, allow_redirects=False
+        ) as response:
+            sent = b""
+            async for chunk in response.content.iter_any():
+                sent += chunk
+                if len(sent) > LARGEST_ANSWER:
+                    raise ValueError(f"{kind}: the answer has more than {LARGEST_ANSWER} bytes")
+            if response.status != 201:
+                raise ValueError(f"{kind}: the API server answers {response.status}")
+        status = json.loads(sent)["status"]
+        if not isinstance(status, dict):
+            raise ValueError(f"{kind}: the answer has no status")
+        return status
+
+
+def _server() -> str:
+    host = os.environ.get("KUBERNETES_SERVICE_HOST", "kubernetes.default.svc")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+
+
+def _trust(ca_file: Path, token_file: Path) -> tuple[str, ssl.SSLContext]:
+    """Read at each question: kubelet rotates both."""
+    return token_file.read_text(encoding="ascii").strip(), ssl.create_default_context(
+        cafile=ca_file
+    )

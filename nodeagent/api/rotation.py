@@ -1,0 +1,257 @@
+"""What the door reads from files that somebody rotates: tokens and the certificate.
+
+A file that cannot be used changes nothing: what was good last stays in force, the trouble is a
+finding and a reason in /readyz. Before the first good file nobody is admitted. The files are looked
+at by a task of its own; a disk that hangs holds up no request.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import pydantic
+import structlog
+import yaml
+
+import kit.findings
+import kit.settings
+from kit.room import Role
+from nodeagent.api import access
+from nodeagent.settings import ApiSettings
+from nodeagent.state import State
+
+log = structlog.get_logger("agent")
+
+RECHECK_SECONDS = 1.0  # how often a file is looked at again
+FIRST_LOOK_SECONDS = 5.0  # for which the start waits
+SHORTEST_TOKEN = 16
+LARGEST_FILE = 1024 * 1024
+
+T = TypeVar("T")
+
+
+class Held(Generic[T]):
+    """What the files ``paths`` last were when they could be used; None before that.
+
+    ``read`` raises OSError or ValueError; the text of a ValueError is shown.
+    """
+
+    def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], T]) -> None:
+        self.name = name  # a setting
+        self.value: T | None = None
+        self.problem = ""
+        self._paths = paths
+        self._read = read
+        self._seen: object = None
+
+    def look(self) -> None:
+        """Blocking."""
+        now = [self._stamp(path) for path in self._paths]
+        if now == self._seen:
+            return
+        self._seen = now
+        try:
+            self.value, self.problem = self._read(), ""
+        except ssl.SSLError as error:
+            self.problem = f"cannot be used ({error.reason or error})"
+        except OSError as error:
+            self.problem = f"cannot be read ({error.strerror or error})"
+        except ValueError as error:
+            self.problem = str(error)
+        if self.problem:
+            log.error("file is unusable", setting=self.name, why=self.problem, then=self.then)
+        else:
+            log.info("file read", setting=self.name)
+
+    @property
+    def then(self) -> str:
+        return "nobody is admitted" if self.value is None else "the earlier one stays in force"
+
+    def finding(self) -> kit.findings.Finding | None:
+        if not self.problem:
+            return None
+        return kit.findings.Finding(
+            id=self.name,
+            rule="unusable-file",
+            severity=kit.findings.Severity.CRITICAL
+            if self.value is None
+            else kit.findings.Severity.WARNING,
+            subject=str(self._paths[0]),
+            message=f"{self.name} {self._paths[0]}: {self.problem}; {self.then}",
+            advice="correct the file; it is read again within a second (docs/security.md)",
+        )
+
+    @staticmethod
+    def _stamp(path: Path) -> object:
+        try:
+            found = path.stat()
+        except OSError as error:
+            return error.errno
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+class Asked(Protocol):
+    def finding(self) -> kit.findings.Finding | None: ...
+
+
+@contextlib.asynccontextmanager
+async def following(
+    state: State, held: Sequence[Held[Any]], asked: Asked | None = None
+) -> AsyncIterator[None]:
+    """Look at the files again and again while the block runs, and say what is wrong."""
+    looked = asyncio.Event()
+    parts = [*held, *([] if asked is None else [asked])]
+
+    async def follow() -> None:
+        while True:
+            for each in held:
+                await asyncio.to_thread(each.look)
+            found = [finding for each in parts if (finding := each.finding())]
+            state.findings.report("admin", found)
+            state.degraded["admin"] = [finding.message for finding in found]
+            looked.set()
+            await asyncio.sleep(RECHECK_SECONDS)
+
+    task = asyncio.create_task(follow(), name="rotation")
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_LOOK_SECONDS):
+                await looked.wait()
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+# --- tokens
+
+
+class _Entry(kit.settings.Section):
+    role: Role
+    token: str = pydantic.Field(default="", repr=False)
+    sha256: str = pydantic.Field(default="", pattern=r"^([0-9a-f]{64})?$")
+
+    @pydantic.model_validator(mode="after")
+    def _one_secret(self) -> "_Entry":
+        if bool(self.token) == bool(self.sha256):
+            raise ValueError("needs either token or sha256")
+        if self.token and len(self.token) < SHORTEST_TOKEN:
+            raise ValueError(f"the token is shorter than {SHORTEST_TOKEN} characters")
+        return self
+
+
+_File = pydantic.TypeAdapter(dict[kit.settings.Word, _Entry])
+Known = tuple[tuple[bytes, access.Caller], ...]
+
+
+def tokens(path: Path) -> Held[Known]:
+    """The callers of a tokens file, each with the digest of its token. ``{}`` admits nobody."""
+    return Held("admin.api.tokens_file", [path], lambda: _tokens(path))
+
+
+def _tokens(path: Path) -> Known:
+    with path.open("rb") as stream:
+        content = stream.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise ValueError(f"has more than {LARGEST_FILE} bytes")
+    try:
+        plain = yaml.safe_load(content.decode("utf-8"))
+        if plain is None:
+            raise ValueError("is empty; {} admits nobody")
+        entries = _File.validate_python(plain)
+    except pydantic.ValidationError as error:
+        # Not str(error): it repeats the value, and that may be a token.
+        problems = (f"{'.'.join(map(str, e['loc'][:2]))}: {e['msg']}" for e in error.errors())
+        raise ValueError("; ".join(problems)) from None
+    except yaml.YAMLError:
+        raise ValueError("is not valid YAML") from None  # its text may quote a token
+    except (UnicodeDecodeError, RecursionError):
+        raise ValueError("is not a text file") from None
+    return tuple(
+        (
+            bytes.fromhex(entry.sha256) or digest(entry.token),
+            access.Caller(f"token {name}", entry.role, f"token {name}"),
+        )
+        for name, entry in entries.items()
+    )
+
+
+def digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+def bearer(authorization: str) -> str:
+    """The token of an Authorization header; "" when it holds none."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def whose(known: Known | None, token: str) -> access.Caller | None:
+    """The caller of ``token``. Compares with every one, in constant time."""
+    given, found = digest(token), None
+    for each, caller in known or ():
+        if hmac.compare_digest(each, given) and token:
+            found = caller
+    return found
+
+
+# --- the certificate
+
+
+@dataclass(frozen=True)
+class Pair:
+    context: ssl.SSLContext
+    until: float  # Unix time
+
+
+class Certificate(Held[Pair]):
+    """Certificate chain and key of the API over TCP."""
+
+    def __init__(self, api: ApiSettings) -> None:
+        files = (api.cert_file, api.key_file)
+        super().__init__("admin.api.cert_file", files, lambda: _pair(*files))
+
+    def look(self) -> None:
+        super().look()
+        if not self.problem and self.value is not None and self.value.until < time.time():
+            self.problem = "has expired"
+
+
+def _pair(cert: Path, key: Path) -> Pair:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # No password is asked for on a terminal: an encrypted key is an error.
+    context.load_cert_chain(cert, key, password=lambda: "")
+    return Pair(context, _until(context, cert))
+
+
+def _until(context: ssl.SSLContext, cert: Path) -> float:
+    """When the certificate expires. ValueError when no client would take it now.
+
+    Shown in a handshake with itself; the standard library reads certificates in no other way.
+    """
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it may be signed by anybody
+    client.load_verify_locations(cert)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ours = client.wrap_bio(back, there)
+    ends = [ours, context.wrap_bio(there, back, server_side=True)]
+    for _ in range(10):  # flights of a handshake
+        for end in ends:
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError as error:
+                raise ValueError(f"cannot be used ({error.verify_message})") from None
+    found = ours.getpeercert()
+    assert found is not None
+    return ssl.cert_time_to_seconds(str(found["notAfter"]))

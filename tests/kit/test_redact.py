@@ -1,0 +1,153 @@
+"""No secret comes through, whatever is around it; what helps to understand an error does."""
+
+import base64
+import io
+import json
+import logging
+import string
+import sys
+import urllib.parse
+from typing import Any
+
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kit.errors
+import kit.findings
+import kit.redact
+from nodeagent import logs
+
+# At least eight characters, so that a secret does not stand in the text around it by chance.
+_WORDS = st.text(string.ascii_letters + string.digits, min_size=8, max_size=60)
+_RAW = st.text(st.characters(min_codepoint=33, max_codepoint=0x2FF), min_size=8, max_size=60)
+_AROUND = st.sampled_from(["", " ", '"', "failed: ", "\n", "(", "[", "{'a': ", "x=1,", "Get ", "é"])
+_PARAMETERS = [
+    "X-Amz-Signature", "X-Amz-Credential", "x-amz-security-token", "X-Goog-Signature", "Signature",
+    "sig", "token", "access_token", "AWSAccessKeyId", "Key-Pair-Id", "Policy", "q-signature",
+    "jwt", "password", "X-Oss-Signature",
+]  # fmt: skip
+_FIELDS = ["auth", "password", "identitytoken", "registrytoken", "refresh_token", "secret"]
+
+
+def _url(name: str, secret: str) -> str:
+    query = f"service=x&{name}={urllib.parse.quote(secret, '')}"
+    return f"https://bucket.example/v2/a/blobs/sha256:0?{query}"
+
+
+_KEYS = st.binary(min_size=26, max_size=26).map(
+    lambda noise: base64.b64encode(b"\1\0" + noise).decode()
+)
+
+
+_SECRETS = st.one_of(
+    st.builds(
+        lambda n, s: (urllib.parse.quote(s, ""), _url(n, s)), st.sampled_from(_PARAMETERS), _RAW
+    ),
+    st.builds(lambda s: (s, f"https://h.example/x?unknown-to-us={s}&y=1"), _WORDS),
+    st.builds(lambda s: (s, f"https://h.example/x#access={s}"), _WORDS),
+    st.builds(lambda n, s: (s, f"/v2/a?n=1&{n}={s}&z=2"), st.sampled_from(_PARAMETERS), _WORDS),
+    st.builds(lambda s: (s, f"https://user:{s}@registry.example:5000/v2/"), _WORDS),
+    st.builds(lambda s: (s, f"redis://:{s}@@h/"), _WORDS),
+    st.builds(lambda s: (s, f"https://{s}@h.example"), _WORDS),
+    st.builds(lambda k: (k, f"key = {k}"), _KEYS),
+    st.builds(lambda k: (k, f"name=admin,secret={k},fs=a"), _KEYS),
+    st.builds(lambda s: (s, f"Authorization: Bearer {s}"), _WORDS),
+    st.builds(lambda s: (s, f"bearer {s}"), _WORDS),
+    st.builds(lambda s: (s, f"Authorization: Basic {s}"), _WORDS),
+    st.builds(lambda s: (s, f"{{'authorization': '{s}'}}"), _WORDS),
+    st.builds(
+        lambda n, s: (json.dumps(s)[1:-1], json.dumps({"h": {n: s, "b": 1}})),
+        st.sampled_from(_FIELDS),
+        _RAW,
+    ),
+    st.builds(lambda n, s: (s, json.dumps(json.dumps({n: s}))), st.sampled_from(_FIELDS), _WORDS),
+    st.builds(lambda n, s: (s, f"{{'{n}': '{s}'}}"), st.sampled_from(_FIELDS), _WORDS),
+    st.builds(lambda s: (s, f"eyJhbGciOiJIUzI1NiJ9.{s}.{s}"), _WORDS),
+    st.builds(
+        lambda s: (s, f"-----BEGIN PRIVATE KEY-----\n{s}\n{s}\n-----END PRIVATE KEY-----"), _WORDS
+    ),
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(_AROUND, _SECRETS), min_size=1, max_size=3), _AROUND)
+def test_no_secret_comes_through(parts: list[tuple[str, tuple[str, str]]], end: str) -> None:
+    said = " ".join(f"{before}{shown}" for before, (_, shown) in parts) + f" {end}"
+    clean = kit.redact.text(said)
+    for _, (secret, _) in parts:
+        assert secret not in clean
+    assert kit.redact.text(clean) == clean
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_taken(said: str) -> None:
+    clean = kit.redact.text(said)
+    assert kit.redact.text(clean) == clean
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "registry.example:5000/team/app:v1@sha256:" + "0" * 64,
+        "https://registry.example/token?service=registry&scope=repository:a/b:pull",
+        "secret_file /etc/ceph/key has no key for client.gpu",
+        "a bearer token is needed (admin.api.tokens_file)",
+        "unknown authentication scheme 'digest'",
+        "/dev/rbd0 mounted at /var/lib/kubelet/plugins/kubernetes.io/csi/rbd.csi/globalmount/0001",
+        "monitors 10.0.0.1:6789,[fd00::1]:6789",
+        "tokens.yaml: a.token: the token is shorter than 16 characters",
+        "dataset coco: cephfs 10.0.0.1:6789:/datasets/coco@v1",
+    ],
+)
+def test_what_is_no_secret_stays(said: str) -> None:
+    assert kit.redact.text(said) == said
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["a", "://", "://?", "token", "x-amz-", "eyJ", "eyJ.", "a=", "AQ", "'auth': '", "?&", "\\",
+     "bearer ", "-----BEGIN PRIVATE KEY-----", "token=", "-", "auth\\'"],
+)  # fmt: skip
+def test_long_text_takes_no_longer_than_its_length(piece: str) -> None:
+    """Work that grows with the square of the length would end at the test's time limit."""
+    clean = kit.redact.text(piece * 100_000)
+    assert kit.redact.text(clean) == clean
+
+
+# --- where it is used
+
+SECRET = "s3cretS3cret"
+URL = f"https://bucket.example/x?X-Amz-Signature={SECRET}"
+
+
+def test_errors_and_findings_hold_none() -> None:
+    error = kit.errors.SourceError(URL, f"Get {URL!r}: refused", f"open {URL}")
+    found = kit.findings.Finding(
+        "id", "rule", kit.findings.Severity.INFO, URL, f"saw {URL}", URL, {"line": URL}
+    )
+    for shown in (str(error), repr(error), repr(vars(error)), repr(found)):
+        assert SECRET not in shown
+        assert "bucket.example" in shown
+
+
+def test_log_holds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    root, before = logging.getLogger(), logging.getLogger().handlers[:]
+    root.handlers.clear()
+    kept = structlog.get_config()
+    try:
+        logs.configure()
+        log: Any = structlog.get_logger("test")
+        try:
+            raise OSError(URL)
+        except OSError:
+            log.exception("failed", why=URL, deep={"a": [URL], "password": SECRET}, token=SECRET)
+        logging.getLogger("library").error("failed: %s", URL)
+    finally:
+        structlog.configure(**kept)
+        root.handlers[:] = before
+    said = stream.getvalue()
+    assert said.count("bucket.example") == 4
+    assert SECRET not in said
