@@ -7,12 +7,18 @@ cd "$(dirname "$0")/.."
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
-have() { dpkg-query -W -f='${db:Status-Abbrev}' "$1" 2>/dev/null | grep -q '^ii'; }
+# step WORDS...: run them; say how long they took when there was something to do.
+step() {
+  local begin=$SECONDS
+  "$@"
+  [ $((SECONDS - begin)) -lt 2 ] || say "${1#scripts/} took $((SECONDS - begin)) s"
+}
 
 # packages NAME...: install what is missing of Debian's packages.
 packages() {
-  local missing=()
-  for name in "$@"; do have "$name" || missing+=("$name"); done
+  local there missing=() name
+  there=" $(dpkg-query -W -f '${db:Status-Abbrev}${Package}\n' "$@" 2>/dev/null | awk '$1 == "ii" {printf "%s ", $2}')"
+  for name in "$@"; do [[ $there == *" $name "* ]] || missing+=("$name"); done
   [ ${#missing[@]} -eq 0 ] && return 0
   if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
     say "missing Debian packages, install them as root: ${missing[*]}"
@@ -45,8 +51,8 @@ environment() {
   [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && [ -x .venv/bin/nodeagent ] && return 0
   local python; python=$(find_python)
   say "making .venv from locks/dev.txt"
-  if ! "$python" -m venv --help >/dev/null 2>&1; then packages python3-venv; fi
-  [ -x .venv/bin/python ] || "$python" -m venv .venv
+  "$python" -c 'import ensurepip' 2>/dev/null || packages python3-venv  # Debian keeps it apart
+  .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
   .venv/bin/python -m pip install -q --disable-pip-version-check 'uv>=0.7'
   VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install -q --compile-bytecode --require-hashes -r locks/dev.txt
   VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install -q --no-deps -e .
@@ -64,12 +70,12 @@ ceph_bindings() {
   done
 }
 
-environment
+step environment
 if [ "${1:-base}" = full ]; then
-  # shellcheck disable=SC2046
-  packages $(grep -v '^#' scripts/packages.txt)
-  scripts/runtimes.sh  # containerds and a registry, unpacked and not installed
-  scripts/kubernetes.sh  # Kubernetes, etcd and helm, built once into a cache folder
+  mapfile -t names < <(grep -v '^#' scripts/packages.txt)
+  step packages "${names[@]}"
+  step scripts/runtimes.sh  # containerds and a registry, unpacked and not installed
+  step scripts/kubernetes.sh  # Kubernetes, etcd and helm, built once into a cache folder
 fi
 ceph_bindings
 # An environment that forbids writing bytecode would compile every module at each start.

@@ -1,19 +1,17 @@
 """Fixtures of the suite: a folder on the real disk for each run, one cluster for a session."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
-from tests.testbed import agent, ceph, kubernetes, leftovers
-
-if TYPE_CHECKING:
-    from tests.testbed import bigset
+from tests.testbed import agent, bigset, ceph, kubernetes, leftovers, origins, starts
 
 TESTS = Path(__file__).parent
+STARTS = starts.watch()
 
 # A small shared machine: an example may be slow without being wrong.
 hypothesis.settings.register_profile(
@@ -56,6 +54,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(group))
     order = {group: rank for rank, group in enumerate(_FIRST)} | {"": len(_FIRST) + 1}
     items.sort(key=lambda item: order.get(groups[item], len(_FIRST)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fresh_machine() -> Iterator[None]:
+    """Nothing was started or loaded that a fresh machine does not have after set-up."""
+    yield
+    lacking = origins.complaints(starts.found(STARTS), origins.listed())
+    shutil.rmtree(STARTS, ignore_errors=True)
+    assert not lacking, "\n".join(lacking)
 
 
 @pytest.fixture(scope="session")
@@ -110,10 +117,8 @@ def kube(run_folder: Path) -> Iterator[kubernetes.Kubernetes]:
 
 
 @pytest.fixture(scope="session")
-def big(run_folder: Path, cluster: ceph.CephCluster) -> "bigset.BigSet":
+def big(run_folder: Path, cluster: ceph.CephCluster) -> bigset.BigSet:
     """50,000 files on the session's CephFS, and what each of them must be."""
-    from tests.testbed import bigset  # needs Debian's Ceph bindings, which unit tests do not
-
     made = bigset.BigSet(run_folder)
     made.make(cluster)
     return made

@@ -12,7 +12,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import cephfs
 import xxhash
 
 from tests.testbed import trees
@@ -56,6 +55,8 @@ class BigSet:
     def make(self, cluster: CephCluster) -> None:
         """Write everything and take the snapshot."""
         errors: list[BaseException] = []
+        import cephfs  # unit tests are collected without Debian's bindings
+
         mount = cephfs.LibCephFS(conffile=str(cluster.conf), auth_id="admin")
         mount.conf_set("client_permissions", "false")
         mount.mount()

@@ -6,6 +6,7 @@ fresh clone builds only what it changed. A hash of the files it is built from is
 
 The machine's own package settings (mirrors, proxies, certificate authorities) reach the build as a
 folder mounted over /etc/apt, read-only: nothing of it is in the image.
+scripts/image.py builds it by hand.
 """
 
 import configparser
@@ -25,20 +26,29 @@ from typing import Any
 REPO = Path(__file__).parents[2]
 CACHE = Path(os.environ.get("NODEAGENT_CACHE", "~/.cache/nodeagent")).expanduser()
 NAME = "localhost/nodeagent"
-BASE = "localhost/nodeagent-base:bookworm"
+RELEASE = "bookworm"
 BUILD_SECONDS = 1500.0  # the first time, on a busy machine; a changed version takes half a minute
-KEPT = 3
+KEPT = 4
 MOST_LAYERS = 200
 # Files of the checkout that no image holds; as in .dockerignore.
 _LEFT_OUT = ("tests/", "docs/", ".ci/", "deploy/chart/", "deploy/manifests/")
-_DOCUMENTATION = ("doc", "man", "locale", "info")  # Debian's slim images have none either
+# As Debian's own slim images. usr-is-merged: else perl comes along, 50 MB.
+_BASE = (
+    "--mode=root", "--variant=minbase", "--include=usr-is-merged",
+    "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
+    *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "man", "locale", "info")),
+    "--dpkgopt=path-include=/usr/share/doc/*/copyright",
+    # What mmdebstrap took over from this machine.
+    '--customize-hook=cd "$1/etc" && rm -f resolv.conf hostname && : >apt/sources.list',
+)  # fmt: skip
+SBOM = "usr/share/nodeagent/sbom.cdx.json"
 _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _MOUNTED = "/etc/apt"
 
 
 @dataclass(frozen=True)
 class Image:
-    """``archive``: an OCI archive that ``ctr images import`` takes."""
+    """``archive``: an OCI archive that ``ctr images import`` takes; the SBOM lies beside it."""
 
     tag: str  # hash of what it was built from; its revision label
     version: str
@@ -48,6 +58,10 @@ class Image:
     def reference(self) -> str:
         return f"{NAME}:{self.tag}"
 
+    @property
+    def sbom(self) -> Path:
+        return self.archive.with_suffix(".cdx.json")
+
 
 @contextlib.contextmanager
 def container(image: Image) -> Iterator["Container"]:
@@ -56,6 +70,17 @@ def container(image: Image) -> Iterator["Container"]:
     name = _buildah(home, "from", "--pull-never", image.reference).strip()
     try:
         yield Container(image, home, name, Path(_buildah(home, "mount", name).strip()))
+    finally:
+        _buildah(home, "rm", name)
+
+
+@contextlib.contextmanager
+def base(release: str = RELEASE) -> Iterator[Path]:
+    """The file system of the base that an image was built on."""
+    home = CACHE / "image"
+    name = _buildah(home, "from", "--pull-never", _base_name(release)).strip()
+    try:
+        yield Path(_buildah(home, "mount", name).strip())
     finally:
         _buildah(home, "rm", name)
 
@@ -72,6 +97,22 @@ class Container:
         path = "PATH=/opt/nodeagent/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         return _run("chroot", str(self.root), "/usr/bin/env", path, *words)
 
+    def run_with(self, folder: Path, *words: str) -> str:
+        """As ``run``, with /dev, /proc, the host's network, ``folder`` and the right to mount."""
+        return _buildah(
+            self.home, "run", "--isolation", "chroot", "--network", "host",
+            "--cap-add", "CAP_SYS_ADMIN", "--volume", f"{folder}:{folder}", self.name, "--", *words,
+        )  # fmt: skip
+
+    def packages(self) -> set[str]:
+        """Debian's packages in it, as NAME=VERSION."""
+        return set(self.run("dpkg-query", "-W", "-f", "${Package}=${Version}\n").split())
+
+    def single_files(self) -> set[str]:
+        """The packages of which it has one file only."""
+        listed = self.root / "usr/share/nodeagent/single-files.txt"
+        return {line.split()[0] for line in listed.read_text().splitlines()}
+
     def config(self) -> Any:
         return json.loads(_buildah(self.home, "inspect", self.name))["OCIv1"]["config"]
 
@@ -81,10 +122,15 @@ def version() -> str:
     return project["version"]
 
 
-def build() -> Image:
-    """The image of this checkout, from the cache when it was built before."""
+def build(release: str = RELEASE, ceph: str = "", lock: str = "preferred") -> Image:
+    """The image of this checkout on a Debian release, from the cache when it was built before.
+
+    The lock is preferred and not required: the archive drops versions on any day, and the suite
+    stays green.
+    """
     files = _checkout()
-    tag = _hash(files)
+    arguments = {"DEBIAN_LOCK": lock, "CEPH_RELEASE": ceph}
+    tag = _hash(files, release, json.dumps(arguments, sort_keys=True))
     home = CACHE / "image"
     archive = home / f"{tag}.tar"
     made = Image(tag, version(), archive)
@@ -94,8 +140,13 @@ def build() -> Image:
             os.utime(archive)
             return made
         with _folder(home / "work") as work:
-            settings = _package_settings(work / "apt")
-            _need_base(home, work)
+            settings = _package_settings(work / "apt", release)
+            arguments |= {
+                "BASE": _need_base(home, work, release),
+                "PIP_CONFIG_FILE": f"{_MOUNTED}/machine/pip.conf",
+                "VERSION": made.version,
+                "REVISION": tag,
+            }
             context = work / "context"
             for name in files:
                 (context / name).parent.mkdir(parents=True, exist_ok=True)
@@ -103,12 +154,11 @@ def build() -> Image:
             _buildah(
                 home, "bud", "--layers", "--isolation", "chroot", "--network", "host",
                 "--pull-never", "--volume", f"{settings}:{_MOUNTED}:ro",
-                "--build-arg", f"BASE={BASE}",
-                "--build-arg", f"PIP_CONFIG_FILE={_MOUNTED}/machine/pip.conf",
-                "--build-arg", f"VERSION={made.version}",
-                "--build-arg", f"REVISION={tag}",
+                *(f"--build-arg={name}={value}" for name, value in arguments.items()),
                 "--tag", made.reference, str(context),
             )  # fmt: skip
+            with container(made) as inside:
+                shutil.copy(inside.root / SBOM, made.sbom)
             new = work / "image.tar"
             # Not compressed: it is read once on this machine.
             _buildah(
@@ -130,8 +180,8 @@ def _checkout() -> list[str]:
     )
 
 
-def _hash(files: list[str]) -> str:
-    found = hashlib.sha256()
+def _hash(files: list[str], *more: str) -> str:
+    found = hashlib.sha256("\0".join(more).encode())
     for name in (*files, "tests/testbed/image.py"):
         path = REPO / name
         found.update(f"{name}\0{path.stat().st_mode & 0o111}\0".encode())
@@ -139,12 +189,15 @@ def _hash(files: list[str]) -> str:
     return found.hexdigest()[:12]
 
 
-def _package_settings(folder: Path) -> Path:
+def _package_settings(folder: Path, release: str) -> Path:
     """What replaces /etc/apt during the build: this machine's Debian mirrors, its ways to them."""
     (folder / "machine").mkdir(parents=True)
     for name in ("apt.conf.d", "sources.list.d", "preferences.d", "trusted.gpg.d"):
         (folder / name).mkdir()
-    lines = [f"deb [signed-by={_KEYRING}] {site} {name} main" for site, name in _archives()]
+    lines = [
+        f"deb [signed-by={_KEYRING}] {site} {suite.replace(RELEASE, release)} main"
+        for site, suite in _archives()
+    ]
     (folder / "sources.list").write_text("\n".join(dict.fromkeys(lines)) + "\n")
     authority = Path("/etc/ssl/certs/ca-certificates.crt")
     # Which indexes apt fetches is the image's own affair.
@@ -190,27 +243,27 @@ def _archives() -> Iterator[tuple[str, str]]:
         yield site, suite
 
 
-def _need_base(home: Path, work: Path) -> None:
-    if _buildah(home, "images", "--quiet", "--filter", f"reference={BASE}").strip():
-        return
-    site = next(site for site, suite in _archives() if "-" not in suite)  # no updates pocket
-    left_out = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in _DOCUMENTATION]
-    _run(
-        "mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", *left_out,
-        # What mmdebstrap took over from this machine.
-        "--customize-hook=echo deb http://deb.debian.org/debian bookworm main "
-        '> "$1/etc/apt/sources.list"; rm -f "$1/etc/resolv.conf" "$1/etc/hostname"',
-        "bookworm", str(work / "base.tar"), site,
-    )  # fmt: skip
-    container = _buildah(home, "from", "scratch").strip()
-    _buildah(home, "add", "--quiet", container, str(work / "base.tar"), "/")
-    _buildah(home, "commit", "--quiet", "--rm", container, BASE)
+def _need_base(home: Path, work: Path, release: str) -> str:
+    name = _base_name(release)
+    if not _buildah(home, "images", "--quiet", "--filter", f"reference={name}").strip():
+        site = next(site for site, suite in _archives() if "-" not in suite)  # no updates pocket
+        _run("mmdebstrap", "--quiet", *_BASE, release, str(work / "base.tar"), site)
+        container = _buildah(home, "from", "scratch").strip()
+        _buildah(home, "add", "--quiet", container, str(work / "base.tar"), "/")
+        _buildah(home, "commit", "--quiet", "--rm", container, name)
+    return name
+
+
+def _base_name(release: str) -> str:
+    recipe = hashlib.sha256(repr(_BASE).encode()).hexdigest()[:12]
+    return f"localhost/nodeagent-base:{release}-{recipe}"
 
 
 def _forget_old(home: Path) -> None:
     archives = sorted(home.glob("*.tar"), key=lambda path: path.stat().st_mtime)
     for archive in archives[:-KEPT]:
         archive.unlink()
+        archive.with_suffix(".cdx.json").unlink(missing_ok=True)
         _buildah(home, "rmi", f"{NAME}:{archive.stem}", check=False)
     # Layers that the next build starts from, and with time many that no build does.
     if len(_buildah(home, "images", "--all", "--quiet").splitlines()) > MOST_LAYERS:
