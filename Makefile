@@ -1,6 +1,6 @@
 # Every target sets up what it needs; nothing relies on what was installed by hand.
 PY := .venv/bin/python
-.PHONY: setup run stop test test-guest test-unit lint format bench soak lock image image-lock clean
+.PHONY: setup run stop test test-guest test-unit lint format bench soak soak-node lock image image-lock clean
 
 setup: ; @scripts/setup.sh base
 run: setup ; @scripts/demo.sh
@@ -12,6 +12,7 @@ lint: setup ; @.venv/bin/ruff check . && .venv/bin/ruff format --check . && .ven
 format: setup ; @.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
 bench: ; @scripts/setup.sh full && $(PY) -m tests.bench
 soak: ; @scripts/setup.sh full && SOAK_SECONDS=600 $(PY) -m tests.bench volume_audit
+soak-node: ; @scripts/setup.sh full && $(PY) -m tests.deploy.soak && SOAK_CYCLES=25 $(PY) -m pytest -q tests/deploy/test_node_rounds.py
 lock: setup ; @scripts/lock.sh
 image: ; @scripts/setup.sh full && $(PY) scripts/image.py build
 image-lock: ; @scripts/setup.sh full && $(PY) scripts/image.py lock

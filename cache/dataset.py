@@ -28,6 +28,7 @@ import structlog
 import kit.child
 import kit.errors
 import kit.files
+import kit.formats
 import kit.line_worker
 from cache import view
 from cache.settings import CacheSettings, DatasetSettings
@@ -41,6 +42,7 @@ log = structlog.get_logger("dataset")
 VIEW_SECONDS = 30.0  # a swap takes a millisecond, but looking up a hanging source never ends
 STORE_SECONDS = 60.0
 LOOK_SECONDS = 30.0  # between two checks of a source that answers
+STATE_FORMAT = 1  # of the state file
 RETRY_SECONDS = (5.0, 300.0)  # first and longest pause after a failure
 # A refresh takes 1.5 us per cached name. At most this share of the time is spent on it.
 REFRESH_SHARE = 0.05
@@ -187,6 +189,7 @@ class Dataset:
         self.stage = Stage.NONE
         self.reached: base.Reached | None = None
         self.trouble: kit.errors.AgentError | None = None  # of the last action that failed
+        self.newer: kit.errors.HostError | None = None  # a newer agent's files: all is left alone
         self.removed = False
         self.notes: list[str] = []
         self.refreshes = 0
@@ -217,25 +220,50 @@ class Dataset:
     # --- start
 
     def adopt(self, fields: dict[str, Any] | None) -> None:
-        """Continue what an earlier agent left. ``fields``: of generation.json, if there is one."""
-        if fields is not None and fields.get("identity") == self.generation.identity:
-            self.generation = generations.generation_of(fields)
-            self.show_kept_figures()
+        """Continue what an earlier agent left. ``fields``: of generation.json, if there is one.
+
+        What a newer agent left stays as it is: the view, the store and the files.
+        """
+        self.stage = view.stage_of(self.view, self.tree, mountinfo.read())
         try:
-            kept = json.loads(self._state.read_bytes())
-        except (OSError, ValueError):
-            kept = {}
+            if fields is not None:
+                found = generations.generation_of(fields)
+                if found.identity == self.generation.identity:
+                    self.generation = found
+                    self.show_kept_figures()
+            kept = self._kept_state()
+        except kit.errors.HostError as error:
+            self.newer = self.trouble = error
+            used = int((fields or {}).get("used", 0))
+            self.generation = dataclasses.replace(self.generation, state="new", used=used)
+            log.error("dataset of a newer agent is left alone", dataset=self.name, why=str(error))
+            return
         self.removed = bool(kept.get("removed"))
         self._published_device = str(kept.get("device", ""))
-        self.stage = view.stage_of(self.view, self.tree, mountinfo.read())
+
+    def _kept_state(self) -> dict[str, Any]:
+        """HostError when a newer agent wrote it."""
+        try:
+            kept = dict(json.loads(self._state.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return {}
+        kit.formats.check(str(self._state), kept, STATE_FORMAT)
+        return kept
 
     def _save_state(self) -> None:
+        self._refuse_newer()
         self._state.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         kept = {"removed": self.removed, "device": self._published_device}
-        kit.files.save(self._state, json.dumps(kept).encode())
+        text = json.dumps({kit.formats.KEY: STATE_FORMAT, **kept})
+        kit.files.save(self._state, text.encode())
+
+    def _refuse_newer(self) -> None:
+        if self.newer is not None:
+            raise self.newer
 
     async def change(self, **changes: Any) -> None:
         """Change generation.json durably."""
+        self._refuse_newer()
         self.generation = dataclasses.replace(self.generation, **changes)
         fields = dataclasses.asdict(self.generation)
         await kit.child.call(generations.save, self.folder, fields, deadline=STORE_SECONDS)
@@ -303,7 +331,7 @@ class Dataset:
         )
 
     async def _act(self, action: Action) -> bool:
-        if self.removed:
+        if self.removed or self.newer is not None:
             return False
         match action:
             case Action.NOTHING:
@@ -424,6 +452,7 @@ class Dataset:
 
     async def remove(self) -> None:
         """Take the view down and discard the store. InUseError names who uses the view."""
+        self._refuse_newer()
         async with self.lock:
             await kit.child.call(view.take_down, self.view, deadline=VIEW_SECONDS)
             self.stage = Stage.NONE
@@ -460,6 +489,8 @@ class Dataset:
         generation = self.generation
         if self.removed:
             return "removed"
+        if self.newer is not None:
+            return "failed"
         if self.job is not None:
             if self.job.kind == "verify":
                 return "verifying"

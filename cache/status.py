@@ -139,6 +139,17 @@ def _of_one(shown: Dataset) -> list[Finding]:
                 advice=shown.trouble.remedy,
             )
         )
+    elif shown.generation.why and shown.state() == "failed":
+        found.append(
+            Finding(
+                id=f"dataset-not-filled/{shown.name}",
+                rule="dataset-not-filled",
+                severity=Severity.WARNING,
+                subject=subject,
+                message=f"{subject} cannot be filled: {shown.generation.why}",
+                advice="jobs read through to the source meanwhile; it is tried again after a pause",
+            )
+        )
     if shown.generation.state == "partial":
         found.append(
             Finding(

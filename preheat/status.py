@@ -260,6 +260,14 @@ def findings(reconciler: Reconciler) -> list[Finding]:
             continue
         evidence = {"need": str(row.bytes_missing), "kind": row.failure_kind}
         find(Severity.WARNING, rule, row.ref, row.reason, advice, **evidence)
+    if newer := reconciler.snapshot.inventory.newer_holds:
+        find(
+            Severity.WARNING,
+            "newer-holds",
+            "container runtime",
+            f"{newer} leases are of a newer agent; they stay and keep their images",
+            "run that version; or delete them with 'ctr -n k8s.io leases rm'",
+        )
     if runtime.honours_pins is False and reconciler.snapshot.pinned:
         find(
             Severity.INFO,

@@ -46,7 +46,9 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             "Return to the settings: nodeagent volume guard set-mode settings",
         )
     damaged = sorted(guard.ledger.unreadable.items())[:20]
-    for text in (guard.override_error, *(f"ledger file {name}: {why}" for name, why in damaged)):
+    newer = sorted(f"image {e.image_id}: {why}" for e, why in guard.mirror.newer.items())[:20]
+    files = [f"ledger file {name}: {why}" for name, why in damaged]
+    for text in (guard.override_error, *files, *newer):
         if text:
             yield finding(
                 f"guard-state-damaged:{text[:60]}",
@@ -54,7 +56,7 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
                 Severity.WARNING,
                 text,
                 "The volume concerned gets no automatic lease until the file is restored from the "
-                "image's metadata or removed",
+                "image's metadata or removed; of a newer agent's file, until that version runs",
             )
 
 

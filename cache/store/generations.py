@@ -29,9 +29,11 @@ from typing import Any
 
 import kit.errors
 import kit.files
+import kit.formats
 from cache.store import index, tree
 
-FORMAT = 1
+FORMAT = 1  # of the store
+GENERATION_FORMAT = 1  # of generation.json
 MARKER = "nodeagent.json"
 TRASH = ".trash"
 _PROBE = ".probe"
@@ -179,11 +181,14 @@ def save(folder: str, fields: dict[str, Any]) -> None:
     """Write generation.json durably; makes the folder."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    kit.files.save(path / "generation.json", json.dumps(fields, indent=1).encode())
+    text = json.dumps({kit.formats.KEY: GENERATION_FORMAT, **fields}, indent=1)
+    kit.files.save(path / "generation.json", text.encode())
 
 
 def generation_of(fields: dict[str, Any]) -> Generation:
-    """From loaded fields; those of another version are ignored."""
+    """From loaded fields; unknown ones are ignored. HostError when a newer agent wrote them."""
+    where = f"generation.json of dataset {fields.get('dataset')}"
+    kit.formats.check(where, fields, GENERATION_FORMAT)
     known = Generation.__dataclass_fields__
     return Generation(**{key: value for key, value in fields.items() if key in known})
 

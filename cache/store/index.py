@@ -15,6 +15,8 @@ A lost or damaged index is made again by a scan.
                  SSD. The commit of the chunk counts them and deletes the rows.
 """
 
+import contextlib
+import errno
 import json
 import os
 import sqlite3
@@ -99,7 +101,8 @@ def _encode(text: str) -> str:
 
 
 class Index:
-    """One coordinator writes at a time. ``open`` replaces a damaged or outdated file."""
+    """One coordinator writes at a time. ``open`` replaces a damaged or outdated file, and never
+    one of a newer format."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
@@ -114,7 +117,17 @@ class Index:
 
     @staticmethod
     def discard(path: Path) -> None:
-        """Delete it; the next scan makes another."""
+        """Delete it; the next scan makes another. OSError when a newer agent wrote it."""
+        if path.exists():
+            with (
+                contextlib.suppress(sqlite3.Error),
+                contextlib.closing(
+                    sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+                ) as db,
+            ):
+                version = db.execute("PRAGMA user_version").fetchone()[0]
+                if version > FORMAT:
+                    raise _newer(path, version)
         for suffix in ("", "-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
 
@@ -135,6 +148,8 @@ class Index:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             if version == 0:
                 db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
+            elif version > FORMAT:
+                raise _newer(path, version)
             elif version != FORMAT:
                 raise sqlite3.DatabaseError(f"index of format {version}")
             elif (said := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
@@ -435,6 +450,12 @@ class Index:
         ).fetchone()
         failed = self._db.execute("SELECT count(*) FROM failures").fetchone()[0]
         return Totals(*(int(value) for value in (*row, failed)))
+
+
+def _newer(path: Path, found: int) -> OSError:
+    why = f"{NAME} was written by a newer agent (format {found}, this agent knows {FORMAT})"
+    remedy = "run that version, or remove the dataset and fill it again"
+    return OSError(errno.EPROTONOSUPPORT, f"{why}: {remedy}", str(path))
 
 
 def totals_of(generation: Path) -> dict[str, int]:

@@ -21,6 +21,7 @@ import cachetools
 import structlog
 
 import kit.files
+import kit.redact
 from kit.room import Role
 from nodeagent.settings import is_loopback
 
@@ -28,6 +29,8 @@ log = structlog.get_logger("agent")
 
 CHANGES_PER_SECOND = 50.0  # of one caller
 CHANGES_AT_ONCE = 200
+STRANGERS_PER_SECOND = 5.0  # lines about callers that nobody knows; the next one counts the rest
+STRANGERS_AT_ONCE = 50
 MOST_CALLERS = 4096
 MOST_WAITING_LINES = 1000
 CLOSE_SECONDS = 2.0
@@ -132,9 +135,17 @@ class CallLog:
             True: state_dir / "api.log",
             False: state_dir / "api-refused.log",
         }
+        self._strangers, self._skipped = Rate(STRANGERS_PER_SECOND, STRANGERS_AT_ONCE), 0
         self._lines: asyncio.Queue[tuple[Path, dict[str, Any]]] = asyncio.Queue(MOST_WAITING_LINES)
 
     def note(self, *, known: bool, **entry: Any) -> None:
+        if not known:
+            if not self._strangers.admits(""):
+                self._skipped += 1
+                return
+            if self._skipped:
+                entry["skipped"], self._skipped = self._skipped, 0
+        entry = kit.redact.value(entry)
         log.info("api call", **entry)
         with contextlib.suppress(asyncio.QueueFull):  # the event above is there
             self._lines.put_nowait((self._files[known], {"at": time.time(), **entry}))

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import errno
 import grp
+import logging
 import os
 import socket
 import ssl
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from aiohttp import web
+from aiohttp import http_exceptions, web
 from aiohttp.typedefs import Middleware
 
 import kit.errors
@@ -43,6 +44,15 @@ ACCEPT_RETRY_SECONDS = 0.5
 LONGEST_LINE = 8190  # of the request line
 LONGEST_HEADER = 4096
 MOST_HEADERS = 64
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """Not what a client does wrong: strangers could fill the log with it."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, http_exceptions.HttpProcessingError | ConnectionError)
+
+
+logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
 
 
 class _Listener:

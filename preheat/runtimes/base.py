@@ -120,6 +120,7 @@ class Inventory:
     snapshots: frozenset[str] = frozenset()  # chain ids of unpacked layers
     ingests: Mapping[str, Ingest] = field(default_factory=dict)  # by digest
     holds: tuple[Hold, ...] = ()
+    newer_holds: int = 0  # holds that a newer agent made: not understood, left alone
     in_use: frozenset[str] = frozenset()  # image ids of containers
     last_used: Mapping[str, float] = field(default_factory=dict)  # top digest -> Unix time
     images_path: str = ""  # the directory in which the runtime keeps images

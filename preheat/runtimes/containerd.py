@@ -90,6 +90,7 @@ class Containerd(cri.CriRuntime):
         listing = pb.ListSnapshotsRequest(snapshotter=self._snapshotter)
         async for found in self.connection.stream(api.LIST_SNAPSHOTS, listing):
             snapshots.update(each.name for each in found.info if each.kind == pb.COMMITTED)
+        leases = await self._leases()
         return base.Inventory(
             in_use=frozenset(await self._images_in_use()),
             records=tuple(
@@ -98,7 +99,8 @@ class Containerd(cri.CriRuntime):
             content=content,
             snapshots=frozenset(snapshots),
             ingests=await self.ingests(),
-            holds=tuple(await self._holds()),
+            holds=tuple(hold for lease in leases if (hold := api.hold_of(lease)) is not None),
+            newer_holds=sum(api.is_newer(lease) for lease in leases),
             last_used=last_used,
             images_path=self._images_path,
         )
@@ -174,10 +176,12 @@ class Containerd(cri.CriRuntime):
 
     # --- holds ------------------------------------------------------------------------------------
 
-    async def _holds(self) -> list[base.Hold]:
+    async def _leases(self) -> Sequence[pb.Lease]:
         request = pb.ListRequest(filters=[api.OWNER_FILTER])
-        answer = await self.connection.read(api.LIST_LEASES, request)
-        return [hold for lease in answer.leases if (hold := api.hold_of(lease)) is not None]
+        return (await self.connection.read(api.LIST_LEASES, request)).leases
+
+    async def _holds(self) -> list[base.Hold]:
+        return [hold for each in await self._leases() if (hold := api.hold_of(each)) is not None]
 
     async def begin(self, hold: base.Hold) -> base.Hold:
         created = hold.created or time.time()

@@ -163,12 +163,14 @@ CHANGING: tuple[Method[Any, Any], ...] = (
 OWNER_FILTER = 'labels."nodeagent/owner"==preheat'
 EXPIRE = "containerd.io/gc.expire"
 MOST_NAMES = 16
+FORMAT = 1  # of our leases' labels; leases without the label are of format 1
 _P = "nodeagent/"
 
 
 def lease_labels(hold: base.Hold) -> dict[str, str]:
     found = {
         _P + "owner": "preheat",
+        _P + "format": str(FORMAT),
         _P + "role": hold.role,
         _P + "ref": hold.ref,
         _P + "by": hold.by,
@@ -187,8 +189,16 @@ def lease_labels(hold: base.Hold) -> dict[str, str]:
     return found
 
 
+def is_newer(lease: pb.Lease) -> bool:
+    """Whether a newer agent made the lease."""
+    found = lease.labels.get(_P + "format", "1")
+    return not found.isdecimal() or int(found) > FORMAT
+
+
 def hold_of(lease: pb.Lease) -> base.Hold | None:
-    """The hold that a lease is; None when it is not ours or its labels make no sense."""
+    """The hold that a lease is; None when it is not ours, of a newer agent or makes no sense."""
+    if is_newer(lease):
+        return None
     found = dict(lease.labels)
     role, by = found.get(_P + "role", ""), found.get(_P + "by", "")
     ref = found.get(_P + "ref", "")

@@ -18,11 +18,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import kit.errors
 import kit.files
+import kit.formats
 from preheat import manifest
 from preheat.runtimes import base, cri, cri_pb2
 
 CONNECT_SECONDS = 3.0
+FORMAT = 1  # of the file of holds
 
 
 class Crio(cri.CriRuntime):
@@ -89,9 +92,15 @@ class Crio(cri.CriRuntime):
         if self._holds is None:
             try:
                 text = await asyncio.to_thread(self._state.read_text)
-                self._holds = {each["id"]: _hold(each) for each in json.loads(text)}
+                kept = json.loads(text)
+                if isinstance(kept, list):  # agents before December 2026
+                    kept = {"holds": kept}
+                kit.formats.check(str(self._state), kept, FORMAT)
+                self._holds = {each["id"]: _hold(each) for each in kept["holds"]}
             except FileNotFoundError:
                 self._holds = {}
+            except kit.errors.HostError as error:
+                raise base.RuntimeCallError(error.thing, error.cause, error.remedy) from error
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise base.RuntimeCallError(
                     str(self._state),
@@ -103,7 +112,8 @@ class Crio(cri.CriRuntime):
 
     async def _save(self, found: dict[str, base.Hold]) -> None:
         self._holds = found
-        text = json.dumps([dataclasses.asdict(hold) for hold in found.values()], indent=1)
+        holds = [dataclasses.asdict(hold) for hold in found.values()]
+        text = json.dumps({kit.formats.KEY: FORMAT, "holds": holds}, indent=1)
         await asyncio.to_thread(kit.files.save, self._state, text.encode())
 
     async def begin(self, hold: base.Hold) -> base.Hold:

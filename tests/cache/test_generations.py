@@ -4,9 +4,11 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kit.errors
 from cache.store import generations, index
 from cache.store.tree import Entry
 
@@ -34,6 +36,14 @@ def test_inventory_uses_the_index_of_a_killed_fill(tmp_path: Path) -> None:
     assert used["first"] >= 10**9
     assert used["again"] == 10**9
     assert used["done"] == 5
+
+
+def test_generation_of_a_newer_agent_is_refused(tmp_path: Path) -> None:
+    generations.save(str(tmp_path), {"dataset": "a", "identity": "{}", "format": 2})
+    fields = generations.load(str(tmp_path))
+    assert fields is not None
+    with pytest.raises(kit.errors.HostError, match="newer agent wrote it"):
+        generations.generation_of(fields)
 
 
 def test_generation_ignores_fields_of_other_versions(tmp_path: Path) -> None:

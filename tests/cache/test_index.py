@@ -1,5 +1,6 @@
 """The index: names of any bytes, damage, and what may be sealed."""
 
+import contextlib
 import os
 import sqlite3
 from pathlib import Path
@@ -141,7 +142,7 @@ def test_failed_transaction_leaves_nothing(opened: index.Index) -> None:
     assert opened.left() == (0, 0)
 
 
-@pytest.mark.parametrize("damage", ["noise", "empty", "cut", "format", "directory of pages"])
+@pytest.mark.parametrize("damage", ["noise", "empty", "cut", "directory of pages"])
 def test_open_replaces_a_damaged_index(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "index.sqlite"
     known = index.Index.open(path)
@@ -156,10 +157,6 @@ def test_open_replaces_a_damaged_index(tmp_path: Path, damage: str) -> None:
         path.write_bytes(b"")
     elif damage == "cut":
         path.write_bytes(data[: len(data) // 2])
-    elif damage == "format":
-        with sqlite3.connect(path) as db:
-            db.execute("PRAGMA user_version=99")
-        db.close()
     else:
         path.write_bytes(data[:4096] + os.urandom(4096 * 8) + data[4096 * 9 :])
     again = index.Index.open(path)
@@ -170,6 +167,18 @@ def test_open_replaces_a_damaged_index(tmp_path: Path, damage: str) -> None:
     again.add_chunk(index.ROOT, [item("new")])
     assert again.left()[0] >= 1
     again.close()
+
+
+def test_index_of_a_newer_agent_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    index.Index.open(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version=2")
+    before = path.read_bytes()
+    for change in (index.Index.open, index.Index.discard):
+        with pytest.raises(OSError, match=r"newer agent \(format 2, this agent knows 1\)"):
+            change(path)
+    assert path.read_bytes() == before
 
 
 def test_committed_keeps_the_rest_of_a_chunk(opened: index.Index) -> None:

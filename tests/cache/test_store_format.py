@@ -6,15 +6,17 @@ file (``d1/f00001``) that was not withdrawn yet. Packed with
 ``tar --xattrs --xattrs-include=*``.
 """
 
+import contextlib
 import hashlib
 import json
+import sqlite3
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.testbed import trees
-from tests.testbed.agent import Agent
+from tests.testbed.agent import Agent, ApiError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -61,3 +63,38 @@ def test_old_store_is_adopted_without_refilling(area: Path, adopted: Agent) -> N
     adopted.wait_for(lambda: adopted.dataset("done")["verify"].get("at"), 30, "the verify")
     verify = adopted.dataset("done")["verify"]
     assert (verify["state"], verify["bad"], verify["checked_files"]) == ("good", 0, 43)
+
+
+def test_newer_formats_are_left_alone(area: Path, adopted: Agent) -> None:
+    """Of a newer agent are: generation.json of ``done``, ``half``'s index, ``bad``'s state file."""
+    (done,), (half,) = (adopted.generations(name) for name in ("done", "half"))
+    newer = [done / "generation.json", half / "index.sqlite", adopted.state / "datasets/bad.json"]
+    newer[0].write_text(json.dumps(json.loads(newer[0].read_text()) | {"format": 2, "state": 7}))
+    with contextlib.closing(sqlite3.connect(newer[1])) as db:
+        db.execute("PRAGMA user_version=2")
+    newer[2].parent.mkdir(parents=True)
+    newer[2].write_text('{"format": 2, "removed": "in another way"}')
+    before = [path.read_bytes() for path in newer]
+    stored = inodes(adopted.tree("done"))
+    adopted.add_dir("other", area / "half")
+
+    adopted.start()
+    adopted.wait_state("other", "complete")
+    wanted = {("dataset-not-served", "done"), ("dataset-not-filled", "half")}
+    wanted.add(("dataset-not-served", "bad"))
+
+    def found() -> set[tuple[str, str]]:
+        return {
+            (each["rule"], each["subject"].removeprefix("dataset "))
+            for each in adopted.findings()
+            if "newer agent" in each["message"]
+        }
+
+    adopted.wait_for(lambda: found() == wanted, 60, "the findings")
+    with pytest.raises(ApiError, match="newer agent wrote it"):
+        adopted.tell("done", "warm")
+    with pytest.raises(ApiError, match="newer agent wrote it"):
+        adopted.remove("bad")
+    assert adopted.stop() == 0
+    assert [path.read_bytes() for path in newer] == before
+    assert inodes(adopted.tree("done")) == stored

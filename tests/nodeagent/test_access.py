@@ -1,7 +1,11 @@
 """Host names and rates."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
+import kit.files
 from nodeagent.api import access
 
 
@@ -36,3 +40,31 @@ def test_rate_gives_a_burst_then_so_many_a_second(monkeypatch: pytest.MonkeyPatc
     assert [rate.admits("a") for _ in range(2)] == [True, False]
     now = 100.0
     assert [rate.admits("a") for _ in range(4)] == [True, True, True, False]
+
+
+async def test_record_of_calls_holds_no_secret(tmp_path: Path) -> None:
+    calls = access.CallLog(tmp_path)
+    writer = asyncio.create_task(calls.write())
+    sent = {"reason": "see https://h.example/?sig=s3cretS3cret", "password": "s3cretS3cret", "n": 1}
+    calls.note(known=True, who="a", path="/v1/x?token=s3cretS3cret", sent=sent)
+    await calls.flush()
+    writer.cancel()
+    (entry,) = kit.files.last_entries(tmp_path / "api.log", 9)
+    assert "s3cretS3cret" not in repr(entry)
+    assert entry["sent"] == {"reason": "see https://h.example/?sig=***", "password": "***", "n": 1}
+
+
+async def test_strangers_cannot_fill_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    calls, logged = access.CallLog(tmp_path), []
+    monkeypatch.setattr(access.log, "info", lambda _, **entry: logged.append(entry))
+    for number in range(1000):
+        calls.note(known=False, who=number)
+    calls.note(known=True, who="alice")
+    assert len(logged) == access.STRANGERS_AT_ONCE + 1
+    now = 1.0
+    calls.note(known=False, who="later")
+    assert logged[-1] == {"who": "later", "skipped": 1000 - access.STRANGERS_AT_ONCE}

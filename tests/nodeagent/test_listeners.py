@@ -206,11 +206,13 @@ async def test_connection_without_a_whole_request_is_closed(
         "GET /" + "a" * 9000 + " HTTP/1.1\r\nHost: localhost\r\n\r\n",
         "GET /metrics HTTP/1.1\r\nHost: localhost\r\nX: " + "a" * 9000 + "\r\n\r\n",
         "GET /metrics HTTP/1.1\r\nHost: localhost\r\n" + "X: a\r\n" * 500 + "\r\n",
+        "GET /metrics HTTP/1.1\r\nHost: localhost\r\nX: a\0b\r\n\r\n",
+        "nonsense\r\n\r\n",
     ],
-    ids=["line", "header", "headers"],
+    ids=["line", "header", "headers", "NUL", "nonsense"],
 )
-async def test_oversized_headers_are_refused(
-    agent: app.Agent, port: int, request_text: str
+async def test_requests_too_large_or_not_http_are_refused_and_leave_the_log_alone(
+    agent: app.Agent, port: int, request_text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_admin(agent, metrics=f"127.0.0.1:{port}")
     async with listeners.serving(agent.state):
@@ -218,6 +220,7 @@ async def test_oversized_headers_are_refused(
         writer.write(request_text.encode())
         assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == b"400"
         writer.close()
+    assert "aiohttp" not in caplog.text
 
 
 async def test_client_that_does_not_read_is_dropped(

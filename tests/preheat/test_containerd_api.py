@@ -56,6 +56,17 @@ def test_lease_labels_give_the_hold_back(
     assert api.hold_of(pb.Lease(id=request.id, labels=request.labels)) == hold
 
 
+def test_lease_of_a_newer_agent_is_not_ours() -> None:
+    hold = base.Hold("x", "pin", "r.e/a:b", "policy", manifest.Target("t", DIGEST, 5))
+    labels = api.lease_labels(hold)
+    assert not api.is_newer(pb.Lease(id="x", labels=labels))
+    older = {key: value for key, value in labels.items() if key != "nodeagent/format"}
+    assert api.hold_of(pb.Lease(id="x", labels=older)) == hold
+    newer = pb.Lease(id="x", labels=labels | {"nodeagent/format": "2"})
+    assert api.is_newer(newer)
+    assert api.hold_of(newer) is None
+
+
 def test_hold_id_depends_on_the_digest_of_pins_only() -> None:
     def lease(role: Any, digest: str) -> str:
         target = manifest.Target("t", digest, 1)

@@ -4,6 +4,7 @@ Pulls, lists and states go through the real CRI of containerd; the drop-in and i
 process that listens on a unix socket as CRI-O does. What CRI-O makes of them is not tested.
 """
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -78,6 +79,24 @@ async def test_unreadable_state_is_named(listener: Path, tmp_path: Path) -> None
     box = crio.Crio(listener, tmp_path / "50.conf", tmp_path / "state.json")
     with pytest.raises(base.RuntimeCallError, match=r"state\.json.*remove it"):
         await box.begin(base.Hold("", "pull", "r.e/a:b", "operator"))
+
+
+async def test_state_of_a_newer_agent_is_left_alone(listener: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    state.write_text('{"format": 2, "holds": "something else"}')
+    box = crio.Crio(listener, tmp_path / "50.conf", state)
+    with pytest.raises(base.RuntimeCallError, match="newer agent wrote it"):
+        await box.begin(base.Hold("", "pull", "r.e/a:b", "operator"))
+    assert state.read_text() == '{"format": 2, "holds": "something else"}'
+
+
+async def test_state_of_an_older_agent_is_taken_over(listener: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    box = crio.Crio(listener, tmp_path / "50.conf", state)
+    hold = await box.begin(base.Hold("", "pull", "r.e/a:b", "operator"))
+    state.write_text(json.dumps(json.loads(state.read_text())["holds"]))
+    again = crio.Crio(listener, tmp_path / "50.conf", state)
+    assert (await again._read())[hold.id] == hold
 
 
 @pytest.mark.real

@@ -28,7 +28,8 @@ CACHE = Path(os.environ.get("NODEAGENT_CACHE", "~/.cache/nodeagent")).expanduser
 NAME = "localhost/nodeagent"
 RELEASE = "bookworm"
 BUILD_SECONDS = 1500.0  # the first time, on a busy machine; a changed version takes half a minute
-KEPT = 4
+KEPT = 6  # archives; some tests make a second image of a checkout
+_LABEL = "org.opencontainers.image.version"
 MOST_LAYERS = 200
 # Files of the checkout that no image holds; as in .dockerignore.
 _LEFT_OUT = ("tests/", "docs/", ".ci/", "deploy/chart/", "deploy/manifests/")
@@ -97,6 +98,12 @@ class Container:
         path = "PATH=/opt/nodeagent/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         return _run("chroot", str(self.root), "/usr/bin/env", path, *words)
 
+    def commit(self, made: Image) -> None:
+        """The file system as it is now becomes an image with its archive."""
+        _buildah(self.home, "config", "--label", f"{_LABEL}={made.version}", self.name)
+        _buildah(self.home, "commit", "--quiet", self.name, made.reference)
+        _push(self.home, made, made.archive.with_suffix(".new"))
+
     def run_with(self, folder: Path, *words: str) -> str:
         """As ``run``, with /dev, /proc, the host's network, ``folder`` and the right to mount."""
         return _buildah(
@@ -159,15 +166,18 @@ def build(release: str = RELEASE, ceph: str = "", lock: str = "preferred") -> Im
             )  # fmt: skip
             with container(made) as inside:
                 shutil.copy(inside.root / SBOM, made.sbom)
-            new = work / "image.tar"
-            # Not compressed: it is read once on this machine.
-            _buildah(
-                home, "push", "--disable-compression", made.reference,
-                f"oci-archive:{new}:{made.reference}",
-            )  # fmt: skip
-            new.rename(archive)
+            _push(home, made, work / "image.tar")
         _forget_old(home)
     return made
+
+
+def _push(home: Path, made: Image, new: Path) -> None:
+    """Write its archive, by way of ``new``. Not compressed: it is read once on this machine."""
+    _buildah(
+        home, "push", "--disable-compression", made.reference,
+        f"oci-archive:{new}:{made.reference}",
+    )  # fmt: skip
+    new.rename(made.archive)
 
 
 def _checkout() -> list[str]:

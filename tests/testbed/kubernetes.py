@@ -5,8 +5,9 @@ its kubelet what a machine is. It has
 * a mount namespace whose mounts are shared, as under systemd. On the machines of the tests nothing
   else is shared, and containers with propagation are refused there;
 * processes of its own: a PID namespace. Its pid 1 is the node's, and all of it ends with that one;
-* /etc, /run, /var and a bpf file system of its own, on a small disk of its own.
-Network, /dev and cgroups are the machine's.
+* /etc, /opt, /run, /var and a bpf file system of its own, on a small disk of its own.
+Network, /dev and cgroups are the machine's. ``reboot`` keeps what a machine's disk keeps, and runs
+BOOT first, as systemd runs units that are before kubelet.
 
 scripts/kubernetes.sh builds the programs.
 """
@@ -19,7 +20,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.testbed import containerd, leftovers, ports, registry, waiting
+from tests.testbed import containerd, kube_api, leftovers, ports, registry, waiting
 
 VERSION = "1.34.2"  # as in scripts/kubernetes.sh
 CACHE = Path(os.environ.get("NODEAGENT_CACHE", "~/.cache/nodeagent")).expanduser()
@@ -28,6 +29,7 @@ RUNTIME = "trixie"  # containerd 1.7
 # The name that the API server reaches its kubelet by, for kubectl exec and logs: on loopback only.
 NODE = "localhost"
 HOST = "registry.test"  # how the node calls the registry of the tests
+BOOT = "/etc/before-kubelet"  # a script on the node
 START_SECONDS = 90.0
 CGROUPS = Path("/sys/fs/cgroup")
 LOOP_CONTROL = Path("/dev/loop-control")
@@ -60,9 +62,10 @@ mount --make-rshared /
 mount {disk} {folder}/disk
 losetup -d {disk}  # once nothing uses it any more
 cd {folder}/disk
-mkdir -p etc etc.work var var.work
-mount -t overlay -o lowerdir=/etc,upperdir=etc,workdir=etc.work overlay /etc
-mount -t overlay -o lowerdir=/var,upperdir=var,workdir=var.work overlay /var
+for each in etc opt var; do
+  mkdir -p $each $each.work
+  mount -t overlay -o lowerdir=/$each,upperdir=$each,workdir=$each.work overlay /$each
+done
 mount -t tmpfs -o mode=755 tmpfs /run
 mount -t bpf bpf /sys/fs/bpf
 mkdir -p /run/containerd /run/log /etc/containerd/certs.d
@@ -74,11 +77,13 @@ mkdir -p mnt
 mount --bind mnt /mnt
 mount -t tmpfs tmpfs /var/log
 cp -r {folder}/certs.d/. /etc/containerd/certs.d/
+cp {folder}/kubelet.yaml /var/lib/kubelet/config.yaml
 cd /
 containerd --config {folder}/containerd.toml >{folder}/containerd.log 2>&1 &
 until ctr --timeout 2s version >/dev/null 2>&1; do sleep 0.1; done
+[ ! -e {boot} ] || sh {boot} >{folder}/boot.log 2>&1 || true
 while :; do
-  {bin}/kubelet --config {folder}/kubelet.yaml --kubeconfig {folder}/pki/node.kubeconfig \\
+  {bin}/kubelet --config /var/lib/kubelet/config.yaml --kubeconfig {folder}/pki/node.kubeconfig \\
     --hostname-override localhost --root-dir /var/lib/kubelet --v 1 \\
     >>{folder}/kubelet.log 2>&1 || true
   sleep 0.2
@@ -118,6 +123,7 @@ class Kubernetes:
         self.busybox = ""
         self._cgroup = f"nodeagent-kube-{os.getpid()}"
         self._loop = 1_000_000 + os.getpid() % 48_000  # the kernel numbers up to 2**20
+        self._beat = ""  # the last before the node was powered off
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     # --- its parts ------------------------------------------------------------------------------
@@ -288,8 +294,9 @@ class Kubernetes:
                 "nodefs.available": "1%",
                 "imagefs.available": "1%",
             },
-            "imageGCHighThresholdPercent": 99,
-            "imageGCLowThresholdPercent": 98,
+            "imageGCHighThresholdPercent": 85,
+            "imageGCLowThresholdPercent": 84,
+            "imageMinimumGCAge": "-1ns",  # so an image may go in the first look, at kubelet's start
             # A pod that ends or starts is seen at once.
             "syncFrequency": "2s",
             "volumeStatsAggPeriod": "10s",
@@ -300,16 +307,34 @@ class Kubernetes:
         (self.folder / "containerd.toml").write_text(
             _CONTAINERD.format(folder=self.folder, pause=self.busybox)
         )
+        self.boot()
+
+    def boot(self) -> None:
+        """Start the node, also after ``power_off``. Its pods come back later."""
+        loop = self._attach(self.folder / "disk.img")
         (self.folder / "node.sh").write_text(
-            _NODE.format(folder=self.folder, bin=BIN, disk=self._attach(disk))
+            _NODE.format(folder=self.folder, bin=BIN, disk=loop, boot=BOOT)
         )
         self._spawn(
             "node", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
             "--propagation", "private", "bash", str(self.folder / "node.sh"),
         )  # fmt: skip
-        self._until_there("node", self._node_ready)
+        self._until_there("node", lambda: self._heartbeat() not in ("", self._beat))
         # No pod is admitted into a namespace before the controllers gave it this account.
         self._until_there("node", lambda: self._ask("get", "serviceaccount", "default"))
+
+    def power_off(self) -> None:
+        """All of the node ends at once; what is on its disk stays."""
+        self._beat = self._heartbeat()
+        node = self._processes.pop("node")
+        node.kill()
+        node.wait(timeout=30)
+        backing = Path(f"/sys/block/loop{self._loop}/loop/backing_file")
+        waiting.until(lambda: not backing.exists(), 30, "the node's disk to be free")
+
+    def restart_kubelet(self) -> None:
+        """It is back after a moment; its images are looked at again at its start."""
+        self.on_node("sh", "-c", "kill $(pidof kubelet)")
 
     def _attach(self, disk: Path) -> str:
         """A loop device with a number of its own: 'mount -o loop' asks every other one first."""
@@ -322,12 +347,13 @@ class Kubernetes:
         with contextlib.suppress(OSError), LOOP_CONTROL.open("rb+", buffering=0) as control:
             fcntl.ioctl(control, _LOOP_CTL_REMOVE, self._loop)
 
-    def _node_ready(self) -> bool:
+    def _heartbeat(self) -> str:
+        """When the kubelet last said that the node is ready; nothing when it is not."""
         found = self._ask("get", "node", NODE, "-o", "json")
-        if not found:
-            return False
-        conditions = json.loads(found)["status"]["conditions"]
-        return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+        conditions = json.loads(found)["status"]["conditions"] if found else []
+        beats = [e["lastHeartbeatTime"] for e in conditions if e["type"] == "Ready"
+                 and e["status"] == "True"]  # fmt: skip
+        return beats[0] if beats else ""
 
     def _until_there(self, name: str, condition: Any) -> None:
         def there() -> Any:
@@ -378,7 +404,7 @@ class Kubernetes:
 
     def pods(self, namespace: str, selector: str) -> list[dict[str, Any]]:
         """Those that are not on their way out."""
-        found = self.get("pods", "-n", namespace, "-l", selector)["items"]
+        found = kube_api.Api(self.api_port, self.folder / "pki").pods(namespace, selector)
         return [each for each in found if "deletionTimestamp" not in each["metadata"]]
 
     @property
@@ -405,6 +431,17 @@ class Kubernetes:
         )  # fmt: skip
         assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done
+
+    def cgroups(self, container: str) -> list[Path]:
+        """The container's directories, one of each hierarchy."""
+        return [
+            found
+            for controller in _controllers()
+            for found in (controller / self._cgroup).rglob(container)
+        ]
+
+    def images(self) -> list[str]:
+        return self.on_node("ctr", "-n", "k8s.io", "images", "ls", "-q").stdout.split()
 
     def import_image(self, archive: Path) -> None:
         self.on_node("ctr", "-n", "k8s.io", "images", "import", str(archive))

@@ -14,8 +14,11 @@ from typing import Any
 
 import kit.errors
 import kit.files
+import kit.formats
 from volumes import settings
 from volumes.guard import cgroups, kernel
+
+FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,17 @@ def path(state_dir: Path) -> Path:
 
 
 def load(state_dir: Path) -> Override | None:
-    """None without an override. HostError when the file is damaged."""
+    """None without an override. HostError when the file is damaged, or of a newer agent."""
     file = path(state_dir)
     try:
         data = json.loads(file.read_text())
+        kit.formats.check(str(file), data, FORMAT)
         return Override(
             kernel.Mode(data["mode"]), str(data["by"]), str(data["reason"]), float(data["at"])
         )
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise kit.errors.HostError(
             str(file), f"cannot be used ({error})", "set the mode again, or remove the file"
         ) from error
@@ -57,7 +61,8 @@ def store(state_dir: Path, mode: kernel.Mode, by: str, reason: str) -> Override:
     file = path(state_dir)
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        kit.files.save(file, json.dumps(new.as_json()).encode())
+        text = json.dumps({kit.formats.KEY: FORMAT, **new.as_json()})
+        kit.files.save(file, text.encode())
     except OSError as error:
         raise kit.errors.HostError(
             str(file), str(error.strerror), "make the state directory writable"

@@ -15,7 +15,7 @@ from ceph.client import Cluster
 from ceph.protocol import ImageId
 from ceph.settings import ClusterSettings
 from linux.rbd_sysfs import RbdImage
-from volumes.ledger.store import Entry, Knowledge, parse
+from volumes.ledger.store import Entry, Knowledge, NewerError, parse
 
 METADATA_KEY = "nodeagent.volume"
 
@@ -48,6 +48,7 @@ class Mirror:
         self._settings = tuple(clusters), deadline
         self._clusters = [Cluster(each, deadline) for each in clusters]
         self._failures = 0
+        self.newer: dict[ImageId, str] = {}  # images whose metadata a newer agent wrote
 
     @property
     def failures(self) -> int:
@@ -92,19 +93,23 @@ class Mirror:
         allocated = Knowledge.NOT_ASKED
         if extents:
             allocated = Knowledge.CONTENT if content.extent else Knowledge.NONE
+        self.newer.pop(_id(image), None)
         if content.metadata is None:
             return Answer(Knowledge.NONE, allocated, size=content.size)
         try:
             known = parse(content.metadata)
         except (ValueError, TypeError) as error:
             why = f"the image's metadata: {error}"
+            if isinstance(error, NewerError):
+                self.newer[_id(image)] = why
             return Answer(Knowledge.UNKNOWN, allocated, size=content.size, why=why)
         return Answer(known.knowledge, allocated, known, content.size)
 
     async def write(self, image: RbdImage, new: Entry) -> bool:
-        """Set the image's metadata; False without such a cluster. AgentError when it failed."""
+        """Set the image's metadata; False without such a cluster, and for what a newer agent wrote
+        there. AgentError when it failed."""
         cluster = await self._cluster(image.fsid)
-        if cluster is None:
+        if cluster is None or _id(image) in self.newer:
             return False
         await cluster.set_metadata(_id(image), METADATA_KEY, new.dump())
         return True

@@ -6,9 +6,11 @@ it permits a format, that it permitted one. One small fsynced file per volume; `
 copy in the image's own metadata, for other nodes.
 
 Invariants: ``Store.put`` returns only when the entry would survive a power cut. A file that cannot
-be understood is kept, and its volume's knowledge is UNKNOWN, never NONE.
+be understood is kept, and its volume's knowledge is UNKNOWN, never NONE. What a newer agent
+wrote is never replaced.
 """
 
+import errno
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +25,10 @@ MOST_BYTES = 4096  # of an entry's JSON; RBD metadata values are small strings
 MOST_ENTRIES = 20_000
 # A later last_seen alone is not worth an fsync: that would be one for each mount.
 SEEN_AGAIN_SECONDS = 600.0
+
+
+class NewerError(ValueError):
+    """A newer agent wrote the entry. It is left alone."""
 
 
 class Knowledge(StrEnum):
@@ -107,7 +113,7 @@ def parse(text: str) -> Entry:
     if not isinstance(data, dict) or not isinstance(data.get("version"), int):
         raise ValueError("not a ledger entry")
     if data["version"] > VERSION:
-        raise ValueError(f"written by a newer agent (version {data['version']})")
+        raise NewerError(f"written by a newer agent (version {data['version']})")
     known = {name: data[name] for name in Entry.__dataclass_fields__ if name in data}
     known["previous"] = tuple(str(p) for p in known.get("previous", ()))
     for name in ("volume", "type", "uuid"):
@@ -146,12 +152,14 @@ class Store:
         self.folder = folder
         self._entries: dict[str, Entry] = {}
         self.unreadable: dict[str, str] = {}  # file name -> error
+        self._newer: set[str] = set()  # of these files, those that a newer agent wrote
 
     def load(self) -> None:
         """Read all files. OSError when the folder cannot be made or listed."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._entries.clear()
         self.unreadable.clear()
+        self._newer.clear()
         for file in sorted(self.folder.glob("*.json")):
             try:
                 found = parse(file.read_text(encoding="utf-8"))
@@ -159,6 +167,8 @@ class Store:
                     raise ValueError("its name does not match its content")
             except (OSError, ValueError, TypeError) as error:
                 self.unreadable[file.name] = str(error)
+                if isinstance(error, NewerError):
+                    self._newer.add(file.name)
             else:
                 self._entries[found.volume] = found
 
@@ -178,6 +188,8 @@ class Store:
     def put(self, new: Entry) -> None:
         """Save an entry. Blocks. OSError when it is not durable; then nothing has changed."""
         file = self._file(new.volume)
+        if file.name in self._newer:
+            raise OSError(errno.EPROTONOSUPPORT, self.unreadable[file.name], str(file))
         kit.files.save(file, new.dump().encode())
         self.unreadable.pop(file.name, None)
         self._entries[new.volume] = new
@@ -187,6 +199,8 @@ class Store:
     def needs(self, new: Entry) -> bool:
         """Whether ``new`` differs enough from the stored entry to be worth an fsync."""
         old = self._entries.get(new.volume)
+        if self._file(new.volume).name in self._newer:
+            return False
         if old is None or new.last_seen - old.last_seen >= SEEN_AGAIN_SECONDS:
             return True
         return (old.type, old.uuid, old.label, old.permitted, old.previous) != (

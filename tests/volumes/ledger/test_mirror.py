@@ -120,6 +120,17 @@ async def test_write_needs_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         await made.write(_image("f1"), ENTRY)
 
 
+async def test_metadata_of_a_newer_agent_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand("f1", ImageContent('{"version": 99, "volume": "v"}'))
+    made = _mirror(monkeypatch, stand)
+    await made.ask(_image("f1"), extents=False)
+    assert "newer agent" in str(made.newer)
+    assert not await made.write(_image("f1"), ENTRY)
+    stand.content_ = ImageContent(ENTRY.dump())  # it was taken back
+    await made.ask(_image("f1"), extents=False)
+    assert await made.write(_image("f1"), ENTRY)
+
+
 async def test_apply_replaces_changed_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     first = Stand("f1", ImageContent(None), up=False)
     made = _mirror(monkeypatch, first)

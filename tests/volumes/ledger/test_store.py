@@ -1,6 +1,7 @@
 """The ledger: what is on disk, what is damaged, and how two copies become one."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,21 @@ def test_prune_drops_oldest_images_only(tmp_path: Path, monkeypatch: pytest.Monk
         ledger.put(dataclasses.replace(SEEN, volume=f"rbd:{number}", last_seen=float(number)))
     kept = [e.volume for e in ledger.entries()]
     assert kept == ["nbd:x", "rbd:3", "rbd:4"] and len(list(tmp_path.iterdir())) == 3
+
+
+def test_entry_of_a_newer_agent_is_never_replaced(tmp_path: Path) -> None:
+    known = store.Store(tmp_path)
+    known.load()
+    entry = store.Entry("rbd:a/1//b", type="ext4", uuid="u")
+    known.put(entry)
+    (file,) = tmp_path.glob("*.json")
+    newer = json.dumps({**json.loads(file.read_text()), "version": 2, "type": {"now": "a dict"}})
+    file.write_text(newer)
+
+    known.load()
+    assert known.knowledge(entry.volume) is store.Knowledge.UNKNOWN
+    assert "newer agent" in known.unreadable[file.name]
+    assert not known.needs(entry)
+    with pytest.raises(OSError, match="newer agent"):
+        known.put(entry)
+    assert file.read_text() == newer
