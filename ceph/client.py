@@ -19,6 +19,7 @@ from ceph.protocol import (
     ClusterView,
     ContentQuestion,
     Credentials,
+    Extents,
     ImageContent,
     ImageId,
     ImageName,
@@ -75,7 +76,9 @@ class Cluster:
         """The cluster's fsid."""
         return (await self._ask()).fsid
 
-    async def content(self, image: ImageId, metadata_key: str, *, extents: bool) -> ImageContent:
+    async def content(
+        self, image: ImageId, metadata_key: str, extents: Extents | None = None
+    ) -> ImageContent:
         """A metadata entry of an image and, with ``extents``, whether any data was written."""
         answer = await self._ask(content=ContentQuestion(image, metadata_key, extents))
         assert answer.content is not None

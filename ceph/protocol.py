@@ -48,12 +48,22 @@ class ImageName:
 
 
 @dataclass(frozen=True)
+class Extents:
+    """Where to look for allocated extents: from byte ``start`` to the end. Without an object map
+    that would visit every object of a large image: then only at ``places``, where data leaves
+    marks."""
+
+    start: int = 0
+    places: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
 class ContentQuestion:
     """Does the image hold data, and what does its metadata say?"""
 
     image: ImageId
     metadata_key: str
-    extents: bool  # also look for an allocated extent
+    extents: Extents | None = None  # also look for an allocated extent
 
 
 @dataclass(frozen=True)

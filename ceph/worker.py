@@ -30,6 +30,7 @@ from ceph.protocol import (
     ClusterView,
     ContentQuestion,
     Credentials,
+    Extents,
     FeatureGroup,
     ImageContent,
     ImageId,
@@ -147,10 +148,29 @@ class _Connection:
     def _content(self, question: ContentQuestion) -> ImageContent:
         with self._image(question.image) as ioctx:
             metadata = self._metadata(ioctx, question.image.image_id, question.metadata_key)
-            if not question.extents:
+            if question.extents is None:
                 return ImageContent(metadata)
             with rbd.Image(ioctx, image_id=question.image.image_id, read_only=True) as image:
-                return ImageContent(metadata, int(image.size()), _first_extent(image))
+                extent = self._first_extent(image, question.image, question.extents)
+                return ImageContent(metadata, int(image.size()), extent)
+
+    def _first_extent(self, image: Any, id: ImageId, where: Extents) -> tuple[int, int] | None:
+        """Offset and length of an allocated extent, of a clone's parent too; None when all is
+        empty. An image without object map is looked at in some places only."""
+        size = int(image.size())
+        if image.features() & rbd.RBD_FEATURE_FAST_DIFF or _has_parent(image):
+            return _diffed(image, where.start, size)
+        step = 1 << int(image.stat()["order"])
+        with self._cluster.open_ioctx2(image.data_pool_id()) as ioctx:
+            ioctx.set_namespace(id.namespace)
+            objects = sorted({at // step for at in where.places if where.start <= at < size})
+            for number in objects:
+                try:
+                    ioctx.stat(f"{image.block_name_prefix()}.{number:016x}")
+                except rados.ObjectNotFound:
+                    continue
+                return number * step, step
+        return None
 
     def _metadata(self, ioctx: Any, image_id: str, key: str) -> str | None:
         # The object class's own method: a librbd image open for writing would register a watch,
@@ -265,8 +285,15 @@ def _is_mirrored(image: Any) -> bool:
         return False
 
 
-def _first_extent(image: Any) -> tuple[int, int] | None:
-    """Offset and length of an allocated extent, of a clone's parent too; None when all is empty."""
+def _has_parent(image: Any) -> bool:
+    try:
+        image.parent_info()
+    except rbd.ImageNotFound:
+        return False
+    return True
+
+
+def _diffed(image: Any, start: int, size: int) -> tuple[int, int] | None:
     found: list[tuple[int, int]] = []
 
     def note(offset: int, length: int, exists: bool) -> None:
@@ -275,7 +302,7 @@ def _first_extent(image: Any) -> tuple[int, int] | None:
             raise _Found
 
     try:
-        image.diff_iterate(0, image.size(), None, note, True, True)
+        image.diff_iterate(start, size - start, None, note, True, True)
     except _Found:
         pass
     return found[0] if found else None

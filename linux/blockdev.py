@@ -67,6 +67,19 @@ class BlockDevice:
     partitions: tuple[str, ...] = ()
     active: tuple[str, ...] = ()  # file system types with a live superblock on it or on a layer
     layers: tuple[Layer, ...] = ()  # everything on top of it
+    mapping: str = ""  # device mapper: the uuid of what it does, CRYPT-LUKS2-...
+    below: tuple["BlockDevice", ...] = ()  # device mapper: what it lies on; empty until it does
+
+    @property
+    def lowest(self) -> "BlockDevice":
+        """What it lies on at the bottom, where that is one device."""
+        return self.below[0].lowest if len(self.below) == 1 else self
+
+    @property
+    def encrypts(self) -> str:
+        """The path of the device that a LUKS mapping encrypts; empty for anything else."""
+        luks = self.mapping.startswith("CRYPT-LUKS") and len(self.below) == 1
+        return self.below[0].path if luks else ""
 
     @property
     def path(self) -> str:
@@ -75,6 +88,9 @@ class BlockDevice:
     @property
     def volume(self) -> str:
         """The volume's identity, the same on every node; empty when nothing names it."""
+        if self.below:
+            lower = self.below[0].volume if len(self.below) == 1 else ""
+            return f"{lower}+{self.mapping}" if lower and self.mapping else ""
         image = self.image
         if image is not None and image.fsid and image.image_id:
             at = f"@{image.snapshot}" if image.snapshot else ""
@@ -91,6 +107,8 @@ class BlockDevice:
     @property
     def title(self) -> str:
         """What it holds, for people."""
+        if self.below:
+            return f"{self.name} on {self.below[0].title}"
         if self.image is not None:
             return self.image.spec
         return self.backing or self.name
@@ -185,6 +203,10 @@ def _device(
     client: RbdClient | None = None
     if driver == "rbd":
         image, client = rbd_sysfs.mapping(re.sub(r"\D", "", parent or name), sysfs)
+    below: tuple[BlockDevice, ...] = ()
+    if driver == "device-mapper" and not parent:
+        lower = (identify(each, sysfs) for each in sorted(_listed(f"{home}/slaves")))
+        below = tuple(each for each in lower if each is not None)
     diskseq = rbd_sysfs.text(f"{whole}/diskseq")
     return BlockDevice(
         name=name,
@@ -199,6 +221,8 @@ def _device(
         backing=_backing(driver, whole),
         holders=tuple(_holders(home)),
         partitions=() if parent else tuple(_partitions(name, home)),
+        mapping=rbd_sysfs.text(f"{home}/dm/uuid"),
+        below=below,
     )
 
 

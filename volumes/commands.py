@@ -21,6 +21,7 @@ from kit import terminal
 from kit.room import CommandContext
 from kit.terminal import Shown
 from linux import blockdev
+from volumes import explain as explain_device
 from volumes import settings
 from volumes import status as volume_status
 from volumes.guard import kernel, override
@@ -204,7 +205,7 @@ def probe(ctx: CommandContext, device: str) -> Shown:
         async def examine() -> Any:
             probing = prober.Prober(wanted.probe_timeout)
             try:
-                return await probing.probe(device)
+                return await probing.probe(device, found.encrypts)
             finally:
                 await probing.close()
 
@@ -214,6 +215,24 @@ def probe(ctx: CommandContext, device: str) -> Shown:
 
     request = ("POST", "/v1/volumes/probe", {"device": str(Path(device).absolute())})
     return _ask(ctx, request, here), _probe_lines
+
+
+@terminal.command(volume, "explain")
+@click.argument("device")
+def explain(ctx: CommandContext, device: str) -> Shown:
+    """What is known of DEVICE, what was refused and why, and the next safe step."""
+    name = os.path.realpath(device)
+    status = terminal.call(ctx, "GET", "/v1/volumes/guard")
+    known = next((each for each in status["devices"] if each["device"] == name), None)
+    if known is None:
+        raise kit.errors.NotFoundError(
+            device, "the guard knows no such device", "see: nodeagent volume guard status"
+        )
+    entries = terminal.call(ctx, "GET", "/v1/volumes/ledger")["volumes"]
+    entry = next((each for each in entries if each["volume"] == known["volume"]), None)
+    denied = [each for each in status["denials"] if f"/dev/{each['device']}" == name]
+    answer = {"device": known, "ledger": entry, "denials": denied, "mode": status["mode"]}
+    return answer, lambda a: explain_device.page(**a)
 
 
 def _ledger_lines(answer: dict[str, Any]) -> Iterator[str]:

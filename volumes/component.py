@@ -37,6 +37,7 @@ class Volumes:
         self._settings = wanted
         self._state_dir = state_dir
         self._reporter = reporter
+        self._found: list[kit.findings.Finding] = []  # the guard's
         self.guard = controller.Controller(
             wanted.guard, wanted.clusters, state_dir=state_dir, changed=self._report_guard
         )
@@ -76,11 +77,12 @@ class Volumes:
         return kit.room.Health(alive=alive, ready=not reasons, reasons=tuple(reasons))
 
     def metrics(self) -> Iterable[Metric]:
-        yield from metrics.of_guard(self.guard)
+        yield from metrics.of_guard(self.guard, self._found)
         yield from metrics.of_audit(self.audit)
 
     def _report_guard(self) -> None:
-        self._reporter.report("volumes.guard", status.findings(self.guard, time.time()))
+        self._found = status.findings(self.guard, time.time())
+        self._reporter.report("volumes.guard", self._found)
 
     # --- what the admin API asks for
 
@@ -108,7 +110,7 @@ class Volumes:
     async def probe(self, path: str) -> dict[str, Any]:
         """The verdict on any block device, with what the ledger knows of its volume."""
         device = await asyncio.to_thread(blockdev.by_path, path)
-        found = await self.guard.manager.prober.probe(path)
+        found = await self.guard.manager.prober.probe(path, device.encrypts)
         return status.describe_probe(device, found, self.guard.ledger.get(device.volume))
 
     def ledger(self) -> list[dict[str, Any]]:

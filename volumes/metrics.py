@@ -6,14 +6,31 @@ import msgspec
 from prometheus_client.core import Metric
 
 import kit.processes
+from kit.findings import Finding
 from kit.metrics import counter, gauge
 from volumes.audit import evaluate
 from volumes.audit.service import Audit
 from volumes.guard import controller, kernel
 from volumes.probe.examine import Kind
 
+# Findings of the guard; each has a series, so that an alert does not wait for its first.
+GUARD_RULES = (
+    *(
+        "format-denied",
+        "format-would-be-denied",
+        "format-unchecked",
+        "content-changed",
+        "content-missing",
+    ),
+    *("volume-unreadable", "probe-hangs", "guard-not-in-force", "guard-overridden"),
+    *("guard-state-damaged", "guard-attached-late", "guard-not-pinned"),
+    "guard-unproven",
+)
 
-def of_guard(guard: controller.Controller) -> Iterable[Metric]:
+
+def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable[Metric]:
+    """``found``: its findings."""
+    rules = [each.rule for each in found]
     present, manager = guard.present, guard.manager
     counts = present.counters if present is not None else {}
     mode = present.mode if present is not None else None
@@ -27,6 +44,22 @@ def of_guard(guard: controller.Controller) -> Iterable[Metric]:
         "volumes_guard_in_force",
         "1 while the kernel does what the settings say.",
         not guard.problems(),
+    )
+    yield gauge(
+        "volumes_guard_findings",
+        "Current findings of the guard.",
+        {rule: rules.count(rule) for rule in GUARD_RULES},
+        "rule",
+    )
+    yield gauge(
+        "volumes_guard_drivers_not_loaded",
+        "Guarded drivers without a major number: their devices are guarded once they have one.",
+        len(set(guard.settings.drivers) - guard.driver_names()),
+    )
+    yield gauge(
+        "volumes_guard_log_readable",
+        "1 while the kernel's log can be read; without it no lease is granted.",
+        guard.errors.readable,
     )
     yield counter(
         "volumes_guard_checks",

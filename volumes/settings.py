@@ -15,9 +15,10 @@ OPENERS = (
     *("mount", "fsck", "fsck.ext2", "fsck.ext3", "fsck.ext4", "e2fsck", "xfs_repair"),
     *("fsck.xfs", "fsck.btrfs", "resize2fs", "xfs_growfs", "rbd-nbd", "nbd-client", "qemu-nbd"),
 )
-# Programs that may also format: allowed only with this first argument.
+# Programs that may also format: allowed only with this command.
 WORDS = (
     *("cryptsetup luksOpen", "cryptsetup open", "cryptsetup luksResume", "cryptsetup resize"),
+    *("cryptsetup luksAddKey", "cryptsetup luksChangeKey", "cryptsetup luksKillSlot"),
     *("btrfs check", "btrfs rescue"),
 )
 _MOST = 60  # names or pairs that fit into the kernel's tables
@@ -41,7 +42,7 @@ class GuardSettings(kit.settings.Section):
     15 bytes count)."""
     words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
     """'PROGRAM ARGUMENT': PROGRAM may open a guarded device for writing when ARGUMENT is its first
-    argument. Needs a kernel with BTF."""
+    argument without a dash. Needs a kernel with BTF."""
     lease: kit.units.Seconds = Field(default=90.0, ge=1, le=120)
     """How long a device found blank may be formatted. Longer than one mkfs takes; after an unused
     lease the next attempt to write gets a new one."""

@@ -36,6 +36,32 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             problem,
             "'nodeagent volume guard status' shows what the kernel says; see docs/guard.md",
         )
+    if guard.proof.startswith("unknown") and guard.proof_tried:
+        yield finding(
+            "guard-unproven",
+            "guard-unproven",
+            Severity.WARNING,
+            f"whether the guard is in force could not be tried: {guard.proof}",
+            "See 'nodeagent volume guard status'; the agent needs CAP_MKNOD and /dev",
+        )
+    if guard.came_late:
+        yield finding(
+            "guard-attached-late",
+            "guard-attached-late",
+            Severity.WARNING,
+            f"nothing guarded this node when the agent started, and {guard.came_late} devices were "
+            "attached",
+            "Attach the guard before kubelet starts (docs/guard.md, Deployment)",
+        )
+    if guard.present is not None and guard.present.attached and not guard.present.pinned:
+        yield finding(
+            "guard-not-pinned",
+            "guard-not-pinned",
+            Severity.WARNING,
+            "the guard has no names in a bpf file system"
+            + (f" ({guard.guard.no_watch})" if guard.guard is not None else ""),
+            "ceph-csi's wait looks for them; mount the host's /sys/fs/bpf into the pod",
+        )
     if (change := guard.override) is not None:
         yield finding(
             "guard-overridden",
@@ -46,7 +72,7 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             "Return to the settings: nodeagent volume guard set-mode settings",
         )
     damaged = sorted(guard.ledger.unreadable.items())[:20]
-    newer = sorted(f"image {e.image_id}: {why}" for e, why in guard.mirror.newer.items())[:20]
+    newer = sorted(f"image {e.image_id}: {why}" for (e, _), why in guard.mirror.newer.items())[:20]
     files = [f"ledger file {name}: {why}" for name, why in damaged]
     for text in (guard.override_error, *files, *newer):
         if text:

@@ -12,7 +12,7 @@ import pytest
 
 import kit.errors
 from ceph.client import Cluster
-from ceph.protocol import ImageContent, ImageId, ImageName
+from ceph.protocol import Extents, ImageContent, ImageId, ImageName
 from ceph.settings import ClusterSettings
 from tests.testbed import blockdev
 from tests.testbed.ceph import CephCluster
@@ -80,11 +80,11 @@ async def test_content_shows_extents_and_metadata_without_leaving_a_watcher(
 ) -> None:
     wanted = image(backend, f"img{namespace}", namespace)
     spec = f"rbd/{namespace}/img{namespace}" if namespace else "rbd/img"
-    assert await cluster.content(wanted, KEY, extents=True) == ImageContent(None, SIZE, None)
+    assert await cluster.content(wanted, KEY, Extents()) == ImageContent(None, SIZE, None)
     write(backend, spec)
     await cluster.set_metadata(wanted, KEY, "välue")
-    assert await cluster.content(wanted, KEY, extents=False) == ImageContent("välue")
-    found = await cluster.content(wanted, KEY, extents=True)
+    assert await cluster.content(wanted, KEY) == ImageContent("välue")
+    found = await cluster.content(wanted, KEY, Extents())
     assert found.metadata == "välue" and found.extent is not None and found.extent[1] > 0
     assert backend.run("rbd", "image-meta", "get", spec, KEY).strip() == "välue"
     assert "watcher=" not in backend.run("rbd", "status", spec)
@@ -99,7 +99,7 @@ async def test_content_of_a_clone_includes_its_parent(
     backend.run("rbd", "snap", "protect", "rbd/parent@s")
     backend.run("rbd", "clone", "rbd/parent@s", "rbd/child")
     child = image_id(backend, "rbd/child")
-    assert (await cluster.content(child, KEY, extents=True)).extent is not None
+    assert (await cluster.content(child, KEY, Extents())).extent is not None
 
 
 async def test_a_missing_image_is_not_found_and_the_worker_goes_on(
@@ -107,12 +107,12 @@ async def test_a_missing_image_is_not_found_and_the_worker_goes_on(
 ) -> None:
     there = image(backend, "there")
     for gone in (ImageId(there.pool_id, "", "ffffffffffff"), ImageId(999, "", "a")):
-        for extents in (True, False):
+        for extents in (Extents(), None):
             with pytest.raises(kit.errors.NotFoundError):
-                await cluster.content(gone, KEY, extents=extents)
+                await cluster.content(gone, KEY, extents)
         with pytest.raises(kit.errors.NotFoundError):
             await cluster.set_metadata(gone, KEY, "v")
-    assert (await cluster.content(there, KEY, extents=True)).extent is None
+    assert (await cluster.content(there, KEY, Extents())).extent is None
     assert cluster.failures == 0
     assert "rbd_header.ffffffffffff" not in backend.run("rados", "-p", "rbd", "ls")
 
@@ -121,7 +121,7 @@ async def test_a_reader_may_ask_but_not_write(backend: CephCluster, tmp_path: Pa
     wanted = image(backend, "readonly")
     made = Cluster(reader(backend, tmp_path), DEADLINE)
     try:
-        assert (await made.content(wanted, KEY, extents=True)).extent is None
+        assert (await made.content(wanted, KEY, Extents())).extent is None
         with pytest.raises(kit.errors.RefusedError, match=r"client\.reader may not"):
             await made.set_metadata(wanted, KEY, "v")
         assert made.failures == 0
@@ -190,17 +190,17 @@ async def test_a_frozen_cluster_fails_in_time_and_answers_again(backend: CephClu
     wanted = image(backend, "frozen")
     made = Cluster(admin(backend), 3.0)
     try:
-        await made.content(wanted, KEY, extents=True)
+        await made.content(wanted, KEY, Extents())
         with backend.frozen("mon", "osd"):
             async with asyncio.timeout(8):
                 for _ in range(2):
                     with pytest.raises(kit.errors.AgentError):
-                        await made.content(wanted, KEY, extents=True)
+                        await made.content(wanted, KEY, Extents())
         assert made.failures >= 1
         async with asyncio.timeout(60):
             while True:
                 try:
-                    await made.content(wanted, KEY, extents=True)
+                    await made.content(wanted, KEY, Extents())
                     break
                 except kit.errors.AgentError:
                     await asyncio.sleep(0.5)

@@ -99,7 +99,7 @@ def replay(program: Path, folder: Path, images: Sequence[str], size: str) -> tup
             words = ("/mnt/ceph.conf", cluster.monitor, "/mnt/keyring", cluster.secret())
             script = (
                 f"export PATH={shlex.quote(path)} PYTHONPATH={shlex.quote(root)}\n"
-                f"cd {shlex.quote(root)}\nmodprobe -a rbd ext4 xfs\n"
+                f"cd {shlex.quote(root)}\nmodprobe -a rbd ext4 xfs dm_crypt xts loop\n"
                 f"python {shlex.join((str(program), *words))}\n"
             )
             return run(script, seen, timeout=420), cluster.fsid

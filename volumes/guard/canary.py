@@ -35,6 +35,12 @@ def attempt(cgroup: str, directory: str) -> str:
     """In the child. ``cgroup``: to join first; empty for none."""
     if cgroup:
         Path(cgroup, "cgroup.procs").write_text("0")
+    # The state directory's file system may be mounted nodev; /dev never is.
+    proof = _attempt(directory)
+    return _attempt("/dev") if proof.startswith("unknown") else proof
+
+
+def _attempt(directory: str) -> str:
     with tempfile.TemporaryDirectory(prefix=".guard-", dir=directory) as folder:
         node = Path(folder) / "canary"
         try:

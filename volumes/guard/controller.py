@@ -25,15 +25,28 @@ import kit.errors
 from ceph.settings import ClusterSettings
 from linux import blockdev, bpf, kmsg, mountinfo, netlink
 from volumes import settings
-from volumes.guard import canary, cgroups, denials, fallback, kernel, lease, lease_manager, override
+from volumes.guard import (
+    canary,
+    cgroups,
+    denials,
+    fallback,
+    kernel,
+    lease,
+    lease_manager,
+    override,
+    steps,
+)
 from volumes.ledger import store
 from volumes.ledger.mirror import Mirror
+from volumes.probe.examine import Kind
 
 log = structlog.get_logger("volumes")
 
 SCAN_SECONDS = 30.0  # in case a uevent was lost
 CHECK_AGAIN_SECONDS = 600.0  # a device whose content may have changed unnoticed
 PROOF_SECONDS = 60.0
+DENIED_AGAIN_SECONDS = 5.0  # between looks at a device with content, however often it is denied
+FAILURES = 3  # to load the program, in as many reconciles, before weaker means are taken
 MOUNT_SECONDS = 0.2  # from a mount to the look at what kubelet published
 
 
@@ -60,6 +73,7 @@ class Controller:
         self.present: kernel.Present | None = None
         self.unsupported = ""  # why this kernel does not take the program
         self.proof = "unknown: not tried yet"
+        self.proof_tried = False
         self.override: override.Override | None = None
         self.override_error = ""
         self.errors = lease.ErrorLog()
@@ -71,6 +85,10 @@ class Controller:
             node=node_name(), changed=changed,
         )  # fmt: skip
         self.fallback: fallback.Fallback | None = None
+        self._flags = fallback.Flags(state_dir / "volumes" / "read-only-flags.json")
+        self.came_late = 0  # devices that were there before anything guarded them
+        self._applied = False  # this agent's program and maps are in the kernel
+        self._failures = 0  # attempts in a row to bring them there
         self._changed = changed
         self._uevents: netlink.Uevents | None = None
         self._mounts: mountinfo.Watch | None = None
@@ -173,15 +191,20 @@ class Controller:
             self.override_error = ""
         except kit.errors.HostError as error:
             self.override_error = str(error)  # the last one known stays in force
+        if self.present is None:  # what came while there was no agent
+            self._majors = self._wanted().majors
+            there = await asyncio.to_thread(_devices)
+            self._guarded_parts = self._stacked(there)
         await self._attach()
         now = time.monotonic()
         if now - self._scanned >= SCAN_SECONDS:
             self._scanned = now
-            self._scan()
+            await self._scan()
         if self.guard is not None and now - self._proved >= PROOF_SECONDS:
             self._proved = now
             root = cgroups.is_root(self.guard.cgroup)
             self.proof = await canary.prove(self.guard.cgroup, root, self.state_dir)
+            self.proof_tried = True
         self._changed()
 
     async def _attach(self) -> None:
@@ -190,12 +213,14 @@ class Controller:
             if self.guard is None:
                 self.guard = override.handle(self.settings)
             self.present = await asyncio.to_thread(self._apply_now, self.guard)
-            self.unsupported = ""
+            self.unsupported, self._applied, self._failures = "", True, 0
         except (kit.errors.HostError, kit.errors.InUseError, OSError) as error:
             if not self.unsupported:
                 log.error("format guard is not in force", error=str(error))
             self.unsupported = str(error)
-        attached = self.present is not None and self.present.attached and not self.unsupported
+            self._failures += 1
+            self.present = await self._what_is_left()
+        attached = self.present is not None and self.present.attached
         adopted = attached and self.manager.leases is not self.guard
         self.manager.leases = self.guard if attached else None
         if adopted:
@@ -212,14 +237,24 @@ class Controller:
                 programs=[p.id for p in self.present.programs], majors=sorted(self.present.majors),
             )  # fmt: skip
 
+    async def _what_is_left(self) -> kernel.Present | None:
+        """After a failure: an earlier program that is still attached keeps guarding."""
+        if self.guard is None:
+            return None
+        try:
+            return await asyncio.to_thread(self.guard.read)
+        except (kit.errors.HostError, kit.errors.InUseError, OSError):
+            return self.present
+
     def _apply_now(self, guard: kernel.Kernel) -> kernel.Present:
         """In a thread: reads and writes of the kernel, milliseconds."""
-        wanted = self._wanted()
         present = guard.read()
-        first = self.present is None  # an upgraded agent may bring another program
+        wanted = self._wanted()
+        if not self._applied and not present.attached:
+            self.came_late = sum(map(self._is_volume, _devices()))
         if wanted.mode is kernel.Mode.OFF:
             return guard.apply(wanted) if present.attached else present
-        if first or not present.attached or len(present.programs) != 1:
+        if not self._applied or not present.attached or len(present.programs) != 1:
             return guard.apply(wanted)
         if not present.pinned:
             guard.repin()
@@ -235,17 +270,18 @@ class Controller:
         return new
 
     async def _fall_back(self, attached: bool) -> None:
-        """Only where the kernel does not take the program."""
+        """Only where the kernel does not take the program, and said so several times."""
         needed = self.settings.fallback and self.wanted_mode() is not kernel.Mode.OFF
-        if attached or not needed or not self.unsupported:
+        if attached or not needed or self._failures < FAILURES:
             if self.fallback is not None:
                 await self.fallback.close()
                 self.fallback = None
+            if attached or not needed:
+                await self._flags.clear()  # of an earlier agent, whose kernel took no program
             return
         if self.fallback is None:
-            self.fallback = fallback.Fallback(
-                self._denied, cgroups.below_root(self.settings.cgroup)
-            )
+            below = cgroups.below_root(self.settings.cgroup)
+            self.fallback = fallback.Fallback(self._denied, below, self._flags)
         self.manager.leases = self.fallback
         await self.fallback.apply(
             self.wanted_mode(), self._majors, list(self.manager.known.values())
@@ -295,11 +331,20 @@ class Controller:
             command=denial.command,
         )  # fmt: skip
         self.denials.add(denial)
-        if device is not None and not device.parent and self._is_watched(device):
+        if known is not None and known.reasons and self._is_settled(known):
+            self.denials.decided(name, str(known.seen), known.reasons)
+            self._changed()
+        elif device is not None and not device.parent and self._is_watched(device):
             self.manager.schedule(name)
         else:
             self.denials.decided(name, "", ("this device never gets an automatic lease",))
             self._changed()
+
+    def _is_settled(self, known: steps.Known) -> bool:
+        """Whether a look of a moment ago found what no further look will make blank: one process
+        that tries again and again must not have the device read each time."""
+        fresh = time.monotonic() - known.checked < DENIED_AGAIN_SECONDS
+        return fresh and known.seen is not None and known.seen.verdict is not Kind.BLANK_VERIFIED
 
     def _on_kmsg(self) -> None:
         assert self._kmsg is not None
@@ -343,15 +388,22 @@ class Controller:
 
     # --- devices
 
+    def _is_volume(self, device: blockdev.BlockDevice) -> bool:
+        return not device.parent and bool(device.size) and self._is_watched(device)
+
     def _is_watched(self, device: blockdev.BlockDevice) -> bool:
-        return device.driver in self.settings.drivers and any(
-            fnmatch.fnmatchcase(device.name, pattern) for pattern in self.settings.names
+        return device.lowest.driver in self.settings.drivers and any(
+            fnmatch.fnmatchcase(device.lowest.name, pattern) for pattern in self.settings.names
         )
+
+    def _is_guarded(self, device: blockdev.BlockDevice) -> bool:
+        """By its driver, or because it lies on such a device."""
+        return device.driver in self.settings.drivers or any(map(self._is_guarded, device.below))
 
     def _seen(self, name: str) -> blockdev.BlockDevice | None:
         """A device was attached or changed, or was found by a scan."""
         device = blockdev.identify(name)
-        if device is None or device.driver not in self.settings.drivers:
+        if device is None or not self._is_guarded(device):
             return device
         self._cover(device)
         if device.parent or not self._is_watched(device):
@@ -365,36 +417,64 @@ class Controller:
         return device
 
     def _cover(self, device: blockdev.BlockDevice) -> None:
-        """Guard the number of a driver that was loaded just now, or of a partition with an extended
-        major, before anybody can use it."""
+        """Guard the number of a driver that was loaded just now, of a partition with an extended
+        major or of a device on top of a guarded one, before anybody can use it."""
         if (
             device.number[0] in self._majors
             or self.guard is None
             or "majors" not in self.guard.maps
         ):
             return
-        if device.parent and blockdev.majors().get(device.number[0]) == "blkext":
-            self._guarded_parts |= {device.number}
+        self._guarded_parts |= self._of_its_own(device)
         with contextlib.suppress(OSError):
             self.guard.configure(self._wanted())
 
-    def _scan(self) -> None:
-        """Schedule new devices, and those whose last check is long ago."""
+    def _of_its_own(self, device: blockdev.BlockDevice) -> frozenset[kernel.Number]:
+        """Its number, if it is guarded and its major says nothing about that."""
+        with_parent = device.parent and blockdev.majors().get(device.number[0]) == "blkext"
+        above = device.below and self._is_guarded(device)
+        return frozenset({device.number}) if with_parent or above else frozenset()
+
+    def _stacked(self, there: Sequence[blockdev.BlockDevice]) -> frozenset[kernel.Number]:
+        """The guarded numbers whose majors say nothing. Others that the kernel guards are released,
+        but not a mapping that was made a moment ago: it does not show yet what it lies on."""
+        found: set[kernel.Number] = set()
+        young: set[kernel.Number] = set()
+        for device in there:
+            if self._is_guarded(device):
+                found |= self._of_its_own(device)
+            elif device.driver == "device-mapper" and not device.below:
+                young.add(device.number)
+        if self.guard is not None and self.present is not None:
+            stale = self.present.devices - found - young - self._guarded_parts
+            self.guard.release(stale)
+        return frozenset(found)
+
+    async def _scan(self) -> None:
+        """Schedule new devices, and those whose last check is long ago. With hundreds of devices
+        reading sysfs takes long, so a thread does it; what it found is old when it is used."""
+        before = self._guarded_parts
+        there = await asyncio.to_thread(_devices)
         now = time.monotonic()
-        present = set(blockdev.names())
-        for name in self.manager.known.keys() - present:
-            self.manager.forget(name)
-        parts = set()
-        for name in present:
-            device = self._seen(name)
-            known = self.manager.known.get(name)
-            if known is not None and now - known.checked >= CHECK_AGAIN_SECONDS:
-                self.manager.schedule(name)
-            if known is None and device is not None:
-                parts |= {device.number} & self._guarded_parts
-        self._guarded_parts = frozenset(parts)
+        names = {device.name for device in there}
+        for name in self.manager.known.keys() - names:
+            if blockdev.identify(name) is None:
+                self.manager.forget(name)
+        for device in there:
+            known = self.manager.known.get(device.name)
+            if known is None or known.device.attachment != device.attachment:
+                self._seen(device.name)
+            elif now - known.checked >= CHECK_AGAIN_SECONDS:
+                self.manager.schedule(device.name)
+        # What uevents added meanwhile stays.
+        self._guarded_parts = self._stacked(there) | (self._guarded_parts - before)
         self.manager.revoke_unproven()
 
     def driver_names(self) -> frozenset[str]:
         """Drivers that are loaded now."""
         return frozenset(blockdev.majors().values())
+
+
+def _devices() -> list[blockdev.BlockDevice]:
+    found = map(blockdev.identify, blockdev.names())
+    return [each for each in found if each is not None]

@@ -25,7 +25,8 @@ class Denial:
     """``at``: Unix seconds. ``reasons``: why there was no lease; empty before the decision.
 
     ``early``: made before the decision on a device of which the ledger knew no content. In dry-run
-    the first mkfs of a new volume succeeds before the agent has checked it.
+    the first mkfs of a new volume succeeds before the agent has checked it, and so would one that
+    destroys data: a finding that says so.
     """
 
     at: float
@@ -112,7 +113,7 @@ class Denials:
         for denial in self.waiting.pop(device, []):
             final = replace(denial, verdict=verdict, reasons=reasons)
             self.last.append(final)
-            if not reasons or (final.early and not final.denied):
+            if not reasons:
                 self.delayed += 1
                 continue
             key = (denial.device, denial.program)
@@ -137,6 +138,20 @@ class Denials:
 
 
 def _finding(denial: Denial) -> kit.findings.Finding:
+    if denial.early and not denial.denied:
+        return kit.findings.Finding(
+            id=f"format-unchecked:{denial.volume or denial.device}:{denial.program}",
+            rule="format-unchecked",
+            severity=kit.findings.Severity.INFO,
+            subject=denial.title or denial.device,
+            message=f"{denial.program} wrote to {denial.device} before the agent had looked at it, "
+            "and dry-run let it: nobody knows what was there",
+            advice="A new volume looks like that, and so does a loss of data. In mode enforce the "
+            "first write waits for the look. If the volume is older than this finding, compare it "
+            "with its snapshots before it is used",
+            evidence={"pid": str(denial.pid), "command": denial.command, "pod": denial.pod,
+                      "verdict": denial.verdict, "volume": denial.volume},
+        )  # fmt: skip
     rule = "format-denied" if denial.denied else "format-would-be-denied"
     did = "was denied" if denial.denied else "would have been denied (dry-run)"
     subject = denial.title or denial.device

@@ -1,13 +1,15 @@
 """For kernels that do not take the guard program: two weaker means, each reported as what it is.
 
-Devices with unreadable or unknown content are flagged read-only (BLKROSET: a write fails, but any
-privileged process can take the flag off), unless they are mounted, where the flag would hit their
-user. And the exec filter, a child process, refuses known formatters by name. Leases are kept here
-instead of in the kernel, and end with the agent.
+Devices that two looks found doubtful are flagged read-only (BLKROSET: a write fails, but any
+privileged process can take the flag off), unless they are mounted, stacked on or given to a pod,
+where the flag would hit their user. The flags are on disk, and a later agent takes them back. And
+the exec filter, a child process, refuses known formatters by name. Both in mode enforce only.
+Leases are kept here instead of in the kernel, and end with the agent.
 """
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +17,9 @@ from typing import Any
 
 import structlog
 
+import kit.child
 import kit.errors
+import kit.files
 import kit.line_worker
 from linux import blockdev
 from volumes.guard import exec_filter, kernel, steps
@@ -23,18 +27,84 @@ from volumes.probe.examine import Kind
 
 log = structlog.get_logger("volumes")
 
-_FLAGGED_FOR = frozenset({Kind.UNREADABLE, Kind.TIMEOUT, Kind.UNKNOWN_CONTENT})
+_FLAG_SECONDS = 5.0
 _RESTART_SECONDS = 10.0
 _SILENCE_SECONDS = 60.0  # the child reports after each of its scans, every 10 s
+
+
+def is_doubtful(known: steps.Known) -> bool:
+    """Whether a format would most likely destroy data, and nobody has a right to write."""
+    if known.raw or known.seen is None:
+        return False
+    silent = known.doubt.agreed and known.seen.verdict is not Kind.NO_MEDIA
+    return silent or known.seen.verdict is Kind.UNKNOWN_CONTENT or bool(known.missing)
+
+
+class Flags:
+    """Which devices this node's agents have flagged read-only: written down before the flag is set.
+    The calls that can hang run in a child."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.attachments: dict[str, int | None] = {}  # device name -> DISKSEQ
+        try:
+            self.attachments = json.loads(file.read_text())
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            log.error("read-only flags of an earlier agent are not known", error=str(error))
+
+    async def set(self, device: blockdev.BlockDevice) -> None:
+        # What others made read-only is not ours to undo.
+        if device.name in self.attachments or device.read_only or device.stacked:
+            return
+        self.attachments[device.name] = device.diskseq
+        try:
+            await self._save()
+            await self._call(device, True)
+        except (kit.errors.AgentError, kit.line_worker.ChildError, OSError) as error:
+            log.info("device not flagged", device=device.name, why=str(error))  # it is in use
+            del self.attachments[device.name]
+            await self._save()
+        else:
+            log.warning("device flagged read-only", device=device.name)
+
+    async def take_back(self, name: str) -> None:
+        """OSError leaves it for the next time."""
+        device = blockdev.identify(name)
+        with contextlib.suppress(kit.errors.AgentError, kit.line_worker.ChildError, OSError):
+            if device is not None and device.diskseq == self.attachments[name]:
+                await self._call(device, False)
+            del self.attachments[name]
+            await self._save()
+
+    async def clear(self) -> None:
+        for name in list(self.attachments):
+            await self.take_back(name)
+
+    async def _call(self, device: blockdev.BlockDevice, flag: bool) -> None:
+        await kit.child.call(
+            _set_flag, device.path, list(device.number), flag, deadline=_FLAG_SECONDS
+        )
+
+    async def _save(self) -> None:
+        text = json.dumps(self.attachments).encode()
+        await asyncio.to_thread(kit.files.save, self._file, text)
+
+
+def _set_flag(path: str, number: list[int], flag: bool) -> None:
+    """In a child. Only a device that nobody has mounted or claimed is flagged."""
+    blockdev.set_read_only(path, (number[0], number[1]), flag, claim=flag)
 
 
 class Fallback:
     """``denied`` is called with each refusal. ``cgroup``: from the hierarchy's root."""
 
-    def __init__(self, denied: Callable[[kernel.Event, None], None], cgroup: str) -> None:
+    def __init__(
+        self, denied: Callable[[kernel.Event, None], None], cgroup: str, flags: Flags
+    ) -> None:
         self._denied = denied
         self._cgroup = cgroup
-        self._mode = kernel.Mode.OFF
         self._majors: frozenset[int] = frozenset()
         self._leases: dict[kernel.Number, kernel.Lease] = {}
         self._changed = asyncio.Event()
@@ -42,8 +112,9 @@ class Fallback:
             "volumes.guard.exec_filter:main", exec_filter.Report, about="the exec filter"
         )
         self._tasks: list[asyncio.Task[None]] = []
-        self.flagged: dict[str, blockdev.BlockDevice] = {}
+        self.flags = flags
         self.exec_guard = False
+        self.undecided = 0  # executions that were let through because nothing answered in time
 
     # --- leases, as the kernel keeps them elsewhere
 
@@ -71,52 +142,31 @@ class Fallback:
     async def apply(
         self, mode: kernel.Mode, majors: frozenset[int], known: Iterable[steps.Known]
     ) -> None:
-        self._mode, self._majors = mode, majors
+        self._majors = majors
         self._changed.set()
+        if mode is not kernel.Mode.ENFORCE:
+            await self._end_filter()
+            await self.flags.clear()
+            return
         if not self._tasks:
             self._tasks = [
                 asyncio.create_task(self._listen(), name="exec filter"),
                 asyncio.create_task(self._send(), name="exec filter settings"),
             ]
-        if mode is kernel.Mode.ENFORCE:
-            for each in known:
-                self._flag(each)
-        else:
-            self._unflag_all()
-
-    def _flag(self, known: steps.Known) -> None:
-        device = known.device
-        flagged = self.flagged.get(device.name)
-        doubtful = known.seen is not None and known.seen.verdict in _FLAGGED_FOR
-        doubtful = doubtful or bool(known.missing)
-        leased = device.number in self._leases
-        with contextlib.suppress(OSError):
-            if doubtful and not leased and not device.holders and flagged is None:
-                if not device.read_only:  # what others made read-only is not ours to undo
-                    blockdev.set_read_only(device.path, device.number)
-                    self.flagged[device.name] = device
-                    log.warning("device flagged read-only", device=device.name)
-            elif flagged is not None and (leased or not doubtful):
-                self._unflag(device.name)
-
-    def _unflag(self, name: str) -> None:
-        device = self.flagged.pop(name, None)
-        now = blockdev.identify(name)
-        if device is not None and now is not None and now.attachment == device.attachment:
-            with contextlib.suppress(OSError):
-                blockdev.set_read_only(device.path, device.number, False, claim=False)
-
-    def _unflag_all(self) -> None:
-        for name in list(self.flagged):
-            self._unflag(name)
+        by_name = {each.device.name: each for each in known}
+        for each in by_name.values():
+            if is_doubtful(each) and each.device.number not in self._leases:
+                await self.flags.set(each.device)
+        for name in list(self.flags.attachments):
+            found = by_name.get(name)
+            if found is None or not is_doubtful(found) or found.device.number in self._leases:
+                await self.flags.take_back(name)
 
     # --- the exec filter
 
     def _config(self) -> exec_filter.Config:
         leases = tuple(exec_filter.Lease(n, held.until) for n, held in self._leases.items())
-        return exec_filter.Config(
-            str(self._mode), tuple(sorted(self._majors)), self._cgroup, leases
-        )
+        return exec_filter.Config(tuple(sorted(self._majors)), self._cgroup, leases)
 
     async def _send(self) -> None:
         while True:
@@ -129,6 +179,9 @@ class Fallback:
             try:
                 async for report in self._worker.listen(self._config(), _SILENCE_SECONDS):
                     self.exec_guard = True
+                    if report.undecided:
+                        self.undecided += report.undecided
+                        log.warning("exec filter: no decision in time", times=report.undecided)
                     if report.refusal is not None:
                         self._denied(_event(report.refusal), None)
             except (
@@ -146,14 +199,20 @@ class Fallback:
             "exec_guard": "watches known formatters by name; ends with the agent"
             if self.exec_guard
             else "not running",
-            "flagged_read_only": sorted(self.flagged),
+            "let_through_undecided": self.undecided,
+            "flagged_read_only": sorted(self.flags.attachments),
         }
 
     async def close(self) -> None:
-        self._unflag_all()
+        """The flags stay: the next agent takes them back, or keeps them."""
+        await self._end_filter()
+
+    async def _end_filter(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        self.exec_guard = False
         await self._worker.close()
 
 
@@ -164,7 +223,7 @@ def _event(refusal: exec_filter.Refusal) -> kernel.Event:
         pid=refusal.tid,
         parent_pid=0,
         number=refusal.number,
-        denied=refusal.denied,
+        denied=True,
         program=Path(refusal.words[0]).name,
         parent="",
         arguments=refusal.words,

@@ -5,7 +5,7 @@
 // A write open of a guarded block device passes only
 //   1. while the device has an unexpired lease (it was found blank, or an operator allowed it),
 //   2. for a named program that mounts, checks or grows a file system, or connects the device,
-//   3. for a named program with a named first argument (cryptsetup luksOpen, never luksFormat).
+//   3. for a named program with a named command (cryptsetup luksOpen, never luksFormat).
 // Everything else is reported and, in mode enforce, refused. Reads, mknod, unmap: never touched.
 // Nothing here waits, and nothing here needs the agent to be alive.
 #include <linux/bpf.h>
@@ -15,7 +15,8 @@
 enum { MODE_OFF, MODE_DRY_RUN, MODE_ENFORCE };
 enum { BY_LEASE, BY_NAME, BY_WORD, WOULD_DENY, DENIED, LOST, COUNTERS };
 #define NAME 16             // of a task, as the kernel keeps it, and of a first argument
-#define PATH 128            // bytes of a program's path, before its first argument
+#define PATH 128            // bytes of an argument; of a longer one the rest counts as the next
+#define WORDS 10            // arguments until the command is found
 #define ARGS 256            // bytes of the command line kept for the report
 #define CANARY_MAJOR 4095   // no driver can have it: status opens such a node to prove the mode
 
@@ -39,12 +40,13 @@ struct event {
 
 #define MAP(what, kind, k, v, n) struct { __uint(type, kind); __uint(max_entries, n); \
 	__type(key, k); __type(value, v); } what SEC(".maps")
-MAP(majors, BPF_MAP_TYPE_HASH, __u32, __u8, 64);
-MAP(devices, BPF_MAP_TYPE_HASH, struct device, __u8, 4096);  // partitions with an extended major
+MAP(majors, BPF_MAP_TYPE_HASH, __u32, __u8, 4096);   // krbd without single_major: one a device
+MAP(devices, BPF_MAP_TYPE_HASH, struct device, __u8, 4096);  // partitions, stacked
 MAP(config, BPF_MAP_TYPE_ARRAY, __u32, __u32, 1);
 MAP(leases, BPF_MAP_TYPE_HASH, struct device, struct lease, 4096);
 MAP(openers, BPF_MAP_TYPE_HASH, char[NAME], __u8, 128);
 MAP(words, BPF_MAP_TYPE_HASH, struct word, __u8, 128);
+MAP(connecting, BPF_MAP_TYPE_LRU_HASH, __u32, __u8, 1024);   // processes that passed by rule 3
 MAP(counters, BPF_MAP_TYPE_PERCPU_ARRAY, __u32, __u64, COUNTERS);
 struct { __uint(type, BPF_MAP_TYPE_RINGBUF); __uint(max_entries, 256 * 1024); } events SEC(".maps");
 
@@ -57,23 +59,26 @@ static __always_inline int count(__u32 which, int answer)
 	return answer;
 }
 
-// Whether the named program's first argument is one that it may have.
+// Whether the named program's command is one that it may have: its first argument without a dash.
 static __always_inline int word_allowed(struct task_struct *task, const char *name)
 {
+	unsigned long from = BPF_CORE_READ(task, mm, arg_start);
 	struct word key = {};
-	char start[PATH] = {};
-	unsigned long args = BPF_CORE_READ(task, mm, arg_start);
+	char text[PATH];
+	long size;
 	int at;
 
-	if (bpf_probe_read_user(start, sizeof(start), (void *)args))
-		return 0;
-	for (at = 0; at < (int)sizeof(start) - 1; at++)
-		if (!start[at])
-			break;
 	__builtin_memcpy(key.name, name, NAME);
-	if (bpf_probe_read_user_str(key.first, NAME, (void *)(args + at + 1)) <= 0)
-		return 0;
-	return bpf_map_lookup_elem(&words, &key) != 0;
+	for (at = 0; at < WORDS; at++, from += size) {
+		size = bpf_probe_read_user_str(text, sizeof(text), (void *)from);
+		if (size <= 0)
+			return 0;
+		if (!at || text[0] == '-')
+			continue;
+		bpf_probe_read_user_str(key.first, NAME, (void *)from);
+		return size <= NAME && bpf_map_lookup_elem(&words, &key);
+	}
+	return 0;
 }
 
 static __always_inline void report(struct device *dev, struct task_struct *task, char *name, __u32 mode)
@@ -109,8 +114,9 @@ static __always_inline int decide(struct bpf_cgroup_dev_ctx *ctx, int know_task)
 	struct device dev = { .major = ctx->major, .minor = ctx->minor };
 	struct task_struct *task = 0;
 	char name[NAME] = {};
-	__u32 zero = 0, *mode;
+	__u32 zero = 0, pid, *mode;
 	struct lease *lease;
+	__u8 yes = 1;
 
 	if ((ctx->access_type & 0xffff) != BPF_DEVCG_DEV_BLOCK ||
 	    !((ctx->access_type >> 16) & BPF_DEVCG_ACC_WRITE))
@@ -135,8 +141,11 @@ static __always_inline int decide(struct bpf_cgroup_dev_ctx *ctx, int know_task)
 	}
 	if (bpf_map_lookup_elem(&openers, name))
 		return count(BY_NAME, 1);
-	if (task && word_allowed(task, name))
+	if (task && word_allowed(task, name)) {
+		pid = bpf_get_current_pid_tgid() >> 32;
+		bpf_map_update_elem(&connecting, &pid, &yes, BPF_ANY);
 		return count(BY_WORD, 1);
+	}
 	report(&dev, task, name, *mode);
 	return *mode == MODE_ENFORCE ? count(DENIED, 0) : count(WOULD_DENY, 1);
 }
@@ -147,12 +156,14 @@ SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx) { return d
 // Without it: names only. Needs bpf_get_current_comm for this program type (about Linux 6.1).
 SEC("cgroup/dev") int nodeagent_plain(struct bpf_cgroup_dev_ctx *ctx) { return decide(ctx, 0); }
 
-// A disk appears: a lease on its number was given to an earlier one. dev_name is "MAJOR:MINOR".
+// A disk appears: what its number had was given to an earlier one. A disk made by a process that just
+// opened a guarded one (cryptsetup luksOpen) lies on top of that. dev_name is "MAJOR:MINOR".
 SEC("tp_btf/writeback_bdi_register") int nodeagent_disks(__u64 *ctx)
 {
 	struct backing_dev_info *disk = (void *)ctx[0];
-	__u32 number[2] = {}, colons = 0;
+	__u32 number[2] = {}, colons = 0, pid = bpf_get_current_pid_tgid() >> 32;
 	char name[NAME] = {};
+	__u8 yes = 1;
 	int at;
 
 	bpf_probe_read_kernel_str(name, sizeof(name), disk->dev_name);
@@ -166,8 +177,13 @@ SEC("tp_btf/writeback_bdi_register") int nodeagent_disks(__u64 *ctx)
 		else
 			number[0] = number[0] * 10 + (name[at] - '0');
 	}
-	if (colons == 1)
-		bpf_map_delete_elem(&leases, number);
+	if (colons != 1)
+		return 0;
+	bpf_map_delete_elem(&leases, number);
+	if (bpf_map_lookup_elem(&connecting, &pid))
+		bpf_map_update_elem(&devices, number, &yes, BPF_ANY);
+	else
+		bpf_map_delete_elem(&devices, number);
 	return 0;
 }
 

@@ -15,7 +15,7 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -49,10 +49,6 @@ class Mode(StrEnum):
     @property
     def number(self) -> int:
         return list(Mode).index(self)
-
-
-def _u32(number: int) -> bytes:
-    return struct.pack("=I", number)
 
 
 def _key(number: Number) -> bytes:
@@ -175,7 +171,11 @@ class Present(Wanted):
         return bool(self.programs)
 
     def is_as(self, wanted: Wanted) -> bool:
-        return all(getattr(self, f.name) == getattr(wanted, f.name) for f in fields(Wanted))
+        """The kernel's own program may guard more devices: new ones on top of guarded ones."""
+        same = (f.name for f in fields(Wanted) if f.name != "devices")
+        return wanted.devices <= self.devices and all(
+            getattr(self, name) == getattr(wanted, name) for name in same
+        )
 
 
 class Kernel:
@@ -288,14 +288,14 @@ class Kernel:
         )
 
     def _mode(self) -> Mode:
-        raw = self.maps["config"].get(_u32(0)) or _u32(0)
+        raw = self.maps["config"].get(struct.pack("=I", 0)) or struct.pack("=I", 0)
         number = struct.unpack("=I", raw)[0]
         return list(Mode)[number] if number < len(Mode) else Mode.OFF
 
     def _counters(self) -> dict[str, int]:
         found = {}
         for index, name in enumerate(COUNTERS):
-            raw = self.maps["counters"].get(_u32(index)) or b""
+            raw = self.maps["counters"].get(struct.pack("=I", index)) or b""
             found[name] = sum(struct.unpack(f"={len(raw) // 8}Q", raw))
         return found
 
@@ -375,13 +375,18 @@ class Kernel:
         missing."""
         fill(self.maps, wanted)
 
+    def release(self, numbers: Iterable[Number]) -> None:
+        """Guard these devices no longer, except by their majors."""
+        for number in numbers:
+            self._attached()["devices"].delete(_key(number))
+
     def set_mode(self, mode: Mode) -> None:
         """One map write. RefusedError when nothing is attached."""
         if not self.read().attached:
             raise kit.errors.RefusedError(
                 f"guard of {self.cgroup}", "is not attached", "start the agent, which attaches it"
             )
-        self.maps["config"].set(_u32(0), _u32(mode.number))
+        self.maps["config"].set(struct.pack("=I", 0), struct.pack("=I", mode.number))
 
     def detach(self) -> int:
         """The kill switch: detach every guard program and remove the pins. Returns how many."""
@@ -468,11 +473,12 @@ class Kernel:
 def fill(maps: Mapping[str, bpf.Map], wanted: Wanted) -> None:
     """Write the maps; the mode last, so that it never applies to half of them."""
     one = b"\1"
-    _replace(maps["majors"], {_u32(n): one for n in wanted.majors})
-    _replace(maps["devices"], {_key(n): one for n in wanted.devices})
+    _replace(maps["majors"], {struct.pack("=I", n): one for n in wanted.majors})
+    for number in wanted.devices:
+        maps["devices"].set(_key(number), one)
     _replace(maps["openers"], {_name(n): one for n in wanted.openers})
     _replace(maps["words"], {_name(n) + _name(w): one for n, w in wanted.words})
-    maps["config"].set(_u32(0), _u32(wanted.mode.number))
+    maps["config"].set(struct.pack("=I", 0), struct.pack("=I", wanted.mode.number))
 
 
 def _replace(where: bpf.Map, wanted: Mapping[bytes, bytes]) -> None:

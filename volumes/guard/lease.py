@@ -67,13 +67,22 @@ class Evidence:
     why_unknown: str = ""
 
 
+@dataclass(frozen=True)
+class Mapped:
+    """The Ceph client of a device: its cluster, and the monitors' addresses that it was given."""
+
+    fsid: str = ""
+    monitors: frozenset[str] = frozenset()
+
+
 class ErrorLog:
-    """When the kernel last logged an I/O error, by device and for the Ceph client as a whole.
+    """When the kernel last logged an I/O error, by device and by Ceph client.
 
     Times are CLOCK_MONOTONIC seconds. ``readable`` False: nothing is known.
     """
 
     MOST_DEVICES = 4096
+    MOST_CLIENTS = 256
     OF_DEVICE = tuple(
         re.compile(pattern)
         for pattern in (
@@ -86,10 +95,12 @@ class ErrorLog:
             r"XFS \((\w+)\): .*(?:error|shut down|corruption)",
         )
     )
-    # libceph does not name the device, so its errors count for every RBD device. A connection that
-    # closes while OPEN is normal (idle ones are dropped); one that cannot be made is an error.
+    # libceph does not name the device. Newer kernels name the cluster (fsid), and lines about a
+    # monitor its address; the others count for every RBD device. A connection that closes while
+    # OPEN is normal (idle ones are dropped); one that cannot be made is an error.
     OF_CLIENT = re.compile(
-        r"libceph: .*(?:mismatch|session lost|osd\d+ down|bad |[Ee]rror|timed out|timeout|blocklist"
+        r"libceph(?: \((?P<fsid>\S+) \d+\))?: (?:mon\d+ \(\d+\)(?P<monitor>\S+) )?"
+        r".*(?:mismatch|session lost|osd\d+ down|bad |[Ee]rror|timed out|timeout|blocklist"
         r"|blacklist|socket closed \(con state (?!OPEN))"
     )
     # The kernel limits how often it prints; an error of any device may be among the rest.
@@ -100,7 +111,7 @@ class ErrorLog:
     def __init__(self) -> None:
         self.readable = False
         self._devices: dict[str, float] = {}
-        self._client = -math.inf
+        self._clients: dict[str, float] = {}  # by fsid or monitor; empty: any
         self._any = -math.inf
 
     def note(self, text: str, time: float) -> None:
@@ -111,8 +122,10 @@ class ErrorLog:
                 if len(self._devices) > self.MOST_DEVICES:
                     oldest = min(self._devices, key=lambda name: self._devices[name])
                     self._any = max(self._any, self._devices.pop(oldest))
-        if self.OF_CLIENT.search(text):
-            self._client = max(self._client, time)
+        if match := self.OF_CLIENT.search(text):
+            about = match["fsid"] or match["monitor"] or ""
+            known = about in self._clients or len(self._clients) < self.MOST_CLIENTS
+            self._clients[about if known else ""] = time
         if self.SUPPRESSED.search(text):
             self._any = max(self._any, time)
 
@@ -120,14 +133,25 @@ class ErrorLog:
         """Lines were overwritten before they were read."""
         self._any = max(self._any, time)
 
-    def quiet_for(self, device: str, is_rbd: bool, now: float) -> float | None:
-        """Seconds since the last error that concerns the device; infinite without one."""
+    def quiet_for(self, device: str, client: Mapped | None, now: float) -> float | None:
+        """Seconds since the last error that concerns the device; infinite without one.
+
+        ``client``: None for a device that is no RBD image.
+        """
         if not self.readable:
             return None
         last = max(self._devices.get(device, -math.inf), self._any)
-        if is_rbd:
-            last = max(last, self._client)
+        if client is not None:
+            ours = (t for about, t in self._clients.items() if _concerns(about, client))
+            last = max(last, *ours, -math.inf)
         return now - last
+
+
+def _concerns(about: str, client: Mapped) -> bool:
+    """Whether a line about this cluster or monitor is about the client; in doubt it is."""
+    if ":" in about:  # an address
+        return about in client.monitors or not client.monitors
+    return about in ("", client.fsid) or not client.fsid
 
 
 def published_raw(table: bytes) -> frozenset[str]:
@@ -280,7 +304,7 @@ GRANTING = (Step.RECORD_PERMISSION, Step.MIRROR, Step.RESERVE, Step.CONFIRM, Ste
 PUBLISHING = (Step.RECORD_PERMISSION, Step.RESERVE, Step.CONFIRM, Step.GRANT, Step.MIRROR)
 RENEWING = (Step.CONFIRM, Step.GRANT)
 
-NEW_DISKS = frozenset({"rbd"})  # drivers that add a disk at each attach
+NEW_DISKS = frozenset({"rbd", "device-mapper"})  # drivers that add a disk at each attach
 RAW_SECONDS = 120.0
 
 

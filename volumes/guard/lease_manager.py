@@ -16,13 +16,14 @@ from pathlib import Path
 import structlog
 
 import kit.errors
+from ceph.protocol import Extents
 from linux import blockdev
 from volumes import settings
 from volumes.guard import denials, doubt, lease, steps
 from volumes.guard.steps import Known, Leases, Turn
 from volumes.ledger import store
 from volumes.ledger.mirror import NOT_ASKED, Answer, Mirror
-from volumes.probe import prober
+from volumes.probe import prober, signature_offsets
 from volumes.probe.examine import Kind, Verdict
 
 log = structlog.get_logger("volumes")
@@ -173,6 +174,10 @@ class LeaseManager(steps.Executor):
         known.seen = first = await self._probe(device)
         known.checked = time.monotonic()
         known.doubt = known.doubt.after(first, known.checked)
+        if (first.type, first.uuid) == known.allowed_over and self._until(device) is not None:
+            self._decided(known, ())  # what an operator permits to destroy is still there
+            return LEASED_CHECK_SECONDS
+        known.allowed_over = None
         wait = await self._conclude(known, first)
         if known.doubt.wait is not None:
             wait = min(wait or math.inf, known.doubt.wait)
@@ -228,7 +233,7 @@ class LeaseManager(steps.Executor):
         return min(seconds / 4, RAW_CHECK_SECONDS)
 
     async def _probe(self, device: blockdev.BlockDevice) -> Verdict:
-        found = await self.prober.probe(device.path)
+        found = await self.prober.probe(device.path, device.encrypts)
         self.verdicts[found.verdict] = self.verdicts.get(found.verdict, 0) + 1
         return found
 
@@ -238,8 +243,9 @@ class LeaseManager(steps.Executor):
         device = known.device
         blank = seen.verdict is Kind.BLANK_VERIFIED
         entry = self._entry(device)
-        if not blank and device.image is not None and device.volume:  # what other nodes have seen
-            answer = await self.mirror.ask(device.image, extents=False)
+        image = device.lowest.image
+        if not blank and image is not None and device.volume:  # what other nodes have seen
+            answer = await self.mirror.ask(image, part=device.mapping)
             there = answer.known
             # A clone carries its parent's entry until it has its own: it says what to expect, but
             # other content than the parent's is no change.
@@ -268,8 +274,12 @@ class LeaseManager(steps.Executor):
         device's identity come last."""
         device = known.device
         asked: asyncio.Task[Answer] | None = None
-        if device.image is not None:
-            asked = asyncio.create_task(self.mirror.ask(device.image, extents=True))
+        image = device.lowest.image
+        if image is not None:
+            places = [first.start + at for at, _ in signature_offsets.marks(device.size)]
+            asked = asyncio.create_task(
+                self.mirror.ask(image, Extents(first.start, tuple(places)), part=device.mapping)
+            )
         try:
             await asyncio.sleep(self.settings.settle)
             second = await self._probe(device)
@@ -280,7 +290,13 @@ class LeaseManager(steps.Executor):
         if answer.known is not None:
             known.missing = _missing(known, store.merge(self._entry(device), answer.known))
         after = blockdev.identify(device.name)
-        is_rbd = device.driver == "rbd"
+        is_rbd = device.lowest.driver == "rbd"
+        now = time.monotonic()
+        names = {each.parent or each.name for each in (device, device.lowest)}
+        client = device.lowest.client
+        monitors = frozenset(client.config.split(" ")[0].split(",")) if client else frozenset()
+        mapped = lease.Mapped(image.fsid if image else "", monitors) if is_rbd else None
+        quiet = [self.errors.quiet_for(name, mapped, now) for name in names]
         return lease.Evidence(
             is_rbd=is_rbd,
             before=device.attachment,
@@ -290,11 +306,11 @@ class LeaseManager(steps.Executor):
             ledger=self.ledger.knowledge(device.volume),
             mirror=answer.mirror,
             extents=answer.extents,
-            quiet_for=self.errors.quiet_for(device.parent or device.name, is_rbd, time.monotonic()),
+            quiet_for=None if None in quiet else min(each for each in quiet if each is not None),
             read_only=after.read_only if after else None,
             in_use=blockdev.in_use(after) if after else None,
-            snapshot=bool(device.image and device.image.snapshot),
-            cluster_size=answer.size,
+            snapshot=bool(image and image.snapshot),
+            cluster_size=None if answer.size is None else answer.size - first.start,
             why_unknown=answer.why,
         )
 
@@ -338,7 +354,10 @@ class LeaseManager(steps.Executor):
             )
         log.warning("format permitted by an operator", device=device.name, volume=volume, by=by,
                     reason=reason)  # fmt: skip
-        await self._grant(self._meet(device), f"{by}: {reason}")
+        known = self._meet(device)
+        seen = await self._probe(device)
+        known.allowed_over = (seen.type, seen.uuid) if seen.has_content else None
+        await self._grant(known, f"{by}: {reason}")
         self.schedule(device.name)
         return device
 

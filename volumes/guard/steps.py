@@ -55,6 +55,7 @@ class Known:
     checked: float = 0.0  # CLOCK_MONOTONIC
     raw: bool = False
     doubt: Doubt = field(default_factory=Doubt)
+    allowed_over: tuple[str, str] | None = None  # type and UUID that an operator gave up
     changed_from: str = ""  # the ledger's content, when other content is there now
     missing: str = ""  # the ledger's content, when nothing recognisable is there now
     lease_seconds: float | None = None  # from first sight to lease
@@ -162,12 +163,12 @@ class Executor:
 
     async def _mirror(self, known: Known, new: store.Entry) -> None:
         """Into the image's metadata, where credentials for its cluster are configured."""
-        image = known.device.image
+        image = known.device.lowest.image
         state = (new.type, new.uuid, new.label, new.permitted)
         if image is None or image.snapshot or known.mirrored == state:
             return
         try:
-            if await self.mirror.write(image, new):
+            if await self.mirror.write(image, new, known.device.mapping):
                 known.mirrored = state
         except kit.errors.AgentError as error:
             self.mirror_failures += 1

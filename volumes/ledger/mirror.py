@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import kit.errors
 from ceph.client import Cluster
-from ceph.protocol import ImageId
+from ceph.protocol import Extents, ImageId
 from ceph.settings import ClusterSettings
 from linux.rbd_sysfs import RbdImage
 from volumes.ledger.store import Entry, Knowledge, NewerError, parse
@@ -48,7 +48,7 @@ class Mirror:
         self._settings = tuple(clusters), deadline
         self._clusters = [Cluster(each, deadline) for each in clusters]
         self._failures = 0
-        self.newer: dict[ImageId, str] = {}  # images whose metadata a newer agent wrote
+        self.newer: dict[tuple[ImageId, str], str] = {}  # image and part: a newer agent wrote it
 
     @property
     def failures(self) -> int:
@@ -79,21 +79,26 @@ class Mirror:
             raise silent
         return None
 
-    async def ask(self, image: RbdImage, *, extents: bool) -> Answer:
-        """NOT_ASKED when no credentials for the image's cluster are configured."""
+    async def ask(
+        self, image: RbdImage, extents: Extents | None = None, *, part: str = ""
+    ) -> Answer:
+        """NOT_ASKED when no credentials for the image's cluster are configured.
+
+        ``part``: names what lies in the image and has an entry of its own.
+        """
         if not image.fsid:
             return unknown("this kernel does not say which cluster the image belongs to")
         try:
             cluster = await self._cluster(image.fsid)
             if cluster is None:
                 return NOT_ASKED
-            content = await cluster.content(_id(image), METADATA_KEY, extents=extents)
+            content = await cluster.content(_id(image), _key(part), extents)
         except kit.errors.AgentError as error:
             return unknown(str(error))
         allocated = Knowledge.NOT_ASKED
-        if extents:
+        if extents is not None:
             allocated = Knowledge.CONTENT if content.extent else Knowledge.NONE
-        self.newer.pop(_id(image), None)
+        self.newer.pop((_id(image), part), None)
         if content.metadata is None:
             return Answer(Knowledge.NONE, allocated, size=content.size)
         try:
@@ -101,22 +106,26 @@ class Mirror:
         except (ValueError, TypeError) as error:
             why = f"the image's metadata: {error}"
             if isinstance(error, NewerError):
-                self.newer[_id(image)] = why
+                self.newer[_id(image), part] = why
             return Answer(Knowledge.UNKNOWN, allocated, size=content.size, why=why)
         return Answer(known.knowledge, allocated, known, content.size)
 
-    async def write(self, image: RbdImage, new: Entry) -> bool:
+    async def write(self, image: RbdImage, new: Entry, part: str = "") -> bool:
         """Set the image's metadata; False without such a cluster, and for what a newer agent wrote
         there. AgentError when it failed."""
         cluster = await self._cluster(image.fsid)
-        if cluster is None or _id(image) in self.newer:
+        if cluster is None or (_id(image), part) in self.newer:
             return False
-        await cluster.set_metadata(_id(image), METADATA_KEY, new.dump())
+        await cluster.set_metadata(_id(image), _key(part), new.dump())
         return True
 
     async def close(self) -> None:
         for each in self._clusters:
             await each.close()
+
+
+def _key(part: str) -> str:
+    return f"{METADATA_KEY}.{part}" if part else METADATA_KEY
 
 
 def _id(image: RbdImage) -> ImageId:

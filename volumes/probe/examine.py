@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 import kit.line_worker
-from linux import blkid
+from linux import blkid, blockdev, luks
 from volumes.probe import signature_offsets
 
 _BLKGETSIZE64 = 0x80081272
@@ -45,10 +45,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """``seed`` chooses the sampled pages: another seed, other pages."""
+    """``seed`` chooses the sampled pages: another seed, other pages. ``below``: where ``device`` is
+    a LUKS mapping, the device it lies on. What was never written reads as noise through the mapping
+    and as zeros below it."""
 
     device: str
     seed: int
+    below: str = ""
 
 
 CONTENT = frozenset({Kind.HAS_FS, Kind.PARTITIONED, Kind.ENCRYPTED})
@@ -72,6 +75,7 @@ class Verdict:
     content_at: int | None = None  # unreadable: a byte found there that is not zero
     seconds: float = 0.0
     seed: int = 0  # of the sampled pages
+    start: int = 0  # blank_verified of a LUKS mapping: where its data begins on the device below
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": str(self.verdict)}
@@ -106,12 +110,12 @@ def main() -> None:
 def examine(request: Request) -> Verdict:
     """The verdict on a block device. An OSError becomes a verdict too."""
     began = time.monotonic()
-    found = _examine(request.device, request.seed)
+    found = _examine(request.device, request.seed, request.below)
     seconds = round(time.monotonic() - began, 4)
     return replace(found, device=request.device, seed=request.seed, seconds=seconds)
 
 
-def _examine(path: str, seed: int) -> Verdict:
+def _examine(path: str, seed: int, below: str) -> Verdict:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError as error:
@@ -124,7 +128,7 @@ def _examine(path: str, seed: int) -> Verdict:
             diskseq = _long(descriptor, _BLKGETDISKSEQ)
         except OSError:
             pass  # before Linux 5.15
-        found = _content(path, descriptor, size, seed)
+        found = _content(path, descriptor, size, seed, below)
     except OSError as error:
         found = Verdict(Kind.UNREADABLE, where="device", errno=error.errno or 0)
     finally:
@@ -132,13 +136,22 @@ def _examine(path: str, seed: int) -> Verdict:
     return replace(found, size=size, diskseq=diskseq)
 
 
-def _content(path: str, descriptor: int, size: int, seed: int) -> Verdict:
+def _content(path: str, descriptor: int, size: int, seed: int, below: str) -> Verdict:
     if size == 0:
         return Verdict(Kind.NO_MEDIA, where="size")
+    # libblkid reads through the page cache. Of a device in use the cache is its file system's, and
+    # dropping it makes that slow; what can be read is asked past the cache.
+    device = blockdev.identify(os.path.basename(path))
+    in_use = device is not None and blockdev.in_use(device)
+    if in_use:
+        there = _Reads(descriptor)
+        there.run([(0, min(size, _CHUNK))])
+        if there.failed is not None:
+            return Verdict(Kind.UNREADABLE, where="offset 0", errno=there.failed[1])
     buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # libblkid reads through the page cache; this drops the cache of this device only.
-        os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_DONTNEED)
+        if not in_use:
+            os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_DONTNEED)
         result, values = blkid.probe(buffered)
     finally:
         os.close(buffered)
@@ -146,10 +159,18 @@ def _content(path: str, descriptor: int, size: int, seed: int) -> Verdict:
         return Verdict(Kind.AMBIVALENT)
     if result == blkid.FOUND and values:
         return _recognised(values)
-    reads = _Reads(descriptor)
-    reads.run(signature_offsets.marks(size))
-    if reads.failed is None and reads.content is None:
-        reads.run(signature_offsets.samples(size, seed))
+    start, lower = 0, descriptor
+    if below:
+        lower = os.open(below, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    try:
+        start = luks.data_offset(lower) if below else 0
+        reads = _Reads(lower)
+        for places in (signature_offsets.marks(size), signature_offsets.samples(size, seed)):
+            if reads.failed is None and reads.content is None:
+                reads.run([(start + at, length) for at, length in places])
+    finally:
+        if below:
+            os.close(lower)
     if reads.failed is not None:
         where, code = reads.failed
         found = Verdict(Kind.UNREADABLE, where=f"offset {where}", errno=code)
@@ -158,7 +179,7 @@ def _content(path: str, descriptor: int, size: int, seed: int) -> Verdict:
     elif reads.content is not None:
         found = Verdict(Kind.UNKNOWN_CONTENT, offset=reads.content)
     else:
-        found = Verdict(Kind.BLANK_VERIFIED)
+        found = Verdict(Kind.BLANK_VERIFIED, start=start)
     return replace(found, bytes_read=reads.total, content_at=reads.content)
 
 

@@ -43,14 +43,14 @@ class Prober:
         self._late = {device for device in self._late if processes.hanging(_about(device))}
         return frozenset(self._late)
 
-    async def probe(self, device: str) -> Verdict:
-        """The verdict on the device node ``device``, at the latest ``deadline`` seconds after its
-        child may start. Calls for one device share one child."""
+    async def probe(self, device: str, below: str = "") -> Verdict:
+        """The verdict on the device node ``device`` (see ``Request`` for ``below``), at the latest
+        ``deadline`` seconds after its child may start. Calls for one device share one child."""
         task = self._probes.get(device)
         if task is None:
             if device in self.hanging:
                 return self._timeout(device)
-            task = asyncio.create_task(self._run(device), name=_about(device))
+            task = asyncio.create_task(self._run(device, below), name=_about(device))
             self._probes[device] = task
             task.add_done_callback(lambda _: self._probes.pop(device, None))
         return await asyncio.shield(task)
@@ -61,13 +61,13 @@ class Prober:
             self._spare = _worker()
             await self._spare.start()
 
-    async def _run(self, device: str) -> Verdict:
+    async def _run(self, device: str, below: str) -> Verdict:
         async with self._slots:
             self.started += 1
             worker, self._spare = self._spare or _worker(), None
             worker.about = _about(device)
             try:
-                request = Request(device, random.getrandbits(32))
+                request = Request(device, random.getrandbits(32), below)
                 found = await worker.ask(request, self.deadline)
             except processes.DeadlineError:  # the worker has abandoned its child
                 self._late.add(device)
@@ -94,10 +94,13 @@ class Prober:
     async def close(self) -> None:
         """Abandon every child, without waiting for those that hang."""
         self._closed = True
-        tasks = list(self._probes.values())
+        devices, tasks = list(self._probes), list(self._probes.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # Their children were killed a moment ago; those that do not hang are reaped here.
+        ends = (processes.settled(_about(each), processes.KILLED_SECONDS) for each in devices)
+        await asyncio.gather(*ends)
         if self._spare is not None:
             await self._spare.close()
 

@@ -140,12 +140,11 @@ def test_metrics(stage: Stage, agent: Agent) -> None:
 RULES = Path(__file__).parents[3] / "deploy/alerts"
 
 
-def test_alert_rules_by_promtool() -> None:
-    rules = RULES / "volume-audit.rules.yaml"
-    assert rules.exists()
+@pytest.mark.parametrize("name", ["volume-audit", "guard"])
+def test_alert_rules_by_promtool(name: str) -> None:
     for command in (
-        ("promtool", "check", "rules", str(rules)),
-        ("promtool", "test", "rules", str(RULES / "volume-audit.test.yaml")),
+        ("promtool", "check", "rules", str(RULES / f"{name}.rules.yaml")),
+        ("promtool", "test", "rules", str(RULES / f"{name}.test.yaml")),
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=RULES)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -154,8 +153,8 @@ def test_alert_rules_by_promtool() -> None:
 def test_alert_rules_use_metrics_that_exist(agent: Agent) -> None:
     waiting.until(lambda: "nodeagent_volume_rule_state" in agent.get("/metrics"))
     metrics = agent.get("/metrics")
-    text = (RULES / "volume-audit.rules.yaml").read_text()
-    for name in set(re.findall(r"nodeagent_volume_\w+", text)):
+    text = "".join(each.read_text() for each in RULES.glob("*.rules.yaml"))
+    for name in set(re.findall(r"nodeagent_volumes?_\w+", text)):
         assert f"# TYPE {name} " in metrics or f"# TYPE {name.removesuffix('_total')}" in metrics
 
 

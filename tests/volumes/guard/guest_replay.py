@@ -17,9 +17,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import kit.findings
+from ceph.protocol import Extents
 from ceph.settings import ClusterSettings
 from linux import blockdev
 from tests.testbed import formatters, waiting
+from tests.volumes.guard import guest_luks, guest_raw
 from volumes import settings
 from volumes import status as volume_status
 from volumes.guard import controller
@@ -174,9 +176,12 @@ async def main() -> None:
     run("umount", TARGET)
 
     # Another node without memory of its own: the image's metadata tells it.
-    answer = await guard.mirror.ask(identity.image, extents=True)
+    answer = await guard.mirror.ask(identity.image, Extents())
     say(f"metadata {answer.mirror} extents {answer.extents}")
-    await guard.stop()
+    secret = attach("secret")
+    await guest_luks.encrypted(guard, secret, TARGET, run, say, until)
+    await detach(secret)
+    await guest_raw.published(guard, attach, run, say, until)
     await detach(device)
 
 

@@ -18,14 +18,15 @@ def test_denial_followed_by_lease_is_not_reported() -> None:
     assert kept.findings(2.0) == [] and kept.delayed == 1
 
 
-def test_dry_run_reports_known_volumes_only() -> None:
+def test_dry_run_says_what_it_could_not_check() -> None:
     kept = denials.Denials()
     kept.add(_denial(denied=False, early=True))
     kept.decided("rbd0", "has_fs ext4", ("it is not blank",))
-    assert kept.findings(2.0) == []
-    kept.add(_denial(denied=False, early=False))
+    (unchecked,) = kept.findings(2.0)
+    assert (unchecked.rule, unchecked.severity) == ("format-unchecked", "info")
+    kept.add(_denial(denied=False, early=False, program="dd"))
     kept.decided("rbd0", "unreadable", ("it is not blank",))
-    assert [f.rule for f in kept.findings(2.0)] == ["format-would-be-denied"]
+    assert [f.rule for f in kept.findings(2.0)] == ["format-unchecked", "format-would-be-denied"]
 
 
 def test_denials_are_bounded_and_expire() -> None:

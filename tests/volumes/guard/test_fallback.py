@@ -1,12 +1,15 @@
 """Where the kernel does not take the program: weaker, and said to be."""
 
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.testbed import blockdev, cell, waiting
+from tests.testbed import blockdev, cell, faultfs, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = pytest.mark.real
@@ -38,7 +41,7 @@ def test_status_names_missing_program_and_fallback(
         lambda: (
             "watches" in (fallen.get("/v1/volumes/guard")["fallback"] or {}).get("exec_guard", "")
         ),
-        20,
+        40,
         "the exec guard",
     )
     status = fallen.cli_json("volume", "guard", "status")
@@ -54,7 +57,7 @@ def test_exec_filter_refuses_formatters_by_name(
         lambda: (
             "watches" in (fallen.get("/v1/volumes/guard")["fallback"] or {}).get("exec_guard", "")
         ),
-        20,
+        40,
         "the exec guard",
     )
     image = blockdev.blank(tmp_path / "image", SIZE)
@@ -96,11 +99,53 @@ def test_unreadable_device_is_read_only_until_readable(
     with blockdev.faulty_disk(tmp_path / "disk", SIZE, faults=broken) as disk:
         write = (unknown, "if=/dev/zero", f"of={disk.device}", "bs=1M", "count=1", "oflag=direct")
         read_only = Path("/sys/block", disk.name, "ro")
-        waiting.until(lambda: read_only.read_text().strip() == "1", 20, "the flag")
+        waiting.until(lambda: read_only.read_text().strip() == "1", 60, "the flag")
         done = blockdev.run(*write, check=False)
         assert done.returncode != 0
         assert "not permitted" in done.stderr or "denied" in done.stderr, done.stderr
         disk.clear()
         where.run("mkfs.ext4", "-q", "-F", disk.device)  # refused; the device is examined again
-        waiting.until(lambda: read_only.read_text().strip() == "0", 20, "the flag to go")
+        waiting.until(lambda: read_only.read_text().strip() == "0", 60, "the flag to go")
         assert blockdev.run(*write, check=False).returncode == 0
+
+
+def test_exec_filter_allows_what_it_cannot_decide_in_time(
+    where: cell.Cell, fallen: Agent, tmp_path: Path
+) -> None:
+    """An argument on a file system that does not answer: the node's formatters must not wait."""
+    (tmp_path / "fuse").mkdir()
+    (tmp_path / "control").write_text("[]")
+    blockdev.blank(tmp_path / "backing", SIZE)
+    server = subprocess.Popen(
+        [sys.executable, faultfs.__file__, str(tmp_path / "fuse"), str(tmp_path / "backing"),
+         str(tmp_path / "control")], stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert server.stdout is not None and server.stdout.readline() == b"ready\n"
+    try:
+        server.send_signal(signal.SIGSTOP)
+        hanging = tmp_path / "fuse" / "disk"
+        assert where.run("mkfs.ext4", "-V", str(hanging), timeout=30).returncode == 0
+        with blockdev.loop(blockdev.blank(tmp_path / "image", SIZE)) as device:
+            blockdev.run("mkfs.ext4", "-q", str(tmp_path / "image"))
+            assert where.run("mkfs.ext4", "-F", device).returncode == 126  # it decides again
+        status = fallen.get("/v1/volumes/guard")["fallback"]
+        assert status["let_through_undecided"] >= 1
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+        blockdev.run("umount", "-l", str(tmp_path / "fuse"), check=False)
+
+
+def test_flags_survive_the_agent_and_are_taken_back(
+    where: cell.Cell, fallen: Agent, tmp_path: Path
+) -> None:
+    broken = [{"offset": 0, "length": SIZE, "errno": 5}]
+    with blockdev.faulty_disk(tmp_path / "disk", SIZE, faults=broken) as disk:
+        read_only = Path("/sys/block", disk.name, "ro")
+        waiting.until(lambda: read_only.read_text().strip() == "1", 60, "the flag")
+        fallen.kill()
+        assert read_only.read_text().strip() == "1"
+        disk.clear()
+        fallen.start()
+        waiting.until(lambda: read_only.read_text().strip() == "0", 60, "the flag to go")

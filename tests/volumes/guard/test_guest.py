@@ -13,7 +13,9 @@ _SCRIPT = Path(__file__).with_name("guest_replay.py")
 
 
 def test_the_accident_and_the_matrix_on_real_krbd(tmp_path: Path) -> None:
-    result, fsid = guest.replay(_SCRIPT, tmp_path, ("control", "blank"), "320M")
+    result, fsid = guest.replay(
+        _SCRIPT, tmp_path, ("control", "blank", "secret", "raw", "raw2"), "320M"
+    )
     said = result.marked("check")
     assert result.exit == 0, result.text[-4000:]
     assert "control mkfs 0 mounted True" in said
@@ -27,4 +29,17 @@ def test_the_accident_and_the_matrix_on_real_krbd(tmp_path: Path) -> None:
     assert any("content-missing" in line for line in said if line.startswith("findings ")), said
     assert "data True" in said
     assert "metadata content extents content" in said
+    raw = [line.removeprefix("raw ") for line in said if line.startswith("raw ")]
+    assert raw == [
+        *("while published True", "without an agent True", "same number True", "next device False"),
+    ]
+    luks = [line.removeprefix("luks ") for line in said if line.startswith("luks ")]
+    for expected in (
+        *("formatted after a refusal True", "opened 0", "guarded at once True", "mounted True"),
+        *("key rotation 0", "old key removed 0", "resize 0", "grown 0", "reformat denied True"),
+        *("luksFormat denied True", "accident EPERM True", "again 0", "data True"),
+        "another mapping formatted 0",
+    ):
+        assert expected in luks, (expected, luks)
+    assert any(line.startswith(f"volume rbd:{fsid}/") and "+CRYPT-LUKS2" in line for line in luks)
     assert any(line.startswith(f"volume rbd:{fsid}/") for line in said)

@@ -440,9 +440,9 @@ def test_refusals_name_each_unknown(broken: dict[str, Any]) -> None:
 def test_error_log_counts_device_and_client_errors(line: str, device: str, is_rbd: bool) -> None:
     log = lease.ErrorLog()
     log.readable = True
-    assert log.quiet_for(device, is_rbd, 100.0) == math.inf
+    assert log.quiet_for(device, lease.Mapped() if is_rbd else None, 100.0) == math.inf
     log.note(line, 90.0)
-    assert log.quiet_for(device, is_rbd, 100.0) == 10.0
+    assert log.quiet_for(device, lease.Mapped() if is_rbd else None, 100.0) == 10.0
 
 
 @pytest.mark.parametrize("line", [
@@ -455,15 +455,34 @@ def test_error_log_ignores_normal_lines_and_other_devices(line: str) -> None:
     log = lease.ErrorLog()
     log.readable = True
     log.note(line, 90.0)
-    assert log.quiet_for("rbd0", True, 100.0) == math.inf
+    assert log.quiet_for("rbd0", lease.Mapped(), 100.0) == math.inf
+
+
+@pytest.mark.parametrize(("line", "ours"), [
+    ("libceph: mon0 (1)10.0.0.1:6789 session lost, hunting for new mon", True),
+    ("libceph: mon0 (1)10.9.9.9:6789 session lost, hunting for new mon", False),
+    ("libceph: mon1 (1)10.9.9.9:6789 socket closed (con state CONNECTING)", False),
+    ("libceph (f1 4711): osd1 down", True),
+    ("libceph (f2 4711): osd1 down", False),
+    ("libceph (f2 4711): mon0 (1)10.0.0.1:6789 session lost, hunting for new mon", False),
+    ("libceph: osd1 down", True),  # of a cluster that the line does not name
+])  # fmt: skip
+def test_error_log_counts_lines_of_the_devices_own_cluster(line: str, ours: bool) -> None:
+    log = lease.ErrorLog()
+    log.readable = True
+    log.note(line, 90.0)
+    mapped = lease.Mapped("f1", frozenset({"10.0.0.1:6789", "10.0.0.2:6789"}))
+    assert log.quiet_for("rbd0", mapped, 100.0) == (10.0 if ours else math.inf)
+    assert log.quiet_for("rbd0", lease.Mapped(), 100.0) == 10.0  # in doubt it is ours
+    assert log.quiet_for("nbd0", None, 100.0) == math.inf
 
 
 def test_error_log_unreadable_or_overwritten_is_not_quiet() -> None:
     log = lease.ErrorLog()
-    assert log.quiet_for("rbd0", True, 1.0) is None
+    assert log.quiet_for("rbd0", lease.Mapped(), 1.0) is None
     log.readable = True
     log.lost(5.0)
-    assert log.quiet_for("rbd0", True, 6.0) == 1.0
+    assert log.quiet_for("rbd0", lease.Mapped(), 6.0) == 1.0
 
 
 def test_error_log_forgets_oldest_device_as_error_of_all() -> None:
@@ -471,7 +490,7 @@ def test_error_log_forgets_oldest_device_as_error_of_all() -> None:
     log.readable = True
     for number in range(10_000):
         log.note(f"I/O error, dev rbd{number}, sector 1", float(number))
-    assert log.quiet_for("rbd0", False, 10_000.0) < 10_000.0  # type: ignore[operator]
+    assert log.quiet_for("rbd0", None, 10_000.0) < 10_000.0  # type: ignore[operator]
 
 
 def test_published_raw_finds_kubelet_bind() -> None:

@@ -5,6 +5,7 @@ The decisions themselves are tested in test_lease.py, real devices in test_lease
 
 import asyncio
 import dataclasses
+import json
 import math
 import time
 from collections.abc import AsyncIterator
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 
 import kit.errors
+from ceph.protocol import Extents
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
-from volumes import settings, status
+from volumes import explain, settings, status
 from volumes.guard import denials, doubt, kernel, lease, lease_manager, steps
 from volumes.guard.lease import Step
 from volumes.ledger import mirror, store
@@ -76,15 +78,17 @@ class World:
 
     # --- the prober, the mirror, the kernel
 
-    async def probe(self, path: str) -> Verdict:
+    async def probe(self, path: str, below: str = "") -> Verdict:
         self.did.append("probe")
         return self.verdict
 
-    async def ask(self, image: RbdImage, *, extents: bool) -> mirror.Answer:
+    async def ask(
+        self, image: RbdImage, extents: Extents | None = None, *, part: str = ""
+    ) -> mirror.Answer:
         extent = store.Knowledge.NONE if extents else store.Knowledge.NOT_ASKED
         return mirror.Answer(store.Knowledge.NONE, extent, size=SIZE)
 
-    async def write(self, image: RbdImage, entry: store.Entry) -> bool:
+    async def write(self, image: RbdImage, entry: store.Entry, part: str = "") -> bool:
         self.did.append("mirror")
         return True
 
@@ -148,7 +152,7 @@ async def test_grant_stops_when_the_attachment_changes(
 ) -> None:
     write = world.write
 
-    async def replaced(image: RbdImage, entry: store.Entry) -> bool:
+    async def replaced(image: RbdImage, entry: store.Entry, part: str = "") -> bool:
         world.device = dataclasses.replace(DEVICE, diskseq=8)
         return await write(image, entry)
 
@@ -322,7 +326,9 @@ async def test_slow_is_not_missing_until_a_second_look_agrees(
 async def test_clone_has_an_entry_of_its_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = store.Entry(volume="rbd:f1/3//parent", type="ext4", uuid="of the parent", last_seen=5)
 
-    async def ask(image: RbdImage, *, extents: bool) -> mirror.Answer:
+    async def ask(
+        image: RbdImage, extents: Extents | None = None, *, part: str = ""
+    ) -> mirror.Answer:
         return mirror.Answer(store.Knowledge.CONTENT, store.Knowledge.CONTENT, parent, SIZE)
 
     monkeypatch.setattr(world, "ask", ask)
@@ -336,3 +342,47 @@ async def test_clone_has_an_entry_of_its_own(world: World, monkeypatch: pytest.M
     world.manager.forget("rbd99")
     known = await world.checked()
     assert known.missing == "ext4 of the parent"
+
+
+async def test_operators_permission_lasts_while_the_old_content_is_there(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.verdict = EXT4
+    await world.checked()
+    monkeypatch.setattr(blockdev, "by_path", lambda path: world.device)
+    monkeypatch.setattr(blockdev, "in_use", lambda device: False)
+    await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    for _ in range(2):
+        await looked_again(world)
+        assert world.map[254, 99].until - time.monotonic() > 60
+    world.verdict = dataclasses.replace(EXT4, uuid="new")
+    await looked_again(world)
+    assert world.map[254, 99].until - time.monotonic() <= lease.LINGER_SECONDS
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None
+    assert (entry.uuid, entry.permitted) == ("new", 0.0)
+
+
+@pytest.mark.parametrize(("verdict", "step"), [
+    (EXT4, "Nothing: it holds"),
+    (dataclasses.replace(EXT4, uuid="other"), "ledger --accept"),
+    (dataclasses.replace(BLANK, verdict=Kind.UNREADABLE, errno=5), "format nothing"),
+    (BLANK, "Do not format it"),
+])  # fmt: skip
+async def test_explained_ends_with_the_next_safe_step(
+    world: World, verdict: Verdict, step: str
+) -> None:
+    world.verdict = EXT4
+    await world.checked()
+    world.verdict = verdict
+    known = await looked_again(world)
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None
+    page = list(
+        explain.page(
+            json.loads(json.dumps(status._device(known, time.monotonic()))),
+            dataclasses.asdict(entry), [], "enforce",
+        )
+    )  # fmt: skip
+    assert step in page[-1]
+    assert "ext4 u1, seen on n" in "".join(page)

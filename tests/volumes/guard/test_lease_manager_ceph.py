@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import linux.blockdev
+from ceph.protocol import Extents
 from ceph.settings import ClusterSettings
 from linux.rbd_sysfs import RbdImage
 from tests.testbed import blockdev, cell, ceph
@@ -63,7 +64,7 @@ async def test_ask_reports_extents_and_metadata(
 ) -> None:
     image = _image(backend, f"img{namespace}", namespace)
     spec = image.spec
-    assert await clusters.ask(image, extents=True) == mirror.Answer(
+    assert await clusters.ask(image, Extents()) == mirror.Answer(
         store.Knowledge.NONE, store.Knowledge.NONE, size=SIZE
     )
 
@@ -71,7 +72,7 @@ async def test_ask_reports_extents_and_metadata(
     known = store.Entry("v", "t").saw("ext4", "u", "", 1.0, "n")
     assert await clusters.write(image, known)
 
-    answer = await clusters.ask(image, extents=True)
+    answer = await clusters.ask(image, Extents())
     assert (answer.extents, answer.mirror) == (store.Knowledge.CONTENT, store.Knowledge.CONTENT)
     assert answer.known == known
     listed = backend.run("rbd", "image-meta", "list", "--format", "json", spec)
@@ -81,7 +82,7 @@ async def test_ask_reports_extents_and_metadata(
 
 async def test_ask_does_not_ask_about_other_clusters(clusters: mirror.Mirror) -> None:
     other = RbdImage("rbd", "a", "", "", "a", "00000000-0000-0000-0000-000000000000", 1)
-    assert await clusters.ask(other, extents=True) == mirror.NOT_ASKED
+    assert await clusters.ask(other, Extents()) == mirror.NOT_ASKED
 
 
 async def test_hanging_cluster_is_unknown_in_time_and_recovers(
@@ -90,14 +91,14 @@ async def test_hanging_cluster_is_unknown_in_time_and_recovers(
     image = _image(backend, "hang")
     made = mirror.Mirror((_credentials(backend),), 3.0)
     try:
-        assert (await made.ask(image, extents=True)).extents is store.Knowledge.NONE
+        assert (await made.ask(image, Extents())).extents is store.Knowledge.NONE
         with backend.frozen("mon", "osd"):
             async with asyncio.timeout(8):
                 for _ in range(2):
-                    answer = await made.ask(image, extents=True)
+                    answer = await made.ask(image, Extents())
                     assert answer.extents is answer.mirror is store.Knowledge.UNKNOWN
         async with asyncio.timeout(60):
-            while (await made.ask(image, extents=True)).extents is not store.Knowledge.NONE:
+            while (await made.ask(image, Extents())).extents is not store.Knowledge.NONE:
                 await asyncio.sleep(0.5)
     finally:
         await made.close()
@@ -167,7 +168,7 @@ async def test_metadata_of_another_agent_refuses_lease(
             identities[device] = image
             known = await first.decided(device)
             assert known.reasons == ()
-            stored = (await second.clusters.ask(image, extents=False)).known
+            stored = (await second.clusters.ask(image)).known
             assert stored is not None and stored.permitted  # written down before it was given
             done = await asyncio.to_thread(where.run, "mkfs.ext4", "-q", device)
             assert done.returncode == 0

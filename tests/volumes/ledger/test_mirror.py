@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 import kit.errors
-from ceph.protocol import ImageContent, ImageId
+from ceph.protocol import Extents, ImageContent, ImageId
 from ceph.settings import ClusterSettings
 from linux.rbd_sysfs import RbdImage
 from volumes.ledger import mirror
@@ -34,7 +34,9 @@ class Stand:
         self.fsid = self.fsid_
         return self.fsid
 
-    async def content(self, image: ImageId, metadata_key: str, *, extents: bool) -> ImageContent:
+    async def content(
+        self, image: ImageId, metadata_key: str, extents: Extents | None
+    ) -> ImageContent:
         assert metadata_key == "nodeagent.volume"
         if isinstance(self.content_, kit.errors.AgentError):
             raise self.content_
@@ -76,7 +78,7 @@ async def test_ask_turns_content_into_knowledge(
     monkeypatch: pytest.MonkeyPatch, content: ImageContent, extents: bool, expected: mirror.Answer
 ) -> None:
     made = _mirror(monkeypatch, Stand("f1", content))
-    assert await made.ask(_image(), extents=extents) == expected
+    assert await made.ask(_image(), Extents() if extents else None) == expected
 
 
 @pytest.mark.parametrize("content", [
@@ -86,15 +88,15 @@ async def test_ask_turns_content_into_knowledge(
 async def test_ask_errors_are_unknown_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, content: ImageContent | kit.errors.AgentError
 ) -> None:
-    answer = await _mirror(monkeypatch, Stand("f1", content)).ask(_image(), extents=False)
+    answer = await _mirror(monkeypatch, Stand("f1", content)).ask(_image())
     assert answer.mirror is Knowledge.UNKNOWN
     assert answer.why
 
 
 async def test_ask_without_matching_cluster_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _mirror(monkeypatch, Stand("f2", ImageContent(None)))
-    assert await made.ask(_image(), extents=True) == mirror.NOT_ASKED
-    assert (await made.ask(_image(""), extents=True)).mirror is Knowledge.UNKNOWN
+    assert await made.ask(_image(), Extents()) == mirror.NOT_ASKED
+    assert (await made.ask(_image(""), Extents())).mirror is Knowledge.UNKNOWN
 
 
 async def test_ask_is_unknown_while_a_silent_cluster_may_be_the_one(
@@ -102,11 +104,11 @@ async def test_ask_is_unknown_while_a_silent_cluster_may_be_the_one(
 ) -> None:
     silent, other = Stand("f1", ImageContent(None), up=False), Stand("f2", ImageContent(None))
     made = _mirror(monkeypatch, silent, other)
-    assert (await made.ask(_image("f1"), extents=True)).extents is Knowledge.UNKNOWN
-    assert (await made.ask(_image("f2"), extents=True)).extents is Knowledge.NONE
+    assert (await made.ask(_image("f1"), Extents())).extents is Knowledge.UNKNOWN
+    assert (await made.ask(_image("f2"), Extents())).extents is Knowledge.NONE
     assert made.failures == 2
     silent.up = True
-    assert (await made.ask(_image("f1"), extents=True)).extents is Knowledge.NONE
+    assert (await made.ask(_image("f1"), Extents())).extents is Knowledge.NONE
 
 
 async def test_write_needs_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,24 +125,24 @@ async def test_write_needs_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_metadata_of_a_newer_agent_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand("f1", ImageContent('{"version": 99, "volume": "v"}'))
     made = _mirror(monkeypatch, stand)
-    await made.ask(_image("f1"), extents=False)
+    await made.ask(_image("f1"))
     assert "newer agent" in str(made.newer)
     assert not await made.write(_image("f1"), ENTRY)
     stand.content_ = ImageContent(ENTRY.dump())  # it was taken back
-    await made.ask(_image("f1"), extents=False)
+    await made.ask(_image("f1"))
     assert await made.write(_image("f1"), ENTRY)
 
 
 async def test_apply_replaces_changed_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     first = Stand("f1", ImageContent(None), up=False)
     made = _mirror(monkeypatch, first)
-    await made.ask(_image(), extents=False)
+    await made.ask(_image())
     settings = ClusterSettings(name="f1", monitors=("h:2",), secret_file="/k")
     second = Stand("f1", ImageContent(None))
     monkeypatch.setattr(mirror, "Cluster", lambda settings, deadline: second)
     await made.apply((settings,), 5.0)
     assert first.closed
-    assert (await made.ask(_image(), extents=False)).mirror is Knowledge.NONE
+    assert (await made.ask(_image())).mirror is Knowledge.NONE
     assert made.failures == 1  # a counter never goes back
     await made.apply((settings,), 5.0)
     assert not second.closed

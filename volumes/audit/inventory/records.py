@@ -5,6 +5,7 @@ pods/<uid>/volumes/kubernetes.io~csi/<name>/vol_data.json. ceph-csi: image-meta.
 directory. Files inside a mounted volume are never read.
 """
 
+import bisect
 import json
 import os
 from collections.abc import Iterator
@@ -53,6 +54,21 @@ def _published(kubelet: str, root: str) -> Iterator[tuple[str, str, str]]:
             yield uid, name, f"{base}/{name}"
 
 
+class _Devices:
+    """Devices by number (those of their layers too), name and image; the first of each counts."""
+
+    def __init__(self, devices: list[blockdev.BlockDevice]) -> None:
+        self.by_number: dict[blockdev.Number, blockdev.BlockDevice] = {}
+        self.by_name: dict[str, blockdev.BlockDevice] = {}
+        self.by_image: dict[tuple[str, str, str], blockdev.BlockDevice] = {}
+        for device in devices:
+            self.by_name.setdefault(device.name, device)
+            for number in device.numbers:
+                self.by_number.setdefault(number, device)
+            if (image := device.image) is not None:
+                self.by_image.setdefault((image.pool, image.name, image.namespace), device)
+
+
 def volumes(
     kubelet: str,
     host: list[mountinfo.Mount],
@@ -65,7 +81,9 @@ def volumes(
     ``kubelet`` is its directory without symbolic links, ``root`` the directory to read it from.
     """
     by_target = {mount.target: mount for mount in host if _below(mount.target, kubelet)}
+    targets = sorted(by_target)
     publishes = _publishes(kubelet, root, by_target)
+    known = _Devices(devices)
     found: list[Volume] = []
     gaps: list[str] = []
     for home, staging in _staged(kubelet, root):
@@ -76,10 +94,10 @@ def volumes(
             break
         record = _json(f"{root}{home}/vol_data.json")
         handle = str(record.get("volumeHandle", ""))
-        mounts = [target for target in by_target if _below(target, staging)]
+        mounts = _at_or_below(targets, staging)
         meta = {} if staging in mounts else _json(f"{root}{staging}/image-meta.json")
         image = _image(meta)
-        device = _device(meta, image, [by_target[target] for target in mounts], devices)
+        device = _device(meta, image, [by_target[target] for target in mounts], known)
         published = publishes.get(handle, []) if handle else []
         found.append(
             Volume(
@@ -118,6 +136,14 @@ def _publishes(
     return found
 
 
+def _at_or_below(targets: list[str], upper: str) -> list[str]:
+    """Of the sorted ``targets``, ``upper`` and what is below it."""
+    at = bisect.bisect_left(targets, upper)
+    exact = targets[at : at + 1] if targets[at : at + 1] == [upper] else []
+    first, last = (bisect.bisect_left(targets, f"{upper}{end}") for end in "/0")  # 0 follows /
+    return exact + targets[first:last]
+
+
 def _below(path: str, upper: str) -> bool:
     return path == upper or path.startswith(upper + "/")
 
@@ -133,16 +159,13 @@ def _device(
     meta: dict[str, Any],
     image: RbdImage | None,
     mounts: list[mountinfo.Mount],
-    devices: list[blockdev.BlockDevice],
+    devices: _Devices,
 ) -> blockdev.BlockDevice | None:
     """The volume's device: by its mounts, else by ceph-csi's record, else by the image."""
-    numbers = {mount.device for mount in mounts}
-    for device in devices:
-        if not device.numbers.isdisjoint(numbers):
-            return device
-    noted = os.path.basename(str(meta.get("device") or ""))
-    for device in devices:
-        there = device.image and (device.image.pool, device.image.name, device.image.namespace)
-        if device.name == noted or (image and there == (image.pool, image.name, image.namespace)):
-            return device
-    return None
+    for mount in mounts:
+        if (found := devices.by_number.get(mount.device)) is not None:
+            return found
+    noted = devices.by_name.get(os.path.basename(str(meta.get("device") or "")))
+    if noted is not None or image is None:
+        return noted
+    return devices.by_image.get((image.pool, image.name, image.namespace))
