@@ -191,7 +191,7 @@ def test_plan_keeps_what_the_last_one_pinned(
 ) -> None:
     """No pin is made and released in turns: the second plan releases none of the first's pins."""
     node = dataclasses.replace(node, free=node.capacity)  # the disk is not what this is about
-    # A moved tag's old pin goes one plan after the new one is made, and only then is its place free.
+    # A moved tag's old pin goes one plan after the new one is made; its place is free only then.
     digests = {pin.ref: pin.digest for pin in pinned}
     pinned = [pin for pin in pinned if pin.digest == digests[pin.ref]]
     wanted = [
