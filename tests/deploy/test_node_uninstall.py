@@ -1,4 +1,4 @@
-"""The chart's Job takes everything of ours off the node. The last of these tests: the agent goes."""
+"""The chart's Job takes everything of ours off the node; the last test, because the agent goes."""
 
 import pytest
 
@@ -20,10 +20,11 @@ def ended(node: installed.Node, number: int) -> tuple[str, str]:
         said = node.kube.kubectl("logs", "-n", installed.SPACE, f"job/{name}")
         return said, next(c["type"] for c in job["status"]["conditions"] if c["status"] == "True")
 
-    return waiting.until(
+    result: tuple[str, str] = waiting.until(
         found, 120, "the Job to end", pause=0.5,
         detail=lambda: node.kube.kubectl("describe", "pods", "-n", installed.SPACE),
     )  # fmt: skip
+    return result
 
 
 def test_job_lists_and_then_removes_all_that_is_ours(node: installed.Node) -> None:
