@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -12,6 +12,7 @@ import kit.errors
 import kit.units
 from kit import terminal
 from kit.room import CommandContext
+from kit.terminal import Shown
 
 # Exit codes of commands that wait, beside those of kit.errors (docs/cli.md).
 PARTIAL, STOPPED = 10, 11
@@ -35,45 +36,35 @@ def _path(name: str, what: str = "") -> str:
     return f"/v1/datasets/{quote(name, safe='')}{what}"
 
 
-@dataset.command("list")
-@terminal.json_option
-@click.pass_obj
-def listing(ctx: CommandContext, as_json: bool) -> None:
+@terminal.command(dataset, "list")
+def listing(ctx: CommandContext) -> Shown:
     """All datasets."""
     answer = terminal.call(ctx, "GET", "/v1/datasets")
-    if as_json:
-        terminal.print_json(answer["datasets"])
-        return
+    return answer["datasets"], lambda found: _table_lines(found, answer["orphans"])
+
+
+def _table_lines(datasets: list[dict[str, Any]], orphans: list[str]) -> Iterator[str]:
     rows = []
-    for d in answer["datasets"]:
+    for d in datasets:
         total = d["files"]["total"]
         share = f"{d['files']['done'] * 100 // total}%" if total else "-"
         files, size = f"{d['files']['done']}/{total}", kit.units.format_size(d["store_bytes"])
         rows.append([d["name"], d["state"], d["served_by"], share, files, size, d["view"]])
     head = ["NAME", "STATE", "SERVED BY", "STORED", "FILES", "ON SSD", "VIEW"]
-    for line in terminal.table(head, rows):
-        click.echo(line)
-    for name in answer["orphans"]:
-        click.echo(f"{name}: not in the settings; 'dataset remove {name}' deletes it")
+    yield from terminal.table(head, rows)
+    for name in orphans:
+        yield f"{name}: not in the settings; 'dataset remove {name}' deletes it"
 
 
-@dataset.command()
+@terminal.command(dataset, "show")
 @_name
 @click.option("--failures", is_flag=True, help="Also list entries that could not be copied.")
-@terminal.json_option
-@click.pass_obj
-def show(ctx: CommandContext, name: str, failures: bool, as_json: bool) -> None:
+def show(ctx: CommandContext, name: str, failures: bool) -> Shown:
     """Everything about one dataset."""
     shown = terminal.call(ctx, "GET", _path(name))
     if failures:
         shown["failures"] = list(_failures(ctx, name))
-    if as_json:
-        terminal.print_json(shown)
-        return
-    for line in _lines(shown):
-        click.echo(line)
-    for failure in shown.get("failures", ()):
-        click.echo(f"  {terminal.plain(failure['path'])}: {failure['reason']}")
+    return shown, _details
 
 
 def _failures(ctx: CommandContext, name: str) -> Any:
@@ -84,7 +75,7 @@ def _failures(ctx: CommandContext, name: str) -> Any:
         after = page["next"]
 
 
-def _lines(d: dict[str, Any]) -> list[str]:
+def _details(d: dict[str, Any]) -> Iterator[str]:
     size = kit.units.format_size
     about = "about " if d["estimated"] else ""
     files, data = d["files"], d["bytes"]
@@ -94,21 +85,22 @@ def _lines(d: dict[str, Any]) -> list[str]:
     stored = f"{files['done']} of {about}{files['total']} stored"
     odd = f"{files['failed']} failed, {files['skipped']} skipped (sockets, fifos, devices)"
     sizes = f"{size(data['done'])} of {about}{size(data['total'])} stored"
-    lines = [
-        f"name       {d['name']}",
-        f"state      {d['state']}" + (f": {d['why']}" if d["why"] else ""),
-        f"view       {d['view']} (served by {d['served_by']})",
-        f"source     {d['source']['kind']} {d['source']['path']} ({d['freshness']}), {read_by}",
-        f"files      {stored}, {odd}",
-        f"bytes      {sizes}, {size(d['store_bytes'])} on the SSD",
-    ]
+    yield f"name       {d['name']}"
+    yield f"state      {d['state']}" + (f": {d['why']}" if d["why"] else "")
+    yield f"view       {d['view']} (served by {d['served_by']})"
+    yield f"source     {d['source']['kind']} {d['source']['path']} ({d['freshness']}), {read_by}"
+    yield f"files      {stored}, {odd}"
+    yield f"bytes      {sizes}, {size(d['store_bytes'])} on the SSD"
     if files["no_room"]:
-        lines.append(f"no room    for {files['no_room']} files, {size(data['no_room'])}")
+        yield f"no room    for {files['no_room']} files, {size(data['no_room'])}"
     if d["phase"]:
-        lines.append(f"progress   {_progress_text(d)}")
+        yield f"progress   {_progress_text(d)}"
     if d["verify"]:
-        lines.append(f"verify     {_verify_text(d['verify'])}")
-    return lines + [f"note       {note}" for note in d["notes"]]
+        yield f"verify     {_verify_text(d['verify'])}"
+    for note in d["notes"]:
+        yield f"note       {note}"
+    for failure in d.get("failures", ()):
+        yield f"  {terminal.plain(failure['path'])}: {failure['reason']}"
 
 
 def _verify_text(verify: dict[str, Any]) -> str:
@@ -174,19 +166,15 @@ def _judge(d: dict[str, Any]) -> None:
 async def _follow(ctx: CommandContext, name: str, ended: Any, *, quiet: bool) -> dict[str, Any]:
     """Show the progress of a dataset until ``ended``; the dataset then."""
     stream = ctx.client().lines(_path(name, "/progress"))
-    show = _silently if quiet else _with_bar if terminal.on_terminal() else _with_lines
-    last: dict[str, Any] = {}
-    async for last in show(stream):
+    if not quiet:
+        stream = (_with_bar if terminal.on_terminal() else _with_lines)(stream)
+    async for last in stream:
         if ended(last):
-            return last
+            found: dict[str, Any] = last
+            return found
     raise NotFinishedError(
         STOPPED, f"dataset {name}", "the agent ended the stream", "see 'nodeagent dataset show'"
     )
-
-
-async def _silently(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for shown in stream:
-        yield shown
 
 
 async def _with_lines(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -221,16 +209,13 @@ async def _with_bar(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _simple(verb: str, text: str) -> None:
-    @dataset.command(verb, help=text)
     @_name
-    @terminal.json_option
-    @click.pass_obj
-    def command(ctx: CommandContext, name: str, as_json: bool) -> None:
+    def command(ctx: CommandContext, name: str) -> Shown:
         shown = terminal.call(ctx, "POST", _path(name, f"/{verb}"))
-        if as_json:
-            terminal.print_json(shown)
-        else:
-            click.echo(f"{name} is {shown['state']}")
+        return shown, lambda d: [f"{name} is {d['state']}"]
+
+    command.__doc__ = text
+    terminal.command(dataset, verb)(command)
 
 
 _simple("pause", "Stop filling NAME until 'resume' or 'warm'.")
@@ -249,12 +234,8 @@ def verify(ctx: CommandContext, name: str, source: bool, wait: bool, as_json: bo
     shown = terminal.call(ctx, "POST", _path(name, "/verify"), {"source": source})
     if wait:
         shown = asyncio.run(_follow(ctx, name, _verify_ended, quiet=as_json))
-    if as_json:
-        terminal.print_json(shown)
-    elif wait:
-        click.echo(_verify_text(shown["verify"]))
-    else:
-        click.echo(f"{name}: verify is {shown['verify']['state']}")
+    text = _verify_text if wait else lambda last: f"{name}: verify is {last['state']}"
+    terminal.show((shown, lambda d: [text(d["verify"])]), as_json=as_json)
     if wait:
         result = shown["verify"]
         if result["state"] in ("failed", "cancelled"):
@@ -275,10 +256,7 @@ def _verify_ended(d: dict[str, Any]) -> bool:
 def remove(ctx: CommandContext, name: str, as_json: bool) -> None:
     """Take the view of NAME down and delete its store, unless a process uses the view."""
     answer = terminal.call(ctx, "DELETE", _path(name))
-    if as_json:
-        terminal.print_json(answer)
-        return
-    click.echo(f"{name} is removed")
-    if answer["in_settings"]:
+    terminal.show((answer, lambda _: [f"{name} is removed"]), as_json=as_json)
+    if answer["in_settings"] and not as_json:
         again = f"nodeagent dataset warm {name}"
         click.echo(f"it is still in the settings; it stays removed until '{again}'", err=True)

@@ -35,7 +35,7 @@ class Cache:
     name = "cache"
 
     def __init__(
-        self, settings: CacheSettings, *, state_dir: Path, reporter: kit.findings.Reporter
+        self, settings: CacheSettings, state_dir: Path, reporter: kit.findings.Reporter
     ) -> None:
         self.settings = settings
         self.datasets: dict[str, Dataset] = {}
@@ -121,12 +121,13 @@ class Cache:
         wanted = {dataset.name: dataset for dataset in settings.datasets}
         kept: list[DatasetSettings] = []
         for name, new in wanted.items():
-            running = self.datasets.get(name)
-            if running is None or self._can_change(running.settings, new):
+            old = self.datasets[name].settings if name in self.datasets else new
+            # The source cannot change under a view; everything else can.
+            if old.source == new.source and old.freshness == new.freshness:
                 kept.append(new)
             else:
                 refused.append(f"datasets.{name}.source")
-                kept.append(running.settings)
+                kept.append(old)
         self.settings = settings.model_copy(update={**keep, "datasets": tuple(kept)})
         for name in [n for n in self.datasets if n not in wanted]:
             await self._drop(name)
@@ -214,10 +215,6 @@ class Cache:
         log.warning("dataset is no longer in the settings; its view and store stay", dataset=name)
         await self._look_for_orphans()
 
-    def _can_change(self, old: DatasetSettings, new: DatasetSettings) -> bool:
-        """The source cannot change under a view; everything else can."""
-        return old.source == new.source and old.freshness == new.freshness
-
     def get(self, name: str) -> Dataset:
         """NotFoundError names the datasets that exist."""
         try:
@@ -255,11 +252,7 @@ class Cache:
             return
         found = await kit.child.call(generations.inventory, self._store, deadline=STORE_SECONDS)
         ours = {dataset.folder for dataset in self.datasets.values()}
-        self.orphans = {
-            item["folder"]: int((item["fields"] or {}).get("used", 0))
-            for item in found
-            if item["folder"] not in ours
-        }
+        self.orphans = {folder: used for folder, used in found.items() if folder not in ours}
 
     async def _weigh_trash(self) -> None:
         async with self._weighing:

@@ -12,6 +12,7 @@ would show the source only. Nothing here takes a view away; it changes what serv
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -33,7 +34,7 @@ import kit.line_worker
 from cache import view
 from cache.settings import CacheSettings, DatasetSettings
 from cache.sources import base, kinds
-from cache.store import generations
+from cache.store import generations, index
 from cache.view import Stage
 from linux import mountinfo
 
@@ -102,22 +103,17 @@ def next_action(facts: Facts) -> Action:
 # --- what is known
 
 
-@dataclass
-class Figures:
+@dataclass(frozen=True)
+class Figures(index.Counts):
     """How much there is and how much is stored. From the running job, else as last known."""
 
-    files: int = 0
-    bytes: int = 0
-    done_files: int = 0
-    done_bytes: int = 0
-    failed: int = 0
-    skipped: int = 0
     used: int = 0  # SSD bytes
     estimated: bool = True  # files and bytes are not counted yet
 
-
-# Figures that generation.json keeps under the same names.
-FIGURES = ("files", "bytes", "done_files", "done_bytes", "failed", "skipped")
+    def at_least(self, reached: base.Reached) -> "Figures":
+        """With what the source counts where it has more."""
+        files, size = max(self.files, reached.files or 0), max(self.bytes, reached.bytes or 0)
+        return dataclasses.replace(self, files=files, bytes=size)
 
 
 @dataclass(frozen=True)
@@ -185,7 +181,7 @@ class Dataset:
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         self._store = os.path.realpath(cache.store)
         self.folder = f"{self._store}/{settings.name}/{settings.freshness}-{digest}"
-        self.generation = generations.Generation(settings.name, identity, created=time.time())
+        self.generation = generations.new(settings.name, identity)
         self.stage = Stage.NONE
         self.reached: base.Reached | None = None
         self.trouble: kit.errors.AgentError | None = None  # of the last action that failed
@@ -255,8 +251,7 @@ class Dataset:
         self._refuse_newer()
         self._state.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         kept = {"removed": self.removed, "device": self._published_device}
-        text = json.dumps({kit.formats.KEY: STATE_FORMAT, **kept})
-        kit.files.save(self._state, text.encode())
+        kit.files.save(self._state, json.dumps({kit.formats.KEY: STATE_FORMAT, **kept}).encode())
 
     def _refuse_newer(self) -> None:
         if self.newer is not None:
@@ -273,9 +268,8 @@ class Dataset:
 
     def show_kept_figures(self) -> None:
         """Show the figures of generation.json, while no job reports newer ones."""
-        kept = self.generation
-        fields = {name: getattr(kept, name) for name in FIGURES}
-        self.figures = Figures(**fields, used=kept.used, estimated=not kept.skeleton)
+        now = self.generation
+        self.figures = Figures(**now.counts(), used=now.used, estimated=not now.skeleton)
 
     # --- the loop
 
@@ -293,17 +287,14 @@ class Dataset:
                 acted = False
                 self._note_trouble(error)
             if not acted:
-                try:
+                with contextlib.suppress(TimeoutError):  # something is due
                     async with asyncio.timeout(self._patience()):
                         await self._wake.wait()
-                except TimeoutError:
-                    pass  # something is due
 
     def _patience(self) -> float:
         now = time.monotonic()
-        due = [self._reach_at, self._no_fill_before]
-        if self._refresh_wanted:
-            due.append(self._refresh_at)
+        refresh_at = self._refresh_at if self._refresh_wanted else 0.0
+        due = (self._reach_at, self._no_fill_before, refresh_at)
         later = [at for at in due if at > now]
         return max(0.05, min(later, default=now + LOOK_SECONDS) - now)
 
@@ -334,11 +325,9 @@ class Dataset:
         )
 
     async def _act(self, action: Action) -> bool:
-        if self.removed or self.newer is not None:
+        if action is Action.NOTHING or self.removed or self.newer is not None:
             return False
         match action:
-            case Action.NOTHING:
-                return False
             case Action.REACH:
                 await self.reach()
             case Action.PUBLISH_SOURCE:
@@ -386,18 +375,16 @@ class Dataset:
         self._reach_backoff.reset()
         self.trouble = None
         if not self.generation.skeleton and self.job is None:
-            shown = self.figures
-            shown.files = self.reached.files or shown.files
-            shown.bytes = self.reached.bytes or shown.bytes
+            self.figures = self.figures.at_least(self.reached)
 
     async def publish(self, stage: Stage) -> None:
         """Have ``stage`` serve the view. OSError."""
         source = self.reached.root if self.reached else ""
-        before = self.stage
         clean = await kit.child.call(
             view.publish, self.view, str(stage), source, self.tree, self._scratch,
             deadline=VIEW_SECONDS,
         )  # fmt: skip
+        log.info("view published", dataset=self.name, before=str(self.stage), now=str(stage))
         self.stage = stage
         self._refresh_wanted = False
         if self.reached is not None:
@@ -405,7 +392,6 @@ class Dataset:
             self._save_state()
         if not clean:
             self.notes = ["this kernel (before 6.5) keeps earlier mounts of the view below it"]
-        log.info("view published", dataset=self.name, before=str(before), now=str(stage))
 
     async def _publish_store(self) -> None:
         """Publish the store; when its tree cannot be opened, fill again from the source."""
@@ -469,9 +455,7 @@ class Dataset:
             await kit.child.call(
                 generations.discard, self._store, self.folder, deadline=STORE_SECONDS
             )
-            self.generation = generations.Generation(
-                self.name, self.generation.identity, created=time.time()
-            )
+            self.generation = generations.new(self.name, self.generation.identity)
             self.figures = Figures()
             self.trouble = None
         log.info("dataset removed", dataset=self.name)

@@ -24,7 +24,7 @@ import structlog
 import kit.child
 import kit.errors
 import kit.line_worker
-from cache.dataset import FIGURES, Dataset, Figures, Verification
+from cache.dataset import Dataset, Figures, Verification
 from cache.fill import protocol
 from cache.store import generations
 from cache.view import Stage
@@ -129,7 +129,7 @@ class Pass:
         if report.progress is not None:
             self._progressed(report.progress)
         if report.skeleton:
-            dataset.figures.estimated = False
+            dataset.figures = dataclasses.replace(dataset.figures, estimated=False)
             if not dataset.generation.skeleton:
                 # It becomes durable with the next change; a restart before that scans again.
                 dataset.generation = dataclasses.replace(dataset.generation, skeleton=True)
@@ -146,13 +146,10 @@ class Pass:
         self.phase = now.phase
         self._rates.add(time.monotonic(), now.copied_files, now.copied_bytes)
         dataset = self._dataset
-        shown = dataset.figures = Figures(
-            **dataclasses.asdict(now.counts), skipped=now.skipped, used=now.used,
-            estimated=dataset.figures.estimated,
-        )  # fmt: skip
-        if shown.estimated and dataset.reached is not None:
-            shown.files = max(shown.files, dataset.reached.files or 0)
-            shown.bytes = max(shown.bytes, dataset.reached.bytes or 0)
+        estimated = dataset.figures.estimated
+        shown = Figures(**now.counts.counts(), used=now.used, estimated=estimated)
+        known = dataset.reached if estimated else None
+        dataset.figures = shown if known is None else shown.at_least(known)
         if now.commits != (last.commits if last is not None else 0):
             dataset.want_refresh()
 
@@ -181,8 +178,8 @@ class Pass:
 
 def _signs_of_progress(progress: protocol.Progress) -> protocol.Progress:
     """What changes only when the pass works."""
-    counts = dataclasses.replace(progress.counts, failed=0)
-    return dataclasses.replace(progress, counts=counts, phase="", skipped=0, used=0, syncing=False)
+    counts = dataclasses.replace(progress.counts, failed=0, skipped=0)
+    return dataclasses.replace(progress, counts=counts, phase="", used=0, syncing=False)
 
 
 class Jobs:
@@ -286,8 +283,7 @@ class Jobs:
             for each in self._datasets.values()
             if (each.fill_queued or each.verification.queued) and not each.removed
         ]
-        order = [(not d.verification.queued, -d.settings.priority, d.name) for d in waiting]
-        return min(zip(order, waiting, strict=True), default=(None, None), key=lambda x: x[0])[1]
+        return min(waiting, key=_turn, default=None)
 
     async def limits_changed(self) -> None:
         if self._active is not None:
@@ -307,6 +303,17 @@ class Jobs:
             reserve=dataset.cache.reserve,
             others=others + self._foreign(),
         )
+
+    def _task(self, dataset: Dataset, kind: str) -> dict[str, Any]:
+        """The fields of every task. Without a source, the tree stands for it."""
+        reached = dataset.reached
+        return {
+            "generation": dataset.folder,
+            "source": reached.root if reached is not None else dataset.tree,
+            "stamp": reached.stamp if reached is not None else "",
+            "immutable": dataset.source.immutable,
+            "limits": self._limits(dataset, kind),
+        }
 
     async def _run(self, dataset: Dataset, kind: str, task: protocol.Task) -> protocol.End:
         dataset.job = running = Pass(dataset, kind)
@@ -331,10 +338,8 @@ class Jobs:
                 return
             await dataset.change(state="filling", why="", left_files=0, left_bytes=0)
         task = protocol.FillTask(
-            generation=dataset.folder, source=reached.root, stamp=reached.stamp,
-            immutable=dataset.source.immutable, limits=self._limits(dataset, "fill"),
-            native=reached.native, mounted=_mounted_below(reached.root),
-            used=dataset.generation.used,
+            **self._task(dataset, "fill"), native=reached.native,
+            mounted=_mounted_below(reached.root), used=dataset.generation.used,
         )  # fmt: skip
         dataset.fill_queued = False
         try:
@@ -348,8 +353,7 @@ class Jobs:
         log.info("fill ended", dataset=dataset.name, result=end.result, why=end.why)
         changes: dict[str, Any] = {"why": end.why}
         if end.fill is not None:
-            changes |= {name: getattr(dataset.figures, name) for name in FIGURES}
-            changes |= dataclasses.asdict(end.fill)
+            changes |= dataset.figures.counts() | dataclasses.asdict(end.fill)
         match end.result:
             case "complete":
                 changes |= {"state": "complete", "completed": time.time(), "wanted": False}
@@ -385,13 +389,9 @@ class Jobs:
             dataset.verification = Verification("failed", against_source, why)
             dataset.wake()
             return
-        reached = dataset.reached
         task = protocol.VerifyTask(
-            generation=dataset.folder,
-            source=reached.root if reached is not None else dataset.tree,
-            stamp=reached.stamp if reached is not None else "", immutable=dataset.source.immutable,
-            limits=self._limits(dataset, "verify"), against_source=against_source,
-            reachable=reached is not None,
+            **self._task(dataset, "verify"), against_source=against_source,
+            reachable=dataset.reached is not None,
         )  # fmt: skip
         try:
             end = await self._run(dataset, "verify", task)
@@ -462,17 +462,16 @@ class Jobs:
         return end.withdrawn, "" if end.result == "withdrawn" else end.why or end.result
 
     async def _withdraw_pass(self, dataset: Dataset, part: str) -> protocol.End:
-        reached = dataset.reached
-        assert reached is not None
-        task = protocol.WithdrawTask(
-            generation=dataset.folder, source=reached.root, stamp=reached.stamp,
-            immutable=dataset.source.immutable, limits=self._limits(dataset, "withdraw"),
-            part=part,
-        )  # fmt: skip
+        assert dataset.reached is not None
+        task = protocol.WithdrawTask(**self._task(dataset, "withdraw"), part=part)
         try:
             return await self._run(dataset, "withdraw", task)
         finally:
             dataset.job = None
+
+
+def _turn(dataset: Dataset) -> tuple[bool, int, str]:
+    return not dataset.verification.queued, -dataset.settings.priority, dataset.name
 
 
 def _refused(dataset: Dataset, cause: str, remedy: str) -> kit.errors.RefusedError:

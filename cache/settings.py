@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,6 +28,8 @@ class DirSource(kit.settings.Section):
     path: kit.settings.AbsolutePath
     """The directory that is the dataset's root."""
 
+    needs: ClassVar = "a .snap path"
+
     @property
     def in_snapshot(self) -> bool:
         return ".snap" in self.path.parts
@@ -50,6 +52,12 @@ class CephfsSource(kit.settings.Section):
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
     client: Literal["auto", "kernel", "fuse"] = "auto"
     """auto: the kernel client where the kernel has it, else ceph-fuse."""
+
+    needs: ClassVar = "source.snapshot"
+
+    @property
+    def in_snapshot(self) -> bool:
+        return self.snapshot is not None
 
     @field_validator("path")
     @classmethod
@@ -111,16 +119,12 @@ class DatasetSettings(kit.settings.Section):
 
     @model_validator(mode="after")
     def _snapshot_where_promised(self) -> "DatasetSettings":
-        if isinstance(self.source, CephfsSource):
-            has_snapshot = self.source.snapshot is not None
-        else:
-            has_snapshot = self.source.in_snapshot
-        if self.freshness == "snapshot" and not has_snapshot:
-            where = "source.snapshot" if isinstance(self.source, CephfsSource) else "a .snap path"
+        if self.freshness == "snapshot" and not self.source.in_snapshot:
             raise ValueError(
-                f"freshness 'snapshot' needs {where}; without one the tree is live, and {LIVE_TREE}"
+                f"freshness 'snapshot' needs {self.source.needs}; without one the tree is live, "
+                f"and {LIVE_TREE}"
             )
-        if self.freshness == "frozen" and has_snapshot:
+        if self.freshness == "frozen" and self.source.in_snapshot:
             raise ValueError("the source is a snapshot; say 'freshness: snapshot'")
         return self
 

@@ -1,25 +1,27 @@
 """How datasets show to operators: in the API, as findings, and as metrics."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 import kit.child
 import kit.errors
 import kit.findings
 import kit.processes
 from cache.dataset import Dataset, Verification
-from cache.store import index
+from cache.store import generations
 from cache.view import Stage
 from kit.findings import Finding, Severity
+from kit.metrics import counter, gauge
 
 FAILURES_SECONDS = 15.0
 STATES = (
     *("cold", "waiting", "queued", "scanning", "filling", "paused", "cancelled", "partial"),
     *("complete", "verifying", "withdrawing", "failed", "removed"),
 )
+STAGES = tuple(map(str, Stage))
 
 
 # --- the API
@@ -92,9 +94,8 @@ async def failures(shown: Dataset, limit: int, after: str) -> dict[str, Any]:
         start = [int(number or 0), os.fsdecode(bytes.fromhex(name))]
     except ValueError as error:
         raise wrong from error
-    path = f"{shown.folder}/{index.NAME}"
     found: dict[str, Any] = await kit.child.call(
-        index.failures_page, path, limit, start, deadline=FAILURES_SECONDS
+        generations.failures_page, shown.folder, limit, start, deadline=FAILURES_SECONDS
     )
     return found
 
@@ -108,9 +109,10 @@ def findings(
     no_store: kit.errors.AgentError | None = None,
 ) -> list[Finding]:
     """What an operator should know without asking. ``no_store``: why the store cannot be used."""
-    found = []
+    found = [each for shown in datasets.values() if not shown.removed for each in _of_one(shown)]
     if no_store is not None:
-        found.append(
+        found.insert(
+            0,
             Finding(
                 id="store-unusable",
                 rule="store-unusable",
@@ -118,79 +120,46 @@ def findings(
                 subject=no_store.thing,
                 message=f"{no_store.cause}; jobs read from the sources",
                 advice=f"{no_store.remedy}; it is tried again by itself",
-            )
+            ),
         )
-    for shown in datasets.values():
-        if not shown.removed:
-            found += _of_one(shown)
     for folder in sorted(orphans):
         name = folder.split("/")[-2]
-        found.append(
-            Finding(
-                id=f"store-orphan/{folder}",
-                rule="store-orphan",
-                severity=Severity.INFO,
-                subject=f"dataset {name}",
-                message=f"{folder} belongs to no dataset of the settings",
-                advice=f"put the dataset back into the settings, or delete everything of that name "
-                f"with 'nodeagent dataset remove {name}'",
-            )
+        message = f"{folder} belongs to no dataset of the settings"
+        advice = (
+            "put the dataset back into the settings, or delete everything of that name with "
+            f"'nodeagent dataset remove {name}'"
         )
+        found.append(_finding("store-orphan", name, Severity.INFO, message, advice, about=folder))
     return found
 
 
-def _of_one(shown: Dataset) -> list[Finding]:
-    subject = f"dataset {shown.name}"
-    found = []
+def _finding(
+    rule: str, name: str, severity: Severity, message: str, advice: str, about: str = ""
+) -> Finding:
+    return Finding(f"{rule}/{about or name}", rule, severity, f"dataset {name}", message, advice)
+
+
+def _of_one(shown: Dataset) -> Iterable[Finding]:
     if shown.trouble is not None and shown.state() != "complete":
         severity = Severity.CRITICAL if shown.stage is Stage.NONE else Severity.WARNING
-        found.append(
-            Finding(
-                id=f"dataset-not-served/{shown.name}",
-                rule="dataset-not-served",
-                severity=severity,
-                subject=subject,
-                message=f"{shown.trouble.thing}: {shown.trouble.cause}",
-                advice=shown.trouble.remedy,
-            )
-        )
+        message = f"{shown.trouble.thing}: {shown.trouble.cause}"
+        yield _finding("dataset-not-served", shown.name, severity, message, shown.trouble.remedy)
     elif shown.generation.why and shown.state() == "failed":
-        found.append(
-            Finding(
-                id=f"dataset-not-filled/{shown.name}",
-                rule="dataset-not-filled",
-                severity=Severity.WARNING,
-                subject=subject,
-                message=f"{subject} cannot be filled: {shown.generation.why}",
-                advice="jobs read through to the source meanwhile; it is tried again after a pause",
-            )
-        )
+        message = f"dataset {shown.name} cannot be filled: {shown.generation.why}"
+        advice = "jobs read through to the source meanwhile; it is tried again after a pause"
+        yield _finding("dataset-not-filled", shown.name, Severity.WARNING, message, advice)
     if shown.generation.state == "partial":
-        found.append(
-            Finding(
-                id=f"dataset-partial/{shown.name}",
-                rule="dataset-partial",
-                severity=Severity.WARNING,
-                subject=subject,
-                message=f"{subject} is only partly in the store: {shown.generation.why}",
-                advice="see 'nodeagent dataset show', raise cache.budget, or correct the source "
-                "and warm the dataset again",
-            )
+        message = f"dataset {shown.name} is only partly in the store: {shown.generation.why}"
+        advice = (
+            "see 'nodeagent dataset show', raise cache.budget, or correct the source and warm the "
+            "dataset again"
         )
+        yield _finding("dataset-partial", shown.name, Severity.WARNING, message, advice)
     result = shown.verification.result or {}
-    if result.get("bad"):
-        found.append(
-            Finding(
-                id=f"store-bad-files/{shown.name}",
-                rule="store-bad-files",
-                severity=Severity.CRITICAL,
-                subject=subject,
-                message=f"{result['bad']} files in the store were bad, "
-                f"{result['replaced']} of them were replaced",
-                advice="check the SSD (smartctl, kernel log), then verify again",
-            )
-        )
-    return found
+    if bad := result.get("bad"):
+        message = f"{bad} files in the store were bad, {result['replaced']} of them were replaced"
+        advice = "check the SSD (smartctl, kernel log), then verify again"
+        yield _finding("store-bad-files", shown.name, Severity.CRITICAL, message, advice)
 
 
 # --- metrics
@@ -198,47 +167,34 @@ def _of_one(shown: Dataset) -> list[Finding]:
 
 def metrics(datasets: Mapping[str, Dataset], *, budget: int, used: int) -> Iterable[Metric]:
     """A fixed number of series for each dataset of the settings."""
+    shown = {name: of_dataset(dataset) for name, dataset in sorted(datasets.items())}
 
-    def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily(f"nodeagent_cache_{name}", text, labels=["dataset", *labels])
+    def kinds(what: str) -> Mapping[tuple[str, str], float]:
+        return {
+            (name, "stored" if kind == "done" else kind): value
+            for name, row in shown.items()
+            for kind, value in row[what].items()
+        }
 
-    files = gauge("files", "Files of the dataset, by what became of them.", "kind")
-    sizes = gauge("dataset_bytes", "Bytes of the dataset's files, by what became of them.", "kind")
-    on_ssd = gauge("store_bytes", "Bytes of the SSD that the dataset takes.")
-    state = gauge("state", "1 for the state that the dataset is in.", "state")
-    stage = gauge("served_by", "1 for what serves the dataset's view.", "stage")
-    reachable = gauge("source_reachable", "1 while the source answers.")
-    refreshes = CounterMetricFamily(
-        "nodeagent_cache_refreshes", "Refreshes of the dataset's view.", labels=["dataset"]
-    )
-    for name, dataset in sorted(datasets.items()):
-        figures, generation = dataset.figures, dataset.generation
-        for kind, value in (
-            ("total", figures.files), ("stored", figures.done_files),
-            ("failed", figures.failed), ("skipped", figures.skipped),
-            ("no_room", generation.left_files),
-        ):  # fmt: skip
-            files.add_metric([name, kind], value)
-        for kind, value in (
-            ("total", figures.bytes), ("stored", figures.done_bytes),
-            ("no_room", generation.left_bytes),
-        ):  # fmt: skip
-            sizes.add_metric([name, kind], value)
-        on_ssd.add_metric([name], dataset.used())
-        now = dataset.state()
-        for each in STATES:
-            state.add_metric([name, each], 1 if each == now else 0)
-        for served_by in Stage:
-            stage.add_metric([name, str(served_by)], 1 if served_by is dataset.stage else 0)
-        reachable.add_metric([name], 1 if dataset.reached is not None else 0)
-        refreshes.add_metric([name], dataset.refreshes)
-    yield from (files, sizes, on_ssd, state, stage, reachable, refreshes)
-    yield GaugeMetricFamily(
-        "nodeagent_cache_budget_bytes", "Most bytes the store may take.", budget
-    )
-    yield GaugeMetricFamily("nodeagent_cache_used_bytes", "Bytes that the store takes.", used)
-    yield GaugeMetricFamily(
-        "nodeagent_children_abandoned",
-        "Processes that hang in the kernel after their deadline.",
-        kit.processes.hanging(),
+    def is_now(what: str, words: Sequence[str]) -> Mapping[tuple[str, str], float]:
+        return {(name, word): row[what] == word for name, row in shown.items() for word in words}
+
+    for name, text, values, label in (
+        ("files", "Files of the dataset, by what became of them.", kinds("files"), "kind"),
+        ("dataset_bytes", "Bytes of the dataset, by what became of them.", kinds("bytes"), "kind"),
+        ("state", "1 for the state of the dataset.", is_now("state", STATES), "state"),
+        ("served_by", "1 for what serves the view.", is_now("served_by", STAGES), "stage"),
+    ):
+        yield gauge(f"cache_{name}", text, values, "dataset", label)
+    on_ssd = {name: row["store_bytes"] for name, row in shown.items()}
+    yield gauge("cache_store_bytes", "Bytes of the SSD that the dataset takes.", on_ssd, "dataset")
+    answers = {name: row["source"]["reachable"] for name, row in shown.items()}
+    yield gauge("cache_source_reachable", "1 while the source answers.", answers, "dataset")
+    refreshes = {name: row["refreshes"] for name, row in shown.items()}
+    yield counter("cache_refreshes", "Refreshes of the dataset's view.", refreshes, "dataset")
+    yield gauge("cache_budget_bytes", "Most bytes the store may take.", budget)
+    yield gauge("cache_used_bytes", "Bytes that the store takes.", used)
+    hanging = kit.processes.hanging()
+    yield gauge(
+        "children_abandoned", "Processes that hang in the kernel after their deadline.", hanging
     )

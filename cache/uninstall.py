@@ -121,9 +121,8 @@ def _remove_store(path: str) -> None:
     store = Path(path)
     if not (store / generations.MARKER).exists():
         return
-    for found in generations.inventory(path):
-        folder = Path(found["folder"])
-        if found["fields"] is not None or (folder / "tree").is_dir():
+    for folder in map(Path, generations.inventory(path)):
+        if generations.load(str(folder)) is not None or (folder / "tree").is_dir():
             _delete(folder)
             _rmdir(folder.parent)
     for name in (generations.TRASH, ".probe"):

@@ -17,6 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import kit.errors
+import kit.files
 from linux import mountinfo, mounts, procfs
 
 
@@ -94,13 +95,11 @@ def publish(view: str, stage: str, source: str, layer: str, scratch: str) -> boo
             mounts.set_attributes(tree, mounts.READ_ONLY_DATA)
         case Stage.NONE:
             raise ValueError("nothing to publish")
-    try:
+    with kit.files.closing(tree):
         if mountinfo.at(view, mountinfo.read()):
             return mounts.swap(tree, view)
         mounts.attach(tree, view)
         return True
-    finally:
-        os.close(tree)
 
 
 def _overlay(layers: list[str], scratch: Path) -> int:

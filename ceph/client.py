@@ -6,8 +6,6 @@ the cluster costs the worker its life, and for a moment the next ones fail at on
 error. Rooms with different deadlines use a ``Cluster`` each: questions wait for their turn.
 """
 
-import asyncio
-import time
 from collections.abc import Iterable
 
 import structlog
@@ -34,6 +32,7 @@ log = structlog.get_logger("ceph")
 IDLE_SECONDS = 60.0
 PAUSE_SECONDS = 1.0  # after a failure
 _LARGEST_ANSWER = 32 * 2**20
+_FAILURES = (kit.errors.SourceError, kit.errors.HostError, OSError, kit.line_worker.ChildError)
 
 
 class Cluster:
@@ -50,7 +49,6 @@ class Cluster:
         cluster's answers to it; less than the deadline gives more telling errors."""
         self.settings = settings
         self.fsid = ""  # known after the first answer
-        self.failures = 0
         self._deadline = deadline
         self._credentials = Credentials(
             cluster=settings.name,
@@ -67,10 +65,13 @@ class Cluster:
             largest=_LARGEST_ANSWER,
             idle=IDLE_SECONDS,
             backoff=kit.line_worker.Backoff(PAUSE_SECONDS, PAUSE_SECONDS),
+            fatal=_FAILURES,
         )
-        self._turn = asyncio.Lock()
-        self._error: kit.errors.AgentError | None = None
-        self._not_before = 0.0
+        self._said = ""  # why it does not answer, as the log has it
+
+    @property
+    def failures(self) -> int:
+        return self._worker.failures
 
     async def connect(self) -> str:
         """The cluster's fsid."""
@@ -99,31 +100,25 @@ class Cluster:
         change: MetadataChange | None = None,
         view: ViewQuestion | None = None,
     ) -> Answer:
-        async with self._turn:
-            if self._error is not None and time.monotonic() < self._not_before:
-                raise self._error
-            request = Request(self._credentials, self.fsid, content, change, view)
-            try:
-                answer = await self._worker.ask(request, self._deadline)
-            except (kit.errors.NotFoundError, kit.errors.RefusedError):
-                raise
-            except (kit.errors.AgentError, OSError, kit.line_worker.ChildError) as error:
-                raise await self._failed(error) from error
-            self._error = None
-            self.fsid = answer.fsid
-            return answer
+        request = Request(self._credentials, self.fsid, content, change, view)
+        try:
+            answer = await self._worker.ask(request, self._deadline)
+        except (kit.errors.NotFoundError, kit.errors.RefusedError):
+            raise
+        except (kit.errors.AgentError, OSError, kit.line_worker.ChildError) as error:
+            raise self._explained(error) from error
+        self._said = ""
+        self.fsid = answer.fsid
+        return answer
 
-    async def _failed(self, error: Exception) -> kit.errors.AgentError:
-        self.failures += 1
+    def _explained(self, error: Exception) -> kit.errors.AgentError:
         if not isinstance(error, kit.errors.AgentError):
             error = kit.errors.SourceError(
                 f"cluster {self.settings.name}", f"asking it failed ({error})", "it is tried again"
             )
-        if self._error is None or str(error) != str(self._error):
-            log.warning("cluster does not answer", cluster=self.settings.name, cause=str(error))
-        self._error = error
-        self._not_before = time.monotonic() + PAUSE_SECONDS
-        await self._worker.close()
+        if str(error) != self._said:
+            self._said = str(error)
+            log.warning("cluster does not answer", cluster=self.settings.name, cause=self._said)
         return error
 
     async def close(self) -> None:

@@ -13,13 +13,15 @@ layouts: cephfs/libcephfs.h and ceph_ll_client.h of Ceph 16.
 
 import ctypes as c
 import errno
+import functools
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ceph.protocol import Access as Access
+from ceph.protocol import Entry
 
 try:
     import rados
@@ -68,36 +70,7 @@ class _Dirent(c.Structure):
     )
 
 
-class Entry(NamedTuple):
-    """One entry of a directory."""
-
-    name: str  # os.fsdecode of the name's bytes
-    mode: int  # st_mode, type included
-    uid: int
-    gid: int
-    size: int  # bytes; 0 for a directory
-    mtime_ns: int
-    ino: int
-    nlink: int  # 1 for a directory
-    xattrs: bool  # False only where there are certainly none
-
-
-class File(Protocol):
-    """What reading a small file needs of its entry."""
-
-    @property
-    def mode(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def ino(self) -> int: ...
-    @property
-    def nlink(self) -> int: ...
-    @property
-    def xattrs(self) -> bool: ...
-
-
-FileT = TypeVar("FileT", bound=File)
+FileT = TypeVar("FileT", bound=Entry)
 
 
 class Location(NamedTuple):
@@ -112,39 +85,35 @@ def available() -> bool:
     return rados is not None and _library() is not None
 
 
-_loaded: list[Any] = []
-
-
+@functools.cache
 def _library() -> Any:
-    if not _loaded:
-        try:
-            library = c.CDLL("libcephfs.so.2", use_errno=True)
-        except OSError:
-            return None
-        p, size_t = c.c_void_p, c.c_size_t
-        library.ceph_create.argtypes = (c.POINTER(p), c.c_char_p)
-        library.ceph_opendir.argtypes = (p, c.c_char_p, c.POINTER(p))
-        library.ceph_readdirplus_r.argtypes = (
-            *(p, p, c.POINTER(_Dirent), c.POINTER(_Statx)),
-            *(c.c_uint, c.c_uint, c.POINTER(p)),
-        )
-        library.ceph_ll_listxattr.argtypes = (p, p, c.c_char_p, size_t, c.POINTER(size_t), p)
-        library.ceph_ll_put.argtypes = (p, p)
-        library.ceph_mount_perms.restype = p
-        for name, arguments in (
-            ("ceph_conf_read_file", (p, c.c_char_p)),
-            ("ceph_conf_set", (p, c.c_char_p, c.c_char_p)),
-            ("ceph_select_filesystem", (p, c.c_char_p)),
-            ("ceph_mount", (p, c.c_char_p)),
-            ("ceph_mount_perms", (p,)),
-            ("ceph_unmount", (p,)),
-            ("ceph_closedir", (p, p)),
-            ("ceph_statx", (p, c.c_char_p, c.POINTER(_Statx), c.c_uint, c.c_uint)),
-            ("ceph_get_path_pool_name", (p, c.c_char_p, c.c_char_p, size_t)),
-        ):
-            getattr(library, name).argtypes = arguments
-        _loaded.append(library)
-    return _loaded[0]
+    try:
+        library = c.CDLL("libcephfs.so.2", use_errno=True)
+    except OSError:
+        return None
+    p, size_t = c.c_void_p, c.c_size_t
+    library.ceph_create.argtypes = (c.POINTER(p), c.c_char_p)
+    library.ceph_opendir.argtypes = (p, c.c_char_p, c.POINTER(p))
+    library.ceph_readdirplus_r.argtypes = (
+        *(p, p, c.POINTER(_Dirent), c.POINTER(_Statx)),
+        *(c.c_uint, c.c_uint, c.POINTER(p)),
+    )
+    library.ceph_ll_listxattr.argtypes = (p, p, c.c_char_p, size_t, c.POINTER(size_t), p)
+    library.ceph_ll_put.argtypes = (p, p)
+    library.ceph_mount_perms.restype = p
+    for name, arguments in (
+        ("ceph_conf_read_file", (p, c.c_char_p)),
+        ("ceph_conf_set", (p, c.c_char_p, c.c_char_p)),
+        ("ceph_select_filesystem", (p, c.c_char_p)),
+        ("ceph_mount", (p, c.c_char_p)),
+        ("ceph_mount_perms", (p,)),
+        ("ceph_unmount", (p,)),
+        ("ceph_closedir", (p, p)),
+        ("ceph_statx", (p, c.c_char_p, c.POINTER(_Statx), c.c_uint, c.c_uint)),
+        ("ceph_get_path_pool_name", (p, c.c_char_p, c.c_char_p, size_t)),
+    ):
+        getattr(library, name).argtypes = arguments
+    return library
 
 
 def _checked(result: int, what: str) -> int:
@@ -236,7 +205,7 @@ class Listing:
             lib.ceph_closedir(mount, handle)
 
 
-def is_plain(item: File) -> bool:
+def is_plain(item: Entry) -> bool:
     """Whether its data is one object and nothing else has to be asked for."""
     if not stat.S_ISREG(item.mode) or item.xattrs or item.nlink != 1:
         return False

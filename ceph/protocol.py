@@ -1,10 +1,11 @@
 """What the agent and its child processes say to each other about Ceph, as frozen dataclasses.
 
-``Access`` is for children that read CephFS themselves (``ceph.native``), all else for the worker
-process that ``ceph.client`` asks. Nothing here loads the bindings.
+``Access`` and ``Entry`` are for children that read CephFS themselves (``ceph.native``), the rest is
+for the worker process that ``ceph.client`` asks. Nothing here loads the bindings.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,20 @@ class Access:
     user: str  # without 'client.'
     filesystem: str
     root: str  # the directory in the file system, .snap/<name> included
+
+
+class Entry(NamedTuple):
+    """One directory entry as a scan saw it. Messages keep it as a JSON list."""
+
+    name: str  # os.fsdecode of the name's bytes
+    mode: int  # st_mode, type included
+    uid: int
+    gid: int
+    size: int
+    mtime_ns: int
+    ino: int
+    nlink: int
+    xattrs: bool  # False only when it certainly has none
 
 
 @dataclass(frozen=True)

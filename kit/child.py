@@ -31,15 +31,11 @@ async def call(function: Callable[..., Any], *arguments: Any, deadline: float) -
     if not await processes.settled(about, deadline):
         raise DeadlineError(thing, "an earlier call still hangs in the kernel", _REMEDY)
     process = await processes.start_python("call", name, stderr=asyncio.subprocess.PIPE)
-    talk = asyncio.create_task(process.communicate(json.dumps(arguments).encode()))
+    talk = process.communicate(json.dumps(arguments).encode())
     try:
-        out, err = await asyncio.wait_for(asyncio.shield(talk), deadline)
+        out, err = await processes.to_the_end(process, talk, about, deadline)
     except TimeoutError:
-        processes.abandon(process, about, talk)
         raise DeadlineError(thing, f"no answer within {deadline:g}s", _REMEDY) from None
-    except asyncio.CancelledError:
-        processes.abandon(process, about, talk)
-        raise
     if process.returncode or not out:
         raise RuntimeError(f"{name} ended with {process.returncode}: {err.decode()[-1000:]}")
     return messages.result(out, Any)

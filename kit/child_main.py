@@ -32,7 +32,7 @@ def die_with_parent() -> None:
 
 
 def main() -> None:
-    """Arguments: the parent's pid, its module path as JSON, the job, the job's own arguments."""
+    """Arguments: the parent's pid, its module path as JSON, the job, its target and arguments."""
     parent, path, job, target, *rest = sys.argv[1:]
     die_with_parent()
     if os.getppid() != int(parent):
@@ -51,7 +51,7 @@ def main() -> None:
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)
     if job == "run":
-        function(*rest)
+        function()
         return
     from kit import messages
 

@@ -1,15 +1,25 @@
-"""Small durable files: replaced whole, appended to, locked."""
+"""Small durable files: replaced whole, appended to, locked; descriptors that are closed again."""
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 LARGEST_LOG = 2**20  # bytes; then the file becomes NAME.1 and a new one begins
+
+
+@contextlib.contextmanager
+def closing(descriptor: int) -> Iterator[int]:
+    """The descriptor while the block runs."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def save(path: Path, data: bytes, mode: int = 0o600) -> None:
@@ -29,11 +39,8 @@ def save(path: Path, data: bytes, mode: int = 0o600) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as directory:
         os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def lock(path: Path, seconds: float) -> int:
@@ -64,12 +71,10 @@ def append(path: Path, entry: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if path.exists() and path.stat().st_size > LARGEST_LOG:
         os.replace(path, path.with_name(f"{path.name}.1"))
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    with closing(os.open(path, flags, 0o600)) as descriptor:
         os.write(descriptor, json.dumps(entry).encode() + b"\n")
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def last_entries(path: Path, most: int) -> list[dict[str, Any]]:

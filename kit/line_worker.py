@@ -13,6 +13,7 @@ The child's function (``entry``) calls ``serve`` or ``say`` of this module.
 """
 
 import asyncio
+import contextlib
 import random
 import sys
 import time
@@ -48,7 +49,7 @@ class Worker(Generic[AnswerT]):
 
     ``entry``: "module:function", run in the child. ``answer``: the type of each answer. ``about``:
     names it in errors. ``largest``: bytes of an answer. ``idle``: seconds without a request after
-    which the child ends; None keeps it.
+    which the child ends; None keeps it. ``fatal``: errors of its answers that it does not survive.
     """
 
     def __init__(
@@ -57,20 +58,20 @@ class Worker(Generic[AnswerT]):
         answer: type[AnswerT],
         *,
         about: str,
-        arguments: tuple[str, ...] = (),
         largest: int = 2**20,
         idle: float | None = None,
         backoff: Backoff | None = None,
+        fatal: tuple[type[Exception], ...] = (),
     ) -> None:
         self.about = about
         self.starts = 0
         self.failures = 0
         self._entry = entry
-        self._arguments = arguments
         self._answer = answer
         self._largest = largest
         self._idle = idle
         self._backoff = backoff or Backoff()
+        self._fatal = fatal
         self._process: processes.Process | None = None
         self._turn = asyncio.Lock()
         self._not_before = 0.0
@@ -108,12 +109,16 @@ class Worker(Generic[AnswerT]):
             except asyncio.CancelledError:
                 self._abandon()
                 raise
-            self._error = None
-            self._backoff.reset()
             if self._idle is not None:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(self._idle, self._abandon)
-            return messages.result(line, self._answer)
+            try:
+                answer = messages.result(line, self._answer)
+            except self._fatal as error:
+                raise self._failed(error) from error
+            self._error = None
+            self._backoff.reset()
+            return answer
 
     async def start(self) -> None:
         """Start the child ahead of the first request. OSError, DeadlineError (too many hang)."""
@@ -123,19 +128,15 @@ class Worker(Generic[AnswerT]):
     async def _running(self) -> processes.Process:
         process = self._process
         if process is None or process.returncode is not None:
-            process = await processes.start_python(
-                "run", self._entry, *self._arguments, limit=self._largest
-            )
+            process = await processes.start_python("run", self._entry, limit=self._largest)
             self._process = process
             self.starts += 1
         return process
 
     async def _exchange(self, request: Any) -> bytes:
         process = await self._running()
-        assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(messages.encode(request).encode() + b"\n")
-        await process.stdin.drain()
+        await _tell(process, request)
         return _whole(await process.stdout.readline(), self.about)
 
     def _failed(self, error: Exception) -> Exception:
@@ -154,9 +155,8 @@ class Worker(Generic[AnswerT]):
         async with self._turn:
             try:
                 process = await self._running()
-                assert process.stdin is not None
                 assert process.stdout is not None
-                process.stdin.write(messages.encode(request).encode() + b"\n")
+                await _tell(process, request)
                 while True:
                     try:
                         async with asyncio.timeout(silence):
@@ -172,12 +172,10 @@ class Worker(Generic[AnswerT]):
     async def send(self, message: Any) -> None:
         """Another message to a child that is listened to; lost when it has ended."""
         process = self._process
-        if process is not None and process.stdin is not None and process.returncode is None:
-            try:
-                process.stdin.write(messages.encode(message).encode() + b"\n")
-                await process.stdin.drain()
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # its end shows to the listener
+        if process is not None and process.returncode is None:
+            # The listener sees its end.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                await _tell(process, message)
 
     def _abandon(self) -> None:
         process, self._process = self._process, None
@@ -190,6 +188,12 @@ class Worker(Generic[AnswerT]):
             self._timer.cancel()
         self._abandon()
         await processes.settled(self.about, processes.KILLED_SECONDS)
+
+
+async def _tell(process: processes.Process, message: Any) -> None:
+    assert process.stdin is not None
+    process.stdin.write(messages.encode(message).encode() + b"\n")
+    await process.stdin.drain()
 
 
 def _whole(line: bytes, about: str) -> bytes:

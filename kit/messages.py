@@ -52,18 +52,13 @@ def outcome(function: Callable[[], Any]) -> str:
     except kit.errors.AgentError as error:
         return json.dumps({"error": [error.thing, error.cause, error.remedy, error.exit_code]})
     except OSError as error:
-        return json.dumps(
-            {"oserror": [error.errno or 0, error.strerror or str(error), _name(error)]}
-        )
+        name = None if error.filename is None else str(error.filename)
+        return json.dumps({"oserror": [error.errno or 0, error.strerror or str(error), name]})
     try:
         text = json.dumps(result, separators=(",", ":"))  # plain values
     except TypeError:
         text = encode(result)
     return f'{{"result":{text}}}'
-
-
-def _name(error: OSError) -> str | None:
-    return None if error.filename is None else str(error.filename)
 
 
 def result(text: str | bytes, kind: type[T]) -> T:

@@ -15,9 +15,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import kit.errors
 from kit import child_main
@@ -30,6 +31,7 @@ _PIPE = asyncio.subprocess.PIPE
 _DEVNULL = asyncio.subprocess.DEVNULL
 
 Process = asyncio.subprocess.Process
+ResultT = TypeVar("ResultT")
 
 # Waits for abandoned processes, each with what its process is about.
 _hanging: dict["asyncio.Task[None]", str] = {}
@@ -66,8 +68,8 @@ async def settled(about: str, seconds: float) -> bool:
 async def start(
     argv: Sequence[str],
     *,
+    job: str = "exec",
     stdin: int | None = _PIPE,
-    stdout: int | None = _PIPE,
     stderr: int | None = None,
     environment: Mapping[str, str] | None = None,
     outlives: bool = False,
@@ -75,52 +77,38 @@ async def start(
 ) -> Process:
     """Start a program in a session of its own, with / as working directory.
 
+    ``job``: of ``kit.child_main``, the first code of every process that dies with the agent.
     ``outlives``: it may go on after the agent (ceph-fuse). ``limit``: the longest line in bytes
     that its stdout may be read by. OSError when it cannot be started (a missing program shows as
     exit code 127 without ``outlives``), DeadlineError when too many hang already.
     """
-    if not outlives:
-        argv = _child("exec", argv)
-    return await _start(argv, stdin, stdout, stderr, environment, limit)
-
-
-async def start_python(
-    job: str, target: str, *arguments: str, stderr: int | None = None, limit: int = 2**16
-) -> Process:
-    """Start ``target`` ("module:function") as job ``call`` or ``run`` of ``kit.child_main``."""
-    return await _start(_child(job, (target, *arguments)), _PIPE, _PIPE, stderr, None, limit)
-
-
-def _child(job: str, argv: Sequence[str]) -> Sequence[str]:
-    path = "[]" if job == "exec" else json.dumps(sys.path)
-    python = (sys.executable, "-S", "-E", str(Path(child_main.__file__).absolute()))
-    return *python, str(os.getpid()), path, job, *argv
-
-
-async def _start(
-    argv: Sequence[str],
-    stdin: int | None,
-    stdout: int | None,
-    stderr: int | None,
-    environment: Mapping[str, str] | None,
-    limit: int,
-) -> Process:
     if len(_hanging) >= MOST_HANGING:
         raise DeadlineError(
             "the agent",
             f"{len(_hanging)} of its child processes hang in the kernel",
             "a disk, a mount or a cluster does not answer; see the findings and the kernel log",
         )
+    if not outlives:
+        path = "[]" if job == "exec" else json.dumps(sys.path)
+        python = (sys.executable, "-S", "-E", str(Path(child_main.__file__).absolute()))
+        argv = (*python, str(os.getpid()), path, job, *argv)
     return await asyncio.create_subprocess_exec(
         *argv,
         stdin=stdin,
-        stdout=stdout,
+        stdout=_PIPE,
         stderr=stderr,
         env=environment,
         cwd="/",
         start_new_session=True,
         limit=limit,
     )
+
+
+async def start_python(
+    job: str, target: str, *, stderr: int | None = None, limit: int = 2**16
+) -> Process:
+    """Start ``target`` ("module:function") as job ``call`` or ``run`` of ``kit.child_main``."""
+    return await start((target,), job=job, stderr=stderr, limit=limit)
 
 
 def kill(process: Process) -> None:
@@ -150,6 +138,21 @@ async def end(process: Process, about: str) -> None:
     await settled(about, KILLED_SECONDS)
 
 
+async def to_the_end(
+    process: Process, talk: Coroutine[Any, Any, ResultT], about: str, seconds: float
+) -> ResultT:
+    """The result of ``talk``, which uses the pipes of the process until it ends.
+
+    TimeoutError after ``seconds``; then, and after any other error, the process is abandoned.
+    """
+    task = asyncio.create_task(talk)
+    try:
+        return await asyncio.wait_for(asyncio.shield(task), seconds)
+    except BaseException:
+        abandon(process, about, task)
+        raise
+
+
 async def run(
     argv: Sequence[str],
     *,
@@ -169,17 +172,12 @@ async def run(
         argv, stdin=_PIPE if input else _DEVNULL, stderr=_PIPE, environment=environment,
         outlives=outlives,
     )  # fmt: skip
-    talk: asyncio.Task[tuple[bytes, bytes]] = asyncio.create_task(_talk(process, input, largest))
     try:
-        out, err = await asyncio.wait_for(asyncio.shield(talk), deadline)
+        out, err = await to_the_end(process, _talk(process, input, largest), about, deadline)
     except TimeoutError:
-        abandon(process, about, talk)
         raise DeadlineError(
             about, f"{argv[0]} gave no answer within {deadline:g}s", "it is tried again later"
         ) from None
-    except BaseException:
-        abandon(process, about, talk)
-        raise
     code = process.returncode
     assert code is not None
     if code == 127 and not outlives:

@@ -11,11 +11,14 @@ server makes status codes of those. ``role`` says who may call a route.
 
 A ``Room`` holds functions where it could hold objects (``build``, ``routes``, ``page``, a command's
 ``load``): the command line reads every room's settings model but runs one command, and must not
-import what the agent needs; the agent must not import what commands need.
+import what the agent needs; the agent must not import what commands need. ``named`` and ``calls``
+make them of the names of these objects.
 """
 
 import asyncio
+import functools
 import json
+import pkgutil
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -223,6 +226,16 @@ class Command:
     name: str
     summary: str  # its line in ``nodeagent --help``
     load: Callable[[], "click.Group"]  # imports it
+
+
+def named(name: str) -> Callable[[], Any]:
+    """Gives what is called ``name`` ("module:attribute"), imported when it is asked for."""
+    return functools.partial(pkgutil.resolve_name, name)
+
+
+def calls(name: str) -> Callable[..., Any]:
+    """Calls what is called ``name``, imported when it is called."""
+    return lambda *given: pkgutil.resolve_name(name)(*given)
 
 
 # settings, state_dir -> what the node must have for them (``nodeagent doctor``)

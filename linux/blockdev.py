@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kit.errors
+import kit.files
 from linux import mountinfo, rbd_sysfs
 from linux.rbd_sysfs import RbdClient, RbdImage
 
@@ -165,9 +166,9 @@ def majors(proc: _Root = PROC) -> dict[int, str]:
     return found
 
 
-def names(sysfs: _Root = SYSFS) -> list[str]:
+def names() -> list[str]:
     """Names of all block devices and partitions."""
-    return sorted(os.listdir(f"{sysfs}/class/block"))
+    return sorted(os.listdir(f"{SYSFS}/class/block"))
 
 
 def name_of(number: Number, sysfs: _Root = SYSFS) -> str:
@@ -335,7 +336,7 @@ def _superblocks(sysfs: _Root) -> dict[str, list[str]]:
     return found
 
 
-def by_path(path: str, sysfs: _Root = SYSFS, proc: _Root = PROC) -> BlockDevice:
+def by_path(path: str) -> BlockDevice:
     """The device that the node ``path`` stands for.
 
     NotFoundError, or RefusedError when ``path`` is not a block device.
@@ -346,8 +347,8 @@ def by_path(path: str, sysfs: _Root = SYSFS, proc: _Root = PROC) -> BlockDevice:
         raise kit.errors.NotFoundError(path, str(error.strerror), "name a device node") from error
     if not stat.S_ISBLK(status.st_mode):
         raise kit.errors.RefusedError(path, "it is not a block device", "name one, like /dev/rbd0")
-    name = name_of((os.major(status.st_rdev), os.minor(status.st_rdev)), sysfs)
-    device = identify(name, sysfs, proc) if name else None
+    name = name_of((os.major(status.st_rdev), os.minor(status.st_rdev)))
+    device = identify(name) if name else None
     if device is None:
         raise kit.errors.NotFoundError(path, "nothing is attached to its number", "map it first")
     return device
@@ -369,20 +370,14 @@ def set_read_only(path: str, number: Number, flag: bool = True, *, claim: bool =
     OSError when ``path`` no longer is the device ``number``. With ``claim`` EBUSY while the device
     is mounted or claimed; O_EXCL keeps it so until the flag is set.
     """
-    descriptor = _open(path, number, os.O_EXCL if claim else 0)
-    try:
+    with _opened(path, number, os.O_EXCL if claim else 0) as descriptor:
         fcntl.ioctl(descriptor, _BLKROSET, array.array("i", [int(flag)]))
-    finally:
-        os.close(descriptor)
 
 
 def detach_loop(path: str, number: Number) -> None:
     """Detach the file from a loop device; the kernel delays that while somebody has it open."""
-    descriptor = _open(path, number)
-    try:
+    with _opened(path, number) as descriptor:
         fcntl.ioctl(descriptor, _LOOP_CLR_FD)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -391,16 +386,14 @@ def claimed(path: str, number: Number) -> Iterator[None]:
 
     EBUSY when somebody already has. Others may still have it open.
     """
-    descriptor = _open(path, number, os.O_EXCL)
-    try:
+    with _opened(path, number, os.O_EXCL):
         yield
-    finally:
-        os.close(descriptor)
 
 
-def _open(path: str, number: Number, flags: int = 0) -> int:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
-    if os.fstat(descriptor).st_rdev != os.makedev(*number):
-        os.close(descriptor)
-        raise OSError(0, f"{path} is no longer device {number[0]}:{number[1]}")
-    return descriptor
+@contextlib.contextmanager
+def _opened(path: str, number: Number, flags: int = 0) -> Iterator[int]:
+    flags |= os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    with kit.files.closing(os.open(path, flags)) as descriptor:
+        if os.fstat(descriptor).st_rdev != os.makedev(*number):
+            raise OSError(0, f"{path} is no longer device {number[0]}:{number[1]}")
+        yield descriptor

@@ -99,6 +99,14 @@ def _checked(result: int, what: str) -> int:
     return result
 
 
+def _found(result: int, what: str) -> bool:
+    """False when a map has no such key."""
+    if result < 0 and ctypes.get_errno() == errno.ENOENT:
+        return False
+    _checked(result, what)
+    return True
+
+
 @dataclass(frozen=True)
 class ProgramInfo:
     id: int
@@ -209,19 +217,12 @@ class Map(Descriptor):
     def get(self, key: bytes) -> bytes | None:
         assert len(key) == self.info.key_size
         value = ctypes.create_string_buffer(self._value_bytes())
-        if _library().bpf_map_lookup_elem(self.fd, key, value) < 0:
-            if ctypes.get_errno() == errno.ENOENT:
-                return None
-            _checked(-1, f"{self.info.name} lookup")
-        return value.raw
+        result = _library().bpf_map_lookup_elem(self.fd, key, value)
+        return value.raw if _found(result, f"{self.info.name} lookup") else None
 
     def delete(self, key: bytes) -> bool:
         """False when there was no such key."""
-        if _library().bpf_map_delete_elem(self.fd, key) < 0:
-            if ctypes.get_errno() == errno.ENOENT:
-                return False
-            _checked(-1, f"{self.info.name} delete")
-        return True
+        return _found(_library().bpf_map_delete_elem(self.fd, key), f"{self.info.name} delete")
 
     def snapshot(self) -> list[bytes]:
         """All keys; entries that appear or disappear during the call may be missing."""
@@ -229,10 +230,9 @@ class Map(Descriptor):
         key: bytes | None = None
         while len(found) <= self.info.max_entries:
             after = ctypes.create_string_buffer(self.info.key_size)
-            if _library().bpf_map_get_next_key(self.fd, key, after) < 0:
-                if ctypes.get_errno() == errno.ENOENT:
-                    break
-                _checked(-1, f"{self.info.name} keys")
+            result = _library().bpf_map_get_next_key(self.fd, key, after)
+            if not _found(result, f"{self.info.name} keys"):
+                break
             key = after.raw
             found.append(key)
         return found

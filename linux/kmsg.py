@@ -11,6 +11,7 @@ class Record:
     text: str
     level: int = 6  # 0 emergency ... 7 debug
     sequence: int = 0
+    user: bool = False  # of another facility than the kernel's: root wrote it
 
 
 class Kmsg:
@@ -41,13 +42,13 @@ class Kmsg:
                 if error.errno == errno.EPIPE:
                     continue  # records were overwritten; the gap in the sequence counts them
                 raise
-            sequence = _sequence(data)
-            if sequence is not None:
-                if self._next is not None and sequence > self._next:
-                    self.lost += sequence - self._next
-                self._next = sequence + 1
-            record = parse(data, user=self._user)
-            if record is not None:
+            record = parse(data)
+            if record is None:
+                continue
+            if self._next is not None and record.sequence > self._next:
+                self.lost += record.sequence - self._next
+            self._next = record.sequence + 1
+            if self._user or not record.user:
                 found.append(record)
         return found
 
@@ -55,22 +56,16 @@ class Kmsg:
         os.close(self.fd)
 
 
-def _sequence(data: bytes) -> int | None:
-    fields = data.split(b",", 2)
-    return int(fields[1]) if len(fields) > 2 and fields[1].isdigit() else None
-
-
-def parse(data: bytes, *, user: bool = False) -> Record | None:
-    """One record: ``prio,seq,microseconds,flags;text``. None for one of user space."""
+def parse(data: bytes) -> Record | None:
+    """One record: ``prio,seq,microseconds,flags;text``."""
     head, _, rest = data.decode(errors="replace").partition(";")
     fields = head.split(",")
     if len(fields) < 3 or not all(field.isdigit() for field in fields[:3]):
-        return None
-    if int(fields[0]) >> 3 and not user:  # another facility than the kernel's: root wrote it
         return None
     return Record(
         time=int(fields[2]) / 1e6,
         text=rest.split("\n")[0],
         level=int(fields[0]) & 7,
         sequence=int(fields[1]),
+        user=int(fields[0]) >> 3 != 0,
     )

@@ -11,15 +11,16 @@ All need CAP_SYS_ADMIN in the initial user namespace. Whoever holds a namespace 
 everything mounted in it busy, so descriptors are closed as soon as possible.
 """
 
-import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import kit.files
 from linux import mountinfo, syscalls
 from linux import mounts as kernel_mounts
 
@@ -57,11 +58,11 @@ class Listed:
     mounts: int
 
 
-def _info(descriptor: int) -> tuple[int, int]:
+def _listed(descriptor: int) -> Listed:
     buffer = bytearray(_INFO.pack(_INFO.size, 0, 0))
     fcntl.ioctl(descriptor, _GET_INFO, buffer)
     _, mounts, identity = _INFO.unpack(buffer)
-    return identity, mounts
+    return Listed(descriptor, os.fstat(descriptor).st_ino, identity, mounts)
 
 
 def _step(descriptor: int, request: int) -> int | None:
@@ -73,24 +74,18 @@ def _step(descriptor: int, request: int) -> int | None:
         raise
 
 
-@contextlib.contextmanager
-def opened(path: str, dir_fd: int | None = None) -> Iterator[int]:
+def opened(path: str, dir_fd: int | None = None) -> AbstractContextManager[int]:
     """``path`` open while the block runs. OSError when the process has ended."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=dir_fd)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    return kit.files.closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=dir_fd))
 
 
-def walk(start: str = "/proc/self/ns/mnt") -> Iterator[Listed]:
-    """Every mount namespace once: ``start``, the ones before it, the ones after it.
+def walk() -> Iterator[Listed]:
+    """Every mount namespace once: our own, the ones before it, the ones after it.
 
     OSError (ENOTTY) before Linux 6.12.
     """
-    with opened(start) as own:
-        identity, mounts = _info(own)
-        yield Listed(own, os.fstat(own).st_ino, identity, mounts)
+    with opened("/proc/self/ns/mnt") as own:
+        yield _listed(own)
         for request in (_GET_PREV, _GET_NEXT):
             current = os.dup(own)
             try:
@@ -100,8 +95,7 @@ def walk(start: str = "/proc/self/ns/mnt") -> Iterator[Listed]:
                         break
                     os.close(current)
                     current = following
-                    identity, mounts = _info(current)
-                    yield Listed(current, os.fstat(current).st_ino, identity, mounts)
+                    yield _listed(current)
             finally:
                 os.close(current)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
+_SYS = Path("/sys")
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,27 @@ def containing(path: str, mounts: Iterable[Mount]) -> Mount | None:
         if inside and (best is None or len(mount.target) >= len(best.target)):
             best = mount
     return best
+
+
+def keeps_order(descriptor: int) -> bool:
+    """Whether metadata changes of its file system become durable in the order they were made in.
+
+    True on XFS and on ext4 with a journal; False on others and when unknown. Without a journal, a
+    power cut may keep a later rename and lose an earlier one, so callers must sync between the two.
+    """
+    device = os.fstat(descriptor).st_dev
+    number = os.major(device), os.minor(device)
+    fstype = next((mount.fstype for mount in read() if mount.device == number), "")
+    if fstype == "xfs":
+        return True
+    if fstype != "ext4":
+        return False
+    try:
+        name = os.path.basename(os.readlink(_SYS / "dev/block" / f"{number[0]}:{number[1]}"))
+        task = (_SYS / "fs/ext4" / name / "journal_task").read_text()
+    except OSError:
+        return False
+    return task.strip() != "<none>"
 
 
 class Watch:

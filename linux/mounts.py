@@ -93,14 +93,9 @@ def new_filesystem(
 
 
 def _configure(context: int, command: int, key: str | None, value: str | None) -> None:
+    texts = (None if text is None else _bytes(text) for text in (key, value))
     syscalls.syscall(
-        _FSCONFIG,
-        f"fsconfig {key}",
-        context,
-        command,
-        ctypes.c_char_p(key.encode() if key else None),
-        ctypes.c_char_p(_bytes(value) if value is not None else None),
-        0,
+        _FSCONFIG, f"fsconfig {key}", context, command, *map(ctypes.c_char_p, texts), 0
     )
 
 
@@ -134,19 +129,18 @@ def overlay(layers: Sequence[str | Path], scratch: Path) -> int:
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV
     mount("nodeagent", scratch, "overlay", flags, options)
     try:
-        syscalls.checked(
-            syscalls.libc.mount(None, _bytes(scratch), None, ctypes.c_ulong(_MS_PRIVATE), None),
-            f"mount private {scratch}",
-        )
+        mount(None, scratch, None, _MS_PRIVATE)
         return clone_tree(scratch)
     finally:
         detach(scratch)
 
 
-def mount(source: str, target: Path, fstype: str | None, flags: int, options: str = "") -> None:
+def mount(
+    source: str | None, target: str | Path, fstype: str | None, flags: int, options: str = ""
+) -> None:
     """mount(2)."""
     result = syscalls.libc.mount(
-        source.encode(),
+        _bytes(source) if source else None,
         _bytes(target),
         fstype.encode() if fstype else None,
         ctypes.c_ulong(flags),
@@ -158,14 +152,9 @@ def mount(source: str, target: Path, fstype: str | None, flags: int, options: st
 def attach(tree: int, target: str | Path, *, beneath: bool = False) -> None:
     """Mount a detached tree on ``target``, or beneath the mount there (Linux 6.5)."""
     flags = _MOVE_MOUNT_F_EMPTY_PATH | (_MOVE_MOUNT_BENEATH if beneath else 0)
+    to = ctypes.c_char_p(_bytes(target))
     syscalls.syscall(
-        _MOVE_MOUNT,
-        f"move_mount {target}",
-        tree,
-        ctypes.c_char_p(b""),
-        _AT_FDCWD,
-        ctypes.c_char_p(_bytes(target)),
-        flags,
+        _MOVE_MOUNT, f"move_mount {target}", tree, ctypes.c_char_p(b""), _AT_FDCWD, to, flags
     )
 
 
@@ -188,14 +177,13 @@ def swap(tree: int, target: str | Path) -> bool:
 
 def detach(target: str | Path) -> None:
     """Unmount lazily: invisible at once, gone with its last user."""
-    syscalls.checked(
-        syscalls.libc.umount2(_bytes(target), _MNT_DETACH | _UMOUNT_NOFOLLOW), f"umount {target}"
-    )
+    unmount(target, _MNT_DETACH)
 
 
-def unmount(target: str | Path) -> None:
+def unmount(target: str | Path, flags: int = 0) -> None:
     """Unmount. OSError EBUSY while it is used, also in a namespace that follows ours."""
-    syscalls.checked(syscalls.libc.umount2(_bytes(target), _UMOUNT_NOFOLLOW), f"umount {target}")
+    result = syscalls.libc.umount2(_bytes(target), _UMOUNT_NOFOLLOW | flags)
+    syscalls.checked(result, f"umount {target}")
 
 
 def refresh(target: str | Path) -> None:
@@ -204,14 +192,12 @@ def refresh(target: str | Path) -> None:
     The kernel shrinks the superblock's dentry cache on any reconfigure: the next open of each
     name is resolved anew, in every mount namespace. Open files are not affected.
     """
-    flags = MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV
-    result = syscalls.libc.mount(None, _bytes(target), None, ctypes.c_ulong(flags), None)
-    syscalls.checked(result, f"remount {target}")
+    mount(None, target, None, MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
 def bind_shared(path: str | Path) -> None:
     """Make ``path`` a mount point of its own whose mounts propagate to other namespaces."""
-    mount(str(path), Path(path), None, MS_BIND)
+    mount(str(path), path, None, MS_BIND)
     try:
         make_shared(path)
     except OSError:
@@ -221,8 +207,7 @@ def bind_shared(path: str | Path) -> None:
 
 
 def make_shared(path: str | Path) -> None:
-    result = syscalls.libc.mount(None, _bytes(path), None, ctypes.c_ulong(_MS_SHARED), None)
-    syscalls.checked(result, f"mount shared {path}")
+    mount(None, path, None, _MS_SHARED)
 
 
 def kernel_has(fstype: str) -> bool:

@@ -80,7 +80,6 @@ def _is_part(mount: mountinfo.Mount, wanted: set[tuple[tuple[int, int], str]]) -
     return any(
         mount.device == device and (mount.root == root or mount.root.startswith(root + "/"))
         for device, root in wanted
-        if root != "/" or mount.device == device
     )
 
 

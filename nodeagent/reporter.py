@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterable
 
 import structlog
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 import kit.findings
+from kit.metrics import gauge
 
 log = structlog.get_logger("findings")
 
@@ -57,11 +58,9 @@ class Findings:
         return sorted(found, key=lambda f: (order.index(f.severity), f.since))
 
     def metrics(self) -> Iterable[Metric]:
-        family = GaugeMetricFamily(
-            "nodeagent_findings", "Current findings.", labels=["origin", "severity"]
-        )
-        for origin, by_id in self._by_origin.items():
-            for severity in kit.findings.Severity:
-                count = sum(1 for f in by_id.values() if f.severity is severity)
-                family.add_metric([origin, str(severity)], count)
-        yield family
+        found = {
+            (origin, str(severity)): sum(1 for f in by_id.values() if f.severity is severity)
+            for origin, by_id in self._by_origin.items()
+            for severity in kit.findings.Severity
+        }
+        yield gauge("findings", "Current findings.", found, "origin", "severity")

@@ -12,20 +12,15 @@ from preheat.component import Preheat
 Change = Callable[[Preheat, str], Awaitable[status.Status | None]]
 
 
-def _ref(fields: Mapping[str, Any]) -> str:
+def _ref(fields: Mapping[str, Any], example: str = 'send {"ref": "HOST/PATH:TAG"}') -> str:
     ref = fields.get("ref")
-    if not isinstance(ref, str):
-        raise kit.errors.SettingsError(
-            "request body", 'it is not a JSON object with "ref"', 'send {"ref": "HOST/PATH:TAG"}'
-        )
+    if not isinstance(ref, str) or not ref:
+        raise kit.errors.SettingsError("request", "it has no text 'ref'", example)
     return ref
 
 
 def _asked(request: Request) -> str:
-    ref = request.query.get("ref", "")
-    if not ref:
-        raise kit.errors.SettingsError("query", "ref is missing", "add ?ref=HOST/PATH:TAG")
-    return ref
+    return _ref(request.query, "add ?ref=HOST/PATH:TAG")
 
 
 def _keep(value: object) -> str:
@@ -51,7 +46,7 @@ async def _show(preheat: Preheat, request: Request) -> Json:
 
 
 async def _plan(preheat: Preheat, _: Request) -> Json:
-    return preheat.plan()
+    return status.plan_json(preheat.reconciler)
 
 
 async def _watch(preheat: Preheat, request: Request) -> Stream:

@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import structlog
 from prometheus_client.core import Metric
@@ -46,7 +45,6 @@ class Preheat:
     def __init__(
         self,
         section: settings.PreheatSettings,
-        *,
         state_dir: Path,
         reporter: kit.findings.Reporter,
     ) -> None:
@@ -114,9 +112,6 @@ class Preheat:
 
     def images(self) -> Sequence[status.Status]:
         return status.images(self.reconciler)
-
-    def plan(self) -> dict[str, Any]:
-        return status.plan_json(self.reconciler)
 
     def has(self, ref: str) -> bool:
         """Whether the runtime has this image, requested or not."""
@@ -187,20 +182,19 @@ class Preheat:
         async with self._asking():
             await self.reconciler.halt(ref)
             inventory = await self.reconciler.runtime.inventory()
-            mine = [hold for hold in inventory.holds if hold.ref == ref and hold.role != "note"]
+            pins, pulls = inventory.held("pin", ref), inventory.held("pull", ref)
             request = self.reconciler.snapshot.requests.get(ref)
             section = self.reconciler.section
             by_rule = request is not None and request.by != "operator"
             by_rule = by_rule or any(each.ref == ref for each in section.images)
-            if not mine and not by_rule:
+            if not pins and not pulls and not by_rule:
                 raise _unknown(ref)
             if by_rule or section.retain is not None:
                 await self.reconciler.note(ref, "operator", "released")
-            for hold in mine:
-                if hold.role == "pin":
-                    await self.reconciler.release(hold)
-                else:
-                    await self.reconciler.runtime.end(hold)
+            for hold in pins:
+                await self.reconciler.release(hold)
+            for hold in pulls:
+                await self.reconciler.runtime.end(hold)
         return await self._after(ref, requested=False)
 
     async def pause(self, text: str) -> status.Status:
@@ -230,9 +224,8 @@ class Preheat:
 
     async def _drop_notes(self, ref: str) -> None:
         inventory = await self.reconciler.runtime.inventory()
-        for hold in inventory.holds:
-            if hold.role == "note" and hold.ref == ref:
-                await self.reconciler.runtime.end(hold)
+        for hold in inventory.held("note", ref):
+            await self.reconciler.runtime.end(hold)
 
     def _retry(self, ref: str) -> None:
         self.reconciler.failures.pop(ref, None)

@@ -161,8 +161,6 @@ def stale_notes(inventory: base.Inventory, requested: Mapping[str, Request]) -> 
     names = {record.name for record in inventory.records}
     return [
         hold
-        for hold in inventory.holds
-        if hold.role == "note"
-        and hold.ref not in requested
-        and not (hold.state == "released" and hold.ref in names)
+        for hold in inventory.held("note")
+        if hold.ref not in requested and not (hold.state == "released" and hold.ref in names)
     ]

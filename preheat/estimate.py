@@ -276,20 +276,15 @@ def reuse(shapes: Mapping[str, manifest.Shape], bases: frozenset[str]) -> list[R
     A layer is shared when the layers below it are the same too (same chain id): only then images
     share its unpacked snapshot as well.
     """
+    having: dict[str, set[str]] = {}  # chain id -> the bases that have it
+    for base_ref in bases & shapes.keys():
+        for layer in shapes[base_ref].layers:
+            having.setdefault(layer.chain_id, set()).add(base_ref)
     report = []
     for ref, shape in sorted(shapes.items()):
-        shared, with_bases = 0, set()
-        for layer in shape.layers:
-            found = {
-                base_ref
-                for base_ref in bases
-                if base_ref != ref
-                and base_ref in shapes
-                and any(other.chain_id == layer.chain_id for other in shapes[base_ref].layers)
-            }
-            if found:
-                shared += layer.size
-                with_bases |= found
+        others = [(layer.size, having.get(layer.chain_id, set()) - {ref}) for layer in shape.layers]
+        shared = sum(size for size, found in others if found)
+        with_bases = sorted(set[str]().union(*(found for _, found in others)))
         total = sum(layer.size for layer in shape.layers)
-        report.append(Reuse(ref, total, shared, tuple(sorted(with_bases))))
+        report.append(Reuse(ref, total, shared, tuple(with_bases)))
     return report

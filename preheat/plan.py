@@ -125,6 +125,9 @@ class _Budget:
         del self.pins[pin.hold]
         self.releases.append(Release(pin.hold, pin.ref, reason, text))
 
+    def holds(self, request: Request) -> bool:
+        return any(p.ref == request.ref and p.digest == request.digest for p in self.pins.values())
+
     def weakest(self) -> list[Pinned]:
         return sorted(self.pins.values(), key=lambda pin: (pin.rank, pin.ref, pin.digest))
 
@@ -163,8 +166,7 @@ def decide(
     while budget.bytes() > node.pin_budget and budget.pins:
         budget.release(budget.weakest()[0], Reason.PIN_BUDGET, "the pin budget is exceeded")
     skips: list[Skip] = []
-    pins = _pins(budget, ranked, skips)
-    pulls, waiting = _pulls(node, budget, ranked, slots, skips)
+    pins, pulls, waiting = _additions(node, budget, ranked, slots, skips)
     return Plan(
         releases=tuple(budget.releases),
         pins=tuple(pins),
@@ -221,21 +223,6 @@ def _under_pressure(node: Node, budget: _Budget, requests: list[Request]) -> Pla
     )
 
 
-def _pins(budget: _Budget, requests: list[Request], skips: list[Skip]) -> list[str]:
-    pins = []
-    for each in requests:
-        held = any(p.ref == each.ref and p.digest == each.digest for p in budget.pins.values())
-        over = (each.ref, each.digest) in budget.expired
-        if not (each.pins and each.present) or held or over or each.running:
-            continue
-        if budget.make_room(each):
-            pins.append(each.ref)
-            budget.reserved[each.ref] = each.parts
-        else:
-            skips.append(_over_budget(budget, each))
-    return pins
-
-
 def _over_budget(budget: _Budget, request: Request) -> Skip:
     need = budget.bytes(request.parts) - budget.bytes()
     free = max(0, budget.budget - budget.bytes())
@@ -243,18 +230,31 @@ def _over_budget(budget: _Budget, request: Request) -> Skip:
     return Skip(request.ref, Reason.PIN_BUDGET, text, need, free)
 
 
-def _pulls(
-    node: Node, budget: _Budget, requests: list[Request], slots: int, skips: list[Skip]
-) -> tuple[list[str], list[str]]:
-    """What to pull now and what waits for a slot."""
+def _additions(
+    node: Node, budget: _Budget, ranked: list[Request], slots: int, skips: list[Skip]
+) -> tuple[list[str], list[str], list[str]]:
+    """What to pin now, what to pull now and what waits for a slot.
+
+    Pins and pulls go by rank together. Pins before all pulls would let a new pin of low rank stay
+    while a better one is released for a pull, and the next plan would turn that round.
+    """
+    pins: list[str] = []
     pulls: list[str] = []
     waiting: list[str] = []
-    slots -= sum(each.running for each in requests)
-    room = node.room - sum(each.need for each in requests if each.running)
-    for each in requests:
-        if each.present or each.running:
+    slots -= sum(each.running for each in ranked)
+    room = node.room - sum(each.need for each in ranked if each.running)
+    for each in ranked:
+        if each.running:
             continue
-        if each.blocked:
+        if each.present:
+            if not each.pins or budget.holds(each) or (each.ref, each.digest) in budget.expired:
+                continue
+            if budget.make_room(each):
+                pins.append(each.ref)
+                budget.reserved[each.ref] = each.parts
+            else:
+                skips.append(_over_budget(budget, each))
+        elif each.blocked:
             skips.append(Skip(each.ref, Reason.BLOCKED, each.blocked, each.need, room))
         elif each.need > room:
             free = max(0, room)
@@ -270,4 +270,4 @@ def _pulls(
             room -= each.need
             if each.pins:
                 budget.reserved[each.ref] = each.parts
-    return pulls, waiting
+    return pins, pulls, waiting

@@ -206,35 +206,32 @@ class Reconciler:
 
     async def cycle(self) -> None:
         async with self.lock:
-            await self._cycle()
-
-    async def _cycle(self) -> None:
-        section = self.section
-        inventory = await self.runtime.inventory()
-        self.healer.per_hour = section.heal.per_hour
-        self.healer.learn(inventory.holds)
-        await self.healer.resync(inventory)
-        shapes = await self.local.shapes(inventory, section.platform)
-        inventory = await self._note_uses(inventory, shapes)
-        requests = desired.gather(section, inventory.holds)
-        requests |= desired.retained(section, inventory, shapes, requests)
-        for note in desired.stale_notes(inventory, requests):
-            await self.runtime.end(note)
-        self.resolver.request((r.ref for r in requests.values() if r.by != "retained"), section)
-        self.failures = {ref: each for ref, each in self.failures.items() if ref in requests}
-        requests = {
-            ref: await self._measured(each, inventory, shapes) for ref, each in requests.items()
-        }
-        pinned = await self._pinned(inventory, shapes, requests)
-        freeable = await self.local.freeable(shapes, inventory, [pin.parts for pin in pinned])
-        node = await self.node(inventory.images_path, freeable)
-        self._pressed = (time.monotonic(), node.pressed)
-        known = [each for each in requests.values() if each.digest]
-        decided = plan.decide(node, known, pinned, section.concurrency, time.time())
-        self.snapshot = Snapshot(
-            inventory, requests, tuple(pinned), shapes, decided, node, time.time()
-        )
-        await self._act(self.snapshot)
+            section = self.section
+            inventory = await self.runtime.inventory()
+            self.healer.per_hour = section.heal.per_hour
+            self.healer.learn(inventory.holds)
+            await self.healer.resync(inventory)
+            shapes = await self.local.shapes(inventory, section.platform)
+            inventory = await self._note_uses(inventory, shapes)
+            requests = desired.gather(section, inventory.holds)
+            requests |= desired.retained(section, inventory, shapes, requests)
+            for note in desired.stale_notes(inventory, requests):
+                await self.runtime.end(note)
+            self.resolver.request((r.ref for r in requests.values() if r.by != "retained"), section)
+            self.failures = {ref: each for ref, each in self.failures.items() if ref in requests}
+            requests = {
+                ref: await self._measured(each, inventory, shapes) for ref, each in requests.items()
+            }
+            pinned = await self._pinned(inventory, shapes, requests)
+            freeable = await self.local.freeable(shapes, inventory, [pin.parts for pin in pinned])
+            node = await self.node(inventory.images_path, freeable)
+            self._pressed = (time.monotonic(), node.pressed)
+            known = [each for each in requests.values() if each.digest]
+            decided = plan.decide(node, known, pinned, section.concurrency, time.time())
+            self.snapshot = Snapshot(
+                inventory, requests, tuple(pinned), shapes, decided, node, time.time()
+            )
+            await self._act(self.snapshot)
 
     async def _note_uses(
         self, inventory: base.Inventory, shapes: Mapping[str, manifest.Shape]
@@ -245,7 +242,7 @@ class Reconciler:
         """
         now = time.time()
         using = {d for d, shape in shapes.items() if shape.image_id in inventory.in_use}
-        ours = {h.target.digest for h in inventory.holds if h.role == "pin" and h.target}
+        ours = {hold.target.digest for hold in inventory.held("pin") if hold.target}
         self.totals.used_bytes += sum(
             shapes[digest].bytes_total for digest in (using - self._used) & ours
         )
@@ -317,8 +314,8 @@ class Reconciler:
         if request.done:
             return "was pulled once and removed since; 'pin: never' does not fetch it again"
         if self.runtime.abilities.watches and any(
-            h.role == "pin" and h.ref == request.ref and h.target and h.target.digest == digest
-            for h in inventory.holds
+            hold.target and hold.target.digest == digest
+            for hold in inventory.held("pin", request.ref)
         ):
             # A pull would bypass the limit of heals.
             return "removed from the runtime although pinned; waiting for the next heal"
@@ -332,9 +329,8 @@ class Reconciler:
             minute = time.gmtime(now).tm_hour * 60 + time.gmtime(now).tm_min
             if not settings.in_window(self.section.windows, minute):
                 return "outside the time windows"
-            begun = any(h.role == "pull" and h.ref == request.ref for h in inventory.holds)
             left = lookup.digest_since + settings.turn(self.section, request.ref) - now
-            if not begun and left > 0:
+            if left > 0 and not inventory.held("pull", request.ref):
                 return f"its turn comes in {left:.0f} s (spread)"
         return ""
 
@@ -345,15 +341,18 @@ class Reconciler:
         requests: Mapping[str, Request],
     ) -> list[plan.Pinned]:
         found = []
-        for hold in inventory.holds:
-            if hold.role != "pin" or hold.target is None:
+        for hold in inventory.held("pin"):
+            if hold.target is None:
                 continue
             shape = shapes.get(hold.target.digest)
+            lookup = self.resolver.of(hold.ref)
+            looked_up = lookup.shape if lookup is not None else None
             parts: Mapping[str, int] = {}
             if shape is not None:
                 parts = await self.local.parts(shape, inventory)
-            elif not self.runtime.abilities.estimates:
-                parts = self._looked_up_parts(hold)
+            elif looked_up is not None and not self.runtime.abilities.estimates:
+                unpacked = self.resolver.unpacked(looked_up)
+                parts = estimate.cost(looked_up, base.Inventory(), unpacked).parts
             self.healer.sizes[hold.id] = shape.bytes_total if shape is not None else 0
             used = max(inventory.last_used.get(hold.target.digest, 0.0), hold.created)
             request = requests.get(hold.ref)
@@ -375,14 +374,6 @@ class Reconciler:
                 )
             )
         return found
-
-    def _looked_up_parts(self, hold: base.Hold) -> Mapping[str, int]:
-        """What an image keeps as the registry describes it, for a runtime that does not say."""
-        lookup = self.resolver.of(hold.ref)
-        if lookup is None or lookup.shape is None:
-            return {}
-        unpacked = self.resolver.unpacked(lookup.shape)
-        return estimate.cost(lookup.shape, base.Inventory(), unpacked).parts
 
     # --- acting -----------------------------------------------------------------------------------
 
@@ -406,19 +397,18 @@ class Reconciler:
             await self._give_back(seen.inventory)
 
     async def _give_back(self, inventory: base.Inventory) -> None:
-        for hold in inventory.holds:
-            if hold.role == "pull":
-                await self.runtime.end(hold)
-                if hold.by == "operator":  # the request stays, to be done once there is room
-                    await self.runtime.begin(hold)
+        for hold in inventory.held("pull"):
+            await self.runtime.end(hold)
+            if hold.by == "operator":  # the request stays, to be done once there is room
+                await self.runtime.begin(hold)
 
     async def _end_unrequested_pulls(self, seen: Snapshot) -> None:
         """End the holds of pulls that nobody requests any more, or that are finished."""
-        for hold in seen.inventory.holds:
-            if hold.role != "pull" or hold.ref in self.running:
+        for hold in seen.inventory.held("pull"):
+            if hold.ref in self.running:
                 continue
             request = seen.requests.get(hold.ref)
-            pinned = any(h.role == "pin" and h.ref == hold.ref for h in seen.inventory.holds)
+            pinned = bool(seen.inventory.held("pin", hold.ref))
             if request is None or request.released or (request.present and pinned):
                 await self.runtime.end(hold)
             elif request.present and not request.pins:

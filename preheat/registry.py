@@ -8,12 +8,13 @@ its digest.
 
 import asyncio
 import base64
+import contextlib
 import json
 import re
 import ssl
 import tomllib
 import urllib.parse
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,11 +188,10 @@ class Registry:
             try:
                 if offset and response.status != 206:
                     raise PullError(ref.text, Kind.NETWORK, "the registry cannot resume a blob")
-                async for chunk in response.content.iter_chunked(CHUNK):
-                    yield chunk
+                with _reaching(ref):
+                    async for chunk in response.content.iter_chunked(CHUNK):
+                        yield chunk
                 return
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise _unreached(ref, error) from error
             finally:
                 response.close()
         assert last is not None
@@ -218,19 +218,17 @@ class Registry:
         largest = manifest.LARGEST_DOCUMENT
         for host in await self._hosts(ref):
             try:
-                async with asyncio.timeout(DOCUMENT_SECONDS):
-                    response = await self._open(host, ref, path, login, headers or {})
-                    try:
-                        if partial and response.status != 206:
-                            return _Answer(response.status, {}, b"")
-                        body = await _body(response)
-                    finally:
-                        response.release() if response.content.at_eof() else response.close()
+                with _reaching(ref):
+                    async with asyncio.timeout(DOCUMENT_SECONDS):
+                        response = await self._open(host, ref, path, login, headers or {})
+                        try:
+                            if partial and response.status != 206:
+                                return _Answer(response.status, {}, b"")
+                            body = await _body(response)
+                        finally:
+                            response.release() if response.content.at_eof() else response.close()
             except PullError as error:
                 last = error
-                continue
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                last = _unreached(ref, error)
                 continue
             if len(body) > largest:
                 raise PullError(ref.text, Kind.BAD_IMAGE, f"{path} has more than {largest} bytes")
@@ -278,10 +276,8 @@ class Registry:
         self, host: Host, ref: manifest.Reference, url: str, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
         self.requests += 1
-        try:
+        with _reaching(ref):
             return await self._connected().get(url, headers=headers, ssl=self._tls(host))
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _unreached(ref, error) from error
 
     @staticmethod
     def _token_key(
@@ -342,7 +338,7 @@ class Registry:
             }
         elif login is not None and login.username:
             headers["Authorization"] = _basic(login)
-        try:
+        with _reaching(ref):
             async with asyncio.timeout(DOCUMENT_SECONDS):
                 session = self._connected()
                 self.requests += 1
@@ -357,8 +353,6 @@ class Registry:
                     body = await _body(response)
                     if response.status != 200:
                         raise _refused(ref, response.status, "", "its token service")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _unreached(ref, error) from error
         try:
             found = json.loads(body)
             token = found.get("token") or found.get("access_token")
@@ -403,6 +397,11 @@ def _refused(ref: manifest.Reference, status: int, retry_after: str, who: str = 
     return PullError(ref.text, Kind.BAD_IMAGE, f"{who} answered {status}")
 
 
-def _unreached(ref: manifest.Reference, error: Exception) -> PullError:
-    text = str(error) or type(error).__name__
-    return PullError(ref.text, Kind.NETWORK, text[:300])
+@contextlib.contextmanager
+def _reaching(ref: manifest.Reference) -> Iterator[None]:
+    """A server that is not reached, or whose answer breaks off, is a failure of the network."""
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        text = str(error) or type(error).__name__
+        raise PullError(ref.text, Kind.NETWORK, text[:300]) from error

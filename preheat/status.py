@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from prometheus_client.core import Metric
 
 import kit.errors
-import kit.findings
+from kit.findings import Finding, Severity
 from kit.metrics import counter, gauge
 from preheat import desired, estimate, failure, manifest, plan, resolver
 from preheat.desired import Request
@@ -64,7 +65,7 @@ class Status:
     bytes_per_second: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        return {**vars(self), "layers": list(self.layers)}
+        return dict(msgspec.to_builtins(self))
 
 
 # --- images ---------------------------------------------------------------------------------------
@@ -197,11 +198,8 @@ def plan_json(reconciler: Reconciler) -> dict[str, Any]:
         "release": [
             {"ref": r.ref, "reason": str(r.reason), "text": r.text} for r in decided.releases
         ],
-        "skip": [
-            {"ref": s.ref, "reason": str(s.reason), "text": s.text, "need": s.need, "free": s.free}
-            for s in decided.skips
-        ],
-        "reuse": [vars(each) | {"bases": list(each.bases)} for each in _reuse(reconciler)],
+        "skip": msgspec.to_builtins(decided.skips),
+        "reuse": msgspec.to_builtins(_reuse(reconciler)),
     }
 
 
@@ -220,41 +218,37 @@ def _reuse(reconciler: Reconciler) -> list[estimate.Reuse]:
 # --- findings -------------------------------------------------------------------------------------
 
 
-def findings(reconciler: Reconciler) -> list[kit.findings.Finding]:
+def findings(reconciler: Reconciler) -> list[Finding]:
     """Everything that a person should look at now. The same trouble keeps its id."""
-    runtime, found = reconciler.runtime, []
+    runtime = reconciler.runtime
+    found: list[Finding] = []
+
+    def find(
+        severity: Severity, rule: str, subject: str, message: str, advice: str, **evidence: str
+    ) -> None:
+        id = f"preheat/{rule}/{subject}"
+        found.append(Finding(id, f"preheat-{rule}", severity, subject, message, advice, evidence))
+
     if reconciler.trouble:
-        found.append(
-            _finding(
-                "runtime",
-                kit.findings.Severity.CRITICAL,
-                "container runtime",
-                reconciler.trouble,
-                "check that it runs and that preheat.socket is its socket; pins stay in place",
-            )
-        )
+        advice = "check that it runs and that preheat.socket is its socket; pins stay in place"
+        find(Severity.CRITICAL, "runtime", "container runtime", reconciler.trouble, advice)
     if runtime.rests > SHORT_REST_SECONDS:
-        found.append(
-            _finding(
-                "breaker",
-                kit.findings.Severity.CRITICAL,
-                "container runtime",
-                "it went away after changing calls; the agent sends no more for "
-                f"{runtime.rests:.0f} s",
-                "look for a panic in its log, and report it with the agent's log",
-            )
+        find(
+            Severity.CRITICAL,
+            "breaker",
+            "container runtime",
+            f"it went away after changing calls; the agent sends no more for {runtime.rests:.0f} s",
+            "look for a panic in its log, and report it with the agent's log",
         )
-    found += [
-        _finding(
+    for ref in reconciler.healer.fights:
+        find(
+            Severity.WARNING,
             "gc-fight",
-            kit.findings.Severity.WARNING,
             ref,
             "the image is pinned, but somebody removes it more often than preheat.heal.per_hour",
             "find who removes it (the kubelet's garbage collection on a full disk, crictl rmi "
             "--prune), or release it with 'nodeagent image unpin'",
         )
-        for ref in reconciler.healer.fights
-    ]
     for row in images(reconciler):
         if row.state == "failed" and (row.attempts >= PATIENCE or row.retry_at is None):
             rule, advice = "pull-failed", "see the failure's class in docs/preheat.md"
@@ -265,50 +259,25 @@ def findings(reconciler: Reconciler) -> list[kit.findings.Finding]:
         else:
             continue
         evidence = {"need": str(row.bytes_missing), "kind": row.failure_kind}
-        found.append(
-            _finding(rule, kit.findings.Severity.WARNING, row.ref, row.reason, advice, evidence)
-        )
+        find(Severity.WARNING, rule, row.ref, row.reason, advice, **evidence)
     if newer := reconciler.snapshot.inventory.newer_holds:
-        found.append(
-            _finding(
-                "newer-holds",
-                kit.findings.Severity.WARNING,
-                "container runtime",
-                f"{newer} leases are of a newer agent; they stay and keep their images",
-                "run that version; or delete them with 'ctr -n k8s.io leases rm'",
-            )
+        find(
+            Severity.WARNING,
+            "newer-holds",
+            "container runtime",
+            f"{newer} leases are of a newer agent; they stay and keep their images",
+            "run that version; or delete them with 'ctr -n k8s.io leases rm'",
         )
     if runtime.honours_pins is False and reconciler.snapshot.pinned:
-        found.append(
-            _finding(
-                "pin-not-honoured",
-                kit.findings.Severity.INFO,
-                reconciler.version,
-                "this runtime does not tell the kubelet which images are pinned: garbage "
-                "collection removes pinned images, and the agent heals them",
-                "no action is needed; containerd 1.6.22, 1.7.3 and newer tell the kubelet",
-            )
+        find(
+            Severity.INFO,
+            "pin-not-honoured",
+            reconciler.version,
+            "this runtime does not tell the kubelet which images are pinned: garbage "
+            "collection removes pinned images, and the agent heals them",
+            "no action is needed; containerd 1.6.22, 1.7.3 and newer tell the kubelet",
         )
     return found
-
-
-def _finding(
-    rule: str,
-    severity: kit.findings.Severity,
-    subject: str,
-    message: str,
-    advice: str,
-    evidence: dict[str, str] | None = None,
-) -> kit.findings.Finding:
-    return kit.findings.Finding(
-        id=f"preheat/{rule}/{subject}",
-        rule=f"preheat-{rule}",
-        severity=severity,
-        subject=subject,
-        message=message,
-        advice=advice,
-        evidence=evidence or {},
-    )
 
 
 # --- metrics --------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """The admin API of guard, probe, ledger and audit; paths and bodies are in openapi.yaml."""
 
+from collections.abc import Awaitable, Callable
 from typing import get_args
 
 import kit.errors
-from kit.room import Json, Request, Role, Route
+from kit.room import Handler, Json, Request, Role, Route
 from volumes import settings
 from volumes.audit import status
 from volumes.audit.inventory.model import Inventory
@@ -43,28 +44,23 @@ async def _set_mode(volumes: Volumes, request: Request) -> Json:
     return await volumes.set_mode(mode, by, reason)
 
 
-async def _detach(volumes: Volumes, request: Request) -> Json:
-    by, reason = _texts(request, "by", "reason")
-    return await volumes.detach(by, reason)
+def _with_texts(method: Callable[..., Awaitable[Json]], *names: str) -> Handler:
+    """Calls the component's ``method`` with these fields of the body."""
+
+    async def handler(volumes: Volumes, request: Request) -> Json:
+        return await method(volumes, *_texts(request, *names))
+
+    return handler
 
 
-async def _probe(volumes: Volumes, request: Request) -> Json:
-    (device,) = _texts(request, "device")
-    return await volumes.probe(device)
+_detach = _with_texts(Volumes.detach, "by", "reason")
+_probe = _with_texts(Volumes.probe, "device")
+_accept = _with_texts(Volumes.accept, "volume", "by")
+_allow_format = _with_texts(Volumes.allow_format, "device", "volume", "reason", "by")
 
 
 async def _ledger(volumes: Volumes, _: Request) -> Json:
     return {"volumes": volumes.ledger()}
-
-
-async def _accept(volumes: Volumes, request: Request) -> Json:
-    volume, by = _texts(request, "volume", "by")
-    return await volumes.accept(volume, by)
-
-
-async def _allow_format(volumes: Volumes, request: Request) -> Json:
-    device, volume, reason, by = _texts(request, "device", "volume", "reason", "by")
-    return await volumes.allow_format(device, volume, reason, by)
 
 
 # --- audit
@@ -132,11 +128,26 @@ async def _act(volumes: Volumes, request: Request) -> Json:
 ROUTES = (
     Route("GET", "/v1/volumes/guard", _guard),
     Route("PUT", "/v1/volumes/guard/mode", _set_mode, Role.DANGEROUS),
-    Route("POST", "/v1/volumes/guard/detach", _detach, Role.DANGEROUS),
+    Route(
+        "POST",
+        "/v1/volumes/guard/detach",
+        _detach,
+        Role.DANGEROUS,
+    ),
     Route("POST", "/v1/volumes/probe", _probe, Role.OPERATE),
     Route("GET", "/v1/volumes/ledger", _ledger),
-    Route("POST", "/v1/volumes/ledger/accept", _accept, Role.DANGEROUS),
-    Route("POST", "/v1/volumes/allow-format", _allow_format, Role.DANGEROUS),
+    Route(
+        "POST",
+        "/v1/volumes/ledger/accept",
+        _accept,
+        Role.DANGEROUS,
+    ),
+    Route(
+        "POST",
+        "/v1/volumes/allow-format",
+        _allow_format,
+        Role.DANGEROUS,
+    ),
     Route("GET", "/v1/audit", _overview),
     Route("POST", "/v1/audit/pass", _scan_now, Role.OPERATE),
     Route("GET", "/v1/audit/devices", _devices),

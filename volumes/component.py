@@ -30,7 +30,6 @@ class Volumes:
     def __init__(
         self,
         wanted: settings.VolumesSettings,
-        *,
         state_dir: Path,
         reporter: kit.findings.Reporter,
     ) -> None:

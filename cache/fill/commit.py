@@ -11,9 +11,10 @@ import errno
 import functools
 import os
 
+import kit.files
 from cache.fill import control, protocol
 from cache.store import tree
-from linux import fs_ordering, syscalls
+from linux import mountinfo, syscalls
 
 
 class Committer:
@@ -30,7 +31,7 @@ class Committer:
     @functools.cached_property
     def ordered(self) -> bool:
         """The store's file system makes metadata changes durable in order."""
-        return fs_ordering.keeps_order(self.generation)
+        return mountinfo.keeps_order(self.generation)
 
     # --- commit and seal
 
@@ -50,10 +51,8 @@ class Committer:
                 lost.append(staged.directory)  # the index claimed more than the tree has
                 tree.remove(self.staging, staged.folder)
                 continue
-            try:
+            with kit.files.closing(target):
                 self._place_all(staged, target)
-            finally:
-                os.close(target)
             os.rmdir(staged.folder, dir_fd=self.staging)
         sealed: list[int] = []
         missing: list[int] = []
@@ -111,14 +110,12 @@ class Committer:
             directory = tree.open_below(self.tree, seal.path)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        try:
+        with kit.files.closing(directory):
             if len(os.listdir(directory)) != seal.entries:
                 return False
             if seal.path:  # the root of a layer cannot be opaque
                 os.setxattr(directory, tree.OPAQUE, b"y")
             os.utime(directory, ns=(seal.mtime_ns, seal.mtime_ns))
-        finally:
-            os.close(directory)
         return True
 
     def recheck(self, job: protocol.Recheck) -> None:

@@ -86,7 +86,7 @@ class Pass(ABC):
         """Called while nothing is under way or staged; raises Ended."""
 
     @abstractmethod
-    def counts(self) -> protocol.Counts: ...
+    def counts(self) -> index.Counts: ...
 
     @abstractmethod
     def end(self, ended: Ended) -> protocol.End:
@@ -135,13 +135,10 @@ class Coordinator:
 
     def _prepare(self) -> bool:
         """Make the folders, empty the staging folder; whether the tree is empty."""
-        directory = os.open(self.generation, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with tree.opened_root(self.generation) as directory:
             tree.remove(directory, "staging")
-            for name in ("staging", "links", "tree"):
-                (self.generation / name).mkdir(mode=0o700, exist_ok=True)
-        finally:
-            os.close(directory)
+        for name in ("staging", "links", "tree"):
+            (self.generation / name).mkdir(mode=0o700, exist_ok=True)
         with os.scandir(self.generation / "tree") as found:
             return next(found, None) is None
 
@@ -222,11 +219,8 @@ class Coordinator:
         self._pass.forget(member.assignment)
 
     def discard_staged(self, folder: str) -> None:
-        directory = os.open(self.generation / "staging", os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            tree.remove(directory, folder)
-        finally:
-            os.close(directory)
+        with tree.opened_root(self.generation / "staging") as staging:
+            tree.remove(staging, folder)
 
     # --- commit and seal
 
@@ -307,8 +301,7 @@ class Coordinator:
             for suffix in ("", "-wal", "-shm")
             if (file := self.generation / (index.NAME + suffix)).exists()
         )
-        known = self.totals.allocated + self.totals.directories * 4096 + of_index
-        return max(known, self._used_before + self._added)
+        return max(self.totals.used + of_index, self._used_before + self._added)
 
     def count_at_least(self, used: int) -> None:
         """The generation takes at least these SSD bytes, whatever the index knows of them."""
@@ -359,9 +352,9 @@ class Coordinator:
         counts = self._pass.counts()  # may bring the totals up to date
         copied_files, copied_bytes = self.page.counted()
         progress = protocol.Progress(
-            phase=self._pass.phase, counts=counts, skipped=self.totals.skipped,
-            sealed=self.totals.sealed, copied_files=copied_files, copied_bytes=copied_bytes,
-            beats=self.page.beats(), commits=self.commits, used=self.used(),
+            phase=self._pass.phase, counts=counts, sealed=self.totals.sealed,
+            copied_files=copied_files, copied_bytes=copied_bytes, beats=self.page.beats(),
+            commits=self.commits, used=self.used(),
             syncing=bool(self.pool.assigned(Commit, Finish)),
         )  # fmt: skip
         self.agent.say(protocol.Report(progress=progress))
@@ -472,12 +465,10 @@ def serve(kind: type[TaskT], begin: Callable[[TaskT], tuple[Coordinator, Pass]])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent cancels or kills
     os.umask(0)
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)  # one by one: the channel reads what follows
-        if not byte:
-            return
-        line += byte
+    with os.fdopen(0, "rb", buffering=0, closefd=False) as agent:
+        line = agent.readline()  # unbuffered: the channel reads what follows
+    if not line.endswith(b"\n"):
+        return
     try:
         coordinator, decides = begin(kit.messages.decode(line, kind))
         coordinator.run(decides)

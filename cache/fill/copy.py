@@ -15,6 +15,7 @@ import time
 
 import xxhash
 
+import kit.files
 from cache.fill import control, protocol
 from cache.store import tree
 from cache.store.tree import Entry
@@ -91,8 +92,7 @@ class Copier:
         os.utime(item.name, ns=times, dir_fd=staging, follow_symlinks=False)
 
     def _copy_file(self, source: int, item: Entry, staging: int) -> int:
-        origin = os.open(item.name, _SOURCE_FLAGS, dir_fd=source)
-        try:
+        with kit.files.closing(os.open(item.name, _SOURCE_FLAGS, dir_fd=source)) as origin:
             before = os.fstat(origin)
             if not self._immutable and time.time_ns() - before.st_ctime_ns < _TICK_NS:
                 # A change within the same tick of the kernel's clock would not change the times.
@@ -101,8 +101,7 @@ class Copier:
             if not stat.S_ISREG(before.st_mode):
                 raise ChangedError(f"{item.name} is no longer a regular file")
             mode = stat.S_IMODE(before.st_mode)
-            copy = os.open(item.name, _STAGED_FLAGS, mode, dir_fd=staging)
-            try:
+            with kit.files.closing(os.open(item.name, _STAGED_FLAGS, mode, dir_fd=staging)) as copy:
                 checksum = self._copy_bytes(origin, copy, before.st_size)
                 if item.xattrs:
                     tree.copy_xattrs(origin, copy)
@@ -112,10 +111,6 @@ class Copier:
                 return set_attributes(
                     copy, before.st_uid, before.st_gid, before.st_mode, before.st_mtime_ns
                 )
-            finally:
-                os.close(copy)
-        finally:
-            os.close(origin)
 
     def _copy_bytes(self, origin: int, copy: int, size: int) -> bytes:
         """Copy all bytes except holes; the checksum. ChangedError unless there are ``size``."""

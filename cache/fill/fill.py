@@ -17,6 +17,7 @@ import errno
 import os
 import time
 
+import kit.files
 from cache.fill import coordinator, protocol, worker
 from cache.fill.coordinator import Ended, Staged
 from cache.fill.protocol import Copy, Hint, Scan
@@ -293,7 +294,7 @@ class FillPass(coordinator.Pass):
             self._scan_failed(job.directory, failure.error)
         elif isinstance(job, Copy):  # its directory cannot be opened any more
             with self.index.transaction():
-                self._rescan(assignment.directory)
+                self.incomplete(assignment.directory)
         # A failed hint has no effect: the chunk of its files follows.
 
     def _scan_failed(self, number: int, why: str) -> None:
@@ -326,9 +327,6 @@ class FillPass(coordinator.Pass):
     def seals(self) -> list[int]:
         return self.index.sealable(SEALS_IN_A_BATCH)
 
-    def incomplete(self, directory: int) -> None:
-        self._rescan(directory)
-
     def end_if_done(self) -> None:
         if self.run.cancelled:
             raise Ended("cancelled")
@@ -340,7 +338,7 @@ class FillPass(coordinator.Pass):
             if self.index.directory(index.ROOT).state == index.SEALED:
                 self._recheck() if self._rechecked_to is not None else self._finish()
                 return
-            if self._rescan_what_failed():
+            if self._retry_what_failed():
                 return
         self.run.totals = self.index.totals()
         if self.full or self.cramped:
@@ -348,7 +346,7 @@ class FillPass(coordinator.Pass):
             raise Ended("partial", f"no room for {files} files, {size} bytes")
         raise Ended("partial", f"{self.run.totals.failed} entries could not be copied")
 
-    def _rescan_what_failed(self) -> bool:
+    def _retry_what_failed(self) -> bool:
         """Whether something is left to try again, after a short wait."""
         again = self.index.retriable(MOST_RESCANS)
         if not again:
@@ -359,10 +357,10 @@ class FillPass(coordinator.Pass):
             self._no_rescan_before = 0.0
             with self.index.transaction():
                 for number in again:
-                    self._rescan(number)
+                    self.incomplete(number)
         return True
 
-    def _rescan(self, number: int) -> None:
+    def incomplete(self, number: int) -> None:
         """List a directory and its parent again: what failed may have changed or gone.
 
         After ``MOST_RESCANS`` in one pass the directory is a failure instead.
@@ -400,7 +398,7 @@ class FillPass(coordinator.Pass):
         with self.index.transaction():
             for number in answer.missing:
                 self.index.unseal(number)
-                self._rescan(number)
+                self.incomplete(number)
 
     def _finish(self) -> None:
         committer = self.pool.committer
@@ -409,11 +407,10 @@ class FillPass(coordinator.Pass):
 
     # --- reports
 
-    def counts(self) -> protocol.Counts:
+    def counts(self) -> index.Counts:
         if not self.skeleton:
             self.run.totals = self.index.totals()
-        now = self.run.totals
-        return protocol.Counts(now.files, now.bytes, now.done_files, now.done_bytes, now.failed)
+        return self.run.totals
 
     def end(self, ended: Ended) -> protocol.End:
         files, size = self.index.left()
@@ -456,20 +453,14 @@ def begin(task: protocol.FillTask) -> tuple[coordinator.Coordinator, FillPass]:
     """
     if generations.has_quarantined(task.generation):
         raise OSError(errno.EBUSY, "bad files that a verify found must be withdrawn first")
-    source = tree.open_source(task.source, task.stamp)
-    try:
+    with kit.files.closing(tree.open_source(task.source, task.stamp)) as source:
         root = tree.entry_of("", os.fstat(source))
         access = task.native if native.available() else None
         run = coordinator.Coordinator(task, worker.serve, access)
         decides = FillPass(run, task)
         run.index.add_root(root)
-        top = tree.open_root(str(run.generation / "tree"))
-        try:
+        with tree.opened_root(run.generation / "tree") as top:
             tree.set_attributes(top, root, source)
-        finally:
-            os.close(top)
-    finally:
-        os.close(source)
     return run, decides
 
 

@@ -20,6 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import msgspec
 
 import kit.messages
+from cache.store.index import Counts
 from cache.store.tree import Entry
 from ceph.protocol import Access
 
@@ -77,21 +78,9 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What a pass works through and how far it is."""
-
-    files: int
-    bytes: int
-    done_files: int
-    done_bytes: int
-    failed: int
-
-
-@dataclass(frozen=True)
 class Progress:
     phase: str
-    counts: Counts
-    skipped: int
+    counts: Counts  # what it works through and how far it is
     sealed: int
     copied_files: int  # by the workers, before they are committed
     copied_bytes: int
@@ -376,6 +365,7 @@ Answer = (
 # A worker gets jobs on standard input and answers on standard output.
 JOBS, ANSWERS = 0, 1
 _LENGTH = struct.Struct("<I")
+READ_BYTES = 1024 * 1024
 # A chunk of entries with 255-byte names is below 1 MiB; a longer message is a broken stream.
 LONGEST = 64 * 1024 * 1024
 
@@ -399,37 +389,6 @@ def answer(message: Answer) -> None:
     send(ANSWERS, message)
 
 
-def receive(descriptor: int, kind: type[T]) -> T | None:
-    """The next message, None at the end of the stream; blocks. ValueError on a broken stream."""
-    head = _exactly(descriptor, _LENGTH.size)
-    if head is None:
-        return None
-    body = _exactly(descriptor, _length(head))
-    return None if body is None else kit.messages.decode(body, kind)
-
-
-def next_job() -> Job | None:
-    return receive(JOBS, cast(Any, Job))
-
-
-def _length(head: bytes) -> int:
-    length = int(_LENGTH.unpack(head)[0])
-    if length > LONGEST:
-        raise ValueError(f"message of {length} bytes: the stream is broken")
-    return length
-
-
-def _exactly(descriptor: int, count: int) -> bytes | None:
-    parts = []
-    while count:
-        part = os.read(descriptor, count)
-        if not part:
-            return None
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
-
-
 class Stream(Generic[T]):
     """Messages out of bytes as they arrive, for a reader that must not block."""
 
@@ -442,7 +401,10 @@ class Stream(Generic[T]):
         self._buffer += data
         found = []
         while len(self._buffer) >= _LENGTH.size:
-            end = _LENGTH.size + _length(bytes(self._buffer[: _LENGTH.size]))
+            length = int(_LENGTH.unpack_from(self._buffer)[0])
+            if length > LONGEST:
+                raise ValueError(f"message of {length} bytes: the stream is broken")
+            end = _LENGTH.size + length
             if len(self._buffer) < end:
                 break
             found.append(kit.messages.decode(bytes(self._buffer[_LENGTH.size : end]), self._kind))
@@ -452,3 +414,19 @@ class Stream(Generic[T]):
 
 def answers() -> Stream[Answer]:
     return Stream(cast(Any, Answer))
+
+
+def receive(descriptor: int, kind: type[T]) -> T | None:
+    """The next message, None at the end of the stream; blocks. ValueError on a broken stream.
+
+    For a worker, which gets a message only after it answered the one before.
+    """
+    stream = Stream(kind)
+    while data := os.read(descriptor, READ_BYTES):
+        if found := stream.feed(data):
+            return found[0]
+    return None
+
+
+def next_job() -> Job | None:
+    return receive(JOBS, cast(Any, Job))

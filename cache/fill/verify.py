@@ -15,6 +15,7 @@ import os
 import stat
 import time
 
+import kit.files
 from cache.fill import control, coordinator, copy, protocol, worker
 from cache.fill.coordinator import Ended, Staged
 from cache.fill.protocol import Copy
@@ -25,6 +26,7 @@ from cache.store.tree import Entry
 AHEAD = 64
 MOST_NAMED = 20  # uncompared files of one directory that are named; all are counted
 MOST_NOTES = 100  # bad files that the log names
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class VerifyPass(coordinator.Pass):
@@ -124,10 +126,11 @@ class VerifyPass(coordinator.Pass):
         why = f"{left} files could not be compared" if left else ""
         raise Ended("bad" if self.unreplaced else "good", why)
 
-    def counts(self) -> protocol.Counts:
+    def counts(self) -> index.Counts:
         total, found = self.run.totals, self.found
-        return protocol.Counts(
-            total.done_files, total.done_bytes, found.checked_files, found.checked_bytes, found.bad
+        return index.Counts(
+            *(total.done_files, total.done_bytes, found.checked_files, found.checked_bytes),
+            *(found.bad, total.skipped),
         )
 
     def end(self, ended: Ended) -> protocol.End:
@@ -211,13 +214,11 @@ class VerifyWorker(worker.Worker):
         ``source``: the source's directory to compare with, or why it cannot be opened.
         NotComparedError when the file is good and the source's cannot be read.
         """
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        size = 0
         try:
-            stored = os.open(name, flags, dir_fd=directory)
+            stored = os.open(name, _FLAGS, dir_fd=directory)
         except OSError as error:
             return f"cannot be opened in the store: {copy.reason(error)}", 0
-        try:
+        with kit.files.closing(stored):
             size = os.fstat(stored).st_size
             try:
                 kept = os.getxattr(stored, tree.CHECKSUM).decode()
@@ -231,8 +232,6 @@ class VerifyWorker(worker.Worker):
             if source is not None:
                 return self._compare(stored, kept, name, source), size
             return "", size
-        finally:
-            os.close(stored)
 
     def _compare(self, stored: int, kept: str, name: str, source: int | OSError) -> str:
         """How a stored file differs from the source's, '' when it does not.
@@ -261,8 +260,7 @@ class VerifyWorker(worker.Worker):
         self, here: os.stat_result, xattrs: dict[str, bytes], kept: str, name: str, source: int
     ) -> str:
         """OSError of the source's file only."""
-        origin = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=source)
-        try:
+        with kit.files.closing(os.open(name, _FLAGS, dir_fd=source)) as origin:
             there = os.fstat(origin)
             for what in ("st_size", "st_mode", "st_uid", "st_gid", "st_mtime_ns"):
                 if getattr(here, what) != getattr(there, what):
@@ -271,8 +269,6 @@ class VerifyWorker(worker.Worker):
                 return "differs from the source in its xattrs"
             if copy.checksum(origin, self.throttle, self._buffer) != kept:
                 return "differs from the source in its bytes"
-        finally:
-            os.close(origin)
         return ""
 
 

@@ -16,7 +16,7 @@ from cache.fill import coordinator, protocol, worker
 from cache.fill.coordinator import Ended
 from cache.fill.protocol import Prune, Unseal
 from cache.fill.worker_pool import Assignment
-from cache.store import generations, tree
+from cache.store import generations, index, tree
 
 BAD = "its copy in the store was bad and could not be replaced"
 
@@ -72,9 +72,9 @@ class WithdrawPass(coordinator.Pass):
                 generations.write_quarantined(self.run.generation, [])
             raise Ended("withdrawn")
 
-    def counts(self) -> protocol.Counts:
-        done = self.withdrawn
-        return protocol.Counts(done + len(self.waiting), 0, done, 0, 0)
+    def counts(self) -> index.Counts:
+        total, done = self.withdrawn + len(self.waiting), self.withdrawn
+        return index.Counts(total, done_files=done, skipped=self.run.totals.skipped)
 
     def end(self, ended: Ended) -> protocol.End:
         return protocol.End(ended.result, ended.why, withdrawn=self.withdrawn)

@@ -20,7 +20,6 @@ from typing import NamedTuple, NoReturn
 from cache.fill import control, protocol
 from cache.store import index
 
-_READ_BYTES = 1024 * 1024
 # When workers keep dying, a bug or the host is the reason: the pass ends and says so.
 MOST_DEATHS = 5
 # For workers to close their Ceph clients at the end of the pass.
@@ -188,7 +187,7 @@ class WorkerPool:
                 yield Event(None, None)
                 continue
             try:
-                data = os.read(member.answers, _READ_BYTES)
+                data = os.read(member.answers, protocol.READ_BYTES)
             except BlockingIOError:
                 continue
             if data:

@@ -1,1 +1,1 @@
-"""Sources: where a dataset's truth is. One module a kind, registered in ``registry``."""
+"""Sources: where a dataset's truth is."""

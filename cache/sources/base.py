@@ -1,5 +1,6 @@
-"""What every kind of source has in common. A new kind is a module and a line in ``dataset``."""
+"""What every kind of source has in common. Imports little: ``look`` runs in a child process."""
 
+import contextlib
 import errno
 import os
 from dataclasses import dataclass
@@ -53,19 +54,14 @@ class Root:
 
 def look(root: str) -> dict[str, Any]:
     """The fields of ``Root``. In a child process: a source may hang. OSError."""
-    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    counts: dict[str, int | None] = {"files": None, "bytes": None}
+    with tree.opened_root(root) as descriptor:
         with os.scandir(descriptor) as entries:
             empty = next(entries, None) is None
-        counts: dict[str, int | None] = {"files": None, "bytes": None}
         for key in counts:
-            try:
+            with contextlib.suppress(OSError, ValueError):  # not a CephFS
                 counts[key] = int(os.getxattr(descriptor, f"ceph.dir.r{key}"))
-            except (OSError, ValueError):
-                pass  # not a CephFS
         return {"stamp": tree.stamp(os.fstat(descriptor)), "empty": empty, **counts}
-    finally:
-        os.close(descriptor)
 
 
 def explain(thing: str, error: OSError) -> kit.errors.SourceError:

@@ -90,9 +90,6 @@ class Cephfs:
             return str(self._target)
         return f"{self._target}/.snap/{self._source.snapshot}"
 
-    def _mounted(self) -> mountinfo.Mount | None:
-        return _mounted_at(self._target)
-
     @property
     def _shows(self) -> str:
         """What shows.json must contain for a mount with these settings."""
@@ -108,21 +105,21 @@ class Cephfs:
 
     async def _detach_another(self) -> None:
         """Detach a mount for other settings; the view keeps showing it. SourceError if it stays."""
-        while self._mounted() is not None and not self._is_ours():
+        while _mounted_at(self._target) is not None and not self._is_ours():
             log.warning(
                 "source mount was made for other settings; mounting again", source=self._thing
             )
-            before = self._mounted()
+            before = _mounted_at(self._target)
             # The mount leaves the tree at once; the child may wait for the cluster after that.
             with contextlib.suppress(OSError, kit.child.DeadlineError):
                 await kit.child.call(mounts.detach, str(self._target), deadline=DETACH_SECONDS)
-            if self._mounted() == before:
+            if _mounted_at(self._target) == before:
                 why = f"an earlier mount at {self._target} cannot be detached"
                 raise self._error(why, "see the kernel log")
 
     async def reach(self, deadline: float) -> base.Reached:
         await self._detach_another()
-        if self._mounted() is None:
+        if _mounted_at(self._target) is None:
             await self._mount(deadline)
         try:
             root = base.Root(**await kit.child.call(base.look, self._root, deadline=deadline))
@@ -137,7 +134,7 @@ class Cephfs:
                 why = f"it has no snapshot {self._source.snapshot!r}"
                 raise self._error(why, "make it, or set another one") from error
             raise base.explain(self._thing, error) from error
-        mounted = self._mounted()
+        mounted = _mounted_at(self._target)
         kernel = mounted is not None and mounted.fstype == "ceph"
         device = ""
         if mounted is not None:
@@ -214,7 +211,7 @@ class Cephfs:
             raise self._error(why, "load the ceph module or install ceph-fuse") from error
         except kit.processes.DeadlineError as error:
             raise self._explain("110") from error
-        if ended.code or self._mounted() is None:
+        if ended.code or _mounted_at(self._target) is None:
             said = (ended.out + ended.err).decode(errors="replace")
             number = re.findall(r"\((\d+)\)", said)
             # A monitor answered but did not send its settings: the user is not authorized.
@@ -312,7 +309,5 @@ def mount_kernel(
     if protocol == "v2":
         strings["ms_mode"] = "prefer-crc"
     tree = mounts.new_filesystem("ceph", strings, ("ro",), mounts.READ_ONLY_DATA)
-    try:
+    with kit.files.closing(tree):
         mounts.attach(tree, target)
-    finally:
-        os.close(tree)

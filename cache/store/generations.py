@@ -21,6 +21,7 @@ import contextlib
 import errno
 import json
 import os
+import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ LOCK_SECONDS = 2.0  # for the coordinator of a killed agent to end
 _NAMES_AT_ONCE = 1000  # names of up to 255 bytes each in one message
 
 
-@dataclass(frozen=True)
-class Generation:
+@dataclass(frozen=True, kw_only=True)
+class Generation(index.Counts):
     """generation.json. ``complete`` is written only when everything in the tree is durable."""
 
     dataset: str
@@ -56,14 +57,12 @@ class Generation:
     created: float = 0.0  # Unix time
     completed: float = 0.0
     used: int = 0  # SSD bytes
-    files: int = 0
-    bytes: int = 0
-    done_files: int = 0
-    done_bytes: int = 0
-    failed: int = 0
-    skipped: int = 0
     left_files: int = 0  # what did not fit
     left_bytes: int = 0
+
+
+def new(dataset: str, identity: str) -> Generation:
+    return Generation(dataset=dataset, identity=identity, created=time.time())
 
 
 def prepare(path: str) -> None:
@@ -154,11 +153,8 @@ def _adopt(folder: str) -> dict[str, Any] | None:
     if fields is not None:
         try:
             os.close(kit.files.lock(Path(folder) / "lock", LOCK_SECONDS))
-            directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
+            with tree.opened_root(folder) as directory:
                 tree.remove(directory, "staging")
-            finally:
-                os.close(directory)
         except OSError:
             pass  # the next fill deletes it too, and reports what is wrong
     return _with_figures(fields, folder)
@@ -171,10 +167,39 @@ def _with_figures(fields: dict[str, Any] | None, folder: str) -> dict[str, Any] 
     counts.
     """
     if fields is not None and fields.get("state") == "filling":
-        used = int(fields.get("used", 0))
-        fields |= index.totals_of(Path(folder))
-        fields["used"] = max(used, int(fields.get("used", 0)))
+        path = Path(folder) / index.NAME
+        with (
+            contextlib.suppress(OSError, sqlite3.Error),  # no index that can be read
+            contextlib.closing(index.Index.read_only(path)) as opened,
+        ):
+            found, size = opened.totals(), path.stat().st_size
+            used = max(int(fields.get("used", 0)), found.used + size)
+            fields |= {**found.counts(), "used": used}
     return fields
+
+
+def failures_page(folder: str, limit: int, after: list[Any]) -> dict[str, Any]:
+    """Entries that could not be copied, those after ``after`` (directory, name), as JSON.
+
+    Names that are not UTF-8 are shown with \\xNN escapes. ``next`` is in hex, because a name may
+    have bytes that no URL carries.
+    """
+    try:
+        opened = index.Index.read_only(Path(folder) / index.NAME)
+    except OSError:
+        return {"failures": [], "next": None}  # nothing was scanned yet
+    with contextlib.closing(opened):
+        rows = opened.failures(limit, (int(after[0]), str(after[1])))
+        failures = [
+            {"path": _shown("/".join([*opened.path(number), name])), "reason": reason}
+            for number, name, reason in rows
+        ]
+    more = f"{rows[-1][0]}/{os.fsencode(rows[-1][1]).hex()}" if len(rows) == limit else None
+    return {"failures": failures, "next": more}
+
+
+def _shown(path: str) -> str:
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def save(folder: str, fields: dict[str, Any]) -> None:
@@ -193,15 +218,18 @@ def generation_of(fields: dict[str, Any]) -> Generation:
     return Generation(**{key: value for key, value in fields.items() if key in known})
 
 
-def inventory(path: str) -> list[dict[str, Any]]:
-    """Every generation in the store: its dataset, folder and fields (see ``_with_figures``)."""
-    found = []
+def inventory(path: str) -> dict[str, int]:
+    """The folder of every generation in the store, with the SSD bytes that it takes."""
+    found: dict[str, int] = {}
     for dataset in sorted(Path(path).iterdir()):
         if dataset.is_dir() and not dataset.name.startswith(".") and dataset.name != "lost+found":
-            for folder in sorted(dataset.iterdir()):
-                fields = _with_figures(load(str(folder)), str(folder))
-                found.append({"dataset": dataset.name, "folder": str(folder), "fields": fields})
+            found |= {str(folder): _used(folder) for folder in sorted(dataset.iterdir())}
     return found
+
+
+def _used(folder: Path) -> int:
+    fields = _with_figures(load(str(folder)), str(folder))
+    return 0 if fields is None else int(fields.get("used", 0))
 
 
 def discard(store: str, folder: str) -> None:
@@ -217,12 +245,7 @@ def discard(store: str, folder: str) -> None:
 
 def trash_bytes(store: str) -> int:
     """SSD bytes of the discarded generations that are not deleted yet."""
-    used = 0
-    for folder in (Path(store) / TRASH).iterdir():
-        fields = _with_figures(load(str(folder)), str(folder))
-        if fields is not None:
-            used += int(fields.get("used", 0))
-    return used
+    return sum(_used(folder) for folder in (Path(store) / TRASH).iterdir())
 
 
 def empty_trash(store: str) -> None:
@@ -230,18 +253,14 @@ def empty_trash(store: str) -> None:
 
     The tree is deleted before the rest, so that ``trash_bytes`` counts it until it is gone.
     """
-    trash = os.open(Path(store) / TRASH, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with tree.opened_root(Path(store) / TRASH) as trash:
         for name in os.listdir(trash):
-            with contextlib.suppress(OSError):  # the next remove reports it
-                folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=trash)
-                try:
-                    tree.remove(folder, "tree")
-                finally:
-                    os.close(folder)
+            with (
+                contextlib.suppress(OSError),  # the next remove reports it
+                tree.opened(trash, [name]) as folder,
+            ):
+                tree.remove(folder, "tree")
             tree.remove(trash, name)
-    finally:
-        os.close(trash)
 
 
 # --- the quarantine list

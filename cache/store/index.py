@@ -16,9 +16,9 @@ A lost or damaged index is made again by a scan.
 """
 
 import contextlib
+import dataclasses
 import errno
 import json
-import os
 import sqlite3
 import zlib
 from collections.abc import Iterable
@@ -64,18 +64,34 @@ CREATE TABLE IF NOT EXISTS ahead (
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Files are all entries but directories; bytes are of regular files."""
+class Counts:
+    """How much there is and what became of it.
 
-    files: int
-    bytes: int
-    done_files: int
-    done_bytes: int
-    directories: int
-    sealed: int
-    allocated: int  # SSD bytes of the stored files, those ahead of their chunk included
-    skipped: int
-    failed: int
+    Files are all entries but directories; bytes are of regular files.
+    """
+
+    files: int = 0
+    bytes: int = 0
+    done_files: int = 0
+    done_bytes: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def counts(self) -> dict[str, int]:
+        """Only these figures, without those that a subclass adds."""
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(Counts)}
+
+
+@dataclass(frozen=True)
+class Totals(Counts):
+    directories: int = 0
+    sealed: int = 0
+    allocated: int = 0  # SSD bytes of the stored files, those ahead of their chunk included
+
+    @property
+    def used(self) -> int:
+        """SSD bytes of the generation without its index."""
+        return self.allocated + self.directories * 4096
 
 
 @dataclass(frozen=True)
@@ -132,10 +148,10 @@ class Index:
             path.with_name(path.name + suffix).unlink(missing_ok=True)
 
     @classmethod
-    def read_only(cls, path: str) -> "Index":
+    def read_only(cls, path: Path) -> "Index":
         """For reading, also while a coordinator writes. FileNotFoundError when there is none."""
-        if not Path(path).exists():
-            raise FileNotFoundError(2, "no index", path)
+        if not path.exists():
+            raise FileNotFoundError(2, "no index", str(path))
         return cls(sqlite3.connect(path, isolation_level=None, timeout=10.0))
 
     @staticmethod
@@ -171,6 +187,13 @@ class Index:
     def _ids(self, query: str, *values: int) -> list[int]:
         return [int(row[0]) for row in self._db.execute(query, values)]
 
+    def _update(self, directory: int, changes: str, *values: Any) -> None:
+        self._db.execute(f"UPDATE directories SET {changes} WHERE id = ?", (*values, directory))
+
+    def _row(self, query: str, *values: Any) -> Any:
+        """The first row, None when there is none."""
+        return self._db.execute(query, values).fetchone()
+
     def add_root(self, root: Entry) -> None:
         self._db.execute(
             "INSERT OR IGNORE INTO directories (id, parent, name, attributes) "
@@ -195,24 +218,20 @@ class Index:
 
     def locate(self, directory: int, location: tuple[str, int]) -> None:
         """Remember where the objects of its files are, for reads past the mount."""
-        self._db.execute(
-            "UPDATE directories SET location = ? WHERE id = ?", (json.dumps(location), directory)
-        )
+        self._update(directory, "location = ?", json.dumps(location))
 
     def location(self, directory: int) -> tuple[str, int] | None:
-        row = self._db.execute(
-            "SELECT location FROM directories WHERE id = ?", (directory,)
-        ).fetchone()
+        row = self._row("SELECT location FROM directories WHERE id = ?", directory)
         return None if row is None or row[0] is None else tuple(json.loads(row[0]))
 
     def restart_listing(self, directory: int) -> None:
         """Forget an unfinished or outdated listing of the directory."""
         self._db.execute("DELETE FROM chunks WHERE directory = ?", (directory,))
         self._db.execute("DELETE FROM failures WHERE directory = ?", (directory,))
-        self._db.execute(
-            "UPDATE directories SET state = 0, waiting = 0, entries = 0, files = 0, bytes = 0, "
-            "done_files = 0, done_bytes = 0, allocated = 0, skipped = 0, failed = 0 WHERE id = ?",
-            (directory,),
+        self._update(
+            directory,
+            "state = 0, waiting = 0, entries = 0, files = 0, bytes = 0, done_files = 0, "
+            "done_bytes = 0, allocated = 0, skipped = 0, failed = 0",
         )
 
     def listed(
@@ -220,15 +239,16 @@ class Index:
         skipped: int,
     ) -> None:  # fmt: skip
         """Its listing ended. ``stored``: files, bytes and SSD bytes that the tree had already."""
-        self._db.execute(
-            "UPDATE directories SET state = 1, entries = ?, files = ?, bytes = ?, "
+        self._update(
+            directory,
+            "state = 1, entries = ?, files = ?, bytes = ?, "
             "done_files = done_files + ?, done_bytes = done_bytes + ?, "
             "allocated = allocated + ?, skipped = ?, failed = "
             "(SELECT count(*) FROM failures WHERE directory = directories.id), waiting = "
             "(SELECT count(*) FROM chunks WHERE directory = directories.id) + "
             "(SELECT count(*) FROM directories AS d "
-            "WHERE d.parent = directories.id AND d.state < 2) WHERE id = ?",
-            (entries, files, size, *stored, skipped, directory),
+            "WHERE d.parent = directories.id AND d.state < 2)",
+            *(entries, files, size, *stored, skipped),
         )
 
     def committed(
@@ -242,10 +262,11 @@ class Index:
             )
         else:
             self._db.execute("DELETE FROM chunks WHERE id = ?", (chunk.id,))
-        self._db.execute(
-            "UPDATE directories SET done_files = done_files + ?, done_bytes = done_bytes + ?, "
-            "allocated = allocated + ?, failed = failed + ?, waiting = waiting - ? WHERE id = ?",
-            (files, size, allocated, failed, 0 if left else 1, chunk.directory),
+        self._update(
+            chunk.directory,
+            "done_files = done_files + ?, done_bytes = done_bytes + ?, "
+            "allocated = allocated + ?, failed = failed + ?, waiting = waiting - ?",
+            *(files, size, allocated, failed, 0 if left else 1),
         )
         stays = {entry.name for entry in left}
         self._db.executemany(
@@ -269,7 +290,7 @@ class Index:
         return {_decode(row[0]): int(row[1]) for row in rows}
 
     def any_ahead(self) -> bool:
-        return self._db.execute("SELECT 1 FROM ahead LIMIT 1").fetchone() is not None
+        return self._row("SELECT 1 FROM ahead LIMIT 1") is not None
 
     def none_ahead(self, directory: int) -> None:
         """Forget its files ahead: another row counts them now."""
@@ -277,7 +298,7 @@ class Index:
 
     def sealed(self, directory: int) -> None:
         """The directory is opaque; its parent waits for one less."""
-        self._db.execute("UPDATE directories SET state = 2 WHERE id = ?", (directory,))
+        self._update(directory, "state = 2")
         self.none_ahead(directory)
         self._db.execute(
             "UPDATE directories SET waiting = waiting - 1 "
@@ -290,18 +311,14 @@ class Index:
         changed = []
         current: int | None = directory
         while current is not None:
-            row = self._db.execute(
-                "SELECT state, parent FROM directories WHERE id = ?", (current,)
-            ).fetchone()
+            row = self._row("SELECT state, parent FROM directories WHERE id = ?", current)
             if row is None or row[0] != SEALED:
                 break
-            self._db.execute("UPDATE directories SET state = 1 WHERE id = ?", (current,))
+            self._update(current, "state = 1")
             changed.append(current)
             current = row[1]
             if current is not None:
-                self._db.execute(
-                    "UPDATE directories SET waiting = waiting + 1 WHERE id = ?", (current,)
-                )
+                self._update(current, "waiting = waiting + 1")
         return changed
 
     def drop_vanished(self, directory: int, seen: set[str]) -> list[str]:
@@ -355,20 +372,20 @@ class Index:
         return self._ids("SELECT DISTINCT directory FROM failures")
 
     def count_rescan(self, directory: int) -> None:
-        self._db.execute("UPDATE directories SET rescans = rescans + 1 WHERE id = ?", (directory,))
+        self._update(directory, "rescans = rescans + 1")
 
     def count_failure(self, directory: int) -> None:
         """One more failure in it: it cannot be sealed."""
-        self._db.execute("UPDATE directories SET failed = failed + 1 WHERE id = ?", (directory,))
+        self._update(directory, "failed = failed + 1")
 
     def reset_rescans(self) -> None:
         self._db.execute("UPDATE directories SET rescans = 0")
 
     def directory(self, number: int) -> Directory:
-        row = self._db.execute(
+        row = self._row(
             "SELECT id, parent, attributes, state, entries, rescans FROM directories WHERE id = ?",
-            (number,),
-        ).fetchone()
+            number,
+        )
         return Directory(row[0], row[1], Entry(*json.loads(row[2])), *row[3:])
 
     def path(self, directory: int) -> list[str]:
@@ -387,9 +404,8 @@ class Index:
         """The directory at ``path``, None when the index does not have it."""
         current = ROOT
         for name in path:
-            row = self._db.execute(
-                "SELECT id FROM directories WHERE parent = ? AND name = ?", (current, _encode(name))
-            ).fetchone()
+            query = "SELECT id FROM directories WHERE parent = ? AND name = ?"
+            row = self._row(query, current, _encode(name))
             if row is None:
                 return None
             current = int(row[0])
@@ -418,9 +434,7 @@ class Index:
 
     def chunk(self, number: int) -> Chunk | None:
         """None when it is committed, or its directory is listed again."""
-        row = self._db.execute(
-            "SELECT id, directory, entries FROM chunks WHERE id = ?", (number,)
-        ).fetchone()
+        row = self._row("SELECT id, directory, entries FROM chunks WHERE id = ?", number)
         if row is None:
             return None
         entries = [Entry(*fields) for fields in json.loads(zlib.decompress(row[2]))]
@@ -428,10 +442,8 @@ class Index:
 
     def left(self) -> tuple[int, int]:
         """Files and bytes that are still to copy."""
-        row = self._db.execute(
-            "SELECT coalesce(sum(files), 0), coalesce(sum(bytes), 0) FROM chunks"
-        ).fetchone()
-        return int(row[0]), int(row[1])
+        files, size = self._row("SELECT sum(files), sum(bytes) FROM chunks")
+        return files or 0, size or 0
 
     def prefer(self, directory: int, priority: int) -> None:
         """Copy what is left of a directory sooner."""
@@ -441,68 +453,18 @@ class Index:
         )
 
     def totals(self) -> Totals:
-        row = self._db.execute(
-            "SELECT coalesce(sum(files), 0), coalesce(sum(bytes), 0), coalesce(sum(done_files), 0),"
-            " coalesce(sum(done_bytes), 0), count(*),"
-            " coalesce(sum(state > 1), 0), coalesce(sum(allocated), 0)"
-            " + (SELECT coalesce(sum(bytes), 0) FROM ahead), coalesce(sum(skipped), 0)"
-            " FROM directories"
-        ).fetchone()
-        failed = self._db.execute("SELECT count(*) FROM failures").fetchone()[0]
-        return Totals(*(int(value) for value in (*row, failed)))
+        row = self._row(
+            "SELECT sum(files), sum(bytes), sum(done_files), sum(done_bytes),"
+            " (SELECT count(*) FROM failures), sum(skipped), count(*), sum(state > 1),"
+            " sum(allocated) + (SELECT coalesce(sum(bytes), 0) FROM ahead) FROM directories"
+        )
+        return Totals(*(value or 0 for value in row))  # sums over no rows are NULL
 
 
 def _newer(path: Path, found: int) -> OSError:
     why = f"{NAME} was written by a newer agent (format {found}, this agent knows {FORMAT})"
     remedy = "run that version, or remove the dataset and fill it again"
     return OSError(errno.EPROTONOSUPPORT, f"{why}: {remedy}", str(path))
-
-
-def totals_of(generation: Path) -> dict[str, int]:
-    """Figures of a generation whose coordinator was killed, named as in generation.json.
-
-    {} when there is no readable index.
-    """
-    path = generation / NAME
-    try:
-        opened = Index.read_only(str(path))
-        try:
-            found = opened.totals()
-        finally:
-            opened.close()
-    except (OSError, sqlite3.Error):
-        return {}
-    used = found.allocated + found.directories * 4096 + path.stat().st_size
-    return {
-        "used": used, "files": found.files, "bytes": found.bytes, "done_files": found.done_files,
-        "done_bytes": found.done_bytes, "failed": found.failed, "skipped": found.skipped,
-    }  # fmt: skip
-
-
-def failures_page(path: str, limit: int, after: list[Any]) -> dict[str, Any]:
-    """Failures as JSON, those after ``after`` (directory, name). In a child: the disk may hang.
-
-    Names that are not UTF-8 are shown with \\xNN escapes. ``next`` is in hex, because a name may
-    have bytes that no URL carries.
-    """
-    try:
-        opened = Index.read_only(path)
-    except OSError:
-        return {"failures": [], "next": None}  # nothing was scanned yet
-    try:
-        rows = opened.failures(limit, (int(after[0]), str(after[1])))
-        failures = [
-            {"path": _shown("/".join([*opened.path(number), name])), "reason": reason}
-            for number, name, reason in rows
-        ]
-    finally:
-        opened.close()
-    more = f"{rows[-1][0]}/{os.fsencode(rows[-1][1]).hex()}" if len(rows) == limit else None
-    return {"failures": failures, "next": more}
-
-
-def _shown(path: str) -> str:
-    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _packed(entries: list[Entry]) -> tuple[int, int, int, bytes]:

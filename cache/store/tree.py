@@ -6,12 +6,15 @@ name is a str by ``os.fsdecode``: bytes that are not UTF-8 become lone surrogate
 message and the index must keep.
 """
 
-import contextlib
 import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import kit.files
+from ceph import protocol
 
 # The checksum of a stored file is kept with the file, invisible to jobs.
 CHECKSUM = "trusted.nodeagent.xxh3-128"
@@ -27,18 +30,10 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BLOCK = 4096
 
 
-class Entry(NamedTuple):
-    """One directory entry as a scan saw it. Messages and the index keep it as a JSON list."""
+class Entry(protocol.Entry):
+    """One directory entry, and what it means for the store. The index keeps it as a JSON list."""
 
-    name: str
-    mode: int  # st_mode, type included
-    uid: int
-    gid: int
-    size: int
-    mtime_ns: int
-    ino: int
-    nlink: int
-    xattrs: bool  # False only when it certainly has none
+    __slots__ = ()
 
     @property
     def is_directory(self) -> bool:
@@ -83,9 +78,13 @@ def same_content(entry: Entry, stored: os.stat_result) -> bool:
 # --- opening
 
 
-def open_root(path: str) -> int:
+def open_root(path: str | Path) -> int:
     """A descriptor of a root directory. Symbolic links on the way to it are followed."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def opened_root(path: str | Path) -> AbstractContextManager[int]:
+    return kit.files.closing(open_root(path))
 
 
 def stamp(status: os.stat_result) -> str:
@@ -118,13 +117,8 @@ def open_below(root: int, path: Sequence[str]) -> int:
     return current
 
 
-@contextlib.contextmanager
-def opened(root: int, path: Sequence[str]) -> Iterator[int]:
-    descriptor = open_below(root, path)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def opened(root: int, path: Sequence[str]) -> AbstractContextManager[int]:
+    return kit.files.closing(open_below(root, path))
 
 
 # --- looking
@@ -205,8 +199,7 @@ def make_directory(parent: int, item: Entry, source: int | None) -> bool:
             os.mkdir(item.name, 0o700, dir_fd=parent)
         else:
             new = False
-    descriptor = os.open(item.name, _DIRECTORY, dir_fd=parent)
-    try:
+    with kit.files.closing(os.open(item.name, _DIRECTORY, dir_fd=parent)) as descriptor:
         origin = None
         if source is not None and item.xattrs:
             origin = os.open(item.name, _DIRECTORY, dir_fd=source)
@@ -215,8 +208,6 @@ def make_directory(parent: int, item: Entry, source: int | None) -> bool:
         finally:
             if origin is not None:
                 os.close(origin)
-    finally:
-        os.close(descriptor)
     return new
 
 

@@ -22,10 +22,11 @@ import prometheus_client
 import structlog
 from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 import kit.errors
+from kit.metrics import counter, gauge
 from kit.room import Answer, Json, Request, Role, Route, Stream
 from nodeagent import page
 from nodeagent.api import access, openapi
@@ -75,18 +76,12 @@ class _Collector(Collector):
         self._state = state
 
     def collect(self) -> Iterable[Metric]:
-        ready = GaugeMetricFamily(
-            "nodeagent_component_ready", "1 while the component is ready.", labels=["component"]
-        )
-        failures = CounterMetricFamily(
-            "nodeagent_component_failures", "Failed starts and reconciles.", labels=["component"]
-        )
         for each in self._state.running:
-            ready.add_metric([each.room.name], 1 if each.health().ready else 0)
-            failures.add_metric([each.room.name], each.failures)
             yield from each.component.metrics()
-        yield ready
-        yield failures
+        ready = {each.room.name: each.health().ready for each in self._state.running}
+        yield gauge("component_ready", "1 while the component is ready.", ready, "component")
+        failures = {each.room.name: each.failures for each in self._state.running}
+        yield counter("component_failures", "Failed starts and reconciles.", failures, "component")
         yield from self._state.findings.metrics()
 
 

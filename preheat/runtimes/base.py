@@ -125,6 +125,10 @@ class Inventory:
     last_used: Mapping[str, float] = field(default_factory=dict)  # top digest -> Unix time
     images_path: str = ""  # the directory in which the runtime keeps images
 
+    def held(self, role: Role, ref: str | None = None) -> list[Hold]:
+        """The holds of one role, of one reference or all."""
+        return [h for h in self.holds if h.role == role and ref in (None, h.ref)]
+
     def target_of(self, ref: str) -> manifest.Target | None:
         """What ``ref`` names in the runtime now."""
         return next((record.target for record in self.records if record.name == ref), None)

@@ -127,13 +127,11 @@ class Containerd(cri.CriRuntime):
             ingest = ingests.get(layer.digest)
             if below:
                 state = base.LayerState(layer.size, unpacked=True)
-            elif ingest is not None and ingest.ours is not None:
+            elif ingest is not None:
                 # Somebody else may have completed the layer while we write it.
-                done = await self._has_content(layer.digest)
+                done = ingest.ours is not None and await self._has_content(layer.digest)
                 theirs = layer.size if done else ingest.theirs
                 state = base.LayerState(ingest.offset, unpacked=False, theirs=theirs)
-            elif ingest is not None:
-                state = base.LayerState(ingest.offset, unpacked=False, theirs=ingest.theirs)
             else:
                 here = layer.size if await self._has_content(layer.digest) else 0
                 state = base.LayerState(here, unpacked=False)

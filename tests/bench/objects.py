@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from ceph import native
-from ceph.native import Entry
+from ceph.protocol import Entry
 
 
 def _read(number: int, processes: int, conf: str, root: str, answers: Any) -> None:

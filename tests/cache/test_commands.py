@@ -1,12 +1,12 @@
 """``nodeagent dataset`` against an agent that answers what a test wants; output and exit codes."""
 
 import json
-import sys
 from typing import Any
 
 import pytest
 
-from nodeagent import api_client, main
+from nodeagent import api_client
+from tests.nodeagent.test_main import run
 
 
 def dataset(**more: Any) -> dict[str, Any]:
@@ -51,16 +51,6 @@ class FakeAgent:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeAgent:
     return FakeAgent(monkeypatch)
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["nodeagent", *words])
-    try:
-        main.main()
-    except SystemExit as end:
-        assert isinstance(end.code, int)
-        return end.code
-    return 0
 
 
 @pytest.mark.parametrize(

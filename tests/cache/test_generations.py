@@ -32,7 +32,7 @@ def test_inventory_uses_the_index_of_a_killed_fill(tmp_path: Path) -> None:
     generation(tmp_path, "again", state="filling", used=10**9, indexed=0)
     generation(tmp_path, "done", state="complete", used=5, indexed=10**9)
     found = generations.inventory(str(tmp_path))
-    used = {item["dataset"]: item["fields"]["used"] for item in found}
+    used = {Path(folder).parent.name: size for folder, size in found.items()}
     assert used["first"] >= 10**9
     assert used["again"] == 10**9
     assert used["done"] == 5
@@ -50,7 +50,9 @@ def test_generation_ignores_fields_of_other_versions(tmp_path: Path) -> None:
     generations.save(str(tmp_path), {"dataset": "a", "identity": "{}", "later": 1, "files": 7})
     fields = generations.load(str(tmp_path))
     assert fields is not None
-    assert generations.generation_of(fields) == generations.Generation("a", "{}", files=7)
+    assert generations.generation_of(fields) == generations.Generation(
+        dataset="a", identity="{}", files=7
+    )
 
 
 @given(files)

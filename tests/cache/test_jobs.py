@@ -19,6 +19,7 @@ from cache.fill import protocol
 from cache.jobs import Jobs, Pass
 from cache.settings import CacheSettings, DatasetSettings, DirSource
 from cache.sources import base
+from cache.store import index
 from tests.cache import passes
 from tests.testbed.waiting import until_async
 
@@ -123,9 +124,9 @@ async def test_next_prefers_verify_then_priority_then_name(tmp_path: Path) -> No
 def report_the_same_for_ever() -> None:
     """A coordinator that lives and gets nowhere; it ends for no command."""
     kit.line_worker.hear(protocol.FillTask)
-    counts = protocol.Counts(10, 10, 1, 1, 0)
+    counts = index.Counts(10, 10, 1, 1)
     progress = protocol.Progress(
-        phase="filling", counts=counts, skipped=0, sealed=0, copied_files=1, copied_bytes=1,
+        phase="filling", counts=counts, sealed=0, copied_files=1, copied_bytes=1,
         beats=0, commits=0, used=7, syncing=False,
     )  # fmt: skip
     while True:

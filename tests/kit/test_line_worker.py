@@ -96,7 +96,7 @@ async def test_close_leaves_no_child(numbers: line_worker.Worker[called.Number])
 
 
 async def test_listen_yields_until_silence() -> None:
-    made = line_worker.Worker(COUNT, called.Number, about="count", arguments=("5",))
+    made = line_worker.Worker(COUNT, called.Number, about="count")
     heard = made.listen(called.Question(2, "n"), silence=1.0)
     assert [await anext(heard) for _ in range(3)] == [called.Number(n, "n") for n in (2, 3, 4)]
     with pytest.raises(processes.DeadlineError, match="said nothing"):
@@ -105,13 +105,13 @@ async def test_listen_yields_until_silence() -> None:
 
 
 async def test_listen_says_that_the_child_ended() -> None:
-    made = line_worker.Worker(COUNT, called.Number, about="count", arguments=("3",))
+    made = line_worker.Worker(COUNT, called.Number, about="count")
     heard = []
     with pytest.raises(line_worker.ChildError, match="ended"):
-        async for message in made.listen(called.Question(2), silence=20):
+        async for message in made.listen(called.Question(4), silence=20):
             heard.append(message)
             await made.send(called.Question(0))
-    assert [each.value for each in heard] == [2]
+    assert [each.value for each in heard] == [4]
     await made.close()
 
 

@@ -15,17 +15,15 @@ def test_parse_skips_what_is_not_a_record(data: bytes) -> None:
     assert kmsg.parse(data) is None
 
 
-def test_parse_takes_records_of_processes_on_demand_only() -> None:
-    data = b"12,5,100,-;root wrote this"
-    assert kmsg.parse(data) is None
-    found = kmsg.parse(data, user=True)
-    assert found is not None and (found.text, found.level) == ("root wrote this", 4)
+def test_parse_marks_records_of_processes() -> None:
+    found = kmsg.parse(b"12,5,100,-;root wrote this")
+    assert found == kmsg.Record(0.0001, "root wrote this", level=4, sequence=5, user=True)
 
 
 def test_read_counts_the_records_that_were_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[bytes | OSError] = [
         *(b"6,10,1,-;a", b"6,11,2,-;b", OSError(32, "Broken pipe"), b"6,20,3,-;c"),
-        BlockingIOError(),
+        *(b"12,21,4,-;root wrote this", BlockingIOError()),
     ]
 
     def read(_: int, __: int) -> bytes:

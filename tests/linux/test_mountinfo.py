@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linux import mountinfo
+from tests.cache.test_space import disk
 
 LINE = b"36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 shared:7 - ext4 /dev/root rw,errors=continue"
 
@@ -105,3 +106,33 @@ async def test_watch_reports_mounts_and_unmounts_of_the_namespace(area: Path) ->
         watch.close()
     with pytest.raises(OSError):
         mountinfo.Watch("/proc/0/mountinfo", changed.set)
+
+
+def asked(folder: Path) -> bool:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return mountinfo.keeps_order(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("fstype", ["ext4", "xfs"])
+def test_a_journal_keeps_the_order(area: Path, fstype: str) -> None:
+    with disk(area, fstype, 400 * 2**20) as ssd:
+        assert asked(ssd)
+
+
+@pytest.mark.real
+def test_ext4_without_a_journal_and_what_is_no_disk_do_not(area: Path) -> None:
+    image, target = area / "bare.img", area / "bare"
+    with image.open("wb") as stream:
+        stream.truncate(64 * 2**20)
+    subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True)
+    target.mkdir()
+    subprocess.run(["mount", "-o", "loop", str(image), str(target)], check=True)
+    try:
+        assert not asked(target)
+    finally:
+        subprocess.run(["umount", str(target)], check=True)
+    assert not asked(Path("/proc"))

@@ -191,7 +191,12 @@ def test_plan_keeps_what_the_last_one_pinned(
 ) -> None:
     """No pin is made and released in turns: the second plan releases none of the first's pins."""
     node = dataclasses.replace(node, free=node.capacity)  # the disk is not what this is about
-    wanted = [dataclasses.replace(w, running=False) for w in wanted]
+    # A moved tag's old pin goes one plan after the new one is made; its place is free only then.
+    digests = {pin.ref: pin.digest for pin in pinned}
+    pinned = [pin for pin in pinned if pin.digest == digests[pin.ref]]
+    wanted = [
+        dataclasses.replace(w, running=False, digest=digests.get(w.ref, w.digest)) for w in wanted
+    ]
     first = plan.decide(node, wanted, pinned, slots, NOW)
     gone = {release.hold for release in first.releases}
     after = [pin for pin in pinned if pin.hold not in gone]

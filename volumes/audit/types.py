@@ -77,9 +77,8 @@ class Scene:
     settings: AuditSettings
     inventory: Inventory | None
     blind: str = ""  # why there is no fresh inventory
-    clusters: Mapping[str, protocol.ClusterView | str] = field(
-        default_factory=dict
-    )  # str: why no view
+    # By name: the latest view, or why there is none.
+    clusters: Mapping[str, protocol.ClusterView | str] = field(default_factory=dict)
     # (cluster, pool, namespace, image) -> address of its only watcher when it was last seen: a
     # cluster drops a blocklisted client's watch at once, and some drivers hide their address.
     watched_by: Mapping[tuple[str, str, str, str], str] = field(default_factory=dict)
@@ -92,6 +91,17 @@ class Scene:
     # Device name -> where the host had it mounted: tells a copy of a host mount from a
     # container's own mount.
     former: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def answering(self) -> dict[str, protocol.ClusterView]:
+        """The clusters that answer, by name."""
+        return {name: view for name, view in self.clusters.items() if not isinstance(view, str)}
+
+    @property
+    def silent(self) -> list[str]:
+        """The clusters that do not answer, and why."""
+        views = self.clusters.items()
+        return [f"cluster {name}: {why}" for name, why in views if isinstance(why, str)]
 
     def cluster_of(self, device: blockdev.BlockDevice) -> protocol.ClusterView | None:
         """The cluster that holds the device's image, if it is known and answered."""

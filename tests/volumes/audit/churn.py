@@ -167,9 +167,7 @@ async def _idle(watch: stages.Watching, seconds: float) -> float:
 
 async def _leak(stage: stages.Stage, watch: stages.Watching, device: str, result: Result) -> None:
     target, _ = await asyncio.to_thread(stage.staged, device)
-    empty = stage.folder / "empty"
-    empty.mkdir()
-    pid = await asyncio.to_thread(stage.holder, "chroot", empty, stage.folder)
+    pid = await asyncio.to_thread(stage.chrooted)
     stages.run("umount", target)
     began = time.monotonic()
 

@@ -133,6 +133,12 @@ class Stage:
         assert process.stdout.readline() == "ready\n", arguments
         return process.pid
 
+    def chrooted(self) -> int:
+        """A process with a copy of the host's mounts and an empty root of its own."""
+        empty = self.folder / "empty"
+        empty.mkdir()
+        return self.holder("chroot", empty, self.folder)
+
     def is_alive(self, pid: int) -> bool:
         return next(p for p in self.processes if p.pid == pid).poll() is None
 

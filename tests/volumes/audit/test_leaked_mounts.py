@@ -97,9 +97,7 @@ async def test_namespace_without_processes_names_what_keeps_it(stage: Stage) -> 
     stage._undo.append(lambda: stages.run("umount", "-l", tree, check=False))
     pin = tree / "namespace"
     pin.touch()
-    empty = stage.folder / "empty"
-    empty.mkdir()
-    pid = stage.holder("chroot", empty, stage.folder)
+    pid = stage.chrooted()
     stages.run("mount", "--bind", f"/proc/{pid}/ns/mnt", pin)
     stage._undo.append(lambda: stages.run("umount", "-l", pin, check=False))
     stage.end(pid)
@@ -157,9 +155,7 @@ async def test_busy_mount_names_the_pod(
 async def test_xfs(stage: Stage) -> None:
     device = stage.loop(megabytes=320, fs="xfs")
     target, _ = stage.staged(device)
-    empty = stage.folder / "empty"
-    empty.mkdir()
-    pid = stage.holder("chroot", empty, stage.folder)
+    pid = stage.chrooted()
     async with watching(stage, settings(stage)) as watch:
         stages.run("umount", target)
         found = await watch.finding(device, "leaked-mount")
@@ -169,9 +165,7 @@ async def test_xfs(stage: Stage) -> None:
 async def test_partition_leak_is_found_and_freed(stage: Stage) -> None:
     device, part = stage.partition()
     target, _ = stage.staged(part)
-    empty = stage.folder / "empty"
-    empty.mkdir()
-    pid = stage.holder("chroot", empty, stage.folder)
+    pid = stage.chrooted()
     async with watching(stage, settings(stage)) as watch:
         assert watch.audit.inventory is not None
         seen = watch.audit.inventory.device(device)

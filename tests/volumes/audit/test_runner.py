@@ -105,9 +105,7 @@ async def test_set_readonly_spares_a_mounted_device(stage: Stage) -> None:
 async def test_actions_of_a_kind_are_limited(stage: Stage) -> None:
     device = stage.loop()
     target, _ = stage.staged(device)
-    empty = stage.folder / "empty"
-    empty.mkdir()
-    stage.holder("chroot", empty, stage.folder)
+    stage.chrooted()
     async with watching(stage, settings(stage, actions={"per_hour": 1})) as watch:
         run("umount", target)
         found = await watch.finding(device, "leaked-mount")

@@ -18,6 +18,7 @@ import kit.errors
 from ceph.protocol import Extents
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
+from tests.testbed import waiting
 from volumes import explain, settings, status
 from volumes.guard import denials, doubt, kernel, lease, lease_manager, steps
 from volumes.guard.lease import Step
@@ -250,10 +251,11 @@ async def test_raw_permission_lasts_as_long_as_the_publication(world: World) -> 
     assert world.map == {}
     world.did.clear()
     await published(world, True)
+    await waiting.until_async(lambda: "mirror" in world.did, 5.0)
     assert world.did == ["identify", "record permission", "reserve", "identify", "grant", "mirror"]
     assert world.map[254, 99].until == math.inf  # no agent is needed for it
     await published(world, False)
-    assert world.map == {}
+    await waiting.until_async(lambda: world.map == {}, 5.0)
 
 
 async def test_raw_permission_of_a_dead_agent_is_kept_while_published(world: World) -> None:

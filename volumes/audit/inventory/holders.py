@@ -12,6 +12,7 @@ its mounts, and so the devices, busy.
 """
 
 import ctypes
+import dataclasses
 import errno
 import json
 import os
@@ -224,14 +225,8 @@ class Visited:
             self.gaps.append(f"mount namespace {inode}: {error.strerror}")
 
 
-@dataclass
-class _Table:
-    """What is relevant of one namespace's mount table."""
-
-    inode: int
-    id: int
-    places: list[Place]
-    bound: dict[int, list[str]]  # namespaces bound to files in this one
+# Namespaces bound to files: inode -> where.
+Bound = dict[int, list[str]]
 
 
 def _shows_kubelet(mount: mountinfo.Mount, kubelet: Place, inside: str) -> bool:
@@ -270,23 +265,21 @@ class Namespaces:
         """``unexplained``: devices in use without a host mount. If no namespace shows one of them,
         mounts hidden below other mounts are searched too."""
         found = Visited()
-        tables: list[_Table] = []
-        bound: dict[int, list[str]] = {}
+        spaces: list[Space] = []
+        bound: Bound = {}
         for inode, identity, descriptor in self._all(found):
             found.count += 1
             try:
-                table = self._read(inode, identity, self._visitor.table(descriptor))
+                places = self._read(inode, self._visitor.table(descriptor), bound)
             except OSError as error:
                 found.note(inode, error)
                 continue
-            for other, targets in table.bound.items():
-                bound.setdefault(other, []).extend(targets)
-            if table.places and inode not in self._host:
-                tables.append(table)
-        seen = {p.device for table in tables for p in table.places}
+            if places and inode not in self._host:
+                spaces.append(Space(inode, identity, places=tuple(places)))
+        seen = {p.device for space in spaces for p in space.places}
         if unexplained - seen:
-            tables += self._hidden(unexplained - seen)
-        found.spaces = self._owned(tables[:_MOST_SPACES], bound)
+            spaces += self._hidden(unexplained - seen)
+        found.spaces = self._owned(spaces[:_MOST_SPACES], bound)
         self._visitor.close()
         return found
 
@@ -316,9 +309,9 @@ class Namespaces:
             except OSError as error:
                 found.note(inode, error)
 
-    def _read(self, inode: int, identity: int, table: bytes) -> _Table:
+    def _read(self, inode: int, table: bytes, bound: Bound) -> list[Place]:
+        """What is relevant of one namespace's mount table; ``bound`` gets what is bound in it."""
         places: list[Place] = []
-        bound: dict[int, list[str]] = {}
         wanted = {b"%d:%d" % number for number in self._watched}
         kubelet = b"%d:%d" % self._kubelet[0].device if self._kubelet else b""
         for line in table.split(b"\n"):
@@ -336,11 +329,11 @@ class Namespaces:
                     places.append(place(inode, mount))
             if len(places) >= _MOST_PLACES:
                 break
-        return _Table(inode, identity, places, bound)
+        return places
 
-    def _hidden(self, numbers: set[blockdev.Number]) -> list[_Table]:
+    def _hidden(self, numbers: set[blockdev.Number]) -> list[Space]:
         """Mounts below another mount on a namespace's root, which mountinfo leaves out."""
-        tables = []
+        spaces = []
         try:
             for listed in mount_namespaces.walk():
                 if listed.inode in self._host:
@@ -362,37 +355,35 @@ class Namespaces:
                     if mount.device in numbers
                 ]
                 if places:
-                    tables.append(_Table(listed.inode, listed.id, places, {}))
+                    spaces.append(Space(listed.inode, listed.id, places=tuple(places)))
         except OSError:
             pass  # before Linux 6.12; docs/audit.md names this limit
-        return tables
+        return spaces
 
-    def _owned(self, tables: list[_Table], bound: dict[int, list[str]]) -> list[Space]:
+    def _owned(self, spaces: list[Space], bound: Bound) -> list[Space]:
         """The namespaces with who is in them, and what keeps those without a process."""
-        empty = {t.inode for t in tables if t.inode not in self._processes.by_space}
+        empty = {s.inode for s in spaces if s.inode not in self._processes.by_space}
         if empty and self._threads is None:
             self._threads = self._processes.threads_apart()
         threads = self._threads or {}
         unowned = empty - threads.keys()
         holding = self._processes.holding_descriptors(unowned) if unowned else {}
-        spaces = []
-        for table in tables:
-            pids = sorted(self._processes.by_space.get(table.inode, []))
-            owners: list[Owner] = [self._processes.owner(pid) for pid in pids[:_OWNERS_NAMED]]
-            for pid, thread in threads.get(table.inode, [])[:_OWNERS_NAMED]:
-                owners.append(self._processes.owner(pid, thread=thread))
-            kept = bound.get(table.inode, []) + holding.get(table.inode, [])
-            spaces.append(
-                Space(
-                    inode=table.inode,
-                    id=table.id,
+        found = []
+        for space in spaces:
+            pids = sorted(self._processes.by_space.get(space.inode, []))
+            apart = threads.get(space.inode, [])
+            owners = [self._processes.owner(pid) for pid in pids[:_OWNERS_NAMED]]
+            owners += [self._processes.owner(p, thread=t) for p, t in apart[:_OWNERS_NAMED]]
+            kept = bound.get(space.inode, []) + holding.get(space.inode, [])
+            found.append(
+                dataclasses.replace(
+                    space,
                     owners=tuple(owners),
-                    processes=len(pids) + len(threads.get(table.inode, [])),
+                    processes=len(pids) + len(apart),
                     kept_by=tuple(kept[:8]),
-                    places=tuple(table.places),
                 )
             )
-        return spaces
+        return found
 
 
 # -- open files --------------------------------------------------------------------------------

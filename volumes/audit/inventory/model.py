@@ -61,8 +61,8 @@ class Space:
 
     inode: int
     id: int  # 0 when the kernel does not give ids
-    owners: tuple[Owner, ...]  # a few of them; empty: no process
-    processes: int  # how many there are
+    owners: tuple[Owner, ...] = ()  # a few of them; empty: no process
+    processes: int = 0  # how many there are
     kept_by: tuple[str, ...] = ()  # bind mounts and descriptors that keep it without processes
     places: tuple[Place, ...] = ()  # watched devices and kubelet's directories only
 

@@ -51,12 +51,6 @@ class Counters:
     squeezed: int = 0  # matched, but there were too many different hits at once
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    id: str
-    regex: re.Pattern[str]
-
-
 @dataclass
 class Matcher:
     """The matcher of one source."""
@@ -69,9 +63,9 @@ class Matcher:
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
-        self._anchors: dict[bytes, list[_Compiled]] = {}
+        self._anchors: dict[bytes, list[tuple[str, re.Pattern[str]]]] = {}  # pattern's id, regex
         for each in self.expressions:
-            compiled = _Compiled(each.id, re.compile(each.regex))
+            compiled = each.id, re.compile(each.regex)
             self._anchors.setdefault(each.anchor.encode(), []).append(compiled)
         self._devices = re.compile(self.devices)
         self._tokens = float(self.budget)
@@ -122,14 +116,14 @@ class Matcher:
                 begin = data.rfind(b"\n", 0, at) + 1
                 end = data.find(b"\n", at)
                 text = data[begin : min(end, begin + _LONGEST_LINE)].decode("utf-8", "replace")
-                for pattern in patterns:
-                    if (begin, pattern.id) not in done:
-                        done.add((begin, pattern.id))
-                        self._match(pattern, text)
+                for id, regex in patterns:
+                    if (begin, id) not in done:
+                        done.add((begin, id))
+                        self._match(id, regex, text)
                 at = data.find(anchor, end)
 
-    def _match(self, pattern: _Compiled, text: str) -> None:
-        match = pattern.regex.search(text)
+    def _match(self, id: str, regex: re.Pattern[str], text: str) -> None:
+        match = regex.search(text)
         if match is None:
             return
         found = {name.rstrip("2"): value for name, value in match.groupdict().items() if value}
@@ -137,13 +131,13 @@ class Matcher:
         if "device" in groups and not self._devices.fullmatch(groups["device"]):
             return  # a device that is not watched
         self.counters.matched += 1
-        key = (pattern.id, *(groups.get(name, "") for name in GROUPS if name != "pid"))
+        key = (id, *(groups.get(name, "") for name in GROUPS if name != "pid"))
         known = self._hits.get(key)
         if known is not None:
             known.count += 1
             known.text = text[:_LONGEST_TEXT]
         elif len(self._hits) < MOST_HITS:
-            self._hits[key] = Hit(pattern.id, self.source, text[:_LONGEST_TEXT], groups)
+            self._hits[key] = Hit(id, self.source, text[:_LONGEST_TEXT], groups)
         else:
             self.counters.squeezed += 1
 

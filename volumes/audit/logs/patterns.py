@@ -36,6 +36,10 @@ _id = kit.settings.matching(
 )
 
 
+Times = Annotated[int, Field(ge=1, le=1000)]
+Within = Annotated[float, Field(ge=1, le=86400)]  # seconds
+
+
 class Pattern(kit.settings.Section):
     """One kind of line. The head of patterns.yaml explains the fields."""
 
@@ -46,7 +50,7 @@ class Pattern(kit.settings.Section):
     severity: Severity
     meaning: str
     advice: str
-    at_least: tuple[int, float] = (1, 3600.0)
+    at_least: tuple[Times, Within] = (1, 3600.0)
     hint: Literal["", "unmap-failed", "busy"] = ""
     examples: tuple[str, ...] = ()
     near_misses: tuple[str, ...] = ()
@@ -58,13 +62,6 @@ class Pattern(kit.settings.Section):
             re.compile(value)
         except re.error as error:
             raise ValueError(f"not a regular expression: {error}") from error
-        return value
-
-    @field_validator("at_least")
-    @classmethod
-    def _positive(cls, value: tuple[int, float]) -> tuple[int, float]:
-        if not 1 <= value[0] <= 1000 or not 1 <= value[1] <= 86400:
-            raise ValueError("give [times from 1 to 1000, seconds from 1 to 86400]")
         return value
 
     @model_validator(mode="after")

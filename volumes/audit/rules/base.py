@@ -99,13 +99,10 @@ def cluster_rule(
             if not scene.clusters:
                 return Outcome(off=NO_CLUSTER)
             troubles: list[Trouble] = []
-            unknown = []
-            for cluster, view in scene.clusters.items():
-                if isinstance(view, str):
-                    unknown.append(f"cluster {cluster}: {view}")
-                else:
-                    troubles += judge(scene, view)
-                    unknown += view.refused(commands)
+            unknown = scene.silent
+            for view in scene.answering.values():
+                troubles += judge(scene, view)
+                unknown += view.refused(commands)
             return Outcome(tuple(troubles), unknown="; ".join(unknown))
 
         return Rule(name, summary, severity, patience, judged)

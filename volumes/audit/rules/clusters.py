@@ -13,37 +13,18 @@ from volumes.audit.rules.base import NO_CLUSTER, Outcome, cluster_rule, rule
 from volumes.audit.types import Scene, Severity, Trouble
 
 # Ceph's release names and their major versions.
-_RELEASES = {
-    "firefly": 0,
-    "hammer": 0,
-    "infernalis": 9,
-    "jewel": 10,
-    "kraken": 11,
-    "luminous": 12,
-    "mimic": 13,
-    "nautilus": 14,
-    "octopus": 15,
-    "pacific": 16,
-    "quincy": 17,
-    "reef": 18,
-    "squid": 19,
-    "tentacle": 20,
-}
+_NAMED = (
+    "infernalis jewel kraken luminous mimic nautilus octopus pacific quincy reef squid tentacle"
+)
+_RELEASES = {name: major for major, name in enumerate(_NAMED.split(), 9)}
+_RELEASES |= {"firefly": 0, "hammer": 0}
 _MOST_APART = 2  # releases between client and daemons
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
-# Bits of an RBD image's features, which /sys/bus/rbd/supported_features lists too.
-_IMAGE_FEATURES = {
-    0: "layering",
-    1: "striping",
-    2: "exclusive-lock",
-    3: "object-map",
-    4: "fast-diff",
-    5: "deep-flatten",
-    6: "journaling",
-    7: "data-pool",
-    8: "operations",
-    9: "migrating",
-}
+# Bits of an RBD image's features from the lowest, which /sys/bus/rbd/supported_features has too.
+_IMAGE_FEATURES = (
+    *("layering", "striping", "exclusive-lock", "object-map", "fast-diff", "deep-flatten"),
+    *("journaling", "data-pool", "operations", "migrating"),
+)
 _FULL = {
     "OSD_FULL": Severity.CRITICAL,
     "POOL_FULL": Severity.CRITICAL,
@@ -165,7 +146,8 @@ def feature_skew(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
         image = view.image(device.image.pool, device.image.namespace, device.image.name)
         missing = image.features & ~inventory.supported_features if image else 0
         if device.client and missing:
-            names = [_IMAGE_FEATURES.get(bit, str(bit)) for bit in range(64) if missing >> bit & 1]
+            names = [_IMAGE_FEATURES[bit] if bit < len(_IMAGE_FEATURES) else str(bit)
+                     for bit in range(64) if missing >> bit & 1]  # fmt: skip
             yield Trouble(
                 subject=device.name,
                 key=f"{missing:x}",
@@ -231,10 +213,8 @@ def clock_skew(scene: Scene) -> Outcome:
                 evidence={"max_error_seconds": f"{scene.clock.max_error_seconds:g}"},
             )
         )
-    for name, view in scene.clusters.items():
-        if isinstance(view, str):
-            unknown.append(f"cluster {name}: {view}")
-            continue
+    unknown += scene.silent
+    for name, view in scene.answering.items():
         unknown += view.refused(("health",))
         troubles += [
             Trouble(

@@ -188,11 +188,8 @@ def mapped_elsewhere(scene: Scene) -> Outcome:
     if not scene.clusters:
         return Outcome(off=NO_CLUSTER)
     troubles: list[Trouble] = []
-    unknown = []
-    for name, view in scene.clusters.items():
-        if isinstance(view, str):
-            unknown.append(f"cluster {name}: {view}")
-            continue
+    unknown = scene.silent
+    for view in scene.answering.values():
         mapped = _by_image(scene, view)
         troubles += _other_writers(mapped, view, scene.inventory)
         # Every cluster is asked about every image; only the image's own cluster must have it.

@@ -87,9 +87,7 @@ async def test_scanner_bounds_children_that_cannot_be_killed(
 async def test_blind_audit_keeps_its_findings(stage: Stage) -> None:
     device = stage.loop()
     target, _ = stage.staged(device)
-    empty = stage.folder / "empty"
-    empty.mkdir()
-    stage.holder("chroot", empty, stage.folder)
+    stage.chrooted()
     impatient = settings(stage, look_timeout="2s", rules={"audit-blind": {"patience": "0s"}})
     async with watching(stage, impatient) as watch:
         run("umount", target)

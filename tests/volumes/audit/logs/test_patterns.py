@@ -240,6 +240,7 @@ MISFIT = """
         ("a: b", "list"),
         ("- [", "YAML"),
         (MISFIT, "own example"),
+        (MISFIT.replace("examples: [xyz]", "at_least: [0, 1]"), r"at_least\.0"),
     ],
 )
 def test_load_names_the_bad_pattern(tmp_path: Path, text: str, named: str) -> None:
