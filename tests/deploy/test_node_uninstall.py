@@ -7,15 +7,15 @@ from tests.testbed import installed, kubernetes, waiting
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 
-def ended(node: installed.Node, number: int) -> tuple[str, str]:
-    """The log of the Job that ended as the ``number``-th one, and how it ended."""
+def ended(node: installed.Node, *, removing: bool) -> tuple[str, str]:
+    """The log of the Job that lists, or of the one that removes, and how it ended."""
 
     def found() -> tuple[str, str] | None:
-        jobs = node.kube.get("jobs", "-n", installed.SPACE)["items"]
-        over = [job for job in jobs if job["status"].get("conditions")]
-        if len(over) < number:
+        for job in node.kube.get("jobs", "-n", installed.SPACE)["items"]:
+            if job["status"].get("conditions") and ("-yes-" in job["metadata"]["name"]) is removing:
+                break
+        else:
             return None
-        job = max(over, key=lambda each: each["metadata"]["creationTimestamp"])
         name = job["metadata"]["name"]
         said = node.kube.kubectl("logs", "-n", installed.SPACE, f"job/{name}")
         return said, next(c["type"] for c in job["status"]["conditions"] if c["status"] == "True")
@@ -40,15 +40,15 @@ def test_job_lists_and_then_removes_all_that_is_ours(node: installed.Node) -> No
         lambda: not node.kube.pods(installed.SPACE, installed.PODS), 60, "the agent to go"
     )
 
-    said, how = ended(node, 1)
+    said, how = ended(node, removing=False)
 
     assert how in ("Complete", "SuccessCriteriaMet"), said
-    for word in ("view", "lease", "settings.yaml"):
+    for word in ("views/", "nodeagent-pin-", "guard program", "settings.yaml"):
         assert word in said, said
     assert node.leases()  # it only lists
     node.values["uninstall"]["confirm"] = True
     node.helm("upgrade", node.image.tag)
-    said, how = ended(node, 2)
+    said, how = ended(node, removing=True)
     assert how in ("Complete", "SuccessCriteriaMet"), said
     assert node.leases() == []
     assert not sorted(state.iterdir())  # a mount point of the Job, so it stays itself
