@@ -52,7 +52,7 @@ def test_job_lists_and_then_removes_all_that_is_ours(node: installed.Node) -> No
     assert how in ("Complete", "SuccessCriteriaMet"), said
     assert node.leases() == []
     assert not sorted(state.iterdir())  # a mount point of the Job, so it stays itself
-    assert installed.STATE not in node.kube.on_node("cat", "/proc/self/mountinfo").stdout
+    assert f"{installed.STATE}/" not in node.kube.on_node("cat", "/proc/self/mountinfo").stdout
     assert node.cell.guard().detach() == 0  # no program was left
     assert installed.PINNED in node.kube.images()
     images = node.kube.on_node("ctr", "-n", "k8s.io", "images", "ls").stdout.splitlines()
