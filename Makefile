@@ -8,7 +8,7 @@ stop: ; @scripts/stop.sh
 test: ; @scripts/setup.sh full && scripts/test.sh
 test-guest: ; @scripts/setup.sh full && scripts/test.sh -m guest
 test-fuzz: ; @scripts/setup.sh full && FUZZ_EXAMPLES=500 $(PY) -m pytest -q tests/nodeagent/test_fuzz.py
-test-unit: setup ; @$(PY) -m pytest -q -m "not real"
+test-unit: setup ; @$(PY) -m pytest -q -m "not real" --numprocesses 2 --dist loadgroup
 lint: setup ; @.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
 format: setup ; @.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
 bench: ; @scripts/setup.sh full && $(PY) -m tests.bench

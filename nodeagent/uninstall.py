@@ -64,7 +64,7 @@ def find(settings: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     folders = [Path(state_dir), Path(state_dir).parent, socket.parent]
     found += [
         kit.traces.Trace("folder", str(path))
-        for path in folders
+        for path in dict.fromkeys(folders)
         if path.is_dir() and (path == Path(state_dir) or path.name == "nodeagent")
     ]
     return [trace.as_json() for trace in found]

@@ -94,10 +94,14 @@ def kernel_log() -> str:
 def processes() -> str:
     try:
         count = len(mountinfo.read(Path("/proc/1/mountinfo")))
-        kernel = Path("/proc/2/comm").read_text().strip() == "kthreadd"
+        # On a host pid 2 is the kernel's. Where the node itself is a container it is not, but pid 1
+        # is then the node's and not our container's.
+        kthreads = Path("/proc/2/comm")
+        seen = kthreads.exists() and kthreads.read_text().strip() == "kthreadd"
+        seen = seen or not os.path.samefile("/proc/1/ns/mnt", "/proc/self/ns/mnt")
     except OSError:
-        count, kernel = 0, False
-    if not kernel:
+        count, seen = 0, False
+    if not seen:
         raise kit.errors.HostError(
             "/proc", "it does not show the host's processes", "in a pod: hostPID: true"
         )

@@ -367,7 +367,7 @@ class Unit:
             # Followed all the same: a unit just installed writes nothing before it runs.
             self.state(f"{directory} has no line of {self.unit}: is this the unit's name here?")
         # By time and not from the journal's end: lines written while journalctl starts count too.
-        since = ("--no-tail", f"--since=@{self._since:.3f}")
+        since = ("--no-tail", f"--since=@{self._since:.6f}")
         code = await self._follow((*command, "--follow", *since), has_lines=has_lines)
         self.state(f"journalctl for {self.unit} ended with {code}")
 
