@@ -2,8 +2,7 @@
 
 ``Dataset.follow`` is a loop: collect the facts, let ``next_action`` choose, do that one action, and
 wait for an event when there is none. So a restarted agent, a lost source and an operator's request
-all take the same path. What copies or reads files is a job (``cache.jobs``); this module only asks
-for it by ``fill_queued``.
+all take the same path. Jobs (``cache.jobs``) copy and read files; this module asks for them.
 
 Invariants: everything that changes the view or generation.json holds ``lock``. The store itself is
 published only when it is complete, for it has no source to fall back to. An overlay is published

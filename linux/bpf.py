@@ -11,7 +11,7 @@ import errno
 import functools
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -236,6 +236,14 @@ class Map(Descriptor):
             key = after.raw
             found.append(key)
         return found
+
+    def replace(self, wanted: Mapping[bytes, bytes]) -> None:
+        """Make it hold these keys alone. A key that stays is never missing meanwhile."""
+        before = set(self.snapshot())
+        for key in wanted.keys() - before:
+            self.set(key, wanted[key])
+        for key in before - wanted.keys():
+            self.delete(key)
 
     def _value_bytes(self) -> int:
         if self.info.kind == 6:  # BPF_MAP_TYPE_PERCPU_ARRAY: one value for each possible CPU

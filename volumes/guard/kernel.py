@@ -482,21 +482,12 @@ class Kernel:
 def fill(maps: Mapping[str, bpf.Map], wanted: Wanted) -> None:
     """Write the maps; the mode last, so that it never applies to half of them."""
     one = b"\1"
-    _replace(maps["majors"], {struct.pack("=I", n): one for n in wanted.majors})
+    maps["majors"].replace({struct.pack("=I", n): one for n in wanted.majors})
     for number in wanted.devices:
         maps["devices"].set(_key(number), one)
-    _replace(maps["openers"], {_name(n): one for n in wanted.openers})
-    _replace(maps["words"], {_name(n) + _name(w): one for n, w in wanted.words})
+    maps["openers"].replace({_name(n): one for n in wanted.openers})
+    maps["words"].replace({_name(n) + _name(w): one for n, w in wanted.words})
     maps["config"].set(struct.pack("=I", 0), struct.pack("=I", wanted.mode.number))
-
-
-def _replace(where: bpf.Map, wanted: Mapping[bytes, bytes]) -> None:
-    before = set(where.snapshot())
-    for key, value in wanted.items():
-        if key not in before:
-            where.set(key, value)
-    for key in before - wanted.keys():
-        where.delete(key)
 
 
 def _copy(source: bpf.Map, target: bpf.Map) -> None:
