@@ -82,10 +82,14 @@ class Cache:
         self._scheduler = asyncio.create_task(self.jobs.follow(), name="jobs")
         self._hinter = asyncio.create_task(hints.follow(self.datasets), name="hints")
 
+    async def _check_disk(self) -> None:
+        """HostError unless the store's disk is mounted. Beside the loop: mount tables are long."""
+        await asyncio.to_thread(disk.check, self._store, self.settings.disk, self._state_dir)
+
     async def _prepare_store(self) -> None:
         """AgentError when the store cannot be used."""
         try:
-            disk.check(self._store, self.settings.disk, self._state_dir)
+            await self._check_disk()
             await kit.child.call(generations.prepare, self._store, deadline=STORE_SECONDS)
             disk.remember(self._store, self._state_dir)
         except (OSError, RuntimeError) as error:
@@ -99,7 +103,7 @@ class Cache:
         """Begin anew when the store can be used again, or its disk has gone."""
         if self.no_store is None:
             try:
-                disk.check(self._store, self.settings.disk, self._state_dir)
+                await self._check_disk()
             except kit.errors.HostError as error:
                 self.no_store, self._anew = error, True
         elif time.monotonic() >= self._store_due:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import ceph.doctor
 import kit.errors
+import kit.files
 from cache import view
 from cache.settings import CacheSettings, CephfsSource
 from cache.sources import base
@@ -58,9 +59,7 @@ def overlay() -> str:
 
 def ssd(store: str, wanted: str | None, state_dir: str, reserve: float) -> str:
     disk.check(store, None if wanted is None else Path(wanted), Path(state_dir))
-    there = store
-    while not os.path.isdir(there):
-        there = os.path.dirname(there)
+    there = kit.files.existing(store)
     try:
         probe = tempfile.mkdtemp(prefix=".nodeagent-doctor-", dir=there)
         try:

@@ -63,6 +63,13 @@ def lock(path: Path, seconds: float) -> int:
             time.sleep(0.02)
 
 
+def existing(path: str) -> str:
+    """The directory ``path``, or the nearest one above it that is there."""
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
+
+
 def append(path: Path, entry: Mapping[str, Any]) -> None:
     """Append one JSON line; it is on disk when this returns. OSError: it may not be.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import kit.child
 import kit.errors
+import kit.files
 from kit.checks import Check
 from linux import syscalls
 from nodeagent import configfile, rooms
@@ -51,9 +52,7 @@ def root() -> str:
 
 
 def state(path: str) -> str:
-    there = path
-    while not os.path.isdir(there):
-        there = os.path.dirname(there)
+    there = kit.files.existing(path)
     if os.statvfs(there).f_flag & os.ST_RDONLY or not os.access(there, os.W_OK):
         raise kit.errors.HostError(f"state_dir {path}", "cannot be written", "make it writable")
     return f"{path} can be written"

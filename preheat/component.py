@@ -25,15 +25,16 @@ log = structlog.get_logger("preheat")
 
 # Longer than all calls of one cycle may take together.
 HANGS_AFTER_SECONDS = 300.0
+CRIO_STATE = "preheat-crio.json"  # in the state directory
 FIXED = ("runtime", "socket", "crio", "hosts_dir")
 
 
-def _runtime(section: settings.PreheatSettings, state_dir: Path) -> base.Runtime:
+def runtime_of(section: settings.PreheatSettings, state_dir: Path) -> base.Runtime:
     """The adapter of the runtime in the settings. Imported here: grpc takes 15 MB of memory."""
     if section.runtime == "crio":
         from preheat.runtimes import crio
 
-        return crio.Crio(section.socket, section.crio.drop_in, state_dir / "preheat-crio.json")
+        return crio.Crio(section.socket, section.crio.drop_in, state_dir / CRIO_STATE)
     from preheat.runtimes import containerd
 
     return containerd.Containerd(section.socket)
@@ -51,7 +52,7 @@ class Preheat:
         self._reporter = reporter
         self._original = section
         self.reconciler = Reconciler(
-            _runtime(section, state_dir),
+            runtime_of(section, state_dir),
             settings.complete(section),
             registry.Registry(section.hosts_dir),
         )

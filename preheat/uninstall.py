@@ -11,19 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from kit.traces import Trace
-from preheat.runtimes import base, containerd, crio
+from preheat import component
+from preheat.runtimes import base, containerd
 from preheat.settings import PreheatSettings
-
-_CRIO_STATE = "preheat-crio.json"
 
 
 @contextlib.asynccontextmanager
 async def _runtime(settings: PreheatSettings, state_dir: str) -> AsyncIterator[base.Runtime]:
-    made: base.Runtime
-    if settings.runtime == "crio":
-        made = crio.Crio(settings.socket, settings.crio.drop_in, Path(state_dir) / _CRIO_STATE)
-    else:
-        made = containerd.Containerd(settings.socket)
+    made = component.runtime_of(settings, Path(state_dir))
     try:
         await made.connect()
         yield made
@@ -48,7 +43,7 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
 
     found = asyncio.run(look())
     if settings.runtime == "crio":
-        files = (settings.crio.drop_in, Path(state_dir) / _CRIO_STATE)
+        files = (settings.crio.drop_in, Path(state_dir) / component.CRIO_STATE)
         found += [Trace("file", str(path)) for path in files if path.exists()]
     return [trace.as_json() for trace in found]
 

@@ -191,7 +191,7 @@ class Index:
         self._db.execute(f"UPDATE directories SET {changes} WHERE id = ?", (*values, directory))
 
     def _row(self, query: str, *values: Any) -> Any:
-        """The first row, None when there is none."""
+        """The first row, or None when nothing matches."""
         return self._db.execute(query, values).fetchone()
 
     def add_root(self, root: Entry) -> None:

@@ -140,7 +140,7 @@ class Connection:
         self._channel: grpc.aio.Channel | None = None
         self._slots = asyncio.Semaphore(MOST_CALLS_AT_ONCE)
         self._watch: asyncio.Task[None] | None = None
-        self._broken = 0  # how many working connections broke
+        self.broken = 0  # how many working connections broke
         self._tripped = 0  # up to which of them the breaker knows
         self._break = asyncio.Event()
         self.breaker = Breaker()
@@ -169,7 +169,7 @@ class Connection:
         while True:
             await channel.wait_for_state_change(state)
             if state == grpc.ChannelConnectivity.READY:
-                self._broken += 1
+                self.broken += 1
                 self._break.set()
             state = channel.get_state()
 
@@ -204,12 +204,8 @@ class Connection:
         ``takes_slot``: a pull takes hours, and none of the slots that limit the short calls.
         """
         metadata = self.checked(method, request, lease)
-        try:
-            async with self._slots if takes_slot else contextlib.nullcontext():
-                return await self._unary(method, request, metadata, deadline)
-        except base.RuntimeGoneError:
-            self.trip_if_broken()
-            raise
+        async with self._slots if takes_slot else contextlib.nullcontext():
+            return await self._unary(method, request, metadata, deadline)
 
     def checked(
         self, method: Method[RequestT, Any], request: RequestT, lease: str | None
@@ -225,31 +221,28 @@ class Connection:
         check_lease(lease)
         return (*self._metadata, ("containerd-lease", lease))
 
-    def trip_if_broken(self) -> None:
-        """Trip the breaker once for each connection that broke; one never made is no reason."""
-        if self._broken > self._tripped:
-            self._tripped = self._broken
-            self.breaker.trip()
-
-    @property
-    def broken(self) -> int:
-        return self._broken
-
     async def failure(
         self, method: Method[Any, Any], error: grpc.aio.AioRpcError, broken: int
     ) -> base.RuntimeCallError:
-        """The error of a call that began when ``broken`` connections had broken."""
+        """The error of a call that began when ``broken`` connections had broken.
+
+        A changing call trips the breaker, once for each connection that broke. One that was never
+        made is no reason.
+        """
         gone = error.code() == grpc.StatusCode.UNAVAILABLE and await self._is_gone(broken)
+        if gone and method.check is not None and self.broken > self._tripped:
+            self._tripped = self.broken
+            self.breaker.trip()
         return method.error(error, gone=gone)
 
     async def _is_gone(self, broken: int) -> bool:
-        if self._broken == broken:
+        if self.broken == broken:
             self._break.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_BREAK_TOLD_SECONDS):
                     await self._break.wait()
         state = self.channel().get_state()
-        return self._broken > broken or state != grpc.ChannelConnectivity.READY
+        return self.broken > broken or state != grpc.ChannelConnectivity.READY
 
     async def _unary(
         self,
@@ -260,7 +253,7 @@ class Connection:
     ) -> ResponseT:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
         call = self.channel().unary_unary(method.path)
-        broken = self._broken
+        broken = self.broken
         try:
             data = await call(request.SerializeToString(), metadata=metadata, timeout=deadline)
         except grpc.aio.AioRpcError as error:
@@ -277,7 +270,7 @@ class Connection:
         assert method.check is None, method.path
         start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
         start = self.channel().unary_stream(method.path)
-        broken = self._broken
+        broken = self.broken
         call = start(request.SerializeToString(), metadata=self._metadata, timeout=deadline)
         try:
             async for data in call:
@@ -317,10 +310,7 @@ class Exchange(Generic[RequestT, ResponseT]):
                         details=await self._call.details(),
                     )
         except grpc.aio.AioRpcError as error:
-            translated = await self._connection.failure(self._method, error, broken)
-            if isinstance(translated, base.RuntimeGoneError):
-                self._connection.trip_if_broken()
-            raise translated from None
+            raise await self._connection.failure(self._method, error, broken) from None
         except asyncio.InvalidStateError as error:  # the stream ended while we wrote
             raise base.RuntimeCallError(
                 self._method.path, "the stream broke", "the agent tries again"

@@ -44,11 +44,8 @@ def rooms(area: Path, node: Agent, where: cell.Cell, daemon: containerd.Containe
     }  # fmt: skip
     node.settings["volumes"] = {
         "audit": {"enabled": False},
-        "guard": {
-            "mode": "dry-run", "drivers": ["loop"], "names": ["none"],
-            "cgroup": str(where.path), "pins": str(where.pins),
-        },
-    }  # fmt: skip
+        "guard": cell.settings(where, mode="dry-run", names=["none"]),
+    }
     return node
 
 

@@ -54,11 +54,8 @@ def worked(
         }  # fmt: skip
         node.settings["volumes"] = {
             "audit": {"enabled": False},
-            "guard": {
-                "mode": "dry-run", "drivers": ["loop"], "names": ["none"],
-                "cgroup": str(where.path), "pins": str(where.pins),
-            },
-        }  # fmt: skip
+            "guard": cell.settings(where, mode="dry-run", names=["none"]),
+        }
         node.start()
         node.wait_state("a", "complete")
         node.wait_for(lambda: pins(node), 60, "the pin")

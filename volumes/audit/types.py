@@ -77,7 +77,7 @@ class Scene:
     settings: AuditSettings
     inventory: Inventory | None
     blind: str = ""  # why there is no fresh inventory
-    # By name: the latest view, or why there is none.
+    # By name: the latest view, or why the cluster could not be asked.
     clusters: Mapping[str, protocol.ClusterView | str] = field(default_factory=dict)
     # (cluster, pool, namespace, image) -> address of its only watcher when it was last seen: a
     # cluster drops a blocklisted client's watch at once, and some drivers hide their address.
