@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Compile the format guard's kernel program. Needs clang and libbpf's headers (Debian: clang, libbpf-dev).
-set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/steps.sh
 source=volumes/guard/guard.bpf.c object=volumes/guard/guard.bpf.o
 [ "$object" -nt "$source" ] && [ "$object" -nt scripts/bpf.sh ] && exit 0
 if ! command -v clang >/dev/null || [ ! -e /usr/include/bpf/bpf_helpers.h ]; then
-  echo "bpf: clang and libbpf's headers are needed for $source (Debian: clang, libbpf-dev)" >&2
+  say "clang and libbpf's headers are needed for $source (Debian: clang, libbpf-dev)"
   exit 1
 fi
 # Debian keeps asm/ by architecture; the BPF target has none of its own.

@@ -2,22 +2,24 @@
 # The kernel and the initramfs of the test guest: a Debian kernel that has krbd, CephFS, nbd and the
 # device mapper, which the machines that run the tests lack. Idempotent; needs apt-get, cpio, kmod, busybox.
 #   scripts/guest.sh FOLDER
-set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/steps.sh
 out=${1:-build/guest}
 modules="crc32c_generic crc32_generic libcrc32c virtio_pci virtio_net 9p 9pnet_virtio overlay loop
   ext4 xfs rbd ceph nbd dm_mod dm_crypt xts ecb aes_generic sha256_generic algif_skcipher algif_hash"
 [ -e "$out/initrd.gz" ] && [ "$out/initrd.gz" -nt scripts/guest.sh ] &&
   [ "$out/initrd.gz" -nt tests/testbed/guest-init.sh ] && exit 0
 for tool in cpio depmod modprobe busybox; do
-  command -v "$tool" >/dev/null || { echo "guest: $tool is missing" >&2; exit 1; }
+  command -v "$tool" >/dev/null || { say "guest.sh needs $tool (Debian: cpio, kmod, busybox-static)"; exit 1; }
 done
 rm -rf "$out"; mkdir -p "$out"
 out=$(realpath "$out")
+quietly apt-get update -qq  # the archive keeps the newest kernel only
 package=$(apt-cache depends linux-image-amd64 | awk '$1 == "Depends:" {print $2; exit}')
 download=$(mktemp -d); trap 'rm -rf "$download" "${tree:-}"' EXIT
 chmod 755 "$download"
-(cd "$download" && apt-get download -qq "$package" 2>/dev/null && dpkg -x ./*.deb root)
+say "making the guest's kernel and initramfs from $package (about 20 s)"
+(cd "$download" && quietly apt-get download -qq "$package" && dpkg -x ./*.deb root)
 version=$(basename "$download"/root/boot/vmlinuz-* | cut -d- -f2-)
 cp "$download/root/boot/vmlinuz-$version" "$out/vmlinuz"
 source=$download/root

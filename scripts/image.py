@@ -1,6 +1,7 @@
 """Build the agent's image as the tests do, with this machine's package settings, and look at it.
 
 image.py build [RELEASE [NAME=VALUE...]]   with these build arguments; RELEASE: of Debian
+image.py prepare RELEASE...   what tests need: these images, and the release before of the first
 image.py lock [RELEASE]    write locks/debian-RELEASE.txt: the newest packages
 image.py sizes [RELEASE]   what each part of the image costs
 """
@@ -10,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.testbed import image
+from tests.testbed import earlier, image
 
 HEAD = """\
 # Debian packages of the image on this release, its base's too. 'make image-lock' makes this file,
@@ -27,6 +28,9 @@ ENVIRONMENT = "/opt/nodeagent/"
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["prepare"]:
+        _prepare(sys.argv[2:])
+        return
     command, release = (*sys.argv[1:], *("build", image.RELEASE)[len(sys.argv) - 1 :])
     made = image.build(release, lock="off" if command == "lock" else "preferred")
     with image.container(made) as inside:
@@ -36,6 +40,16 @@ def main() -> None:
             _sizes(inside, release)
         else:
             print(f"{made.reference}\n{made.archive}\n{made.sbom}")
+
+
+def _prepare(releases: list[str]) -> None:
+    for release in releases:
+        if not image.is_built(release):
+            say = "2 to 3 minutes the first time, less than one after a change"
+            print(f"setup: building the agent's image on Debian {release} ({say})", file=sys.stderr)
+        made = image.build(release)
+        if release == image.RELEASE:
+            earlier.build(made)
 
 
 def _lock(inside: image.Container, release: str) -> None:

@@ -3,7 +3,7 @@
 # clone: a fresh clone does not build them again. 5 to 8 minutes and 4 GB of modules and build cache
 # the first time; 500 MB of binaries stay. Idempotent, quiet when they are there. Needs go.
 #   ${NODEAGENT_CACHE:-~/.cache/nodeagent}/kubernetes/<version>/bin/{etcd,helm,kube-*,kubectl,kubelet}
-set -euo pipefail
+. "$(dirname "$0")/steps.sh"
 kubernetes=1.34.2 etcd=3.6.4 helm=3.19.0
 
 bin=${NODEAGENT_CACHE:-$HOME/.cache/nodeagent}/kubernetes/$kubernetes/bin
@@ -13,9 +13,10 @@ for program in "${programs[@]}" etcd helm; do [ -x "$bin/$program" ] || missing+
 [ ${#missing[@]} -eq 0 ] && exit 0
 
 if ! command -v go >/dev/null; then
-  echo "kubernetes: go is needed to build ${missing[*]} (1.24 or newer)" >&2
+  say "go is missing (1.24 or newer, in PATH): it builds ${missing[*]} for the tests"
   exit 1
 fi
+say "building ${missing[*]} into $bin, once: 5 to 8 minutes on two quiet cores, 4 GB of modules and build cache"
 mkdir -p "$bin"
 exec 9>"$bin/../lock"
 flock 9  # two clones on one machine
@@ -28,8 +29,8 @@ module() { mkdir -p "$work/$1"; cd "$work/$1"; [ -f go.mod ] || go mod init scra
 # build PROGRAM PACKAGE [LINKER FLAGS]: there only when it is whole.
 build() {
   [ -x "$bin/$1" ] && return 0
-  echo "setup: building $1 into $bin" >&2
-  nice go build -trimpath -ldflags "-s -w ${3:-}" -o "$work/out/$1" "$2" 2>"$work/log" || { tail -n 30 "$work/log" >&2; return 1; }
+  say "building $1"
+  quietly nice go build -trimpath -ldflags "-s -w ${3:-}" -o "$work/out/$1" "$2"
   mv "$work/out/$1" "$bin/$1"
 }
 

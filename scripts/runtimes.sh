@@ -3,10 +3,8 @@
 # build/runtimes without installing anything (no service is started, the system's apt is untouched).
 # The mirror is the one this machine's apt already uses. Idempotent; nothing to do = no network.
 #   build/runtimes/<release>/usr/bin/{containerd,containerd-shim-runc-v2,runc,docker-registry}
-set -euo pipefail
 cd "$(dirname "$0")/.."
-
-say() { printf 'setup: %s\n' "$*" >&2; }
+. scripts/steps.sh
 
 base=$PWD/build/runtimes
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
@@ -35,8 +33,8 @@ fetch() {
     -o "Dir::State::Lists=$root/apt/lists" -o "Dir::Cache=$root/apt/cache"
     -o "Dir::Etc::PreferencesParts=/dev/null" -o "APT::Sandbox::User=root" -qq
   )
-  apt-get "${options[@]}" update
-  (cd "$root/debs" && apt-get "${options[@]}" download "$@")
+  quietly apt-get "${options[@]}" update
+  (cd "$root/debs" && quietly apt-get "${options[@]}" download "$@")
   for deb in "$root"/debs/*.deb; do dpkg -x "$deb" "$root"; done
   rm -rf "$root/apt" "$root/debs"
   printf '%s' "$*" >"$stamp"

@@ -1,38 +1,29 @@
 #!/usr/bin/env bash
 # Set up what the repo needs. Idempotent, quiet when nothing is to do.
 #   setup.sh base   the virtual environment with the command .venv/bin/nodeagent
-#   setup.sh full   also the real parts that tests and benchmarks run against (needs root)
-set -euo pipefail
+#   setup.sh full   also the real parts that benchmarks and most tests run against (needs root)
+#   setup.sh gate   also what 'make test' needs: the agent's image
+#   setup.sh long   also what 'make test-long' needs: its image on the second release of Debian, a guest's kernel
 cd "$(dirname "$0")/.."
-
-say() { printf 'setup: %s\n' "$*" >&2; }
-
-# step WORDS...: run them; say how long they took when there was something to do.
-step() {
-  local begin=$SECONDS
-  "$@"
-  [ $((SECONDS - begin)) -lt 2 ] || say "${1#scripts/} took $((SECONDS - begin)) s"
-}
+. scripts/steps.sh
+what=${1:-base}
+case $what in base | full | gate | long) ;; *) say "unknown: $what (base, full, gate or long)"; exit 2 ;; esac
 
 # packages NAME...: install what is missing of Debian's packages.
 packages() {
   local there missing=() name
-  there=" $(dpkg-query -W -f '${db:Status-Abbrev}${Package}\n' "$@" 2>/dev/null | awk '$1 == "ii" {printf "%s ", $2}')"
+  # dpkg-query answers 1 when it does not know one of the names, which is the very case to mend here.
+  there=" $({ dpkg-query -W -f '${db:Status-Abbrev}${Package}\n' "$@" 2>/dev/null || true; } | awk '$1 == "ii" {printf "%s ", $2}')"
   for name in "$@"; do [[ $there == *" $name "* ]] || missing+=("$name"); done
   [ ${#missing[@]} -eq 0 ] && return 0
   if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    say "missing Debian packages, install them as root: ${missing[*]}"
+    say "missing Debian packages; run this as root on Debian 12, or install them: ${missing[*]}"
     return 1
   fi
-  say "installing Debian packages: ${missing[*]}"
+  say "installing Debian packages (a minute or two): ${missing[*]}"
   export DEBIAN_FRONTEND=noninteractive
-  local log; log=$(mktemp)
-  if ! { apt-get update -qq && apt-get install -y -qq --no-install-recommends "${missing[@]}"; } >"$log" 2>&1; then
-    tail -n 20 "$log" >&2
-    say "apt-get failed; its whole output is in $log"
-    return 1
-  fi
-  rm -f "$log"
+  quietly apt-get update -qq
+  quietly apt-get install -y -qq --no-install-recommends "${missing[@]}"
 }
 
 find_python() {
@@ -42,7 +33,7 @@ find_python() {
       command -v "$p"; return 0
     fi
   done
-  say "python 3.11 is needed (Debian's Ceph bindings are built for it)"; return 1
+  say "python 3.11 is needed (Debian's Ceph bindings are built for it); Debian 12 has it: apt-get install python3"; return 1
 }
 
 environment() {
@@ -50,12 +41,13 @@ environment() {
   want=$(cat pyproject.toml locks/*.txt scripts/setup.sh | sha256sum)
   [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && [ -x .venv/bin/nodeagent ] && return 0
   local python; python=$(find_python)
-  say "making .venv from locks/dev.txt"
+  say "making .venv from locks/dev.txt (about a minute)"
   "$python" -c 'import ensurepip' 2>/dev/null || packages python3-venv  # Debian keeps it apart
   .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
-  .venv/bin/python -m pip install -q --disable-pip-version-check 'uv>=0.7'
-  VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install -q --compile-bytecode --require-hashes -r locks/dev.txt
-  VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install -q --no-deps -e .
+  quietly .venv/bin/python -m pip install -q --disable-pip-version-check 'uv>=0.7'
+  export VIRTUAL_ENV=$PWD/.venv
+  quietly .venv/bin/uv pip install -q --compile-bytecode --require-hashes -r locks/dev.txt
+  quietly .venv/bin/uv pip install -q --no-deps -e .
   printf '%s' "$want" >"$stamp"
 }
 
@@ -71,7 +63,7 @@ ceph_bindings() {
 }
 
 step environment
-if [ "${1:-base}" = full ]; then
+if [ "$what" != base ]; then
   mapfile -t names < <(grep -v '^#' scripts/packages.txt)
   step packages "${names[@]}"
   step scripts/runtimes.sh  # containerds and a registry, unpacked and not installed
@@ -81,4 +73,13 @@ ceph_bindings
 # An environment that forbids writing bytecode would compile every module at each start.
 .venv/bin/python -m compileall -q cache ceph kit linux nodeagent preheat volumes tests
 # The format guard's kernel program; tests need it, an agent without it says so in its status.
-if [ "${1:-base}" = full ] || command -v clang >/dev/null; then scripts/bpf.sh; fi
+if [ "$what" != base ] || command -v clang >/dev/null; then scripts/bpf.sh; fi
+# Made here and not by the first test that needs them, whose limit they would take.
+images() { .venv/bin/python scripts/image.py prepare "$@"; }
+case $what in
+  gate) step images bookworm ;;
+  long)
+    step images bookworm trixie
+    step scripts/guest.sh build/guest
+    ;;
+esac

@@ -1,4 +1,6 @@
-"""The promises of the cache, checked on 50,000 files of a real CephFS snapshot.
+"""The promises of the cache, checked on a real CephFS snapshot.
+
+`make test` has 5,000 files, three kills and a freeze of 15 s; `make test-long` 50,000, ten and 60.
 
 Jobs in pods read all the time and compare every byte: while the dataset warms, while the cluster is
 frozen, and while the agent is killed again and again.
@@ -13,14 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import bigset, ceph, pod, trees, waiting
+from tests.testbed import bigset, ceph, judging, pod, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 
 READERS = 4
-KILLS = 10
-FROZEN_SECONDS = 60.0
+KILLS = int(os.environ.get("PROMISE_KILLS", "3"))
+FROZEN_SECONDS = float(
+    os.environ.get("PROMISE_FROZEN", "15")
+)  # at least; longer where a slow machine reads for longer
+READ_SECONDS = 30.0 * waiting.SLACK  # everything, once; an MDS shuts a client out after 300 s
 
 
 def wait_for_reads(readers: list[pod.PodReader], more: int = 100) -> None:
@@ -65,7 +70,8 @@ def test_readers_see_no_error_while_warming(
 ) -> None:
     _, _, reports = served
     for report in reports:
-        assert (report["errors"], report["wrong"]) == (0, 0), report
+        with judging.wrong_bytes():
+            assert (report["errors"], report["wrong"]) == (0, 0), report
         assert report["reads"] > 500
         assert report["mapped"] > report["reads"] // 5
 
@@ -78,7 +84,8 @@ def test_view_equals_snapshot(
     assert shown["files"]["done"] == shown["files"]["total"] == big.files
     assert shown["bytes"]["done"] == sum(r.size for r in big.records.values())
     found = trees.differences(big.records, trees.records(node.view("big")))
-    assert not found, (len(found), found[:10])
+    with judging.wrong_bytes():
+        assert not found, (len(found), found[:10])
 
 
 def test_complete_store_is_opaque_and_checksummed(
@@ -106,15 +113,17 @@ def test_view_is_read_while_cluster_is_frozen_for_a_minute(
         deadline = time.monotonic() + FROZEN_SECONDS
         trees.drop_caches()
         before.begin()
-        seen = before.result(FROZEN_SECONDS - 5)
-        assert (seen["errors"], seen["wrong"]) == (0, 0), seen
+        seen = before.result(READ_SECONDS)
+        with judging.wrong_bytes():
+            assert (seen["errors"], seen["wrong"]) == (0, 0), seen
         assert seen["reads"] == big.files
         trees.drop_caches()
         with pod.pod(area / "late", node.views / "big") as late:
             newcomer = late.reader(big.manifest, "all")
             newcomer.begin()
-            seen = newcomer.result(FROZEN_SECONDS)
-        assert (seen["errors"], seen["wrong"]) == (0, 0), seen
+            seen = newcomer.result(READ_SECONDS)
+        with judging.wrong_bytes():
+            assert (seen["errors"], seen["wrong"]) == (0, 0), seen
         assert seen["reads"] == big.files
         assert node.get("/healthz")["alive"]
         assert node.dataset("big")["state"] == "complete"
@@ -127,7 +136,8 @@ def test_readers_see_no_error_through_ten_agent_kills(
 ) -> None:
     source = bigset.source(cluster, area / "secret")
     node.cache["datasets"] = [{"name": "big", "freshness": "snapshot", "source": source}]
-    node.cache["fill"] = {"files_per_second": 1500}
+    # Not complete before the last kill: each of them takes less than 20 s.
+    node.cache["fill"] = {"files_per_second": big.files // (20 * KILLS)}
     node.start()
     node.wait_served("big", "source", "overlay")
     with pod.pod(area / "pod", node.views / "big") as job:
@@ -152,10 +162,12 @@ def test_readers_see_no_error_through_ten_agent_kills(
         node.wait_state("big", "complete", seconds=180)
         reports = [reader.stop() for reader in readers]
     for report in reports:
-        assert (report["errors"], report["wrong"]) == (0, 0), report
+        with judging.wrong_bytes():
+            assert (report["errors"], report["wrong"]) == (0, 0), report
         assert report["reads"] > 500
     (generation,) = node.generations("big")
     assert list((generation / "staging").iterdir()) == []
     assert list((generation / "links").iterdir()) == []
     found = trees.differences(big.records, trees.records(node.view("big")))
-    assert not found, (len(found), found[:10])
+    with judging.wrong_bytes():
+        assert not found, (len(found), found[:10])

@@ -35,8 +35,9 @@ class Result:
 
 
 def prepare() -> None:
-    """Fetch the kernel and make the initramfs, once."""
-    subprocess.run([str(ROOT / "scripts" / "guest.sh"), str(FOLDER)], check=True, timeout=300)
+    """RuntimeError when set-up has not made the kernel and the initramfs."""
+    if not (FOLDER / "initrd.gz").exists():
+        raise RuntimeError(f"{FOLDER} has no guest: make it by scripts/guest.sh {FOLDER}")
 
 
 def run(script: str, folder: Path, timeout: float = 180.0) -> Result:

@@ -129,6 +129,11 @@ def version() -> str:
     return project["version"]
 
 
+def is_built(release: str = RELEASE) -> bool:
+    """Whether ``build`` finds the image of this checkout in the cache."""
+    return _named(_checkout(), release, _arguments()).archive.exists()
+
+
 def build(release: str = RELEASE, ceph: str = "", lock: str = "preferred") -> Image:
     """The image of this checkout on a Debian release, from the cache when it was built before.
 
@@ -136,11 +141,9 @@ def build(release: str = RELEASE, ceph: str = "", lock: str = "preferred") -> Im
     stays green.
     """
     files = _checkout()
-    arguments = {"DEBIAN_LOCK": lock, "CEPH_RELEASE": ceph}
-    tag = _hash(files, release, json.dumps(arguments, sort_keys=True))
-    home = CACHE / "image"
-    archive = home / f"{tag}.tar"
-    made = Image(tag, version(), archive)
+    arguments = _arguments(ceph, lock)
+    made = _named(files, release, arguments)
+    home, archive, tag = made.archive.parent, made.archive, made.tag
     home.mkdir(parents=True, exist_ok=True)
     with _locked(home / "lock"):
         if archive.exists():
@@ -169,6 +172,15 @@ def build(release: str = RELEASE, ceph: str = "", lock: str = "preferred") -> Im
             _push(home, made, work / "image.tar")
         _forget_old(home)
     return made
+
+
+def _arguments(ceph: str = "", lock: str = "preferred") -> dict[str, str]:
+    return {"DEBIAN_LOCK": lock, "CEPH_RELEASE": ceph}
+
+
+def _named(files: list[str], release: str, arguments: dict[str, str]) -> Image:
+    tag = _hash(files, release, json.dumps(arguments, sort_keys=True))
+    return Image(tag, version(), CACHE / "image" / f"{tag}.tar")
 
 
 def _push(home: Path, made: Image, new: Path) -> None:

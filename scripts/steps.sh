@@ -1,0 +1,28 @@
+# Sourced by the scripts of set-up: what they say, and why one ended. Not a program.
+# A script that ends early names itself, the line and the command; 'quietly' shows what the command printed.
+set -Eeuo pipefail
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+
+_failed() { say "${0##*/} ended with $1 in line $2, at: ${3%%$'\n'*}"; }
+trap '_failed "$?" "$LINENO" "$BASH_COMMAND"' ERR
+
+# step WORDS...: run them; say how long they took when there was something to do.
+step() {
+  local begin=$SECONDS
+  "$@"
+  [ $((SECONDS - begin)) -lt 2 ] || say "${1#scripts/} took $((SECONDS - begin)) s"
+}
+
+# quietly PROGRAM...: what it prints is kept, and its last lines are shown when it fails.
+quietly() {
+  local log status=0
+  log=$(mktemp)
+  "$@" >"$log" 2>&1 || status=$?
+  if [ "$status" != 0 ]; then
+    tail -n 20 "$log" >&2
+    say "failed with $status: $*; its whole output is in $log"
+    return "$status"
+  fi
+  rm -f "$log"
+}

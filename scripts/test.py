@@ -1,0 +1,223 @@
+"""Run a set of tests, give what failed a second look, and say which tests are unsteady.
+
+test.py gate [PYTEST ARGUMENT...]   all unit tests, then the real ones that tests/gate.txt names
+test.py long [PYTEST ARGUMENT...]   the other real ones, and at full size those that gate has small
+
+A test that failed is run again, alone, after all others, at most twice. When it passes, the run is
+green, and the test is named at its end and in build/report/unsteady.json. The run is red when a
+test fails each time, when more than MOST needed a second look, and without one when a test found
+bytes that are lost or wrong or a denial that is missing (tests/testbed/judging.py).
+
+In build/report: JUnit of each pass, and a folder for each failed test with its logs.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MOST = 5
+LOOKS = 2
+REPORT = Path("build/report")
+NO_TESTS = 5  # of pytest's exit codes; 1: tests failed
+PASS_SECONDS = {"gate": 60 * 60, "long": 8 * 60 * 60}
+# xdist only where it was proved steady: tests that look at the whole machine meet one another.
+UNIT = ("-m", "not real", "--numprocesses", "2", "--dist", "loadgroup")
+LARGE = ("tests/e2e/test_promises.py", "tests/deploy/test_node_rounds.py")
+SETS = {
+    "gate": {"unit": UNIT, "gate": ("-m", "gate")},
+    "long": {"long": ("-m", "real and not gate"), "large": LARGE},
+}
+SIZES = {
+    "gate": {},
+    "long": {
+        "PROMISE_FILES": "50000",
+        "PROMISE_KILLS": "10",
+        "PROMISE_FROZEN": "60",
+        "SOAK_CYCLES": "5",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a test failed in one pass. ``fixture``: a shared one that failed, "" for the test."""
+
+    test: str
+    message: str
+    text: str
+    logs: str = ""
+    fixture: str = ""
+    grave: str = ""
+
+    @property
+    def cause(self) -> str:
+        """All tests that wanted the same broken fixture are one failure."""
+        return self.fixture or self.test
+
+
+@dataclass(frozen=True)
+class Pass:
+    """``broken``: why there is no result, when pytest itself failed."""
+
+    name: str
+    seconds: float
+    passed: int
+    skipped: int
+    failures: tuple[Failure, ...]
+    broken: str = ""
+
+
+def read(junit: Path) -> tuple[int, int, tuple[Failure, ...]]:
+    """Tests that passed and were skipped, and the failures, of a JUnit file."""
+    passed = skipped = 0
+    failures: dict[str, Failure] = {}
+    for case in ET.parse(junit).getroot().iter("testcase"):
+        bad = [*case.iter("failure"), *case.iter("error")]
+        if not bad:
+            passed += case.find("skipped") is None
+            skipped += case.find("skipped") is not None
+            continue
+        noted = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
+        named = f"{case.get('classname', '')}::{case.get('name', '')}"
+        test = noted.get("nodeid") or named
+        known = failures.get(test)
+        failures[test] = Failure(
+            test,
+            bad[0].get("message", ""),
+            (bad[0].text or "")[-8000:],
+            noted.get("logs", ""),
+            noted.get("fixture", "") or (known.fixture if known else ""),
+            noted.get("grave", "") or (known.grave if known else ""),
+        )
+    return passed, skipped, tuple(failures.values())
+
+
+def verdict(passes: Sequence[Pass], most: int = MOST) -> tuple[str, bool]:
+    """Why the run is red, "" while it is not; and whether a second look is due."""
+    for each in passes:
+        if each.broken:
+            return f"pytest itself failed in the pass '{each.name}': {each.broken}", False
+    first = [each for each in passes if not each.name.startswith("again")]
+    again = [each for each in passes if each.name.startswith("again")]
+    failures = [failure for each in first for failure in each.failures]
+    if bad := [failure for each in passes for failure in each.failures if failure.grave]:
+        return f"{bad[0].grave}: {bad[0].test}", False
+    if not sum(each.passed for each in first) and not failures:
+        return "no test was run", False
+    if len({failure.cause for failure in failures}) > most:
+        return f"more than {most} tests failed: that is no noise", False
+    left = tuple(failures)
+    for each in again:
+        if each.passed + each.skipped + len(each.failures) < len(left):
+            return "a test that failed was not found again", False
+        left = each.failures
+    if left and len(again) >= LOOKS:
+        return f"failed again, alone: {', '.join(sorted(f.test for f in left))}", False
+    return "", bool(left)
+
+
+def run(name: str, words: Sequence[str], seconds: float) -> Pass:
+    """One pass of pytest, with what it prints."""
+    junit = REPORT / f"{name}.xml"
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "-ra", "--durations", "30"),
+        *("--junit-xml", str(junit), "-o", f"cache_dir={REPORT / 'cache'}", *words),
+    ]
+    print(f"\n=== {name}: {' '.join(command[3:])}", flush=True)
+    begin = time.monotonic()
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(seconds)
+    except BaseException as error:  # the limit, or Ctrl-C: its tests end what they started
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(120)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        return Pass(name, seconds, 0, 0, (), f"it did not end within {seconds / 60:.0f} minutes")
+    took = time.monotonic() - begin
+    if code not in (0, 1, NO_TESTS) or not junit.exists():
+        return Pass(name, took, 0, 0, (), f"exit code {code}")
+    passed, skipped, failures = read(junit)
+    if code == 1 and not failures:
+        return Pass(name, took, passed, skipped, (), "exit code 1 without a failed test")
+    return Pass(name, took, passed, skipped, failures)
+
+
+def unsteady(passes: Iterable[Pass]) -> dict[str, list[Failure]]:
+    """Of each test that failed once: how, in each pass."""
+    found: dict[str, list[Failure]] = {}
+    for each in passes:
+        for failure in each.failures:
+            found.setdefault(failure.test, []).append(failure)
+    return found
+
+
+def tell(passes: Sequence[Pass], red: str) -> None:
+    """The end of the run, for people and for build/report/unsteady.json."""
+    found = unsteady(passes)
+    records = [
+        {
+            "test": test,
+            "passed_in": "" if red else f"look {len(failures) + 1}",
+            "failures": [asdict(failure) for failure in failures],
+        }
+        for test, failures in found.items()
+    ]
+    text = json.dumps({"red": red, "load": os.getloadavg(), "tests": records}, indent=1)
+    (REPORT / "unsteady.json").write_text(text)
+    strangers = REPORT / "strangers.txt"
+    if strangers.exists():
+        print("\nWARNING: this machine has what a fresh one lacks ('make test-fresh' judges):")
+        print("\n".join(sorted(set(strangers.read_text().splitlines()))))
+    if found:
+        print(f"\n{'FAILED' if red else 'UNSTEADY: failed, and passed alone'}: {len(found)}")
+    for test, failures in found.items():
+        print(f"\n  {test}")
+        for number, failure in enumerate(failures, 1):
+            shared = f" ({failure.fixture})" if failure.fixture else ""
+            message = failure.message.replace("\n", "\n       ")[:600]
+            print(f"    {number}. {message}{shared}\n       logs: {failure.logs}")
+    print()
+    for each in passes:
+        print(
+            f"{each.name}: {each.passed} passed, {len(each.failures)} failed, {each.seconds:.0f} s"
+        )
+    first = [each for each in passes if not each.name.startswith("again")]
+    passed = sum(each.passed for each in first) + (0 if red else len(found))
+    failed = len(found) if red else 0
+    print(f"\n{'RED: ' + red if red else 'green'}")
+    print(f"tests: {passed} passed, {failed} failed, {sum(e.skipped for e in first)} skipped")
+
+
+def main(chosen: str, *words: str) -> int:
+    shutil.rmtree(REPORT, ignore_errors=True)
+    REPORT.mkdir(parents=True)
+    limit = PASS_SECONDS[chosen]
+    os.environ.update({name: os.environ.get(name, size) for name, size in SIZES[chosen].items()})
+    passes = [run(name, [*of, *words], limit) for name, of in SETS[chosen].items()]
+    red, again = verdict(passes)
+    while again:
+        name = f"again-{sum(each.name.startswith('again') for each in passes) + 1}"
+        look = ("--last-failed", "--last-failed-no-failures", "none")
+        passes.append(run(name, look, limit))
+        red, again = verdict(passes)
+    tell(passes, red)
+    return 1 if red else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1] in SETS:
+        sys.exit(main(*sys.argv[1:]))
+    sys.exit(__doc__)

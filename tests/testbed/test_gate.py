@@ -1,0 +1,27 @@
+"""The list of the gate names real tests that are there."""
+
+from tests.testbed import gate
+
+IDS = [
+    "tests/a.py::test_x[1]",
+    "tests/a.py::test_x[2]",
+    "tests/a.py::test_xy",
+    "tests/b.py::test_z",
+]
+
+
+def test_an_entry_is_a_file_a_test_or_a_case() -> None:
+    def named(entry: str) -> list[str]:
+        return [each for each in IDS if gate.names(entry, each)]
+
+    assert named("tests/a.py") == IDS[:3]
+    assert named("tests/a.py::test_x") == IDS[:2]
+    assert named("tests/a.py::test_x[2]") == [IDS[1]]
+
+
+def test_comments_are_no_entries_and_a_wrong_name_is_found() -> None:
+    entries = gate.lines(
+        "# head\n\ntests/a.py::test_x[2]  # why\ntests/a.py::test_gone\ntests/c.py\n"
+    )
+    assert entries == ["tests/a.py::test_x[2]", "tests/a.py::test_gone", "tests/c.py"]
+    assert gate.unknown(entries, IDS) == ["tests/a.py::test_gone"]

@@ -1,0 +1,127 @@
+"""scripts/test.py on small suites: what is run again, what is green, what is red."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import test as runner
+
+REPO = Path(__file__).parents[2]
+
+HEAD = """\
+import pathlib
+import pytest
+from tests.testbed import judging
+
+def first(name):
+    mark = pathlib.Path(name)
+    here = mark.exists()
+    mark.touch()
+    return not here
+
+@pytest.mark.gate
+@pytest.mark.real
+def test_good():
+    assert True == bool(1)
+"""
+INI = "[pytest]\nmarkers =\n    gate\n    real\nfilterwarnings = error\n"
+
+
+def run(folder: Path, body: str) -> tuple[int, str, dict[str, object]]:
+    """The exit code, the output and the report of the gate over one file of tests."""
+    (folder / "pytest.ini").write_text(INI)
+    (folder / "conftest.py").write_text('pytest_plugins = ("tests.testbed.judging",)\n')
+    (folder / "test_sample.py").write_text(HEAD + body)
+    done = subprocess.run(
+        [sys.executable, str(REPO / "scripts" / "test.py"), "gate"],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPO),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take most of the time
+            "PYTEST_ADDOPTS": "-p xdist",
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    report = json.loads((folder / "build" / "report" / "unsteady.json").read_text())
+    return done.returncode, done.stdout + done.stderr, report
+
+
+def test_always_red_is_red_after_two_more_looks(tmp_path: Path) -> None:
+    code, said, report = run(tmp_path, "def test_bad():\n    assert 1 == 2\n")
+    assert code == 1 and "RED: failed again, alone: test_sample.py::test_bad" in said
+    assert [len(each["failures"]) for each in report["tests"]] == [3]  # type: ignore[attr-defined]
+    assert (tmp_path / "build" / "report" / "again-2.xml").exists()
+
+
+def test_red_once_is_green_and_named_with_its_first_failure(tmp_path: Path) -> None:
+    body = "@pytest.mark.gate\n@pytest.mark.real\ndef test_odd():\n    assert not first('odd')\n"
+    code, said, report = run(tmp_path, body)
+    assert code == 0, said
+    assert "UNSTEADY: failed, and passed alone: 1" in said and "assert not True" in said
+    assert said.splitlines()[-1] == "tests: 2 passed, 0 failed, 0 skipped"
+    (told,) = report["tests"]  # type: ignore[misc]
+    assert (told["test"], told["passed_in"]) == ("test_sample.py::test_odd", "look 2")
+    assert Path(told["failures"][0]["logs"], "mountinfo").exists()
+
+
+def test_wrong_bytes_once_are_red_without_a_second_look(tmp_path: Path) -> None:
+    body = (
+        "def test_lost():\n    with judging.wrong_bytes():\n        assert not first('lost')\n"
+        "def test_open():\n    assert not first('open')\n"
+    )
+    code, said, _ = run(tmp_path, body)
+    assert code == 1 and "RED: bytes were lost or wrong: test_sample.py::test_lost" in said
+    assert not (tmp_path / "build" / "report" / "again-1.xml").exists()
+
+
+def test_shared_fixture_is_one_failure_and_all_its_tests_are_run_again(tmp_path: Path) -> None:
+    body = (
+        "@pytest.fixture(scope='session')\ndef cluster():\n    assert not first('cluster')\n"
+        "@pytest.mark.gate\n@pytest.mark.real\n@pytest.mark.parametrize('n', range(9))\n"
+        "def test_many(cluster, n):\n    pass\n"
+    )
+    code, said, report = run(tmp_path, body)
+    assert code == 0, said
+    assert len(report["tests"]) == 9  # type: ignore[arg-type]
+    assert said.splitlines()[-1] == "tests: 10 passed, 0 failed, 0 skipped"
+
+
+FAILED = runner.Failure("t", "m", "")
+
+
+def passed(name: str, *failures: runner.Failure, number: int = 10, broken: str = "") -> runner.Pass:
+    return runner.Pass(name, 1.0, number, 0, failures, broken)
+
+
+def test_more_than_five_are_no_noise() -> None:
+    five = [runner.Failure(str(number), "", "") for number in range(5)]
+    assert runner.verdict([passed("gate", *five)]) == ("", True)
+    red, again = runner.verdict([passed("unit", FAILED), passed("gate", *five)])
+    assert "more than 5" in red and not again
+
+
+@pytest.mark.parametrize(
+    ("passes", "why"),
+    [
+        ([passed("unit", broken="exit code 3")], "pytest itself failed"),
+        ([passed("unit", number=0)], "no test was run"),
+        ([passed("unit", FAILED), passed("again-1", number=0)], "not found again"),
+    ],
+)
+def test_what_ran_no_test_is_never_green(passes: list[runner.Pass], why: str) -> None:
+    red, again = runner.verdict(passes)
+    assert why in red and not again
+
+
+def test_denial_that_was_missing_in_a_second_look_is_red() -> None:
+    grave = runner.Failure("t", "m", "", grave="a denial was missing")
+    red, _ = runner.verdict([passed("unit", FAILED), passed("again-1", grave)])
+    assert red == "a denial was missing: t"
