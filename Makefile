@@ -1,12 +1,13 @@
 # Every target sets up what it needs; nothing relies on what was installed by hand.
 PY := .venv/bin/python
-.PHONY: setup run stop test test-long test-guest test-fuzz test-unit lint format bench soak soak-node lock image image-lock clean
+.PHONY: setup run stop test test-long test-fresh test-guest test-fuzz test-unit lint format bench soak soak-node lock image image-lock clean
 
 setup: ; @scripts/setup.sh base
 run: setup ; @scripts/demo.sh
 stop: ; @scripts/stop.sh
 test: ; @scripts/setup.sh gate && $(PY) scripts/test.py gate
 test-long: ; @scripts/setup.sh long && $(PY) scripts/test.py long
+test-fresh: ; @scripts/setup.sh full && scripts/fresh.sh
 test-guest: ; @scripts/setup.sh long && $(PY) -m pytest -q -m guest
 test-fuzz: ; @scripts/setup.sh full && FUZZ_EXAMPLES=500 $(PY) -m pytest -q tests/nodeagent/test_fuzz.py
 test-unit: setup ; @$(PY) -m pytest -q -m "not real" --numprocesses 2 --dist loadgroup

@@ -14,12 +14,12 @@ for tool in cpio depmod modprobe busybox; do
 done
 rm -rf "$out"; mkdir -p "$out"
 out=$(realpath "$out")
-quietly apt-get update -qq  # the archive keeps the newest kernel only
+download "the archive in /etc/apt" apt-get update -qq  # the archive keeps the newest kernel only
 package=$(apt-cache depends linux-image-amd64 | awk '$1 == "Depends:" {print $2; exit}')
 download=$(mktemp -d); trap 'rm -rf "$download" "${tree:-}"' EXIT
 chmod 755 "$download"
 say "making the guest's kernel and initramfs from $package (about 20 s)"
-(cd "$download" && quietly apt-get download -qq "$package" && dpkg -x ./*.deb root)
+(cd "$download" && download "the archive in /etc/apt" apt-get download -qq "$package" && dpkg -x ./*.deb root)
 version=$(basename "$download"/root/boot/vmlinuz-* | cut -d- -f2-)
 cp "$download/root/boot/vmlinuz-$version" "$out/vmlinuz"
 source=$download/root

@@ -30,7 +30,7 @@ module() { mkdir -p "$work/$1"; cd "$work/$1"; [ -f go.mod ] || go mod init scra
 build() {
   [ -x "$bin/$1" ] && return 0
   say "building $1"
-  quietly nice go build -trimpath -ldflags "-s -w ${3:-}" -o "$work/out/$1" "$2"
+  download "the Go module proxy (GOPROXY)" nice go build -trimpath -ldflags "-s -w ${3:-}" -o "$work/out/$1" "$2"
   mv "$work/out/$1" "$bin/$1"
 }
 

@@ -9,12 +9,6 @@ cd "$(dirname "$0")/.."
 base=$PWD/build/runtimes
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 
-# The archive that serves this machine's own release (its security and update pockets left out).
-mirror() {
-  apt-get indextargets --format '$(SITE) $(CODENAME)' 'Created-By: Packages' 'Origin: Debian' |
-    awk '$2 !~ /-/ { print $1; exit }'
-}
-
 # fetch RELEASE PACKAGE...: download with lists and a cache of our own, unpack.
 fetch() {
   local release=$1; shift
@@ -33,8 +27,8 @@ fetch() {
     -o "Dir::State::Lists=$root/apt/lists" -o "Dir::Cache=$root/apt/cache"
     -o "Dir::Etc::PreferencesParts=/dev/null" -o "APT::Sandbox::User=root" -qq
   )
-  quietly apt-get "${options[@]}" update
-  (cd "$root/debs" && quietly apt-get "${options[@]}" download "$@")
+  download "the archive in /etc/apt" apt-get "${options[@]}" update
+  (cd "$root/debs" && download "the archive in /etc/apt" apt-get "${options[@]}" download "$@")
   for deb in "$root"/debs/*.deb; do dpkg -x "$deb" "$root"; done
   rm -rf "$root/apt" "$root/debs"
   printf '%s' "$*" >"$stamp"

@@ -22,8 +22,8 @@ packages() {
   fi
   say "installing Debian packages (a minute or two): ${missing[*]}"
   export DEBIAN_FRONTEND=noninteractive
-  quietly apt-get update -qq
-  quietly apt-get install -y -qq --no-install-recommends "${missing[@]}"
+  download "the archive in /etc/apt" apt-get update -qq
+  download "the archive in /etc/apt" apt-get install -y -qq --no-install-recommends "${missing[@]}"
 }
 
 find_python() {
@@ -44,10 +44,10 @@ environment() {
   say "making .venv from locks/dev.txt (about a minute)"
   "$python" -c 'import ensurepip' 2>/dev/null || packages python3-venv  # Debian keeps it apart
   .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
-  quietly .venv/bin/python -m pip install -q --disable-pip-version-check 'uv>=0.7'
+  download "pip's package index" .venv/bin/python -m pip install -q --disable-pip-version-check 'uv>=0.7'
   export VIRTUAL_ENV=$PWD/.venv
-  quietly .venv/bin/uv pip install -q --compile-bytecode --require-hashes -r locks/dev.txt
-  quietly .venv/bin/uv pip install -q --no-deps -e .
+  download "uv's package index" .venv/bin/uv pip install -q --compile-bytecode --require-hashes -r locks/dev.txt
+  download "uv's package index" .venv/bin/uv pip install -q --no-deps -e .
   printf '%s' "$want" >"$stamp"
 }
 

@@ -26,3 +26,18 @@ quietly() {
   fi
   rm -f "$log"
 }
+
+# download WHERE PROGRAM...: quietly, and name what must be reachable over the network when it fails.
+download() {
+  local from=$1 status=0
+  shift
+  quietly "$@" || status=$?
+  [ "$status" = 0 ] || say "it needs the network: $from must be reachable (address and proxy: its own settings, https_proxy)"
+  return "$status"
+}
+
+# The archive that serves this machine's own release (its security and update pockets left out).
+mirror() {
+  apt-get indextargets --format '$(SITE) $(CODENAME)' 'Created-By: Packages' 'Origin: Debian' |
+    awk '$2 !~ /-/ { print $1; exit }'
+}

@@ -206,7 +206,11 @@ def main(chosen: str, *words: str) -> int:
     REPORT.mkdir(parents=True)
     limit = PASS_SECONDS[chosen]
     os.environ.update({name: os.environ.get(name, size) for name, size in SIZES[chosen].items()})
-    passes = [run(name, [*of, *words], limit) for name, of in SETS[chosen].items()]
+    passes: list[Pass] = []
+    for name, of in SETS[chosen].items():
+        passes.append(run(name, [*of, *words], limit))
+        if passes[-1].broken:
+            break
     red, again = verdict(passes)
     while again:
         name = f"again-{sum(each.name.startswith('again') for each in passes) + 1}"

@@ -63,7 +63,7 @@ def _group(item: pytest.Item) -> str:
 
 
 def _shared(item: pytest.Item) -> int:
-    """In one process: what starts nothing of the session comes first, what needs most comes last."""
+    """In one process: what needs the least of the session comes first, the kubelet last."""
     names = getattr(item, "fixturenames", ())
     return 2 if "kube" in names else 1 if "cluster" in names else 0
 

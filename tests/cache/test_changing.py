@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from linux import mounts
-from tests.testbed import judging, leftovers, trees
+from tests.testbed import grave, leftovers, trees
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -242,7 +242,7 @@ def test_overlay_of_changing_layers_shows_right_bytes(area: Path) -> None:
     assert removals > 300
     for seed in range(3):
         report = json.loads((area / f"report{seed}").read_text())
-        with judging.wrong_bytes():
+        with grave.wrong_bytes():
             assert (report["errors"], report["wrong"]) == (0, 0), report
         assert report["reads"] > 500
         assert report["mapped"] > report["reads"] // 5

@@ -14,9 +14,9 @@ import kit.units
 from tests.testbed import (
     blockdev,
     formatters,
+    grave,
     image,
     installed,
-    judging,
     kubernetes,
     registry,
     waiting,
@@ -189,7 +189,7 @@ def test_accident_is_denied_and_the_pod_that_keeps_the_volume_busy_is_named(
                 blockdev.run("blockdev", "--flushbufs", device)
                 outcome = formatters.kubelet(run, device, "ext4", target, disk.clear)
                 assert (outcome.found, outcome.mounted) == ("", False)
-                with judging.missing_denial():
+                with grave.missing_denial():
                     assert "Operation not permitted" in outcome.mkfs_error
         finally:
             disk.clear()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import blockdev, earlier, installed, judging, waiting
+from tests.testbed import blockdev, earlier, grave, installed, waiting
 
 CYCLES = int(os.environ.get("SOAK_CYCLES", "1"))  # of four rounds each
 pytestmark = [pytest.mark.real, pytest.mark.timeout(60 + 60 * CYCLES)]
@@ -65,5 +65,5 @@ def test_rounds_of_the_agent_cost_jobs_pins_and_guard_nothing(
         assert readers.restarts() == 0
     finally:
         readers.end()
-    with judging.missing_denial():
+    with grave.missing_denial():
         assert set(tried.outcomes) == {"Operation not permitted"}, tried.outcomes

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import bigset, ceph, judging, pod, trees, waiting
+from tests.testbed import bigset, ceph, grave, pod, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -70,7 +70,7 @@ def test_readers_see_no_error_while_warming(
 ) -> None:
     _, _, reports = served
     for report in reports:
-        with judging.wrong_bytes():
+        with grave.wrong_bytes():
             assert (report["errors"], report["wrong"]) == (0, 0), report
         assert report["reads"] > 500
         assert report["mapped"] > report["reads"] // 5
@@ -84,7 +84,7 @@ def test_view_equals_snapshot(
     assert shown["files"]["done"] == shown["files"]["total"] == big.files
     assert shown["bytes"]["done"] == sum(r.size for r in big.records.values())
     found = trees.differences(big.records, trees.records(node.view("big")))
-    with judging.wrong_bytes():
+    with grave.wrong_bytes():
         assert not found, (len(found), found[:10])
 
 
@@ -114,7 +114,7 @@ def test_view_is_read_while_cluster_is_frozen_for_a_minute(
         trees.drop_caches()
         before.begin()
         seen = before.result(READ_SECONDS)
-        with judging.wrong_bytes():
+        with grave.wrong_bytes():
             assert (seen["errors"], seen["wrong"]) == (0, 0), seen
         assert seen["reads"] == big.files
         trees.drop_caches()
@@ -122,7 +122,7 @@ def test_view_is_read_while_cluster_is_frozen_for_a_minute(
             newcomer = late.reader(big.manifest, "all")
             newcomer.begin()
             seen = newcomer.result(READ_SECONDS)
-        with judging.wrong_bytes():
+        with grave.wrong_bytes():
             assert (seen["errors"], seen["wrong"]) == (0, 0), seen
         assert seen["reads"] == big.files
         assert node.get("/healthz")["alive"]
@@ -162,12 +162,12 @@ def test_readers_see_no_error_through_ten_agent_kills(
         node.wait_state("big", "complete", seconds=180)
         reports = [reader.stop() for reader in readers]
     for report in reports:
-        with judging.wrong_bytes():
+        with grave.wrong_bytes():
             assert (report["errors"], report["wrong"]) == (0, 0), report
         assert report["reads"] > 500
     (generation,) = node.generations("big")
     assert list((generation / "staging").iterdir()) == []
     assert list((generation / "links").iterdir()) == []
     found = trees.differences(big.records, trees.records(node.view("big")))
-    with judging.wrong_bytes():
+    with grave.wrong_bytes():
         assert not found, (len(found), found[:10])

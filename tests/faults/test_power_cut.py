@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from tests.cache.test_space import disk
-from tests.testbed import judging, trees
+from tests.testbed import grave, trees
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -111,7 +111,7 @@ def test_fill_survives_power_cuts(area: Path, node: Agent, fstype: str, flag: in
             sealed += marked(tree, source)
             node.start()
             node.wait_served("a", "source", "overlay")
-            with judging.wrong_bytes():
+            with grave.wrong_bytes():
                 assert trees.differences(trees.records(source), trees.records(node.view("a"))) == []
             survived += sum(r.kind == "file" for r in trees.records(tree, content=False).values())
         assert survived and sealed, "nothing was there to be checked"

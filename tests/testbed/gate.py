@@ -36,7 +36,7 @@ def unknown(entries: Sequence[str], nodeids: Iterable[str]) -> list[str]:
 
 
 def mark(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what the file names. UsageError when it names a test that is not there, or no real one."""
+    """Mark what the file names. UsageError when it names what is not there."""
     entries = lines(FILE.read_text())
     by_file: dict[str, list[str]] = {}
     for entry in entries:

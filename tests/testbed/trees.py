@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from tests.testbed import judging
+from tests.testbed import grave
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _BUFFER = memoryview(bytearray(1024 * 1024))
@@ -153,7 +153,7 @@ def differences(
 
 def assert_equal(source: Path, copy: Path, *, without: frozenset[bytes] = frozenset()) -> None:
     found = differences(records(source), records(copy), without=without)
-    with judging.wrong_bytes():
+    with grave.wrong_bytes():
         assert not found, "\n".join(found[:20]) + f"\n{len(found)} differences"
 
 

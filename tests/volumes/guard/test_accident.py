@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import blockdev, cell, formatters, judging, waiting
+from tests.testbed import blockdev, cell, formatters, grave, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = pytest.mark.real
@@ -132,9 +132,9 @@ def test_accident_with_guard_keeps_data(
     outcome = _replay(where.run, way, disk, fstype, fault, tmp_path)
 
     assert outcome.found == ""
-    with judging.missing_denial():
+    with grave.missing_denial():
         assert outcome.mkfs not in (0, None)
     assert "Operation not permitted" in outcome.mkfs_error
     assert not agent.guarded(disk.device)["may_be_formatted"]
-    with judging.wrong_bytes():
+    with grave.wrong_bytes():
         assert _intact(disk, tmp_path, originals[fstype])

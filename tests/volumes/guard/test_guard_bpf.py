@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from linux import bpf
-from tests.testbed import blockdev, cell, judging, waiting
+from tests.testbed import blockdev, cell, grave, waiting
 from volumes import settings
 from volumes.guard import cgroups, kernel
 
@@ -79,7 +79,7 @@ def test_enforce_denies_writers(guarded: cell.Cell, device: str, image: Path, na
 
     done = guarded.run(*_command(name, device))
 
-    with judging.missing_denial():
+    with grave.missing_denial():
         assert done.returncode != 0
         assert blockdev.sha256(image) == before
 
@@ -103,17 +103,17 @@ def test_enforce_denies_chroot_with_own_node(
 
     for words in (("dd", "if=/busybox", "of=/disk", "count=1"), ("mkswap", "/disk")):
         done = guarded.run("chroot", str(tmp_path), "/busybox", *words)
-        with judging.missing_denial():
+        with grave.missing_denial():
             assert done.returncode != 0 and "Operation not permitted" in done.stderr
 
-    with judging.missing_denial():
+    with grave.missing_denial():
         assert blockdev.sha256(image) == before
 
 
 def test_enforce_denies_other_mount_namespace(guarded: cell.Cell, device: str, image: Path) -> None:
     before = blockdev.sha256(image)
     done = guarded.run("unshare", "-m", "mkfs.ext4", "-F", device)
-    with judging.missing_denial():
+    with grave.missing_denial():
         assert done.returncode != 0 and "not permitted" in done.stderr
         assert blockdev.sha256(image) == before
 
@@ -121,7 +121,7 @@ def test_enforce_denies_other_mount_namespace(guarded: cell.Cell, device: str, i
 def test_enforce_denies_second_devtmpfs(guarded: cell.Cell, device: str, tmp_path: Path) -> None:
     script = f"mount -t devtmpfs none {tmp_path} && mkfs.ext4 -F {tmp_path}/{Path(device).name}"
     done = guarded.run("unshare", "-m", "sh", "-c", script)
-    with judging.missing_denial():
+    with grave.missing_denial():
         assert done.returncode != 0 and "not permitted" in done.stderr
 
 
@@ -156,7 +156,7 @@ def test_enforce_denies_below_allow_all_program(
     finally:
         os.close(directory)
         container.rmdir()
-    with judging.missing_denial():
+    with grave.missing_denial():
         assert done.returncode != 0 and "not permitted" in done.stderr
 
 

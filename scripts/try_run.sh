@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Does 'make run' do what it says? Start it, wait for the dataset, read it, end it, and take it down.
+cd "$(dirname "$0")/.."
+. scripts/steps.sh
+export NODEAGENT_PORT=${NODEAGENT_PORT:-19470}
+log=$(mktemp)
+make run >"$log" 2>&1 &
+run=$!
+trap 'kill -INT "$run" 2>/dev/null || true; scripts/stop.sh; rm -f "$log"' EXIT
+ask() { .venv/bin/nodeagent --config build/run/nodeagent.yaml "$@"; }
+for ((i = 0; i < 120; i++)); do
+  kill -0 "$run" 2>/dev/null || { tail -n 20 "$log"; say "make run ended early"; exit 1; }
+  if ask dataset list 2>/dev/null | grep -q complete; then break; fi
+  sleep 1
+done
+ask dataset list | grep complete || { tail -n 20 "$log"; say "the dataset was not complete after two minutes"; exit 1; }
+diff -r build/run/source build/run/views/demo/data
+say "make run: $(find build/run/views/demo/data -type f | wc -l) files read, each as in the source"
