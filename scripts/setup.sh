@@ -17,7 +17,8 @@ step() {
 # packages NAME...: install what is missing of Debian's packages.
 packages() {
   local there missing=() name
-  there=" $(dpkg-query -W -f '${db:Status-Abbrev}${Package}\n' "$@" 2>/dev/null | awk '$1 == "ii" {printf "%s ", $2}')"
+  # dpkg-query answers 1 when it does not know one of the names, which is the very case to mend here.
+  there=" $({ dpkg-query -W -f '${db:Status-Abbrev}${Package}\n' "$@" 2>/dev/null || true; } | awk '$1 == "ii" {printf "%s ", $2}')"
   for name in "$@"; do [[ $there == *" $name "* ]] || missing+=("$name"); done
   [ ${#missing[@]} -eq 0 ] && return 0
   if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
@@ -76,6 +77,7 @@ if [ "${1:-base}" = full ]; then
   step packages "${names[@]}"
   step scripts/runtimes.sh  # containerds and a registry, unpacked and not installed
   step scripts/kubernetes.sh  # Kubernetes, etcd and helm, built once into a cache folder
+  step scripts/snapshotters.sh  # the stargz snapshotter, likewise
 fi
 ceph_bindings
 # An environment that forbids writing bytecode would compile every module at each start.

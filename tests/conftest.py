@@ -6,11 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+
+# Hypothesis imports it in the middle of a test, where parsing it anew for pytest's asserts made the
+# interpreter fail once ("AST constructor recursion depth mismatch").
+import hypothesis.internal.conjecture.optimiser
 import pytest
 
-from tests.testbed import agent, bigset, ceph, kubernetes, leftovers, origins, starts
+from tests.testbed import agent, bigset, ceph, kubernetes, leftovers, origins, starts, waiting
 
 TESTS = Path(__file__).parent
+INTERNAL_ERRORS = TESTS.parent / "build" / "internal-errors"  # scripts/test.sh shows them
 STARTS = starts.watch()
 
 # A small shared machine: an example may be slow without being wrong.
@@ -39,21 +44,38 @@ def _group(item: pytest.Item) -> str:
     if item.get_closest_marker("guest"):
         return "guest"
     room = item.path.relative_to(TESTS).parts[0]
-    if room in ("volumes", "linux") or "kube" in getattr(item, "fixturenames", ()):
+    nodes = {"kube", "newer", "busy"}  # fixtures
+    if room in ("volumes", "linux") or nodes & set(getattr(item, "fixturenames", ())):
         return "host"
     if "cluster" in getattr(item, "fixturenames", ()):
         return "cluster"
-    return room if room == "preheat" else str(item.path)
+    return room if room in ("preheat", "kube") else str(item.path)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:  # a registry's program is a real part, which only the full set-up brings
+        if "images" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.real)
     groups = {item: _group(item) for item in items}
+    for item in items:
+        marked = item.get_closest_marker("timeout")
+        limit = float(marked.args[0]) if marked else float(item.config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(limit * waiting.SLACK), append=False)
     for item, group in groups.items():
         if group:
             item.add_marker(pytest.mark.xdist_group(group))
     order = {group: rank for rank, group in enumerate(_FIRST)} | {"": len(_FIRST) + 1}
     items.sort(key=lambda item: order.get(groups[item], len(_FIRST)))
+
+
+@pytest.hookimpl(tryfirst=True)  # sending it to the main process may break, too
+def pytest_internalerror(excrepr: object) -> None:
+    """Keep what broke a worker: the main process says only that the worker has ended early."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    INTERNAL_ERRORS.mkdir(parents=True, exist_ok=True)
+    (INTERNAL_ERRORS / str(os.getpid())).write_text(f"{excrepr}\n", errors="backslashreplace")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -97,12 +119,8 @@ def node(area: Path) -> Iterator[agent.Agent]:
 @pytest.fixture(scope="session")
 def cluster(run_folder: Path) -> Iterator[ceph.CephCluster]:
     """The session's Ceph: started when the first test asks for it."""
-    made = ceph.CephCluster(run_folder / "ceph")
-    made.start()
-    try:
+    with ceph.running(run_folder / "ceph") as made:
         yield made
-    finally:
-        made.stop()
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 
 READERS = 4
 KILLS = 10
-FROZEN_SECONDS = 60.0
+FROZEN_SECONDS = 60.0  # at least; longer where a slow machine reads for longer
+READ_SECONDS = 30.0 * waiting.SLACK  # everything, once; an MDS shuts a client out after 300 s
 
 
 def wait_for_reads(readers: list[pod.PodReader], more: int = 100) -> None:
@@ -106,14 +107,14 @@ def test_view_is_read_while_cluster_is_frozen_for_a_minute(
         deadline = time.monotonic() + FROZEN_SECONDS
         trees.drop_caches()
         before.begin()
-        seen = before.result(FROZEN_SECONDS - 5)
+        seen = before.result(READ_SECONDS)
         assert (seen["errors"], seen["wrong"]) == (0, 0), seen
         assert seen["reads"] == big.files
         trees.drop_caches()
         with pod.pod(area / "late", node.views / "big") as late:
             newcomer = late.reader(big.manifest, "all")
             newcomer.begin()
-            seen = newcomer.result(FROZEN_SECONDS)
+            seen = newcomer.result(READ_SECONDS)
         assert (seen["errors"], seen["wrong"]) == (0, 0), seen
         assert seen["reads"] == big.files
         assert node.get("/healthz")["alive"]
@@ -127,7 +128,7 @@ def test_readers_see_no_error_through_ten_agent_kills(
 ) -> None:
     source = bigset.source(cluster, area / "secret")
     node.cache["datasets"] = [{"name": "big", "freshness": "snapshot", "source": source}]
-    node.cache["fill"] = {"files_per_second": 1500}
+    node.cache["fill"] = {"files_per_second": 500}  # not complete before the last kill
     node.start()
     node.wait_served("big", "source", "overlay")
     with pod.pod(area / "pod", node.views / "big") as job:
