@@ -1,18 +1,15 @@
-"""The cache's part of the admin API (paths and bodies: openapi.yaml) and of the status page."""
+"""The cache's part of the admin API; paths and bodies are in openapi.yaml."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 import kit.errors
-import kit.units
-from cache import status
+from cache import choices, publishing, status
 from cache.component import Cache
 from cache.dataset import Dataset
 from cache.jobs import Jobs
-from kit.room import Answer, Cell, Handler, Json, PageSection, Request, Role, Route, Stream, watch
+from kit.room import Answer, Handler, Json, Request, Role, Route, Stream, watch
 
 MOST_FAILURES = 1000  # on one page
-
-_TONES = {"complete": "good", "failed": "bad", "waiting": "bad", "partial": "mid"}
 
 
 def _named(cache: Cache, request: Request) -> Dataset:
@@ -26,7 +23,10 @@ def _accepted(dataset: Dataset) -> Answer:
 async def _list(cache: Cache, _: Request) -> Json:
     return {
         "datasets": [status.of_dataset(cache.datasets[name]) for name in sorted(cache.datasets)],
-        "orphans": sorted({folder.split("/")[-2] for folder in cache.orphans}),
+        "orphans": sorted(
+            {folder.split("/")[-2] for folder in cache.orphans} | set(cache.lost_views)
+        ),
+        "store": cache.store_state(),
         "store_bytes": cache.used(),
         "budget_bytes": cache.settings.budget,
     }
@@ -48,10 +48,27 @@ def _request(act: Callable[[Jobs, Dataset], Awaitable[None]]) -> Handler:
     return handle
 
 
+async def _warm(cache: Cache, request: Request) -> Answer:
+    body = request.fields(now=bool)
+    dataset = _named(cache, request)
+    await cache.jobs.ask(dataset, now=body.get("now", False))
+    return _accepted(dataset)
+
+
 async def _verify(cache: Cache, request: Request) -> Answer:
     body = request.fields(source=bool)
     dataset = _named(cache, request)
     await cache.jobs.verify(dataset, source=body.get("source", False))
+    return _accepted(dataset)
+
+
+async def _evict(cache: Cache, request: Request) -> Answer:
+    body = request.fields(to=int, force=bool)
+    to = body.get("to", 0)
+    if not 0 <= to < 2**63:
+        raise kit.errors.SettingsError("to", f"{to} is not a number of bytes", "correct it")
+    dataset = _named(cache, request)
+    await cache.evict(dataset.name, to=to, force=body.get("force", False))
     return _accepted(dataset)
 
 
@@ -80,58 +97,64 @@ async def _progress(cache: Cache, request: Request) -> Stream:
     return Stream(watch(read))
 
 
+async def _update(cache: Cache, request: Request) -> Answer:
+    snapshot = request.fields(snapshot=str).get("snapshot", "")
+    dataset = _named(cache, request)
+    if snapshot in (".", "..") or "/" in snapshot:
+        raise kit.errors.SettingsError("snapshot", f"{snapshot!r} is not a name", "correct it")
+    await choices.update(cache.successions[dataset.name], snapshot)
+    return _accepted(dataset)
+
+
+async def _rollback(cache: Cache, request: Request) -> Answer:
+    request.fields()
+    dataset = _named(cache, request)
+    await choices.rollback(cache.successions[dataset.name])
+    return _accepted(dataset)
+
+
+async def _rescan(cache: Cache, request: Request) -> Answer:
+    request.fields()
+    dataset = _named(cache, request)
+    await choices.rescan(cache.successions[dataset.name])
+    return _accepted(dataset)
+
+
+async def _publish_manifest(cache: Cache, request: Request) -> Json:
+    to = request.fields(to=str).get("to", "")
+    return await publishing.publish(_named(cache, request), to)
+
+
+async def _cancel(cache: Cache, request: Request) -> Answer:
+    request.fields()
+    dataset = _named(cache, request)
+    if not await choices.cancel(cache.successions[dataset.name]):
+        await cache.jobs.cancel(dataset)
+    return _accepted(dataset)
+
+
+async def _generations(cache: Cache, request: Request) -> Json:
+    dataset = _named(cache, request)
+    users = cache.successions[dataset.name].users
+    return {"generations": status.generations_of(dataset, users)}
+
+
 _BASE = "/v1/datasets"
 ROUTES = (
     Route("GET", _BASE, _list),
     Route("GET", f"{_BASE}/{{name}}", _show),
     Route("DELETE", f"{_BASE}/{{name}}", _remove, Role.DANGEROUS),
-    Route("POST", f"{_BASE}/{{name}}/warm", _request(Jobs.warm), Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/warm", _warm, Role.OPERATE),
     Route("POST", f"{_BASE}/{{name}}/pause", _request(Jobs.pause), Role.OPERATE),
     Route("POST", f"{_BASE}/{{name}}/resume", _request(Jobs.resume), Role.OPERATE),
-    Route("POST", f"{_BASE}/{{name}}/cancel", _request(Jobs.cancel), Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/cancel", _cancel, Role.OPERATE),
     Route("POST", f"{_BASE}/{{name}}/verify", _verify, Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/evict", _evict, Role.DANGEROUS),
+    Route("POST", f"{_BASE}/{{name}}/update", _update, Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/rollback", _rollback, Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/rescan", _rescan, Role.OPERATE),
+    Route("POST", f"{_BASE}/{{name}}/manifest", _publish_manifest, Role.DANGEROUS),
+    Route("GET", f"{_BASE}/{{name}}/generations", _generations),
     Route("GET", f"{_BASE}/{{name}}/failures", _failures),
     Route("GET", f"{_BASE}/{{name}}/progress", _progress),
 )
-
-
-def page(cache: Cache) -> Sequence[PageSection]:
-    """Each dataset with its state, its progress and its place on the SSD."""
-    size = kit.units.format_size
-    rows = [_row(status.of_dataset(cache.datasets[name])) for name in sorted(cache.datasets)]
-    return [
-        PageSection(
-            title="Datasets",
-            summary=f"{size(cache.used())} of {size(cache.settings.budget)} used.",
-            head=("Dataset", "State", "Stored", "On SSD", "Why"),
-            rows=rows,
-        )
-    ]
-
-
-def _row(shown: Json) -> Sequence[Cell]:
-    size = kit.units.format_size
-    files, data, rate, left = shown["files"], shown["bytes"], shown["rate"], shown["eta_seconds"]
-    about = "about " if shown["estimated"] else ""
-    stored = [
-        Cell(
-            f"{files['done']} of {about}{files['total']} files, "
-            f"{size(data['done'])} of {size(data['total'])}"
-        )
-    ]
-    if shown["phase"]:
-        eta = "" if left is None else f", {kit.units.format_duration(left)} left"
-        stored.append(Cell(f"{rate['files']:.0f} files/s, {size(rate['bytes'])}/s{eta}"))
-    if files["failed"]:
-        stored.append(Cell(f"{files['failed']} failed", tone="bad"))
-    return (
-        Cell(shown["name"], style="strong", below=[Cell(shown["view"], style="code")]),
-        Cell(
-            shown["state"],
-            tone=_TONES.get(shown["state"], "mid"),
-            below=[Cell(f"served by {shown['served_by']}")],
-        ),
-        Cell(progress=(files["done"], max(files["total"], 1)), below=stored),
-        Cell(size(shown["store_bytes"])),
-        Cell(below=[Cell(shown["why"])]),
-    )

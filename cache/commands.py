@@ -40,20 +40,38 @@ def _path(name: str, what: str = "") -> str:
 def listing(ctx: CommandContext) -> Shown:
     """All datasets."""
     answer = terminal.call(ctx, "GET", "/v1/datasets")
-    return answer["datasets"], lambda found: _table_lines(found, answer["orphans"])
+    orphans = answer["orphans"]
+    return (
+        answer["datasets"],
+        lambda found: _table_lines(found, orphans),
+        lambda found: _table_lines(found, orphans, wide=True),
+    )
 
 
-def _table_lines(datasets: list[dict[str, Any]], orphans: list[str]) -> Iterator[str]:
+def _table_lines(
+    datasets: list[dict[str, Any]], orphans: list[str], *, wide: bool = False
+) -> Iterator[str]:
     rows = []
     for d in datasets:
         total = d["files"]["total"]
         share = f"{d['files']['done'] * 100 // total}%" if total else "-"
         files, size = f"{d['files']['done']}/{total}", kit.units.format_size(d["store_bytes"])
-        rows.append([d["name"], d["state"], d["served_by"], share, files, size, d["view"]])
-    head = ["NAME", "STATE", "SERVED BY", "STORED", "FILES", "ON SSD", "VIEW"]
+        more = [_hits(d.get("hits")) or "not known", d.get("used_by") or "nobody"] if wide else []
+        rows.append([d["name"], d["state"], d["served_by"], share, files, size, *more, d["view"]])
+    more = ["SSD HITS", "READ BY"] if wide else []
+    head = ["NAME", "STATE", "SERVED BY", "STORED", "FILES", "ON SSD", *more, "VIEW"]
     yield from terminal.table(head, rows)
     for name in orphans:
         yield f"{name}: not in the settings; 'dataset remove {name}' deletes it"
+
+
+def _hits(hits: dict[str, Any] | None) -> str:
+    """The share with its bounds; empty where it is not known."""
+    if not hits:
+        return ""
+    share = kit.units.format_share
+    sample = f" ({share(hits['low'])} to {share(hits['high'])})" if hits["opens"] else ""
+    return f"{share(hits['ratio'])}{sample}"
 
 
 @terminal.command(dataset, "show")
@@ -88,19 +106,43 @@ def _details(d: dict[str, Any]) -> Iterator[str]:
     yield f"name       {d['name']}"
     yield f"state      {d['state']}" + (f": {d['why']}" if d["why"] else "")
     yield f"view       {d['view']} (served by {d['served_by']})"
-    yield f"source     {d['source']['kind']} {d['source']['path']} ({d['freshness']}), {read_by}"
+    place = f"{d['source']['kind']} {_place(d['source'])}"
+    yield f"source     {place} ({d['freshness']}), {read_by}"
     yield f"files      {stored}, {odd}"
     yield f"bytes      {sizes}, {size(d['store_bytes'])} on the SSD"
     if files["no_room"]:
         yield f"no room    for {files['no_room']} files, {size(data['no_room'])}"
+    if d.get("share", 1) < 1:
+        kept = f"{d['share']:.1%} of the files, always the same ones"
+        yield f"kept       {kept}; the rest is at the source"
+    if hits := d.get("hits"):
+        share, _, sample = _hits(hits).partition(" ")
+        yield f"hits       {share} of what is read is on the SSD{' ' if sample else ''}{sample}"
+    if d.get("used"):
+        by = f"now, {d['used_by']}" if d["used_by"] else _ago(d["used"])
+        yield f"used       {by}" + (" (kept)" if d["keep"] else "")
+    if d.get("update"):
+        yield f"update     to {_coming_name(d['update'])}: {d['update']['state']}"
     if d["phase"]:
         yield f"progress   {_progress_text(d)}"
     if d["verify"]:
         yield f"verify     {_verify_text(d['verify'])}"
+    if d.get("compare"):
+        yield f"compared   {_compare_text(d['compare'])}"
+    if d["scrub"]["state"]:
+        yield f"scrub      {_scrub_text(d['scrub'])}"
     for note in d["notes"]:
         yield f"note       {note}"
     for failure in d.get("failures", ()):
         yield f"  {terminal.plain(failure['path'])}: {failure['reason']}"
+
+
+def _coming_name(coming: dict[str, Any]) -> str:
+    return str(coming["snapshot"] or coming["generation"])
+
+
+def _ago(at: float) -> str:
+    return f"{kit.units.format_duration(max(0.0, time.time() - at))} ago"
 
 
 def _verify_text(verify: dict[str, Any]) -> str:
@@ -114,12 +156,31 @@ def _verify_text(verify: dict[str, Any]) -> str:
     )
 
 
+def _compare_text(found: dict[str, Any]) -> str:
+    if found["at"] is None:
+        return f"not yet: {found['why']}"
+    text = f"with the source {_ago(found['at'])}, {found['entries']} entries: "
+    differ = f"{found['differing']} differ, {terminal.plain(found['path'])}: {found['what']}"
+    return text + (differ if found["differing"] else "none differs")
+
+
+def _scrub_text(scrub: dict[str, Any]) -> str:
+    files = scrub["files"]
+    why = {"doubt": "after errors of the SSD", "crash": "after an unclean shutdown"}
+    return (
+        f"{scrub['state']}: {files['checked']}/{files['total']} files, {scrub['bad']} bad, "
+        f"{scrub['replaced']} replaced, {scrub['withdrawn']} withdrawn"
+        + (f" ({why[scrub['reason']]})" if scrub["reason"] in why else "")
+    )
+
+
 def _progress_text(d: dict[str, Any]) -> str:
     files, data, rate, left = d["files"], d["bytes"], d["rate"], d["eta_seconds"]
     eta = "" if left is None else f", {kit.units.format_duration(left)} left"
     size = kit.units.format_size
+    state = f"{d['state']} ({d['why']})" if d["state"] == "queued" and d["why"] else d["state"]
     return (
-        f"{d['state']} {files['done']}/{files['total']} files, {size(data['done'])}/"
+        f"{state} {files['done']}/{files['total']} files, {size(data['done'])}/"
         f"{size(data['total'])}, {rate['files']:.0f} files/s, {size(rate['bytes'])}/s, "
         f"{files['failed']} failed{eta}"
     )
@@ -128,11 +189,13 @@ def _progress_text(d: dict[str, Any]) -> str:
 @dataset.command()
 @_name
 @click.option("--wait", is_flag=True, help="Wait until it is complete, or cannot be completed.")
+@click.option("--now", is_flag=True, help="Before all others: a fill that runs stops meanwhile.")
 @terminal.json_option
 @click.pass_obj
-def warm(ctx: CommandContext, name: str, wait: bool, as_json: bool) -> None:
+def warm(ctx: CommandContext, name: str, wait: bool, now: bool, as_json: bool) -> None:
     """Fill the store with NAME; continue after a pause, a cancel or a failure."""
-    shown = terminal.call(ctx, "POST", _path(name, "/warm"))
+    # An older agent refuses fields that it does not know.
+    shown = terminal.call(ctx, "POST", _path(name, "/warm"), {"now": True} if now else None)
     if wait:
         shown = asyncio.run(_follow(ctx, name, _warm_ended, quiet=as_json))
     if as_json:
@@ -220,7 +283,7 @@ def _simple(verb: str, text: str) -> None:
 
 _simple("pause", "Stop filling NAME until 'resume' or 'warm'.")
 _simple("resume", "Continue to fill a paused or cancelled NAME.")
-_simple("cancel", "Stop filling or verifying NAME; what is stored stays and serves.")
+_simple("cancel", "Stop filling, verifying or rescanning NAME; what is stored stays and serves.")
 
 
 @dataset.command()
@@ -243,6 +306,149 @@ def verify(ctx: CommandContext, name: str, source: bool, wait: bool, as_json: bo
         if result["bad"] > result["replaced"]:
             why = f"{result['bad']} bad files, {result['replaced']} replaced"
             raise NotFinishedError(PARTIAL, f"dataset {name}", why, "check the SSD and the source")
+
+
+@dataset.command()
+@_name
+@click.option("--to", default="0", show_default=True, help="SSD bytes that may stay, as 20GiB.")
+@click.option("--force", is_flag=True, help="Also when it is kept (cache.datasets[].keep).")
+@click.option("--wait/--no-wait", default=True, help="Wait until it is done (default).")
+@terminal.json_option
+@click.pass_obj
+def evict(ctx: CommandContext, name: str, to: str, force: bool, wait: bool, as_json: bool) -> None:
+    """Take files of NAME out of the store, unless a job uses it; jobs then read the source's."""
+    try:
+        most = kit.units.parse_size(to)
+    except ValueError as error:
+        raise kit.errors.SettingsError("--to", str(error), "write bytes, or 20GiB") from error
+    shown = terminal.call(ctx, "POST", _path(name, "/evict"), {"to": most, "force": force})
+    if wait:
+        shown = asyncio.run(_follow(ctx, name, _evict_ended, quiet=as_json))
+    terminal.show((shown, _evict_lines), as_json=as_json)
+    if wait and shown["evict"] and shown["evict"]["state"] == "failed":
+        why = shown["evict"]["why"]
+        raise NotFinishedError(
+            STOPPED, f"eviction from {name}", why, "see 'nodeagent dataset show'"
+        )
+
+
+def _place(source: dict[str, Any]) -> str:
+    """A directory, or an image as rbd names it."""
+    if "path" in source:
+        return str(source["path"])
+    parts = (source["pool"], source.get("namespace"), source["image"])
+    return "/".join(part for part in parts if part) + f"@{source['snapshot']}"
+
+
+def _evict_ended(d: dict[str, Any]) -> bool:
+    return not d["evict"] or d["evict"]["state"] in ("evicted", "failed")
+
+
+def _evict_lines(d: dict[str, Any]) -> Iterator[str]:
+    size, last = kit.units.format_size, d["evict"]
+    if last:
+        yield f"{d['name']}: {last['state']}, {last['files']} files, {size(last['bytes'])} are free"
+    stays = f"{d['files']['done']} files, {size(d['store_bytes'])} with directories and index"
+    back = f"; 'nodeagent dataset warm {d['name']}' fills it again"
+    yield f"{stays} stay" + (back if d["state"] == "evicted" else "")
+
+
+@dataset.command()
+@_name
+@click.option("--snapshot", default="", help="The snapshot; default: as the settings say.")
+@click.option("--wait", is_flag=True, help="Wait until it serves, or cannot.")
+@terminal.json_option
+@click.pass_obj
+def update(ctx: CommandContext, name: str, snapshot: str, wait: bool, as_json: bool) -> None:
+    """Take NAME to another snapshot; what serves goes on serving until that one is complete."""
+    shown = terminal.call(ctx, "POST", _path(name, "/update"), {"snapshot": snapshot})
+    if wait:
+        shown = asyncio.run(_follow(ctx, name, lambda d: _update_ended(d, snapshot), quiet=as_json))
+    terminal.show((shown, _update_lines), as_json=as_json)
+    if wait and shown.get("update"):
+        why, remedy = shown["update"]["why"], f"see 'nodeagent dataset generations {name}'"
+        raise NotFinishedError(PARTIAL, f"update of {name}", why, remedy)
+
+
+def _update_ended(d: dict[str, Any], snapshot: str) -> bool:
+    if (coming := d.get("update")) is not None:
+        return coming["state"] == "partial" and bool(coming["why"])
+    return d["state"] == "complete" and (not snapshot or d["snapshot"] == snapshot)
+
+
+def _update_lines(d: dict[str, Any]) -> Iterator[str]:
+    yield f"{d['name']} serves {d['snapshot'] or d['generation']}"
+    if (coming := d.get("update")) is not None:
+        files = coming["files"]
+        done = f"{files['done']} of {files['total']} files"
+        yield f"{_coming_name(coming)} comes: {coming['state']}, {done}" + (
+            f" ({coming['why']})" if coming["why"] else ""
+        )
+
+
+@dataset.command()
+@_name
+@click.option("--wait", is_flag=True, help="Wait until it serves, or cannot.")
+@terminal.json_option
+@click.pass_obj
+def rescan(ctx: CommandContext, name: str, wait: bool, as_json: bool) -> None:
+    """List the source of a frozen NAME again; what differs is copied, then all of it serves."""
+    shown = terminal.call(ctx, "POST", _path(name, "/rescan"))
+    before = shown["generation"]
+    if wait:
+        shown = asyncio.run(_follow(ctx, name, lambda d: _update_ended(d, ""), quiet=as_json))
+    terminal.show((shown, _update_lines), as_json=as_json)
+    if wait and (shown.get("update") or shown["generation"] == before):
+        why = (shown.get("update") or {"why": "it was cancelled"})["why"]
+        remedy = f"see 'nodeagent dataset generations {name}'"
+        raise NotFinishedError(PARTIAL if shown.get("update") else STOPPED, f"rescan of {name}",
+                               why, remedy)  # fmt: skip
+
+
+@terminal.command(dataset, "publish-manifest")
+@_name
+@click.option("--to", required=True, help="File *.manifest on the node, as on a writable CephFS.")
+def publish_manifest(ctx: CommandContext, name: str, to: str) -> Shown:
+    """Write which files the complete snapshot of NAME has, so that other nodes need not list it."""
+    answer = terminal.call(ctx, "POST", _path(name, "/manifest"), {"to": to})
+    return answer, _manifest_lines
+
+
+def _manifest_lines(written: dict[str, Any]) -> Iterator[str]:
+    size = kit.units.format_size(written["bytes"])
+    what = f"{written['entries']} entries in {written['directories']} directories"
+    yield f"{written['path']}: {what} of {written['snapshot']}, {size}"
+    if written["through_mount"]:
+        yield f"{written['through_mount']} of them are read through the mount by every node"
+
+
+@terminal.command(dataset, "rollback")
+@_name
+def rollback(ctx: CommandContext, name: str) -> Shown:
+    """Take NAME back to the generation that served before, until the next 'update'."""
+    shown = terminal.call(ctx, "POST", _path(name, "/rollback"))
+    return shown, lambda d: [f"{d['name']} goes back to the generation before"]
+
+
+@terminal.command(dataset, "generations")
+@_name
+def generations(ctx: CommandContext, name: str) -> Shown:
+    """The generations of NAME: the current one, the one that comes, and earlier ones."""
+    answer = terminal.call(ctx, "GET", _path(name, "/generations"))
+    return answer, lambda found: _generation_lines(found["generations"])
+
+
+def _generation_lines(found: list[dict[str, Any]]) -> Iterator[str]:
+    size = kit.units.format_size
+    rows = [
+        [
+            g["generation"], g["snapshot"] or "-", g["state"], str(g["files"]),
+            size(g["store_bytes"]), size(g["shared_bytes"]), "; ".join(g["users"][:1]) or "-",
+        ]
+        for g in found
+    ]  # fmt: skip
+    head = ["GENERATION", "SNAPSHOT", "STATE", "FILES", "ON SSD", "SHARED", "USED BY"]
+    yield from terminal.table(head, rows)
 
 
 def _verify_ended(d: dict[str, Any]) -> bool:

@@ -2,10 +2,12 @@
 
 import asyncio
 import errno
+import functools
 import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 from prometheus_client.core import Metric
@@ -15,20 +17,46 @@ import kit.errors
 import kit.findings
 import kit.line_worker
 import kit.room
-from cache import hints, status, view
-from cache.dataset import STORE_SECONDS, VIEW_SECONDS, Dataset, state_file
+from cache import (
+    by_id,
+    evicting,
+    figures,
+    frozen,
+    hints,
+    kept,
+    presence,
+    reserve,
+    scrub,
+    soundness,
+    status,
+    uses,
+    view,
+)
+from cache.csi import driver
+from cache.dataset import VIEW_SECONDS, Dataset
+from cache.generation import STORE_SECONDS
 from cache.jobs import Jobs
-from cache.settings import CacheSettings, DatasetSettings
-from cache.sources import cephfs, kinds
-from cache.store import disk, generations
+from cache.settings import CacheSettings, DatasetSettings, at_snapshot, same_place
+from cache.sources import kinds
+from cache.store import disk, generations, lock, subset
+from cache.store.health import State
+from cache.store_watch import StoreWatch
+from cache.succession import Succession
+from linux import mountinfo
 
 log = structlog.get_logger("cache")
 
 # Deleting millions of files takes long; it happens beside everything else.
 TRASH_SECONDS = 6 * 3600.0
 TRASH_RETRY_SECONDS = 60.0
+USERS_SECONDS = 60.0  # to look through all processes
 STORE_RETRY_SECONDS = (2.0, 60.0)
-_LIVE = ("disk", "budget", "reserve", "refresh_interval", "source_timeout", "fill", "hints")
+# Each look at a source is a process of 22 MB and 44 ms of CPU, and may mount.
+MOST_LOOKS = 12
+_LIVE = (
+    *("disk", "budget", "budget_inodes", "reserve", "refresh_interval", "source_timeout"),
+    *("source_check", "fill", "hints", "scrub", "compare"),
+)
 
 
 class Cache:
@@ -39,24 +67,42 @@ class Cache:
     ) -> None:
         self.settings = settings
         self.datasets: dict[str, Dataset] = {}
+        self.successions: dict[str, Succession] = {}
         self.orphans: dict[str, int] = {}  # folders that no dataset has, and their SSD bytes
+        self.lost_views: list[str] = []  # names of views that no dataset has
+        self._past = figures.Totals()  # of datasets that the settings lost
         self.trashed = 0  # SSD bytes of discarded generations that are not deleted yet
-        self.jobs = Jobs(self.datasets, self._foreign)
+        self.presence = presence.Presence(self.datasets)
+        self.jobs = Jobs(self.datasets, self._foreign, lambda: self.trashed, self._short)
+        self.soundness = soundness.Soundness(Path(os.path.realpath(state_dir)))
+        self.scrubber = scrub.Scrubber(self.datasets, self.jobs, self.soundness)
+        self.jobs.clear_way = self.scrubber.clear_way
         # The mount table shows real paths only, so links are followed once, here.
         self._state_dir = Path(os.path.realpath(state_dir))
+        self.csi = driver.Driver(self.datasets, self._state_dir)
+        self.uses = uses.Uses(self.datasets, self._state_dir, self.csi.has_volumes)
+        self.jobs.look = self.uses.look
+        self.reserve = reserve.Reserve(settings, self._reserve_changed)
+        self.jobs.least = self.reserve.now
         self._store = os.path.realpath(settings.store)
         self._views = os.path.realpath(settings.views)
         self._reporter = reporter
         # Why the store cannot be used: datasets are then served by their sources.
         self.no_store: kit.errors.AgentError | None = None
-        self._anew = False  # the store has come or gone, and all begins anew
+        self._anew = False  # the store has come or come back, and all begins anew
+        self._unread = False  # datasets were added or the disk was gone while it had trouble
+        self.watch: StoreWatch | None = None  # from the time that the store could be used
+        self._watching: asyncio.Task[None] | None = None
         self._store_backoff = kit.line_worker.Backoff(*STORE_RETRY_SECONDS)
         self._store_due = 0.0
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._scheduler: asyncio.Task[None] | None = None
         self._hinter: asyncio.Task[None] | None = None
+        self._minders: list[asyncio.Task[None]] = []  # of the scrub
         self._trash: asyncio.Task[None] | None = None
         self._trash_waits = False  # something was discarded since emptying began
+        self._looks = asyncio.Semaphore(MOST_LOOKS)
+        self._mounts = mountinfo.Table()
         self._weighing = asyncio.Lock()  # so that the last answer is the newest
 
     # --- as kit.room.Component
@@ -66,21 +112,43 @@ class Cache:
             raise kit.errors.HostError("the cache", "it needs root", "run the agent as root")
         await kit.child.call(view.check_kernel, deadline=VIEW_SECONDS)
         await kit.child.call(view.prepare, self._views, deadline=VIEW_SECONDS)
+        await asyncio.to_thread(self.soundness.start)
+        await asyncio.to_thread(self.uses.start)
+        self._minders = [asyncio.create_task(self.soundness.follow(), name="soundness")]
         try:
             await self._prepare_store()
         except kit.errors.AgentError as error:
+            if generations.is_disk_trouble(error):
+                self.soundness.count_trouble(str(error))
             log.error("store cannot be used; jobs read from the sources", error=str(error))
             self.no_store = error
             self._store_due = time.monotonic() + self._store_backoff.next()
+        await self.csi.adopt(self.settings.csi)  # before anything of a dataset is discarded
         await self._add(self.settings.datasets)
+        self._minders.append(asyncio.create_task(self.uses.follow(), name="uses"))
+        self._minders.append(asyncio.create_task(self.reserve.follow(), name="reserve"))
+        self._minders.append(asyncio.create_task(self.uses.follow_opens(), name="opens"))
+        await self.csi.reconcile(self.settings.csi)
         self._report()
         if self.no_store is not None:
             return
         await self._look_for_orphans()
         await self._weigh_trash()
         self._empty_trash()
+        disk_set = self.settings.disk
+        self.watch = StoreWatch(
+            self._store,
+            self._state_dir,
+            disk_set,
+            self._store_changed,
+            self.soundness,
+            self.jobs.disk_looked_at,
+        )
+        self._watching = asyncio.create_task(self.watch.follow(), name="store watch")
         self._scheduler = asyncio.create_task(self.jobs.follow(), name="jobs")
         self._hinter = asyncio.create_task(hints.follow(self.datasets), name="hints")
+        self._minders.append(asyncio.create_task(self.scrubber.follow(), name="scrub"))
+        self._minders.append(asyncio.create_task(frozen.follow(self.datasets), name="compare"))
 
     async def _check_disk(self) -> None:
         """HostError unless the store's disk is mounted. Beside the loop: mount tables are long."""
@@ -91,7 +159,8 @@ class Cache:
         try:
             await self._check_disk()
             await kit.child.call(generations.prepare, self._store, deadline=STORE_SECONDS)
-            disk.remember(self._store, self._state_dir)
+            await asyncio.to_thread(disk.remember, self._store, self._state_dir)
+            await asyncio.to_thread(lock.hold, self._store)
         except (OSError, RuntimeError) as error:
             full = isinstance(error, OSError) and error.errno == errno.ENOSPC
             cause, remedy = ("it is full", "free some space there")
@@ -100,19 +169,29 @@ class Cache:
             raise kit.errors.HostError(f"cache.store {self._store}", cause, remedy) from error
 
     async def _look_at_store(self) -> None:
-        """Begin anew when the store can be used again, or its disk has gone."""
-        if self.no_store is None:
-            try:
-                await self._check_disk()
-            except kit.errors.HostError as error:
-                self.no_store, self._anew = error, True
-        elif time.monotonic() >= self._store_due:
+        """Begin anew when a store that could not be used at the start can be used now."""
+        if self.watch is None and time.monotonic() >= self._store_due:
             try:
                 await self._prepare_store()
                 self.no_store, self._anew = None, True
             except kit.errors.AgentError as error:
                 self.no_store = error
                 self._store_due = time.monotonic() + self._store_backoff.next()
+
+    def _store_changed(self) -> None:
+        """The disk has got into trouble, or out of it."""
+        assert self.watch is not None
+        trouble = self.watch.trouble()
+        self._unread |= self.watch.health.state is State.DOWN
+        if trouble is None and self._unread:
+            self._anew = True  # what lies there now may not be what is remembered
+            return
+        self.no_store = trouble
+        for dataset in self.datasets.values():
+            dataset.store_changed(trouble)
+        self.jobs.wake()
+        self.scrubber.wake()
+        self._report()
 
     async def reconcile(self, settings: CacheSettings) -> Sequence[str]:
         refused = [
@@ -123,44 +202,63 @@ class Cache:
         changed = [n for n in _LIVE if getattr(settings, n) != getattr(self.settings, n)]
         keep = {name: getattr(self.settings, name) for name in refused}
         wanted = {dataset.name: dataset for dataset in settings.datasets}
-        kept: list[DatasetSettings] = []
+        taken: list[DatasetSettings] = []
         for name, new in wanted.items():
             old = self.datasets[name].settings if name in self.datasets else new
-            # The source cannot change under a view; everything else can.
-            if old.source == new.source and old.freshness == new.freshness:
-                kept.append(new)
+            # The source cannot change under a view; the way to it and everything else can.
+            if same_place(old.source, new.source) and _same_promise(old, new):
+                taken.append(new)
             else:
                 refused.append(f"datasets.{name}.source")
-                kept.append(old)
-        self.settings = settings.model_copy(update={**keep, "datasets": tuple(kept)})
+                taken.append(old)
+        self.settings = settings.model_copy(update={**keep, "datasets": tuple(taken)})
         for name in [n for n in self.datasets if n not in wanted]:
             await self._drop(name)
+        if self.watch is not None:
+            self.watch.disk = settings.disk
+        self.reserve.take(self.settings)
         await self._look_at_store()
-        if added := [new for new in kept if new.name not in self.datasets]:
+        await self.csi.reconcile(settings.csi)
+        if added := [new for new in taken if new.name not in self.datasets]:
             await self._add(added)
             await self._look_for_orphans()
-        for new in kept:
+        roomier: list[str] = []
+        for new in taken:
             dataset = self.datasets[new.name]
             dataset.cache = self.settings
             if dataset.settings != new:
+                if dataset.settings.source != new.source:
+                    for each in dataset.every_generation():
+                        at = each.record.snapshot
+                        each.source.take(at_snapshot(new.source, at) if at else new.source)
+                    dataset.due.suspect()  # the next look takes the new way
+                if _budgets(dataset.settings) != _budgets(new):
+                    roomier.append(new.name)
                 dataset.settings = new
                 dataset.wake()
         if changed:
             await self.jobs.limits_changed()
-        if {"budget", "reserve"} & set(changed):
-            for dataset in self.datasets.values():
-                if dataset.generation.state == "partial" and dataset.generation.left_files:
-                    await self.jobs.warm(dataset)
+        if {"budget", "budget_inodes", "reserve"} & set(changed):
+            roomier = list(self.datasets)
+        await self.jobs.budgets_raised([self.datasets[name] for name in roomier])
+        if [each for each in self.datasets.values() if each.take_discarded()]:
+            await self._weigh_trash()
+            self._empty_trash()
         self.jobs.wake()
         self._report()
         return refused
 
     async def stop(self) -> None:
-        tasks = [*self._tasks.values(), self._hinter, self._trash]
+        tasks = [*self._tasks.values(), self._hinter, self._trash, self._watching]
         for task in tasks:
             if task is not None:
                 task.cancel()
+        await self.csi.stop()
         await asyncio.gather(*(d.stop() for d in self.datasets.values()))
+        for task in self._minders:
+            task.cancel()
+        await asyncio.gather(*self._minders, return_exceptions=True)
+        await self.soundness.stop()
         if self._scheduler is not None:
             # It writes the outcome of the pass, which was cancelled above.
             done, _ = await asyncio.wait({self._scheduler}, timeout=1.0)
@@ -171,40 +269,67 @@ class Cache:
         )
 
     def health(self) -> kit.room.Health:
-        dead = [name for name, task in self._tasks.items() if task.done()]
+        dead = [name for (name, _), task in self._tasks.items() if task.done()]
         alive = (
             not dead
             and not self._anew
             and not (self._scheduler is not None and self._scheduler.done())
+            and not (self._watching is not None and self._watching.done())
+            and not any(task.done() for task in self._minders)
         )
         reasons = [f"{name}: its task has ended" for name in dead]
         if self._anew:
-            reasons.append("the store has come or gone")
+            reasons.append("the store has come back")
         if self.no_store is not None:
             reasons.append(f"{self.no_store} (jobs read from the sources)")
         reasons += [
-            f"{d.name}: not published ({d.why()})"
+            f"{d.name}: not published ({d.why() or _reason(d)})"
             for d in self.datasets.values()
             if d.stage is view.Stage.NONE and not d.removed
         ]
+        reasons += self.csi.reasons()
         return kit.room.Health(alive=alive, ready=alive and not reasons, reasons=reasons)
 
     def metrics(self) -> Iterable[Metric]:
-        return status.metrics(self.datasets, budget=self.settings.budget, used=self.used())
+        yield from status.metrics(
+            self.datasets, budget=self.settings.budget, used=self.used(), past=self._past,
+            store=self.store_state(),
+        )  # fmt: skip
+        yield from self.csi.metrics()
+
+    def store_state(self) -> str:
+        """normal, unstable or down."""
+        if self.watch is not None:
+            return str(self.watch.health.state)
+        return str(State.NORMAL if self.no_store is None else State.DOWN)
 
     # --- datasets
 
     async def _add(self, added: Sequence[DatasetSettings]) -> None:
         new = [Dataset(each, self.settings, self._state_dir, self.jobs.wake) for each in added]
-        folders = [dataset.folder for dataset in new]
-        found = [None] * len(new)
+        for dataset in new:
+            dataset.looks, dataset.ahead = self._looks, self.jobs.slot.ahead
+            dataset.mounts = self._mounts
+        names = [dataset.name for dataset in new]
+        found: list[dict[str, dict[str, Any] | None]] = [{} for _ in new]
+        self._unread |= self.watch is not None and self.no_store is not None
         if self.no_store is None:
-            found = await kit.child.call(generations.adopt, folders, deadline=STORE_SECONDS)
-        for dataset, fields in zip(new, found, strict=True):
-            dataset.no_store = self.no_store
+            found = await kit.child.call(
+                generations.adopt_all, self._store, names, deadline=STORE_SECONDS
+            )
+        for dataset, kept_ones in zip(new, found, strict=True):
+            succession = Succession(dataset, self._empty_trash)
+            fields = succession.adopt(kept_ones)
+            dataset.no_store, dataset.soundness = self.no_store, self.soundness
+            dataset.has_volumes = functools.partial(self.csi.has_volumes, dataset.name)
+            self.presence.take(dataset)
             dataset.adopt(fields)
             self.datasets[dataset.name] = dataset
-            self._tasks[dataset.name] = asyncio.create_task(dataset.follow(), name=dataset.name)
+            self.successions[dataset.name] = succession
+            for loop in (dataset, succession):
+                task = asyncio.create_task(loop.follow(), name=dataset.name)
+                self._tasks[dataset.name, type(loop).__name__] = task
+        self.uses.take(new)
 
     async def _drop(self, name: str) -> None:
         """Stop work for a dataset that the settings lost. Its view and store stay until removed.
@@ -212,9 +337,12 @@ class Cache:
         A slip in the settings file must not cost a dataset that took hours to fill.
         """
         dataset = self.datasets.pop(name)
-        task = self._tasks.pop(name)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        self._past += dataset.totals()
+        del self.successions[name]
+        tasks = [self._tasks.pop(key) for key in list(self._tasks) if key[0] == name]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await dataset.stop()
         log.warning("dataset is no longer in the settings; its view and store stay", dataset=name)
         await self._look_for_orphans()
@@ -231,16 +359,47 @@ class Cache:
 
     async def remove(self, name: str) -> None:
         """Remove a dataset of the settings, or what is left of one that the settings lost."""
+        with self.csi.leaving(name):
+            async with self.presence.ending(name):
+                await self._remove(name)
+
+    async def evict(self, name: str, *, to: int, force: bool) -> None:
+        """Have a dataset that nobody uses take at most ``to`` bytes; ``force``: a kept one, too.
+
+        The files are taken out soon; ``Dataset.eviction`` shows it. AgentError with why not.
+        """
+        dataset = self.get(name)
+        evicting.refuse(dataset, force=force)
+        using = await kit.child.call(by_id.all_users, dataset.view, deadline=USERS_SECONDS)
+        evicting.refuse_used(dataset, [*using, *self.csi.users(name)])
+        evicting.refuse(dataset, force=force)  # it may be another thing by now
+        dataset.eviction = figures.Eviction("queued", to)
+        self.jobs.wake()
+
+    async def release(self, name: str) -> None:
+        """Give up a dataset that an object of the cluster asked for and that nobody wants now.
+
+        InUseError names who uses it. RefusedError while it is still in the settings.
+        """
+        if name in self.datasets:
+            raise kit.errors.RefusedError(f"dataset {name}", "it is still in the settings", "")
+        try:
+            await self.remove(name)
+        except kit.errors.NotFoundError:
+            pass  # nothing of it is left
+
+    async def _remove(self, name: str) -> None:
         folders = [f for f in self.orphans if Path(f).parent.name == name]
         if name in self.datasets:
             await self.datasets[name].remove()
         else:
             target = f"{self._views}/{name}/data"
-            if not folders and not await asyncio.to_thread(os.path.ismount, target):
+            if not folders and name not in await asyncio.to_thread(view.names, self._views):
                 self.get(name)
+            await kit.child.call(by_id.take_down_all, target, deadline=VIEW_SECONDS)
             await kit.child.call(view.take_down, target, deadline=VIEW_SECONDS)
-            await cephfs.release(kinds.folder_of(self._state_dir, name))
-            state_file(self._state_dir, name).unlink(missing_ok=True)
+            await kinds.release(kinds.folder_of(self._state_dir, name))
+            kept.file_of(self._state_dir, name).unlink(missing_ok=True)
         for folder in folders:
             await kit.child.call(generations.discard, self._store, folder, deadline=STORE_SECONDS)
         try:
@@ -251,11 +410,14 @@ class Cache:
         self.jobs.wake()
 
     async def _look_for_orphans(self) -> None:
-        """Find generations that no dataset of the settings has. They take space until removed."""
+        """Find generations and views that no dataset of the settings has. They stay."""
+        mounted = await asyncio.to_thread(view.names, self._views)
+        self.lost_views = [name for name in mounted if name not in self.datasets]
         if self.no_store is not None:
             return
         found = await kit.child.call(generations.inventory, self._store, deadline=STORE_SECONDS)
-        ours = {dataset.folder for dataset in self.datasets.values()}
+        datasets = self.datasets.values()
+        ours = {each.folder for dataset in datasets for each in dataset.every_generation()}
         self.orphans = {folder: used for folder, used in found.items() if folder not in ours}
 
     async def _weigh_trash(self) -> None:
@@ -273,6 +435,7 @@ class Cache:
         while self._trash_waits:
             self._trash_waits = False
             try:
+                await self._weigh_trash()
                 await kit.child.call(generations.empty_trash, self._store, deadline=TRASH_SECONDS)
                 await self._weigh_trash()
             except (kit.errors.AgentError, OSError, RuntimeError) as error:
@@ -284,18 +447,48 @@ class Cache:
     async def _room_again(self) -> None:
         """Discarded generations are deleted: their bytes are for datasets that lacked room."""
         await self.jobs.limits_changed()
-        for dataset in self.datasets.values():
-            if dataset.generation.left_files:
-                dataset.retry_now()
+        self.jobs.room_came(self.datasets.values())
 
     # --- space and reports
 
     def _foreign(self) -> int:
         return sum(self.orphans.values()) + self.trashed
 
+    def _short(self) -> subset.Amount:
+        """What the store's disk lacks of the reserve, beside what is being deleted."""
+        if self.watch is None or not self.watch.health.usable or self.trashed:
+            return subset.Amount()
+        return self.reserve.short(self.watch.seen)
+
+    def _reserve_changed(self) -> None:
+        self._changing = asyncio.create_task(self.jobs.limits_changed())
+        self._report()
+        self.jobs.wake()
+
     def used(self) -> int:
         """SSD bytes of the whole store."""
         return sum(dataset.used() for dataset in self.datasets.values()) + self._foreign()
 
     def _report(self) -> None:
-        self._reporter.report("cache", status.findings(self.datasets, self.orphans, self.no_store))
+        found = [
+            *status.findings(self.datasets, self.orphans, self.no_store, self.lost_views),
+            *evicting.findings(self.datasets, self.jobs.budgets.in_the_way),
+            *self.reserve.findings(),
+        ]
+        self._reporter.report("cache", found)
+
+
+def _budgets(settings: DatasetSettings) -> tuple[int, int]:
+    return settings.budget, settings.budget_inodes
+
+
+def _same_promise(old: DatasetSettings, new: DatasetSettings) -> bool:
+    """A frozen tree cannot become a snapshot while the agent runs, nor the other way round."""
+    return (old.freshness == "frozen") == (new.freshness == "frozen")
+
+
+def _reason(dataset: Dataset) -> str:
+    """Why a dataset without a trouble has no view yet."""
+    if dataset.reached is None:
+        return "its source was not reached yet"
+    return dataset.reached.note or "it will be in a moment"

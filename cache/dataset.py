@@ -4,162 +4,47 @@
 wait for an event when there is none. So a restarted agent, a lost source and an operator's request
 all take the same path. Jobs (``cache.jobs``) copy and read files; this module asks for them.
 
-Invariants: everything that changes the view or generation.json holds ``lock``. The store itself is
-published only when it is complete, for it has no source to fall back to. An overlay is published
-only when every directory of the source is in the tree: a directory that a reader looked up earlier
-would show the source only. Nothing here takes a view away; it changes what serves it.
+What is stored is a generation (``cache.generation``); ``current`` is the one that the view shows.
+When its source is another one, by the same name, it is *stale*: the view shows the source, the
+generation is discarded and another one begins.
+
+Invariants: everything that changes the view or generation.json holds ``lock``. Nothing here takes a
+view away; it changes what serves it.
 """
 
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
-import json
+import errno
+import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 import kit.child
 import kit.errors
-import kit.files
-import kit.formats
-import kit.line_worker
-from cache import view
-from cache.settings import CacheSettings, DatasetSettings
+from cache import by_id, due, hits, kept, soundness, standing, trouble, view
+from cache.action import Action, Facts, next_action
+from cache.figures import Figures, Job, Scrub, Scrubs, Verification
+from cache.generation import STORE_SECONDS, Generation, folder_name, named
+from cache.settings import AccessSettings, CacheSettings, DatasetSettings, Source, snapshot_of
 from cache.sources import base, kinds
-from cache.store import generations, index
+from cache.store import generations
 from cache.view import Stage
 from linux import mountinfo
 
 log = structlog.get_logger("dataset")
 
 VIEW_SECONDS = 30.0  # a swap takes a millisecond, but looking up a hanging source never ends
-STORE_SECONDS = 60.0
-LOOK_SECONDS = 30.0  # between two checks of a source that answers
-STATE_FORMAT = 1  # of the state file
-RETRY_SECONDS = (5.0, 300.0)  # first and longest pause after a failure
-# A refresh takes 1.5 us per cached name. At most this share of the time is spent on it.
-REFRESH_SHARE = 0.05
+# The tree of a store cannot be opened: it has gone, or its disk fails.
+_TREE_LOST = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN, errno.ESTALE)
 
 
-# --- what to do next
-
-
-class Action(Enum):
-    NOTHING = auto()
-    REACH = auto()  # mount the source if the agent mounts it, and check that it answers
-    PUBLISH_SOURCE = auto()
-    PUBLISH_OVERLAY = auto()
-    PUBLISH_STORE = auto()
-    QUEUE = auto()  # ask for a fill
-    REFRESH = auto()
-    RELEASE = auto()  # unmount the source
-
-
-@dataclass(frozen=True)
-class Facts:
-    stage: Stage
-    complete: bool
-    skeleton: bool
-    reached: bool  # the source answered the last check
-    reach_due: bool
-    moved: bool  # the view shows another mount of the source than the one that answers
-    fill_wanted: bool
-    job_there: bool  # queued or running
-    refresh_due: bool
-    source_needed: bool  # a job needs it
-    source_held: bool  # the agent may have mounted something of it
-
-
-def next_action(facts: Facts) -> Action:
-    """The most urgent action. Pure; asked again after each action."""
-    if facts.complete:
-        if facts.stage is not Stage.STORE:
-            return Action.PUBLISH_STORE
-        # A mounted source costs memory (the cache of ceph-fuse) and keeps devices busy.
-        release = facts.source_held and not facts.source_needed
-        return Action.RELEASE if release else Action.NOTHING
-    if not facts.reached:
-        return Action.REACH if facts.reach_due else Action.NOTHING
-    if facts.stage is Stage.OVERLAY or facts.skeleton:
-        if facts.stage is not Stage.OVERLAY or facts.moved:
-            return Action.PUBLISH_OVERLAY
-    elif facts.stage is not Stage.SOURCE or facts.moved:
-        return Action.PUBLISH_SOURCE
-    if facts.fill_wanted and not facts.job_there:
-        return Action.QUEUE
-    if facts.refresh_due and facts.stage is Stage.OVERLAY:
-        return Action.REFRESH
-    return Action.REACH if facts.reach_due else Action.NOTHING
-
-
-# --- what is known
-
-
-@dataclass(frozen=True)
-class Figures(index.Counts):
-    """How much there is and how much is stored. From the running job, else as last known."""
-
-    used: int = 0  # SSD bytes
-    estimated: bool = True  # files and bytes are not counted yet
-
-    def at_least(self, reached: base.Reached) -> "Figures":
-        """With what the source counts where it has more."""
-        files, size = max(self.files, reached.files or 0), max(self.bytes, reached.bytes or 0)
-        return dataclasses.replace(self, files=files, bytes=size)
-
-
-@dataclass(frozen=True)
-class Verification:
-    """The last verify. ``state``: '', queued, running, good, bad, cancelled or failed."""
-
-    state: str = ""
-    source: bool = False  # compares with the source too
-    why: str = ""
-    result: dict[str, int] | None = None  # named as in the API
-    at: float = 0.0  # Unix time of its end
-
-    @property
-    def queued(self) -> bool:
-        return self.state == "queued"
-
-    @property
-    def pending(self) -> bool:
-        """From the request until the result is known, including the withdrawal of bad files."""
-        return self.state in ("queued", "running")
-
-
-class Job(Protocol):
-    """The running job of a dataset (``cache.jobs``)."""
-
-    kind: str  # fill, verify or withdraw
-    phase: str
-
-    def rates(self) -> tuple[float, float]:
-        """Files and bytes per second."""
-
-    def eta(self) -> float | None:
-        """Seconds left, None when they cannot be estimated."""
-
-    async def hint(self, paths: list[str]) -> None:
-        """Paths that a reader opened, relative to the dataset."""
-
-    async def cancel(self) -> None:
-        """Ends it after a last commit; kills it when it takes too long."""
-
-
-def state_file(state_dir: Path, name: str) -> Path:
-    """What is remembered beside the store, for example that the dataset was removed."""
-    return state_dir / "datasets" / f"{name}.json"
-
-
-class Dataset:
+class Dataset(standing.Standing):
     """One dataset of the settings while the agent runs."""
 
     def __init__(
@@ -171,47 +56,131 @@ class Dataset:
     ) -> None:
         self.settings = settings
         self.cache = cache
-        self.source: base.Source = kinds.source_of(settings, state_dir)
         self.view = f"{os.path.realpath(cache.views)}/{settings.name}/data"
-        self._state = state_file(state_dir, settings.name)
+        self._state = kept.file_of(state_dir, settings.name)
         self._scratch = str(state_dir / "scratch")
-        self._job_queued = job_queued  # wakes the scheduler
-        identity = json.dumps(self.source.identity, sort_keys=True)
-        digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-        self._store = os.path.realpath(cache.store)
-        self.folder = f"{self._store}/{settings.name}/{settings.freshness}-{digest}"
-        self.generation = generations.new(settings.name, identity)
+        self.ask_jobs = job_queued  # wakes the scheduler
+        self.store = os.path.realpath(cache.store)
+        self.state_dir = state_dir
+        self.current = self.generation_of(settings.source)
+        self.coming: Generation | None = None  # is filled, and follows the current one
+        self.earlier: list[Generation] = []  # complete ones to go back to, the latest first
+        self.left: list[Generation] = []  # are to be discarded when nobody uses them
+        self.cramped = False  # beyond a budget: no earlier generation is kept
+        self.earlier_held = False  # somebody uses the one that is to go next
+        self.update_queued = False
+        self.chosen: dict[str, str] = {}  # by an operator (cache.succession)
+        self.changed: Callable[[], None] = lambda: None  # whenever it is woken
         self.stage = Stage.NONE
-        self.reached: base.Reached | None = None
         self.trouble: kit.errors.AgentError | None = None  # of the last action that failed
         self.no_store: kit.errors.AgentError | None = None  # why nothing can be stored
         self.newer: kit.errors.HostError | None = None  # a newer agent's files: all is left alone
+        self.has_volumes: Callable[[], bool] = lambda: False  # pods hold what is stored
+        self.discarded = False  # a generation went to the trash, which is to be emptied
         self.removed = False
         self.notes: list[str] = []
-        self.refreshes = 0
-        self.figures = Figures()
+        self.refreshes = self.evicted = self.freed = 0  # since the start; files and their SSD bytes
         # Jobs: what is asked for, what runs, and when a fill may be asked for again.
         self.fill_queued = False
         self.verification = Verification()
         self.job: Job | None = None
-        self.fill_backoff = kit.line_worker.Backoff(*RETRY_SECONDS)
-        self._no_fill_before = 0.0
-        self._reach_backoff = kit.line_worker.Backoff(*RETRY_SECONDS)
-        self._reach_at = 0.0
-        self._refresh_wanted = False
-        self._refresh_at = 0.0
+        self.soundness = soundness.Soundness()  # all datasets share one
+        self.scrub, self.scrubs, self.hits = Scrub(), Scrubs(), hits.Hits()  # the last one; all
+        self.scrubbing: Job | None = None
+        self.due = due.Due()
+        self._shown = view.Shown()
+        self._allowed: AccessSettings | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._published_device = ""
-        self._source_held = True  # an earlier agent may have left it mounted
+        self.source_held = True  # an earlier agent may have left it mounted
         self._wake = asyncio.Event()
         self.lock = asyncio.Lock()
+        self.looks = asyncio.Semaphore()  # all datasets share one
+        self.mounts = mountinfo.Table()  # all datasets share one
 
     @property
     def name(self) -> str:
         return self.settings.name
 
+    # --- what the view shows: shorthands of ``current``
+
     @property
-    def tree(self) -> str:
-        return f"{self.folder}/tree"
+    def generation(self) -> generations.Generation:
+        """Its generation.json."""
+        return self.current.record
+
+    @generation.setter
+    def generation(self, record: generations.Generation) -> None:
+        self.current.record = record
+
+    @property
+    def folder(self) -> str:
+        return self.current.folder
+
+    @property
+    def layer(self) -> str:
+        return self.current.layer
+
+    @property
+    def source(self) -> base.Source:
+        return self.current.source
+
+    @property
+    def reached(self) -> base.Reached | None:
+        return self.current.reached
+
+    @property
+    def figures(self) -> Figures:
+        return self.current.figures
+
+    @figures.setter
+    def figures(self, figures: Figures) -> None:
+        self.current.figures = figures
+
+    def generation_of(self, place: Source, scan: str = "") -> Generation:
+        """One of this dataset whose source is at ``place``, perhaps in another snapshot.
+
+        ``scan``: as of ``Generation``.
+        """
+        snapshot = snapshot_of(place)
+        settings = self.settings.model_copy(update={"source": place})
+        source = kinds.source_of(settings, self.state_dir)
+        if self.settings.freshness == "follow" and not snapshot:
+            source = kinds.Unknown(self.settings)
+        folder = folder_name(self.settings.freshness, named(source, scan))
+        path = f"{self.store}/{self.name}/{folder}"
+        return Generation(self.name, source, path, self.refuse_change, snapshot, scan)
+
+    def every_generation(self) -> list[Generation]:
+        """All that it has, the current one first."""
+        coming = [] if self.coming is None else [self.coming]
+        return [self.current, *coming, *self.earlier, *self.left]
+
+    def before(self, target: Generation) -> Generation | None:
+        """The generation with which ``target`` shares files, if it is still there."""
+        wanted = target.record.before
+        return next(
+            (each for each in self.every_generation() if wanted and each.id == wanted), None
+        )
+
+    def succeed(self, new: Generation) -> None:
+        """``new`` is the current one; what was it goes to the others. The caller has the lock."""
+        old = self.current
+        self.earlier = [each for each in self.earlier if each is not new]
+        if old.record.state == "complete":
+            self.earlier.insert(0, old)
+        elif old.record.state != "new":
+            self.left.append(old)
+        self.coming = None if self.coming is new else self.coming
+        self.current, self.verification = new, Verification()
+        self.fill_queued = False
+        self.stage = Stage.UNKNOWN if self.stage is not Stage.NONE else Stage.NONE
+
+    def refuse_change(self) -> None:
+        """AgentError while nothing may be written to the store."""
+        if self.no_store is not None:
+            raise self.no_store
+        self._refuse_newer()
 
     # --- start
 
@@ -220,60 +189,59 @@ class Dataset:
 
         What a newer agent left stays as it is: the view, the store and the files.
         """
-        self.stage = view.stage_of(self.view, self.tree, mountinfo.read())
         try:
             if fields is not None:
-                found = generations.generation_of(fields)
-                if found.identity == self.generation.identity:
-                    self.generation = found
-                    self.show_kept_figures()
-            kept = self._kept_state()
+                self.current.adopt(fields)
+            remembered = kept.load(self._state)
         except kit.errors.HostError as error:
             self.newer = self.trouble = error
-            used = int((fields or {}).get("used", 0))
-            self.generation = dataclasses.replace(self.generation, state="new", used=used)
+            self.current.look_away(fields or {})
+            self._look_at_view({}, int((fields or {}).get("tree", 0)))
             log.error("dataset of a newer agent is left alone", dataset=self.name, why=str(error))
             return
-        self.removed = bool(kept.get("removed"))
-        self._published_device = str(kept.get("device", ""))
+        self.removed = bool(remembered.get("removed"))
+        self._published_device = str(remembered.get("device", ""))
+        self.chosen = dict(remembered.get("chosen") or {})
+        self._look_at_view(remembered, int((fields or {}).get("tree", 0)))
+        self.due.first_check(self._check_interval())
 
-    def _kept_state(self) -> dict[str, Any]:
-        """HostError when a newer agent wrote it."""
-        try:
-            kept = dict(json.loads(self._state.read_bytes()))
-        except (OSError, ValueError, TypeError):
-            return {}
-        kit.formats.check(str(self._state), kept, STATE_FORMAT)
-        return kept
+    def _look_at_view(self, remembered: dict[str, Any], tree: int) -> None:
+        names = ("device", "root", "layer")
+        values = dict(remembered.get("shown") or {})
+        self._shown = view.Shown(**{name: values[name] for name in names if name in values})
+        if values.get("generation", self.generation.created) != self.generation.created:
+            tree = 0  # inode numbers are given again
+        self.stage = view.stage_of(self.view, self.layer, self.mounts.now(), self._shown, tree)
+        self.due.refresh_wanted = self.stage is Stage.OVERLAY  # something was stored since
 
-    def _save_state(self) -> None:
+    async def save_state(self) -> None:
         self._refuse_newer()
-        self._state.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        kept = {"removed": self.removed, "device": self._published_device}
-        kit.files.save(self._state, json.dumps({kit.formats.KEY: STATE_FORMAT, **kept}).encode())
+        fields = {
+            "removed": self.removed, "device": self._published_device, "chosen": self.chosen,
+            "shown": {**dataclasses.asdict(self._shown), "generation": self.generation.created},
+        }  # fmt: skip
+        await kit.child.call(kept.save, str(self._state), fields, deadline=STORE_SECONDS)
 
     def _refuse_newer(self) -> None:
         if self.newer is not None:
             raise self.newer
 
     async def change(self, **changes: Any) -> None:
-        """Change generation.json durably."""
-        if self.no_store is not None:
-            raise self.no_store
-        self._refuse_newer()
-        self.generation = dataclasses.replace(self.generation, **changes)
-        fields = dataclasses.asdict(self.generation)
-        await kit.child.call(generations.save, self.folder, fields, deadline=STORE_SECONDS)
+        """Change generation.json of the current generation durably."""
+        was = self.whole()
+        await self.current.change(**changes)
+        if was and not self.whole():
+            await self.tell_loss()
 
     def show_kept_figures(self) -> None:
         """Show the figures of generation.json, while no job reports newer ones."""
-        now = self.generation
-        self.figures = Figures(**now.counts(), used=now.used, estimated=not now.skeleton)
+        self.current.show_kept_figures()
 
     # --- the loop
 
     def wake(self) -> None:
         self._wake.set()
+        self.changed()
 
     async def follow(self) -> None:
         """Runs until it is cancelled."""
@@ -281,26 +249,31 @@ class Dataset:
             self._wake.clear()
             try:
                 async with self.lock:
+                    await self._allow()
                     acted = await self._act(next_action(self.facts()))
             except (kit.errors.AgentError, OSError, RuntimeError) as error:
                 acted = False
                 self._note_trouble(error)
             if not acted:
                 with contextlib.suppress(TimeoutError):  # something is due
-                    async with asyncio.timeout(self._patience()):
+                    async with asyncio.timeout(self.due.patience(complete=self._served_by_store())):
                         await self._wake.wait()
 
-    def _patience(self) -> float:
-        now = time.monotonic()
-        refresh_at = self._refresh_at if self._refresh_wanted else 0.0
-        due = (self._reach_at, self._no_fill_before, refresh_at)
-        later = [at for at in due if at > now]
-        return max(0.05, min(later, default=now + LOOK_SECONDS) - now)
+    def _served_by_store(self) -> bool:
+        usable = self.no_store is None and not self.doubted
+        return self.generation.state == "complete" and usable
+
+    @property
+    def doubted(self) -> bool:
+        """The disk has failed since its files were verified: the view shows the source."""
+        return self.soundness.doubts(self.generation)
+
+    def _check_interval(self) -> float:
+        return self.cache.source_check if self.source.replaceable else math.inf
 
     def facts(self) -> Facts:
-        now = time.monotonic()
         generation = self.generation
-        wanted = self.settings.warm or generation.wanted
+        wanted = self.settings.warm or generation.wanted or generation.evicting
         # What failed may succeed later, and there may be room for what did not fit.
         unfinished = generation.state in ("new", "filling") or (
             generation.state == "partial" and (generation.failed > 0 or generation.left_files > 0)
@@ -308,20 +281,40 @@ class Dataset:
         return Facts(
             stage=self.stage,
             complete=generation.state == "complete",
-            skeleton=generation.skeleton,
+            skeleton=self.listed(),
+            stale=generation.state == "stale",
+            store_usable=self.no_store is None and not self.doubted,
             reached=self.reached is not None,
-            reach_due=now >= self._reach_at and not self.removed,
+            servable=self.reached is not None and bool(self.reached.root),
+            reach_due=self.due.look(complete=self._served_by_store()) and not self.removed,
             moved=self.reached is not None and self.reached.device != self._published_device,
             fill_wanted=wanted
             and unfinished
-            and not generation.held
+            and (not generation.held or generation.evicting)
             and not self.removed
-            and now >= self._no_fill_before,
+            and self.coming is None
+            and self.due.fill(),
             job_there=self.fill_queued or self.job is not None,
-            refresh_due=self._refresh_wanted and now >= self._refresh_at,
-            source_held=self._source_held,
-            source_needed=self.verification.pending or self.job is not None,
+            refresh_due=self.due.refresh(),
+            source_held=self.source_held,
+            source_needed=self.verification.pending
+            or self.job is not None
+            or self.coming is not None
+            or (self.comparing or self.mending)
+            or self.settings.freshness == "follow",
+            volumes=self.has_volumes() and not self.source.block,  # devices keep their images
         )
+
+    async def _allow(self) -> None:
+        """Give the view's parent its owner and mode, at the start and when the settings change."""
+        access = self.settings.access
+        if self._allowed == access or self.removed or self.newer is not None:
+            return
+        wanted = access.owner, access.group, access.mode, self.source.place
+        if not view.is_allowed(self.view, *wanted):
+            async with self.looks:  # not a process for each dataset at once
+                await kit.child.call(view.allow, self.view, *wanted, deadline=VIEW_SECONDS)
+        self._allowed = access
 
     async def _act(self, action: Action) -> bool:
         if action is Action.NOTHING or self.removed or self.newer is not None:
@@ -334,167 +327,174 @@ class Dataset:
             case Action.PUBLISH_OVERLAY:
                 await self.publish(Stage.OVERLAY)
             case Action.PUBLISH_STORE:
-                await self._publish_store()
+                await self.publish_store()
+            case Action.RENEW:
+                await self._renew()
             case Action.QUEUE:
                 self.fill_queued = True
-                self._job_queued()
+                self.ask_jobs()
             case Action.REFRESH:
                 await self.refresh()
             case Action.RELEASE:
-                self.reached = None
-                self._source_held = False
+                self.current.reached = None
                 await self.source.release()
+                self.source_held = False
         return True
 
     def _note_trouble(self, error: Exception) -> None:
-        again = "see the kernel log; it is tried again"
-        if isinstance(error, RuntimeError):  # a child process died, for lack of memory perhaps
-            why = f"a helper process failed ({str(error).splitlines()[-1]})"
-            error = kit.errors.HostError(f"dataset {self.name}", why, again)
-        elif isinstance(error, OSError):
-            thing = f"dataset {self.name}: view {self.view}"
-            error = kit.errors.HostError(thing, f"{error.strerror or error}", again)
-        assert isinstance(error, kit.errors.AgentError)
-        if self.trouble is None or str(error) != str(self.trouble):
-            log.warning("dataset is not served as it should be", dataset=self.name, why=str(error))
-        self.trouble = error
-        self._reach_at = time.monotonic() + self._reach_backoff.next()
+        found = trouble.of(self.name, self.view, error)
+        if self.trouble is None or str(found) != str(self.trouble):
+            log.warning("dataset is not served as it should be", dataset=self.name, why=str(found))
+        self.trouble = found
+        self.due.failed()
 
     # --- what jobs use too; the caller has the lock
 
-    async def reach(self) -> None:
-        """Reach the source. SourceError when it does not answer; the view stays as it is."""
-        self._reach_at = time.monotonic() + LOOK_SECONDS
-        self._source_held = True
-        try:
-            self.reached = await self.source.reach(self.cache.source_timeout)
-        except kit.errors.SourceError:
-            self.reached = None
-            raise
-        self._reach_backoff.reset()
+    async def reach(self, *, serve: bool = False) -> None:
+        """Reach the source. SourceError when it does not answer; the view stays as it is.
+
+        ``serve``: jobs are to read it soon, although the store serves them now.
+        """
+        self.due.looking()
+        self.source_held = True
+        async with self.looks:
+            serve = serve or not self._served_by_store()
+            other = await self.current.reach(self.cache.source_timeout, serve=serve)
+        self.due.answered(self._check_interval())
         self.trouble = None
-        if not self.generation.skeleton and self.job is None:
+        if other:
+            await self._outdate(other)
+        if not self.generation.skeleton and self.job is None and self.reached is not None:
             self.figures = self.figures.at_least(self.reached)
+
+    async def _outdate(self, why: str) -> None:
+        """The source is another one now. What is stored is never filled or completed any more."""
+        log.error("source is another one by the same name", dataset=self.name, why=why)
+        await self.change(state="stale", why=f"the source is another one now: {why}")
+        self._end_job()
+
+    async def _renew(self) -> None:
+        """Discard a stale generation; another one begins. The view shows the source."""
+        old = self.generation
+        await kit.child.call(generations.discard, self.store, self.folder, deadline=STORE_SECONDS)
+        self.discarded = True
+        self.current.begin_anew(
+            marks=self.reached.marks if self.reached is not None else {},
+            wanted=old.wanted or old.completed > 0, held=old.held, replaced=old.why,
+        )  # fmt: skip
+        self.verification = Verification()
+        self.due.spread_fill(self.cache.fill.jitter)
+        await self.change()
+        log.warning("dataset begins anew", dataset=self.name, why=old.why)
+
+    def take_discarded(self) -> bool:
+        """Whether a generation was discarded since the last call."""
+        was, self.discarded = self.discarded, False
+        return was
+
+    # --- the view
 
     async def publish(self, stage: Stage) -> None:
         """Have ``stage`` serve the view. OSError."""
         source = self.reached.root if self.reached else ""
-        clean = await kit.child.call(
-            view.publish, self.view, str(stage), source, self.tree, self._scratch,
+        done = await kit.child.call(
+            view.publish, self.view, str(stage), source, self.layer, self._scratch, self.stage,
             deadline=VIEW_SECONDS,
         )  # fmt: skip
         log.info("view published", dataset=self.name, before=str(self.stage), now=str(stage))
         self.stage = stage
-        self._refresh_wanted = False
+        self.due.refresh_wanted = False
+        if not done.pop("clean"):
+            self.notes = ["this kernel (before 6.5) keeps earlier mounts of the view below it"]
+        self._shown = view.Shown(**done)
         if self.reached is not None:
             self._published_device = self.reached.device
-            self._save_state()
-        if not clean:
-            self.notes = ["this kernel (before 6.5) keeps earlier mounts of the view below it"]
+        await self.save_state()
 
-    async def _publish_store(self) -> None:
+    async def publish_store(self) -> None:
         """Publish the store; when its tree cannot be opened, fill again from the source."""
         try:
             await self.publish(Stage.STORE)
         except OSError:
-            if self.stage is not Stage.STORE:
+            if self.stage is Stage.STORE:
+                raise  # it is published, and could not be noted
+            lost = await kit.child.call(view.trouble_of, self.layer, deadline=STORE_SECONDS)
+            if lost in _TREE_LOST:
                 log.error("store of a complete dataset is unreadable", dataset=self.name)
+                self.stage = Stage.UNKNOWN if self.stage is Stage.OVERLAY else self.stage
                 await self.change(state="filling", skeleton=False, why="the store lost its tree")
             raise
 
     async def refresh(self) -> None:
-        self._refresh_wanted = False
+        self.due.refresh_wanted = False
         began = time.monotonic()
-        await kit.child.call(view.refresh, self.view, deadline=VIEW_SECONDS)
+        await kit.child.call(view.refresh, self.view, self.layer, deadline=VIEW_SECONDS)
         self.refreshes += 1
-        took = time.monotonic() - began
-        self._refresh_at = time.monotonic() + max(self.cache.refresh_interval, took / REFRESH_SHARE)
+        self.due.refreshed(self.cache.refresh_interval, time.monotonic() - began)
 
     def want_refresh(self) -> None:
         """Something was committed that running views do not see yet."""
-        self._refresh_wanted = True
+        self.due.refresh_wanted = True
         self.wake()
-
-    def fill_later(self, seconds: float | None = None) -> None:
-        """No fill for ``seconds``, by default for the next, longer pause after failures."""
-        pause = self.fill_backoff.next() if seconds is None else seconds
-        self._no_fill_before = time.monotonic() + pause
 
     def retry_now(self) -> None:
         """Check the source and fill soon; earlier failures delay nothing any more."""
-        self._reach_at = self._no_fill_before = 0.0
-        self._reach_backoff.reset()
-        self.fill_backoff.reset()
+        self.due.retry_now()
         self.wake()
 
-    def suspect_source(self) -> None:
-        """Check the source soon."""
-        self._reach_at = 0.0
+    def store_changed(self, why: kit.errors.AgentError | None) -> None:
+        """The store's disk has got into trouble, or out of it."""
+        self.no_store = why
+        if why is not None or self.doubted:
+            self.fill_queued = False
+            self.due.suspect()
+            if self.job is not None and self.job.kind != "verify":  # that finds what is bad
+                self._end_job()
+        self.wake()
 
-    def put_back(self) -> None:
-        """It was removed, and is wanted again."""
+    def _end_job(self) -> None:
+        if self.job is not None:
+            self._ending = asyncio.create_task(self.job.cancel())
+
+    async def put_back(self) -> None:
+        """It was removed, and is wanted again. The caller has the lock."""
         self.removed = False
-        self._save_state()
-
-    # --- end
+        await self.save_state()
 
     async def remove(self) -> None:
         """Take the view down and discard the store. InUseError names who uses the view."""
         self._refuse_newer()
         async with self.lock:
+            await kit.child.call(by_id.take_down_all, self.view, deadline=VIEW_SECONDS)
             await kit.child.call(view.take_down, self.view, deadline=VIEW_SECONDS)
             self.stage = Stage.NONE
-            self.removed = True
+            self.removed, self._allowed = True, None
             self.fill_queued = False
-            self._save_state()
+            await self.save_state()
         await self.stop()
         async with self.lock:
+            for each in self.every_generation():
+                await kit.child.call(
+                    generations.discard, self.store, each.folder, deadline=STORE_SECONDS
+                )
+            self.coming, self.earlier, self.left, self.update_queued = None, [], [], False
+            self.current.begin_anew()
+            self.trouble = self.current.reached = None
             await self.source.release()
-            self.reached = None
-            await kit.child.call(
-                generations.discard, self._store, self.folder, deadline=STORE_SECONDS
-            )
-            self.generation = generations.new(self.name, self.generation.identity)
-            self.figures = Figures()
-            self.trouble = None
         log.info("dataset removed", dataset=self.name)
 
     async def stop(self) -> None:
-        """End the running job. The view stays."""
-        if self.job is not None:
-            await self.job.cancel()
-
-    # --- for status
+        """End the running jobs. The view stays."""
+        for job in (self.job, self.scrubbing):
+            if job is not None:
+                await job.cancel()
 
     def used(self) -> int:
-        """SSD bytes that it takes."""
-        return max(self.generation.used, self.figures.used if self.job is not None else 0)
+        """SSD bytes that it takes, with what its generations share counted once."""
+        every = self.every_generation()
+        return sum(each.used(every) for each in every)
 
-    def state(self) -> str:
-        """One word; docs/cache.md lists them."""
-        generation = self.generation
-        if self.removed:
-            return "removed"
-        if self.newer is not None:
-            return "failed"
-        if self.job is not None:
-            if self.job.kind == "verify":
-                return "verifying"
-            return "paused" if generation.held == "paused" else self.job.phase or "queued"
-        if generation.held and generation.state != "complete":
-            return generation.held
-        if generation.state == "complete" and self.stage is not Stage.STORE:
-            return "failed" if self.trouble is not None else "queued"
-        if generation.state in ("complete", "partial"):
-            return generation.state
-        if self.reached is None:
-            return "waiting"
-        if self.fill_queued:
-            return "queued"
-        return "failed" if generation.why else "cold"
-
-    def why(self) -> str:
-        """Why its state is not better, in one line."""
-        if self.trouble is not None and self.state() != "complete":
-            return str(self.trouble)
-        return self.generation.why
+    def used_beside(self, target: Generation) -> int:
+        """As ``used``, without what ``target`` takes of its own."""
+        every = self.every_generation()
+        return sum(each.used(every) for each in every if each is not target)

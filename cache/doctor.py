@@ -10,11 +10,12 @@ import ceph.doctor
 import kit.errors
 import kit.files
 from cache import view
-from cache.settings import CacheSettings, CephfsSource
-from cache.sources import base
+from cache.csi import volumes
+from cache.settings import CacheSettings, CephfsSource, DirSource, RbdSource
+from cache.sources import base, roots
 from cache.store import disk, tree
 from kit.checks import Check
-from linux import mountinfo, mounts
+from linux import devmapper, krbd, mountinfo, mounts
 
 
 def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
@@ -28,10 +29,16 @@ def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
         ),
         Check("propagation", propagation, (views,), "pods and the host do not see the views"),
     ]  # fmt: skip
+    found.append(
+        Check(
+            "kubelet", kubelet, (str(section.csi.kubelet),), "pods get no volumes by dataset name",
+            wanted=section.csi.enabled,
+        )
+    )  # fmt: skip
     sources = {dataset.name: dataset.source for dataset in section.datasets}
     for name, source in sources.items():
         cost = f"dataset {name} is not served"
-        if not isinstance(source, CephfsSource):
+        if isinstance(source, DirSource):
             found.append(Check(f"source {name}", directory, (str(source.path),), cost))
             continue
         key = (str(source.secret_file), source.user)
@@ -43,6 +50,10 @@ def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
     found.append(
         Check("cephfs client", cephfs, (client,), cost, wanted=bool(clients or client != "auto"))
     )
+    images = {source.client for source in sources.values() if isinstance(source, RbdSource)}
+    if images - {"none"}:
+        cost = "jobs wait for the complete copy of an image"
+        found.append(Check("rbd client", rbd, (), cost))
     return found
 
 
@@ -100,14 +111,47 @@ def propagation(views: str) -> str:
     return f"{views} is not on a shared mount; the agent makes it one"
 
 
+def kubelet(root: str) -> str:
+    """The directories that the CSI driver works in."""
+    pods, registry = f"{root}/pods", f"{root}/plugins_registry"
+    for path in (pods, registry):
+        if not os.path.isdir(path):
+            raise kit.errors.HostError(
+                path, "it is not there",
+                "set cache.csi.kubelet to the kubelet's --root-dir; in a pod mount it",
+            )  # fmt: skip
+    for path in (registry, kit.files.existing(f"{root}/plugins/{volumes.DRIVER}")):
+        if not os.access(path, os.W_OK):
+            raise kit.errors.HostError(
+                path, "it cannot be written to", "in a pod mount it without readOnly"
+            )
+    own = mountinfo.read()
+    mount = mountinfo.containing(os.path.realpath(pods), own)
+    if (mount is None or mount.shared is None) and disk.apart(own):
+        raise kit.errors.HostError(
+            pods, "what is mounted here does not reach the kubelet",
+            "in a pod: mountPropagation: Bidirectional",
+        )  # fmt: skip
+    return f"{pods} and {registry} can be used"
+
+
 def directory(path: str) -> str:
     try:
-        root = base.look(path)
+        root = roots.look(path)
     except OSError as error:
         raise base.explain(f"directory {path}", error) from error
     if root["empty"]:
         raise kit.errors.SourceError(f"directory {path}", "it is empty", "mount the source there")
     return f"{path} can be read"
+
+
+def rbd() -> str:
+    if not krbd.available():
+        raise kit.errors.HostError(
+            "RBD client", "the kernel has none", "load the module 'rbd' (modprobe rbd)"
+        )
+    mapper = "with" if devmapper.available() else "no"
+    return f"the kernel's, {mapper} device mapper"
 
 
 def cephfs(client: str) -> str:

@@ -13,7 +13,6 @@ import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 
@@ -22,7 +21,7 @@ import kit.line_worker
 import kit.processes
 from cache.dataset import Dataset
 from cache.view import Stage
-from linux import fanotify, mountinfo
+from linux import fanotify, mountinfo, procfs
 
 log = structlog.get_logger("hints")
 
@@ -76,6 +75,7 @@ async def follow(datasets: Mapping[str, Dataset]) -> None:
                 and dataset.job is not None
                 and dataset.job.kind == "fill"
                 and dataset.stage is Stage.OVERLAY
+                and not dataset.source.block  # it is filled from its beginning to its end
             }
             for name in [n for n in listeners if n not in wanted or listeners[n].done()]:
                 listeners.pop(name).cancel()
@@ -108,8 +108,9 @@ def watch() -> None:
 def opened_in(view: str, seconds: float) -> list[str]:
     """Files opened through ``view`` during ``seconds``, each once. OSError, IndexError."""
     found: dict[str, None] = {}
-    targets: dict[int, list[str]] = {}
-    mount = mountinfo.at(view, mountinfo.read())[-1]
+    if not mountinfo.stacked(view):
+        raise IndexError(f"nothing is mounted at {view}")
+    targets = procfs.Targets([view])
     with fanotify.OpenWatch() as opens:
         opens.watch_filesystem(view)
         deadline = time.monotonic() + seconds
@@ -122,22 +123,10 @@ def opened_in(view: str, seconds: float) -> list[str]:
                     os.close(descriptor)
                 if pid == os.getpid() or not path:
                     continue
-                if pid not in targets:
-                    targets[pid] = [view, *_targets(pid, mount)]
-                for target in targets[pid]:
-                    if path.startswith(target + "/"):
-                        found[path[len(target) + 1 :]] = None
-                        break
+                shown, below = targets.of(pid, path)
+                if shown:
+                    found[below] = None
                 if len(found) >= MOST_IN_A_WINDOW:
                     break
             time.sleep(0.01)
     return list(found)
-
-
-def _targets(pid: int, mount: mountinfo.Mount) -> list[str]:
-    """Where a process has the view mounted: in a pod it has another path."""
-    try:
-        theirs = mountinfo.read(Path(f"/proc/{pid}/mountinfo"))
-    except OSError:
-        return []  # it has ended
-    return [each.target for each in theirs if each.device == mount.device]

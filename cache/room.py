@@ -1,8 +1,8 @@
 """The cache as the process registers it."""
 
 import kit.traces
-from cache import settings
-from kit.room import Command, Room, calls, named
+from cache import node_status, settings
+from kit.room import Asking, Command, Intent, Presence, Report, Room, Rule, calls, named
 
 
 def _traces() -> kit.traces.Traces:
@@ -10,6 +10,59 @@ def _traces() -> kit.traces.Traces:
 
     return kit.traces.Traces(uninstall.find, uninstall.remove)
 
+
+# What makes a dataset another one: it needs a new name. Another snapshot is a new generation of it.
+# As CEL calls them: namespace is a word of its own there.
+_FIXED = ("kind", "path", "filesystem", "user", "pool", "__namespace__", "image")
+_DATASETS = Intent(
+    kind="CachedDataset",
+    plural="cacheddatasets",
+    short=("cds",),
+    summary="A dataset that nodes keep on their SSDs and that pods read by its name.",
+    field="datasets",
+    model=settings.DatasetSettings,
+    key="name",
+    without=("name",),
+    rules=(
+        Rule(
+            "self.freshness != 'snapshot' || has(self.source.snapshot) || "
+            "(has(self.source.path) && self.source.path.split('/').exists(p, p == '.snap'))",
+            "freshness 'snapshot' needs source.snapshot (dir: a .snap path); a tree without one is "
+            "live and cannot be cached",
+        ),
+        Rule(
+            "self.freshness != 'frozen' || !(has(self.source.snapshot) || "
+            "(has(self.source.path) && self.source.path.split('/').exists(p, p == '.snap')))",
+            "the source is a snapshot; say freshness: snapshot",
+        ),
+        Rule(
+            "!has(self.source.path) || self.source.path.startsWith('/')",
+            "source.path is relative; begin it with /",
+        ),
+        Rule(
+            "self.freshness == oldSelf.freshness",
+            "freshness cannot change; make a dataset of another name",
+        ),
+        *(
+            Rule(
+                f"has(self.source.{name}) == has(oldSelf.source.{name}) && "
+                f"(!has(self.source.{name}) || self.source.{name} == oldSelf.source.{name})",
+                f"source.{name.strip('_')} cannot change: jobs would read two versions "
+                "under one name; make a dataset of another name",
+            )
+            for name in _FIXED
+        ),
+    ),
+    secret=("source", "secret_file"),
+    release=calls("cache.component:Cache.release"),
+    spread=True,
+    requests=(
+        Asking("pause", calls("cache.requests:pause"), calls("cache.requests:paused")),
+        Asking("warm", calls("cache.requests:warm"), calls("cache.requests:warmed")),
+        Asking("verify", calls("cache.requests:verify"), calls("cache.requests:verified")),
+        Asking("rescan", calls("cache.requests:rescan"), calls("cache.requests:rescanned")),
+    ),
+)
 
 ROOM = Room(
     name="cache",
@@ -25,7 +78,23 @@ ROOM = Room(
             named("cache.commands:dataset"),
         ),
     ),
-    page=calls("cache.api:page"),
+    page=calls("cache.page:sections"),
     checks=calls("cache.doctor:checks"),
     traces=_traces,
+    intents=(_DATASETS,),
+    condition=("CacheDegraded", "CacheWell"),
+    presence=Presence(
+        "dataset",
+        read=calls("cache.presence:read"),
+        listen=calls("cache.presence:listen"),
+    ),
+    report=Report(
+        "datasets",
+        node_status.DatasetStatus,
+        many=True,
+        read=node_status.of,
+        brief=node_status.brief,
+        key="name",
+        told=("state", "served_by", "generation", "waits_for"),
+    ),
 )

@@ -9,14 +9,15 @@ from pydantic import Field, field_validator, model_validator
 import ceph.settings
 import kit.settings
 import kit.units
+import kube.settings
 
 _NAME = re.compile(r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")
 
 LIVE_TREE = (
     "a live, changing tree cannot be cached: the kernel would answer ESTALE or ENOENT for names "
     "that change under a view. Choose 'freshness: snapshot' (read one immutable snapshot), "
-    "'freshness: frozen' (you promise that the tree does not change), or make a snapshot for each "
-    "version and point a dataset at each"
+    "'freshness: follow' (read the newest snapshot), or 'freshness: frozen' (you promise that the "
+    "tree does not change)"
 )
 
 
@@ -46,7 +47,12 @@ class CephfsSource(kit.settings.Section):
     path: str = "/"
     """Directory in the file system; the dataset's root."""
     snapshot: str | None = None
-    """Name under .snap of path; needed by 'freshness: snapshot'."""
+    """Name under .snap of path; needed by 'freshness: snapshot'. Another one is an update."""
+    manifest: str | None = Field(default=None, max_length=4096)
+    """Manifest of the snapshot, read instead of listing its directories; where it cannot be used,
+    they are listed. A path below 'path', as it is now; one that begins with '/' is on this host.
+    {snapshot} stands for the name of the snapshot. 'nodeagent dataset publish-manifest' writes
+    it."""
     user: ceph.settings.User = "admin"
     """cephx user without 'client.'."""
     secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
@@ -70,6 +76,17 @@ class CephfsSource(kit.settings.Section):
             )
         return "/" + "/".join(parts)
 
+    @field_validator("manifest")
+    @classmethod
+    def _plain_manifest(cls, value: str | None) -> str | None:
+        parts = [] if value is None else value.removeprefix("/").split("/")
+        if "\0" in (value or "") or {"", ".", "..", ".snap"} & set(parts):
+            raise ValueError(
+                f"{value!r} is not the path of a file: leave out '.', '..' and '.snap', which "
+                "cannot be written"
+            )
+        return value
+
     @field_validator("snapshot")
     @classmethod
     def _plain_name(cls, value: str | None) -> str | None:
@@ -78,7 +95,86 @@ class CephfsSource(kit.settings.Section):
         return value
 
 
-Source = Annotated[DirSource | CephfsSource, Field(discriminator="kind")]
+class RbdSource(kit.settings.Section):
+    """A snapshot of an RBD image that holds an ext4 or XFS file system."""
+
+    kind: Literal["rbd"]
+    """A block image."""
+    monitors: ceph.settings.Monitors = Field(min_length=1, description=ceph.settings.MONITORS)
+    pool: kit.settings.Word
+    """Pool of the image."""
+    namespace: str = ""
+    """Namespace in the pool."""
+    image: kit.settings.Word
+    """Name of the image. It is not encrypted."""
+    snapshot: kit.settings.Word
+    """Name of the snapshot; it is the dataset's version."""
+    partition: int = Field(0, ge=0, le=128)
+    """Number of the partition that holds the file system; 0: it is on all of the image."""
+    user: ceph.settings.User = "admin"
+    """cephx user without 'client.'. mon 'profile rbd' and osd 'profile rbd-read-only' are
+    enough."""
+    secret_file: kit.settings.AbsolutePath = Field(description=ceph.settings.SECRET_FILE)
+    client: Literal["auto", "krbd", "none"] = "auto"
+    """auto: jobs read the mapped snapshot while the copy fills, where the kernel has an RBD
+    client. krbd: it must have. none: the view comes with the complete copy."""
+
+    needs: ClassVar = "source.snapshot"
+    in_snapshot: ClassVar = True
+
+    @field_validator("namespace")
+    @classmethod
+    def _plain_namespace(cls, value: str) -> str:
+        if "/" in value or "@" in value:
+            raise ValueError(f"{value!r} is not a namespace name")
+        return value
+
+
+# How a source is reached; what it is does not depend on them.
+WAYS = ("monitors", "secret_file", "client", "manifest")
+
+Source = Annotated[DirSource | CephfsSource | RbdSource, Field(discriminator="kind")]
+
+
+def snapshot_of(source: Source) -> str:
+    """The name of its snapshot, '' when it names none."""
+    if not isinstance(source, DirSource):
+        return source.snapshot or ""
+    parts = source.path.parts
+    after = parts.index(".snap") + 1 if ".snap" in parts else len(parts)
+    return parts[after] if after < len(parts) else ""
+
+
+def at_snapshot(source: Source, name: str) -> Source:
+    """The same directory or image in another snapshot."""
+    if not isinstance(source, DirSource):
+        return source.model_copy(update={"snapshot": name})
+    parts = list(source.path.parts)
+    if ".snap" not in parts:
+        return source.model_copy(update={"path": source.path / ".snap" / name})
+    at = parts.index(".snap") + 1
+    return source.model_copy(update={"path": Path(*parts[:at], name, *parts[at + 1 :])})
+
+
+def same_place(old: Source, new: Source) -> bool:
+    """Whether they are the same source, perhaps in another snapshot or reached in another way."""
+    if snapshot_of(old) and snapshot_of(new):
+        new = at_snapshot(new, snapshot_of(old))
+    ways = {name: getattr(old, name) for name in WAYS if hasattr(old, name)}
+    return type(old) is type(new) and new.model_copy(update=ways) == old
+
+
+class AccessSettings(kit.settings.Section):
+    """Who may enter <views>/<name>, and so read the dataset, as far as its own modes allow."""
+
+    owner: int = Field(default=0, ge=0, lt=2**32 - 1)
+    """User id of <views>/<name>."""
+    group: int = Field(default=0, ge=0, lt=2**32 - 1)
+    """Group id of <views>/<name>."""
+    mode: str | None = Field(default=None, pattern="^0?[0-7]{3}$")
+    """Mode of <views>/<name>, octal, quoted. Default: '0755' when everybody may pass each directory
+    above the source, else '0700'. Directories above the path of a CephFS source cannot be seen;
+    there it is '0755'."""
 
 
 class DatasetSettings(kit.settings.Section):
@@ -88,13 +184,29 @@ class DatasetSettings(kit.settings.Section):
     """Lower-case letters, digits, '-' and '.'; at most 63 characters."""
     source: Source
     """Where the files are."""
-    freshness: Literal["snapshot", "frozen"]
-    """snapshot: the source is an immutable snapshot. frozen: you promise that the tree does not
+    freshness: Literal["snapshot", "follow", "frozen"]
+    """snapshot: the source is an immutable snapshot; another one is an update. follow: the newest
+    snapshot of the directory, each new one an update. frozen: you promise that the tree does not
     change."""
+    snapshots: str = Field(default="*", min_length=1, max_length=255)
+    """With 'freshness: follow': which snapshots, a pattern as of file names. '*' leaves out names
+    that begin with '_', which are snapshots of directories above."""
+    earlier: int = Field(default=1, ge=0, le=8)
+    """How many earlier generations are kept for 'dataset rollback', as far as there is room."""
     warm: bool = True
     """Fill the store without a request of an operator."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Higher is filled first; equal ones by name."""
+    """Higher is filled first, equal ones by name; a running fill stops for a higher one and goes on
+    after it. Lower gives up room first, of equals the one that jobs used least recently."""
+    budget: kit.units.Bytes = Field(default=0, ge=0)
+    """Most bytes of the store that it may take; 0: as many as the node's budget leaves. What does
+    not fit is read from the source; which files are kept does not change from run to run."""
+    budget_inodes: int = Field(default=0, ge=0)
+    """Most files and directories in the store; 0: no limit of its own."""
+    keep: bool = False
+    """It gives up no room to other datasets, whether jobs use it or not."""
+    access: AccessSettings = AccessSettings()
+    """Who may enter the view."""
 
     @field_validator("name")
     @classmethod
@@ -113,7 +225,7 @@ class DatasetSettings(kit.settings.Section):
             freshness = data.get("freshness")
             if freshness is None:
                 raise ValueError(f"freshness is missing; {LIVE_TREE}")
-            if freshness not in ("snapshot", "frozen"):
+            if freshness not in ("snapshot", "follow", "frozen"):
                 raise ValueError(f"freshness {freshness!r}: {LIVE_TREE}")
         return data
 
@@ -124,8 +236,17 @@ class DatasetSettings(kit.settings.Section):
                 f"freshness 'snapshot' needs {self.source.needs}; without one the tree is live, "
                 f"and {LIVE_TREE}"
             )
+        if self.freshness == "follow" and isinstance(self.source, RbdSource):
+            raise ValueError("freshness 'follow' is for directories; an image has one snapshot")
+        if self.freshness == "follow" and self.source.in_snapshot:
+            raise ValueError(
+                "the source is one snapshot; leave it out to follow the newest, or say 'freshness: "
+                "snapshot'"
+            )
         if self.freshness == "frozen" and self.source.in_snapshot:
             raise ValueError("the source is a snapshot; say 'freshness: snapshot'")
+        if self.freshness == "frozen" and getattr(self.source, "manifest", None) is not None:
+            raise ValueError("source.manifest is of a snapshot; 'freshness: frozen' reads none")
         return self
 
 
@@ -138,6 +259,32 @@ class FillSettings(kit.settings.Section):
     """Most bytes read from sources per second; 0: no limit."""
     files_per_second: int = Field(default=0, ge=0)
     """Most files read from sources per second; 0: no limit."""
+    jitter: kit.units.Seconds = Field(default=0.0, ge=0, le=86400)
+    """Longest wait, of random length, before a snapshot that is new to this node begins to fill, so
+    that not all nodes begin at once. 0: none. An operator's warm or update does not wait."""
+
+
+class ScrubSettings(kit.settings.Section):
+    """Stored files are read against their checksums in the background, past the page cache."""
+
+    every: kit.units.Seconds = Field(default=28 * 86400.0, ge=0, le=366 * 86400)
+    """From the end of one round over a dataset to the next; 0: only after trouble of the SSD."""
+    bytes_per_second: kit.units.Bytes = Field(default=20 * 1024**2, gt=0)
+    """Most bytes read from the SSD per second."""
+    crash_bytes_per_second: kit.units.Bytes = Field(default=200 * 1024**2, gt=0)
+    """The same in the round that follows an unclean shutdown of the node, while nothing fills.
+    After trouble of the SSD there is no limit: jobs read from the sources until it is over."""
+
+
+class CompareSettings(kit.settings.Section):
+    """Datasets with 'freshness: frozen' are compared with their sources: a sample of the files, by
+    their status alone. A difference is a finding; 'nodeagent dataset rescan' takes it over."""
+
+    every: kit.units.Seconds = Field(default=3600.0, ge=0, le=366 * 86400)
+    """From one round to the next, give or take a tenth; 0: never. A CephFS is mounted for it."""
+    entries: int = Field(default=512, ge=1, le=100_000)
+    """About how many files are looked at in a round, and an eighth as many directories. The next
+    round looks at others."""
 
 
 class HintSettings(kit.settings.Section):
@@ -149,6 +296,28 @@ class HintSettings(kit.settings.Section):
     """How long opens are watched each time."""
     every: kit.units.Seconds = Field(default=2.0, gt=0, le=600)
     """From one window to the next. The default watches a tenth of the opens."""
+
+
+class CsiSettings(kit.settings.Section):
+    """Volumes that pods ask for by the name of a dataset: the CSI driver nodeagent.io."""
+
+    enabled: bool = False
+    """Serve volumes and register with the kubelet of this node."""
+    kubelet: kit.settings.AbsolutePath = Path("/var/lib/kubelet")
+    """The kubelet's root directory (its --root-dir)."""
+    wait: kit.units.Seconds = Field(default=20.0, ge=0, le=90)
+    """How long one request of the kubelet may wait for a dataset before it is answered with the
+    reason. The kubelet shows it as an event of the pod, pauses and asks again; it gives up a
+    request after 2 minutes."""
+
+
+class KubeletSettings(kube.settings.KubeletSource):
+    """The kubelet's thresholds, below which it evicts pods: the reserve is no less."""
+
+    named: ClassVar[str] = "cache.kubelet"
+    image_dir: kit.settings.AbsolutePath = Path("/var/lib/containerd")
+    """Where images are: a store on the same file system is under imagefs.available and
+    imagefs.inodesFree."""
 
 
 class CacheSettings(kit.settings.Section):
@@ -164,17 +333,33 @@ class CacheSettings(kit.settings.Section):
     """Where jobs read: <views>/<name>/data. Give pods <views>/<name>."""
     budget: kit.units.Bytes = Field(default=500 * 1024**3, gt=0)
     """Most bytes the store may occupy."""
+    budget_inodes: int = Field(default=0, ge=0)
+    """Most files and directories in the store; 0: as many as the disk has beside the reserve."""
     reserve: kit.units.Share = 0.1
     """Share of the SSD's bytes and inodes that is never used, so that kubelet does not report
     DiskPressure (by default at 10 % of nodefs)."""
+    kubelet: KubeletSettings | None = None
+    """The reserve follows the kubelet's thresholds, with an eighth of them on top; it is never less
+    than 'reserve'. Absent: it does not."""
     refresh_interval: kit.units.Seconds = Field(default=5.0, gt=0, le=3600)
     """Least time between two refreshes of a view (1.5 us per cached name each)."""
     source_timeout: kit.units.Seconds = Field(default=15.0, gt=0, le=600)
     """How long reaching a source may take before it is tried again."""
+    source_check: kit.units.Seconds = Field(default=600.0, ge=1, le=7 * 86400)
+    """How often it is checked that the source of a complete dataset is still the one that it was
+    filled from. A CephFS is mounted for it, for less than a second."""
+    follow_interval: kit.units.Seconds = Field(default=30.0, ge=1, le=86400)
+    """How often the snapshots of a dataset with 'freshness: follow' are listed."""
     fill: FillSettings = FillSettings()
     """Limits of the fill."""
+    scrub: ScrubSettings = ScrubSettings()
+    """Verification of what is stored."""
+    compare: CompareSettings = CompareSettings()
+    """The compare of frozen datasets with their sources."""
     hints: HintSettings = HintSettings()
     """Hints from readers."""
+    csi: CsiSettings = CsiSettings()
+    """Volumes for pods."""
     datasets: tuple[DatasetSettings, ...] = ()
     """What is cached."""
 

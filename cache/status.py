@@ -10,18 +10,17 @@ import kit.child
 import kit.errors
 import kit.findings
 import kit.processes
-from cache.dataset import Dataset, Verification
-from cache.store import generations
+from cache import choices, evicting, frozen, hits, scrubs
+from cache.dataset import Dataset
+from cache.figures import Totals, Verification
+from cache.generation import Generation
+from cache.store import generations, subset
 from cache.view import Stage
 from kit.findings import Finding, Severity
-from kit.metrics import counter, gauge
+from kit.metrics import counter, gauge, state
 
 FAILURES_SECONDS = 15.0
-STATES = (
-    *("cold", "waiting", "queued", "scanning", "filling", "paused", "cancelled", "partial"),
-    *("complete", "verifying", "withdrawing", "failed", "removed"),
-)
-STAGES = tuple(map(str, Stage))
+_NOTHING = Totals()
 
 
 # --- the API
@@ -42,6 +41,9 @@ def of_dataset(shown: Dataset) -> dict[str, Any]:
         "freshness": shown.settings.freshness,
         "priority": shown.settings.priority,
         "warm": shown.settings.warm or generation.wanted,
+        "generation": shown.current.id,
+        "snapshot": generation.snapshot or None,
+        "update": _update(shown),
         "source": {
             **source,
             "reachable": reached is not None,
@@ -61,14 +63,96 @@ def of_dataset(shown: Dataset) -> dict[str, Any]:
         },
         "estimated": figures.estimated,
         "phase": job.phase if job is not None else "",
-        "rate": {"files": round(files_rate, 1), "bytes": round(bytes_rate)},
+        "rate": {
+            "files": round(files_rate, 1),
+            "bytes": round(bytes_rate),
+            "history": [round(each) for each in (job.trend() if job is not None else ())],
+        },
         "eta_seconds": None if seconds_left is None else round(seconds_left),
         "store_bytes": shown.used(),
+        "share": round(generation.share / subset.ALL, 4),
         "refreshes": shown.refreshes,
         "verify": _verification(shown.verification),
+        "scrub": scrubs.shown(shown),
+        "compare": frozen.shown(shown),
+        "evict": evicting.shown(shown),
+        "keep": shown.settings.keep,
+        "hits": hits.shown(shown.hits, shown.stage),
+        "hits_history": list(shown.hits.history()),
+        "used": round(shown.use.last) or None,
+        "used_by": shown.use.by,
         "completed": generation.completed or None,
-        "notes": shown.notes,
+        "notes": [*shown.notes, *_of_identity(shown)],
     }
+
+
+def _update(shown: Dataset) -> dict[str, Any] | None:
+    """The generation that comes."""
+    if (coming := shown.coming) is None:
+        if (wanted := choices.pending(shown)) is None:
+            return None
+        none = {"total": 0, "done": 0}  # a rescan that is about to begin
+        return {"generation": wanted, "snapshot": "", "state": "new", "why": "", "files": none,
+                "bytes": none}  # fmt: skip
+    figures = coming.figures
+    return {
+        "generation": coming.id,
+        "snapshot": coming.record.snapshot,
+        "state": coming.record.state,
+        "why": _why_not(shown, coming),
+        "files": {"total": figures.files, "done": figures.done_files},
+        "bytes": {"total": figures.bytes, "done": figures.done_bytes},
+    }
+
+
+def _why_not(shown: Dataset, coming: Generation) -> str:
+    """Why the generation that comes does not go on."""
+    waits = shown.waits_for() if shown.update_queued else ""
+    return f"waits for {waits}" if waits else coming.record.why
+
+
+def generations_of(shown: Dataset, users: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+    """All generations of a dataset, the current one first; fields as in openapi.yaml.
+
+    ``users``: who uses a generation that is to be discarded.
+    """
+    every = shown.every_generation()
+    return [
+        {
+            "generation": each.id,
+            "snapshot": each.record.snapshot or None,
+            "state": "current" if each is shown.current else _role(shown, each),
+            "complete": each.record.state == "complete",
+            "doubted": shown.soundness.doubts(each.record),
+            "damaged": each.record.damaged,
+            "why": each.record.why,
+            "files": each.record.files,
+            "bytes": each.record.bytes,
+            "store_bytes": each.used(),
+            "shared_bytes": each.used() - each.used(every),
+            "shared_files": each.record.shared_files,
+            "served": each.record.served or None,
+            "users": list(users.get(each.id, ())),
+        }
+        for each in every
+    ]
+
+
+def _role(shown: Dataset, each: Generation) -> str:
+    if each is shown.coming:
+        return "coming"
+    return "earlier" if each in shown.earlier else "retiring"
+
+
+def _of_identity(shown: Dataset) -> list[str]:
+    notes = [shown.reached.note] if shown.reached is not None and shown.reached.note else []
+    if shown.generation.replaced:
+        notes.append(f"began anew: {shown.generation.replaced}")
+    if shown.current.unproven:
+        notes.append(
+            f"filled by an older agent, perhaps from another source: {shown.current.unproven}"
+        )
+    return notes
 
 
 def _verification(last: Verification) -> dict[str, Any] | None:
@@ -83,12 +167,15 @@ def _verification(last: Verification) -> dict[str, Any] | None:
 
 
 async def failures(shown: Dataset, limit: int, after: str) -> dict[str, Any]:
-    """``limit`` entries that could not be copied, those after ``after`` (``next`` of a page)."""
+    """``limit`` entries that could not be copied or do not fit.
+
+    ``after``: ``next`` of the page before.
+    """
     wrong = kit.errors.SettingsError(
         "after", f"{after!r} is not the 'next' of a page", "leave it out to read from the start"
     )
     number, _, name = after.partition("/")
-    if after and not number.isdigit():
+    if after and not number.removeprefix("-").isdigit():
         raise wrong
     try:
         start = [int(number or 0), os.fsdecode(bytes.fromhex(name))]
@@ -107,6 +194,7 @@ def findings(
     datasets: Mapping[str, Dataset],
     orphans: Iterable[str],
     no_store: kit.errors.AgentError | None = None,
+    lost_views: Iterable[str] = (),
 ) -> list[Finding]:
     """What an operator should know without asking. ``no_store``: why the store cannot be used."""
     found = [each for shown in datasets.values() if not shown.removed for each in _of_one(shown)]
@@ -118,10 +206,19 @@ def findings(
                 rule="store-unusable",
                 severity=Severity.CRITICAL,
                 subject=no_store.thing,
-                message=f"{no_store.cause}; jobs read from the sources",
+                message=f"{no_store.cause}; jobs read from the sources that answer, save "
+                "in volumes of layout direct that were mounted before",
                 advice=f"{no_store.remedy}; it is tried again by itself",
             ),
         )
+    stored = {folder.split("/")[-2] for folder in orphans}
+    for name in sorted(set(lost_views) - stored):
+        message = f"a view is mounted that belongs to no dataset of the settings: {name}"
+        advice = (
+            "put the dataset back into the settings, or take the view down with "
+            f"'nodeagent dataset remove {name}'"
+        )
+        found.append(_finding("view-orphan", name, Severity.INFO, message, advice))
     for folder in sorted(orphans):
         name = folder.split("/")[-2]
         message = f"{folder} belongs to no dataset of the settings"
@@ -148,6 +245,30 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
         message = f"dataset {shown.name} cannot be filled: {shown.generation.why}"
         advice = "jobs read through to the source meanwhile; it is tried again after a pause"
         yield _finding("dataset-not-filled", shown.name, Severity.WARNING, message, advice)
+    if shown.generation.replaced and shown.generation.state != "complete":
+        message = f"dataset {shown.name} begins anew: {shown.generation.replaced}"
+        advice = (
+            "jobs that began before read what was stored then; if this was not meant, correct the "
+            "source"
+        )
+        yield _finding("dataset-source-replaced", shown.name, Severity.WARNING, message, advice)
+    if shown.coming is not None and shown.coming.record.state == "partial":
+        message = f"the update of {shown.name} does not go on: {shown.coming.record.why}"
+        advice = (
+            f"the earlier generation is served; see 'nodeagent dataset generations {shown.name}', "
+            "raise cache.budget, or correct the source"
+        )
+        yield _finding("dataset-update-stuck", shown.name, Severity.WARNING, message, advice)
+    if shown.current.unproven:
+        message = (
+            f"dataset {shown.name} was filled by an older agent, perhaps from another source of "
+            f"that name: {shown.current.unproven}"
+        )
+        advice = (
+            f"'nodeagent dataset verify {shown.name} --source' compares every byte and settles it; "
+            f"'nodeagent dataset remove {shown.name}' and 'warm' fill it again"
+        )
+        yield _finding("dataset-unproven", shown.name, Severity.WARNING, message, advice)
     if shown.generation.state == "partial":
         message = f"dataset {shown.name} is only partly in the store: {shown.generation.why}"
         advice = (
@@ -155,6 +276,8 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
             "dataset again"
         )
         yield _finding("dataset-partial", shown.name, Severity.WARNING, message, advice)
+    yield from scrubs.findings(shown)
+    yield from frozen.findings(shown)
     result = shown.verification.result or {}
     if bad := result.get("bad"):
         message = f"{bad} files in the store were bad, {result['replaced']} of them were replaced"
@@ -165,35 +288,62 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
 # --- metrics
 
 
-def metrics(datasets: Mapping[str, Dataset], *, budget: int, used: int) -> Iterable[Metric]:
-    """A fixed number of series for each dataset of the settings."""
+def metrics(
+    datasets: Mapping[str, Dataset],
+    *,
+    budget: int,
+    used: int,
+    past: Totals = _NOTHING,
+    store: str = "normal",
+) -> Iterable[Metric]:
+    """A fixed number of series for each dataset of the settings: at most ten.
+
+    ``past``: of datasets that are gone; a counter never goes down. ``store``: its disk's health.
+    """
     shown = {name: of_dataset(dataset) for name, dataset in sorted(datasets.items())}
 
-    def kinds(what: str) -> Mapping[tuple[str, str], float]:
-        return {
-            (name, "stored" if kind == "done" else kind): value
-            for name, row in shown.items()
-            for kind, value in row[what].items()
-        }
+    def each_is(what: str) -> Mapping[str, str]:
+        return {name: row[what] for name, row in shown.items()}
 
-    def is_now(what: str, words: Sequence[str]) -> Mapping[tuple[str, str], float]:
-        return {(name, word): row[what] == word for name, row in shown.items() for word in words}
-
-    for name, text, values, label in (
-        ("files", "Files of the dataset, by what became of them.", kinds("files"), "kind"),
-        ("dataset_bytes", "Bytes of the dataset, by what became of them.", kinds("bytes"), "kind"),
-        ("state", "1 for the state of the dataset.", is_now("state", STATES), "state"),
-        ("served_by", "1 for what serves the view.", is_now("served_by", STAGES), "stage"),
-    ):
-        yield gauge(f"cache_{name}", text, values, "dataset", label)
+    sizes = {name: row["bytes"]["total"] for name, row in shown.items()}
+    yield gauge("cache_dataset_bytes", "Bytes of the dataset in its source.", sizes, "dataset")
+    stored = {name: row["bytes"]["done"] for name, row in shown.items()}
+    text = "Those bytes of the dataset that are stored, as its source counts them."
+    yield gauge("cache_stored_bytes", text, stored, "dataset")
+    failed = {name: row["files"]["failed"] for name, row in shown.items()}
+    yield gauge("cache_failed_files", "Files that could not be copied.", failed, "dataset")
+    text = "The state of the dataset, as a label; the value is 1."
+    yield state("cache_state", text, each_is("state"), "dataset", "state")
+    text = "What serves the dataset's view, as a label; the value is 1."
+    yield state("cache_served_by", text, each_is("served_by"), "dataset", "stage")
     on_ssd = {name: row["store_bytes"] for name, row in shown.items()}
     yield gauge("cache_store_bytes", "Bytes of the SSD that the dataset takes.", on_ssd, "dataset")
-    answers = {name: row["source"]["reachable"] for name, row in shown.items()}
-    yield gauge("cache_source_reachable", "1 while the source answers.", answers, "dataset")
-    refreshes = {name: row["refreshes"] for name, row in shown.items()}
-    yield counter("cache_refreshes", "Refreshes of the dataset's view.", refreshes, "dataset")
+    made = {name: at for name, each in datasets.items() if (at := each.snapshot_made())}
+    text = "Unix time of the snapshot that is served; no series where it is not known."
+    yield gauge("cache_snapshot_timestamp_seconds", text, made, "dataset")
+    ratios = {name: row["hits"]["ratio"] for name, row in shown.items() if row["hits"]}
+    text = "Share of opened files that are on the SSD, a sample; no series where it is not known."
+    yield gauge("cache_hit_ratio", text, ratios, "dataset")
+    # The source of a complete dataset is let go when the last look at it found no trouble.
+    answers = {
+        name: row["source"]["reachable"]
+        or (row["state"] == "complete" and datasets[name].trouble is None)
+        for name, row in shown.items()
+    }
+    text = "0 while the source does not answer; 1 also while a complete dataset needs none."
+    yield gauge("cache_source_reachable", text, answers, "dataset")
+    kept = sum(len(each.every_generation()) for each in datasets.values())
+    yield gauge("cache_generations", "Generations of all datasets that are stored.", kept)
     yield gauge("cache_budget_bytes", "Most bytes the store may take.", budget)
     yield gauge("cache_used_bytes", "Bytes that the store takes.", used)
+    text = "The health of the store's disk, as a label; the value is 1."
+    yield state("cache_store_health", text, {(): store}, "state")
+    totals = sum((each.totals() for each in datasets.values()), past)
+    text = "Files that were taken out of the store."
+    yield counter("cache_evicted_files", text, totals.evicted_files)
+    text = "Bytes that scrubs have read from the store."
+    yield counter("cache_scrub_bytes", text, totals.scrubbed_bytes)
+    yield from scrubs.metrics(datasets)
     hanging = kit.processes.hanging()
     yield gauge(
         "children_abandoned", "Processes that hang in the kernel after their deadline.", hanging

@@ -12,15 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import kit.errors
-from cache import view
+from cache import by_id, view
+from cache.csi import mounts as csi_mounts
+from cache.csi import records, volumes
 from cache.settings import CacheSettings
-from cache.sources import cephfs
-from cache.store import generations, tree
+from cache.sources import cephfs_mount, kinds
+from cache.store import disk, generations, tree
 from kit.traces import Trace
 from linux import mountinfo, mounts
 
 _CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
-_STATE = ("datasets", "scratch", "sources", "cache-disk.json")
+_STATE = (
+    *("datasets", "scratch", "sources", records.FOLDER),
+    *("cache-disk.json", "cache-trust.json", "dataset-uses.json"),
+)
 CLIENT_SECONDS = 10.0  # for ceph-fuse to end after its mount has gone
 
 
@@ -28,12 +33,15 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     settings = CacheSettings.model_validate(section)
     views, store = os.path.realpath(settings.views), os.path.realpath(settings.store)
     table = mountinfo.read()
-    found = []
+    found = _volumes(settings.csi.kubelet, Path(state_dir), table)
+    # A volume that no pod uses any more is removed before the view that it shows.
+    left = tuple(f" at {each.name}" for each in found if each.kind == "volume" and not each.users)
     for folder in _folders(Path(views)):
         data = str(folder / "data")
         if mountinfo.at(data, table):
-            found.append(Trace("view", data, tuple(view.users(data))))
-        elif {entry.name for entry in folder.iterdir()} <= {"data"}:
+            users = [user for user in by_id.all_users(data) if not user.endswith(left)]
+            found.append(Trace("view", data, tuple(users)))
+        elif {entry.name for entry in folder.iterdir()} <= {"data", by_id.FOLDER}:
             found.append(Trace("view", data))
     if _own_bind(views, table):
         found.append(Trace("shared mount", views))
@@ -41,14 +49,28 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
         Trace("source mount", str(folder)) for folder in _folders(Path(state_dir) / "sources")
     ]
     found += [
-        Trace("cgroup", str(root / cephfs.CGROUP)) for root in _CGROUPS
-        if _only_ours(root / cephfs.CGROUP, state_dir)
+        Trace("cgroup", str(root / cephfs_mount.CGROUP)) for root in _CGROUPS
+        if _only_ours(root / cephfs_mount.CGROUP, state_dir)
     ]  # fmt: skip
-    if (Path(store) / generations.MARKER).exists():
+    if (Path(store) / disk.MARKER).exists():
         found.append(Trace("store", store))
     found += [Trace("state", f"{state_dir}/{n}") for n in _STATE if Path(state_dir, n).exists()]
     found += [Trace("folder", path) for path in (views, store) if os.path.isdir(path)]
     return [trace.as_json() for trace in found]
+
+
+def _volumes(kubelet: Path, state_dir: Path, table: list[mountinfo.Mount]) -> list[Trace]:
+    """Volumes that are mounted for pods, and what kubelet knows the driver by."""
+    mounted = {mount.target for mount in table}
+    found = [
+        Trace("volume", each.target, tuple(csi_mounts.users(each.target)))
+        for each in records.read(records.folder_of(state_dir))
+        if each.target in mounted
+    ]
+    csi, registration = volumes.sockets(kubelet)
+    paths = (registration, csi)  # kubelet forgets the driver first
+    found += [Trace("socket", str(path)) for path in paths if os.path.lexists(path)]
+    return found + ([Trace("folder", str(csi.parent))] if csi.parent.is_dir() else [])
 
 
 def _only_ours(cgroup: Path, state_dir: str) -> bool:
@@ -83,14 +105,19 @@ def _own_bind(views: str, table: list[mountinfo.Mount]) -> bool:
 
 def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> None:
     match kind:
+        case "volume":
+            csi_mounts.unpublish(name)
+        case "socket":
+            Path(name).unlink(missing_ok=True)
         case "view":
+            by_id.take_down_all(name)
             view.take_down(name)
         case "shared mount":
             if _own_bind(name, mountinfo.read()):
                 mounts.unmount(name)
         case "source mount":
-            asyncio.run(cephfs.release(Path(name)))
-            if mountinfo.at(f"{name}/mount", mountinfo.read()):
+            asyncio.run(kinds.release(Path(name)))
+            if mountinfo.stacked(f"{name}/mount"):
                 raise kit.errors.InUseError(
                     f"source mount {name}", "it cannot be unmounted", "see who uses it: fuser -vm"
                 )
@@ -119,7 +146,7 @@ def _remove_cgroup(path: Path) -> None:
 def _remove_store(path: str) -> None:
     """Its generations, then what marks it as ours. What is not ours stays."""
     store = Path(path)
-    if not (store / generations.MARKER).exists():
+    if not (store / disk.MARKER).exists():
         return
     for folder in map(Path, generations.inventory(path)):
         if generations.load(str(folder)) is not None or (folder / "tree").is_dir():
@@ -127,7 +154,7 @@ def _remove_store(path: str) -> None:
             _rmdir(folder.parent)
     for name in (generations.TRASH, ".probe"):
         _delete(store / name)
-    _delete(store / generations.MARKER)
+    _delete(store / disk.MARKER)
 
 
 def _delete(path: Path) -> None:

@@ -1,7 +1,8 @@
 """The view of a dataset: one read-only mount at <views>/<name>/data.
 
 What is mounted there changes while jobs read: first the source, then an overlay of the store over
-the source, at last the store itself. Each is mounted beneath the old one, which is then detached
+the source (of a block image: one device that shows both, ``cache.store.mixed``), at last the store
+itself. Each is mounted beneath the old one, which is then detached
 (kernel 6.5), so that a reader never misses the view: open files keep the old mount, the next open
 gets the new one. An overlay remembers the names that it looked up; ``refresh`` makes it forget
 them, so that readers get files that were stored since.
@@ -10,21 +11,29 @@ The functions run in a child process, because looking up a source may hang.
 """
 
 import contextlib
+import errno
+import itertools
 import os
+import stat
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import kit.errors
 import kit.files
-from linux import mountinfo, mounts, procfs
+from cache.store import filesystem, image_copy, mixed
+from kit import child_main
+from linux import detached, mountinfo, mounts, procfs
 
 
 class Stage(StrEnum):
     """What serves a view, from worst to best."""
 
     NONE = "none"
+    UNKNOWN = "unknown"  # a mount that this agent cannot tell: it is to be replaced
     SOURCE = "source"  # the source itself
     OVERLAY = "overlay"  # store over source
     STORE = "store"  # native speed, and the source is not needed
@@ -33,7 +42,9 @@ class Stage(StrEnum):
 def prepare(views: str) -> None:
     """Make ``views`` a shared mount, from which mounts propagate to pods. HostError."""
     try:
-        Path(views).mkdir(parents=True, exist_ok=True, mode=0o755)
+        if not Path(views).is_dir():
+            Path(views).mkdir(parents=True, mode=0o755)
+            Path(views).chmod(0o755)  # whatever the umask is
         mount = mountinfo.containing(os.path.realpath(views), mountinfo.read())
         if mount is None or mount.shared is None:
             if mount is not None and mount.target == os.path.realpath(views):
@@ -48,6 +59,12 @@ def prepare(views: str) -> None:
         ) from error
 
 
+def names(views: str) -> list[str]:
+    """The datasets that have a view mounted."""
+    below = (os.path.relpath(mount.target, views).split("/") for mount in mountinfo.read())
+    return sorted({path[0] for path in below if len(path) == 2 and path[1] == "data"} - {".."})
+
+
 def check_kernel() -> None:
     """HostError unless the kernel has overlayfs."""
     if not mounts.kernel_has("overlay"):
@@ -56,50 +73,166 @@ def check_kernel() -> None:
         )
 
 
-def stage_of(view: str, layer: str | None, all_mounts: Sequence[mountinfo.Mount]) -> Stage:
-    """What is mounted at ``view``. ``layer``: the tree of its generation, if it has one."""
+@dataclass(frozen=True)
+class Shown:
+    """What was published at a view, to be known again by the next agent."""
+
+    device: str = ""  # of the mount, major:minor
+    root: str = ""  # what of that device it shows
+    layer: int = 0  # inode number of the store's tree; 0: it is not shown, or not known
+
+
+def stage_of(
+    view: str, layer: str, all_mounts: Sequence[mountinfo.Mount], shown: Shown, tree: int
+) -> Stage:
+    """What is mounted at ``view``. ``layer``: the tree of its generation.
+
+    ``shown``: what was published last; ``tree``: the inode number of the tree now, 0 when there is
+    none or another one. The path of a deleted tree may have another one since, and anything else
+    may be mounted there: a mount that is not known for certain is UNKNOWN.
+    """
     stacked = mountinfo.at(view, all_mounts)
     if not stacked:
         return Stage.NONE
     top = stacked[-1]
+    same_tree = tree == shown.layer if shown.layer else tree > 0
+    published = (shown.device, shown.root) == (f"{top.major}:{top.minor}", top.root)
+    if (mixture := mixed.shows(top.device)) is not None:
+        from_copy, from_source = mixture
+        if not published or (from_copy and not same_tree):
+            return Stage.UNKNOWN
+        if not from_copy:
+            return Stage.SOURCE
+        return Stage.OVERLAY if from_source else Stage.STORE
     if _is_overlay(top):
-        # An overlay of another generation (the settings had another source) counts as a source.
-        ours = layer is not None and mounts.shows_layer(top.super_options, layer)
-        return Stage.OVERLAY if ours else Stage.SOURCE
-    if layer is not None:
+        ours = same_tree and mounts.shows_layer(top.super_options, layer)
+        return Stage.OVERLAY if ours else Stage.UNKNOWN
+    if same_tree:
         disk = mountinfo.containing(layer, [m for m in all_mounts if m.target != view])
+        if shown.layer and published and os.path.isfile(layer):
+            return Stage.STORE  # a block image: the loop device over it
         if disk is not None and disk.device == top.device:
             below = os.path.relpath(layer, disk.target)
             if top.root == os.path.normpath(os.path.join(disk.root, below)):
                 return Stage.STORE
-    return Stage.SOURCE
+    return Stage.SOURCE if published and not shown.layer else Stage.UNKNOWN
 
 
 def _is_overlay(mount: mountinfo.Mount) -> bool:
     return mount.fstype == "overlay" and mount.source == "nodeagent"
 
 
-def publish(view: str, stage: str, source: str, layer: str, scratch: str) -> bool:
-    """Mount ``stage`` at ``view``, in place of what is there. OSError.
+def allow(view: str, owner: int, group: int, mode: str | None, source: str) -> None:
+    """Set who may enter the view's parent. OSError. The umask of the agent has no say.
 
-    False when the old mount stays below it (kernels before 6.5).
+    ``mode`` None: all users, unless one of the directories above ``source`` keeps them out: the
+    view must not show what its place has hidden. ``source`` is '' where those cannot be seen.
+    """
+    parent = Path(view).parent
+    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    bits = int(mode, 8) if mode is not None else 0o755
+    if mode is None and source and not _all_may_pass(source):
+        bits = 0o700
+    status = parent.stat()
+    if (status.st_uid, status.st_gid) != (owner, group):
+        parent.chmod(stat.S_IMODE(status.st_mode) & bits)  # never more open in between
+        os.chown(parent, owner, group)
+    if stat.S_IMODE(parent.stat().st_mode) != bits:
+        parent.chmod(bits)
+
+
+def is_allowed(view: str, owner: int, group: int, mode: str | None, source: str) -> bool:
+    """Whether ``allow`` has nothing to do, as far as the view's own place tells."""
+    if mode is None and source:
+        return False  # the directories above a source may hang
+    try:
+        status = Path(view).parent.stat()
+    except OSError:
+        return False
+    found = status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)
+    return found == (owner, group, int(mode or "755", 8))
+
+
+def _all_may_pass(source: str) -> bool:
+    above = Path(os.path.realpath(source)).parents
+    return all(each.stat().st_mode & stat.S_IXOTH for each in above)
+
+
+def publish(
+    view: str, stage: str, source: str, layer: str, scratch: str, before: str = ""
+) -> dict[str, Any]:
+    """Mount ``stage`` at ``view``, in place of ``before``, the stage that is there. OSError.
+
+    The fields of ``Shown``, and ``clean``: False when the old mount stays below it (kernels before
+    6.5).
     """
     target = Path(view)
-    # 0755: jobs of any user read here.
-    target.mkdir(parents=True, exist_ok=True, mode=0o755)
+    # Only ``allow`` opens the parent to jobs.
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target.mkdir(exist_ok=True, mode=0o755)
+    clean = _changed(view, stage, source, layer, before) or _mount(
+        view, stage, source, layer, scratch
+    )
+    top = mountinfo.stacked(view)[-1]
+    return {
+        "clean": clean,
+        "device": f"{top.major}:{top.minor}",
+        "root": top.root,
+        "layer": 0 if stage == Stage.SOURCE else os.stat(layer).st_ino,
+    }
+
+
+def _changed(view: str, stage: str, source: str, layer: str, before: str) -> bool:
+    """Have a device of the device mapper show ``stage``; whether the view needs no other mount.
+
+    Where what it showed may have been wrong, readers get a new device, without old blocks in its
+    caches: the source is mounted anew, whatever the view shows by now.
+    """
+    shown, mounted = mixed.at(view), mixed.at(source)
+    if stage == Stage.STORE and shown and before in (Stage.SOURCE, Stage.OVERLAY):
+        try:
+            return mixed.make_whole(shown, layer)
+        except OSError:
+            return False  # the source hangs below who reads it now: others get the copy alone
+    if not mounted:
+        return False
+    if before not in (Stage.NONE, Stage.SOURCE, stage):
+        if stage == Stage.SOURCE:
+            with contextlib.suppress(OSError):  # who reads it now keeps what it shows
+                mixed.part(mounted)
+        mixed.renewed(source)
+    if stage == Stage.OVERLAY:
+        mixed.blend(mixed.at(source), layer)
+    return shown == mixed.at(source)
+
+
+def _mount(view: str, stage: str, source: str, layer: str, scratch: str) -> bool:
+    """Mount ``stage`` at ``view``; False when the old mount stays below it."""
     match Stage(stage):
-        case Stage.OVERLAY:
+        case Stage.OVERLAY if not mixed.at(source):
             tree = _overlay([layer, source], Path(scratch))
-        case Stage.SOURCE | Stage.STORE:
-            tree = mounts.clone_tree(source if stage == Stage.SOURCE else layer)
+        case Stage.STORE if os.path.isfile(layer):
+            partition = image_copy.partition_of(Path(layer).parent)
+            tree = filesystem.view_of(layer, partition)
+        case Stage.SOURCE | Stage.STORE | Stage.OVERLAY:
+            tree = mounts.clone_tree(layer if stage == Stage.STORE else source)
             mounts.set_attributes(tree, mounts.READ_ONLY_DATA)
-        case Stage.NONE:
+        case Stage.NONE | Stage.UNKNOWN:
             raise ValueError("nothing to publish")
     with kit.files.closing(tree):
-        if mountinfo.at(view, mountinfo.read()):
+        if mountinfo.stacked(view):
             return mounts.swap(tree, view)
         mounts.attach(tree, view)
-        return True
+    return True
+
+
+def trouble_of(layer: str) -> int:
+    """The errno with which the tree of a store cannot be opened; 0 when it can."""
+    try:
+        os.close(os.open(layer, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
 
 
 def _overlay(layers: list[str], scratch: Path) -> int:
@@ -111,38 +244,52 @@ def _overlay(layers: list[str], scratch: Path) -> int:
         os.rmdir(own)
 
 
-def refresh(view: str) -> None:
-    """Make an overlay forget the names that it looked up; does nothing for another mount.
+def refresh(view: str, layer: str = "") -> None:
+    """Have readers get what was stored since; does nothing for a mount that shows no mixture.
 
-    On a bind mount the same call would make the whole file system below read-only.
+    An overlay forgets the names that it looked up. On a bind mount the same call would make the
+    whole file system below read-only. A device of the device mapper gets another table; ``layer``
+    is the copy that it shows.
     """
-    stacked = mountinfo.at(view, mountinfo.read())
+    stacked = mountinfo.stacked(view)
     if stacked and _is_overlay(stacked[-1]):
         mounts.refresh(view)
+    elif layer and (device := mixed.at(view)):
+        mixed.blend(device, layer)
 
 
 def users(view: str) -> list[str]:
     """Who uses the view, a line each. In a child process of the agent."""
-    agent = os.getppid()
-    # 1: the agent has just died, and every process is a descendant of 1.
-    ours = agent if agent > 1 else 0
-    return [str(holder) for holder in procfs.holders_of_mount(view, ours=ours)]
+    holders = procfs.holders_of_mount(view, ours=child_main.agent_pid())
+    return [str(holder) for holder in holders]
+
+
+def left_behind(view: str, layer: str) -> list[str]:
+    """Who may still look into ``layer`` past the overlay of the view, a line each, at most 5."""
+    stacked = mountinfo.stacked(view)
+    now = stacked[-1].device if stacked and _is_overlay(stacked[-1]) else (0, 0)
+    return list(itertools.islice(detached.users(layer, now), 5))
 
 
 def take_down(view: str) -> None:
+    """Unmount the view and delete its place. InUseError names who uses it."""
+    take_off(view)
+    with contextlib.suppress(OSError):
+        Path(view).rmdir()
+        Path(view).parent.rmdir()
+
+
+def take_off(view: str) -> None:
     """Unmount the view. InUseError names who uses it."""
     if using := users(view):
         more = f" and {len(using) - 5} more" if len(using) > 5 else ""
         raise kit.errors.InUseError(
             f"view {view}", "in use by " + "; ".join(using[:5]) + more, "end them, then try again"
         )
-    while mountinfo.at(view, mountinfo.read()):
+    while mountinfo.stacked(view):
         try:
             mounts.unmount(view)
         except OSError as error:
             raise kit.errors.InUseError(
                 f"view {view}", f"a process uses it ({error.strerror})", "end it, then try again"
             ) from error
-    with contextlib.suppress(OSError):
-        Path(view).rmdir()
-        Path(view).parent.rmdir()

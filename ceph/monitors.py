@@ -49,6 +49,14 @@ def numeric_hosts(monitors: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def one_protocol(addresses: Iterable[Address]) -> tuple[str, list[str]]:
+    """The protocol that the kernel's clients speak to all monitors, v1 when any of them does; and
+    HOST:PORT of those that speak it."""
+    known = list(addresses)
+    protocol = "v1" if any(each.protocol == "v1" for each in known) else "v2"
+    return protocol, [str(a).partition(":")[2] for a in known if a.protocol == protocol]
+
+
 async def resolve(monitors: Iterable[str]) -> list[Address]:
     """The same addresses with their protocol; [] when no monitor answers.
 

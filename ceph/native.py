@@ -1,4 +1,4 @@
-"""Reading CephFS past the mount: listings by libcephfs, small files by librados.
+"""Reading CephFS past the mount: listings by libcephfs, small files by librados (``ceph.objects``).
 
 One upcall-free listing gives names, sizes, owners and whether there are xattrs; the data of a
 small file is one object, read without asking the MDS. That is correct only in a snapshot: a listing
@@ -15,28 +15,32 @@ import ctypes as c
 import errno
 import functools
 import stat
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from ceph import layout, objects
+from ceph.layout import Layout
+from ceph.objects import Location
 from ceph.protocol import Access as Access
 from ceph.protocol import Entry
 
-try:
-    import rados
-except ImportError:  # no bindings on this host; available() says so
-    rados = None
-
 OBJECT_BYTES = 4 * 1024 * 1024
-_IN_FLIGHT = 16
 _SYNC_AS_STAT = 0
-_WANT_BASIC = 0x7FF  # CEPH_STATX_BASIC_STATS without btime
+_WANT_BASIC = 0x17FF  # CEPH_STATX_BASIC_STATS without btime, and CEPH_STATX_VERSION
 _XATTR_BYTES = 65536
+# The MDS truncates objects a moment after it has truncated a file. A snapshot in between has a file
+# that is cut, perhaps grown again, and an object with the bytes of before, which the mount does not
+# show and an object read does. So what changed this shortly before the snapshot, by the clocks of
+# clients and MDS, is read through the mount.
+RECENT_SECONDS = 10
 
 
 class _Time(c.Structure):
     _fields_ = (("sec", c.c_long), ("nsec", c.c_long))
+
+    @property
+    def nanoseconds(self) -> int:
+        return int(self.sec) * 1_000_000_000 + int(self.nsec)
 
 
 class _Statx(c.Structure):
@@ -70,19 +74,9 @@ class _Dirent(c.Structure):
     )
 
 
-FileT = TypeVar("FileT", bound=Entry)
-
-
-class Location(NamedTuple):
-    """Where the objects of a snapshot's files lie; travels as a JSON list."""
-
-    pool: str
-    snapshot: int
-
-
 def available() -> bool:
     """Whether this host has the bindings."""
-    return rados is not None and _library() is not None
+    return objects.available() and _library() is not None
 
 
 @functools.cache
@@ -99,6 +93,7 @@ def _library() -> Any:
         *(c.c_uint, c.c_uint, c.POINTER(p)),
     )
     library.ceph_ll_listxattr.argtypes = (p, p, c.c_char_p, size_t, c.POINTER(size_t), p)
+    library.ceph_getxattr.argtypes = (p, c.c_char_p, c.c_char_p, p, size_t)
     library.ceph_ll_put.argtypes = (p, p)
     library.ceph_mount_perms.restype = p
     for name, arguments in (
@@ -108,6 +103,7 @@ def _library() -> Any:
         ("ceph_mount", (p, c.c_char_p)),
         ("ceph_mount_perms", (p,)),
         ("ceph_unmount", (p,)),
+        ("ceph_release", (p,)),
         ("ceph_closedir", (p, p)),
         ("ceph_statx", (p, c.c_char_p, c.POINTER(_Statx), c.c_uint, c.c_uint)),
         ("ceph_get_path_pool_name", (p, c.c_char_p, c.c_char_p, size_t)),
@@ -128,18 +124,39 @@ class Listing:
     def __init__(self, access: Access) -> None:
         """Connects. OSError when the cluster does not answer or refuses the user."""
         self._lib = _library()
-        self._root = access.root.encode("utf-8", "surrogateescape").rstrip(b"/")
+        self._snapshot = access.snapshot
+        # A user of ``ceph fs authorize FS USER /data r`` may mount /data, and nothing above it.
+        top = access.top.encode("utf-8", "surrogateescape").rstrip(b"/")
+        self._root = access.root.encode("utf-8", "surrogateescape").rstrip(b"/").removeprefix(top)
         self._mount = c.c_void_p()
+        _checked(self._lib.ceph_create(c.byref(self._mount), access.user.encode()), "ceph_create")
+        try:
+            self._connect(access, top)
+        except OSError:
+            self._lib.ceph_release(self._mount)
+            raise
+        self._perms = self._lib.ceph_mount_perms(self._mount)
+        self._recent_ns = self._snapped_ns() - RECENT_SECONDS * 1_000_000_000
+
+    def _snapped_ns(self) -> int:
+        """When the snapshot was made, in Unix time; 0 when the cluster does not tell."""
+        value = c.create_string_buffer(64)
+        path = self._root or b"/"
+        length = self._lib.ceph_getxattr(self._mount, path, b"ceph.snap.btime", value, len(value))
+        if length <= 0:
+            return 0  # then all of it counts as recent
+        seconds, _, nanoseconds = value.raw[:length].rstrip(b"\0").partition(b".")
+        return int(seconds) * 1_000_000_000 + int(nanoseconds or b"0")
+
+    def _connect(self, access: Access, top: bytes) -> None:
         lib = self._lib
-        _checked(lib.ceph_create(c.byref(self._mount), access.user.encode()), "ceph_create")
         conf = access.conf.encode("utf-8", "surrogateescape")
         _checked(lib.ceph_conf_read_file(self._mount, conf), "ceph_conf_read_file")
         for key, value in ((b"client_cache_size", b"100000"), (b"client_mount_timeout", b"15")):
             _checked(lib.ceph_conf_set(self._mount, key, value), "ceph_conf_set")
         name = access.filesystem.encode()
         _checked(lib.ceph_select_filesystem(self._mount, name), "ceph_select_filesystem")
-        _checked(lib.ceph_mount(self._mount, b"/"), "ceph_mount")
-        self._perms = lib.ceph_mount_perms(self._mount)
+        _checked(lib.ceph_mount(self._mount, top or b"/"), "ceph_mount")
 
     def close(self) -> None:
         """Return the capabilities to the MDS. Those of a client that merely ends stay for a minute,
@@ -157,11 +174,26 @@ class Listing:
             self._lib.ceph_statx(self._mount, full, c.byref(status), _WANT_BASIC, _SYNC_AS_STAT),
             "ceph_statx",
         )
-        if status.dev >= 2**63:
-            raise OSError(errno.EINVAL, "not in a snapshot")
+        if status.dev >= 2**63 or self._snapshot not in (0, status.dev):
+            raise OSError(errno.EINVAL, "not in the snapshot")
         pool = c.create_string_buffer(256)
         _checked(self._lib.ceph_get_path_pool_name(self._mount, full, pool, len(pool)), "pool name")
         return Location(pool.value.decode(), int(status.dev))
+
+    def layout(self, path: Sequence[str], name: str) -> tuple[Location, Layout]:
+        """Where the objects of one file lie, exactly. OSError, EINVAL for an unknown layout."""
+        location = self.location(path, name)
+        value = c.create_string_buffer(1024)
+        full = self._full((*path, name))
+        length = self._lib.ceph_getxattr(self._mount, full, b"ceph.file.layout", value, len(value))
+        _checked(length, "ceph.file.layout")
+        try:
+            found = layout.parse(value.raw[:length].rstrip(b"\0").decode())
+        except ValueError as error:
+            raise OSError(errno.EINVAL, str(error)) from error
+        if found.namespace or found.pool != location.pool:
+            raise OSError(errno.EINVAL, "its objects are in a namespace of their pool")
+        return location, found
 
     def _full(self, path: Sequence[str]) -> bytes:
         return b"/".join((self._root, *(p.encode("utf-8", "surrogateescape") for p in path)))
@@ -187,8 +219,12 @@ class Listing:
                         mount, inode, names, _XATTR_BYTES, c.byref(length), self._perms
                     )
                     has_xattrs = listed < 0 or length.value > 0
+                    has_xattrs |= status.ctime.nanoseconds >= self._recent_ns
                     lib.ceph_ll_put(mount, inode)
                     inode.value = None
+                if self._snapshot and status.dev != self._snapshot and item.name != b"..":
+                    # The path leads to another snapshot now: this one was made again.
+                    raise OSError(errno.ESHUTDOWN, "the snapshot is not the one that was reached")
                 if item.name not in (b".", b".."):
                     yield Entry(
                         item.name.decode("utf-8", "surrogateescape"),
@@ -196,10 +232,12 @@ class Listing:
                         status.uid,
                         status.gid,
                         0 if stat.S_ISDIR(status.mode) else status.size,
-                        status.mtime.sec * 1_000_000_000 + status.mtime.nsec,
+                        status.mtime.nanoseconds,
                         status.ino,
                         1 if stat.S_ISDIR(status.mode) else status.nlink,
                         has_xattrs,
+                        status.ctime.nanoseconds,
+                        status.version,
                     )
         finally:
             lib.ceph_closedir(mount, handle)
@@ -210,74 +248,3 @@ def is_plain(item: Entry) -> bool:
     if not stat.S_ISREG(item.mode) or item.xattrs or item.nlink != 1:
         return False
     return 0 < item.size <= OBJECT_BYTES
-
-
-class Reader:
-    """Objects of snapshots by librados, several in flight."""
-
-    def __init__(self, access: Access) -> None:
-        """Connects. OSError when the cluster does not answer or refuses the user."""
-        try:
-            self._cluster = rados.Rados(
-                conffile=access.conf,
-                name=f"client.{access.user}",
-                conf={"rados_mon_op_timeout": "15"},
-            )
-            self._cluster.connect(timeout=15)
-        except rados.Error as error:
-            raise OSError(getattr(error, "errno", None) or errno.EIO, str(error)) from error
-        self._pools: dict[Location, Any] = {}
-
-    def _objects(self, location: Location) -> Any:
-        if location not in self._pools:
-            try:
-                objects = self._cluster.open_ioctx(location.pool)
-                objects.set_read(location.snapshot)
-            except rados.Error as error:
-                raise OSError(getattr(error, "errno", None) or errno.EIO, str(error)) from error
-            self._pools[location] = objects
-        return self._pools[location]
-
-    def read(
-        self,
-        location: Location,
-        items: Sequence[FileT],
-        each: Callable[[FileT, bytes | None], None],
-        deadline: float,
-    ) -> Sequence[FileT]:
-        """Call ``each(item, bytes)`` for every item, None where its object is not the whole file.
-
-        ``each`` runs in librados' own thread, one at a time. What it raises ends the read once
-        everything in flight has arrived, and is raised here. No read starts after ``deadline``
-        (monotonic); returns the items whose read did not start. OSError when the pool cannot be
-        opened.
-        """
-        objects = self._objects(location)
-        free = threading.Semaphore(_IN_FLIGHT)
-        errors: list[BaseException] = []
-
-        def finished(item: FileT) -> Callable[[Any, bytes | None], None]:
-            def callback(_: Any, data: bytes | None) -> None:
-                try:
-                    if not errors:
-                        each(item, data if data is not None and len(data) == item.size else None)
-                except BaseException as error:
-                    errors.append(error)
-                finally:
-                    free.release()
-
-            return callback
-
-        asked = 0
-        for item in items:
-            free.acquire()
-            if errors or time.monotonic() >= deadline:
-                free.release()
-                break
-            asked += 1
-            objects.aio_read(f"{item.ino:x}.00000000", item.size, 0, finished(item))
-        for _ in range(_IN_FLIGHT):
-            free.acquire()
-        if errors:
-            raise errors[0]
-        return items[asked:]

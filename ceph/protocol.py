@@ -1,7 +1,8 @@
 """What the agent and its child processes say to each other about Ceph, as frozen dataclasses.
 
-``Access`` and ``Entry`` are for children that read CephFS themselves (``ceph.native``), the rest is
-for the worker process that ``ceph.client`` asks. Nothing here loads the bindings.
+``Access``, ``ImageAccess`` and ``Entry`` are for children that read CephFS or RBD themselves
+(``ceph.native``, ``ceph.image``), the rest is for the worker process that ``ceph.client`` asks.
+Nothing here loads the bindings.
 """
 
 from dataclasses import dataclass, replace
@@ -16,6 +17,38 @@ class Access:
     user: str  # without 'client.'
     filesystem: str
     root: str  # the directory in the file system, .snap/<name> included
+    top: str = "/"  # a directory at or above it that the user may mount
+    snapshot: int = 0  # its id; a listing of another one is an error. 0: not known
+
+
+@dataclass(frozen=True)
+class ImageAccess:
+    """How to reach a snapshot of an RBD image."""
+
+    conf: str  # ceph.conf with monitors and keyring
+    user: str  # without 'client.'
+    pool: str
+    namespace: str
+    image: str
+    snapshot: str
+    partition: int = 0  # that holds the file system; 0: it is on all of the image
+
+    @property
+    def spec(self) -> str:
+        """As the rbd command takes it."""
+        middle = f"{self.namespace}/" if self.namespace else ""
+        return f"{self.pool}/{middle}{self.image}@{self.snapshot}"
+
+
+@dataclass(frozen=True)
+class SnapshotFacts:
+    """What a snapshot of an image is, whatever it is called. ``size`` in bytes."""
+
+    fsid: str
+    pool_id: int
+    image_id: str
+    snap_id: int
+    size: int
 
 
 class Entry(NamedTuple):
@@ -29,7 +62,9 @@ class Entry(NamedTuple):
     mtime_ns: int
     ino: int
     nlink: int
-    xattrs: bool  # False only when it certainly has none
+    xattrs: bool  # False only when it certainly has none and an object read may stand for the file
+    ctime_ns: int = 0  # 0 when it is not known
+    change: int = 0  # Ceph's change version; 0 when it is not known
 
 
 @dataclass(frozen=True)
@@ -65,11 +100,11 @@ class ImageName:
 @dataclass(frozen=True)
 class Extents:
     """Where to look for allocated extents: from byte ``start`` to the end. Without an object map
-    that would visit every object of a large image: then only at ``places``, where data leaves
-    marks."""
+    that would visit every object of a large image: then only at ``places``, (offset, length),
+    where data leaves marks."""
 
     start: int = 0
-    places: tuple[int, ...] = (0,)
+    places: tuple[tuple[int, int], ...] = ((0, 1),)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ SourceError about the cluster, after which the agent starts a new process.
 
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import re
 import struct
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ except ImportError:  # no bindings on this host; _Connection says so
     rados = rbd = None
 
 MOST_BLOCKED = 20_000  # blocklist entries that are carried
+MOST_OBJECTS = 4096  # of an image without object map that are asked for
+_AT_ONCE = 32
 _CLIENT_VERSION_SECONDS = 5
 
 
@@ -158,20 +161,26 @@ class _Connection:
     def _first_extent(self, image: Any, id: ImageId, where: Extents) -> tuple[int, int] | None:
         """Offset and length of an allocated extent, of a clone's parent too; None when all is
         empty. An image without object map is looked at in some places only."""
-        size = int(image.size())
-        if image.features() & rbd.RBD_FEATURE_FAST_DIFF or _has_parent(image):
-            return _diffed(image, where.start, size)
-        step = 1 << int(image.stat()["order"])
+        size, begin, step = int(image.size()), where.start, 1 << int(image.stat()["order"])
+        # A clone shares its parent's objects; with striping, offsets do not name objects.
+        if _has_parent(image) or image.features() & rbd.RBD_FEATURE_STRIPINGV2:
+            return _diffed(image, begin, size)
         with self._cluster.open_ioctx2(image.data_pool_id()) as ioctx:
             ioctx.set_namespace(id.namespace)
-            objects = sorted({at // step for at in where.places if where.start <= at < size})
-            for number in objects:
-                try:
-                    ioctx.stat(f"{image.block_name_prefix()}.{number:016x}")
-                except rados.ObjectNotFound:
-                    continue
-                return number * step, step
-        return None
+            name = f"{image.block_name_prefix()}.{{:016x}}".format
+            if within := begin % step:
+                # What lies before ``begin`` (a LUKS header) is in the same object, which is as long
+                # as it was written.
+                found = _first_object(ioctx, name, [begin // step], longer_than=within)
+                if found is not None:
+                    return begin, step - within
+                begin += step - within
+            if image.features() & rbd.RBD_FEATURE_FAST_DIFF:
+                return _diffed(image, begin, size)
+            spans = ((max(at, begin), min(at + length, size)) for at, length in where.places)
+            pieces = {number for at, end in spans for number in range(at // step, -(-end // step))}
+            found = _first_object(ioctx, name, sorted(pieces)[:MOST_OBJECTS])
+        return None if found is None else (found * step, step)
 
     def _metadata(self, ioctx: Any, image_id: str, key: str) -> str | None:
         # The object class's own method: a librbd image open for writing would register a watch,
@@ -295,6 +304,35 @@ def _has_parent(image: Any) -> bool:
     except rbd.ImageNotFound:
         return False
     return True
+
+
+def _first_object(
+    ioctx: Any, name: Callable[[int], str], numbers: Sequence[int], longer_than: int = -1
+) -> int | None:
+    """The first of these objects that exists and is longer; asked in this order, some at a time.
+    rados.Error."""
+    for first in range(0, len(numbers), _AT_ONCE):
+        some = numbers[first : first + _AT_ONCE]
+        sizes: dict[int, int] = {}
+
+        def note(_: Any, size: int | None, __: Any, *, number: int, sizes: Any = sizes) -> None:
+            if size is not None:
+                sizes[number] = size
+
+        asked = [
+            ioctx.aio_stat(name(number), functools.partial(note, number=number)) for number in some
+        ]
+        for each in asked:
+            each.wait_for_complete_and_cb()
+        for number, each in zip(some, asked, strict=True):
+            code = each.get_return_value()
+            if code == -errno.ENOENT:
+                continue
+            if code < 0:
+                raise rados.OSError(os.strerror(-code), errno=-code)
+            if sizes.get(number, longer_than + 1) > longer_than:
+                return number
+    return None
 
 
 def _diffed(image: Any, start: int, size: int) -> tuple[int, int] | None:

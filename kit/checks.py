@@ -19,4 +19,4 @@ class Check:
     arguments: tuple[Any, ...]
     cost: str
     wanted: bool = True
-    deadline: float = 10.0
+    deadline: float = 20.0  # the child of a look starts in seconds on a busy node

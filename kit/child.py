@@ -7,8 +7,8 @@ Invariant: while an abandoned call hangs, new calls with the same function and f
 the call is about: a path, a device) fail at once with a DeadlineError.
 """
 
-import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,10 +30,12 @@ async def call(function: Callable[..., Any], *arguments: Any, deadline: float) -
     about = f"{name} {json.dumps(arguments[:1])}"
     if not await processes.settled(about, deadline):
         raise DeadlineError(thing, "an earlier call still hangs in the kernel", _REMEDY)
-    process = await processes.start_python("call", name, stderr=asyncio.subprocess.PIPE)
-    talk = process.communicate(json.dumps(arguments).encode())
+    begun = time.monotonic()
     try:
-        out, err = await processes.to_the_end(process, talk, about, deadline)
+        process = await processes.start_call(name, deadline)
+        talk = process.communicate(json.dumps(arguments).encode())
+        left = max(begun + deadline - time.monotonic(), 0.0)
+        out, err = await processes.to_the_end(process, talk, about, left)
     except TimeoutError:
         raise DeadlineError(thing, f"no answer within {deadline:g}s", _REMEDY) from None
     if process.returncode or not out:

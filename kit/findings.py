@@ -32,6 +32,11 @@ class Finding:
             object.__setattr__(self, name, kit.redact.value(getattr(self, name)))
 
 
+def said(subject: str, message: str) -> str:
+    """What it is about and what is wrong with it; many messages begin with their subject."""
+    return message if message.startswith(subject) else f"{subject}: {message}"
+
+
 class Reporter(Protocol):
     """The port to logs, metrics and (with its own issue) Kubernetes Events and Node conditions."""
 

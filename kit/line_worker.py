@@ -1,7 +1,7 @@
 """Long-lived child processes that speak JSON lines (``kit.messages``) with the agent.
 
-A one-shot child costs an interpreter start for each call; what is asked often, or keeps a
-connection, or reports by itself, is a worker. Start, deadline, abandon, restart and the end with
+What is asked often, keeps a connection or reports by itself is a worker, not a call
+(``kit.child``). Start, deadline, abandon, restart and the end with
 the agent are solved here once for all of them.
 
 Two ways to use one. ``ask``: one request, one answer, in turn; the child is started when it is
@@ -20,9 +20,10 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Generic, TypeVar
 
-from kit import messages, processes
+from kit import forks, messages, processes
 from kit.messages import ChildError as ChildError
 
+_LONG_BYTES = 2**16
 AnswerT = TypeVar("AnswerT")
 RequestT = TypeVar("RequestT")
 
@@ -50,6 +51,7 @@ class Worker(Generic[AnswerT]):
     ``entry``: "module:function", run in the child. ``answer``: the type of each answer. ``about``:
     names it in errors. ``largest``: bytes of an answer. ``idle``: seconds without a request after
     which the child ends; None keeps it. ``fatal``: errors of its answers that it does not survive.
+    ``forked``: it need not start an interpreter (``kit.forks``), and ends when its stdin is closed.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Worker(Generic[AnswerT]):
         idle: float | None = None,
         backoff: Backoff | None = None,
         fatal: tuple[type[Exception], ...] = (),
+        forked: bool = False,
     ) -> None:
         self.about = about
         self.starts = 0
@@ -72,7 +75,8 @@ class Worker(Generic[AnswerT]):
         self._idle = idle
         self._backoff = backoff or Backoff()
         self._fatal = fatal
-        self._process: processes.Process | None = None
+        self._start_child = processes.start_forked if forked else processes.start_python
+        self._process: processes.Process | forks.Talker | None = None
         self._turn = asyncio.Lock()
         self._not_before = 0.0
         self._error: Exception | None = None
@@ -113,7 +117,7 @@ class Worker(Generic[AnswerT]):
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(self._idle, self._abandon)
             try:
-                answer = messages.result(line, self._answer)
+                answer = await self._read(line)
             except self._fatal as error:
                 raise self._failed(error) from error
             self._error = None
@@ -125,10 +129,10 @@ class Worker(Generic[AnswerT]):
         async with self._turn:
             await self._running()
 
-    async def _running(self) -> processes.Process:
+    async def _running(self) -> processes.Process | forks.Talker:
         process = self._process
         if process is None or process.returncode is not None:
-            process = await processes.start_python("run", self._entry, limit=self._largest)
+            process = await self._start_child(self._entry, limit=self._largest)
             self._process = process
             self.starts += 1
         return process
@@ -138,6 +142,12 @@ class Worker(Generic[AnswerT]):
         assert process.stdout is not None
         await _tell(process, request)
         return _whole(await process.stdout.readline(), self.about)
+
+    async def _read(self, line: bytes) -> AnswerT:
+        """A thread reads a long answer: megabytes take longer than the loop may stand still."""
+        if len(line) < _LONG_BYTES:
+            return messages.result(line, self._answer)
+        return await asyncio.to_thread(messages.result, line, self._answer)
 
     def _failed(self, error: Exception) -> Exception:
         self.failures += 1
@@ -190,7 +200,7 @@ class Worker(Generic[AnswerT]):
         await processes.settled(self.about, processes.KILLED_SECONDS)
 
 
-async def _tell(process: processes.Process, message: Any) -> None:
+async def _tell(process: processes.Process | forks.Talker, message: Any) -> None:
     assert process.stdin is not None
     process.stdin.write(messages.encode(message).encode() + b"\n")
     await process.stdin.drain()

@@ -1,5 +1,7 @@
 """The one place that starts processes, and the account of those that hang in the kernel.
 
+Calls and some workers are started by way of ``kit.forks``.
+
 A process in an uninterruptible sleep (a dead disk, a dead Ceph cluster) does not die of SIGKILL
 until the kernel lets it. Waiting for it would hang the agent, so it is abandoned: killed, counted,
 never waited for again. Each costs memory, so their number is limited for the whole agent and not
@@ -11,20 +13,19 @@ process starts while ``MOST_HANGING`` abandoned ones exist.
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
-import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import kit.errors
-from kit import child_main
+from kit import child_main, forks
 
-# At 15 to 20 MB each; more would only hang beside them.
+# Some MB each; more would only hang beside them.
 MOST_HANGING = 32
+# A fork, and before the first one of a kind its modules from a slow disk.
+START_SECONDS = 60.0
 # A killed process that does not hang has ended within this.
 KILLED_SECONDS = 1.0
 _PIPE = asyncio.subprocess.PIPE
@@ -38,7 +39,7 @@ _hanging: dict["asyncio.Task[None]", str] = {}
 
 
 class DeadlineError(kit.errors.AgentError):
-    """A process did not answer in time and was abandoned, or too many of its kind hang already."""
+    """A process did not answer in time, could not be started, or too many hang already."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,13 @@ class Ended:
 
 def hanging(about: str | None = None) -> int:
     """How many abandoned processes the kernel still keeps; of one subject when it is given."""
-    return len(_hanging) if about is None else sum(1 for each in _hanging.values() if each == about)
+    return len(_waits(about))
+
+
+def _waits(about: str | None) -> "list[asyncio.Task[None]]":
+    for task in [each for each in _hanging if each.get_loop().is_closed()]:
+        del _hanging[task]  # nobody waits any more
+    return [task for task, each in _hanging.items() if about in (None, each)]
 
 
 async def settled(about: str, seconds: float) -> bool:
@@ -60,9 +67,18 @@ async def settled(about: str, seconds: float) -> bool:
 
     One that was killed a moment ago ends within ``KILLED_SECONDS``.
     """
-    if same := [task for task, each in _hanging.items() if each == about]:
+    if same := _waits(about):
         await asyncio.wait(same, timeout=min(seconds, KILLED_SECONDS))
     return hanging(about) == 0
+
+
+def _refuse_when_too_many_hang() -> None:
+    if hanging() >= MOST_HANGING:
+        raise DeadlineError(
+            "the agent",
+            f"{hanging()} of its child processes hang in the kernel",
+            "a disk, a mount or a cluster does not answer; see the findings and the kernel log",
+        )
 
 
 async def start(
@@ -82,16 +98,9 @@ async def start(
     that its stdout may be read by. OSError when it cannot be started (a missing program shows as
     exit code 127 without ``outlives``), DeadlineError when too many hang already.
     """
-    if len(_hanging) >= MOST_HANGING:
-        raise DeadlineError(
-            "the agent",
-            f"{len(_hanging)} of its child processes hang in the kernel",
-            "a disk, a mount or a cluster does not answer; see the findings and the kernel log",
-        )
+    _refuse_when_too_many_hang()
     if not outlives:
-        path = "[]" if job == "exec" else json.dumps(sys.path)
-        python = (sys.executable, "-S", "-E", str(Path(child_main.__file__).absolute()))
-        argv = (*python, str(os.getpid()), path, job, *argv)
+        argv = child_main.command(job, *argv)
     return await asyncio.create_subprocess_exec(
         *argv,
         stdin=stdin,
@@ -104,23 +113,64 @@ async def start(
     )
 
 
-async def start_python(
-    job: str, target: str, *, stderr: int | None = None, limit: int = 2**16
-) -> Process:
-    """Start ``target`` ("module:function") as job ``call`` or ``run`` of ``kit.child_main``."""
-    return await start((target,), job=job, stderr=stderr, limit=limit)
+async def start_python(target: str, *, limit: int = 2**16) -> Process:
+    """Start ``target`` ("module:function") as job ``run`` of ``kit.child_main``."""
+    return await start((target,), job="run", limit=limit)
 
 
-def kill(process: Process) -> None:
+async def start_call(target: str, seconds: float) -> forks.Child:
+    """Start ``target`` ("module:function"), which gets its arguments by ``communicate``.
+
+    TimeoutError after ``seconds``, DeadlineError when it cannot be started or too many hang.
+    """
+    _refuse_when_too_many_hang()
+    with _named():
+        return await forks.start(target, seconds)
+
+
+async def start_forked(target: str, *, limit: int = 2**16) -> forks.Talker:
+    """As ``start_python``, without an interpreter's start. DeadlineError.
+
+    The function ends when its stdin is closed.
+    """
+    _refuse_when_too_many_hang()
+    try:
+        with _named():
+            return await forks.talk(target, START_SECONDS, limit)
+    except TimeoutError:
+        why = f"it could not start a process within {START_SECONDS:g}s"
+        raise DeadlineError("the agent", why, "it is tried again later") from None
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """What keeps the agent from starting a process, by name."""
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise DeadlineError(
+            "the agent",
+            f"it cannot start a process ({error})",
+            "it is tried again later; see how many processes and how much memory it may have",
+        ) from error
+
+
+def kill(process: Process | forks.Child) -> None:
     """SIGKILL to the process and to what it started; no error when it has ended."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def abandon(process: Process, about: str, end: "asyncio.Task[object] | None" = None) -> None:
+def abandon(
+    process: Process | forks.Child, about: str, end: "asyncio.Task[object] | None" = None
+) -> None:
     """Kill a process and count it until it has ended. ``end``: a task that waits for its pipes."""
     kill(process)
+    if isinstance(process, forks.Talker):
+        process.hang_up()
 
     async def ended() -> None:
         if end is not None:
@@ -139,7 +189,7 @@ async def end(process: Process, about: str) -> None:
 
 
 async def to_the_end(
-    process: Process, talk: Coroutine[Any, Any, ResultT], about: str, seconds: float
+    process: Process | forks.Child, talk: Coroutine[Any, Any, ResultT], about: str, seconds: float
 ) -> ResultT:
     """The result of ``talk``, which uses the pipes of the process until it ends.
 

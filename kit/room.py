@@ -178,17 +178,22 @@ class Cell:
     tone: str = ""  # good, mid, bad or none
     style: str = ""  # strong, code or none
     progress: tuple[float, float] | None = None  # done and total, drawn as a bar
+    # How it went, the oldest first, drawn as a small line with gaps where it is not known.
+    spark: Sequence[float | None] = ()
+    spark_top: float = 0.0  # what the upper edge of the line means; 0: the highest of its values
     below: "Sequence[Cell]" = ()
+    number: bool = False  # aligned to the right, as its column's head
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """What a room shows on the status page: a sentence and a table."""
+    """What a room shows on the status page and in ``nodeagent status``: a sentence and a table."""
 
     title: str
     summary: str
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
+    empty: str = ""  # instead of a table without rows: how there come to be some
 
 
 class Api(Protocol):
@@ -196,6 +201,9 @@ class Api(Protocol):
 
     async def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
         """The decoded answer. UnreachableError, or the agent's own error with its exit code."""
+
+    async def text(self, path: str) -> str:
+        """An answer that is not JSON, such as that of /metrics. Errors as of ``call``."""
 
     def lines(self, path: str) -> AsyncIterator[Any]:
         """Each line of a stream, decoded, until the agent ends it."""
@@ -238,6 +246,99 @@ def calls(name: str) -> Callable[..., Any]:
     return lambda *given: pkgutil.resolve_name(name)(*given)
 
 
+@dataclass(frozen=True)
+class Rule:
+    """A CEL expression over an object's spec that must hold, and what to say when it does not."""
+
+    expression: str
+    message: str
+
+
+@dataclass(frozen=True)
+class End:
+    """How a request ended. ``well``: as it was wished."""
+
+    well: bool
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What an annotation of an object may ask for, once for each value it has.
+
+    ``begin`` raises AgentError while it is not possible, and is tried again; ``end`` gives None
+    while it lasts. Both get the component and the element's key. ``verb``: the last part of the
+    annotation's key.
+    """
+
+    verb: str
+    begin: Callable[[Any, str], Awaitable[None]]
+    end: Callable[[Any, str], End | None]
+
+
+@dataclass(frozen=True)
+class Intent:
+    """A kind of objects of the cluster that add elements to a list of the room's settings.
+
+    Without ``many`` the object's spec is one element, named as the object (``key``). With ``many``
+    the spec has a list of that name. The schema of the kind is made from ``model``
+    (``scripts/crds.py``), so that the settings file and the API cannot drift.
+    """
+
+    kind: str
+    plural: str
+    short: Sequence[str]
+    summary: str
+    field: str  # of the settings section: a tuple of ``model``
+    model: type[kit.settings.Section]
+    key: str  # the field of ``model`` that no two elements share
+    many: str = ""
+    without: Sequence[str] = ()  # fields of ``model`` that objects do not have
+    rules: Sequence[Rule] = ()
+    # Two names: the field of the field of ``model`` that names a file with a key, which objects may
+    # give as a Secret instead.
+    secret: tuple[str, str] | tuple[()] = ()
+    # component, key: give up what a deleted object asked for. InUseError: who uses it. None: the
+    # settings without the element are enough.
+    release: Callable[[Any, str], Awaitable[None]] | None = None
+    spread: bool = False  # objects may say on how many of the selected nodes it is kept
+    # In the order in which they are begun.
+    requests: Sequence[Asking] = ()
+
+    @property
+    def singular(self) -> str:
+        return self.kind.lower()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the node's object in the cluster (NodeStorage) shows of a room.
+
+    ``read`` gives a ``model``, or a list of them with ``many``. Bounded by whoever writes it there.
+    """
+
+    field: str
+    model: type[kit.settings.Shown]
+    many: bool
+    read: Callable[[Any], Any]  # component
+    brief: Callable[[Any], str]  # what ``read`` gave -> a few characters for 'kubectl get'
+    key: str = ""  # with ``many``: the field of ``model`` that names one
+    told: Sequence[str] = ()  # fields of ``model`` whose change is an event (``nodeagent events``)
+
+
+@dataclass(frozen=True)
+class Presence:
+    """What is whole on this node, which labels of the Node tell schedulers.
+
+    ``word`` becomes a part of the labels' keys. ``read`` gives a version by name. ``listen`` says
+    what the room awaits before something stops being whole, once ``read`` leaves it out.
+    """
+
+    word: str
+    read: Callable[[Any], Mapping[str, str]]  # component
+    listen: Callable[[Any, Callable[[], Awaitable[None]]], None]  # component, what to await
+
+
 # settings, state_dir -> what the node must have for them (``nodeagent doctor``)
 Checks = Callable[[Any, Path], Sequence[kit.checks.Check]]
 Build = Callable[[Any, Path, kit.findings.Reporter], Component[Any]]
@@ -257,3 +358,9 @@ class Room:
     page: Callable[[Any], Sequence[PageSection]] | None = None  # component -> sections
     checks: Checks | None = None
     traces: Callable[[], kit.traces.Traces] | None = None  # ``nodeagent uninstall``
+    intents: Sequence[Intent] = ()
+    report: Report | None = None
+    presence: Presence | None = None
+    # A condition of the Node that critical findings of the room make True, and its reason while
+    # there are none.
+    condition: tuple[str, str] | None = None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic.alias_generators import to_camel
 
 
 class Section(BaseModel):
@@ -16,6 +17,17 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Shown(BaseModel):
+    """A part of what the agent writes into objects of the cluster; there in camelCase.
+
+    Agents read each other's: what a newer one writes and this one does not know is left out.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True
+    )
 
 
 def absolute(path: Path) -> Path:

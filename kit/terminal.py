@@ -5,15 +5,25 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
 import kit.room
 
-# What a command shows: a value, and a function that puts it in lines of text.
-Shown = tuple[Any, Callable[[Any], Iterable[str]]]
+Lines = Callable[[Any], Iterable[str]]
+# What a command shows: a value, a function that puts it in lines of text, and one for wide lines.
+Shown = tuple[Any, Lines] | tuple[Any, Lines, Lines]
 
+output_option = click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["table", "wide", "json", "yaml"]),
+    help="Print a table (the default), more columns where there are more, JSON or YAML.",
+)
+# An option that names a file; it is a Path.
+file_option = functools.partial(click.option, type=click.Path(path_type=Path), metavar="FILE")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -28,24 +38,36 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-def show(shown: Shown, *, as_json: bool) -> None:
-    value, lines = shown
-    if as_json:
+def print_line(value: Any) -> None:
+    """One line of JSON, for a stream that others read."""
+    click.echo(json.dumps(value))
+
+
+def show(shown: Shown, *, as_json: bool = False, output: str | None = None) -> None:
+    value, lines = shown[0], shown[-1] if output == "wide" else shown[1]
+    if as_json or output == "json":
         print_json(value)
+        return
+    if output == "yaml":
+        import yaml  # only where it is asked for
+
+        click.echo(yaml.safe_dump(value, sort_keys=False, allow_unicode=True), nl=False)
         return
     for line in lines(value):
         click.echo(line)
 
 
 def command(group: click.Group, name: str) -> Callable[[Callable[..., Shown]], click.Command]:
-    """A command with ``--json``. Its function gets the context and returns what is shown."""
+    """A command with ``--json`` and ``-o``. Its function gets the context, gives what is shown."""
 
     def decorate(run: Callable[..., Shown]) -> click.Command:
-        def callback(ctx: kit.room.CommandContext, /, *, as_json: bool, **given: Any) -> None:
-            show(run(ctx, **given), as_json=as_json)
+        def callback(
+            ctx: kit.room.CommandContext, /, *, as_json: bool, output: str | None, **given: Any
+        ) -> None:
+            show(run(ctx, **given), as_json=as_json, output=output)
 
         wrapped = functools.update_wrapper(callback, run)  # its arguments and help
-        return group.command(name)(json_option(click.pass_obj(wrapped)))
+        return group.command(name)(output_option(json_option(click.pass_obj(wrapped))))
 
     return decorate
 

@@ -4,9 +4,15 @@ Both run in a child process: what they look at may hang. A trace that has gone m
 error, so an uninstall that was interrupted can be run again.
 """
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+import kit.errors
+import kit.files
 
 
 @dataclass(frozen=True)
@@ -28,3 +34,23 @@ class Traces:
 
     find: Callable[[dict[str, Any], str], list[dict[str, Any]]]
     remove: Callable[[dict[str, Any], str, str, str], None]
+
+
+@contextlib.contextmanager
+def without_agent(state_dir: Path) -> Iterator[None]:
+    """RefusedError while an agent runs with this state directory."""
+    if not state_dir.is_dir():
+        yield
+        return
+    try:
+        descriptor = kit.files.lock(state_dir / "lock", 0)
+    except OSError as error:
+        raise kit.errors.RefusedError(
+            f"state_dir {state_dir}",
+            f"an agent runs with it ({error.strerror})",
+            "stop it first: systemctl disable --now nodeagent, or delete the DaemonSet",
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(descriptor)

@@ -4,6 +4,7 @@ pydantic's ByteSize is not used: its errors name no units, its text form is roun
 settings must read back exactly), and it has no counterpart for times and shares.
 """
 
+import datetime
 import decimal
 import math
 import re
@@ -72,12 +73,24 @@ def format_size(size: float) -> str:
     raise AssertionError("unreachable")
 
 
+def format_share(share: float) -> str:
+    """``57%`` for people. Only nothing is 0%, and only all of it is 100%."""
+    if 0 < share < 0.01:
+        return "<1%"
+    return ">99%" if 0.99 < share < 1 else f"{share:.0%}"
+
+
 def format_duration(seconds: float) -> str:
     """``2h03m``, ``4m05s`` or ``12s`` for people."""
     whole = max(0, round(seconds))
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def format_time(when: float) -> str:
+    """``2026-11-22 04:10 UTC`` for people, from Unix time."""
+    return datetime.datetime.fromtimestamp(when, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _setting_size(size: int) -> str:

@@ -4,13 +4,16 @@ The command blkid does not: it ends with 2 for both. Imports little, because it 
 short-lived child.
 """
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 
 FOUND, NOTHING, AMBIVALENT = 0, 1, -2  # results of blkid_do_safeprobe; any other is an error
 # BLKID_SUBLKS_*: label, uuid, type, usage, version, magic, and superblocks with a bad checksum.
 _SUPERBLOCKS = 1 << 1 | 1 << 3 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 9 | 1 << 10
 _MAGIC_OF_TABLES = 1 << 2  # BLKID_PARTS_MAGIC
+SECTOR_BYTES = 512  # of libblkid's figures
 
 
 def _library() -> ctypes.CDLL:
@@ -27,6 +30,13 @@ def _library() -> ctypes.CDLL:
     ):
         getattr(lib, name).argtypes = [pointer, number]
     lib.blkid_do_safeprobe.argtypes = [pointer]
+    lib.blkid_probe_get_partitions.argtypes = [pointer]
+    lib.blkid_probe_get_partitions.restype = pointer
+    lib.blkid_partlist_get_partition_by_partno.argtypes = [pointer, number]
+    lib.blkid_partlist_get_partition_by_partno.restype = pointer
+    for name in ("blkid_partition_get_start", "blkid_partition_get_size"):
+        getattr(lib, name).argtypes = [pointer]
+        getattr(lib, name).restype = ctypes.c_int64
     lib.blkid_probe_numof_values.argtypes = [pointer]
     text = ctypes.POINTER(ctypes.c_char_p)
     lib.blkid_probe_get_value.argtypes = [
@@ -36,21 +46,43 @@ def _library() -> ctypes.CDLL:
     return lib
 
 
-def probe(descriptor: int) -> tuple[int, dict[str, str]]:
-    """(result, values) for the open device. values: TYPE, UUID, LABEL, USAGE, PTTYPE, ...
-
-    result is FOUND, NOTHING, AMBIVALENT (signatures of several contents), else a negative errno: a
-    part could not be read, so the content is unknown. OSError when the device cannot be set up.
-    """
+@contextlib.contextmanager
+def _opened(descriptor: int, offset: int, size: int) -> Iterator[tuple[ctypes.CDLL, int]]:
+    """The library and a probe of the open device. OSError when the device cannot be set up."""
     lib = _library()
     handle = lib.blkid_new_probe()
     if not handle:
         raise MemoryError("blkid_new_probe")
     try:
         ctypes.set_errno(0)
-        if lib.blkid_probe_set_device(handle, descriptor, 0, 0):
+        if lib.blkid_probe_set_device(handle, descriptor, offset, size):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), "libblkid")
+        yield lib, handle
+    finally:
+        lib.blkid_free_probe(handle)
+
+
+def partition(descriptor: int, number: int) -> tuple[int, int] | None:
+    """Offset and size in bytes of partition ``number`` (from 1) of the open device, or None."""
+    with _opened(descriptor, 0, 0) as (lib, handle):
+        table = lib.blkid_probe_get_partitions(handle)
+        found = table and lib.blkid_partlist_get_partition_by_partno(table, number)
+        if not found:
+            return None
+        sectors = lib.blkid_partition_get_start(found), lib.blkid_partition_get_size(found)
+        return int(sectors[0]) * SECTOR_BYTES, int(sectors[1]) * SECTOR_BYTES
+
+
+def probe(descriptor: int, offset: int = 0, size: int = 0) -> tuple[int, dict[str, str]]:
+    """(result, values) for the open device. values: TYPE, UUID, LABEL, USAGE, PTTYPE, ...
+
+    ``offset`` and ``size`` in bytes: of the part that is looked at; 0 and 0: all of it.
+
+    result is FOUND, NOTHING, AMBIVALENT (signatures of several contents), else a negative errno: a
+    part could not be read, so the content is unknown. OSError when the device cannot be set up.
+    """
+    with _opened(descriptor, offset, size) as (lib, handle):
         lib.blkid_probe_enable_superblocks(handle, 1)
         lib.blkid_probe_set_superblocks_flags(handle, _SUPERBLOCKS)
         lib.blkid_probe_enable_partitions(handle, 1)
@@ -60,8 +92,6 @@ def probe(descriptor: int) -> tuple[int, dict[str, str]]:
         if result == -1 and ctypes.get_errno():  # the documented error; some versions give -errno
             result = -ctypes.get_errno()
         return result, _values(lib, handle)
-    finally:
-        lib.blkid_free_probe(handle)
 
 
 def _values(lib: ctypes.CDLL, handle: int) -> dict[str, str]:

@@ -34,6 +34,8 @@ MOST_LAYERS = 256  # on one device
 _SECTOR = 512
 _BLKROSET = 0x125D
 _LOOP_CLR_FD = 0x4C01
+# What changes with another medium: a disk of nbd stays, and may come back with the same size.
+_STATE = ("dev", "size", "diskseq", "backend", "loop/backing_file")
 # File systems that list in /sys/fs/<name> the devices with a superblock in use.
 _FILE_SYSTEMS = ("ext4", "xfs", "f2fs")
 
@@ -197,6 +199,40 @@ def identify(name: str, sysfs: _Root = SYSFS, proc: _Root = PROC) -> BlockDevice
     return _device(name, number, driver, home, sysfs, parent, whole)
 
 
+class Known:
+    """Devices as they were identified, read again only when they may have changed: hundreds of them
+    are looked at every half minute. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[tuple[str, ...], BlockDevice]] = {}
+
+    def all(self, sysfs: _Root = SYSFS, proc: _Root = PROC) -> list[BlockDevice]:
+        """All block devices and partitions. What lies on a device may be an earlier state."""
+        before, self._kept = self._kept, {}
+        found = []
+        for name in names():
+            home = f"{sysfs}/class/block/{name}"
+            state = tuple(rbd_sysfs.text(f"{home}/{file}") for file in _STATE)
+            if name in before and before[name][0] == state:
+                device: BlockDevice | None = before[name][1]
+            else:
+                device = identify(name, sysfs, proc)
+            if device is None:
+                continue
+            found.append(device)
+            # A mapping shows what it lies on a moment after it appeared; without DISKSEQ (and for a
+            # partition, which has none) another device with the same number looks the same.
+            stays = device.driver != "device-mapper" and not device.parent
+            if stays and device.diskseq is not None:
+                self._kept[name] = state, device
+        return found
+
+
+def with_superblock(sysfs: _Root = SYSFS) -> frozenset[str]:
+    """Names of the devices on which a file system is live, in any mount namespace."""
+    return frozenset(_superblocks(sysfs))
+
+
 def _device(
     name: str, number: Number, driver: str, home: str, sysfs: _Root, parent: str, whole: str
 ) -> BlockDevice:
@@ -264,41 +300,87 @@ def scan(drivers: Collection[str], sysfs: _Root = SYSFS, proc: _Root = PROC) -> 
 
     OSError when /proc or sysfs themselves cannot be read.
     """
-    wanted = {major: driver for major, driver in majors(proc).items() if driver in drivers}
-    if not wanted:
-        return []
-    superblocks = _superblocks(sysfs)
-    found: list[BlockDevice] = []
-    for name in sorted(os.listdir(f"{sysfs}/block")):
+    return Scans().scan(drivers, None, sysfs, proc)
+
+
+class Scans:
+    """``scan``, again and again: what no uevent names is not read anew."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[int, str] = {}
+        self._found: dict[str, BlockDevice] = {}
+
+    def scan(
+        self,
+        drivers: Collection[str],
+        changed: Collection[str] | None,
+        sysfs: _Root = SYSFS,
+        proc: _Root = PROC,
+    ) -> list[BlockDevice]:
+        """``changed``: the names in all uevents since the scan before; None: read every device.
+
+        Live file systems are read in any case. A flag that somebody set without an uevent
+        (BLKROSET) shows when its device is read the next time.
+        """
+        wanted = {major: driver for major, driver in majors(proc).items() if driver in drivers}
+        if not wanted:
+            self._wanted, self._found = {}, {}
+            return []
+        superblocks = _superblocks(sysfs)
+        if changed is None or wanted != self._wanted or not self._renew(changed, sysfs, proc):
+            self._wanted, self._found = wanted, {}
+            for name in sorted(os.listdir(f"{sysfs}/block")):
+                self._read(name, sysfs, proc)
+        found = [_with_superblocks(self._found[name], superblocks) for name in sorted(self._found)]
+        self._found.update((device.name, device) for device in found)
+        return found
+
+    def _renew(self, changed: Collection[str], sysfs: _Root, proc: _Root) -> bool:
+        """Read the ``changed`` devices. False: one of them may lie on devices that do not say so (a
+        mapping), or within one (a partition)."""
+        for name in changed:
+            known = self._found.pop(name, None)
+            number = _device_number(f"{sysfs}/block/{name}")
+            if number is None and known is None:
+                return False
+            if number is not None and number[0] not in self._wanted:
+                return False
+            self._read(name, sysfs, proc)
+        return True
+
+    def _read(self, name: str, sysfs: _Root, proc: _Root) -> None:
         home = f"{sysfs}/block/{name}"
         number = _device_number(home)
-        if number is None or number[0] not in wanted or len(found) >= MOST_DEVICES:
-            continue
+        if number is None or number[0] not in self._wanted or len(self._found) >= MOST_DEVICES:
+            return
         if rbd_sysfs.text(f"{home}/size") == "0":
-            continue  # a free loop or nbd minor: many, and a scan comes after every mount
-        device = _device(name, number, wanted[number[0]], home, sysfs, "", home)
+            return  # a free loop or nbd minor: many, and a scan comes after every mount
+        device = _device(name, number, self._wanted[number[0]], home, sysfs, "", home)
         if device.size:
-            found.append(_with_layers(device, sysfs, proc, superblocks))
-    return found
+            self._found[name] = _with_layers(device, sysfs, proc)
 
 
-def _with_layers(
-    device: BlockDevice, sysfs: _Root, proc: _Root, superblocks: dict[str, list[str]]
-) -> BlockDevice:
-    home = f"{sysfs}/block/{device.name}"
+def _with_layers(device: BlockDevice, sysfs: _Root, proc: _Root) -> BlockDevice:
     image = device.image
     if device.driver == "nbd":
-        image = rbd_sysfs.nbd_image(home, device.diskseq, proc)
-    layers = _layers(device, sysfs, superblocks)
-    active = (*superblocks.get(device.name, ()), *(fs for layer in layers for fs in layer.active))
-    return dataclasses.replace(
-        device, image=image, layers=layers, active=tuple(dict.fromkeys(active))
+        image = rbd_sysfs.nbd_image(f"{sysfs}/block/{device.name}", device.diskseq, proc)
+    return dataclasses.replace(device, image=image, layers=_layers(device, sysfs))
+
+
+def _with_superblocks(device: BlockDevice, superblocks: dict[str, list[str]]) -> BlockDevice:
+    """The same object where nothing changed."""
+    layers = tuple(
+        dataclasses.replace(layer, active=tuple(superblocks.get(layer.name, ())))
+        for layer in device.layers
     )
+    every = (*superblocks.get(device.name, ()), *(fs for layer in layers for fs in layer.active))
+    active = tuple(dict.fromkeys(every))
+    if active == device.active and layers == device.layers:
+        return device
+    return dataclasses.replace(device, active=active, layers=layers)
 
 
-def _layers(
-    device: BlockDevice, sysfs: _Root, superblocks: dict[str, list[str]]
-) -> tuple[Layer, ...]:
+def _layers(device: BlockDevice, sysfs: _Root) -> tuple[Layer, ...]:
     """Every layer above a device, each once, the lowest first."""
     found: dict[str, Layer] = {}
     # names with their directories: that of a partition lies in its disk's
@@ -307,7 +389,7 @@ def _layers(
         number = _device_number(home)
         if name in (device.name, *found) or number is None or len(found) >= MOST_LAYERS:
             continue
-        found[name] = Layer(name, number, tuple(superblocks.get(name, ())))
+        found[name] = Layer(name, number)
         ahead += _above(name, home, sysfs)
     return tuple(found.values())
 

@@ -8,6 +8,7 @@ from every mount namespace.
 dies, the kernel allows what waits and everything after it.
 """
 
+import collections
 import ctypes
 import os
 import platform
@@ -49,9 +50,19 @@ def _mark(group: int, flags: int, mask: int, path: str | Path) -> None:
 def _events(group: int) -> Iterator[tuple[int, int]]:
     """(descriptor of the file, pid) of the next events. BlockingIOError when there are no more.
 
-    Getting the descriptor opens the file once more and may hang with its file system.
+    Getting the descriptor opens the file once more and may hang with its file system. The caller
+    closes what it is given; what a caller that stops early is not given is closed here.
     """
-    data = os.read(group, _BUFFER_BYTES)
+    found = collections.deque(_parsed(os.read(group, _BUFFER_BYTES)))
+    try:
+        while found:
+            yield found.popleft()
+    finally:
+        for descriptor, _ in found:
+            os.close(descriptor)
+
+
+def _parsed(data: bytes) -> Iterator[tuple[int, int]]:
     at = 0
     while at + _EVENT.size <= len(data):
         length, version, _, _, _, descriptor, pid = _EVENT.unpack_from(data, at)

@@ -20,15 +20,23 @@ class Kmsg:
     Invariant: the records read plus ``lost`` are all records written since the first one read.
     """
 
-    def __init__(self, *, from_now: bool = False, user: bool = False) -> None:
+    def __init__(
+        self, *, from_now: bool = False, user: bool = False, after: int | None = None
+    ) -> None:
         """``from_now``: skip what the buffer holds. ``user``: also records that processes wrote,
-        which prove nothing about the kernel."""
+        which prove nothing about the kernel. ``after``: the sequence number of a record that was
+        read before; go on behind it."""
         self.fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if from_now:
             os.lseek(self.fd, 0, os.SEEK_END)
         self._user = user
-        self._next: int | None = None
+        self._next = None if after is None else after + 1
         self.lost = 0  # records that were overwritten before they were read
+
+    @property
+    def last(self) -> int | None:
+        """The sequence number of the last record read; None before the first."""
+        return None if self._next is None else self._next - 1
 
     def read(self, most: int = 1000) -> list[Record]:
         """The waiting records, at most ``most``."""
@@ -45,6 +53,8 @@ class Kmsg:
             record = parse(data)
             if record is None:
                 continue
+            if self._next is not None and record.sequence < self._next:
+                continue  # read before
             if self._next is not None and record.sequence > self._next:
                 self.lost += record.sequence - self._next
             self._next = record.sequence + 1

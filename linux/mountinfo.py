@@ -6,12 +6,14 @@ See proc_pid_mountinfo(5).
 import os
 import re
 import select
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _SYS = Path("/sys")
+OWN = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True)
@@ -81,22 +83,87 @@ def parse(data: bytes) -> list[Mount]:
     return [parse_line(line) for line in data.split(b"\n") if line]
 
 
-def read(path: Path = Path("/proc/self/mountinfo")) -> list[Mount]:
+class Parser:
+    """``parse``, again and again: of a table of thousands of lines few are new each time."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Mount] = {}
+
+    def parse(self, data: bytes) -> list[Mount]:
+        """The same object for a line that was there before."""
+        before = self._known
+        lines = [line for line in data.split(b"\n") if line]
+        self._known = {line: before.get(line) or parse_line(line) for line in lines}
+        return list(self._known.values())
+
+
+def read(path: Path = OWN) -> list[Mount]:
     """All mounts of one process's namespace below its root. OSError when the process has ended."""
     return parse(path.read_bytes())
 
 
+class Table:
+    """The table of this process's own namespace, read again only when the kernel says it changed.
+
+    Every mount, unmount and change of a mount's own options counts as a change; what a file system
+    says of itself (``super_options``) may be older. Threads may share it, forks may not.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._file: int | None = None
+        self._poll = select.poll()
+        self._parser = Parser()
+        self._mounts: list[Mount] = []
+
+    def now(self) -> list[Mount]:
+        """All mounts, not to be changed. OSError."""
+        with self._lock:
+            first = self._file is None
+            if self._file is None:
+                self._file = os.open(OWN, os.O_RDONLY | os.O_CLOEXEC)
+                self._poll.register(self._file, select.POLLPRI)
+            # The poll comes before the read: the next poll tells what changes after this one.
+            if self._poll.poll(0) or first:
+                self._mounts = self._parser.parse(OWN.read_bytes())
+            return self._mounts
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._poll.unregister(self._file)
+                os.close(self._file)
+                self._file = None
+
+
 def at(target: str, mounts: Iterable[Mount]) -> list[Mount]:
     """Mounts whose mount point is exactly ``target``, the lowest first, the visible one last."""
-    stacked = [mount for mount in mounts if mount.target == target]
-    by_parent = {mount.parent_id: mount for mount in stacked}
-    ids = {mount.mount_id for mount in stacked}
-    lowest = next((mount for mount in stacked if mount.parent_id not in ids), None)
+    found = [mount for mount in mounts if mount.target == target]
+    by_parent = {mount.parent_id: mount for mount in found}
+    ids = {mount.mount_id for mount in found}
+    lowest = next((mount for mount in found if mount.parent_id not in ids), None)
     ordered: list[Mount] = []
-    while lowest is not None and len(ordered) < len(stacked):
+    while lowest is not None and len(ordered) < len(found):
         ordered.append(lowest)
         lowest = by_parent.get(lowest.mount_id)
     return ordered
+
+
+def stacked(target: str | Path) -> list[Mount]:
+    """As ``at`` in this process's namespace. Only these lines are parsed: there may be many."""
+    wanted = str(target)
+    lines = (line for line in OWN.read_bytes().split(b"\n") if line)
+    return at(wanted, [parse_line(line) for line in lines if _target(line) == wanted])
+
+
+def _target(line: bytes) -> str:
+    return _decode(line.split(b" ", 5)[4].decode("latin-1"))
+
+
+def top(target: str | Path) -> Mount | None:
+    """What is mounted at ``target`` in this process's namespace, the uppermost; reads the table."""
+    found = stacked(target)
+    return found[-1] if found else None
 
 
 def containing(path: str, mounts: Iterable[Mount]) -> Mount | None:
@@ -108,6 +175,18 @@ def containing(path: str, mounts: Iterable[Mount]) -> Mount | None:
         if inside and (best is None or len(mount.target) >= len(best.target)):
             best = mount
     return best
+
+
+def place(path: str, mounts: Iterable[Mount]) -> tuple[tuple[int, int], str] | None:
+    """Device and path within its file system of a directory (absolute, without links).
+
+    A mount shows that very directory when its device and root are these.
+    """
+    disk = containing(path, mounts)
+    if disk is None:
+        return None
+    below = os.path.relpath(path, disk.target)
+    return disk.device, os.path.normpath(os.path.join(disk.root, below))
 
 
 def keeps_order(descriptor: int) -> bool:

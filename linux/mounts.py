@@ -18,6 +18,7 @@ _OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _MOUNT_SETATTR = 428, 429
 _AT_FDCWD = -100
 _AT_EMPTY_PATH = 0x1000
 _OPEN_TREE_CLONE = 1
+_AT_RECURSIVE = 0x8000
 _CLOEXEC = os.O_CLOEXEC
 _MOVE_MOUNT_F_EMPTY_PATH = 0x4
 _MOVE_MOUNT_BENEATH = 0x200
@@ -25,7 +26,7 @@ _FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
 _FSOPEN_CLOEXEC = 1
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
-_MS_PRIVATE, _MS_SHARED = 1 << 18, 1 << 20
+_MS_PRIVATE, _MS_SLAVE, _MS_SHARED = 1 << 18, 1 << 19, 1 << 20
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 
 # Views are for reading data: nothing in them is executed with more rights or opened as a device.
@@ -40,20 +41,33 @@ def _bytes(path: str | Path) -> bytes:
     return os.fsencode(path)
 
 
-def clone_tree(path: str | Path) -> int:
-    """A detached bind mount of ``path``, without the mounts below it; a descriptor."""
-    flags = _OPEN_TREE_CLONE | _CLOEXEC
+def clone_tree(path: str | Path, *, recursive: bool = False) -> int:
+    """A detached bind mount of ``path``; a descriptor. ``recursive``: with the mounts below it."""
+    flags = _OPEN_TREE_CLONE | _CLOEXEC | (_AT_RECURSIVE if recursive else 0)
     return syscalls.syscall(
         _OPEN_TREE, f"open_tree {path}", _AT_FDCWD, ctypes.c_char_p(_bytes(path)), flags
     )
 
 
 def set_attributes(tree: int, attributes: int) -> None:
-    """Set MOUNT_ATTR_* bits on a detached tree."""
-    buffer = ctypes.create_string_buffer(struct.pack("QQQQ", attributes, 0, 0, 0), 32)
-    syscalls.syscall(
-        _MOUNT_SETATTR, "mount_setattr", tree, ctypes.c_char_p(b""), _AT_EMPTY_PATH, buffer, 32
-    )
+    """Set MOUNT_ATTR_* bits on the root of a detached tree."""
+    _set(tree, attributes, 0, _AT_EMPTY_PATH)
+
+
+def make_private(tree: int) -> None:
+    """A detached tree, with all below it, neither sends nor receives mounts and unmounts."""
+    _set(tree, 0, _MS_PRIVATE, _AT_EMPTY_PATH | _AT_RECURSIVE)
+
+
+def make_follower(tree: int) -> None:
+    """A detached tree, with all below it, receives the mounts and unmounts of what it was cloned
+    from, and sends it none."""
+    _set(tree, 0, _MS_SLAVE, _AT_EMPTY_PATH | _AT_RECURSIVE)
+
+
+def _set(tree: int, attributes: int, propagation: int, flags: int) -> None:
+    buffer = ctypes.create_string_buffer(struct.pack("QQQQ", attributes, 0, propagation, 0), 32)
+    syscalls.syscall(_MOUNT_SETATTR, "mount_setattr", tree, ctypes.c_char_p(b""), flags, buffer, 32)
 
 
 def _messages(context: int) -> str:

@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,12 @@ _MNT_ID = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
 # cgroupfs and systemd write a pod's UID with '-' or '_'.
 _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
 _CONTAINER = re.compile(r"[0-9a-f]{64}")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Names the time since the kernel started; another one after each boot."""
+    return _BOOT.read_text().strip()
 
 
 @dataclass(frozen=True)
@@ -45,112 +51,184 @@ def holders_of_mount(target: str, *, ours: int = 0) -> list[Holder]:
     Device and root do not distinguish a bind mount from its source: our own workers, which read
     the source, would seem to use a view of it.
     """
-    visible = mountinfo.at(target, mountinfo.read())
-    if not visible:
-        return []
-    wanted = {(mount.device, mount.root) for mount in visible}
-    handed_out = _parent_directory(target)
-    own = os.stat("/proc/self/ns/mnt").st_ino
-    found: list[Holder] = []
-    by_namespace: dict[tuple[int, str], list[mountinfo.Mount]] = {}
-    left_out = _family(ours) | {os.getpid()} if ours else {os.getpid()}
-    for pid in _pids():
-        if pid in left_out:
-            continue
-        try:
-            namespace = os.stat(f"/proc/{pid}/ns/mnt").st_ino
-            root = os.readlink(f"/proc/{pid}/root")
-            first = (namespace, root) not in by_namespace
-            if first:
-                by_namespace[namespace, root] = mountinfo.read(Path(f"/proc/{pid}/mountinfo"))
-        except OSError:
-            continue  # just ended, or a kernel thread
-        theirs = by_namespace[namespace, root]
-        held = [m for m in theirs if _is_part(m, wanted)]
-        how = _uses(pid, held)
-        if not how and first and namespace != own:
-            how = _keeps(theirs, held, handed_out)
-        if how:
-            found.append(_holder(pid, how))
+    found = {pid: how for pid, _, how in reversed(list(_holding([target], ours)))}
+    return [holder(pid, how) for pid, how in reversed(found.items())]
+
+
+def held(targets: Sequence[str], *, ours: int = 0) -> dict[str, Holder]:
+    """One holder of each of ``targets`` that has any, in one look through all processes."""
+    found: dict[str, Holder] = {}
+    for pid, target, how in _holding(targets, ours):
+        if target not in found:
+            found[target] = holder(pid, how)
     return found
 
 
-def _is_part(mount: mountinfo.Mount, wanted: set[tuple[tuple[int, int], str]]) -> bool:
-    """Whether ``mount`` shows a wanted mount or a part of it."""
-    return any(
-        mount.device == device and (mount.root == root or mount.root.startswith(root + "/"))
-        for device, root in wanted
-    )
+def _holding(targets: Sequence[str], ours: int) -> Iterator[tuple[int, str, str]]:
+    """Process, target and how, once or more for each pair of the first two."""
+    seen = Targets(targets)
+    own = os.stat("/proc/self/ns/mnt").st_ino
+    left_out = family(ours) | {os.getpid()} if ours else {os.getpid()}
+    for pid in pids():
+        if pid in left_out:
+            continue
+        try:
+            theirs, first = seen.by(pid)
+        except OSError:
+            continue  # just ended, or a kernel thread
+        for target, how in _uses(pid, theirs):
+            yield pid, target, how
+        if first and theirs.namespace != own:
+            for target, how in theirs.kept:
+                yield pid, target, how
 
 
-def _parent_directory(target: str) -> tuple[tuple[int, int], str] | None:
-    """The directory that pods are given, as device and path within its file system."""
-    parent = os.path.dirname(target)
-    mount = mountinfo.containing(parent, mountinfo.read())
-    if mount is None:
-        return None
-    below = os.path.relpath(parent, mount.target)
-    return mount.device, os.path.normpath(os.path.join(mount.root, below))
+def mount_view(pid: int) -> tuple[int, str]:
+    """Tells processes apart that see other mounts: mount namespace and root. OSError."""
+    return os.stat(f"/proc/{pid}/ns/mnt").st_ino, os.readlink(f"/proc/{pid}/root")
 
 
-def _uses(pid: int, held: list[mountinfo.Mount]) -> str:
-    """How a process uses one of the mounts now; '' when it does not."""
-    if not held:
-        return ""
-    ids = {mount.mount_id for mount in held}
+class Targets:
+    """What is mounted at targets here, and where processes see it."""
+
+    def __init__(self, targets: Sequence[str]) -> None:
+        self._places = _Places(targets)
+        self._tables: dict[tuple[int, str], _Held] = {}
+
+    def of(self, pid: int, path: str) -> tuple[str, str]:
+        """The target that shows ``path``, which a process opened, and what lies below it there.
+
+        Twice '' for none. ``path``: as our /proc shows it. One that a process opened here is known
+        after its end, too.
+        """
+        try:
+            theirs, _ = self.by(pid)
+            return theirs.below(path)
+        except OSError:
+            theirs, _ = self.by(os.getpid())
+            return theirs.below(path)
+
+    def by(self, pid: int) -> "tuple[_Held, bool]":
+        """What a process sees, and whether it is the first one that sees it. OSError."""
+        key = mount_view(pid)
+        first = key not in self._tables
+        if first:
+            table = mountinfo.read(Path(f"/proc/{pid}/mountinfo"))
+            self._tables[key] = _Held(self._places, table, *key)
+        return self._tables[key], first
+
+
+class _Places:
+    """What is mounted at targets, as device and path within its file system."""
+
+    def __init__(self, targets: Sequence[str]) -> None:
+        table = mountinfo.read()
+        self.mounted: dict[tuple[tuple[int, int], str], str] = {}
+        self.handed_out: dict[tuple[tuple[int, int], str], str] = {}  # directories pods are given
+        tops = {mount.target: mount for mount in table}  # the last one lies on top
+        wanted = set(targets)
+        for mount in table:
+            if mount.target in wanted:
+                self.mounted[mount.device, mount.root] = mount.target
+        for target in set(self.mounted.values()):
+            parent = os.path.dirname(target)
+            over = next((tops[each] for each in _upwards(parent) if each in tops), None)
+            if over is not None:
+                below = os.path.relpath(parent, over.target)
+                place = over.device, os.path.normpath(os.path.join(over.root, below))
+                self.handed_out[place] = target
+
+    def shown_by(self, mount: mountinfo.Mount) -> tuple[str, str]:
+        """The target that ``mount`` shows, and which part of it; twice '' for another mount."""
+        for root in _upwards(mount.root):
+            if target := self.mounted.get((mount.device, root), ""):
+                part = os.path.relpath(mount.root, root)
+                return target, "" if part == "." else part
+        return "", ""
+
+
+class _Held:
+    """What a mount table has of targets. ``kept``: what unmounting here leaves there, and how."""
+
+    def __init__(
+        self, places: _Places, table: Sequence[mountinfo.Mount], namespace: int, root: str
+    ) -> None:
+        """``root``: of the processes, as our /proc shows it."""
+        self.namespace, self._root = namespace, root
+        pairs = ((mount, *places.shown_by(mount)) for mount in table)
+        parts = [each for each in pairs if each[1]]
+        shown = [(mount, target) for mount, target, _ in parts]
+        self.by_id = {mount.mount_id: target for mount, target in shown}
+        self._by_path = {mount.target: (target, part) for mount, target, part in parts}
+        given = [
+            (target, f"its pod was given the dataset at {mount.target}")
+            for mount in table
+            if (target := places.handed_out.get((mount.device, mount.root), ""))
+        ]
+        copies = [
+            (target, f"its mount namespace has a private copy at {mount.target}")
+            for mount, target in shown
+            if mount.is_private
+        ]
+        self.kept = given + copies
+
+    def at(self, path: str) -> str:
+        """The target on whose mount ``path`` lies, which our own /proc shows; '' for none."""
+        return self.below(path)[0]
+
+    def below(self, path: str) -> tuple[str, str]:
+        """The same, and the path below the target.
+
+        Mount tables begin at the process's root. For a process that is only chrooted our /proc
+        shows paths from our root; for one in another namespace, from the root of that.
+        """
+        if (root := self._root) != "/":
+            if path != root and not path.startswith(root + "/"):
+                return "", ""
+            path = path[len(root) :] or "/"
+        for each in _upwards(path):
+            if each in self._by_path:
+                target, part = self._by_path[each]
+                return target, os.path.join(part, path[len(each) :].lstrip("/"))
+        return "", ""
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """``path`` and every directory above it."""
+    yield path
+    while path not in ("/", ""):
+        path = os.path.dirname(path)
+        yield path
+
+
+def _uses(pid: int, theirs: _Held) -> Iterator[tuple[str, str]]:
+    """Which targets a process uses now, and how."""
+    if not theirs.by_id:
+        return
     base = f"/proc/{pid}"
     try:
         for number in os.listdir(f"{base}/fdinfo"):
             try:
                 match = _MNT_ID.search(Path(f"{base}/fdinfo/{number}").read_bytes())
-                if match and int(match[1]) in ids:
-                    return f"has {os.readlink(f'{base}/fd/{number}')} open"
+                if match and (target := theirs.by_id.get(int(match[1]))):
+                    yield target, f"has {os.readlink(f'{base}/fd/{number}')} open"
             except OSError:
                 continue  # just closed
-        root = os.readlink(f"{base}/root")
         for link, text in (("cwd", "its working directory is"), ("root", "its root is")):
             path = os.readlink(f"{base}/{link}")
-            if any(_lies_on(path, root, mount) for mount in held):
-                return f"{text} {path}"
-        for line in Path(f"{base}/maps").read_bytes().split(b"\n"):
-            fields = line.split(maxsplit=5)
-            path = os.fsdecode(fields[5]) if len(fields) == 6 else ""
-            if path.startswith("/") and any(_lies_on(path, root, mount) for mount in held):
-                return f"has {path} mapped"
+            if target := theirs.at(path):
+                yield target, f"{text} {path}"
+        lines = Path(f"{base}/maps").read_bytes().split(b"\n")
+        fields = (line.split(maxsplit=5) for line in lines)
+        for mapped in dict.fromkeys(each[5] for each in fields if len(each) == 6):
+            path = os.fsdecode(mapped)
+            if path.startswith("/") and (target := theirs.at(path)):
+                yield target, f"has {path} mapped"
     except OSError:
         pass  # just ended
-    return ""
 
 
-def _lies_on(path: str, root: str, mount: mountinfo.Mount) -> bool:
-    """Whether ``path``, which our own /proc shows, is at or below the process's own mount.
-
-    Mount tables begin at the process's ``root``. For a process that is only chrooted our /proc
-    shows paths from our root; for one in another namespace, from the root of that.
-    """
-    if root != "/":
-        if path != root and not path.startswith(root + "/"):
-            return False
-        path = path[len(root) :] or "/"
-    return path == mount.target or path.startswith(mount.target.rstrip("/") + "/")
-
-
-def _keeps(
-    theirs: list[mountinfo.Mount],
-    held: list[mountinfo.Mount],
-    handed_out: tuple[tuple[int, int], str] | None,
-) -> str:
-    """How another mount namespace keeps the mount; '' when unmounting here empties it there."""
-    for mount in theirs:
-        if handed_out is not None and (mount.device, mount.root) == handed_out:
-            return f"its pod was given the dataset at {mount.target}"
-    for mount in held:
-        if mount.is_private:
-            return f"its mount namespace has a private copy at {mount.target}"
-    return ""
-
-
-def _holder(pid: int, how: str) -> Holder:
+def holder(pid: int, how: str) -> Holder:
     """With its command, pod and container."""
     try:
         command = Path(f"/proc/{pid}/comm").read_text().strip()
@@ -166,10 +244,10 @@ def pod_and_container(cgroup: str) -> tuple[str, str]:
     return pods[-1].replace("_", "-") if pods else "", containers[-1] if containers else ""
 
 
-def _family(root: int) -> set[int]:
+def family(root: int) -> set[int]:
     """A process and its descendants."""
     children: dict[int, list[int]] = {}
-    for pid in _pids():
+    for pid in pids():
         try:
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
@@ -185,7 +263,8 @@ def _family(root: int) -> set[int]:
     return found
 
 
-def _pids() -> Iterator[int]:
+def pids() -> Iterator[int]:
+    """Of all processes."""
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             yield int(entry)

@@ -114,6 +114,13 @@ def supported_features(sysfs: str | Path = "/sys") -> int:
     return integer(text(f"{sysfs}/bus/rbd/supported_features"), 16)
 
 
+def nbd_server(name: str, sysfs: str | Path) -> int | None:
+    """The process that serves the nbd device ``name``, for example rbd-nbd; None: none, or another
+    driver's device."""
+    pid = text(f"{sysfs}/block/{name}/pid")
+    return int(pid) if pid.isdecimal() else None
+
+
 def nbd_image(home: str, diskseq: int | None, proc: str | Path) -> RbdImage | None:
     """The image behind the nbd device at ``home`` in sysfs; None when it is unknown. Can hang.
 

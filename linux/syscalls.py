@@ -25,6 +25,15 @@ def syscall(number: int, what: str, *arguments: Any) -> int:
     return checked(int(libc.syscall(ctypes.c_long(number), *passed)), what)
 
 
+def syncfs(path: str) -> None:
+    """Write out the file system of ``path``; returns when it is durable. May hang. OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        checked(libc.syncfs(descriptor), "syncfs")
+    finally:
+        os.close(descriptor)
+
+
 @dataclass(frozen=True)
 class ClockState:
     synchronised: bool

@@ -85,6 +85,19 @@ class Client:
             raise self._unreachable(error) from error
         return self._decode(text, response.status)
 
+    async def text(self, path: str) -> str:
+        try:
+            async with (
+                self._session(ANSWER_SECONDS) as session,
+                session.get(self._url + path) as response,
+            ):
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unreachable(error) from error
+        if response.status >= 400:
+            self._decode(text, response.status)
+        return text
+
     def _decode(self, text: str, status: int) -> Any:
         try:
             answer = json.loads(text) if text else {}

@@ -24,8 +24,10 @@ import structlog
 
 import kit.errors
 import kit.files
-from nodeagent import configfile, configwatch, state, supervisor, watchdog
+from linux import nvml
+from nodeagent import configfile, configwatch, events, gpus, state, supervisor, watchdog
 from nodeagent.api import listeners
+from nodeagent.cluster import service
 from nodeagent.settings import Process, Settings
 
 log = structlog.get_logger("agent")
@@ -58,7 +60,10 @@ class Agent:
 
     def __init__(self, config: Path, settings: Settings) -> None:
         self.config = config
-        self.state = state.build(settings)
+        self._file = settings
+        asked = settings.kubernetes
+        self._cluster = None if asked is None else service.Cluster(asked, settings)
+        self.state = state.build(self._merged())
         self._supervisors: list[supervisor.Supervisor] = []
         self._stopping = asyncio.Event()
 
@@ -87,6 +92,16 @@ class Agent:
             if each is not None
         ]
         tasks.append(asyncio.create_task(self._follow_settings(), name="settings"))
+        telling = events.watch(self.state.running, self.state.findings.journal)
+        tasks.append(asyncio.create_task(telling, name="events"))
+        self.state.metrics.append(gpus.stalls)
+        if nvml.installed():
+            found = gpus.Gpus()
+            self.state.metrics.append(found.metrics)
+            tasks.append(asyncio.create_task(found.follow(), name="gpus"))
+        if self._cluster is not None:
+            following = self._cluster.follow(self.state, self._take_objects)
+            tasks.append(asyncio.create_task(following, name="cluster"))
         tasks.append(asyncio.create_task(self._stopping.wait(), name="stop"))
         announcing = asyncio.create_task(self._announce(), name="announce")
         try:
@@ -127,7 +142,16 @@ class Agent:
                 )
                 continue
             self.state.config_error = ""
-            self._apply(new)
+            self._file = new
+            self._apply(self._merged())
+
+    def _merged(self) -> Settings:
+        """The settings file with what objects of the cluster add."""
+        return self._file if self._cluster is None else self._cluster.merged(self._file)
+
+    def _take_objects(self) -> None:
+        log.info("objects of the cluster have changed")
+        self._apply(self._merged())
 
     def _apply(self, new: Settings) -> None:
         """Adopt what can change while running; note in ``state.refused`` what cannot."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
+import pydantic_core
 import yaml
 
 import kit.errors
@@ -56,11 +57,12 @@ class _Loader(yaml.SafeLoader):
 def parse(text: str, origin: str) -> Settings:
     """The settings in ``text``; ``origin`` names it in errors. Raises SettingsError."""
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = _Loader(text)
+        root = loader.get_single_node()
         if root is None:
             return Settings()
         _refuse_duplicates(root, origin)
-        plain = yaml.load(text, Loader=_Loader)
+        plain = loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -113,18 +115,31 @@ def _readable(
     lines = []
     for problem in error.errors():
         line, path = _find(root, problem["loc"])
-        cause = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "extra_forbidden":
-            cause = "there is no such setting"
-        elif problem["type"] == "missing":
-            cause = "this setting is missing"
-        lines.append((line, f"{path or 'the file'}: {cause}"))
+        lines.append((line, f"{path or 'the file'}: {_cause(problem)}"))
     lines.sort()
     first_line, first = lines[0]
     more = "".join(f"\n  {origin}:{line}: {text}" for line, text in lines[1:])
     return kit.errors.SettingsError(
         f"{origin}:{first_line}", first + more, "correct it and run 'nodeagent config check' again"
     )
+
+
+def _cause(problem: pydantic_core.ErrorDetails) -> str:
+    """Pydantic's message, except where it speaks of its own model instead of the file."""
+    context = problem.get("ctx", {})
+    match problem["type"]:
+        case "extra_forbidden":
+            return "there is no such setting"
+        case "missing":
+            return "this setting is missing"
+        case "union_tag_not_found":
+            return f"{context['discriminator']} is missing: it says what this is"
+        case "union_tag_invalid":
+            key, value, known = (
+                context[each] for each in ("discriminator", "tag", "expected_tags")
+            )
+            return f"there is no {key} {value!r}; use one of {known}"
+    return problem["msg"].removeprefix("Value error, ")
 
 
 def _find(root: yaml.Node, location: tuple[int | str, ...]) -> tuple[int, str]:

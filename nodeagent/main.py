@@ -17,7 +17,7 @@ import click
 import kit.errors
 import kit.room
 from kit import terminal
-from nodeagent import configfile, rooms
+from nodeagent import commands, configfile, rooms
 from nodeagent.settings import Settings
 
 
@@ -69,11 +69,9 @@ class _Room(click.Group):
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
+@terminal.file_option(
     "--config",
     "config_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
     help="Settings file; default $NODEAGENT_CONFIG, then /etc/nodeagent/nodeagent.yaml.",
 )
 @click.option(
@@ -83,10 +81,8 @@ class _Room(click.Group):
     help="Agent to talk to, unix:///PATH or https://HOST:PORT; default: admin.socket of the "
     "settings file.",
 )
-@click.option(
+@terminal.file_option(
     "--token-file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
     envvar="NODEAGENT_TOKEN_FILE",
     help="File with the bearer token for an https:// address.",
 )
@@ -188,6 +184,9 @@ def check(file: Path, as_json: bool) -> None:
     else:
         click.echo(configfile.dump(settings), nl=False)
 
+
+for _whole in commands.COMMANDS:
+    cli.add_command(_whole)
 
 for _command in (command for room in rooms.ROOMS for command in room.commands):
     cli.add_command(_Room(_command))

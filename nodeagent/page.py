@@ -1,101 +1,265 @@
-"""The status page: one server-rendered HTML page, no script.
+"""The status page: one server-rendered HTML page, whole without script, live with it.
 
 A room describes its part as tables (``kit.room.PageSection``). Only this module writes HTML, so
-that every text of a room is escaped in one place.
+that every text of a room is escaped in one place. Style and script are parts of the page, named in
+its policy by their digests: a browser runs nothing else and asks nobody else.
 """
 
+import base64
+import datetime
+import hashlib
+import importlib.resources
+import itertools
+import re
 from collections.abc import Sequence
 from html import escape
 
 import kit.room
-from nodeagent.state import State
+from nodeagent import overview, runbooks
 
-REFRESH_SECONDS = 5
+REFRESH_SECONDS = 10  # without script
 MOST_FINDINGS = 100
+MOST_EVENTS = 20
+LONGEST_REASON = 160  # of a component; its finding has all of it
 
-_STYLE = """
-:root{color-scheme:light dark;--line:#8884;--good:#1a7f37;--bad:#cf222e;--mid:#9a6700}
-body{font:15px/1.45 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
-h1{font-size:1.3rem}h2{font-size:1.05rem;margin-top:2rem}
-table{border-collapse:collapse;width:100%}
-th,td{text-align:left;padding:.4rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}
-th{font-weight:600;font-size:.85rem}code{font-size:.9em}
-progress{width:9rem;height:.8rem}
-.good{color:var(--good)}.bad{color:var(--bad)}.mid{color:var(--mid)}.small{font-size:.85rem}
-"""
-
+_FILES = importlib.resources.files("nodeagent")
+_STYLE = (_FILES / "page.css").read_text(encoding="utf-8")
+_SCRIPT = (_FILES / "page.js").read_text(encoding="utf-8")
+_DIGEST = re.compile(r"(sha256:[0-9a-f]{12})[0-9a-f]{52}")  # nobody reads the rest
 _TAGS = {"strong": "b", "code": "code"}
+_WORDS = {
+    overview.Verdict.WELL: "Well",
+    overview.Verdict.ATTENTION: "Needs a look",
+    overview.Verdict.CRITICAL: "Needs a person now",
+}
 
 
-def render(state: State) -> str:
+def _digest(text: str) -> str:
+    made = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{made}'"
+
+
+POLICY = (
+    f"default-src 'none'; style-src {_digest(_STYLE)}; script-src {_digest(_SCRIPT)}; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+
+
+def render(now: overview.Overview) -> str:
     """The whole page."""
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8>",
-        f"<meta http-equiv=refresh content={REFRESH_SECONDS}>",
-        "<meta name=viewport content='width=device-width'>",
-        f"<title>nodeagent</title><style>{_STYLE}</style><h1>nodeagent</h1>",
-        _health(state),
-    ]
-    for each in state.running:
-        if each.room.page is not None:
-            parts += [_section(section) for section in each.room.page(each.component)]
-    parts.append(_findings(state))
-    parts.append(
-        "<p class=small><a href=/metrics>metrics</a> · <a href=/readyz>readiness</a></p></html>"
+    facts = (
+        f"<span>version {escape(now.version)}</span><span>up {ago(now.at - now.begun)}</span>"
+        f"<span id=live>As of {_clock(now.at)} UTC</span>"
     )
-    return "".join(parts)
+    return _document(
+        _title(now),
+        f"<p class=brand><b>nodeagent</b> on {escape(now.node)}</p><p class=facts>{facts}</p>",
+        f"<main class=status id=content tabindex=-1>{content(now)}</main>"
+        "<p class=skip id=spoken role=status></p>",
+        f"<noscript><meta http-equiv=refresh content={REFRESH_SECONDS}></noscript>",
+        f"<script>{_SCRIPT}</script>",
+    )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[kit.room.Cell]]) -> str:
-    lines = ["".join(f"<td>{_cell(cell)}" for cell in row) for row in rows]
-    return f"<table><tr><th>{'<th>'.join(map(escape, head))}<tr>{'<tr>'.join(lines)}</table>"
+def content(now: overview.Overview) -> str:
+    """What a live page replaces: blocks, each with an id of its own."""
+    rooms = [_section(each) for each in now.sections]
+    findings = _findings(now)
+    # What needs a person comes before everything else; that nothing does is read later.
+    blocks = [findings, *rooms] if now.findings else [*rooms, findings]
+    return "".join([_verdict(now), *blocks, _events(now)])
 
 
-def _cell(cell: kit.room.Cell) -> str:
+def runbook(entries: Sequence[runbooks.Entry]) -> str:
+    """What each finding and alert means, how to look, what to do."""
+    parts = ["<section class=wide><h1>Runbook</h1><dl>"]
+    for each in entries:
+        parts.append(f"<dt id='{escape(each.name)}'>{escape(each.name)}</dt>")
+        for word, text in (("", each.means), ("Look: ", each.look), ("Do: ", each.do)):
+            parts.append(f"<dd>{word}{escape(text)}</dd>" if text else "")
+    parts.append("</dl></section>")
+    back = "<p class=brand><b>nodeagent</b></p><p class=facts><a href='/'>status</a></p>"
+    return _document("nodeagent runbook", back, f"<main id=content>{''.join(parts)}</main>")
+
+
+def _document(title: str, header: str, main: str, head: str = "", end: str = "") -> str:
+    return (
+        "<!doctype html><html lang=en><head><meta charset=utf-8>"
+        f"<title>{escape(title)}</title><meta name=viewport content='width=device-width'>"
+        f"<link rel=icon href='data:,'>{head}<style>{_STYLE}</style></head>"
+        "<body><a class=skip href='#content'>To the content</a>"
+        f"<header>{header}</header>{main}<footer><a href='/runbook'>runbook</a>"
+        f"<a href='/metrics'>metrics</a><a href='/readyz'>readiness</a></footer>{end}</body></html>"
+    )
+
+
+def _title(now: overview.Overview) -> str:
+    return f"{_WORDS[now.verdict]} · {now.node} · nodeagent"
+
+
+def _verdict(now: overview.Overview) -> str:
     parts = []
+    for part in now.parts:
+        tone = "good" if part.ready else "mid" if part.starting else "bad"
+        word = "ready" if part.ready else "starting" if part.starting else "not ready"
+        told = "; ".join(part.reasons)
+        told = told if len(told) <= LONGEST_REASON else f"{told[:LONGEST_REASON]}…"
+        why = f": {escape(told)}" if told and not part.ready else ""
+        held = f" · {escape(part.brief)}" if part.brief else ""
+        parts.append(
+            f"<li><span class='dot {tone}'>{escape(part.name)} {word}</span>{held}{why}</li>"
+        )
+    notes = "".join(f"<p class='small mid'>{escape(text)}</p>" for text in now.trouble)
+    return (
+        f"<section id=verdict class='verdict wide {now.verdict}' "
+        f"data-title='{escape(_title(now))}'>"
+        f"<div><p class=word>{_WORDS[now.verdict]}</p>"
+        f"<h1 id=headline>{escape(now.headline)}</h1></div>"
+        f"<ul class=parts aria-label=Components>{''.join(parts)}</ul>{notes}</section>"
+    )
+
+
+# --- the rooms
+
+
+def _section(section: kit.room.PageSection) -> str:
+    name = "part-" + "".join(c for c in section.title.lower() if c.isalnum())
+    if section.rows:
+        body = _table(section.title, section.head, section.rows)
+    else:
+        body = f"<p class=none>{escape(section.empty)}</p>" if section.empty else ""
+    return (
+        f"<section id={name} class=wide aria-labelledby={name}-title>"
+        f"<h2 id={name}-title>{escape(section.title)}</h2>"
+        f"<p class=sum>{escape(section.summary)}</p>{body}</section>"
+    )
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[kit.room.Cell]]) -> str:
+    """A column that says nothing is left out. Roles are said although the elements have them: on a
+    phone the table is drawn as cards, and browsers then forget that it is a table."""
+    columns = [at for at in range(len(head)) if any(_says(row[at]) for row in rows)]
+    heads = "".join(
+        f"<th role=columnheader scope=col{' class=num' if rows[0][at].number else ''}>"
+        f"{escape(head[at])}</th>"
+        for at in columns
+    )
+    lines = []
+    for row in rows:
+        cells = (_cell(row[at], head[at], row[0].text) for at in columns)
+        lines.append(f"<tr role=row>{''.join(cells)}</tr>")
+    return (
+        f"<table role=table aria-label='{escape(title)}'><thead role=rowgroup>"
+        f"<tr role=row>{heads}</tr></thead><tbody role=rowgroup>{''.join(lines)}</tbody></table>"
+    )
+
+
+def _says(cell: kit.room.Cell) -> bool:
+    return bool(cell.text or cell.below or cell.progress is not None)
+
+
+def _cell(cell: kit.room.Cell, head: str, row: str) -> str:
+    parts = []
+    if cell.text:
+        parts.append(f"<span>{_text(cell)}</span>")
     if cell.progress is not None:
         done, total = cell.progress
-        parts.append(f"<progress max={total:g} value={done:g}></progress>")
-    if cell.text:
-        parts.append(_text(cell))
+        label = escape(f"{row}: {head}")
+        parts.append(f"<progress max={total:.0f} value={done:.0f} aria-label='{label}'></progress>")
+    if sum(each is not None for each in cell.spark) > 1:
+        parts.append(_spark(cell.spark, cell.spark_top))
     parts += [f"<span class=small>{_text(below)}</span>" for below in cell.below]
-    return "<br>".join(parts)
+    kinds = [word for word, on in (("num", cell.number), ("empty", not parts)) if on]
+    named = f" class='{' '.join(kinds)}'" if kinds else ""
+    return f"<td role=cell{named} data-head='{escape(head)}'>{''.join(parts)}</td>"
+
+
+def _spark(points: Sequence[float | None], top: float) -> str:
+    """A line from the bottom (0) to the top (``top``, or the highest), broken where nothing is
+    known. The last value stands beside it as text, so a screen reader passes it over."""
+    top = top or max(each or 0.0 for each in points) or 1e-9
+    last = len(points) - 1
+    lines = []
+    for known, run in itertools.groupby(enumerate(points), lambda each: each[1] is not None):
+        if not known:
+            continue
+        places = [(f"{100 * at / last:.1f}", max(each or 0.0, 0.0) / top) for at, each in run]
+        drawn = " ".join(f"{across},{19 - 18 * height:.1f}" for across, height in places)
+        lines.append(
+            f"<path d='M{places[0][0]},20 L{drawn} {places[-1][0]},20z'></path>"
+            f"<polyline points='{drawn}'></polyline>"
+        )
+    return (
+        "<svg class=spark viewBox='0 0 100 20' preserveAspectRatio=none aria-hidden=true>"
+        f"{''.join(lines)}</svg>"
+    )
 
 
 def _text(cell: kit.room.Cell) -> str:
     text = escape(cell.text)
     if tag := _TAGS.get(cell.style):
         text = f"<{tag}>{text}</{tag}>"
-    return f"<span class={escape(cell.tone)}>{text}</span>" if cell.tone else text
+    return f"<span class='tone {escape(cell.tone)}'>{text}</span>" if cell.tone else text
 
 
-def _section(section: kit.room.PageSection) -> str:
+# --- findings and events
+
+
+def _findings(now: overview.Overview) -> str:
+    lines = []
+    for each in now.findings[:MOST_FINDINGS]:
+        link = ""
+        if runbooks.find(each.rule) is not None:
+            link = f" <a href='/runbook#{escape(each.rule)}'>runbook: {escape(each.rule)}</a>"
+        lines.append(
+            f"<li class=finding><span class='badge {each.severity}'>{each.severity}</span><div>"
+            f"<p class=what>{escape(each.subject)}</p><p>{escape(each.message)}</p>"
+            f"<p class=small><b>Do:</b> {escape(each.advice)}</p>"
+            f"<p class=small>for {ago(now.at - each.since)}{link}</p></div></li>"
+        )
+    more = now.findings_total - len(lines)
+    if not lines:
+        body = "<p class='none good'>None. A rule that finds something says here what to do.</p>"
+    else:
+        body = f"<ul class=list>{''.join(lines)}</ul>"
+        body += f"<p class=none>{more} more: nodeagent status -o json</p>" if more > 0 else ""
     return (
-        f"<h2>{escape(section.title)}</h2><p>{escape(section.summary)}</p>"
-        f"{_table(section.head, section.rows)}"
+        "<section id=findings class=wide aria-labelledby=findings-title>"
+        f"<h2 id=findings-title>Findings</h2>{body}</section>"
     )
 
 
-def _health(state: State) -> str:
-    rows = []
-    for each in state.running:
-        health = each.health()
-        word = kit.room.Cell("ready", "good") if health.ready else kit.room.Cell("not ready", "bad")
-        reasons = kit.room.Cell(below=[kit.room.Cell(reason) for reason in health.reasons])
-        rows.append([kit.room.Cell(each.room.name), word, reasons])
-    trouble = [state.config_error] if state.config_error else []
-    trouble += [f"{name} needs a restart to change" for name in state.refused]
-    notes = "".join(f"<p class=mid>settings: {escape(text)}</p>" for text in trouble)
-    return _table(("Component", "State", "Why"), rows) + notes
+def _events(now: overview.Overview) -> str:
+    lines = "".join(_event(each) for each in now.events[:MOST_EVENTS])
+    body = f"<ol class=list>{lines}</ol>"
+    if not lines:
+        body = "<p class=none>Nothing has happened since the agent began.</p>"
+    return (
+        "<section id=events aria-labelledby=events-title>"
+        "<h2 id=events-title>Recent events</h2>"
+        f"<p class=sum>The newest first, in UTC.</p>{body}</section>"
+    )
 
 
-def _findings(state: State) -> str:
-    found = state.findings.current()
-    if not found:
-        return "<h2>Findings</h2><p class=good>None.</p>"
-    rows = [
-        [kit.room.Cell(text) for text in (f.severity, f.subject, f.message, f.advice)]
-        for f in found[:MOST_FINDINGS]
-    ]
-    table = _table(("Severity", "About", "What", "What to do"), rows)
-    return f"<h2>Findings</h2>{table}"
+def _event(each: dict[str, object]) -> str:
+    when = datetime.datetime.fromtimestamp(float(str(each["at"])), datetime.UTC)
+    kind, severity = escape(str(each["kind"])), escape(str(each["severity"]))
+    text = _DIGEST.sub(r"\1…", str(each["text"]))
+    return (
+        f"<li class=event><time datetime='{when.isoformat(timespec='seconds')}'>{when:%H:%M:%S}"
+        f"</time><span class='badge {kind} {severity}'>{kind}</span>"
+        f"<p class=plain><b>{escape(str(each['subject']))}</b> {escape(text)}</p></li>"
+    )
+
+
+def ago(seconds: float) -> str:
+    """``12 min``: coarse, so that a live page does not change every second."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return "less than a minute"
+
+
+def _clock(at: float) -> str:
+    return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%H:%M:%S}"

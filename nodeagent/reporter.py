@@ -7,6 +7,7 @@ logged once when it appears and once when it clears, and keeps the time at which
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 import structlog
@@ -14,6 +15,7 @@ from prometheus_client.core import Metric
 
 import kit.findings
 from kit.metrics import gauge
+from nodeagent import events
 
 log = structlog.get_logger("findings")
 
@@ -28,6 +30,7 @@ class Findings:
     """
 
     def __init__(self) -> None:
+        self.journal = events.Journal()
         self._by_origin: dict[str, dict[str, kit.findings.Finding]] = {}
 
     def report(self, origin: str, findings: list[kit.findings.Finding]) -> None:
@@ -47,9 +50,15 @@ class Findings:
                     message=finding.message,
                     advice=finding.advice,
                 )
+                self._note("raised", finding)
         for gone in before.keys() - now.keys():
             log.info("finding cleared", id=gone, rule=before[gone].rule)
+            self._note("cleared", before[gone])
         self._by_origin[origin] = now
+
+    def _note(self, kind: str, finding: kit.findings.Finding) -> None:
+        severity = str(finding.severity)
+        self.journal.note(kind, finding.subject, finding.message, severity, finding.rule)
 
     def current(self) -> list[kit.findings.Finding]:
         """All findings: the most severe first, of these the oldest first."""
@@ -57,10 +66,15 @@ class Findings:
         found = [f for by_id in self._by_origin.values() for f in by_id.values()]
         return sorted(found, key=lambda f: (order.index(f.severity), f.since))
 
+    def by_origin(self) -> dict[str, list[kit.findings.Finding]]:
+        """What each origin finds now."""
+        return {origin: list(found.values()) for origin, found in self._by_origin.items()}
+
     def metrics(self) -> Iterable[Metric]:
-        found = {
-            (origin, str(severity)): sum(1 for f in by_id.values() if f.severity is severity)
+        found = Counter(
+            (origin, str(each.severity))
             for origin, by_id in self._by_origin.items()
-            for severity in kit.findings.Severity
-        }
-        yield gauge("findings", "Current findings.", found, "origin", "severity")
+            for each in by_id.values()
+        )
+        text = "Current findings; no series of what finds nothing."
+        yield gauge("findings", text, found, "origin", "severity")

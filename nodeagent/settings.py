@@ -1,6 +1,8 @@
 """The settings file as frozen models: the process's own settings and one section for each room."""
 
 import ipaddress
+import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +11,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 import kit.room
 import kit.settings
+import kit.units
+import kube.settings
 from nodeagent import rooms
 
 LONGEST_SOCKET_PATH = 107  # bytes, of the kernel's sockaddr_un
@@ -44,18 +48,10 @@ def _host_and_port(text: str) -> str:
 HostPort = Annotated[str, AfterValidator(_host_and_port)]
 
 
-_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+class ReviewSettings(kube.settings.AccessSettings):
+    """The API server that is asked who a token belongs to and what its owner may do. The agent's
+    account there may create TokenReviews and SubjectAccessReviews."""
 
-
-class ReviewSettings(kit.settings.Section):
-    """The API server that is asked who a token belongs to and what its owner may do."""
-
-    server: Annotated[str, Field(pattern=r"^https://[^/?#@\s]+/?$")] | None = None
-    """https://HOST:PORT. Default: the one that a pod is told of ($KUBERNETES_SERVICE_HOST)."""
-    ca_file: kit.settings.AbsolutePath = _ACCOUNT / "ca.crt"
-    """The authority that signed its certificate, PEM."""
-    token_file: kit.settings.AbsolutePath = _ACCOUNT / "token"
-    """The agent's own token there. Its account may create TokenReviews and SubjectAccessReviews."""
     audiences: tuple[str, ...] = ()
     """A token must be meant for one of these. Default: for the API server itself."""
     node: str | None = None
@@ -119,11 +115,48 @@ class AdminSettings(kit.settings.Section):
         return path
 
 
+class ClusterSettings(kube.settings.AccessSettings):
+    """Objects of the cluster: CachedDataset and ImageSet add to this file, and the node's own
+    object, Events and conditions say what the agent holds and finds (docs/kubernetes.md)."""
+
+    node: str | None = None
+    """The node's name in the cluster. Default: $NODE_NAME, or the host's."""
+    namespace: str | None = None
+    """Where Secrets of datasets and the agents' Lease are. Default: that of the agent's account."""
+    interval: kit.units.Seconds = Field(default=10.0, ge=1, le=600)
+    """Least time between two writes of the node's object."""
+    drop_after: kit.units.Seconds = Field(default=3600.0, ge=0, le=30 * 86400)
+    """How long an object stays in force that is missing although nobody was seen to delete it, or
+    whose nodeSelector fits no longer: another etcd or a lost label empties no node. What kubectl
+    deletes ends at once."""
+    conditions: bool = True
+    """Write the conditions StorageHazard and CacheDegraded of the Node, and Events."""
+    labels: int = Field(default=50, ge=0, le=200)
+    """Most labels dataset.nodeagent.io/NAME of the Node, which say what is complete on it. 0: none.
+    Everybody who watches Nodes gets them."""
+
+    @property
+    def node_name(self) -> str:
+        return self.node or os.environ.get("NODE_NAME") or socket.gethostname()
+
+    @property
+    def own_namespace(self) -> str:
+        if self.namespace is not None:
+            return self.namespace
+        try:
+            return kube.settings.NAMESPACE_FILE.read_text(encoding="ascii").strip()
+        except OSError:
+            return "nodeagent"
+
+
 class Process(kit.settings.Section):
     """What the process itself needs."""
 
     admin: AdminSettings = AdminSettings()
     """The admin API, metrics and the status page."""
+    kubernetes: ClusterSettings | None = None
+    """Take datasets and images from objects of the cluster too, and report there. `{}` inside a
+    cluster. Off when absent."""
     state_dir: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/state")
     """Small files of the agent: lock, journals, mount points of sources. Must survive reboots."""
 

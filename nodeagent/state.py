@@ -1,7 +1,11 @@
 """What runs in this process: the app changes it, the admin API and the status page show it."""
 
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from prometheus_client.core import Metric
 
 import kit.errors
 import kit.room
@@ -17,6 +21,7 @@ class Running:
     room: kit.room.Room
     component: kit.room.Component[Any]
     started: bool = False
+    unsettled: bool = False  # started, and its first reconcile has not ended
     trouble: kit.errors.AgentError | None = None
     failures: int = 0  # of starts and reconciles, since the process began
 
@@ -25,9 +30,14 @@ class Running:
         if self.trouble is not None:
             more = own.reasons if self.started else ()
             return kit.room.Health(own.alive, ready=False, reasons=[str(self.trouble), *more])
-        if not self.started:
+        if self.starting:
             return kit.room.Health(own.alive, ready=False, reasons=["it is starting"])
         return own
+
+    @property
+    def starting(self) -> bool:
+        """It does not know yet all that its settings have."""
+        return self.unsettled or not self.started
 
 
 @dataclass
@@ -39,7 +49,10 @@ class State:
     running: list[Running] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # changed settings that need a restart
     degraded: dict[str, list[str]] = field(default_factory=dict)  # of the process's own parts
+    begun: float = field(default_factory=time.time)  # Unix time
     config_error: str = ""  # why the file's latest content is not in force
+    # Figures of the process's own parts.
+    metrics: list[Callable[[], Iterable[Metric]]] = field(default_factory=list)
 
     def build(self, room: kit.room.Room) -> kit.room.Component[Any]:
         """A new component of a room, not started."""

@@ -95,12 +95,13 @@ class Supervisor:
         self._new, self._begun = False, True
         async with self._within(START_DEADLINE_SECONDS, "start"):
             await self.running.component.start()
-        self.running.started = True
+        self.running.started = self.running.unsettled = True
 
     async def _reconcile(self) -> None:
         section = getattr(self._state.settings, self.name)
         async with self._within(RECONCILE_DEADLINE_SECONDS, "reconcile"):
             self._note_refused(self.name, await self.running.component.reconcile(section))
+        self.running.unsettled = False
         health = self.running.component.health()
         if not health.alive:
             self.running.started = False

@@ -7,14 +7,13 @@ the image stay: whoever put them there takes them away.
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import kit.child
 import kit.errors
-import kit.files
 import kit.traces
 from nodeagent import rooms
 from nodeagent.settings import Settings
@@ -29,7 +28,10 @@ _UNITS = (
     "/etc/modules-load.d/nodeagent-guard.conf",
 )
 _LINKS = ("multi-user.target.wants", "kubelet.service.requires")
-_STATE = ("api.log", "api.log.1", "api-refused.log", "api-refused.log.1", "lock")
+_STATE = (
+    *("api.log", "api.log.1", "api-refused.log", "api-refused.log.1", "cluster.json", "lock"),
+    "requests.json",
+)
 # The chart's init container and an operator leave these beside the state directory.
 _BESIDE = ("settings.yaml", ".settings.yaml", "unguarded")
 
@@ -59,7 +61,7 @@ def find(settings: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     paths += [Path(state_dir) / name for name in _STATE]
     if Path(state_dir).name == "state":
         paths += [Path(state_dir).parent / name for name in _BESIDE]
-    paths.append(socket)
+    paths += [socket, socket.parent / "secrets"]  # keys that objects of the cluster refer to
     found = [kit.traces.Trace("file", str(path)) for path in paths if os.path.lexists(path)]
     folders = [Path(state_dir), Path(state_dir).parent, socket.parent]
     found += [
@@ -104,25 +106,6 @@ def _parts(settings: Settings) -> list[_Part]:
     return [*found, _Part("agent", True, {"socket": str(settings.admin.socket)}, own)]
 
 
-@contextlib.asynccontextmanager
-async def _alone(state_dir: Path) -> AsyncIterator[None]:
-    """RefusedError while an agent runs."""
-    if not state_dir.is_dir():
-        yield
-        return
-    try:
-        descriptor = kit.files.lock(state_dir / "lock", 0)
-    except OSError as error:
-        raise kit.errors.RefusedError(
-            f"state_dir {state_dir}", f"an agent runs with it ({error.strerror})",
-            "stop it first: systemctl disable --now nodeagent, or delete the DaemonSet",
-        ) from error  # fmt: skip
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
 async def _look(settings: Settings) -> Report:
     found: list[Found] = []
     troubles = []
@@ -144,7 +127,7 @@ async def _look(settings: Settings) -> Report:
 
 async def run(settings: Settings, yes: bool, say: Callable[[Found], None]) -> Report:
     """List the traces; with ``yes`` remove them and tell ``say`` of each. InUseError: by whom."""
-    async with _alone(settings.state_dir) if yes else contextlib.nullcontext():
+    with kit.traces.without_agent(settings.state_dir) if yes else contextlib.nullcontext():
         report = await _look(settings)
         if not yes:
             return report

@@ -13,9 +13,9 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 
-ROUND_SECONDS = 1.0
+ROUND_SECONDS = 5.0
 # Longer than three probes of kubelet, which does the same from outside.
-ROUNDS = 60
+ROUNDS = 12
 EXIT_CODE = 70  # EX_SOFTWARE
 
 
@@ -31,7 +31,8 @@ class _Watch:
             stuck = 0 if self.advanced else stuck + 1
             self.advanced = False
             if stuck >= ROUNDS:
-                said = f"nodeagent: the event loop has been stuck for {stuck} s; the process ends\n"
+                seconds = stuck * ROUND_SECONDS
+                said = f"nodeagent: the event loop has been stuck for {seconds:g} s: it ends\n"
                 os.write(2, said.encode())
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
                 os._exit(EXIT_CODE)

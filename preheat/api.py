@@ -6,7 +6,7 @@ from typing import Any
 import kit.errors
 import kit.units
 from kit.room import Answer, Json, Request, Role, Route, Stream, watch
-from preheat import status
+from preheat import sources, status
 from preheat.component import Preheat
 
 Change = Callable[[Preheat, str], Awaitable[status.Status | None]]
@@ -37,6 +37,16 @@ def _keep(value: object) -> str:
     )
 
 
+def _source(value: object) -> str:
+    """Where the image of a request lies; empty: in its registry."""
+    if value == "":
+        return ""
+    try:
+        return sources.check(str(value))
+    except ValueError as error:
+        raise kit.errors.SettingsError("source", str(error), "name it as in the settings") from None
+
+
 async def _list(preheat: Preheat, _: Request) -> Json:
     return {"images": [row.as_json() for row in preheat.images()]}
 
@@ -59,7 +69,7 @@ async def _watch(preheat: Preheat, request: Request) -> Stream:
             row = preheat.show(row["ref"]).as_json()
         except kit.errors.NotFoundError:
             # With "pin: never" a request ends with its pull, before it was seen as ready.
-            if row["state"] == "ready" or not preheat.has(row["ref"]):
+            if row["state"] in status.PRESENT or not preheat.has(row["ref"]):
                 return None
             row |= {"state": "ready", "reason": "", "bytes_done": row["bytes_total"]}
         return row
@@ -70,11 +80,12 @@ async def _watch(preheat: Preheat, request: Request) -> Stream:
 def _is_final(row: Json) -> bool:
     if row["state"] == "failed":
         return row["retry_at"] is None or row["failure_kind"] in ("auth", "not_found")
-    return row["state"] in ("ready", "released", "refused", "skipped", "paused")
+    return row["state"] in (*status.PRESENT, "released", "refused", "skipped", "paused")
 
 
 async def _preheat(preheat: Preheat, request: Request) -> Answer:
-    row = await preheat.preheat(_ref(request.body), _keep(request.body.get("pin", "always")))
+    keep = _keep(request.body.get("pin", "always"))
+    row = await preheat.preheat(_ref(request.body), keep, _source(request.body.get("source", "")))
     return Answer(row.as_json(), 202)
 
 

@@ -1,14 +1,17 @@
 """``nodeagent image``: container images kept ready on this node."""
 
 import asyncio
+import contextlib
 import time
 import urllib.parse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
 
 import kit.errors
+import kit.traces
 import kit.units
 from kit import terminal
 from kit.room import CommandContext
@@ -16,7 +19,7 @@ from kit.terminal import Shown
 
 _FIELDS = (
     *("ref", "digest", "state", "pinned", "bytes_total", "bytes_done", "reason"),
-    *("by", "keep", "priority", "in_use"),
+    *("by", "keep", "priority", "in_use", "last_used", "dropped_until"),
 )
 
 
@@ -44,7 +47,7 @@ def _share(row: dict[str, Any]) -> str:
 def _row_lines(row: dict[str, Any]) -> Iterator[str]:
     pinned = "pinned" if row["pinned"] else "not pinned"
     yield f"{row['ref']}: {row['state']}, {pinned}, {_share(row)}"
-    if row["reason"] and row["state"] != "ready":
+    if row["reason"] and (row["state"] != "ready" or row["dropped_until"]):
         yield f"  {row['reason']}"
 
 
@@ -52,17 +55,47 @@ def _row_lines(row: dict[str, Any]) -> Iterator[str]:
 def list_images(ctx: CommandContext) -> Shown:
     """All images that are requested or pinned on this node."""
     rows = _call(ctx, "GET", "")["images"]
-    return [{key: row[key] for key in _FIELDS} for row in rows], _table_lines
+    return [{key: row[key] for key in _FIELDS} for row in rows], _table_lines, _wide_lines
 
 
 def _table_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     if not rows:
         yield "No image is requested or pinned here; see preheat.images in the settings."
-    width = max((len(row["ref"]) for row in rows), default=0)
-    for row in rows:
-        pinned = "pinned" if row["pinned"] else "-"
-        line = f"{row['ref']:<{width}}  {row['state']:<9}  {pinned:<6}  {_share(row):<20}"
-        yield (line + (f"  {row['reason']}" if row["state"] != "ready" else "")).rstrip()
+    else:
+        yield from terminal.table(("IMAGE", "STATE", "PIN", "FETCHED", "REASON"), _cells(rows))
+
+
+def _wide_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    head = ("IMAGE", "STATE", "PIN", "FETCHED", "BY", "KEEP", "PRIORITY", "USED", "DIGEST")
+    yield from terminal.table((*head, "REASON"), [_wide_cells(row) for row in rows])
+
+
+def _wide_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    *most, reason = _cells([row])[0]
+    digest = row["digest"] or "-"
+    return (*most, row["by"], row["keep"], str(row["priority"]), _used(row), digest, reason)
+
+
+def _used(row: dict[str, Any]) -> str:
+    """When an image was last used, for people."""
+    if row["in_use"]:
+        return "now"
+    if row["last_used"] is None:
+        return "never"
+    return f"{kit.units.format_duration(time.time() - row['last_used'])} ago"
+
+
+def _cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    return [
+        (
+            row["ref"],
+            row["state"],
+            "pinned" if row["pinned"] else "-",
+            _share(row),
+            row["reason"] if row["state"] != "ready" or row["dropped_until"] else "",
+        )
+        for row in rows
+    ]
 
 
 @terminal.command(image, "show")
@@ -80,7 +113,7 @@ def _detail_lines(row: dict[str, Any]) -> Iterator[str]:
         "requested by": f"{row['by']}, pin {row['keep']}, priority {row['priority']}",
         "to fetch": size(row["bytes_missing"]),
         "unpacked": size(row["bytes_unpacked"]),
-        "in use": "yes" if row["in_use"] else "no",
+        "used": _used(row),
     }
     if row["failure_kind"]:
         again = "no retry"
@@ -98,16 +131,26 @@ def _detail_lines(row: dict[str, Any]) -> Iterator[str]:
 @click.argument("ref")
 @click.option("--wait", is_flag=True, help="Show progress until it is ready; fail if it fails.")
 @click.option("--pin", default="always", metavar="RULE", help="always, never or a time like 72h.")
+@click.option(
+    "--from",
+    "source",
+    default="",
+    metavar="SOURCE",
+    help="oci:/PATH or oci:DATASET/PATH, an OCI layout on the node; default: the registry.",
+)
 @terminal.json_option
 @click.pass_obj
-def preheat(ctx: CommandContext, ref: str, wait: bool, pin: str, as_json: bool) -> None:
+def preheat(
+    ctx: CommandContext, ref: str, wait: bool, pin: str, source: str, as_json: bool
+) -> None:
     """Pull REF to this node now and pin it."""
     rule: Any = pin if pin in ("always", "never") else {"for": pin}
-    row = _call(ctx, "POST", "/preheat", {"ref": ref, "pin": rule})
+    asked = {"ref": ref, "pin": rule} | ({"source": source} if source else {})
+    row = _call(ctx, "POST", "/preheat", asked)
     if wait:
         row = asyncio.run(_wait(ctx, row, quiet=as_json))
     terminal.show((row, _row_lines), as_json=as_json)
-    if wait and row["state"] != "ready":
+    if wait and row["state"] not in ("ready", "lazy"):
         raise ImageError(f"image {ref}", f"{row['state']} ({row['reason']})", "")
 
 
@@ -153,6 +196,42 @@ _simple("resume", "Continue to pull REF, or retry at once after a failure.")
 _simple("cancel", "Stop pulling REF and delete the bytes fetched so far.")
 
 
+@terminal.command(image, "release-all")
+@click.option("--yes", is_flag=True, help="Release it; without this it is only listed.")
+@click.option(
+    "--socket",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="The runtime's socket; default: preheat.socket of the settings file.",
+)
+def release_all(ctx: CommandContext, yes: bool, socket: Path | None) -> Shown:
+    """List the pins, holds and labels of ours in the runtime; with --yes take them out.
+
+    For a node whose agent was removed: no agent may run. Images stay.
+    """
+    from preheat import uninstall  # grpc, which other commands do without
+
+    settings, state_dir = ctx.offline("preheat")
+    if socket is not None:
+        settings = settings.model_copy(update={"socket": socket})
+    with kit.traces.without_agent(state_dir) if yes else contextlib.nullcontext():
+        found = asyncio.run(uninstall.release_all(settings, state_dir, yes=yes))
+    rows = [each.as_json() for each in found]
+    return {"found": rows, "released": yes}, _trace_lines
+
+
+def _trace_lines(shown: dict[str, Any]) -> Iterator[str]:
+    found = shown["found"]
+    if not found:
+        yield "Nothing of ours is in the container runtime."
+        return
+    rows = [(each["kind"], terminal.plain(each["name"])) for each in found]
+    yield from terminal.table(("WHAT", "NAME"), rows)
+    yield f"\n{len(found)} in all; " + (
+        "released." if shown["released"] else "--yes releases them."
+    )
+
+
 @terminal.command(image, "plan")
 def plan(ctx: CommandContext) -> Shown:
     """What is pulled next, what is not and why, and how much images share layers."""
@@ -164,6 +243,7 @@ def _plan_lines(found: dict[str, Any]) -> Iterator[str]:
     disk = found["disk"]
     room = f"{size(max(0, disk['room']))} before the kubelet's thresholds"
     yield f"disk: {size(disk['free'])} free of {size(disk['capacity'])}, {room}"
+    yield f"thresholds: {terminal.plain(disk['thresholds'])}"
     yield f"pins: {size(found['pinned_bytes'])} of {size(found['pin_budget'])}"
     if found["pause"]:
         yield f"paused: {found['pause']}"

@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 import kit.errors
 import kit.findings
 import kit.room
-from preheat import manifest, plan, registry, settings, status
+from preheat import documents, doubts, hosts, manifest, plan, registry, settings, status
 from preheat.desired import Request
 from preheat.reconciler import Reconciler
 from preheat.runtimes import base
@@ -54,7 +54,11 @@ class Preheat:
         self.reconciler = Reconciler(
             runtime_of(section, state_dir),
             settings.complete(section),
-            registry.Registry(section.hosts_dir),
+            registry.Registry(
+                hosts.roots(section.hosts_dir),
+                documents.Documents(state_dir / documents.FOLDER),
+            ),
+            state_dir / doubts.STATE,
         )
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -85,6 +89,8 @@ class Preheat:
         self.reconciler.limit.rate = section.bytes_per_second
         for each in section.images:
             if new_logins or old.get(each.ref) != each:
+                # On all nodes at once: each waits for its turn.
+                self.reconciler.turns.anew(each.ref, time.time())
                 self._retry(each.ref)
         self.reconciler.wake()
 
@@ -128,16 +134,23 @@ class Preheat:
 
     # --- what operators ask -----------------------------------------------------------------------
 
-    async def preheat(self, text: str, keep: str = "always") -> status.Status:
-        """Pull an image before what the settings request, and pin it unless ``never``."""
+    async def preheat(self, text: str, keep: str = "always", source: str = "") -> status.Status:
+        """Pull an image before what the settings request, and pin it unless ``never``.
+
+        ``source``: ``oci:/PATH`` or ``oci:DATASET/PATH``; empty: its registry.
+        """
         ref = _reference(text)
+        if source and not self.reconciler.runtime.abilities.ingests:
+            raise kit.errors.RefusedError(
+                f"image {ref}", "its runtime takes no images from the agent", "use its registry"
+            )
         async with self._asking():
             await self._drop_notes(ref)
             expires = time.time() + self.reconciler.section.partial_keep
             await self.reconciler.runtime.begin(
-                base.Hold("", "pull", ref, "operator", keep=keep, expires=expires)
+                base.Hold(*("", "pull", ref, "operator"), keep=keep, source=source, expires=expires)
             )
-            self._retry(ref)
+            self._hurry(ref)
         return await self._after(ref)
 
     async def pin(self, text: str) -> status.Status:
@@ -149,7 +162,9 @@ class Preheat:
             if target is not None:
                 await self._check_budget(ref, target, inventory)
                 await self._drop_notes(ref)
-                hold = base.Hold("", "pin", ref, "operator", target, keep="always")
+                known = self.reconciler.snapshot.requests.get(ref)
+                source = known.source if known is not None else ""
+                hold = base.Hold("", "pin", ref, "operator", target, keep="always", source=source)
                 self.reconciler.healer.remember(await self.reconciler.runtime.pin(hold))
         if target is None:
             return await self.preheat(ref)
@@ -211,13 +226,13 @@ class Preheat:
         ref = self.show(text).ref
         async with self._asking():
             await self._drop_notes(ref)
-            self._retry(ref)
+            self._hurry(ref)
         return await self._after(ref)
 
     async def cancel(self, text: str) -> status.Status | None:
         """Stop pulling and delete the bytes. Raises RefusedError when the image is ready."""
         found = self.show(text)
-        if found.state == "ready":
+        if found.state in status.PRESENT:
             raise kit.errors.RefusedError(
                 f"image {found.ref}", "it is already on the node", "release it with 'image unpin'"
             )
@@ -227,6 +242,10 @@ class Preheat:
         inventory = await self.reconciler.runtime.inventory()
         for hold in inventory.held("note", ref):
             await self.reconciler.runtime.end(hold)
+
+    def _hurry(self, ref: str) -> None:
+        self.reconciler.turns.hurry(ref)
+        self._retry(ref)
 
     def _retry(self, ref: str) -> None:
         self.reconciler.failures.pop(ref, None)

@@ -6,55 +6,54 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import kit.errors
+import kit.units
 from kit.checks import Check
-from preheat import settings
+from kube import configz, kubelet
+from kube.settings import KubeletSettings
+from preheat import component, hosts, settings
 
 
 def checks(section: settings.PreheatSettings, state_dir: Path) -> Sequence[Check]:
     found = [
         Check(
-            "container runtime", runtime, (section.runtime, str(section.socket)),
+            "container runtime", runtime, (section.model_dump(mode="json"), str(state_dir)),
             "no image is pulled or pinned", deadline=20.0,
         ),
-        Check(
-            "registry mirrors", readable, (str(section.hosts_dir), "preheat.hosts_dir"),
-            "registries are asked without mirrors and authorities", wanted=False,
-        ),
     ]  # fmt: skip
-    if section.kubelet.config is not None:
-        thresholds = (section.kubelet.model_dump(mode="json"),)
-        cost = "the thresholds of image garbage collection are not known"
-        found.append(Check("kubelet thresholds", kubelet, thresholds, cost))
+    for folder in hosts.roots(section.hosts_dir):
+        cost = "registries are asked without mirrors and authorities"
+        where = (str(folder), "preheat.hosts_dir")
+        found.append(Check("registry mirrors", readable, where, cost, wanted=False))
+    cost = "the thresholds of image garbage collection are not known"
+    given = (section.kubelet.model_dump(mode="json"),)
+    found.append(Check("kubelet thresholds", thresholds, given, cost, deadline=20.0))
     logins = section.credentials
-    for name in ("docker_config", "provider_config", "provider_dir"):
-        if (path := getattr(logins, name)) is not None:
+    sources = [("docker_config", each) for each in logins.docker_configs]
+    sources += [(n, getattr(logins, n)) for n in ("helper_dir", "provider_config", "provider_dir")]
+    for name, path in sources:
+        if path is not None:
             where = (str(path), f"preheat.credentials.{name}")
             found.append(Check(f"login {name}", readable, where, "private images are not pulled"))
     return found
 
 
-def runtime(kind: str, socket: str) -> str:
-    from preheat.runtimes import containerd, crio
+def runtime(section: dict[str, object], state_dir: str) -> str:
+    wanted = settings.PreheatSettings.model_validate(section)
 
     async def ask() -> str:
-        # CRI-O's file of pins is not touched by asking for the version.
-        one = (
-            crio.Crio(Path(socket), Path("/"), Path("/"))
-            if kind == "crio"
-            else containerd.Containerd(Path(socket))
-        )
+        one = component.runtime_of(wanted, Path(state_dir))
         try:
             return await one.connect()
         finally:
             await one.close()
 
     try:
-        return f"{asyncio.run(ask())} at {socket}"
+        return f"{asyncio.run(ask())} at {wanted.socket}"
     except kit.errors.AgentError as error:
-        there = os.path.exists(socket)
+        there = os.path.exists(wanted.socket)
         cause = error.cause.partition(";")[0] if there else "is not there"
         raise kit.errors.HostError(
-            f"preheat.socket {socket}", cause,
+            f"preheat.socket {wanted.socket}", cause,
             "start the runtime, or name its socket; in a pod mount the socket's directory",
         ) from error  # fmt: skip
 
@@ -66,6 +65,17 @@ def readable(path: str, setting: str) -> str:
     return f"{path} can be read"
 
 
-def kubelet(section: dict[str, object]) -> str:
-    found = settings.thresholds(settings.KubeletSettings.model_validate(section))
-    return f"images are deleted above {found.gc_high:.0%}"
+def thresholds(section: dict[str, object]) -> str:
+    wanted = KubeletSettings.model_validate(section)
+
+    async def ask() -> kubelet.Thresholds:
+        return await configz.Kubelet(lambda: None).thresholds(wanted)
+
+    found = asyncio.run(ask())
+    free = " or ".join(_limit(each) for each in found.free) or "nothing"
+    text = f"images are deleted above {found.gc_high:.0%}, pods evicted below {free} free"
+    return f"{text} ({found.origin})"
+
+
+def _limit(limit: kubelet.Limit) -> str:
+    return kit.units.format_size(limit.amount) if limit.amount else f"{limit.share:.0%}"

@@ -1,9 +1,9 @@
 """What an image costs: bytes to fetch, bytes on disk, and what of it the node has already.
 
 A layer must be fetched when the node has neither its blob nor its unpacked snapshot; that is exact.
-What a layer takes unpacked is read from the registry in one small request: the last four bytes of a
-gzip layer (its length modulo 2^32) or the head of a zstd layer. Where neither says it, it is
-guessed.
+What a layer takes unpacked is guessed from its packed size. Where that guess could decide what
+fits, it is read from the registry in one small request: the last four bytes of a gzip layer (its
+length modulo 2^32) or the head of a zstd layer.
 
 ``parts`` of an image are everything that it keeps on disk, by key, in bytes. Images that share a
 layer share its key, so a union of parts counts the layer once.
@@ -52,6 +52,12 @@ def unpacked_bytes(parts: Mapping[str, int]) -> int:
     return sum(size for key, size in parts.items() if key.startswith("s "))
 
 
+def is_tight(cost: Cost, room: int, budget: int) -> bool:
+    """Whether a better guess than ``GUESSED_RATIO`` might change what fits into ``room`` bytes of
+    disk and ``budget`` bytes of pins. Frameworks compress by less than four times the guess."""
+    return 4 * (cost.fetch + cost.unpack) > room or 4 * sum(cost.parts.values()) > budget
+
+
 def union(many: Iterable[Mapping[str, int]]) -> int:
     """Bytes of all parts together, shared ones once."""
     together: dict[str, int] = {}
@@ -61,10 +67,19 @@ def union(many: Iterable[Mapping[str, int]]) -> int:
 
 
 def is_here(shape: manifest.Shape, inventory: base.Inventory) -> bool:
-    """Whether the node has every layer unpacked and the documents that lead to the layers."""
-    return all(layer.chain_id in inventory.snapshots for layer in shape.layers) and all(
+    """Whether the node has every layer and the documents that lead to them.
+
+    A layer that is not unpacked but whose blob is there is unpacked when a container starts.
+    """
+    return not missing(shape, inventory) and all(
         digest in inventory.content for digest, _ in shape.documents
     )
+
+
+def remote_bytes(shape: manifest.Shape, inventory: base.Inventory) -> int:
+    """Packed bytes of the layers that are mounted from the registry, not fetched."""
+    layers = {each.digest: each for each in shape.layers if each.chain_id in inventory.remote}
+    return sum(layer.size for layer in layers.values())
 
 
 def missing(shape: manifest.Shape, inventory: base.Inventory) -> tuple[manifest.Layer, ...]:
@@ -255,36 +270,3 @@ class LocalImages:
         used = [shape for shape in shapes.values() if shape.image_id in inventory.in_use]
         kept = [*pinned, *[await self.parts(shape, inventory) for shape in used]]
         return max(0, union(every) - union(kept))
-
-
-# --- reuse ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Reuse:
-    """How much of an image its preheated bases already hold (compressed bytes)."""
-
-    ref: str
-    total: int
-    shared: int
-    bases: tuple[str, ...]  # the bases it shares layers with
-
-
-def reuse(shapes: Mapping[str, manifest.Shape], bases: frozenset[str]) -> list[Reuse]:
-    """For each image the bytes of layers that it shares with the images in ``bases``.
-
-    A layer is shared when the layers below it are the same too (same chain id): only then images
-    share its unpacked snapshot as well.
-    """
-    having: dict[str, set[str]] = {}  # chain id -> the bases that have it
-    for base_ref in bases & shapes.keys():
-        for layer in shapes[base_ref].layers:
-            having.setdefault(layer.chain_id, set()).add(base_ref)
-    report = []
-    for ref, shape in sorted(shapes.items()):
-        others = [(layer.size, having.get(layer.chain_id, set()) - {ref}) for layer in shape.layers]
-        shared = sum(size for size, found in others if found)
-        with_bases = sorted(set[str]().union(*(found for _, found in others)))
-        total = sum(layer.size for layer in shape.layers)
-        report.append(Reuse(ref, total, shared, tuple(with_bases)))
-    return report

@@ -4,8 +4,10 @@ The class decides what the operator sees and how long the agent waits. A registr
 gives it directly; of a pull the runtimes give little but words, which ``classify`` looks for.
 """
 
+import email.utils
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -16,7 +18,8 @@ from preheat.runtimes import base
 class Kind(StrEnum):
     NOT_FOUND = "not_found"  # no such tag, digest or repository
     AUTH = "auth"  # the registry wants other credentials
-    NETWORK = "network"  # not reached, broken off, overloaded, or no progress for too long
+    NETWORK = "network"  # not reached, broken off, or no progress for too long
+    BUSY = "busy"  # the registry asks for fewer requests (429)
     CORRUPT = "corrupt"  # the bytes do not match their digest or size
     DISK = "disk"  # no space left
     BAD_IMAGE = "bad_image"  # a reference, manifest or platform that cannot work
@@ -28,7 +31,8 @@ class Kind(StrEnum):
 _WAITS: dict[Kind, tuple[float, float] | None] = {
     Kind.NOT_FOUND: (300.0, 3600.0),
     Kind.AUTH: (300.0, 3600.0),
-    Kind.NETWORK: (1.0, 300.0),
+    Kind.NETWORK: (2.0, 300.0),
+    Kind.BUSY: (30.0, 1800.0),
     Kind.CORRUPT: (5.0, 1800.0),
     Kind.DISK: (60.0, 600.0),
     Kind.BAD_IMAGE: None,
@@ -39,6 +43,8 @@ _REMEDIES = {
     Kind.NOT_FOUND: "push it, or correct the reference",
     Kind.AUTH: "check preheat.credentials",
     Kind.NETWORK: "the agent tries again and continues where the pull stopped",
+    Kind.BUSY: "the agent waits and continues; spread the fleet wider (preheat.spread, "
+    "preheat.fleet), log in, or use a mirror",
     Kind.CORRUPT: "the agent dropped the half-fetched layers and fetches them again; check the "
     "registry and any proxy in between",
     Kind.DISK: "the agent deleted what it had fetched; make room or lower pin_budget",
@@ -47,14 +53,27 @@ _REMEDIES = {
 }
 
 
+LONGEST_ASKED = 3600.0  # a registry that asks for more is asked again after an hour
+
+
 class PullError(kit.errors.AgentError):
     """A lookup in the registry or a pull that failed, with its class."""
 
     exit_code = 5
 
-    def __init__(self, thing: str, kind: Kind, cause: str, wait: float | None = None) -> None:
+    def __init__(
+        self,
+        thing: str,
+        kind: Kind,
+        cause: str,
+        wait: float | None = None,
+        *,
+        final: bool = False,
+    ) -> None:
         super().__init__(thing, f"{kind}: {cause}", _REMEDIES[kind])
         self.kind = kind
+        # Whether the runtime could not pull it either: there is no such image.
+        self.final = final or kind is Kind.NOT_FOUND
         self.wait = wait  # seconds that the registry asked for (Retry-After)
 
 
@@ -66,16 +85,53 @@ class Failure:
     message: str
     attempts: int
     retry_at: float | None
+    at: float = 0.0  # Unix time of the failure
+    final: bool = False  # there is no such image
+    digest: str = ""  # of the image that was pulled; empty: not known
+
+    def concerns(self, digest: str) -> bool:
+        """Whether it says something of the image ``digest`` (empty: not known), too: bytes that
+        are missing or wrong are one image's, not those of another one that has its tag now."""
+        other = bool(self.digest and digest) and self.digest != digest
+        return not (other and self.kind in (Kind.NOT_FOUND, Kind.CORRUPT, Kind.BAD_IMAGE))
 
 
-def after(error: PullError, attempts: int, now: float) -> Failure:
-    """The failure and its retry after ``attempts`` errors in a row: waits double, with jitter."""
+def after(
+    error: PullError,
+    attempts: int,
+    now: float,
+    spread: float = 0.0,
+    jitter: Callable[[], float] = random.random,
+) -> Failure:
+    """The failure and its retry after ``attempts`` errors in a row: waits double, with jitter.
+
+    ``spread``: over how many seconds the fleet asks a registry again that is back. A registry may
+    have told all nodes the same moment; they come after it, over ``spread``.
+    """
     waits = _WAITS[error.kind]
     if waits is None:
-        return Failure(error.kind, str(error), attempts, None)
+        return Failure(error.kind, str(error), attempts, None, now, error.final)
     first, longest = waits
-    wait = min(first * 2 ** min(attempts - 1, 20), longest) * random.uniform(0.75, 1.25)
-    return Failure(error.kind, str(error), attempts, now + max(wait, error.wait or 0.0))
+    longest = max(longest, spread)
+    wait = min(first * 2 ** min(attempts - 1, 20), longest) * (0.5 + jitter())
+    if error.wait is not None:
+        wait = max(wait, error.wait + jitter() * max(error.wait / 2, spread))
+    return Failure(error.kind, str(error), attempts, now + wait, now, error.final)
+
+
+def asked_wait(retry_after: str, now: float) -> float | None:
+    """Seconds that a Retry-After asks for, at most an hour; None for one that makes no sense.
+
+    It is a number of seconds or a date (RFC 9110, 10.2.3).
+    """
+    text = retry_after.strip()
+    if text.isascii() and text.isdecimal():
+        return float(min(int(text[:9]), LONGEST_ASKED))
+    try:
+        when = email.utils.parsedate_to_datetime(text).timestamp()
+    except (ValueError, OverflowError, TypeError):
+        return None
+    return min(max(0.0, when - now), LONGEST_ASKED)
 
 
 # Words of the runtimes, in lower case. The first class that matches counts.
@@ -83,11 +139,12 @@ _WORDS: dict[Kind, str] = {
     Kind.DISK: "no space left|disk quota exceeded",
     Kind.CORRUPT: "unexpected commit (digest|size)|failed size validation|invalid checksum"
     "|failed to validate|gzip: invalid|flate: corrupt|wrong diff id|mismatched image rootfs",
-    Kind.AUTH: "401|403 forbidden|unauthorized|authorization failed|access denied"
+    Kind.BUSY: r"\b429\b|too ?many ?requests|rate limit",
+    Kind.AUTH: r"\b401\b|403 forbidden|unauthorized|authorization failed|access denied"
     "|authentication required|failed to fetch oauth token",
     Kind.BAD_IMAGE: "invalid reference|no match for platform|not acceptable"
     "|unsupported media type|does not match any platform",
-    Kind.NOT_FOUND: "not found|manifest unknown|404",
+    Kind.NOT_FOUND: r"not found|manifest unknown|\b404\b",
 }
 
 
@@ -104,6 +161,8 @@ def classify(ref: str, error: base.RuntimeCallError) -> PullError:
             Kind.RUNTIME,
             "its containerd lease ended meanwhile (another agent finished the pull)",
         )
+    if error.code == "RESOURCE_EXHAUSTED":
+        return PullError(ref, Kind.BUSY, error.cause)
     if error.code == "NOT_FOUND":
         return PullError(ref, Kind.NOT_FOUND, error.cause)
     for kind, words in _WORDS.items():

@@ -10,10 +10,11 @@ Invariants: a heal needs no byte from the registry; one image is healed at most 
 in any hour; nothing is healed under disk pressure (the bytes stay until the plan releases the pin).
 """
 
+import asyncio
 import collections
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
@@ -65,7 +66,9 @@ class Healer:
         self.counts = Counts()
         self._by_name: dict[str, base.Hold] = {}
         self._past: dict[str, _Past] = {}
-        self.sizes: dict[str, int] = {}  # hold id -> compressed bytes, for what a heal saved
+        self._one = asyncio.Lock()
+        # Compressed bytes by top digest, for what a heal saved.
+        self.sizes: Mapping[str, int] = {}
 
     def learn(self, holds: Iterable[base.Hold]) -> None:
         """Take the pins among ``holds`` as all that exist."""
@@ -75,7 +78,6 @@ class Healer:
         self._by_name = {name: hold for hold in pins for name in hold.names}
         known = {hold.id for hold in pins}
         self._past = {key: past for key, past in self._past.items() if key in known}
-        self.sizes = {key: size for key, size in self.sizes.items() if key in known}
 
     def forget(self, hold: base.Hold) -> None:
         """Call before a pin is released: its removal must not be healed."""
@@ -99,6 +101,8 @@ class Healer:
         """Heal everything that is missing from the inventory."""
         names = {record.name for record in inventory.records}
         for hold in {h.id: h for h in self._by_name.values()}.values():
+            if hold.target is not None and hold.target.digest not in inventory.content:
+                continue  # records alone would be an image that does not work
             if not names.issuperset(self._names(hold)):
                 await self._heal(hold)
 
@@ -107,6 +111,11 @@ class Healer:
         return tuple(name for name in hold.names if self._by_name.get(name) is hold)
 
     async def _heal(self, hold: base.Hold) -> bool:
+        # An event and a comparison may see one removal at once; it is one heal all the same.
+        async with self._one:
+            return await self._heal_now(hold)
+
+    async def _heal_now(self, hold: base.Hold) -> bool:
         now = self._clock()
         past = self._past.setdefault(hold.id, _Past())
         while past.starts and past.starts[0] <= now - HOUR:
@@ -126,7 +135,8 @@ class Healer:
         if is_new and healed:
             past.starts.append(now)
             self.counts.heals += 1
-            self.counts.saved_bytes += self.sizes.get(hold.id, 0)
+            digest = hold.target.digest if hold.target is not None else ""
+            self.counts.saved_bytes += self.sizes.get(digest, 0)
             if now - past.logged >= LOG_EVERY_SECONDS:
                 past.logged = now
                 log.warning("removed pinned image healed", image=hold.ref, in_hour=len(past.starts))

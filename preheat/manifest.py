@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from preheat import hub
+
 # Where a blob's bytes come from: (offset) -> chunks up to its end.
 Blobs = Callable[[int], AsyncIterator[bytes]]
 # Reads a small blob by digest.
@@ -46,6 +48,10 @@ class BadImageError(ValueError):
     """A manifest or config that does not follow the image specification."""
 
 
+class NoPlatformError(BadImageError):
+    """An index without an image for the platform."""
+
+
 def is_digest(text: str) -> bool:
     return _DIGEST.fullmatch(text) is not None
 
@@ -79,14 +85,19 @@ def parse(text: str) -> Reference:
     """A full reference. Raises ValueError.
 
     Short names (``ubuntu``) are refused: which registry they mean depends on the runtime's own
-    settings. ``host/path:tag@digest`` means the digest. No tag means ``latest``.
+    settings. ``host/path:tag@digest`` means the digest. No tag means ``latest``. Names of Docker
+    Hub become what runtimes call them: ``ubuntu`` there is ``library/ubuntu``.
     """
     match = _REFERENCE.fullmatch(text)
     if match is None or len(text) > 512:
         raise ValueError(
             f"{text[:100]!r} is not an image reference; write HOST/PATH:TAG or HOST/PATH@sha256:…"
         )
-    host = match["host"]
+    host, path = match["host"], match["path"]
+    if host == hub.INDEX:
+        host = hub.NAME
+    if host == hub.NAME and "/" not in path:
+        path = f"library/{path}"
     if not (host == "localhost" or "." in host or ":" in host):
         raise ValueError(
             f"{text!r} names no registry; write HOST/ in front, as kubectl describe pod does"
@@ -95,7 +106,7 @@ def parse(text: str) -> Reference:
     if not 0 < int(port) < 65536:
         raise ValueError(f"{text!r}: port {port} is out of range")
     tag = None if match["digest"] else match["tag"] or "latest"
-    return Reference(host, match["path"], tag, match["digest"])
+    return Reference(host, path, tag, match["digest"])
 
 
 @dataclass(frozen=True)
@@ -129,15 +140,21 @@ class Shape:
         return sum(size for _, size in self.documents) + sum(layer.size for layer in self.layers)
 
 
+def chain_on(below: str, diff_id: str) -> str:
+    """The chain id of a layer on another one."""
+    return digest_of(f"{below} {diff_id}".encode())
+
+
 def chain_ids(diff_ids: list[str]) -> list[str]:
     """Snapshot names by the image specification: each is a hash over the layers below it."""
     chain: list[str] = []
     for diff_id in diff_ids:
-        chain.append(diff_id if not chain else digest_of(f"{chain[-1]} {diff_id}".encode()))
+        chain.append(diff_id if not chain else chain_on(chain[-1], diff_id))
     return chain
 
 
-def _load(data: bytes, what: str) -> Mapping[str, Any]:
+def load(data: bytes, what: str) -> Mapping[str, Any]:
+    """A JSON object. Raises BadImageError with ``what`` it is."""
     try:
         value = json.loads(data)
     except ValueError as error:
@@ -149,7 +166,8 @@ def _load(data: bytes, what: str) -> Mapping[str, Any]:
     return value
 
 
-def _descriptor(value: Any, what: str) -> tuple[str, int, str]:
+def descriptor(value: Any, what: str) -> tuple[str, int, str]:
+    """Its digest, size and media type. Raises BadImageError."""
     if not isinstance(value, dict):
         raise BadImageError(f"{what} is not a descriptor")
     digest, size = value.get("digest"), value.get("size")
@@ -160,7 +178,7 @@ def _descriptor(value: Any, what: str) -> tuple[str, int, str]:
     return digest, size, str(value.get("mediaType", ""))
 
 
-def _for_platform(index: Mapping[str, Any], platform: str) -> Any:
+def for_platform(index: Mapping[str, Any], platform: str) -> Any:
     """The manifest for ``os/architecture[/variant]``; an index lists the best match first."""
     wanted = platform.split("/")
     manifests = index.get("manifests")
@@ -175,20 +193,20 @@ def _for_platform(index: Mapping[str, Any], platform: str) -> Any:
         seen.append("/".join(str(part) for part in parts if part))
         if parts[: len(wanted)] == wanted:
             return entry
-    raise BadImageError(f"it has no image for {platform}, only for {', '.join(seen[:8])}")
+    raise NoPlatformError(f"it has no image for {platform}, only for {', '.join(seen[:8])}")
 
 
 async def shape(top: Target, read: Read, platform: str) -> Shape:
     """Read what ``top`` consists of. Raises BadImageError."""
     documents = [(top.digest, top.size)]
-    body = _load(await read(top.digest), f"manifest {top.digest}")
+    body = load(await read(top.digest), f"manifest {top.digest}")
     if top.media_type in INDEX_TYPES or "manifests" in body:
-        digest, size, _ = _descriptor(_for_platform(body, platform), "the platform's manifest")
+        digest, size, _ = descriptor(for_platform(body, platform), "the platform's manifest")
         documents.append((digest, size))
-        body = _load(await read(digest), f"manifest {digest}")
-    config_digest, config_size, _ = _descriptor(body.get("config"), "config")
+        body = load(await read(digest), f"manifest {digest}")
+    config_digest, config_size, _ = descriptor(body.get("config"), "config")
     documents.append((config_digest, config_size))
-    config = _load(await read(config_digest), f"config {config_digest}")
+    config = load(await read(config_digest), f"config {config_digest}")
     listed = body.get("layers")
     rootfs = config.get("rootfs")
     diff_ids = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None
@@ -200,6 +218,6 @@ async def shape(top: Target, read: Read, platform: str) -> Shape:
         raise BadImageError("an unpacked layer has no sha256 digest")
     layers = []
     for entry, chain_id in zip(listed, chain_ids(diff_ids), strict=True):
-        digest, size, media_type = _descriptor(entry, "a layer")
+        digest, size, media_type = descriptor(entry, "a layer")
         layers.append(Layer(digest, size, media_type, chain_id))
     return Shape(top, tuple(documents), tuple(layers), config_digest)

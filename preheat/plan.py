@@ -6,7 +6,8 @@ Invariants (tests/preheat/test_plan.py checks them over thousands of cases):
 * a pull starts only when the disk stays below the kubelet's gc_high with everything that runs now;
 * an image of lower rank never keeps one of higher rank out, and nothing is released for an image of
   equal or lower rank;
-* under disk pressure nothing is pulled or pinned.
+* under disk pressure nothing is pulled or pinned;
+* a pin that the settings dropped is not released for that before its time.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+import kit.units
 from preheat.desired import Rank, Request
 from preheat.estimate import union
 
@@ -28,6 +30,7 @@ class Reason(StrEnum):
     BLOCKED = "blocked"
     EXPIRED = "expired"
     UNWANTED = "unwanted"
+    DROPPED = "dropped"
     SUPERSEDED = "superseded"
     OUTRANKED = "outranked"
 
@@ -43,6 +46,10 @@ class Node:
     eviction_free: float
     pin_budget: int
     freeable: int = 0  # bytes of images that are neither pinned nor in use
+    inodes_free: float = 1.0  # shares of all inodes
+    eviction_inodes: float = 0.0
+    assumed: bool = False  # the thresholds are not from the kubelet's own configuration
+    thresholds: str = ""  # where they are from, for people
 
     @property
     def used(self) -> int:
@@ -54,7 +61,12 @@ class Node:
         return (
             self.used >= self.gc_high * self.capacity
             or self.free <= self.eviction_free * self.capacity
+            or self.lacks_inodes
         )
+
+    @property
+    def lacks_inodes(self) -> bool:
+        return self.inodes_free < self.eviction_inodes
 
     @property
     def room(self) -> int:
@@ -65,7 +77,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Pinned:
-    """A pin that exists. ``expires``: Unix time at which its rule ends."""
+    """A pin that exists. ``expires``: Unix time at which its rule ends. ``dropped_until``: Unix
+    time to which it stays although the settings ask for it no longer; ``retains``: after that its
+    use keeps it.
+    """
 
     hold: str
     ref: str
@@ -75,6 +90,8 @@ class Pinned:
     in_use: bool = False
     expires: float | None = None
     requested: bool = True  # somebody still wants it pinned
+    dropped_until: float | None = None
+    retains: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,9 +113,13 @@ class Skip:
 
 @dataclass(frozen=True)
 class Plan:
-    """To be done in this order: releases, pins, pulls. ``pause``: why all pulls must stop."""
+    """To be done in this order: releases, pins, pulls. ``pause``: why all pulls must stop.
+
+    ``retained``: holds of dropped images that their use keeps from now on.
+    """
 
     releases: tuple[Release, ...] = ()
+    retained: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
     pulls: tuple[str, ...] = ()
     waiting: tuple[str, ...] = ()
@@ -115,6 +136,7 @@ class _Budget:
         self.pins = {pin.hold: pin for pin in pinned}
         self.reserved: dict[str, Mapping[str, int]] = {}
         self.releases: list[Release] = []
+        self.retained: list[str] = []
         self.expired: set[tuple[str, str]] = set()  # reference and digest
 
     def bytes(self, *more: Mapping[str, int], without: frozenset[str] = frozenset()) -> int:
@@ -127,6 +149,9 @@ class _Budget:
 
     def holds(self, request: Request) -> bool:
         return any(p.ref == request.ref and p.digest == request.digest for p in self.pins.values())
+
+    def still_retained(self) -> tuple[str, ...]:
+        return tuple(hold for hold in self.retained if hold in self.pins)
 
     def weakest(self) -> list[Pinned]:
         return sorted(self.pins.values(), key=lambda pin: (pin.rank, pin.ref, pin.digest))
@@ -169,6 +194,7 @@ def decide(
     pins, pulls, waiting = _additions(node, budget, ranked, slots, skips)
     return Plan(
         releases=tuple(budget.releases),
+        retained=budget.still_retained(),
         pins=tuple(pins),
         pulls=tuple(pulls),
         waiting=tuple(waiting),
@@ -186,23 +212,32 @@ def _ranked(pinned: Iterable[Pinned], requests: Iterable[Request]) -> Iterator[P
 
 
 def _release_obsolete(budget: _Budget, requests: list[Request], now: float) -> None:
-    """Release pins that expired, that nobody requests, or whose tag has moved."""
-    current = {each.ref: each.digest for each in requests}
+    """Release pins that expired, that nobody requests or were dropped, or whose tag has moved."""
+    current = {each.ref: each.digest for each in requests if not each.unconfirmed}
     held = {(pin.ref, pin.digest) for pin in budget.pins.values()}
     for pin in budget.weakest():
         digest = current.get(pin.ref, pin.digest)
-        if pin.digest != digest and (pin.ref, digest) in held:
+        moved = pin.digest != digest and (pin.ref, digest) in held
+        if moved and not pin.in_use:  # a container of it may be started again
             budget.release(pin, Reason.SUPERSEDED, f"the tag names {digest} now, which is pinned")
         elif not pin.requested:
             budget.release(pin, Reason.UNWANTED, "nobody requests it any more")
         elif pin.expires is not None and pin.expires <= now and not pin.in_use:
             budget.release(pin, Reason.EXPIRED, "its time since the last use is over")
             budget.expired.add((pin.ref, pin.digest))
+        elif pin.dropped_until is not None and pin.dropped_until <= now:
+            if pin.retains:
+                budget.retained.append(pin.hold)
+            else:
+                text = "the settings list it no longer, and drop_after is over"
+                budget.release(pin, Reason.DROPPED, text)
 
 
 def _under_pressure(node: Node, budget: _Budget, requests: list[Request]) -> Plan:
     """Release what the kubelet needs to get below gc_low and cannot take from unpinned images."""
     shortage = node.used - node.gc_low * node.capacity - node.freeable
+    if node.lacks_inodes and node.freeable <= 0:
+        shortage = max(shortage, 1)  # one pin in each plan, until the kubelet finds enough
     before = budget.bytes()
     for pin in budget.weakest():
         if before - budget.bytes() >= shortage:
@@ -210,6 +245,8 @@ def _under_pressure(node: Node, budget: _Budget, requests: list[Request]) -> Pla
         if not pin.in_use:  # releasing one in use would free nothing
             budget.release(pin, Reason.PRESSURE, "the disk is under pressure")
     text = f"the disk is {100 * node.used / max(1, node.capacity):.0f} % full"
+    if node.lacks_inodes:
+        text = f"the disk has {100 * node.inodes_free:.0f} % of its inodes free"
     skips = [
         Skip(each.ref, Reason.PRESSURE, text, each.need, node.room)
         for each in requests
@@ -217,6 +254,7 @@ def _under_pressure(node: Node, budget: _Budget, requests: list[Request]) -> Pla
     ]
     return Plan(
         releases=tuple(budget.releases),
+        retained=budget.still_retained(),
         skips=tuple(skips),
         pause=text,
         pinned_bytes=budget.bytes(),
@@ -226,7 +264,8 @@ def _under_pressure(node: Node, budget: _Budget, requests: list[Request]) -> Pla
 def _over_budget(budget: _Budget, request: Request) -> Skip:
     need = budget.bytes(request.parts) - budget.bytes()
     free = max(0, budget.budget - budget.bytes())
-    text = f"pinning it needs {need} bytes more, the pin budget has {free} bytes left"
+    size = kit.units.format_size
+    text = f"pinning it needs {size(need)} more, the pin budget has {size(free)} left"
     return Skip(request.ref, Reason.PIN_BUDGET, text, need, free)
 
 
@@ -257,8 +296,10 @@ def _additions(
         elif each.blocked:
             skips.append(Skip(each.ref, Reason.BLOCKED, each.blocked, each.need, room))
         elif each.need > room:
-            free = max(0, room)
-            text = f"it needs {each.need} bytes, {free} are free below the kubelet's threshold"
+            size, free = kit.units.format_size, max(0, room)
+            text = (
+                f"it needs {size(each.need)}, {size(free)} are free below the kubelet's threshold"
+            )
             skips.append(Skip(each.ref, Reason.DISK, text, each.need, free))
         elif slots <= 0:
             waiting.append(each.ref)

@@ -1,7 +1,8 @@
 """One pull: under a containerd lease, watched, limited, resumable; pinned before its lease ends.
 
-The runtime downloads and unpacks. Under a rate limit, or where the agent had begun a layer under
-one, the agent fetches layers itself and writes them into the runtime's store first.
+The runtime downloads and unpacks. Under a rate limit, and where several connections turned out to
+be faster, the agent fetches layers itself and writes them into the runtime's store first; so it
+does with those that it had begun.
 
 What a pull leaves: when done, a pin or nothing; when cancelled or failed, its hold with every byte
 so far, from which the next attempt continues; when out of space, nothing (the hold is ended at
@@ -12,13 +13,36 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import structlog
 
-from preheat import desired, estimate, failure, manifest, registry, resolver, settings
+from preheat import (
+    credentials,
+    desired,
+    estimate,
+    failure,
+    lanes,
+    layout,
+    limiter,
+    manifest,
+    ranges,
+    registry,
+    resolver,
+    settings,
+    trial,
+)
 from preheat.failure import Kind, PullError
 from preheat.runtimes import base
 
@@ -26,29 +50,6 @@ log = structlog.get_logger("preheat")
 
 POLL_SECONDS = 0.5
 INGESTS_AT_ONCE = 2
-# A download may be this far ahead of the limit: smooth at low rates, no burst at high ones.
-BURST_SECONDS = 0.25
-
-
-class Limiter:
-    """A limit in bytes per second that all downloads of the agent share. ``rate`` may change."""
-
-    def __init__(
-        self, rate: float | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.rate = rate
-        self._clock = clock
-        self._paid_until = 0.0
-
-    async def take(self, size: int) -> None:
-        """Wait until ``size`` bytes may flow."""
-        if not self.rate:
-            return
-        now = self._clock()
-        self._paid_until = max(self._paid_until, now - BURST_SECONDS) + size / self.rate
-        wait = self._paid_until - now
-        if wait > 0:
-            await asyncio.sleep(wait)
 
 
 @dataclass
@@ -70,13 +71,33 @@ class Writers:
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._demand: Counter[str] = Counter()
 
     def of(self, digest: str) -> asyncio.Lock:
         return self._locks.setdefault(digest, asyncio.Lock())
 
+    @contextlib.contextmanager
+    def demand(self, layers: Iterable[manifest.Layer]) -> Iterator[None]:
+        """A pull wants these layers while the block runs."""
+        digests = {layer.digest for layer in layers}
+        self._demand.update(digests)
+        try:
+            yield
+        finally:
+            self._demand.subtract(digests)
+            self._demand = +self._demand  # without those that nobody wants
+
+    def by_demand(self, layers: Iterable[manifest.Layer]) -> list[manifest.Layer]:
+        """Those that more pulls wait for come first."""
+        return sorted(layers, key=lambda layer: -self._demand[layer.digest])
+
 
 class _Foreign(Exception):
     """The runtime fetches this layer for somebody else; ours would be a second download."""
+
+
+class _TakeOver(Exception):
+    """The registry limits each connection: several of ours are faster than the runtime's one."""
 
 
 class Puller:
@@ -86,13 +107,13 @@ class Puller:
         self,
         runtime: base.Runtime,
         client: registry.Registry,
-        limit: Limiter,
+        limit: limiter.Limiter,
         writers: Writers,
         section: settings.PreheatSettings,
         request: desired.Request,
         lookup: resolver.Lookup,
+        find: Callable[[bool], Awaitable[credentials.Found]],
     ) -> None:
-        assert lookup.shape is not None
         self._runtime = runtime
         self._client = client
         self._limit = limit
@@ -101,34 +122,73 @@ class Puller:
         self._request = request
         self._ref = lookup.ref
         self._shape = lookup.shape  # the lookup changes when the tag moves, this pull does not
-        self._login = lookup.login
-        total = self._shape.bytes_total
+        # What is not known to be public is pulled without login unless it may be shared.
+        self._secret = request.share_private or lookup.private is not None
+        self._find_logins = find
+        self._layout: layout.Layout | None = None
+        if lookup.source:
+            self._layout = layout.of(lookup.source, section.datasets)
+        layers = self._shape.layers if self._shape is not None else ()
+        total = self._shape.bytes_total if self._shape is not None else 0
         self.progress = Progress(
             began_with=max(0, total - request.fetch),
             bytes_total=total,
-            layers={layer.digest: (0, layer.size) for layer in self._shape.layers},
+            layers={layer.digest: (0, layer.size) for layer in layers},
         )
+        self._seen: dict[str, int] = {}  # bytes of layers that nobody told us of
         self._theirs: dict[str, int] = {}
         self._foreign: set[str] = set()
+        self._extra = 0  # bytes that were fetched and thrown away
+        self._mounted = 0  # bytes of layers that count as here and were not fetched
+        self._several = False  # connections: found to help
         self.fetched = 0  # bytes that this pull brought
+        self._before = 0
 
     async def run(self) -> base.Hold | None:
         """The pin, or None with ``keep: never``. Raises PullError."""
         hold = await self._begin()
+        before: int | None = None
         try:
             await self._update_progress()
-            before = self.progress.bytes_done
-            await self._ingest(hold)
-            image_id = await self._pull(hold)
-            self.fetched = max(0, self.progress.bytes_total - before)
+            before = self._before = self.progress.bytes_done
+            with self._writers.demand(self._shape.layers if self._shape is not None else ()):
+                await self._ingest(hold)
+                image_id = await self._complete(hold)
+            await self._update_progress()
+            self.progress.bytes_done = max(self.progress.bytes_total, self.progress.bytes_done)
             self.progress.phase = "pinning"
             pin = await self._pin(image_id)
         except base.RuntimeCallError as error:
             raise await self._clean_up(failure.classify(self._ref.text, error), hold) from error
         except PullError as error:
             raise await self._clean_up(error, hold) from error
+        finally:  # an attempt that failed or was cancelled has fetched, too
+            if before is not None:
+                done = self.progress.bytes_done - self._mounted
+                self.fetched = max(0, done - before) + self._extra
         await self._end(hold)
         return pin
+
+    async def _complete(self, hold: base.Hold) -> str:
+        """The image id, once the runtime has all of it."""
+        if self._layout is not None:
+            return await self._adopt(hold)
+        try:
+            return await self._pull(hold)
+        except _TakeOver:
+            await self._prepare_several()
+            await self._ingest(hold)
+            return await self._pull(hold)
+
+    @property
+    def digest(self) -> str:
+        """Of the image that it pulls; empty: only the runtime knows."""
+        return self._shape.top.digest if self._shape is not None else ""
+
+    @property
+    def moved(self) -> bool:
+        """Whether this attempt brought bytes that stay."""
+        return self.progress.bytes_done > self._before
 
     async def _begin(self) -> base.Hold:
         hold = base.Hold(
@@ -137,6 +197,7 @@ class Puller:
             ref=self._ref.text,
             by=self._request.by,
             keep=self._request.keep,
+            source=self._request.held_source,
             expires=time.time() + self._section.partial_keep,
         )
         try:
@@ -153,27 +214,33 @@ class Puller:
 
     async def _clean_up(self, error: PullError, hold: base.Hold) -> PullError:
         """Remove what this class of failure must not leave behind."""
+        await self._update_progress()
         with contextlib.suppress(base.RuntimeCallError):
             if error.kind is Kind.DISK:
                 await self._runtime.end(hold)
                 if hold.by == "operator":  # an operator's request must outlive its bytes
                     await self._runtime.begin(dataclasses.replace(hold, created=0.0))
             elif error.kind is Kind.CORRUPT:
-                digests = frozenset(layer.digest for layer in self._shape.layers)
+                layers = self._shape.layers if self._shape is not None else ()
+                digests = frozenset(layer.digest for layer in layers) | self._seen.keys()
                 await self._runtime.drop_partials(digests)
         return error
 
     # --- fetching ---------------------------------------------------------------------------------
 
     async def _ingest(self, hold: base.Hold) -> None:
-        """Fetch layers ourselves, under a rate limit or where we had begun one."""
-        if not self._runtime.abilities.ingests:
+        """Fetch layers ourselves: under a limit, by several connections, and those begun so."""
+        if self._shape is None:
+            return
+        if self._layout is None and not self._runtime.abilities.ingests:
             return
         inventory = await self._runtime.inventory()
         layers = [
             layer
             for layer in estimate.missing(self._shape, inventory)
             if self._limit.rate
+            or self._layout is not None
+            or (self._several and layer.size >= ranges.LARGE)
             or inventory.ingests.get(layer.digest, base.Ingest()).ours is not None
         ]
         if not layers:
@@ -182,7 +249,7 @@ class Puller:
         slots = asyncio.Semaphore(INGESTS_AT_ONCE)
         try:
             async with asyncio.TaskGroup() as group:
-                for layer in layers:
+                for layer in self._writers.by_demand(layers):
                     group.create_task(self._layer(layer, hold, slots))
         except* (PullError, base.RuntimeCallError) as errors:
             raise errors.exceptions[0] from None
@@ -200,43 +267,109 @@ class Puller:
                     layer.size,
                     lambda offset: self._source(layer, offset),
                     hold,
-                    (self._ref.host, self._ref.path),
+                    (self._ref.host, self._ref.path) if self._layout is None else None,
                 )
             except _Foreign:
                 await self._runtime.drop_partials(frozenset({layer.digest}), ours_only=True)
 
+    async def _find(self, fresh: bool) -> credentials.Found:
+        """The logins of this moment: a pull takes hours, and logins expire."""
+        return await self._find_logins(fresh) if self._secret else credentials.Found()
+
     async def _source(self, layer: manifest.Layer, offset: int) -> AsyncIterator[bytes]:
-        stream = self._client.blob(self._ref, layer.digest, offset, self._login)
-        async with contextlib.aclosing(stream):  # type: ignore[type-var]
-            while True:
-                try:
-                    async with asyncio.timeout(self._section.stall_timeout):
-                        chunk = await anext(stream)
-                except StopAsyncIteration:
-                    return
-                except TimeoutError:
-                    raise self._stalled() from None
+        async def start(
+            login: base.Login | None,
+        ) -> tuple[AsyncGenerator[bytes, None], bytes | None]:
+            stream = self._blob(layer, offset, login)
+            return stream, await self._next(stream)
+
+        if self._layout is not None:
+            stream = self._layout.blob(layer.digest, layer.size, offset)
+            chunk = await self._next(stream)
+        else:
+            (stream, chunk), _ = await credentials.attempt(self._find, start)
+        async with contextlib.aclosing(stream):
+            while chunk is not None:
                 if layer.digest in self._foreign:
                     raise _Foreign
-                await self._limit.take(len(chunk))
+                # An empty chunk is one that the registry sent although it is here already.
+                await self._limit.take(len(chunk) or registry.CHUNK)
                 yield chunk
+                chunk = await self._next(stream)
+
+    def _blob(
+        self, layer: manifest.Layer, offset: int, login: base.Login | None
+    ) -> AsyncGenerator[bytes, None]:
+        client, ref, most = self._client, self._ref, self._section.connections
+        if most == 1 or layer.size < ranges.LARGE:
+            return client.blob(ref, layer.digest, offset, login)
+        connections = lanes.Lanes(most, 2 if self._several else 1)
+        return ranges.stream(
+            lambda first, last: client.span(ref, layer.digest, first, last, login),
+            lambda position: client.blob(ref, layer.digest, position, login),
+            *(offset, layer.size, connections),
+        )
+
+    async def _next(self, stream: AsyncGenerator[bytes, None]) -> bytes | None:
+        """The next chunk; None at the end. Raises PullError when none comes."""
+        try:
+            async with asyncio.timeout(self._section.stall_timeout):
+                return await anext(stream, None)
+        except TimeoutError:
+            raise self._stalled() from None
 
     def _stalled(self) -> PullError:
         text = f"no progress for {self._section.stall_timeout:g} s"
         return PullError(self._ref.text, Kind.NETWORK, text)
 
     async def _pull(self, hold: base.Hold) -> str:
+        """The image id. A login that is no longer good is replaced, with all bytes kept."""
+
+        async def ask(login: base.Login | None) -> str:
+            try:
+                return await self._attempt(hold, login)
+            except base.RuntimeCallError as error:
+                raise failure.classify(self._ref.text, error) from error
+
+        image_id, _ = await credentials.attempt(self._find, ask)
+        return image_id
+
+    async def _adopt(self, hold: base.Hold) -> str:
+        """The image id of what was imported from a layout."""
+        assert self._layout is not None
+        assert self._shape is not None
+        documents = {}
+        for digest, size in reversed(self._shape.documents):  # the config first, the index last
+            documents[digest] = await self._layout.read(digest)
+            if len(documents[digest]) != size:
+                text = f"{digest} has {len(documents[digest])} bytes, not {size} as is said of it"
+                raise PullError(self._ref.text, Kind.BAD_IMAGE, text)
+        names = (self._ref.text, f"{self._ref.repository}@{self._shape.top.digest}")
+        watch = asyncio.create_task(self._keep_progress(), name="progress")
+        try:
+            return await self._runtime.adopt(
+                tuple(dict.fromkeys(names)),
+                *(self._shape, documents, hold, self._section.attempt_timeout),
+            )
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _attempt(self, hold: base.Hold, login: base.Login | None) -> str:
         """PullImage; cancelled when it makes no progress, so that a new attempt can begin."""
         deadline = self._section.attempt_timeout
         pull = asyncio.create_task(
-            self._runtime.pull(self._ref.text, self._login, hold, deadline), name="PullImage"
+            self._runtime.pull(self._ref.text, login, hold, deadline), name="PullImage"
         )
+        several = asyncio.create_task(self._try_several(login), name="trial")
         try:
             last, since = self.progress.bytes_done, time.monotonic()
             while not pull.done():
                 await asyncio.wait({pull}, timeout=POLL_SECONDS)
                 if pull.done():
                     break
+                if several.done() and several.result():
+                    raise _TakeOver
                 await self._update_progress()
                 now = time.monotonic()
                 if self.progress.bytes_done != last or self.progress.phase != "fetching":
@@ -245,9 +378,43 @@ class Puller:
                     raise self._stalled()
             return await pull
         finally:
+            several.cancel()
             if not pull.done():
                 pull.cancel()
-            await asyncio.gather(pull, return_exceptions=True)
+            await asyncio.gather(pull, several, return_exceptions=True)
+
+    async def _try_several(self, login: base.Login | None) -> bool:
+        """Whether several connections of ours are faster than the runtime's one."""
+        if self._shape is None or self._limit.rate or self._section.connections == 1:
+            return False
+        if self._several or not self._runtime.abilities.ingests:
+            return False
+        layers = estimate.missing(self._shape, await self._runtime.inventory())
+        large = [layer for layer in layers if layer.size >= ranges.LARGE]
+        if not large:
+            return False
+        found = trial.Trial(
+            large,
+            self._runtime.ingests,
+            lambda layer, offset: self._client.blob(self._ref, layer.digest, offset, login),
+        )
+        try:
+            self._several = await found.limits_connections()
+        finally:
+            self._extra += found.read
+        return self._several
+
+    async def _prepare_several(self) -> None:
+        """After the runtime's pull was cancelled. What it has of the large layers is fetched
+        again, by us."""
+        shape = self._shape
+        assert shape is not None
+        has = await trial.still(self._runtime.ingests)
+        large = [layer.digest for layer in shape.layers if layer.size >= ranges.LARGE]
+        self._extra += sum(has.get(digest, base.Ingest()).theirs or 0 for digest in large)
+        self._foreign.clear()
+        self._theirs.clear()
+        log.info("its registry limits each connection: several from now on", image=self._ref.text)
 
     async def _keep_progress(self) -> None:
         while True:
@@ -257,13 +424,25 @@ class Puller:
     async def _update_progress(self) -> None:
         """A runtime that does not answer is asked again soon."""
         try:
+            if self._shape is None:
+                self._note_ingests(await self._runtime.ingests())
+                return
             states = await self._runtime.progress(self._shape.layers)
         except base.RuntimeCallError:
             return
-        if not states:
-            return
+        if states:
+            self._note_layers(self._shape, states)
+
+    def _note_ingests(self, ingests: Mapping[str, base.Ingest]) -> None:
+        """Without a lookup the layers are those that the runtime is seen to fetch."""
+        for digest, ingest in ingests.items():
+            self._seen[digest] = max(self._seen.get(digest, 0), ingest.offset)
+        self.progress.bytes_done = sum(self._seen.values())
+        self.progress.phase = "unpacking" if self._seen and not ingests else "fetching"
+
+    def _note_layers(self, shape: manifest.Shape, states: Mapping[str, base.LayerState]) -> None:
         progress = self.progress
-        for layer in self._shape.layers:
+        for layer in shape.layers:
             state = states[layer.digest]
             progress.layers[layer.digest] = (min(state.here, layer.size), layer.size)
             if state.theirs is not None:
@@ -272,10 +451,11 @@ class Puller:
                 if state.theirs > known or state.theirs == layer.size:
                     self._foreign.add(layer.digest)
                 self._theirs[layer.digest] = state.theirs
+        self._mounted = sum(s.size for s in shape.layers if states[s.digest].remote)
         here = sum(done for done, _ in progress.layers.values())
         everything = sum(total for _, total in progress.layers.values())
         complete = here == everything
-        documents = progress.bytes_total - sum(layer.size for layer in self._shape.layers)
+        documents = progress.bytes_total - sum(layer.size for layer in shape.layers)
         progress.layers_unpacked = sum(state.unpacked for state in states.values())
         progress.phase = "unpacking" if complete else "fetching"
         progress.bytes_done = min(progress.bytes_total, here + (documents if complete else 0))
@@ -283,20 +463,26 @@ class Puller:
     # --- afterwards -------------------------------------------------------------------------------
 
     async def _pin(self, image_id: str) -> base.Hold | None:
-        self.progress.bytes_done = self.progress.bytes_total
+        self.progress.bytes_done = max(self.progress.bytes_total, self.progress.bytes_done)
         if self._request.keep == "never":
             return None
         # The tag may have moved since the lookup: pin what the runtime has for it now.
-        inventory = await self._runtime.inventory()
+        target = (await self._runtime.inventory()).target_of(self._ref.text)
+        if target is None and self._shape is not None:
+            target = self._shape.top
+        if target is None:
+            text = "the runtime does not list what it pulled"
+            raise PullError(self._ref.text, Kind.RUNTIME, text)
         return await self._runtime.pin(
             base.Hold(
                 id="",
                 role="pin",
                 ref=self._ref.text,
                 by=self._request.by,
-                target=inventory.target_of(self._ref.text) or self._shape.top,
+                target=target,
                 image_id=image_id if manifest.is_digest(image_id) else "",
                 keep=self._request.keep,
+                source=self._request.held_source,
             )
         )
 

@@ -12,7 +12,6 @@ is in the runtime's holds, where the next agent finds it.
 import asyncio
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,18 +20,28 @@ from pathlib import Path
 import structlog
 
 import kit.errors
+from kube import configz
 from preheat import (
     credentials,
     desired,
+    disk,
+    durability,
     estimate,
     failure,
     heal,
+    hurdle,
+    limiter,
+    local_tags,
     manifest,
+    pins,
     plan,
     pull,
     registry,
     resolver,
+    reuse,
+    schedule,
     settings,
+    uses,
 )
 from preheat.desired import Request
 from preheat.failure import Kind, PullError
@@ -43,7 +52,8 @@ log = structlog.get_logger("preheat")
 CYCLE_SECONDS = 15.0
 # Changes that come together make one cycle.
 SETTLE_SECONDS = 0.05
-USE_NOTED_EVERY = 600.0
+# After so many failed pulls of an image look-ups find out when the registry is back.
+PROBED_AFTER = 3
 RECONNECT_FIRST, RECONNECT_LONGEST = 0.05, 5.0
 PRESSURE_KNOWN_SECONDS = 1.0
 
@@ -54,7 +64,6 @@ class Totals:
 
     pulls: int = 0
     fetched_bytes: int = 0
-    used_bytes: int = 0  # of images pinned by us that containers then used
     failed: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Kind})
 
 
@@ -68,6 +77,7 @@ class Snapshot:
     shapes: Mapping[str, manifest.Shape] = field(default_factory=dict)  # by top digest
     decided: plan.Plan = field(default_factory=plan.Plan)
     node: plan.Node | None = None
+    shared: tuple[reuse.Reuse, ...] = ()
     at: float = 0.0  # Unix time; 0 before the first cycle
 
 
@@ -77,15 +87,23 @@ class Reconciler:
         runtime: base.Runtime,
         section: settings.PreheatSettings,
         client: registry.Registry,
+        boot_file: Path | None = None,
     ) -> None:
         self.runtime = runtime
         self.section = section
         self.client = client
-        self.limit = pull.Limiter(section.bytes_per_second)
+        self.limit = limiter.Limiter(section.bytes_per_second)
         self._writers = pull.Writers()
-        self.resolver = resolver.Resolver(client, credentials.Credentials(), self.wake)
+        self.turns = schedule.Schedule(section)
+        self.resolver = resolver.Resolver(client, credentials.Credentials(), self.turns, self.wake)
         self.local = estimate.LocalImages(runtime)
+        self._pins = pins.Pins(runtime, self.local, self.resolver)
         self.healer = heal.Healer(runtime, self.pressed, section.heal.per_hour)
+        self.uses = uses.Uses(runtime)
+        self.lock = asyncio.Lock()
+        self.durability = durability.Durability(runtime, boot_file, self.wake, self.lock)
+        self.kubelet = configz.Kubelet(self.wake)
+        self._tags = local_tags.LocalTags()
         self.totals = Totals()
         # The policy is known before the first cycle.
         self.snapshot = Snapshot(requests=desired.gather(section, ()))
@@ -94,9 +112,7 @@ class Reconciler:
         self.trouble = "not connected yet"  # why the runtime cannot be used, or ""
         self.version = ""
         self.last_cycle = time.monotonic()
-        self.lock = asyncio.Lock()
         self._wake = asyncio.Event()
-        self._used: set[str] = set()  # top digests in use at the last cycle
         self._pressed = (0.0, False)  # monotonic time, answer
 
     # --- tasks ------------------------------------------------------------------------------------
@@ -162,7 +178,9 @@ class Reconciler:
 
     async def stop(self) -> None:
         """End our own work. Holds keep what pulls have fetched."""
+        await self.kubelet.close()
         await self.resolver.close()
+        await self.durability.stop()
         tasks = [each.task for each in self.running.values()]
         for task in tasks:
             task.cancel()
@@ -174,26 +192,8 @@ class Reconciler:
 
     async def node(self, images_path: str, freeable: int = 0) -> plan.Node:
         """The images' disk and the kubelet's thresholds. Raises HostError, SettingsError."""
-        path = images_path or "/"
-        try:
-            found = await asyncio.to_thread(os.statvfs, Path(path))
-        except OSError as error:
-            raise kit.errors.HostError(
-                f"the container runtime's image directory {path}",
-                f"cannot be read ({error.strerror})",
-                "mount the host's directory at the same path in the agent's pod (read-only)",
-            ) from error
-        kubelet = await asyncio.to_thread(settings.thresholds, self.section.kubelet)
-        return plan.Node(
-            capacity=found.f_blocks * found.f_frsize,
-            # Blocks reserved for root count as used, as the kubelet counts them.
-            free=found.f_bavail * found.f_frsize,
-            gc_high=kubelet.gc_high,
-            gc_low=min(kubelet.gc_low, kubelet.gc_high),
-            eviction_free=kubelet.eviction_free,
-            pin_budget=self.section.pin_budget,
-            freeable=freeable,
-        )
+        limits = await self.kubelet.thresholds(self.section.kubelet)
+        return await asyncio.to_thread(disk.node, images_path, self.section, limits, freeable)
 
     async def pressed(self) -> bool:
         """Whether the disk is under pressure; the answer is at most a second old."""
@@ -208,73 +208,92 @@ class Reconciler:
         async with self.lock:
             section = self.section
             inventory = await self.runtime.inventory()
+            self.runtime.release_after = section.release_after
+            if await self.runtime.tend(inventory) or await self._pins.end_lost(inventory):
+                inventory = await self.runtime.inventory()
             self.healer.per_hour = section.heal.per_hour
             self.healer.learn(inventory.holds)
             await self.healer.resync(inventory)
             shapes = await self.local.shapes(inventory, section.platform)
-            inventory = await self._note_uses(inventory, shapes)
+            inventory = await self.uses.note(inventory, shapes)
             requests = desired.gather(section, inventory.holds)
+            requests |= desired.lingering(section, inventory, requests, time.time())
             requests |= desired.retained(section, inventory, shapes, requests)
-            for note in desired.stale_notes(inventory, requests):
-                await self.runtime.end(note)
-            self.resolver.request((r.ref for r in requests.values() if r.by != "retained"), section)
-            self.failures = {ref: each for ref, each in self.failures.items() if ref in requests}
-            requests = {
-                ref: await self._measured(each, inventory, shapes) for ref, each in requests.items()
+            await self._keep_notes(inventory, requests)
+            await self.durability.look(inventory, shapes)
+            asked = {
+                each.ref: each.by == "operator" and not inventory.digest_of(each.ref)
+                for each in requests.values()
+                if each.is_looked_up
             }
-            pinned = await self._pinned(inventory, shapes, requests)
+            self._tags.keep(requests)
+            self.turns.section = section
+            sources = {ref: requests[ref].source for ref in asked}
+            self.turns.want(asked, time.time(), sources)
+            self.resolver.request(sources, section)
+            self.failures = {
+                ref: each
+                for ref, each in self.failures.items()
+                if ref in requests and each.concerns(self.resolver.digest(ref))
+            }
+            node = self.snapshot.node or await self.node(inventory.images_path)
+            requests = {
+                ref: await self._measured(each, inventory, shapes, node)
+                for ref, each in requests.items()
+            }
+            now = time.time()
+            pinned = await self._pins.pinned(section, inventory, shapes, requests, now)
+            self.healer.sizes = {d: shape.bytes_total for d, shape in shapes.items()}
             freeable = await self.local.freeable(shapes, inventory, [pin.parts for pin in pinned])
             node = await self.node(inventory.images_path, freeable)
             self._pressed = (time.monotonic(), node.pressed)
-            known = [each for each in requests.values() if each.digest]
-            decided = plan.decide(node, known, pinned, section.concurrency, time.time())
+            self.durability.tend(requests, inventory, shapes, self.resolver, node.pressed)
+            known = [each for each in requests.values() if each.digest or each.measured]
+            decided = plan.decide(node, known, pinned, section.concurrency, now)
+            bases = frozenset(ref for ref, each in requests.items() if each.by != "retained")
+            shared = await asyncio.to_thread(reuse.of_images, inventory, shapes, bases)
             self.snapshot = Snapshot(
-                inventory, requests, tuple(pinned), shapes, decided, node, time.time()
+                *(inventory, requests, tuple(pinned), shapes, decided, node, shared, now)
             )
             await self._act(self.snapshot)
 
-    async def _note_uses(
-        self, inventory: base.Inventory, shapes: Mapping[str, manifest.Shape]
-    ) -> base.Inventory:
-        """Store uses in the runtime: at first sight, now and then, and when the last one ends.
-
-        Returns the inventory with them: what is in use, or was a cycle ago, was last used now.
-        """
-        now = time.time()
-        using = {d for d, shape in shapes.items() if shape.image_id in inventory.in_use}
-        ours = {hold.target.digest for hold in inventory.held("pin") if hold.target}
-        self.totals.used_bytes += sum(
-            shapes[digest].bytes_total for digest in (using - self._used) & ours
-        )
-        noted = (using | self._used) & set(shapes)
-        for digest in noted:
-            ended = digest not in using
-            if ended or now - inventory.last_used.get(digest, 0.0) > USE_NOTED_EVERY:
-                with contextlib.suppress(base.RuntimeCallError):
-                    await self.runtime.note_use(digest, now)
-        self._used = using
-        last_used = dict(inventory.last_used) | dict.fromkeys(noted, now)
-        return dataclasses.replace(inventory, last_used=last_used)
+    async def _keep_notes(self, inventory: base.Inventory, requests: Mapping[str, Request]) -> None:
+        """Note what the settings dropped just now, and end the notes that say nothing any more."""
+        for note in desired.stale_notes(inventory, requests):
+            await self.runtime.end(note)
+        for ref in desired.newly_dropped(inventory, requests):
+            await self.note(ref, "policy", "dropped")
+            log.warning("the settings dropped an image", image=ref, why=requests[ref].dropped_text)
 
     async def _measured(
         self,
         request: Request,
         inventory: base.Inventory,
         shapes: Mapping[str, manifest.Shape],
+        node: plan.Node,
     ) -> Request:
-        """The request with what it costs here and now."""
+        """The request with what it costs here and now; ``node`` is as it was a cycle ago."""
         lookup = self.resolver.of(request.ref)
         here = inventory.digest_of(request.ref)
-        shape = (lookup.shape if lookup is not None else None) or shapes.get(here)
+        looked_up = lookup.shape if lookup is not None else None
+        shape = looked_up or shapes.get(here)
+        unconfirmed = self._moved_here(request.ref, here, looked_up) and here in shapes
+        if unconfirmed:
+            shape = shapes[here]
         last_used = inventory.last_used.get(here, 0.0)
+        if not here and lookup is not None and lookup.leaves_it_to_the_runtime:
+            running = request.ref in self.running
+            blocked = "" if running else self._hurdle(request, "", lookup, inventory)
+            return desired.untold(request, self.section.unknown_image, running, blocked)
         if shape is None:
             return dataclasses.replace(
                 request, digest=here, last_used=last_used, present=bool(here)
             )
         digest = shape.top.digest
         estimates = self.runtime.abilities.estimates
+        doubted = self.durability.doubted(shape)
         present = inventory.has(request.ref, digest) and (
-            not estimates or estimate.is_here(shape, inventory)
+            not estimates or (estimate.is_here(shape, inventory) and not doubted)
         )
         usages = await self.local.usages(shape, inventory)
         cost = estimate.cost(shape, inventory, self.resolver.unpacked(shape) | usages)
@@ -282,98 +301,62 @@ class Reconciler:
         if present and estimates:
             parts = await self.local.parts(shape, inventory)
         running = request.ref in self.running
+        costed = dataclasses.replace(request, fetch=cost.fetch)
+        known = "" if lookup is None or lookup.shape is None else digest
+        self.turns.measured(request.ref, known, cost.fetch, present, time.time())
+        blocked = ""
+        if not present and not running:
+            blocked = self._hurdle(costed, digest, lookup, inventory)
+            blocked = durability.REASON if doubted else blocked
+            budget = node.pin_budget - self.snapshot.decided.pinned_bytes
+            tight = estimate.is_tight(cost, node.room, budget)
+            if not blocked and tight and not self.resolver.measure(request.ref, self.section):
+                blocked = "the registry is asked for the sizes of its layers"
         return dataclasses.replace(
             request,
             digest=digest,
             last_used=last_used,
             present=present,
+            unconfirmed=unconfirmed,
             measured=True,
             fetch=0 if present else cost.fetch,
+            remote=estimate.remote_bytes(shape, inventory) if present else 0,
             unpack=0 if present else cost.unpack,
             parts=parts,
             running=running,
-            blocked="" if present or running else self._blocked(request, digest, lookup, inventory),
+            blocked=blocked,
         )
 
-    def _blocked(
+    def _moved_here(self, ref: str, here: str, shape: manifest.Shape | None) -> bool:
+        """Whether the node's digest of a tag is newer than the registry's answer. Asks again."""
+        lookup = self.resolver.of(ref)
+        other = shape is not None and here != shape.top.digest
+        if self._tags.saw(ref, here, time.time()) and here and other:
+            log.info("tag moved on the node", image=ref, digest=here)
+            self.resolver.again(ref)
+            self.wake()
+        answered = lookup.at if lookup is not None else 0.0
+        return bool(here) and other and self._tags.is_newer(ref, answered)
+
+    def _hurdle(
         self,
         request: Request,
         digest: str,
         lookup: resolver.Lookup | None,
         inventory: base.Inventory,
     ) -> str:
-        """Why this image must not be pulled now; empty when it may."""
-        now = time.time()
-        failed = self.failures.get(request.ref)
-        if request.released:
-            return "released by an operator; 'nodeagent image preheat' requests it again"
-        if request.paused:
-            return "paused by an operator"
-        if request.is_over:
-            return "its time since the last use is over; it is requested again when it is used"
-        if request.done:
-            return "was pulled once and removed since; 'pin: never' does not fetch it again"
-        if self.runtime.abilities.watches and any(
-            hold.target and hold.target.digest == digest
-            for hold in inventory.held("pin", request.ref)
-        ):
-            # A pull would bypass the limit of heals.
-            return "removed from the runtime although pinned; waiting for the next heal"
-        if lookup is None or lookup.shape is None:
-            return "the registry lookup is in progress"
-        if lookup.private and not request.share_private:
-            return desired.PRIVATE
-        if failed is not None and (failed.retry_at is None or failed.retry_at > now):
-            return failed.message
-        if request.by == "policy":
-            minute = time.gmtime(now).tm_hour * 60 + time.gmtime(now).tm_min
-            if not settings.in_window(self.section.windows, minute):
-                return "outside the time windows"
-            left = lookup.digest_since + settings.turn(self.section, request.ref) - now
-            if left > 0 and not inventory.held("pull", request.ref):
-                return f"its turn comes in {left:.0f} s (spread)"
-        return ""
-
-    async def _pinned(
-        self,
-        inventory: base.Inventory,
-        shapes: Mapping[str, manifest.Shape],
-        requests: Mapping[str, Request],
-    ) -> list[plan.Pinned]:
-        found = []
-        for hold in inventory.held("pin"):
-            if hold.target is None:
-                continue
-            shape = shapes.get(hold.target.digest)
-            lookup = self.resolver.of(hold.ref)
-            looked_up = lookup.shape if lookup is not None else None
-            parts: Mapping[str, int] = {}
-            if shape is not None:
-                parts = await self.local.parts(shape, inventory)
-            elif looked_up is not None and not self.runtime.abilities.estimates:
-                unpacked = self.resolver.unpacked(looked_up)
-                parts = estimate.cost(looked_up, base.Inventory(), unpacked).parts
-            self.healer.sizes[hold.id] = shape.bytes_total if shape is not None else 0
-            used = max(inventory.last_used.get(hold.target.digest, 0.0), hold.created)
-            request = requests.get(hold.ref)
-            source = request or Request(hold.ref, hold.by, hold.keep)
-            keep = desired.keep_seconds(source.keep)
-            requested = request is not None and request.keep != "never" and not request.released
-            if request is None and hold.by == "retained" and self.section.retain is not None:
-                keep, requested = self.section.retain.duration, True
-            found.append(
-                plan.Pinned(
-                    hold=hold.id,
-                    ref=hold.ref,
-                    digest=hold.target.digest,
-                    rank=dataclasses.replace(source, last_used=used).rank,
-                    parts=parts,
-                    in_use=hold.image_id in inventory.in_use,
-                    expires=None if keep is None else used + keep,
-                    requested=requested,
-                )
-            )
-        return found
+        now, ref = time.time(), request.ref
+        facts = hurdle.Facts(
+            request,
+            digest,
+            lookup,
+            pull_at=self.turns.pull_at(ref, now, begun=bool(inventory.held("pull", ref))),
+            failed=self.turns.standing(ref, self.failures.get(ref)),
+            heals=self.runtime.abilities.watches,
+            pins=tuple(inventory.held("pin", ref)),
+            limited=self.section.bytes_per_second is not None,
+        )
+        return hurdle.reason(facts, now)
 
     # --- acting -----------------------------------------------------------------------------------
 
@@ -384,6 +367,8 @@ class Reconciler:
             if release.reason is plan.Reason.EXPIRED:
                 await self._note_expired(holds.values(), holds[release.hold])
             await self.release(holds[release.hold])
+        for retained in seen.decided.retained:
+            await self.runtime.begin(pins.as_retained(self.section, holds[retained]))
         for ref in seen.decided.pins:
             await self._pin_present(seen.requests[ref], seen.inventory)
         for ref in list(self.running) if seen.decided.pause else ():
@@ -409,7 +394,7 @@ class Reconciler:
                 continue
             request = seen.requests.get(hold.ref)
             pinned = bool(seen.inventory.held("pin", hold.ref))
-            if request is None or request.released or (request.present and pinned):
+            if request is None or request.is_ended(seen.at) or (request.present and pinned):
                 await self.runtime.end(hold)
             elif request.present and not request.pins:
                 if request.by == "policy":
@@ -437,7 +422,11 @@ class Reconciler:
         target = inventory.target_of(request.ref)
         if target is None:
             return
-        hold = base.Hold("", "pin", request.ref, request.by, target, keep=request.keep)
+        hold = base.Hold(
+            *("", "pin", request.ref, request.by, target),
+            keep=request.keep,
+            source=request.held_source,
+        )
         self.healer.remember(await self.runtime.pin(hold))
         log.info("image pinned", image=request.ref, by=request.by)
         self.wake()
@@ -446,7 +435,8 @@ class Reconciler:
         lookup = self.resolver.of(request.ref)
         assert lookup is not None
         puller = pull.Puller(
-            *(self.runtime, self.client, self.limit, self._writers, self.section, request, lookup)
+            *(self.runtime, self.client, self.limit, self._writers, self.section, request, lookup),
+            lambda fresh: self.resolver.logins(lookup.ref, self.section, fresh=fresh),
         )
         task = asyncio.create_task(self._run(request, puller), name=f"pull {request.ref}")
         self.running[request.ref] = pull.Running(puller.progress, task)
@@ -462,26 +452,33 @@ class Reconciler:
                 with contextlib.suppress(base.RuntimeCallError):
                     await self.note(ref, "policy", "done")
             self.failures.pop(ref, None)
+            self.turns.answered(ref, time.time())
             self.totals.pulls += 1
-            self.totals.fetched_bytes += puller.fetched
             log.info("pull done", image=ref, fetched=puller.fetched, pinned=pin is not None)
         except PullError as error:
             known = self.failures.get(ref)
-            self._failed(ref, error, known.attempts + 1 if known is not None else 1)
+            # Waits grow while nothing comes; a registry that breaks off brings something each time.
+            moved = error.kind is Kind.NETWORK and puller.moved
+            attempts = 1 if known is None or moved else known.attempts + 1
+            self._failed(ref, error, attempts, puller.digest)
             log.warning("pull failed", image=ref, kind=str(error.kind), error=str(error))
             if error.kind in (Kind.NOT_FOUND, Kind.AUTH):
-                self.resolver.again(ref)  # the tag or the login may have changed
+                self.resolver.probe(ref)  # the tag or the login may have changed
+            elif error.kind is Kind.NETWORK and self.failures[ref].attempts >= PROBED_AFTER:
+                self.resolver.probe(ref)
         except Exception as error:  # a bug must not become a loop of pulls
             log.exception("pull failed unexpectedly", image=ref)
             text = f"{type(error).__name__}, see the agent's log"
-            self._failed(ref, PullError(ref, Kind.BAD_IMAGE, text), 1)
+            self._failed(ref, PullError(ref, Kind.BAD_IMAGE, text), 1, puller.digest)
         finally:
+            self.totals.fetched_bytes += puller.fetched
             self.running.pop(ref, None)
             self._wake_for_retry(ref)
             self.wake()
 
-    def _failed(self, ref: str, error: PullError, attempts: int) -> None:
-        self.failures[ref] = failure.after(error, attempts, time.time())
+    def _failed(self, ref: str, error: PullError, attempts: int, digest: str) -> None:
+        found = self.turns.failed(ref, error, attempts, time.time(), pull=True)
+        self.failures[ref] = dataclasses.replace(found, digest=digest)
         self.totals.failed[error.kind.value] += 1
 
     def _wake_for_retry(self, ref: str) -> None:

@@ -6,14 +6,23 @@ answer is good for ``refresh``; after a failure the next lookup waits as its cla
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import structlog
 from cachetools import LRUCache
 
 import kit.errors
-from preheat import credentials, estimate, failure, manifest, registry, settings
+from preheat import (
+    credentials,
+    estimate,
+    failure,
+    layout,
+    manifest,
+    registry,
+    schedule,
+    settings,
+)
 from preheat.failure import Kind, PullError
 from preheat.runtimes import base
 
@@ -21,20 +30,35 @@ log = structlog.get_logger("preheat")
 
 LOOKUPS_AT_ONCE = 4
 MOST_SIZES = 8192
+# After so many lookups in a row that found the registry away or busy the runtime tries.
+PATIENCE = 3
 
 
 @dataclass
 class Lookup:
-    """The latest answer for one reference. ``login`` is set when the pull needs it."""
+    """The latest answer for one reference. It has no login: secrets are read at each use."""
 
     ref: manifest.Reference
+    source: str = ""  # where it comes from, if not from its registry
     shape: manifest.Shape | None = None
-    login: base.Login | None = None
-    private: bool = False
+    private: bool | None = None  # None: its own registry did not say
+    has_login: bool = False
+    mirrored: bool = False
+    measured: bool = False  # whether its layers' unpacked sizes were asked for
     at: float = 0.0  # Unix time of the answer; 0 before the first
-    digest_since: float = 0.0  # Unix time at which this digest was first seen
     failed: failure.Failure | None = None
     task: asyncio.Task[None] | None = None
+
+    @property
+    def leaves_it_to_the_runtime(self) -> bool:
+        """Whether the runtime may try what our lookup could not. It is no gate: the runtime knows
+        more of registries. Only that there is no such image is believed at once; a registry that
+        is away is asked by lookups first, which cost it less."""
+        failed = self.failed
+        if self.shape is not None or failed is None or failed.final or self.source:
+            return False
+        passing = failed.kind in (Kind.NETWORK, Kind.BUSY)
+        return not passing or failed.attempts >= PATIENCE
 
 
 class Resolver:
@@ -44,44 +68,57 @@ class Resolver:
         self,
         client: registry.Registry,
         logins: credentials.Credentials,
+        turns: schedule.Schedule,
         changed: Callable[[], None],
     ) -> None:
         self._client = client
         self._logins = logins
+        self._turns = turns
         self._changed = changed
         self._slots = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._lookups: dict[str, Lookup] = {}
+        self.failed = dict.fromkeys((kind.value for kind in Kind), 0)  # lookups by class
         # Unpacked bytes of layers by their digest.
         self._sizes: LRUCache[str, int] = LRUCache(MOST_SIZES)
 
     def of(self, ref: str) -> Lookup | None:
         return self._lookups.get(ref)
 
-    def request(self, refs: Iterable[str], section: settings.PreheatSettings) -> None:
-        """Keep answers for exactly these references; start the lookups that are due."""
-        refs = set(refs)
-        for gone in set(self._lookups) - refs:
+    def digest(self, ref: str) -> str:
+        """The digest that it had at the latest look-up; empty: not known."""
+        lookup = self._lookups.get(ref)
+        return lookup.shape.top.digest if lookup is not None and lookup.shape is not None else ""
+
+    def request(self, refs: Mapping[str, str], section: settings.PreheatSettings) -> None:
+        """Keep answers for exactly these references, each with its source (empty: its registry);
+        start the lookups that are due."""
+        known = {ref: lookup.source for ref, lookup in self._lookups.items()}
+        for gone in [ref for ref, source in known.items() if refs.get(ref) != source]:
             lookup = self._lookups.pop(gone)
             if lookup.task is not None:
                 lookup.task.cancel()
         now = time.time()
         for ref in sorted(refs):
-            lookup = self._lookups.setdefault(ref, Lookup(manifest.parse(ref)))
-            if lookup.task is None and self._due(lookup, section, now):
+            lookup = self._lookups.setdefault(ref, Lookup(manifest.parse(ref), refs[ref]))
+            if lookup.task is None and self.turn(lookup) <= now:
                 lookup.task = asyncio.create_task(self._run(lookup, section), name=f"look up {ref}")
 
-    @staticmethod
-    def _due(lookup: Lookup, section: settings.PreheatSettings, now: float) -> bool:
-        if lookup.failed is not None:
-            return lookup.failed.retry_at is not None and now >= lookup.failed.retry_at
+    def turn(self, lookup: Lookup) -> float:
+        """Unix time of its next look-up; infinite when there is none."""
         fixed = lookup.ref.digest is not None and lookup.shape is not None
-        return lookup.at == 0 or (not fixed and now >= lookup.at + section.refresh)
+        return self._turns.lookup_at(lookup.ref.text, lookup.at, fixed=fixed, failed=lookup.failed)
 
     def again(self, ref: str) -> None:
-        """Forget the failure and look up at once."""
+        """Forget the failure and look up when its turn comes: now, once it was looked up."""
         lookup = self._lookups.get(ref)
         if lookup is not None:
             lookup.failed, lookup.at = None, 0.0
+
+    def probe(self, ref: str) -> None:
+        """Look up soon: after a failed pull this finds with less whether the registry is back."""
+        lookup = self._lookups.get(ref)
+        if lookup is not None and lookup.failed is None:
+            lookup.at = 0.0
 
     async def close(self) -> None:
         tasks = [each.task for each in self._lookups.values() if each.task is not None]
@@ -92,9 +129,12 @@ class Resolver:
     async def _run(self, lookup: Lookup, section: settings.PreheatSettings) -> None:
         try:
             async with self._slots:
-                await self._ask(lookup, section)
+                await (self._open if lookup.source else self._ask)(lookup, section)
+            if lookup.failed is not None:
+                log.info("image lookup works again", image=lookup.ref.text)
             lookup.failed = None
             lookup.at = time.time()
+            self._turns.answered(lookup.ref.text, lookup.at)
         except PullError as error:
             self._failed(lookup, error)
         except kit.errors.AgentError as error:  # a credential source
@@ -107,37 +147,120 @@ class Resolver:
             self._changed()
 
     def _failed(self, lookup: Lookup, error: PullError) -> None:
-        attempts = lookup.failed.attempts + 1 if lookup.failed is not None else 1
-        lookup.failed = failure.after(error, attempts, time.time())
+        self.failed[error.kind.value] += 1
+        old = lookup.failed
+        if old is None or old.message != str(error):
+            log.warning(
+                "image lookup failed", image=lookup.ref.text, kind=str(error.kind), error=str(error)
+            )
+        attempts = old.attempts + 1 if old is not None else 1
+        lookup.failed = self._turns.failed(lookup.ref.text, error, attempts, time.time())
         if lookup.failed.retry_at is not None:
             wait = lookup.failed.retry_at - time.time()
             asyncio.get_running_loop().call_later(max(0.0, wait) + 0.01, self._changed)
 
     async def _ask(self, lookup: Lookup, section: settings.PreheatSettings) -> None:
-        login = await self._logins.login(lookup.ref, section.credentials)
-        # Without credentials first: an image that needs none is public, and the agent does not send
-        # credentials that are not needed.
+        ref, text = lookup.ref, lookup.ref.text
+        old = lookup.shape.top.digest if lookup.shape is not None else ""
+        lookup.mirrored = True  # unless its hosts.toml says otherwise
+        found = await self.logins(ref, section)
+        lookup.has_login = bool(found.logins)
+        lookup.mirrored = await self._client.is_mirrored(ref)
+
+        async def find(fresh: bool) -> credentials.Found:
+            return await self.logins(ref, section, fresh=True) if fresh else found
+
+        target, login = await credentials.attempt(
+            find, lambda login: self._client.resolve(ref, login)
+        )
+        doubt = None
+        if lookup.private is None or target.digest != old:
+            shared = any(each.ref == text and each.share_private for each in section.images)
+            if not shared:
+                lookup.private, doubt = await self._is_private(lookup, login)
+        lookup.measured = lookup.measured and old == target.digest
+        shape = await self._client.shape(ref, target, section.platform, login)
+        await self._recall(shape)
+        lookup.shape = shape
+        if doubt is not None:
+            raise doubt  # so it is asked again soon
+
+    async def _open(self, lookup: Lookup, section: settings.PreheatSettings) -> None:
+        """Look it up where it lies on this node. Whoever could put it there has it already."""
+        found = layout.of(lookup.source, section.datasets)
+        target = await found.target(lookup.ref, section.platform)
+        lookup.shape = await found.shape(lookup.ref, target, section.platform)
+        lookup.private, lookup.has_login, lookup.mirrored = False, False, False
+
+    async def _is_private(
+        self, lookup: Lookup, login: base.Login | None
+    ) -> tuple[bool | None, PullError | None]:
+        """Whether ``lookup`` needs a login; the error when its registry does not say."""
+        if login is None and not lookup.mirrored:
+            return False, None  # its registry answered just now
         try:
-            target = await self._client.resolve(lookup.ref, None)
-            lookup.login, lookup.private = None, False
+            return not await self._client.is_public(lookup.ref), None
         except PullError as error:
-            if login is None or error.kind not in (Kind.AUTH, Kind.NOT_FOUND):
-                raise
-            target = await self._client.resolve(lookup.ref, login)
-            lookup.login, lookup.private = login, True
-        shape = await self._client.shape(lookup.ref, target, section.platform, lookup.login)
+            # Without a login no secret is used for it, as far as this node knows.
+            return None, error if lookup.has_login else None
+
+    async def logins(
+        self, ref: manifest.Reference, section: settings.PreheatSettings, *, fresh: bool = False
+    ) -> credentials.Found:
+        """What is there now to pull ``ref`` with."""
+        return await self._logins.find(ref, section.credentials, fresh=fresh)
+
+    # --- unpacked sizes ---------------------------------------------------------------------------
+
+    def measure(self, ref: str, section: settings.PreheatSettings) -> bool:
+        """Ask for the unpacked sizes of an image's layers; whether that was done before."""
+        lookup = self._lookups.get(ref)
+        if lookup is None or lookup.shape is None:
+            return False
+        if lookup.source:
+            return True  # sizes are guessed
+        unknown = [each for each in lookup.shape.layers if each.digest not in self._sizes]
+        if not lookup.measured and unknown and lookup.task is None:
+            lookup.task = asyncio.create_task(
+                self._measure(lookup, section, lookup.shape), name=f"measure {ref}"
+            )
+        return lookup.measured or not unknown
+
+    async def _measure(
+        self, lookup: Lookup, section: settings.PreheatSettings, shape: manifest.Shape
+    ) -> None:
+        """One small request for each layer. What fails leaves a guess, and is not asked again."""
+        try:
+            async with self._slots:
+                await credentials.attempt(
+                    lambda fresh: self.logins(lookup.ref, section, fresh=fresh),
+                    lambda login: self._sizes_of(lookup.ref, shape, login),
+                )
+        except (PullError, kit.errors.AgentError) as error:
+            log.info("unpacked sizes not learnt", image=lookup.ref.text, error=str(error))
+        finally:
+            lookup.task, lookup.measured = None, True
+            self._changed()
+
+    async def _sizes_of(
+        self, ref: manifest.Reference, shape: manifest.Shape, login: base.Login | None
+    ) -> None:
+        async def span(digest: str, first: int, last: int) -> bytes:
+            return await self._client.span(ref, digest, first, last, login)
+
         for layer in shape.layers:
             if layer.digest not in self._sizes:
-                self._sizes[layer.digest] = await self._size(lookup, layer)
-        if lookup.shape is None or lookup.shape.top.digest != target.digest:
-            lookup.digest_since = time.time()
-        lookup.shape = shape
+                size = await estimate.unpacked_size(layer, span)
+                self._sizes[layer.digest] = size
+                await self._client.documents.put_size(layer.digest, size)
 
-    async def _size(self, lookup: Lookup, layer: manifest.Layer) -> int:
-        async def span(digest: str, first: int, last: int) -> bytes:
-            return await self._client.span(lookup.ref, digest, first, last, lookup.login)
-
-        return await estimate.unpacked_size(layer, span)
+    async def _recall(self, shape: manifest.Shape) -> None:
+        """Take the sizes that an agent before this one was told."""
+        for layer in shape.layers:
+            if layer.digest not in self._sizes:
+                size = await self._client.documents.size(layer.digest)
+                if size is not None:
+                    self._sizes[layer.digest] = size
 
     def unpacked(self, shape: manifest.Shape) -> dict[str, int]:
         """Unpacked bytes by chain id, for the layers whose size is known."""

@@ -1,8 +1,8 @@
 """Image preheating as the process registers it."""
 
 import kit.traces
-from kit.room import Command, Room, calls, named
-from preheat import settings
+from kit.room import Command, Intent, Report, Room, calls, named
+from preheat import node_status, settings
 
 
 def _traces() -> kit.traces.Traces:
@@ -10,6 +10,18 @@ def _traces() -> kit.traces.Traces:
 
     return kit.traces.Traces(uninstall.find, uninstall.remove)
 
+
+_IMAGES = Intent(
+    kind="ImageSet",
+    plural="imagesets",
+    short=("ims",),
+    summary="Container images that nodes pull before a job asks for them, and keep.",
+    field="images",
+    model=settings.ImageSettings,
+    key="ref",
+    many="images",
+    without=("nodes",),  # the object's nodeSelector
+)
 
 ROOM = Room(
     name="preheat",
@@ -19,6 +31,17 @@ ROOM = Room(
     routes=named("preheat.api:ROUTES"),
     openapi="preheat:openapi.yaml",
     commands=(Command("image", "Container images kept ready.", named("preheat.commands:image")),),
+    page=calls("preheat.page:sections"),
     checks=calls("preheat.doctor:checks"),
     traces=_traces,
+    intents=(_IMAGES,),
+    report=Report(
+        "images",
+        node_status.ImageStatus,
+        many=True,
+        read=node_status.of,
+        brief=node_status.brief,
+        key="ref",
+        told=("state", "pinned", "digest"),
+    ),
 )

@@ -1,18 +1,18 @@
 """Settings of image preheating, and what they mean on this node."""
 
-import hashlib
 import platform
+import re
 import socket
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 import kit.errors
 import kit.settings
 import kit.units
-from preheat import manifest
+import kube.settings
+from preheat import manifest, sources
 
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _window = kit.settings.matching(
@@ -21,6 +21,13 @@ _window = kit.settings.matching(
 _platform = kit.settings.matching(
     r"([a-z0-9]+/[a-z0-9]+(/[a-z0-9]+)?)?", "a platform like linux/amd64"
 )
+
+
+def _directories(text: str) -> str:
+    for each in text.split(":"):
+        if not Path(each).is_absolute():
+            raise ValueError(f"{each!r} is not an absolute path")
+    return text
 
 
 class KeepFor(kit.settings.Section):
@@ -32,7 +39,16 @@ class KeepFor(kit.settings.Section):
     """How long it stays pinned after its last use (or its pull)."""
 
 
-Pin = Literal["always", "never"] | KeepFor
+def _pin(value: object) -> object:
+    """``72h`` is short for ``{for: 72h}``."""
+    if isinstance(value, str) and re.fullmatch(SHORT_PIN, value):
+        return {"for": value}
+    return value
+
+
+# Every pin as one word: in objects of the cluster a field has one type.
+SHORT_PIN = r"[0-9]+(\.[0-9]+)?(ms|s|m|h|d)"
+Pin = Annotated[Literal["always", "never"] | KeepFor, BeforeValidator(_pin)]
 
 
 class ImageSettings(kit.settings.Section):
@@ -41,14 +57,17 @@ class ImageSettings(kit.settings.Section):
     ref: Annotated[str, AfterValidator(lambda text: manifest.parse(text).text)]
     """HOST/PATH:TAG or HOST/PATH@sha256:…; HOST is the registry. No tag: latest."""
     pin: Pin = "always"
-    """always; never (pulled once, garbage collection may delete it); or {for: 72h} after its last
-    use."""
+    """always; never (pulled once, garbage collection may delete it); or {for: 72h}, in short 72h,
+    after its last use."""
     priority: int = Field(default=0, ge=-1000, le=1000)
     """Higher is pulled first and released last."""
     share_private: bool = False
     """Allow an image that cannot be pulled without credentials. Default no: once it is on the node,
     any pod of any tenant can run it without credentials, unless the kubelet verifies them again
     (docs/preheat.md)."""
+    source: Annotated[str, AfterValidator(sources.check)] | None = None
+    """oci:/PATH, an OCI image layout on this node (a directory, or a tar without compression), or
+    oci:DATASET/PATH, one in a dataset of the cache. Absent: its registry."""
     nodes: dict[str, str] = Field(default_factory=dict)
     """Only on nodes with all these labels (see node_labels); empty: every node."""
 
@@ -64,41 +83,45 @@ class RetainSettings(kit.settings.Section):
     """Smaller images are not pinned: pulling them again takes seconds."""
 
 
+class ServiceAccountSettings(kube.settings.AccessSettings):
+    """For credential providers with tokenAttributes: the account whose tokens they get. The agent's
+    own account needs the right to create serviceaccounts/token of it, and to get it where a
+    provider asks for annotations. All that this account may pull, this node then has."""
+
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+    """Its namespace."""
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?$")]
+    """Its name."""
+
+
 class CredentialSettings(kit.settings.Section):
     """Where logins for registries come from. Read at each use, so that secrets can be rotated."""
 
-    docker_config: kit.settings.AbsolutePath | None = None
-    """A dockerconfigjson file, e.g. a mounted imagePullSecret."""
+    docker_config: kit.settings.AbsolutePath | tuple[kit.settings.AbsolutePath, ...] | None = None
+    """A dockerconfigjson file, e.g. a mounted imagePullSecret, or a list of them; the older
+    .dockercfg too. All logins that fit an image are tried, the most specific first."""
+    helper_dir: kit.settings.AbsolutePath | None = None
+    """Where the docker-credential-* programs are that docker_config names (credHelpers,
+    credsStore)."""
     provider_config: kit.settings.AbsolutePath | None = None
     """The kubelet's --image-credential-provider-config file."""
     provider_dir: kit.settings.AbsolutePath | None = None
     """The kubelet's --image-credential-provider-bin-dir."""
     provider_timeout: kit.units.Seconds = Field(default=30.0, gt=0, le=300)
-    """How long a provider plugin may take."""
+    """How long a provider plugin or a helper program may take."""
+    service_account: ServiceAccountSettings | None = None
+    """Whose token providers get that want one (tokenAttributes). Absent: such a provider is asked
+    without a token where it allows that, else it is passed over."""
+
+    @property
+    def docker_configs(self) -> tuple[Path, ...]:
+        found = self.docker_config
+        return found if isinstance(found, tuple) else () if found is None else (found,)
 
     @model_validator(mode="after")
     def _both(self) -> "CredentialSettings":
         if (self.provider_config is None) != (self.provider_dir is None):
             raise ValueError("give both provider_config and provider_dir, or neither")
-        return self
-
-
-class KubeletSettings(kit.settings.Section):
-    """The kubelet's thresholds for image garbage collection and eviction; no pull crosses them."""
-
-    config: Path | None = None
-    """The kubelet's configuration file; its values override the three below."""
-    gc_high: kit.units.Share = Field(default=0.85, gt=0)
-    """imageGCHighThresholdPercent: above it images are deleted."""
-    gc_low: kit.units.Share = Field(default=0.80, gt=0)
-    """imageGCLowThresholdPercent: images are deleted down to it."""
-    eviction_free: kit.units.Share = 0.15
-    """evictionHard imagefs.available: below it, DiskPressure."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "KubeletSettings":
-        if self.gc_low > self.gc_high:
-            raise ValueError("gc_low is above gc_high")
         return self
 
 
@@ -108,6 +131,19 @@ class HealSettings(kit.settings.Section):
     per_hour: int = Field(default=30, ge=0, le=100_000)
     """Most heals of one image in an hour. The kubelet collects every 5 minutes, 12 times an hour;
     at the limit healing stops and a finding says so. 0: never heal."""
+
+
+class FleetSettings(kit.settings.Section):
+    """How many nodes ask the same registries, so that they never ask them all at once."""
+
+    nodes: int = Field(ge=1, le=1_000_000)
+    """Nodes with these settings."""
+    per_registry: int = Field(default=50, ge=1, le=100_000)
+    """Most nodes that one registry is expected to have at a time. spread and refresh become as
+    long as that takes (docs/preheat.md has figures)."""
+    bytes_per_second: kit.units.Bytes = Field(default=100_000_000, ge=64 * 1024)
+    """How fast one node pulls, at the least: it says for how long a pull keeps the registry
+    busy."""
 
 
 class CrioSettings(kit.settings.Section):
@@ -127,29 +163,49 @@ class PreheatSettings(kit.settings.Section):
     socket: kit.settings.AbsolutePath = Path("/run/containerd/containerd.sock")
     """The runtime's unix socket."""
     pin_budget: kit.units.Bytes = Field(default=200 * 1024**3, gt=0)
-    """Most bytes that pins may keep; shared layers count once. Keep it well below the kubelet's
-    gc_low of the disk."""
+    """Most bytes that pins may keep; shared layers count once. Never more than the kubelet's gc_low
+    of the disk."""
+    unknown_image: kit.units.Bytes = Field(default=20 * 1024**3, gt=0)
+    """What an image is taken to need on disk when its registry lookup failed, so that only the
+    runtime can find out how large it is."""
     images: tuple[ImageSettings, ...] = Field(default=(), max_length=500)
     """Images that must be on the node."""
+    datasets: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/views")
+    """The folder of the cache's views (cache.views), for images from a dataset."""
+    drop_after: kit.units.Seconds = Field(default=86400.0, ge=0)
+    """How long an image stays pinned that these settings list no longer, so that a slip in them
+    deletes nothing while there is room. Under disk pressure, or when a listed image needs the pin
+    budget, it is released earlier. 0: released at once."""
+    release_after: kit.units.Seconds | None = Field(default=None, ge=14400)
+    """When no agent runs for so long, containerd itself ends all pins: a node whose agent was
+    removed is clean. Such pins have no label for the kubelet, because a label never ends: garbage
+    collection removes pinned images, and the agent heals them. Default: pins stay until they are
+    released ('nodeagent image release-all')."""
     retain: RetainSettings | None = None
     """Keep images that pods used; absent: off."""
     platform: Annotated[str, AfterValidator(_platform)] = ""
     """os/architecture[/variant]; default: this machine's."""
     credentials: CredentialSettings = CredentialSettings()
     """Logins for registries."""
-    hosts_dir: kit.settings.AbsolutePath = Path("/etc/containerd/certs.d")
-    """containerd's registry configuration (a hosts.toml per registry). The agent takes mirrors, CAs
-    and plain http from it, so that it asks the servers that containerd asks."""
+    hosts_dir: Annotated[str, AfterValidator(_directories)] = "/etc/containerd/certs.d"
+    """containerd's registry configuration, its config_path (a hosts.toml per registry; several
+    directories are separated by ":"). The agent takes mirrors, CAs, client certificates and headers
+    from it, so that it asks the servers that containerd asks."""
     refresh: kit.units.Seconds = Field(default=3600.0, ge=10)
     """How often a tag is looked up, in case it names another digest."""
     spread: kit.units.Seconds = Field(default=300.0, ge=0, le=86400)
-    """Each node starts a new image at its own moment in this time (a hash of node and image), so
-    that thousands of nodes do not pull at once."""
+    """Each node looks up and pulls a new image at its own moment in this time (a hash of node and
+    image), so that thousands of nodes do not ask at once. Larger with fleet, where needed."""
+    fleet: FleetSettings | None = None
+    """How many nodes there are; absent: not known, and only spread limits them."""
     concurrency: int = Field(default=2, ge=1, le=16)
     """Pulls at a time on this node."""
     bytes_per_second: kit.units.Bytes | None = Field(default=None, ge=64 * 1024)
     """Limit for downloading layers, all pulls together; the agent then fetches them itself.
     Default: no limit, the runtime downloads as fast as it can."""
+    connections: int = Field(default=1, ge=1, le=8)
+    """Most connections for one layer of 256 MiB and more. The runtime downloads by one; where the
+    registry is found to limit each connection, the agent goes on with several. 1: never."""
     windows: tuple[Annotated[str, AfterValidator(_window)], ...] = Field(default=(), max_length=24)
     """HH:MM-HH:MM in UTC: when pulls of these settings may start; default: always. Pulls that an
     operator requests start at any time."""
@@ -160,7 +216,7 @@ class PreheatSettings(kit.settings.Section):
     shows progress in steps of 1 MiB a layer."""
     partial_keep: kit.units.Seconds = Field(default=86400.0, ge=14400)
     """How long the bytes of an unfinished pull stay."""
-    kubelet: KubeletSettings = KubeletSettings()
+    kubelet: kube.settings.KubeletSettings = kube.settings.KubeletSettings()
     """Thresholds of the kubelet."""
     heal: HealSettings = HealSettings()
     """Healing of pins."""
@@ -181,19 +237,15 @@ class PreheatSettings(kit.settings.Section):
             raise ValueError(
                 "bytes_per_second needs containerd: the agent cannot give layers to CRI-O"
             )
+        if self.runtime == "crio" and self.connections > 1:
+            raise ValueError("connections needs containerd: the agent cannot give layers to CRI-O")
+        if self.runtime == "crio" and any(each.source for each in self.images):
+            raise ValueError("source needs containerd: the agent cannot give images to CRI-O")
+        if self.runtime == "crio" and self.release_after is not None:
+            raise ValueError("release_after needs containerd: CRI-O's pins cannot expire")
         if self.partial_keep < self.attempt_timeout + 3600:
             raise ValueError("partial_keep must exceed attempt_timeout by at least an hour")
         return self
-
-
-def in_window(windows: tuple[str, ...], minute: int) -> bool:
-    """Whether ``minute`` of the UTC day is in a window; windows may cross midnight."""
-    for window in windows:
-        hours = [time.split(":") for time in window.split("-")]
-        start, end = (int(hour) * 60 + int(past) for hour, past in hours)
-        if start <= minute < end if start < end else minute >= start or minute < end:
-            return True
-    return not windows
 
 
 def complete(section: PreheatSettings) -> PreheatSettings:
@@ -205,35 +257,3 @@ def complete(section: PreheatSettings) -> PreheatSettings:
             "node": section.node or socket.gethostname(),
         }
     )
-
-
-def turn(section: PreheatSettings, ref: str) -> float:
-    """Seconds that this node waits before it starts with ``ref``: its own moment in ``spread``."""
-    key = hashlib.sha256(f"{section.node}\n{ref}".encode()).digest()
-    return int.from_bytes(key[:8], "big") / 2**64 * section.spread
-
-
-def thresholds(section: KubeletSettings) -> KubeletSettings:
-    """What the kubelet's own file says, else the settings. Blocking. Raises SettingsError."""
-    if section.config is None:
-        return section
-    try:
-        content = yaml.safe_load(section.config.read_bytes()) or {}
-        eviction = (content.get("evictionHard") or {}).get("imagefs.available")
-        update = {
-            name: int(content[key]) / 100
-            for name, key in (
-                ("gc_high", "imageGCHighThresholdPercent"),
-                ("gc_low", "imageGCLowThresholdPercent"),
-            )
-            if content.get(key) is not None
-        }
-        if isinstance(eviction, str) and eviction.endswith("%"):
-            update["eviction_free"] = float(eviction[:-1]) / 100
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        raise kit.errors.SettingsError(
-            f"preheat.kubelet.config {section.config}",
-            f"cannot be used ({error})",
-            "name the kubelet's configuration file, or leave it out and set the thresholds",
-        ) from error
-    return section.model_copy(update=update)

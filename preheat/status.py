@@ -12,9 +12,10 @@ import msgspec
 from prometheus_client.core import Metric
 
 import kit.errors
+import kit.units
 from kit.findings import Finding, Severity
 from kit.metrics import counter, gauge
-from preheat import desired, estimate, failure, manifest, plan, resolver
+from preheat import desired, estimate, failure, plan, resolver
 from preheat.desired import Request
 from preheat.reconciler import Reconciler
 
@@ -25,15 +26,17 @@ STATES = (
     "pulling",
     "unpacking",
     "ready",
+    "lazy",  # pods can start, and what they read comes from the registry
     "paused",
     "skipped",  # does not fit: disk or pin budget
     "refused",  # private, and sharing is not allowed
     "failed",  # see failure_kind; tried again at retry_at, if at all
     "released",  # by an operator
 )
+# On the node as far as its snapshotter fetches anything.
+PRESENT = ("ready", "lazy")
 # A failure that goes away by itself becomes a finding after this many attempts in a row.
 PATIENCE = 3
-MOST_REUSES = 200
 # The breaker's short rests at a restart of the runtime are not worth a finding.
 SHORT_REST_SECONDS = 60
 
@@ -60,6 +63,7 @@ class Status:
     retry_at: float | None = None
     in_use: bool = False
     last_used: float | None = None
+    dropped_until: float | None = None  # the settings list it no longer; Unix time of its release
     layers: tuple[dict[str, Any], ...] = ()
     layers_unpacked: int = 0
     bytes_per_second: float = 0.0
@@ -86,14 +90,19 @@ def image(reconciler: Reconciler, request: Request) -> Status:
     lookup = reconciler.resolver.of(ref)
     here = seen.inventory.digest_of(ref)
     shape = (lookup.shape if lookup is not None else None) or seen.shapes.get(here)
+    if request.unconfirmed:
+        shape = seen.shapes.get(request.digest)
     digest = shape.top.digest if shape is not None else here
     gone = {release.hold for release in seen.decided.releases}
-    failed = reconciler.failures.get(ref) or (lookup.failed if lookup is not None else None)
+    failed = reconciler.failures.get(ref)
+    if failed is None and lookup is not None and not lookup.leaves_it_to_the_runtime:
+        failed = lookup.failed
     state, reason = _state(reconciler, request, lookup, failed)
     shown = None if request.present else failed
     total = shape.bytes_total if shape is not None else 0
     missing = request.fetch if request.digest or request.present else total
-    done = total if request.present else max(0, total - missing)
+    missing += request.remote
+    done = max(0, total - missing)
     layers: tuple[dict[str, Any], ...] = ()
     speed, unpacked = 0.0, 0
     running = reconciler.running.get(ref)
@@ -128,6 +137,7 @@ def image(reconciler: Reconciler, request: Request) -> Status:
         retry_at=shown.retry_at if shown is not None else None,
         in_use=shape is not None and shape.image_id in seen.inventory.in_use,
         last_used=seen.inventory.last_used.get(digest),
+        dropped_until=request.dropped_until,
         layers=layers,
         layers_unpacked=unpacked,
         bytes_per_second=round(speed, 1),
@@ -142,28 +152,48 @@ def _state(
 ) -> tuple[str, str]:
     """One of ``STATES`` and the reason."""
     seen = reconciler.snapshot
+    untold = ""
+    if lookup is not None and lookup.failed is not None and lookup.leaves_it_to_the_runtime:
+        untold = f"the agent's lookup failed ({lookup.failed.message}), the runtime pulls it"
     skip = next((each for each in seen.decided.skips if each.ref == request.ref), None)
     running = reconciler.running.get(request.ref)
     if running is not None:
         phase = running.progress.phase
-        return "unpacking" if phase == "unpacking" else "pulling", phase
+        return "unpacking" if phase == "unpacking" else "pulling", _joined(phase, untold)
     if request.released:
         return "released", "released by an operator"
     if request.paused:
         return "paused", "paused by an operator"
     if request.present:
-        return "ready", skip.text if skip is not None else ""
+        text = _joined(request.dropped_text or (skip.text if skip else ""), untold)
+        if not request.remote:
+            return "ready", text
+        size = kit.units.format_size(request.remote)
+        lazy = f"{size} of it are not on the node: the snapshotter fetches what containers read"
+        return "lazy", _joined(lazy, text)
     if not seen.at:
         return "waiting", reconciler.trouble or "the first look at the runtime is in progress"
+    if request.dropped_until is not None:
+        return "waiting", request.dropped_text
     if failed is not None and (failed.retry_at is None or skip is None or skip.reason != "disk"):
         return "failed", failed.message
     if lookup is not None and lookup.private and not request.share_private:
         return "refused", desired.PRIVATE
-    if lookup is None or lookup.shape is None:
+    if not untold and (lookup is None or lookup.shape is None):
+        left = 0.0
+        if lookup is not None and lookup.task is None:
+            left = reconciler.resolver.turn(lookup) - time.time()
+        if left > 0:
+            return "waiting", f"its registry lookup comes in {left:.0f} s (spread)"
         return "looking", "the registry lookup is in progress"
     if skip is not None:
-        return "waiting" if skip.reason is plan.Reason.BLOCKED else "skipped", skip.text
-    return "waiting", "for a free slot or the next cycle"
+        text = _joined(skip.text, untold)
+        return "waiting" if skip.reason is plan.Reason.BLOCKED else "skipped", text
+    return "waiting", _joined("for a free slot or the next cycle", untold)
+
+
+def _joined(*texts: str) -> str:
+    return "; ".join(text for text in texts if text)
 
 
 # --- the plan -------------------------------------------------------------------------------------
@@ -187,6 +217,10 @@ def plan_json(reconciler: Reconciler) -> dict[str, Any]:
             "eviction_free": node.eviction_free,
             "freeable": node.freeable,
             "pressed": node.pressed,
+            "inodes_free": node.inodes_free,
+            "eviction_inodes": node.eviction_inodes,
+            "thresholds_assumed": node.assumed,
+            "thresholds": node.thresholds,
         },
         "pin_budget": node.pin_budget,
         "pinned_bytes": estimate.union(pin.parts for pin in seen.pinned),
@@ -199,20 +233,8 @@ def plan_json(reconciler: Reconciler) -> dict[str, Any]:
             {"ref": r.ref, "reason": str(r.reason), "text": r.text} for r in decided.releases
         ],
         "skip": msgspec.to_builtins(decided.skips),
-        "reuse": msgspec.to_builtins(_reuse(reconciler)),
+        "reuse": msgspec.to_builtins(seen.shared),
     }
-
-
-def _reuse(reconciler: Reconciler) -> list[estimate.Reuse]:
-    """How much of each image on the node the preheated images share."""
-    seen = reconciler.snapshot
-    shapes: dict[str, manifest.Shape] = {}
-    for record in seen.inventory.records:
-        shape = seen.shapes.get(record.target.digest)
-        if shape is not None and not manifest.is_digest(record.name) and "@" not in record.name:
-            shapes[record.name] = shape
-    bases = frozenset(ref for ref, each in seen.requests.items() if each.by != "retained")
-    return estimate.reuse(shapes, bases)[:MOST_REUSES]
 
 
 # --- findings -------------------------------------------------------------------------------------
@@ -249,6 +271,15 @@ def findings(reconciler: Reconciler) -> list[Finding]:
             "find who removes it (the kubelet's garbage collection on a full disk, crictl rmi "
             "--prune), or release it with 'nodeagent image unpin'",
         )
+    for trouble in reconciler.durability.troubles.values():
+        if trouble.attempts >= PATIENCE:
+            find(
+                Severity.WARNING,
+                "power-cut",
+                trouble.ref,
+                f"a power cut may have damaged its files, and {trouble.text}",
+                "remove the containers of the image; it is then unpacked again within the hour",
+            )
     for row in images(reconciler):
         if row.state == "failed" and (row.attempts >= PATIENCE or row.retry_at is None):
             rule, advice = "pull-failed", "see the failure's class in docs/preheat.md"
@@ -289,7 +320,11 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     counts, totals = healer.counts, reconciler.totals
     rows = images(reconciler)
     states = [row.state for row in rows]
-    missing = [row.bytes_missing for row in rows if row.state not in ("ready", "released")]
+    missing = [
+        row.bytes_missing
+        for row in rows
+        if row.state not in (*PRESENT, "released") and row.dropped_until is None
+    ]
     honours = -1 if runtime.honours_pins is None else int(runtime.honours_pins)
     by_state = {state: states.count(state) for state in STATES}
     yield gauge("preheat_images", "Requested or pinned images.", by_state, "state")
@@ -298,7 +333,10 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
             "Bytes on disk that pins keep, shared layers once.",
             estimate.union(pin.parts for pin in seen.pinned),
         ),
-        "pin_budget_bytes": ("Most bytes that pins may keep.", reconciler.section.pin_budget),
+        "pin_budget_bytes": (
+            "Most bytes that pins may keep.",
+            seen.node.pin_budget if seen.node is not None else reconciler.section.pin_budget,
+        ),
         "missing_bytes": ("Bytes still to fetch for everything requested.", sum(missing)),
         "pulls_running": ("Pulls in progress.", len(reconciler.running)),
         "disk_pressure": (
@@ -308,6 +346,14 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
         "pin_label_honoured": (
             "1 when the runtime tells the kubelet about pins, 0 when not, -1 not known yet.",
             honours,
+        ),
+        "dropped_images": (
+            "Images that the settings list no longer and that wait for their release.",
+            sum(row.dropped_until is not None for row in rows),
+        ),
+        "unconfirmed_layers": (
+            "Unpacked layers of requested images that are not yet known to survive a power cut.",
+            reconciler.durability.unconfirmed,
         ),
         "gc_fights": (
             "Pinned images that somebody removes more often than heals are allowed.",
@@ -320,8 +366,12 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
         "heals": ("Removed pinned images that were restored.", counts.heals),
         "removals": ("Removals of pinned images by somebody else.", counts.removals),
         "pulls": ("Finished pulls.", totals.pulls),
-        "fetched_bytes": ("Bytes fetched by finished pulls.", totals.fetched_bytes),
+        "fetched_bytes": ("Bytes fetched by pulls, failed attempts too.", totals.fetched_bytes),
         "registry_requests": ("Requests of the agent to registries.", reconciler.client.requests),
+        "images_unpacked_again": (
+            "Images unpacked again because the node went down before they were durable.",
+            reconciler.durability.counts.unpacked_again,
+        ),
         "breaker_trips": ("Times the runtime went away on a changing call.", runtime.trips),
     }
     for name, (text, value) in values.items():
@@ -329,7 +379,7 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
     yield counter(
         "preheat_saved_bytes",
         "Bytes that did not have to be fetched when needed.",
-        {"use": totals.used_bytes, "heal": counts.saved_bytes},
+        {"use": reconciler.uses.used_bytes, "heal": counts.saved_bytes},
         "how",
     )
     yield counter(
@@ -339,3 +389,5 @@ def metrics(reconciler: Reconciler) -> Iterable[Metric]:
         "reason",
     )
     yield counter("preheat_failures", "Failed pulls by class.", totals.failed, "kind")
+    failed = reconciler.resolver.failed
+    yield counter("preheat_lookup_failures", "Failed registry lookups by class.", failed, "kind")

@@ -1,24 +1,27 @@
-"""What preheating leaves in the container runtime, and how it is taken out. In child processes.
+"""What preheating leaves in the container runtime, and how it is taken out.
 
-Images stay: they are the runtime's. Pins, holds of pulls, notes and our labels go.
+Images stay: they are the runtime's. Pins, holds of pulls, notes and our labels go. ``find`` and
+``remove`` are for ``nodeagent uninstall``, in child processes; ``release_all`` is the command.
 """
 
 import asyncio
 import contextlib
 import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import kit.errors
 from kit.traces import Trace
-from preheat import component
-from preheat.runtimes import base, containerd
+from preheat import component, documents, doubts
+from preheat.runtimes import base, containerd, unpacked
 from preheat.settings import PreheatSettings
 
 
 @contextlib.asynccontextmanager
-async def _runtime(settings: PreheatSettings, state_dir: str) -> AsyncIterator[base.Runtime]:
-    made = component.runtime_of(settings, Path(state_dir))
+async def _runtime(settings: PreheatSettings, state_dir: Path) -> AsyncIterator[base.Runtime]:
+    made = component.runtime_of(settings, state_dir)
     try:
         await made.connect()
         yield made
@@ -26,47 +29,99 @@ async def _runtime(settings: PreheatSettings, state_dir: str) -> AsyncIterator[b
         await made.close()
 
 
+def _stray(inventory: base.Inventory) -> list[base.Record]:
+    pinned = {hold.image_id for hold in inventory.held("pin")}
+    return [each for each in inventory.records if each.ours and each.name not in pinned]
+
+
+def _traces(settings: PreheatSettings, state_dir: Path, inventory: base.Inventory) -> list[Trace]:
+    """What is in the runtime."""
+    found = [Trace(hold.role, f"{hold.id} ({hold.ref})") for hold in inventory.holds]
+    found += [Trace("lease", each) for each in inventory.unknown_holds]
+    found += [Trace("mark", each.name) for each in _stray(inventory)]
+    if partial := [d for d, ingest in inventory.ingests.items() if ingest.ours is not None]:
+        found.append(Trace("partial layers", f"{len(partial)}"))
+    if inventory.last_used:
+        found.append(Trace("labels", f"{containerd.LAST_USED} ({len(inventory.last_used)})"))
+    if inventory.durable:
+        found.append(Trace("labels", f"{unpacked.DURABLE} ({len(inventory.durable)})"))
+    if settings.runtime == "crio":
+        files = (settings.crio.drop_in, state_dir / component.CRIO_STATE)
+        found += [Trace("file", str(path)) for path in files if path.exists()]
+    return found
+
+
+async def _take(runtime: base.Runtime, inventory: base.Inventory, kind: str, name: str) -> None:
+    match kind:
+        case "file":
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+        case "documents":
+            await asyncio.to_thread(shutil.rmtree, name)
+        case "partial layers":
+            await runtime.drop_partials(frozenset(inventory.ingests), ours_only=True)
+        case "labels" if name.startswith(unpacked.DURABLE):
+            await runtime.note_durable(inventory.durable, durable=False)
+        case "labels":
+            for digest in inventory.last_used:
+                await runtime.note_use(digest, None)
+        case "mark":
+            await runtime.clear_marks([each for each in _stray(inventory) if each.name == name])
+        case "lease":
+            if name in inventory.unknown_holds:
+                await runtime.end(base.Hold(name, "note", "", "policy"))
+        case _:
+            for hold in inventory.holds:
+                if hold.id == name.partition(" ")[0]:
+                    await (runtime.unpin(hold) if kind == "pin" else runtime.end(hold))
+
+
 def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     settings = PreheatSettings.model_validate(section)
 
     async def look() -> list[Trace]:
-        async with _runtime(settings, state_dir) as runtime:
-            inventory = await runtime.inventory()
-            found = [Trace(hold.role, f"{hold.id} ({hold.ref})") for hold in inventory.holds]
-            if partial := [d for d, ingest in inventory.ingests.items() if ingest.ours is not None]:
-                found.append(Trace("partial layers", f"{len(partial)}"))
-            if inventory.last_used:
-                found.append(
-                    Trace("labels", f"{containerd.LAST_USED} ({len(inventory.last_used)})")
-                )
-            return found
+        async with _runtime(settings, Path(state_dir)) as runtime:
+            return _traces(settings, Path(state_dir), await runtime.inventory())
 
     found = asyncio.run(look())
-    if settings.runtime == "crio":
-        files = (settings.crio.drop_in, Path(state_dir) / component.CRIO_STATE)
-        found += [Trace("file", str(path)) for path in files if path.exists()]
+    kept = Path(state_dir) / documents.FOLDER
+    found += [Trace("documents", str(kept))] if kept.is_dir() else []
+    boot = Path(state_dir) / doubts.STATE
+    found += [Trace("file", str(boot))] if boot.exists() else []
     return [trace.as_json() for trace in found]
 
 
 def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> None:
     settings = PreheatSettings.model_validate(section)
-    if kind == "file":
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        return
 
     async def take() -> None:
-        async with _runtime(settings, state_dir) as runtime:
-            inventory = await runtime.inventory()
-            match kind:
-                case "partial layers":
-                    await runtime.drop_partials(frozenset(inventory.ingests), ours_only=True)
-                case "labels":
-                    for digest in inventory.last_used:
-                        await runtime.note_use(digest, None)
-                case _:
-                    for hold in inventory.holds:
-                        if hold.id == name.partition(" ")[0]:
-                            await (runtime.unpin(hold) if kind == "pin" else runtime.end(hold))
+        async with _runtime(settings, Path(state_dir)) as runtime:
+            await _take(runtime, await runtime.inventory(), kind, name)
 
     asyncio.run(take())
+
+
+async def release_all(settings: PreheatSettings, state_dir: Path, *, yes: bool) -> list[Trace]:
+    """What of ours is in the runtime; with ``yes`` it is gone at return.
+
+    May be repeated when it was interrupted. Raises RuntimeCallError, and RefusedError when there is
+    something again afterwards: an agent works on this runtime.
+    """
+    async with _runtime(settings, state_dir) as runtime:
+        inventory = await runtime.inventory()
+        found = _traces(settings, state_dir, inventory)
+        if not yes:
+            return found
+        for trace in found:
+            await _take(runtime, inventory, trace.kind, trace.name)
+        # Clearing the mark of one pin leaves it for another of the same image: look again.
+        inventory = await runtime.inventory()
+        await runtime.clear_marks(_stray(inventory))
+        left = _traces(settings, state_dir, await runtime.inventory())
+        if left:
+            raise kit.errors.RefusedError(
+                "the container runtime",
+                f"has {len(left)} of ours again, {left[0].kind} {left[0].name} first",
+                "stop the agent that works on it, then try again",
+            )
+        return found

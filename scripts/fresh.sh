@@ -2,7 +2,7 @@
 # Is what set-up needs named? In an empty Debian 12 with git, make and python3, and this machine's go: set-up
 # without network, without apt and without go, which must say what is missing; then the whole set-up, all unit
 # tests and 'make run' in a folder with a space and a letter outside ASCII, and a real Ceph in a plain one.
-# What is tested is the last commit. Only built Kubernetes is taken from this machine's cache folder. Needs root.
+# What is tested is the last commit. Only what is built by go is taken from this machine's cache folder. Needs root.
 #   scripts/fresh.sh        about 10 minutes; the log of each step is in build/fresh
 cd "$(dirname "$0")/.."
 . scripts/steps.sh
@@ -37,7 +37,7 @@ base() {
   for file in /etc/pip.conf /etc/resolv.conf /etc/hosts /etc/ssl/certs/ca-certificates.crt /usr/share/keyrings; do
     if [ -e "$file" ]; then rm -rf "${root:?}$file"; cp -aL "$file" "$root$file"; fi
   done
-  mkdir -p "$root$odd" "$root$plain" "$root/usr/local/go" "$root/cache/kubernetes"
+  mkdir -p "$root$odd" "$root$plain" "$root/usr/local/go" "$root/cache/kubernetes" "$root/cache/snapshotters"
   git clone -q --no-hardlinks . "$root$odd"
   git clone -q --no-hardlinks . "$root$plain"
 }
@@ -52,7 +52,9 @@ inside() {
     for each in dev sys; do mount --rbind "/$each" "$root/$each"; done
     mount -t proc proc "$root/proc"
     mount --bind "$go" "$root/usr/local/go"
-    if [ -d "$cache/kubernetes" ]; then mount --bind "$cache/kubernetes" "$root/cache/kubernetes"; fi
+    for each in kubernetes snapshotters; do
+      if [ -d "$cache/$each" ]; then mount --bind "$cache/$each" "$root/cache/$each"; fi
+    done
     exec chroot "$root" /usr/bin/env -u PIP_FIND_LINKS -u VIRTUAL_ENV HOME=/root NODEAGENT_CACHE=/cache \
       PATH="${FRESH_PATH:-/usr/local/go/bin:/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin}" \
       bash -c "cd \"\$1\" && shift && exec \"\$@\"" bash "$where" "$@"

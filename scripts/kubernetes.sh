@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Kubernetes, etcd and helm for the tests, built from the Go module proxy into the cache folder outside the
+# Kubernetes, etcd, helm and csi-sanity for the tests, built from the Go module proxy into the cache folder outside the
 # clone: a fresh clone does not build them again. 5 to 8 minutes and 4 GB of modules and build cache
 # the first time; 500 MB of binaries stay. Idempotent, quiet when they are there. Needs go.
-#   ${NODEAGENT_CACHE:-~/.cache/nodeagent}/kubernetes/<version>/bin/{etcd,helm,kube-*,kubectl,kubelet}
+#   ${NODEAGENT_CACHE:-~/.cache/nodeagent}/kubernetes/<version>/bin/{csi-sanity,etcd,helm,kube-*,kubectl,kubelet}
 . "$(dirname "$0")/steps.sh"
-kubernetes=1.34.2 etcd=3.6.4 helm=3.19.0
+kubernetes=1.34.2 etcd=3.6.4 helm=3.19.0 sanity=5.4.0
 
 bin=${NODEAGENT_CACHE:-$HOME/.cache/nodeagent}/kubernetes/$kubernetes/bin
 programs=(kube-apiserver kube-controller-manager kube-scheduler kubelet kubectl)
 missing=()
-for program in "${programs[@]}" etcd helm; do [ -x "$bin/$program" ] || missing+=("$program"); done
+for program in "${programs[@]}" etcd helm csi-sanity; do [ -x "$bin/$program" ] || missing+=("$program"); done
 [ ${#missing[@]} -eq 0 ] && exit 0
 
 if ! command -v go >/dev/null; then
@@ -65,3 +65,6 @@ for package in pkg/chartutil pkg/lint/rules; do
   flags+=" -X helm.sh/helm/v3/$package.k8sVersionMajor=1 -X helm.sh/helm/v3/$package.k8sVersionMinor=$minor"
 done
 build helm helm.sh/helm/v3/cmd/helm "$flags"
+module sanity
+go mod edit -require "github.com/kubernetes-csi/csi-test/v5@v$sanity"
+build csi-sanity github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity

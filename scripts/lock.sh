@@ -7,3 +7,4 @@ flags=(--quiet --universal --python-version 3.11 --generate-hashes --no-header -
 .venv/bin/uv pip compile "${flags[@]}" "$@" pyproject.toml -o locks/runtime.txt
 .venv/bin/uv pip compile "${flags[@]}" "$@" pyproject.toml --group dev -o locks/dev.txt
 .venv/bin/uv pip compile "${flags[@]}" "$@" --group build -o locks/build.txt
+.venv/bin/uv pip compile "${flags[@]}" "$@" --group pictures -o locks/pictures.txt

@@ -6,4 +6,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$(realpath "${1:-.}")
 .venv/bin/python -m grpc_tools.protoc -I. --python_out="$out" --pyi_out="$out" \
-  preheat/runtimes/*.proto tests/testbed/*.proto
+  cache/csi/*.proto preheat/runtimes/*.proto tests/testbed/*.proto

@@ -99,4 +99,7 @@ def document() -> str:
 
 
 if __name__ == "__main__":
+    import crds  # its schemas are made of the same models
+
     TARGET.write_text(document())
+    crds.write()

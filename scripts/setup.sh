@@ -68,10 +68,11 @@ if [ "$what" != base ]; then
   step packages "${names[@]}"
   step scripts/runtimes.sh  # containerds and a registry, unpacked and not installed
   step scripts/kubernetes.sh  # Kubernetes, etcd and helm, built once into a cache folder
+  step scripts/snapshotters.sh  # the stargz snapshotter, likewise
 fi
 ceph_bindings
 # An environment that forbids writing bytecode would compile every module at each start.
-.venv/bin/python -m compileall -q cache ceph kit linux nodeagent preheat volumes tests
+.venv/bin/python -m compileall -q cache ceph kit kube linux nodeagent preheat volumes tests
 # The format guard's kernel program; tests need it, an agent without it says so in its status.
 if [ "$what" != base ] || command -v clang >/dev/null; then scripts/bpf.sh; fi
 # Made here and not by the first test that needs them, whose limit they would take.

@@ -1,4 +1,4 @@
-"""Wait until an agent answers: wait_api.py URL PID. Ends with 1 when the process ends first."""
+"""Wait until an agent is ready: wait_api.py URL PID. Ends with 1 when the process ends first."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ def main() -> int:
     while time.monotonic() < deadline:
         try:
             os.kill(pid, 0)
-            urllib.request.urlopen(f"{url}/healthz", timeout=2).close()
+            urllib.request.urlopen(f"{url}/readyz", timeout=2).close()
         except ProcessLookupError:
             return 1
         except OSError:

@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+
+# Hypothesis imports it in the middle of a test, where parsing it anew for pytest's asserts made the
+# interpreter fail once ("AST constructor recursion depth mismatch").
+import hypothesis.internal.conjecture.optimiser
 import pytest
 
 from tests.testbed import (
@@ -26,6 +30,7 @@ from tests.testbed import (
 pytest_plugins = ("tests.testbed.judging",)
 
 TESTS = Path(__file__).parent
+INTERNAL_ERRORS = TESTS.parent / "build" / "report" / "internal-errors"
 STARTS = starts.watch()
 STRANGERS = TESTS.parent / "build" / "report" / "strangers.txt"
 
@@ -41,6 +46,7 @@ hypothesis.settings.load_profile("suite")
 
 # Groups that take longest are started first, so that both workers end at about the same time.
 _FIRST = ("cluster", "host", "guest", "preheat")
+_NODES = {"kube", "newer", "busy"}  # fixtures
 
 
 def _group(item: pytest.Item) -> str:
@@ -55,21 +61,24 @@ def _group(item: pytest.Item) -> str:
     if item.get_closest_marker("guest"):
         return "guest"
     room = item.path.relative_to(TESTS).parts[0]
-    if room in ("volumes", "linux") or "kube" in getattr(item, "fixturenames", ()):
+    if room in ("volumes", "linux") or _NODES & set(getattr(item, "fixturenames", ())):
         return "host"
     if "cluster" in getattr(item, "fixturenames", ()):
         return "cluster"
-    return room if room == "preheat" else str(item.path)
+    return room if room in ("preheat", "kube") else str(item.path)
 
 
 def _shared(item: pytest.Item) -> int:
     """In one process: what needs the least of the session comes first, the kubelet last."""
     names = getattr(item, "fixturenames", ())
-    return 2 if "kube" in names else 1 if "cluster" in names else 0
+    return 2 if _NODES & set(names) else 1 if "cluster" in names else 0
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:  # a registry's program is a real part, which only the full set-up brings
+        if "images" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.real)
     gate.mark(config, items)
     for item in items:
         marked = item.get_closest_marker("timeout")
@@ -84,6 +93,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(group))
     order = {group: rank for rank, group in enumerate(_FIRST)} | {"": len(_FIRST) + 1}
     items.sort(key=lambda item: order.get(groups[item], len(_FIRST)))
+
+
+@pytest.hookimpl(tryfirst=True)  # sending it to the main process may break, too
+def pytest_internalerror(excrepr: object) -> None:
+    """Keep what broke a worker: the main process says only that the worker has ended early."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    INTERNAL_ERRORS.mkdir(parents=True, exist_ok=True)
+    (INTERNAL_ERRORS / str(os.getpid())).write_text(f"{excrepr}\n", errors="backslashreplace")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -136,12 +154,8 @@ def node(area: Path) -> Iterator[agent.Agent]:
 @pytest.fixture(scope="session")
 def cluster(run_folder: Path) -> Iterator[ceph.CephCluster]:
     """The session's Ceph: started when the first test asks for it."""
-    made = ceph.CephCluster(run_folder / "ceph")
-    made.start()
-    try:
+    with ceph.running(run_folder / "ceph") as made:
         yield made
-    finally:
-        made.stop()
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,14 @@ _DIRECT = click.option(
 _KILL_SECONDS = 5.0  # a kill switch does not wait for a hanging agent
 
 
+def path_of(_: click.Context | None, __: click.Parameter | None, given: str) -> str:
+    """A device by its path or by its name: /dev/rbd4, rbd4."""
+    return given if "/" in given else f"/dev/{given}"
+
+
+_DEVICE = click.argument("device", callback=path_of)
+
+
 volume = click.Group("volume")
 
 
@@ -194,7 +202,7 @@ def _ledger(state_dir: Path) -> store.Store:
 
 
 @terminal.command(volume, "probe")
-@click.argument("device")
+@_DEVICE
 def probe(ctx: CommandContext, device: str) -> Shown:
     """Show what DEVICE holds. Only reads; 'unreadable' and 'blank' are different answers."""
 
@@ -218,7 +226,7 @@ def probe(ctx: CommandContext, device: str) -> Shown:
 
 
 @terminal.command(volume, "explain")
-@click.argument("device")
+@_DEVICE
 def explain(ctx: CommandContext, device: str) -> Shown:
     """What is known of DEVICE, what was refused and why, and the next safe step."""
     name = os.path.realpath(device)
@@ -231,7 +239,15 @@ def explain(ctx: CommandContext, device: str) -> Shown:
     entries = terminal.call(ctx, "GET", "/v1/volumes/ledger")["volumes"]
     entry = next((each for each in entries if each["volume"] == known["volume"]), None)
     denied = [each for each in status["denials"] if f"/dev/{each['device']}" == name]
-    answer = {"device": known, "ledger": entry, "denials": denied, "mode": status["mode"]}
+    try:
+        repairs = terminal.call(ctx, "GET", "/v1/audit")["repairs"]
+    except kit.errors.AgentError:
+        repairs = []  # the audit is off: nothing is repaired
+    repair = next((each for each in repairs if f"/dev/{each['device']}" == name), None)
+    answer = {
+        "device": known, "ledger": entry, "denials": denied, "mode": status["mode"],
+        "repair": repair,
+    }  # fmt: skip
     return answer, lambda a: explain_device.page(**a)
 
 
@@ -262,7 +278,7 @@ def ledger(ctx: CommandContext, accept: str | None) -> Shown:
 
 
 @terminal.command(volume, "allow-format")
-@click.argument("device")
+@_DEVICE
 @click.option("--volume-id", required=True, help="The volume as 'nodeagent volume probe' shows it.")
 @click.option("--reason", required=True, help="Why it may be erased; kept in the operator log.")
 def allow_format(ctx: CommandContext, device: str, volume_id: str, reason: str) -> Shown:
@@ -299,7 +315,7 @@ def _device_table(devices: list[dict[str, Any]]) -> Iterable[str]:
 
 
 @terminal.command(volume, "show")
-@click.argument("device")
+@_DEVICE
 def show(ctx: CommandContext, device: str) -> Shown:
     """Everything known about DEVICE: mounts in every namespace, users, records, findings."""
     name = urllib.parse.quote(device.removeprefix("/dev/"), safe="")

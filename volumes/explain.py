@@ -6,8 +6,9 @@ from typing import Any
 _NEXT = {
     "timeout": "Check its backend: cluster health, network. Processes that use it hang. It is "
     "looked at again by itself",
-    "unreadable": "See the kernel's log, the cluster's health and its blocklist. Then stop "
-    "the pod, unmap the volume and map it again. The data is most likely intact: format nothing",
+    "unreadable": "See the kernel's log, the cluster's health and its blocklist. Then end "
+    "the pod: the kubelet unmaps the volume and maps it again. The data is most likely intact: "
+    "format nothing",
     "no_media": "It is not connected any more: unmap it, and let it be attached again",
     "unknown_content": "It is not blank, and nothing knows what is there: an unfinished mkfs, "
     "or damage. Compare it with a snapshot or a backup before anything else",
@@ -17,7 +18,11 @@ _NEXT = {
 
 
 def page(
-    device: dict[str, Any], ledger: dict[str, Any] | None, denials: list[dict[str, Any]], mode: str
+    device: dict[str, Any],
+    ledger: dict[str, Any] | None,
+    denials: list[dict[str, Any]],
+    mode: str,
+    repair: dict[str, Any] | None = None,
 ) -> Iterator[str]:
     """One page for an operator: what is known, what was refused and why, the next safe step."""
     seen = device["verdict"] or {"verdict": "not looked at yet", "type": "", "uuid": ""}
@@ -33,6 +38,7 @@ def page(
         yield f"  ledger     {held}, seen on {ledger['node'] or '-'}" + (
             permitted if ledger["permitted"] else ""
         )
+    yield from _persistent_volume(device.get("persistent_volume"))
     if device["raw_block"]:
         yield "  writing    a pod has it as a raw block volume: allowed while it is published"
     elif device["may_be_formatted"]:
@@ -46,7 +52,46 @@ def page(
         yield f"  {did:<10} {each['program']} (pid {each['pid']}, pod {each['pod'] or '-'}): " + (
             each["command"] or "-"
         )
+    if repair is not None:
+        yield from _repair(repair)
+        yield f"Next: {_by_hand(repair)}"
+        return
     yield f"Next: {_next_step(device, seen, ledger)}"
+
+
+def _repair(case: dict[str, Any]) -> Iterator[str]:
+    """Of a broken mapping: what the agent would do, or does."""
+    would = {"on": "does", "dry-run": "would do (dry-run)", "off": "would do (it is off)"}
+    yield f"  repair     {would[case['mode']]}: {case['next']}; {case['why']}"
+    if case["same_client"]:
+        others = ", ".join(case["same_client"])
+        yield f"             the same client has {others}: unmap them too, or it comes back"
+
+
+def _by_hand(case: dict[str, Any]) -> str:
+    if case["next"] == "unmap":
+        if case["mode"] == "on":
+            return "Nothing: the agent unmaps it, and the next attach maps it anew"
+        return f"unmap it ('rbd unmap /dev/{case['device']}', never with force); format nothing"
+    return (
+        "The mapping is broken and does not heal. Stop its pod and let kubelet unmount it; format "
+        "nothing, never unmap with force. The data is most likely intact"
+    )
+
+
+def _persistent_volume(said: dict[str, Any] | None) -> Iterator[str]:
+    """What it said when a lease was last asked for."""
+    if said is None or (said["says"] == "not_asked" and not said["text"]):
+        return
+    age = f"created {said['age_seconds'] / 3600:.1f}h ago"
+    if said["says"] == "content":
+        yield f"  Kubernetes {said['name']} says that it holds data: {said['text']}"
+    elif said["says"] == "none":
+        yield f"  Kubernetes {said['name']}, {age}, knows of no content"
+    elif said["says"] == "unknown":
+        yield f"  Kubernetes did not answer for {said['silent_for_seconds']}s: {said['text']}"
+    else:
+        yield f"  Kubernetes {said['text']}"
 
 
 def _next_step(device: dict[str, Any], seen: dict[str, Any], ledger: dict[str, Any] | None) -> str:
@@ -59,6 +104,13 @@ def _next_step(device: dict[str, Any], seen: dict[str, Any], ledger: dict[str, A
         return (
             f"It reads as empty, and held {ledger['type']}. Do not format it: look at the image "
             "from another node, and at its snapshots ('rbd snap ls', 'rbd diff')"
+        )
+    volume = device.get("persistent_volume") or {"says": ""}
+    if kind == "blank_verified" and volume["says"] == "content":
+        return (
+            f"It reads as empty, and its PersistentVolume {volume['name']} says that it holds "
+            "data. Do not format it: look at the image from another node, and at its snapshots "
+            "('rbd snap ls', 'rbd diff')"
         )
     if kind == "blank_verified":
         return "The next attempt to write asks again. The reasons above say what it waits for"

@@ -1,5 +1,6 @@
 """Metrics of the guard and the audit. Series are bounded: no label per device, file or pod."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -7,39 +8,22 @@ from prometheus_client.core import Metric
 
 import kit.processes
 from kit.findings import Finding
-from kit.metrics import counter, gauge
-from volumes.audit import evaluate
+from kit.metrics import counter, gauge, state
+from volumes.audit import actions
 from volumes.audit.service import Audit
 from volumes.guard import controller, kernel
 from volumes.probe.examine import Kind
 
-# Findings of the guard; each has a series, so that an alert does not wait for its first.
-GUARD_RULES = (
-    *(
-        "format-denied",
-        "format-would-be-denied",
-        "format-unchecked",
-        "content-changed",
-        "content-missing",
-    ),
-    *("volume-unreadable", "probe-hangs", "guard-not-in-force", "guard-overridden"),
-    *("guard-state-damaged", "guard-attached-late", "guard-not-pinned"),
-    "guard-unproven",
-)
+LINE_FATES = ("seen", "dropped", "lost")
 
 
 def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable[Metric]:
     """``found``: its findings."""
-    rules = [each.rule for each in found]
     present, manager = guard.present, guard.manager
     counts = present.counters if present is not None else {}
-    mode = present.mode if present is not None else None
-    yield gauge(
-        "volumes_guard_mode",
-        "1 for the mode that the kernel is in.",
-        {str(each): mode is each for each in kernel.Mode},
-        "mode",
-    )
+    mode = present.mode if present is not None else kernel.Mode.OFF
+    text = "The mode that the kernel is in, as a label; the value is 1."
+    yield state("volumes_guard_mode", text, {(): str(mode)}, "mode")
     yield gauge(
         "volumes_guard_in_force",
         "1 while the kernel does what the settings say.",
@@ -47,8 +31,8 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
     )
     yield gauge(
         "volumes_guard_findings",
-        "Current findings of the guard.",
-        {rule: rules.count(rule) for rule in GUARD_RULES},
+        "Current findings of the guard; no series of a rule that finds nothing.",
+        Counter(each.rule for each in found),
         "rule",
     )
     yield gauge(
@@ -74,6 +58,14 @@ def of_guard(guard: controller.Controller, found: Iterable[Finding]) -> Iterable
         counts.get("lost", 0),
     )
     yield counter("volumes_guard_leases", "Leases granted.", manager.granted)
+    if manager.witness is not None:
+        yield counter(
+            "volumes_kubernetes_requests",
+            "Requests about PersistentVolumes: asked, failed, limited (not sent, too many in this "
+            "minute); and marks that were written.",
+            manager.witness.counts,
+            "what",
+        )
     yield counter(
         "volumes_guard_denied_then_leased",
         "Denied attempts whose device got a lease right after, as with every new volume.",
@@ -109,15 +101,16 @@ def of_audit(audit: Audit) -> Iterable[Metric]:
     if not audit.settings.enabled:
         return
     inventory, follower, scanner = audit.inventory, audit.follower, audit.scanner
-    findings = {(rule.name, str(rule.severity)): 0 for rule in evaluate.RULES}
-    for finding in audit.findings:
-        pair = (finding.rule, str(finding.severity))
-        findings[pair] = findings.get(pair, 0) + 1
-    yield gauge("volume_findings", "Current findings.", findings, "rule", "severity")
     yield gauge(
+        "volume_findings",
+        "Current findings of the audit; no series of a rule that finds nothing.",
+        Counter((each.rule, str(each.severity)) for each in audit.findings),
+        *("rule", "severity"),
+    )
+    yield state(
         "volume_rule_state",
-        "1 for the state that a rule is in; unknown does not mean fine.",
-        {(r.name, state): r.state == state for r in audit.states for state in evaluate.STATES},
+        "The state that a rule is in, as a label; the value is 1. Unknown does not mean fine.",
+        {each.name: each.state for each in audit.states},
         *("rule", "state"),
     )
     drivers = [device.driver for device in inventory.devices] if inventory else []
@@ -148,9 +141,8 @@ def of_audit(audit: Audit) -> Iterable[Metric]:
     lines = msgspec.to_builtins(follower.counters()) if follower else {}
     yield counter(
         "volume_log_lines",
-        "Log lines: seen, dropped above the limit, lost before they were read, matched, squeezed "
-        "(matched, but too many different ones at once).",
-        {(source, fate): n for source, counts in lines.items() for fate, n in counts.items()},
+        "Log lines: seen, dropped above the limit, lost before they were read.",
+        {(source, fate): counts[fate] for source, counts in lines.items() for fate in LINE_FATES},
         *("source", "fate"),
     )
     yield counter(
@@ -164,6 +156,14 @@ def of_audit(audit: Audit) -> Iterable[Metric]:
         {name: not isinstance(view, str) for name, view in audit.cluster_views().items()},
         "cluster",
     )
+    # Without a 0 the first failure is no increase, and no alert.
+    failed = {(action, "failed"): 0 for action in actions.ACTIONS}
+    acted = failed | audit.runner.counts
+    yield counter("volume_actions", "Actions of the audit.", acted, "action", "outcome")
     yield counter(
-        "volume_actions", "Actions of the audit.", audit.runner.counts, "action", "outcome"
+        "volume_repairs",
+        "Steps of repairs of broken mappings.",
+        audit.repairer.counts,
+        "step",
+        "outcome",
     )

@@ -1,8 +1,8 @@
 """Volumes, the format guard and the volume audit, as the process registers them."""
 
 import kit.traces
-from kit.room import Command, Room, calls, named
-from volumes import settings
+from kit.room import Command, Report, Room, calls, named
+from volumes import node_status, settings
 
 
 def _traces() -> kit.traces.Traces:
@@ -25,6 +25,16 @@ ROOM = Room(
             named("volumes.commands:volume"),
         ),
     ),
+    page=calls("volumes.page:sections"),
     checks=calls("volumes.doctor:checks"),
     traces=_traces,
+    condition=("StorageHazard", "NoHazard"),
+    report=Report(
+        "guard",
+        node_status.GuardStatus,
+        many=False,
+        read=node_status.of,
+        brief=node_status.brief,
+        told=("mode", "in_force"),
+    ),
 )

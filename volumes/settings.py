@@ -8,7 +8,8 @@ from pydantic import AfterValidator, Field, field_validator
 import ceph.settings
 import kit.settings
 import kit.units
-from volumes.audit.settings import AuditSettings, ClusterSettings
+from volumes.audit.settings import AuditSettings, ClusterSettings, RepairSettings
+from volumes.ledger.settings import WitnessSettings
 
 # Programs that mount, check, grow or connect; none of them makes a file system.
 OPENERS = (
@@ -97,5 +98,9 @@ class VolumesSettings(kit.settings.Section):
     node knows."""
     guard: GuardSettings = GuardSettings()
     """Refuses mkfs on a volume that holds data."""
+    kubernetes: WitnessSettings = WitnessSettings()
+    """The PersistentVolume as a second witness."""
+    repair: RepairSettings = RepairSettings()
+    """Repair of broken mappings. Needs the audit, and 'clusters' to know of a blocklist."""
     audit: AuditSettings = AuditSettings()
     """Leaked mounts, bad mappings, version skew, log lines of trouble."""

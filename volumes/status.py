@@ -12,6 +12,7 @@ from linux import blockdev
 from volumes import settings
 from volumes.guard import canary, controller, kernel, override, steps
 from volumes.ledger import store
+from volumes.ledger.witness import Witness
 from volumes.probe.examine import Kind, Verdict
 
 
@@ -71,6 +72,8 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             f"{change.reason}",
             "Return to the settings: nodeagent volume guard set-mode settings",
         )
+    if guard.manager.witness is not None:
+        yield from _of_witness(guard.manager.witness)
     damaged = sorted(guard.ledger.unreadable.items())[:20]
     newer = sorted(f"image {e.image_id}: {why}" for (e, _), why in guard.mirror.newer.items())[:20]
     files = [f"ledger file {name}: {why}" for name, why in damaged]
@@ -86,8 +89,34 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             )
 
 
+def _of_witness(witness: Witness) -> Iterator[Finding]:
+    if witness.trouble:
+        yield Finding(
+            "witness-silent",
+            "witness-silent",
+            Severity.WARNING,
+            "API server",
+            f"PersistentVolumes cannot be asked: {witness.trouble}. A new volume is refused for "
+            f"{witness.settings.outage:g}s, then the guard decides without its PersistentVolume",
+            "See docs/guard.md for the rights that the agent needs, and 'volumes.kubernetes'",
+        )
+    if witness.mark_trouble:
+        yield Finding(
+            "volumes-not-marked",
+            "volumes-not-marked",
+            Severity.WARNING,
+            "API server",
+            f"PersistentVolumes are not marked as holding data: {witness.mark_trouble}",
+            "Let the agent's account patch persistentvolumes (docs/guard.md); marks of others are "
+            "read and kept to all the same",
+        )
+
+
 def _of_device(known: steps.Known, hanging: bool) -> Iterator[Finding]:
     device, seen = known.device, known.seen
+    silent = seen is not None and seen.verdict in (Kind.UNREADABLE, Kind.TIMEOUT)
+    if not (known.changed_from or known.missing or silent or hanging):
+        return  # as nearly all: this is asked after each check of each device
     evidence = {"device": device.path, "volume": device.volume, "verdict": str(seen)}
 
     def finding(rule: str, severity: Severity, message: str, advice: str) -> Finding:
@@ -110,8 +139,9 @@ def _of_device(known: steps.Known, hanging: bool) -> Iterator[Finding]:
             Severity.CRITICAL,
             f"{device.title} held {known.missing} and now the probe says {seen}",
             "Do not format it: most likely the data is there and cannot be read from here. See "
-            "the kernel's log, the cluster's health and its blocklist; unmap the volume and map it "
-            "again",
+            "the kernel's log, the cluster's health and its blocklist; end the pod, so that the "
+            "kubelet unmaps the volume and maps it again. Unmap nothing that the kubelet still "
+            "knows",
         )
     elif seen is not None and seen.verdict is Kind.UNREADABLE:
         yield finding(
@@ -196,6 +226,7 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
         "loaded_seconds_after_boot": None if program is None else round(program.loaded_ns / 1e9, 1),
         "drivers_not_loaded": sorted(set(guard.settings.drivers) - guard.driver_names()),
         "kernel_log": guard.errors.readable,
+        "kubernetes": guard.manager.witness.status() if guard.manager.witness else None,
         "devices": [_device(each, now) for _, each in sorted(guard.manager.known.items())],
         "denials": [dataclasses.asdict(each) for each in guard.denials.last],
         "denied_then_leased": guard.denials.delayed,
@@ -217,10 +248,12 @@ def _device(known: steps.Known, now: float) -> dict[str, Any]:
         "title": device.title,
         "verdict": None if known.seen is None else known.seen.as_json(),
         "looked_seconds_ago": round(now - known.checked, 1),
+        "looks_without_answer": known.doubt.looks,
         "may_be_formatted": known.reasons == (),
         "reasons": list(known.reasons or ()),
         "raw_block": known.raw,
         "lease_after_seconds": known.lease_seconds,
+        "persistent_volume": None if known.witness is None else known.witness.as_json(),
     }
 
 

@@ -37,7 +37,7 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
 
 def _own_mount(path: Path) -> bool:
     """The agent mounts one where its pins are to be when none is there; the host's is elsewhere."""
-    stacked = mountinfo.at(str(path), mountinfo.read())
+    stacked = mountinfo.stacked(str(path))
     return bool(stacked) and stacked[-1].fstype == "bpf" and str(path) != _BPF
 
 

@@ -13,8 +13,11 @@ import os
 
 import kit.files
 from cache.fill import control, protocol
-from cache.store import tree
+from cache.store import large, tree
 from linux import mountinfo, syscalls
+
+# The new name of a link, in ``links/`` until it replaces the copy; keys begin with an inode number.
+_SPARE = "spare"
 
 
 class Committer:
@@ -49,11 +52,15 @@ class Committer:
                 target = tree.open_below(self.tree, staged.path)
             except OSError:
                 lost.append(staged.directory)  # the index claimed more than the tree has
-                tree.remove(self.staging, staged.folder)
+                if staged.folder:
+                    tree.remove(self.staging, staged.folder)
                 continue
             with kit.files.closing(target):
-                self._place_all(staged, target)
-            os.rmdir(staged.folder, dir_fd=self.staging)
+                if staged.part:
+                    self._place_part(staged, target)
+                else:
+                    self._place_all(staged, target)
+                    os.rmdir(staged.folder, dir_fd=self.staging)
         sealed: list[int] = []
         missing: list[int] = []
         for seal in job.seals:
@@ -76,12 +83,26 @@ class Committer:
                     os.unlink(link.name, dir_fd=staging)
         os.utime(target, ns=(staged.mtime_ns, staged.mtime_ns))
 
-    def _place(self, staging: int, name: str, target: int) -> None:
+    def _place_part(self, staged: protocol.StagedFolder, target: int) -> None:
+        """A large file. Its records stay where they are; those of the version before go."""
+        with tree.opened(self.generation, [large.PARTS]) as parts:
+            for link in staged.links:
+                self._share(parts, link)
+            large.forget(self.generation, target, staged.name, but=staged.part)
+            # A commit that was killed before the index noted it is done again.
+            with contextlib.suppress(FileNotFoundError):
+                self._place(parts, staged.part, target, staged.name)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(staged.part, dir_fd=parts)  # as in _place_all
+        os.utime(target, ns=(staged.mtime_ns, staged.mtime_ns))
+
+    def _place(self, staging: int, name: str, target: int, new: str = "") -> None:
+        new = new or name
         try:
-            os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
+            os.rename(name, new, src_dir_fd=staging, dst_dir_fd=target)
         except IsADirectoryError:  # the source had a directory there before
-            tree.remove(target, name)
-            os.rename(name, name, src_dir_fd=staging, dst_dir_fd=target)
+            tree.remove(target, new)
+            os.rename(name, new, src_dir_fd=staging, dst_dir_fd=target)
 
     def _share(self, staging: int, link: protocol.Link) -> None:
         """Make the name a link of the stored file with the same key, if there is one."""
@@ -89,9 +110,10 @@ class Committer:
         try:
             os.link(name, key, src_dir_fd=staging, dst_dir_fd=self.links)
         except FileExistsError:
-            spare = f"{name[:200]}.link"
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_SPARE, dir_fd=self.links)  # of a commit that was killed
             try:
-                os.link(key, spare, src_dir_fd=self.links, dst_dir_fd=staging)
+                os.link(key, _SPARE, src_dir_fd=self.links, dst_dir_fd=self.links)
             except OSError as error:
                 if error.errno != errno.EMLINK:
                     raise
@@ -99,7 +121,7 @@ class Committer:
                 os.rename(name, key, src_dir_fd=staging, dst_dir_fd=self.links)
                 os.link(key, name, src_dir_fd=self.links, dst_dir_fd=staging)
             else:
-                os.rename(spare, name, src_dir_fd=staging, dst_dir_fd=staging)
+                os.rename(_SPARE, name, src_dir_fd=self.links, dst_dir_fd=staging)
 
     def _seal(self, seal: protocol.Seal) -> bool:
         """Mark the directory opaque; False when the tree lacks some of its entries.
@@ -111,7 +133,7 @@ class Committer:
         except (FileNotFoundError, NotADirectoryError):
             return False
         with kit.files.closing(directory):
-            if len(os.listdir(directory)) != seal.entries:
+            if tree.count(directory) != seal.entries:
                 return False
             if seal.path:  # the root of a layer cannot be opaque
                 os.setxattr(directory, tree.OPAQUE, b"y")
@@ -126,7 +148,7 @@ class Committer:
                 with tree.opened(self.tree, path) as directory:
                     if path:
                         os.getxattr(directory, tree.OPAQUE)
-                    if len(os.listdir(directory)) == entries:
+                    if tree.count(directory) == entries:
                         continue
             except OSError:
                 pass  # it has no mark, or does not exist
@@ -140,6 +162,7 @@ class Committer:
     def finish(self, _: protocol.Finish) -> None:
         for name in os.listdir(self.links):
             os.unlink(name, dir_fd=self.links)
+        large.discard_parts(self.generation, set())
         self._sync()
         protocol.answer(protocol.Done())
 
@@ -164,6 +187,7 @@ class Committer:
         ):
             mtime_ns = os.fstat(directory).st_mtime_ns
             for name in job.names:
+                large.forget(self.generation, directory, name)
                 tree.remove(directory, name)
             os.utime(directory, ns=(mtime_ns, mtime_ns))
         protocol.answer(protocol.Done())

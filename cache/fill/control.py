@@ -11,8 +11,11 @@ import time
 MOST_WORKERS = 65  # as many as settings allow, and the one that commits
 _SLOT = 8  # numbers of 8 bytes for each worker; the first slot is the coordinator's
 _CANCEL, _CRAMPED, _BYTES_RATE, _FILES_RATE = range(4)
-_FILES, _BYTES, _BEATS = range(3)
+_FILES, _BYTES, _BEATS, _AT = range(4)
 _SIZE = 8 * _SLOT * (1 + MOST_WORKERS)
+
+# Instead of an entry: the worker waits for the disk, and must not be killed for that.
+FLUSHING = 2**32
 
 _NAP_SECONDS = 0.05
 # What a worker may copy at once after a rest, in seconds of its rate.
@@ -28,7 +31,7 @@ class Control:
 
     The first slot holds cancel, cramped (no room for more directories), and the bytes and files per
     second of one worker (0: no limit, as f64); slot 1 + n holds worker n's files copied, bytes
-    copied and signs of life.
+    copied, signs of life, and which entry of its job it has begun.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -74,6 +77,19 @@ class Control:
     def beat(self, worker: int) -> None:
         """A sign of life where nothing is counted: an entry was listed, a limit delays it."""
         self._numbers[_SLOT * (1 + worker) + _BEATS] += 1
+
+    def begin(self, worker: int, entry: int) -> None:
+        """The worker begins with this entry of its job (from 0) and may hang in it."""
+        self._numbers[_SLOT * (1 + worker) + _AT] = entry
+
+    def at(self, worker: int) -> int:
+        """The entry of its job that the worker began last."""
+        return self._numbers[_SLOT * (1 + worker) + _AT]
+
+    def signs(self, worker: int) -> tuple[int, ...]:
+        """What changes while the worker works."""
+        slot = _SLOT * (1 + worker)
+        return tuple(self._numbers[slot : slot + _AT + 1].tolist())
 
     def beats(self) -> int:
         return self._sum(_BEATS)

@@ -15,31 +15,34 @@ on from there.
 
 import errno
 import os
-import signal
 import sqlite3
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 import kit.files
-import kit.messages
-from cache.fill import control, protocol, worker_pool
-from cache.fill.protocol import Commit, Copy, Finish, Hint, Scan
+from cache.fill import control, listings, protocol, space, usage, worker_pool
+from cache.fill.protocol import Commit, Copy, Extents, Finish, Hint, Scan, Whole
+from cache.fill.staged import Batch, Staged
 from cache.fill.worker_pool import Assignment
-from cache.store import index, tree
+from cache.store import index, large, tree
 from ceph.protocol import Access
 
 PROGRESS_SECONDS = 0.5
 LOCK_SECONDS = 10.0
-# A batch is committed when it has this much, or is this old. One syncfs costs 5-100 ms.
-BATCH_FILES = 4096
-BATCH_BYTES = 256 * 1024 * 1024
-BATCH_SECONDS = 1.0
-# For what grows beside the files: the index's log, directories, preallocation of XFS.
-HEADROOM_BYTES = 16 * 1024 * 1024
+MOST_NOTES = 20
+# A worker that neither lists nor reads anything for this long hangs in its source: it is killed,
+# and what it hung in is recorded. Less than half of what the agent gives a whole pass.
+HANG_SECONDS = 25.0
+HANGS = f"the source gave no answer within {HANG_SECONDS:g}s"
+LOOK_SECONDS = 1.0  # between two looks for workers that hang
+
+COPIES = (Copy, Extents, Whole, Hint)  # jobs after which something is to be committed
+STORING = (Copy, Hint, listings.Fetch)  # jobs whose ``Assignment`` says what they take at most
 
 TaskT = TypeVar("TaskT", bound=protocol.Task)
 
@@ -92,6 +95,31 @@ class Pass(ABC):
     def end(self, ended: Ended) -> protocol.End:
         """The last report. Also saves what the next pass needs."""
 
+    def placed(self, staged: list[Staged]) -> None:
+        """These are in the tree (inside the transaction that counts them)."""
+        return
+
+    @property
+    def begun(self) -> tuple[int, int]:
+        """SSD bytes and inodes that files will take which are copied by more than one job."""
+        return 0, 0
+
+    @property
+    def unplaced(self) -> int:
+        """SSD bytes of such files, and of records beside the tree."""
+        return 0
+
+    @property
+    def busy(self) -> set[int]:
+        """Chunks that are being copied, or are copied and not committed."""
+        return set()
+
+    may_hang: tuple[type[msgspec.Struct], ...] = ()  # jobs whose worker may be killed
+
+    def gave_up(self, assignment: Assignment, at: int) -> None:
+        """Its worker hung in the entry ``at`` of the job and was killed."""
+        raise NotImplementedError
+
     def seals(self) -> list[int]:
         """Directories that are complete and not sealed."""
         return []
@@ -112,32 +140,50 @@ class Coordinator:
         self.generation = Path(task.generation)
         # The coordinator of an agent that was killed may need a moment to end.
         self._lock = kit.files.lock(self.generation / "lock", LOCK_SECONDS)
-        self.tree_was_empty = self._prepare()
+        self.tree_was_empty = self._prepare(fills=isinstance(task, protocol.FillTask))
         if self.tree_was_empty:
             index.Index.discard(self.generation / index.NAME)  # it describes another tree
         self.index = index.Index.open(self.generation / index.NAME)
         self.page = control.Control.create()
         # Each native worker has many reads in flight; more workers would only contend.
         self._most_workers = (os.cpu_count() or 1) + 1 if access else control.MOST_WORKERS
-        setup = protocol.Setup(task.source, task.stamp, task.generation, task.immutable, access)
+        fill = task if isinstance(task, protocol.FillTask) else None
+        setup = protocol.Setup(
+            source=task.source, stamp=task.stamp, generation=task.generation,
+            immutable=task.immutable, native=access,
+            before=fill.before if fill else "", before_made_ns=fill.before_made_ns if fill else 0,
+        )  # fmt: skip
         self.pool = worker_pool.WorkerPool(self.page, setup, serve)
         self.batch = Batch()
         self.agent = protocol.AgentChannel()
         self.cancelled = False
         self.totals = self.index.totals()
-        # While a directory is listed again, the totals lack what the tree has of it. Until all are
-        # listed the space used is what was known before, plus what was added since.
-        self._used_before = 0
-        self._added = 0
+        # Of what is used, what the generation before has too; nothing when that has gone.
+        self.shared, self.shared_files = (
+            self.index.shared() if task.beside or setup.before else (0, 0)
+        )
+        self.usage = usage.Usage(self.generation)
+        # SSD bytes of what is copied in parts, and of records beside the tree.
+        self.unplaced: Callable[[], int] = lambda: 0
         self.commits = 0
         self._reported = 0.0
+        self._looked = 0.0
+        self._gave_up = 0  # workers that were killed in a row, without progress in between
+        self._moved: tuple[int, ...] = ()
+        self._notes: set[str] = set()  # what the log has of this pass
         self._pass: Pass
 
-    def _prepare(self) -> bool:
-        """Make the folders, empty the staging folder; whether the tree is empty."""
+    def _prepare(self, *, fills: bool) -> bool:
+        """Make the folders, empty the staging folder; whether the tree is empty.
+
+        Only a fill keeps the spare links. Another pass looks for bad files, and the fill after it
+        must not give an inode that was found bad a name again.
+        """
         with tree.opened_root(self.generation) as directory:
             tree.remove(directory, "staging")
-        for name in ("staging", "links", "tree"):
+            if not fills:
+                tree.remove(directory, "links")
+        for name in ("staging", "links", "tree", large.PARTS, large.RECORDS):
             (self.generation / name).mkdir(mode=0o700, exist_ok=True)
         with os.scandir(self.generation / "tree") as found:
             return next(found, None) is None
@@ -162,6 +208,7 @@ class Coordinator:
 
     def start(self, decides: Pass) -> None:
         self._pass = decides
+        self.unplaced = lambda: decides.unplaced
         self.set_limits(self.limits)
         self.pool.resize(self._workers)
 
@@ -181,6 +228,7 @@ class Coordinator:
                 self._lost(event.member)
             else:
                 self._answered(event.member, event.answer)
+        self._replace_hanging()
         self._report_progress()
 
     def _answered(self, member: worker_pool.Member, answer: protocol.Answer) -> None:
@@ -222,13 +270,38 @@ class Coordinator:
         with tree.opened_root(self.generation / "staging") as staging:
             tree.remove(staging, folder)
 
+    def _replace_hanging(self) -> None:
+        """Kill workers that hang, so that what they hang in costs nobody else more."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        if self.pool.assigned(Commit, Finish):
+            self.pool.alive()  # while the disk is flushed, writers may wait for it
+            return
+        for member in self.pool.hanging(self._pass.may_hang, HANG_SECONDS):
+            if self.page.at(member.number) == control.FLUSHING:
+                continue
+            moved = (*self.page.counted(), self.page.beats())
+            self._gave_up = self._gave_up + 1 if moved == self._moved else 1
+            self._moved = moved
+            assignment, at = member.assignment, self.page.at(member.number)
+            assert assignment is not None
+            self.pool.replace(member)
+            self._pass.gave_up(assignment, at)
+            path = getattr(assignment.job, "path", None)  # what has none was named by the pass
+            if path is not None:
+                self.note(f"a worker was killed in {'/'.join(path)!r}: {HANGS}")
+            if self._gave_up > self._workers:
+                raise Ended("failed", f"nothing can be read: {HANGS}")
+
     # --- commit and seal
 
     def _commit_if_due(self) -> None:
         committer = self.pool.committer
         if committer is None:
             return
-        copying = bool(self.pool.assigned(Copy, Hint))
+        copying = bool(self.pool.assigned(*COPIES))
         due = self.batch.due(more_is_coming=copying)
         if not due and (self.batch.waiting or copying or self.pool.assigned(Scan)):
             return
@@ -239,7 +312,7 @@ class Coordinator:
         folders = [
             protocol.StagedFolder(
                 staged.folder, staged.directory, self.index.path(staged.directory), staged.links,
-                known(staged.directory).attributes.mtime_ns,
+                known(staged.directory).attributes.mtime_ns, staged.part, staged.name,
             )
             for staged in self.batch.begin_commit()
         ]  # fmt: skip
@@ -265,6 +338,11 @@ class Coordinator:
                     staged.chunk, staged.files, staged.bytes, staged.allocated, len(staged.failed),
                     [entry for entry in staged.chunk.entries if entry.name in staged.left],
                 )  # fmt: skip
+                self.index.keep(staged.directory, staged.kept)
+                if staged.silent:
+                    entries = [e for e in staged.chunk.entries if e.name in staged.silent]
+                    self.index.put_off(staged.directory, entries, self._pass.busy)
+            self._pass.placed(kept)
             for number in answer.sealed:
                 self.index.sealed(number)
             for number in {*answer.missing, *answer.lost}:
@@ -273,53 +351,66 @@ class Coordinator:
             self.commits += 1
         self.batch.end_commit()
         self.totals = self.index.totals()
-        self._added += sum(staged.allocated for staged in kept)
+        self.usage.add(sum(each.allocated for each in kept), sum(each.files for each in kept))
 
     # --- space
 
-    def room(self, *, inodes: int) -> "Room":
+    def room(self, *, inodes: int) -> space.Room:
         """What may still be stored, with ``inodes`` more about to be used."""
-        jobs = self.pool.assigned(Copy, Hint)
-        pending = Room(
-            sum(each.allocated for each in jobs) + sum(s.allocated for s in self.batch.all()),
-            sum(each.inodes for each in jobs) + inodes,
+        jobs, staged = self.pool.assigned(*STORING), self.batch.all()
+        size, files = self._pass.begun
+        in_staging = sum(each.allocated for each in staged if not each.part)
+        pending = space.Room(
+            sum(each.allocated for each in jobs) + in_staging + size,
+            sum(each.inodes for each in jobs) + sum(s.files for s in staged) + files + inodes,
         )
-        return room(
-            os.statvfs(self.generation), reserve=self.limits.reserve, budget=self.limits.budget,
-            used=self.limits.others + self.used(), pending=pending,
-        )  # fmt: skip
+        return self.balance().room(pending)
+
+    def balance(self) -> space.Balance:
+        """What is left, or negative, beside what is committed."""
+        disk = os.statvfs(self.generation)
+        used, inodes = self.used() - self.shared, self.inodes() - self.shared_files
+        return space.balance(disk, self.limits, used=used, inodes=inodes)
+
+    def left(self, *, room: int = 0, short: bool = False) -> protocol.FillEnd:
+        """What the pass leaves behind. ``room``, ``short``: as in ``FillEnd``."""
+        files, size = self.index.left()
+        return protocol.FillEnd(
+            self.used(), files, size, self.shared, self.shared_files, self.inodes(), room, short
+        )
 
     @property
     def copies_in_flight(self) -> bool:
         """While copies are in flight their space is over-estimated and briefly counted twice."""
-        return bool(self.pool.assigned(Copy, Hint) or self.batch.all())
+        return bool(self.pool.assigned(*STORING) or self.batch.all())
 
     def used(self) -> int:
-        """SSD bytes of this generation, its directories and index included."""
-        of_index = sum(
-            file.stat().st_size
-            for suffix in ("", "-wal", "-shm")
-            if (file := self.generation / (index.NAME + suffix)).exists()
-        )
-        return max(self.totals.used + of_index, self._used_before + self._added)
+        """SSD bytes of this generation, its directories, index and what it shares included."""
+        return self.usage.bytes(self.totals) + self.unplaced()
 
-    def count_at_least(self, used: int) -> None:
-        """The generation takes at least these SSD bytes, whatever the index knows of them."""
-        self._used_before = max(self.used(), used)
+    def inodes(self) -> int:
+        """Inodes of its files and directories."""
+        return self.usage.inodes(self.totals)
 
     def list_again(self, number: int) -> None:
         """Forget the figures of a directory until it is listed; its space still counts."""
-        self._used_before, self._added = self.used(), 0
+        self.usage.at_least(self.totals)
+        shared, files = self.index.shared(number)
+        self.shared = max(0, self.shared - shared)
+        self.shared_files = max(0, self.shared_files - files)
         self.index.restart_listing(number)
 
-    def count_added(self, size: int) -> None:
-        """SSD bytes of new directories."""
-        self._added += size
+    def found_shared(self, number: int, stored: protocol.Stored) -> None:
+        """What the listing of a directory took over from the generation before."""
+        if stored.shared_files:
+            self.index.shares(number, stored.shared, stored.shared_files)
+            self.shared += stored.shared
+            self.shared_files += stored.shared_files
 
     def all_listed(self) -> None:
         """Every directory is listed: the totals of the index are complete again."""
         self.totals = self.index.totals()
-        self._used_before = self._added = 0
+        self.usage.all_listed()
 
     # --- the agent
 
@@ -354,7 +445,7 @@ class Coordinator:
         progress = protocol.Progress(
             phase=self._pass.phase, counts=counts, sealed=self.totals.sealed,
             copied_files=copied_files, copied_bytes=copied_bytes, beats=self.page.beats(),
-            commits=self.commits, used=self.used(),
+            commits=self.commits, used=self.used(), shared=self.shared,
             syncing=bool(self.pool.assigned(Commit, Finish)),
         )  # fmt: skip
         self.agent.say(protocol.Report(progress=progress))
@@ -362,6 +453,12 @@ class Coordinator:
     def note(self, text: str) -> None:
         """Have the agent log this."""
         self.agent.say(protocol.Report(note=text))
+
+    def note_once(self, text: str) -> None:
+        """Each worker finds the same; the log has it once."""
+        if text and text not in self._notes and len(self._notes) < MOST_NOTES:
+            self._notes.add(text)
+            self.note(text)
 
 
 def failed_by(assignment: Assignment, failure: protocol.NotDone) -> Ended:
@@ -373,104 +470,16 @@ def failed_by(assignment: Assignment, failure: protocol.NotDone) -> Ended:
     return Ended("failed", f"{type(assignment.job).__name__.lower()}: {failure.error}")
 
 
-# --- what is staged
-
-
-@dataclass
-class Staged:
-    """A folder of the staging directory: copied and not committed."""
-
-    folder: str
-    directory: int
-    chunk: index.Chunk | None = None  # None: a hint, or a replacement, which counts nowhere
-    files: int = 0
-    bytes: int = 0
-    allocated: int = 0
-    failed: list[protocol.Failure] = field(default_factory=list)
-    links: list[protocol.Link] = field(default_factory=list)
-    left: set[str] = field(default_factory=set)  # names of the chunk that were not copied
-    ahead: dict[str, int] = field(default_factory=dict)  # of a hint: name, SSD bytes
-
-
-class Batch:
-    """Staged folders that wait for a commit, and those that are being committed."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Staged] = []
-        self.committing: list[Staged] = []
-        self._since = 0.0
-
-    def add(self, staged: Staged) -> None:
-        if not self.waiting:
-            self._since = time.monotonic()
-        self.waiting.append(staged)
-
-    def all(self) -> list[Staged]:
-        return self.waiting + self.committing
-
-    def due(self, *, more_is_coming: bool) -> bool:
-        return bool(self.waiting) and (
-            not more_is_coming
-            or sum(staged.files for staged in self.waiting) >= BATCH_FILES
-            or sum(staged.bytes for staged in self.waiting) >= BATCH_BYTES
-            or time.monotonic() - self._since >= BATCH_SECONDS
-        )
-
-    def patience(self) -> float:
-        """Seconds until the batch is old enough."""
-        if not self.waiting:
-            return BATCH_SECONDS
-        return max(0.01, BATCH_SECONDS - (time.monotonic() - self._since))
-
-    def begin_commit(self) -> list[Staged]:
-        self.committing, self.waiting = self.waiting, []
-        return self.committing
-
-    def end_commit(self) -> None:
-        self.committing = []
-
-
-# --- room on the SSD
-
-
-@dataclass(frozen=True)
-class Room:
-    """Bytes and inodes that may still be used."""
-
-    bytes: int
-    inodes: int
-
-    def holds(self, size: int, inodes: int) -> bool:
-        return size <= self.bytes and inodes <= self.inodes
-
-
-def room(disk: os.statvfs_result, *, reserve: float, budget: int, used: int, pending: Room) -> Room:
-    """What budget and reserve leave.
-
-    ``used``: SSD bytes of the whole store. ``pending``: what jobs and staged files take, which may
-    or may not be in ``disk`` yet. A file system that does not count inodes (f_files is 0, btrfs)
-    has enough of them.
-    """
-    floor = int(disk.f_blocks * disk.f_frsize * reserve)
-    free = disk.f_bavail * disk.f_frsize - floor - HEADROOM_BYTES
-    inodes = disk.f_favail - int(disk.f_files * reserve) if disk.f_files else 2**62
-    return Room(max(0, min(budget - used, free) - pending.bytes), max(0, inodes - pending.inodes))
-
-
 # --- the process
 
 
 def serve(kind: type[TaskT], begin: Callable[[TaskT], tuple[Coordinator, Pass]]) -> None:
     """The life of a coordinator process: read the task, run its pass, report why it failed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent cancels or kills
-    os.umask(0)
-    with os.fdopen(0, "rb", buffering=0, closefd=False) as agent:
-        line = agent.readline()  # unbuffered: the channel reads what follows
-    if not line.endswith(b"\n"):
+    task = protocol.first_task(kind)
+    if task is None:
         return
     try:
-        coordinator, decides = begin(kit.messages.decode(line, kind))
+        coordinator, decides = begin(task)
         coordinator.run(decides)
     except (OSError, worker_pool.PoolError) as error:
         # By number: Python makes a BrokenPipeError of ESHUTDOWN too, which a source may raise.

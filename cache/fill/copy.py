@@ -17,15 +17,26 @@ import xxhash
 
 import kit.files
 from cache.fill import control, protocol
-from cache.store import tree
+from cache.store import extents, tree
 from cache.store.tree import Entry
 
 BLOCK = 1024 * 1024
-_HOLE = 64 * 1024
-_TICK_NS = 20_000_000
-_ZEROS = bytes(_HOLE)
+TICK_NS = 20_000_000
 _SOURCE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _STAGED_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def settled(origin: int, immutable: bool) -> os.stat_result:
+    """The status of an open source file, from which a later change can be told.
+
+    A change within the same tick of the kernel's clock would not change the times: a file that was
+    changed just now is looked at again after the tick.
+    """
+    status = os.fstat(origin)
+    if not immutable and abs(time.time_ns() - status.st_ctime_ns) < TICK_NS:
+        time.sleep(TICK_NS / 1e9)
+        status = os.fstat(origin)
+    return status
 
 
 class ChangedError(OSError):
@@ -51,13 +62,17 @@ class Copier:
         self._throttle = throttle
         self._immutable = immutable
         self._buffer = memoryview(bytearray(BLOCK))
+        self.checksum = ""  # of the last copy, in hex
 
     def copy(self, source: int, item: Entry, staging: int) -> int:
         """Copy ``item`` of the directory ``source``; the SSD bytes of the copy.
 
+        ``checksum`` is that of this copy then, '' of a symbolic link.
+
         Raises OSError when it cannot be read or written, ChangedError when it changed meanwhile,
         Cancelled; nothing is left in staging then.
         """
+        self.checksum = ""
         try:
             if item.is_link:
                 self._copy_link(source, item, staging)
@@ -75,9 +90,10 @@ class Copier:
         """As ``copy``, of a file whose bytes were read already."""
         copy = os.open(item.name, _STAGED_FLAGS, stat.S_IMODE(item.mode), dir_fd=staging)
         try:
-            if _write(copy, memoryview(data), 0):
+            if extents.write_sparse(copy, memoryview(data), 0):
                 os.ftruncate(copy, item.size)
-            os.setxattr(copy, tree.CHECKSUM, xxhash.xxh3_128_hexdigest(data).encode())
+            self.checksum = xxhash.xxh3_128_hexdigest(data)
+            os.setxattr(copy, tree.CHECKSUM, self.checksum.encode())
             return set_attributes(copy, item.uid, item.gid, item.mode, item.mtime_ns)
         except BaseException:
             os.unlink(item.name, dir_fd=staging)
@@ -93,11 +109,7 @@ class Copier:
 
     def _copy_file(self, source: int, item: Entry, staging: int) -> int:
         with kit.files.closing(os.open(item.name, _SOURCE_FLAGS, dir_fd=source)) as origin:
-            before = os.fstat(origin)
-            if not self._immutable and time.time_ns() - before.st_ctime_ns < _TICK_NS:
-                # A change within the same tick of the kernel's clock would not change the times.
-                time.sleep(_TICK_NS / 1e9)
-                before = os.fstat(origin)
+            before = settled(origin, self._immutable)
             if not stat.S_ISREG(before.st_mode):
                 raise ChangedError(f"{item.name} is no longer a regular file")
             mode = stat.S_IMODE(before.st_mode)
@@ -107,6 +119,7 @@ class Copier:
                     tree.copy_xattrs(origin, copy)
                 if not self._immutable and _version(before) != _version(os.fstat(origin)):
                     raise ChangedError(f"{item.name} changed while it was copied")
+                self.checksum = checksum.decode()
                 os.setxattr(copy, tree.CHECKSUM, checksum)
                 return set_attributes(
                     copy, before.st_uid, before.st_gid, before.st_mode, before.st_mtime_ns
@@ -121,7 +134,7 @@ class Copier:
         while count := os.readv(origin, [self._buffer]):
             block = self._buffer[:count]
             checksum.update(block)
-            ends_in_hole = _write(copy, block, offset)
+            ends_in_hole = extents.write_sparse(copy, block, offset)
             offset += count
             self._throttle.step(files, count)
             files = 0
@@ -134,30 +147,6 @@ class Copier:
         if ends_in_hole:
             os.ftruncate(copy, size)
         return checksum.hexdigest().encode()
-
-
-def _write(copy: int, block: memoryview, offset: int) -> bool:
-    """Write a block without its long runs of zeros; whether it ends in such a run.
-
-    CephFS does not report holes, so zeros are searched for.
-    """
-    data = 0  # start of the bytes that are not written yet
-    for at in range(0, len(block) - _HOLE + 1, _HOLE):
-        if _is_hole(block[at : at + _HOLE]):
-            _write_all(copy, block[data:at], offset + data)
-            data = at + _HOLE
-    _write_all(copy, block[data:], offset + data)
-    return data == len(block)
-
-
-def _is_hole(part: memoryview) -> bool:
-    return part[0] == 0 and part[-1] == 0 and bytes(part) == _ZEROS
-
-
-def _write_all(copy: int, block: memoryview, offset: int) -> None:
-    while block:
-        written = os.pwrite(copy, block, offset)
-        block, offset = block[written:], offset + written
 
 
 def set_attributes(copy: int, uid: int, gid: int, mode: int, mtime_ns: int) -> int:
@@ -179,9 +168,16 @@ def _version(status: os.stat_result) -> tuple[int, ...]:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def checksum(descriptor: int, throttle: control.Throttle, buffer: memoryview) -> str:
-    """The checksum of an open file, read from the disk unless pages stay in the page cache."""
+def checksum(
+    descriptor: int, throttle: control.Throttle, buffer: memoryview, *, by_extents: bool = False
+) -> str:
+    """The checksum of an open file, read from the disk unless pages stay in the page cache.
+
+    ``by_extents``: as ``cache.store.large`` defines it.
+    """
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    if by_extents:
+        return _checksum_by_extents(descriptor, throttle)
     summed = xxhash.xxh3_128()
     files = 1
     while count := os.readv(descriptor, [buffer]):
@@ -190,4 +186,14 @@ def checksum(descriptor: int, throttle: control.Throttle, buffer: memoryview) ->
         files = 0
     if files:
         throttle.step(1, 0)
+    return summed.hexdigest()
+
+
+def _checksum_by_extents(descriptor: int, throttle: control.Throttle) -> str:
+    summed = xxhash.xxh3_128()
+    throttle.step(1, 0)
+    size = os.fstat(descriptor).st_size
+    for extent in range(extents.count_of(size)):
+        summed.update(extents.record_of(extents.read(descriptor, size, extent)))
+        throttle.step(0, extents.EXTENT_BYTES)
     return summed.hexdigest()

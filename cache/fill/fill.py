@@ -2,9 +2,9 @@
 
 It works in three steps that overlap. *Scan*: list each directory and make its subdirectories; when
 all are made the skeleton is complete, and the agent can publish an overlay. *Copy*: the files of
-listed directories, in chunks; a hint of a reader is copied ahead of its chunk. *Seal*: mark a
-directory opaque when everything in and below it is stored. The pass ends complete when the root is
-sealed, or partial with the reason.
+listed directories, in chunks; a hint of a reader is copied ahead of its chunk, a large file in
+extents beside them (``cache.fill.large_files``). *Seal*: mark a directory opaque when everything in
+and below it is stored. The pass ends complete when the root is sealed, or partial with the reason.
 
 A fill that continues an earlier one (``look_in_tree``) scans again what is not listed and counts
 what the tree has already, so that no file is copied twice. Before such a generation is called
@@ -12,60 +12,65 @@ complete, every seal is checked in the tree, because after a power cut the index
 the disk has.
 """
 
-import dataclasses
 import errno
 import os
 import time
 
 import kit.files
-from cache.fill import coordinator, protocol, worker
-from cache.fill.coordinator import Ended, Staged
-from cache.fill.protocol import Copy, Hint, Scan
+from cache.fill import coordinator, kept_files, large_files, protocol, published, retries, worker
+from cache.fill.coordinator import Ended
+from cache.fill.hint_queue import HintQueue
+from cache.fill.protocol import Copy, Extents, Hint, Scan, Whole
+from cache.fill.silence import Silence
+from cache.fill.staged import Staged, kept
 from cache.fill.worker_pool import Assignment
-from cache.store import generations, index, tree
+from cache.store import generations, index, large, manifest, tree
 from cache.store.tree import Entry
 from ceph import native
 
 SEALS_IN_A_BATCH = 2048
-RECHECKS_IN_A_JOB = 256
-MOST_RESCANS = 2
-RESCAN_SECONDS = 1.0
-HINTS_IN_FLIGHT = 4
-# SSD bytes for one hint. A larger file is not copied ahead: its directory is preferred instead.
-HINT_BYTES = 64 * 1024 * 1024
-# What waits in the queue of hints: directories (older hints say less), and names of one directory.
-MOST_HINTS = 256
-MOST_HINTED_NAMES = 64
+# SSD bytes. With less room than this the pass does not look for files that still fit.
+SMALLEST = 4096
+PASSING_SECONDS = 0.2  # to pass over chunks before answers are looked at again
 
 
 class FillPass(coordinator.Pass):
+    may_hang = (Scan, Copy, Extents, Whole, Hint, published.Fetch)
+
     def __init__(self, run: coordinator.Coordinator, task: protocol.FillTask) -> None:
         self.run = run
         self.index = run.index
         self.pool = run.pool
         self.immutable = task.immutable
+        self.kept = kept_files.Kept(run, task.share)
         self.mounted: dict[tuple[str, ...], list[str]] = {}
         for path in task.mounted:
             parts = tuple(path.split("/"))
             self.mounted.setdefault(parts[:-1], []).append(parts[-1])
         self.look_in_tree = not run.tree_was_empty  # scans count what the tree has already
-        self.scanning: set[int] = set()
+        # The listing of each directory, a number never used before.
+        self.scanning: dict[int, int] = {}
         self.copying: set[int] = set()
         self.chunks: list[int] = []  # chunks to copy next
         self.full = False  # no room for more files
         self.cramped = False  # no room for directories either
         self.skeleton = False  # every directory is in the tree
+        self.silence = Silence()
+        self.large = large_files.LargeFiles(run, self._large_fits)
         self.hints = HintQueue()
-        self.hinted = self.index.any_ahead()
-        self._no_rescan_before = 0.0
-        # The last directory whose seal was checked; None when nothing is to be checked.
-        self._rechecked_to = 0 if self.look_in_tree else None
+        self.hints.taken = self.index.any_ahead()
+        self.objects = 0  # files that were read past the mount
+        self._large_was_last = False
+        self.retries = retries.Retries(run, self)
+        self.published = published.Published(run, task)
         if self.look_in_tree:
+            self.retries.check_seals()
             # The index may be new, or an earlier pass was killed while it listed again.
-            run.count_at_least(task.used)
+            run.usage.at_least(run.totals, task.used - self.large.used, task.inodes)
         with self.index.transaction():
             # A new pass tries again what failed in the last one.
             self.index.reset_rescans()
+            self.index.retry_put_off()
             for number in self.index.failing():
                 run.list_again(number)
 
@@ -73,10 +78,48 @@ class FillPass(coordinator.Pass):
     def phase(self) -> str:
         return "filling" if self.skeleton else "scanning"
 
+    @property
+    def busy(self) -> set[int]:
+        staged = {s.chunk.id for s in self.run.batch.all() if s.chunk}
+        return self.copying | staged | self.large.chunks
+
+    @property
+    def begun(self) -> tuple[int, int]:
+        return self.large.pending, self.large.number
+
+    @property
+    def unplaced(self) -> int:
+        return self.large.used + self.published.used
+
+    def placed(self, staged: list[Staged]) -> None:
+        for each in staged:
+            self.large.committed(each)
+
     def next_assignment(self) -> Assignment | None:
         if self.run.cancelled:
             return None
-        return self.hint_assignment() or self._scan_assignment() or self.copy_assignment()
+        return self.hint_assignment() or self._scan_assignment() or self._copying_assignment()
+
+    def _copying_assignment(self) -> Assignment | None:
+        """Large files and chunks of small ones have half of the workers each, if there are both."""
+        large_ones = len(self.pool.assigned(Extents, Whole))
+        small_ones = len(self.pool.assigned(Copy))
+        self._large_was_last = large_ones > small_ones or (
+            large_ones == small_ones and not self._large_was_last
+        )
+        if self._large_was_last:
+            return self.copy_assignment() or self._large_assignment()
+        return self._large_assignment() or self.copy_assignment()
+
+    def _large_assignment(self) -> Assignment | None:
+        if self._takes_no_more:
+            return None
+        return self.large.assignment(self.busy, waits=self._may_have_room)
+
+    @property
+    def _may_have_room(self) -> bool:
+        """There may be more room than it seems: what is listed or copied is over-estimated."""
+        return self.run.copies_in_flight or not (self.skeleton or self.cramped)
 
     # --- scan
 
@@ -85,13 +128,17 @@ class FillPass(coordinator.Pass):
             return None
         # A directory that is listed again waits until its chunks and hints are committed: what the
         # tree has is counted by the listing or by them, not by both.
-        taken = self.scanning | {each.directory for each in self.pool.assigned(Copy, Hint)}
+        taken = self.scanning.keys() | {
+            each.directory for each in self.pool.assigned(*coordinator.COPIES)
+        }
         taken |= {staged.directory for staged in self.run.batch.all()}
         waiting = [n for n in self.index.found(len(taken) + 1) if n not in taken]
         if not waiting:
             if not self.scanning and not self.index.found(1):
                 self._skeleton_complete()
             return None
+        if (reading := self.published.assignment()) or self.published.waits:
+            return reading
         room = self.run.room(inodes=1).holds(4096, 1)
         if not room:
             if self.run.copies_in_flight:
@@ -106,12 +153,13 @@ class FillPass(coordinator.Pass):
         with self.index.transaction():
             self.run.list_again(number)
         self.chunks = []
-        self.scanning.add(number)
+        self.scanning[number] = time.time_ns()
         rescanned = self.index.directory(number).rescans > 0
         job = Scan(
             directory=number, path=path, mounted=self.mounted.get(tuple(path), []),
             again=self.look_in_tree,
             extras=self.look_in_tree and (not self.immutable or rescanned),
+            published=self.published.ready and not rescanned,
         )  # fmt: skip
         return Assignment(job, directory=number)
 
@@ -122,90 +170,120 @@ class FillPass(coordinator.Pass):
 
     def _scanned_part(self, part: protocol.ScanPart) -> None:
         number = part.directory
+        listing = self.scanning[number]
         with self.index.transaction():
             if part.location:
                 self.index.locate(number, part.location)
             if part.folders:
-                self.index.add_directories(number, part.folders)
+                self.index.add_directories(number, part.folders, listing)
+            if part.unmade:
+                self.index.saw(number, part.unmade, listing)
             if part.chunk:
                 self.index.add_chunk(number, part.chunk)
+            self.index.keep(
+                number, [manifest.Item(e, manifest.State.STORED, s) for e, s in part.stored]
+            )
             for name, reason, lasting in part.failed:
                 self.index.fail(number, name, reason, lasting=lasting)
         if part.made:
-            self.run.count_added(part.made)
+            self.run.usage.add(part.made)
             if not self.run.room(inodes=1).holds(4096, 1):
                 self.run.page.set_cramped(True)
 
     def _scanned(self, job: Scan, answer: protocol.Scanned) -> None:
-        self.scanning.discard(job.directory)
+        listing = self.scanning.pop(job.directory)
+        self.run.note_once(answer.note)
         with self.index.transaction():
             if self.look_in_tree:
-                self.index.drop_vanished(job.directory, set(answer.folders))
+                self.index.drop_vanished(job.directory, listing)
             if job.again:
                 self.index.none_ahead(job.directory)
+            had = answer.stored
             self.index.listed(
                 job.directory, entries=answer.entries, files=answer.files, size=answer.bytes,
-                stored=dataclasses.astuple(answer.stored), skipped=answer.skipped,
+                stored=(had.files, had.bytes, had.allocated), skipped=answer.skipped,
             )  # fmt: skip
+            self.run.found_shared(job.directory, had)
 
     # --- copy
 
+    @property
+    def _takes_no_more(self) -> bool:
+        """No more files are copied in this pass."""
+        return self.full or self.silence.lasts
+
     def copy_assignment(self) -> Assignment | None:
-        if self.full:
-            return None
+        until = time.monotonic() + PASSING_SECONDS
+        passed = True
+        while passed and not self._takes_no_more and time.monotonic() < until:
+            assignment, passed = self._next_copy()
+            if assignment is not None:
+                return assignment
+        return None
+
+    def _next_copy(self) -> tuple[Assignment | None, bool]:
+        """Chunks to copy now, if any; whether a chunk was passed over and the next may fit."""
         if not self.chunks:
-            taken = self.copying | {s.chunk.id for s in self.run.batch.all() if s.chunk}
+            taken = self.busy
             ahead = self.index.next_chunks(len(taken) + 64)
             self.chunks = [number for number in ahead if number not in taken]
         if not self.chunks:
-            return None
+            return None, False
         chunk = self.index.chunk(self.chunks[0])
         if chunk is None:  # its directory is listed again
             self.chunks = []
-            return None
-        costs = self._costs(chunk)
-        items = self._that_fit(chunk, costs)
-        # While directories are listed, too, the space used may be over-estimated.
-        listing = not self.skeleton and not self.cramped
-        if len(items) < len(chunk.entries) and (listing or self.run.copies_in_flight):
-            return None
+            return None, False
+        if self.kept.waits(listing=not (self.skeleton or self.cramped)):
+            return None, False
+        wanted = self.kept.of(chunk)
+        if any(map(large.is_large, wanted)):
+            self.chunks = []
+            self.large.found(chunk)
+            return None, True
+        items, size = self.run.room(inodes=0).fitting(wanted, self._costs(chunk, wanted))
+        if len(items) < len(wanted) and self._may_have_room:
+            return None, False
         self.chunks.pop(0)
+        self.kept.short |= len(items) < len(wanted)
         if not items:
-            self.full = True
-            return None
+            self._pass_over(chunk, wanted)
+            return None, True
         self.copying.add(chunk.id)
         job = Copy(
             folder=str(chunk.id), path=self.index.path(chunk.directory), entries=items,
-            location=self.index.location(chunk.directory), hinted=self.hinted,
+            location=self.index.location(chunk.directory), hinted=self.hints.taken,
+            patient=chunk.priority == index.SILENT,
         )  # fmt: skip
         return Assignment(
-            job, directory=chunk.directory, allocated=sum(costs[: len(items)]), inodes=len(items),
-            chunk=chunk,
-        )  # fmt: skip
+            job, directory=chunk.directory, allocated=size, inodes=len(items), chunk=chunk,
+        ), False  # fmt: skip
 
-    def _costs(self, chunk: index.Chunk) -> list[int]:
+    def _large_fits(self, chunk: index.Chunk, present: int) -> int | None:
+        cost = self._costs(chunk, chunk.entries)[0]
+        room = self.run.room(inodes=0)
+        return cost if room.fitting(chunk.entries, [max(0, cost - present)])[0] else None
+
+    def _pass_over(self, chunk: index.Chunk, wanted: list[Entry]) -> None:
+        """Nothing of it fits. Smaller files of other chunks may, unless hardly any room is left."""
+        if not wanted or self.run.room(inodes=0).holds(SMALLEST, 1):
+            with self.index.transaction():
+                self.index.no_room_for(chunk.id)
+        else:
+            self.full = True
+
+    def _costs(self, chunk: index.Chunk, wanted: list[Entry]) -> list[int]:
         """The most SSD bytes that each entry takes beyond what is counted already."""
-        ahead = self.index.ahead(chunk.directory) if self.hinted else {}
-        return [max(0, item.allocated - ahead.get(item.name, 0)) for item in chunk.entries]
-
-    def _that_fit(self, chunk: index.Chunk, costs: list[int]) -> list[Entry]:
-        """The first entries of the chunk, as many as there is room for."""
-        room = self.run.room(inodes=len(chunk.entries))
-        if room.holds(sum(costs), len(chunk.entries)):
-            return chunk.entries
-        taken: list[Entry] = []
-        size = 0
-        for item, cost in zip(chunk.entries, costs, strict=True):
-            if not room.holds(size + cost, len(taken) + 1):
-                break
-            size += cost
-            taken.append(item)
-        return taken
+        ahead = self.index.ahead(chunk.directory) if self.hints.taken else {}
+        return [max(0, item.allocated - ahead.get(item.name, 0)) for item in wanted]
 
     def _copied(self, assignment: Assignment, job: Copy, answer: protocol.Copied) -> None:
         chunk = assignment.chunk
         assert chunk is not None
         self.copying.discard(chunk.id)
+        self.run.note_once(answer.note)
+        self.objects += answer.objects
+        silent = set(answer.silent)
+        self.silence.heard(answer, patient=job.patient)
         given = {item.name for item in job.entries}
         if answer.full:
             self.full = True
@@ -219,7 +297,9 @@ class FillPass(coordinator.Pass):
                 allocated=answer.allocated,
                 failed=answer.failed,
                 links=answer.links,
-                left={item.name for item in chunk.entries} - given | set(answer.left),
+                left={item.name for item in chunk.entries} - given | set(answer.left) - silent,
+                kept=kept(job, answer),
+                silent=silent,
             )
         )
 
@@ -229,37 +309,12 @@ class FillPass(coordinator.Pass):
         self.hints.add(paths)
 
     def hint_assignment(self) -> Assignment | None:
-        if self.full or len(self.pool.assigned(Hint)) >= HINTS_IN_FLIGHT:
+        if self._takes_no_more or not self.hints.waiting or self.kept.partly:
             return None
-        hint = self.hints.next(self.index)
-        if hint is None:
-            return None
-        number, path, names = hint
-        with self.index.transaction():
-            self.index.prefer(number, 1)
-        self.chunks = []
-        if number in self.scanning and self.look_in_tree:
-            return None  # see _scan_assignment; the rest of the directory is preferred at least
-        room = self.run.room(inodes=0)
-        allowance = min(room.bytes, HINT_BYTES)
-        if not allowance or not room.holds(allowance, len(names)):
-            return None
-        self.hinted = True
-        job = Hint(folder=f"h{time.monotonic_ns()}", path=path, names=names, allowance=allowance)
-        return Assignment(job, directory=number, allocated=allowance, inodes=len(names))
-
-    def _hinted(self, assignment: Assignment, job: Hint, taken: dict[str, int]) -> None:
-        size = sum(taken.values())
-        self.run.batch.add(
-            Staged(
-                job.folder,
-                assignment.directory,
-                files=len(taken),
-                bytes=size,
-                allocated=size,
-                ahead=taken,
-            )
-        )
+        self.chunks = []  # the order changes
+        # See _scan_assignment; the rest of the directory is preferred at least.
+        listing = self.scanning.keys() if self.look_in_tree else ()
+        return self.hints.assignment(self.run, listing)
 
     # --- answers
 
@@ -271,10 +326,18 @@ class FillPass(coordinator.Pass):
                 self._scanned(job, answer)
             case Copy() as job, protocol.Copied():
                 self._copied(assignment, job, answer)
+            case Extents() as job, protocol.ExtentsCopied():
+                self.run.note_once(answer.note)
+                self.full |= answer.full
+                self.large.copied(job, answer)
+            case Whole() as job, protocol.Completed():
+                self.large.whole(job, answer)
+            case _, published.Fetched():
+                self.published.fetched(answer)
             case Hint() as job, protocol.Hinted():
-                self._hinted(assignment, job, answer.taken)
+                self.hints.answered(self.run, assignment, job, answer)
             case protocol.Recheck() as job, protocol.Rechecked():
-                self._rechecked(job, answer)
+                self.retries.rechecked(job, answer)
             case protocol.Finish(), protocol.Done():
                 self.run.totals = self.index.totals()
                 raise Ended("complete")
@@ -283,7 +346,12 @@ class FillPass(coordinator.Pass):
 
     def failed(self, assignment: Assignment, failure: protocol.NotDone) -> None:
         job = assignment.job
+        if isinstance(job, Extents | Whole):
+            self.large.failed(job, failure.error)
+            return
         self.forget(assignment)
+        if self.published.concerns(job, failure):
+            return  # directories are listed from here on
         if failure.errno in (errno.ENOSPC, errno.EDQUOT):
             if isinstance(job, Scan):
                 # The page told it to stop. Once the copies in flight are counted there may be room.
@@ -297,14 +365,33 @@ class FillPass(coordinator.Pass):
                 self.incomplete(assignment.directory)
         # A failed hint has no effect: the chunk of its files follows.
 
-    def _scan_failed(self, number: int, why: str) -> None:
+    def gave_up(self, assignment: Assignment, at: int) -> None:
+        job = assignment.job
+        if isinstance(job, Extents | Whole):
+            self.large.hung(job, at, coordinator.HANGS)
+            return
+        self.forget(assignment)
+        self.published.gave_up(job)
+        if isinstance(job, Scan):
+            self._scan_failed(job.directory, coordinator.HANGS, lasting=True)
+        elif isinstance(job, Copy) and assignment.chunk is not None:
+            chunk, hangs = assignment.chunk, job.entries[min(at, len(job.entries) - 1)]
+            left = [item for item in chunk.entries if item.name != hangs.name]
+            with self.index.transaction():
+                self.index.fail(chunk.directory, hangs.name, coordinator.HANGS, lasting=True)
+                self.index.committed(chunk, 0, 0, 0, 1, left)
+                self.index.keep(chunk.directory, [manifest.Item(hangs, manifest.State.AT_SOURCE)])
+            self.chunks = []
+
+    def _scan_failed(self, number: int, why: str, *, lasting: bool = False) -> None:
+        self.published.doubt(number)
         with self.index.transaction():
             self.run.list_again(number)
-            self.index.fail(number, ".", f"cannot be listed: {why}", lasting=False)
+            self.index.fail(number, ".", f"cannot be listed: {why}", lasting=lasting)
             self.index.listed(number, entries=0, files=0, size=0, stored=(0, 0, 0), skipped=0)
             directory = self.index.directory(number)
             parent = directory.parent
-            may_rescan = directory.rescans < MOST_RESCANS
+            may_rescan = directory.rescans < retries.MOST_RESCANS and not lasting
             if parent is not None and parent not in self.scanning and may_rescan:
                 self.run.list_again(parent)  # the directory may be gone from it
                 self.skeleton = False
@@ -313,10 +400,13 @@ class FillPass(coordinator.Pass):
 
     def forget(self, assignment: Assignment) -> None:
         job = assignment.job
+        if isinstance(job, Extents | Whole):
+            self.large.forget(job)
+        self.published.forget(job)
         if isinstance(job, Copy | Hint):
             self.run.discard_staged(job.folder)
         if isinstance(job, Scan):
-            self.scanning.discard(job.directory)
+            self.scanning.pop(job.directory, None)
             self.look_in_tree = True
             self.chunks = []  # the next scan makes other chunks
         if assignment.chunk is not None:
@@ -325,49 +415,39 @@ class FillPass(coordinator.Pass):
     # --- seal, check again, end
 
     def seals(self) -> list[int]:
-        return self.index.sealable(SEALS_IN_A_BATCH)
+        # Below a mark nothing could be evicted without a new overlay.
+        return [] if self.kept.partly else self.index.sealable(SEALS_IN_A_BATCH)
 
     def end_if_done(self) -> None:
         if self.run.cancelled:
             raise Ended("cancelled")
         if not self.skeleton and not self.cramped:
             return
-        if not self.full and not self.cramped:
-            if self.index.next_chunks(1) or self.index.sealable(1):
+        if not self._takes_no_more and not self.cramped:
+            if self.index.next_chunks(1) or self.index.large(1) or self.seals():
                 return
             if self.index.directory(index.ROOT).state == index.SEALED:
-                self._recheck() if self._rechecked_to is not None else self._finish()
+                self.retries.end()
                 return
-            if self._retry_what_failed():
+            if self.retries.failures():
                 return
         self.run.totals = self.index.totals()
-        if self.full or self.cramped:
-            files, size = self.index.left()
+        files, size = self.index.left()
+        if self.silence.lasts and files:
+            raise Ended("partial", f"{files} files are left: objects of the source do not answer")
+        if self.full or self.cramped or files:
             raise Ended("partial", f"no room for {files} files, {size} bytes")
         raise Ended("partial", f"{self.run.totals.failed} entries could not be copied")
-
-    def _retry_what_failed(self) -> bool:
-        """Whether something is left to try again, after a short wait."""
-        again = self.index.retriable(MOST_RESCANS)
-        if not again:
-            return False
-        if self._no_rescan_before == 0.0:
-            self._no_rescan_before = time.monotonic() + RESCAN_SECONDS
-        elif time.monotonic() >= self._no_rescan_before:
-            self._no_rescan_before = 0.0
-            with self.index.transaction():
-                for number in again:
-                    self.incomplete(number)
-        return True
 
     def incomplete(self, number: int) -> None:
         """List a directory and its parent again: what failed may have changed or gone.
 
-        After ``MOST_RESCANS`` in one pass the directory is a failure instead.
+        After ``retries.MOST_RESCANS`` in one pass the directory is a failure instead.
         """
         directory = self.index.directory(number)
+        self.published.doubt(number)
         self.chunks = []
-        if directory.rescans >= MOST_RESCANS:
+        if directory.rescans >= retries.MOST_RESCANS:
             self.index.fail(
                 number, ".", "it differs from the source after several tries", lasting=True
             )
@@ -380,31 +460,6 @@ class FillPass(coordinator.Pass):
         self.skeleton = False
         self.look_in_tree = True
 
-    def _recheck(self) -> None:
-        assert self._rechecked_to is not None
-        committer = self.pool.committer
-        if committer is None:
-            return
-        numbers = self.index.listed_directories(self._rechecked_to, RECHECKS_IN_A_JOB)
-        if not numbers:
-            self._rechecked_to = None
-            return
-        found = [self.index.directory(number) for number in numbers]
-        listed = [protocol.Listed(d.id, self.index.path(d.id), d.entries) for d in found]
-        self.pool.give(committer, Assignment(protocol.Recheck(directories=listed)))
-
-    def _rechecked(self, job: protocol.Recheck, answer: protocol.Rechecked) -> None:
-        self._rechecked_to = job.directories[-1].directory
-        with self.index.transaction():
-            for number in answer.missing:
-                self.index.unseal(number)
-                self.incomplete(number)
-
-    def _finish(self) -> None:
-        committer = self.pool.committer
-        if committer is not None:
-            self.pool.give(committer, Assignment(protocol.Finish()))
-
     # --- reports
 
     def counts(self) -> index.Counts:
@@ -413,36 +468,12 @@ class FillPass(coordinator.Pass):
         return self.run.totals
 
     def end(self, ended: Ended) -> protocol.End:
-        files, size = self.index.left()
-        figures = protocol.FillEnd(used=self.run.used(), left_files=files, left_bytes=size)
-        return protocol.End(ended.result, ended.why, fill=figures)
-
-
-class HintQueue:
-    """Names that jobs opened, the latest first. Bounded: old hints say little."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[list[str], list[str]]] = []
-
-    def add(self, paths: list[str]) -> None:
-        """Paths relative to the root of the dataset."""
-        by_directory: dict[str, list[str]] = {}
-        for path in paths:
-            directory, _, name = path.rpartition("/")
-            by_directory.setdefault(directory, []).append(name)
-        for directory, names in by_directory.items():
-            parts = directory.split("/") if directory else []
-            self._waiting.append((parts, names[:MOST_HINTED_NAMES]))
-        del self._waiting[:-MOST_HINTS]
-
-    def next(self, known: index.Index) -> tuple[int, list[str], list[str]] | None:
-        """Directory, its path, and names in it; sealed directories are left out."""
-        while self._waiting:
-            path, names = self._waiting.pop()
-            number = known.find(path)
-            if number is not None and known.directory(number).state != index.SEALED:
-                return number, path, names
-        return None
+        for count, what in (self.objects, "files"), (self.large.objects, "extents of large files"):
+            self.run.note_once(f"{count} {what} were read past the mount" if count else "")
+        short = self.kept.short or self.large.short or self.full or self.cramped
+        self.published.end()
+        room = 0 if short else self.run.room(inodes=1).bytes
+        return protocol.End(ended.result, ended.why, fill=self.run.left(room=room, short=short))
 
 
 def begin(task: protocol.FillTask) -> tuple[coordinator.Coordinator, FillPass]:
@@ -461,7 +492,7 @@ def begin(task: protocol.FillTask) -> tuple[coordinator.Coordinator, FillPass]:
         run.index.add_root(root)
         with tree.opened_root(run.generation / "tree") as top:
             tree.set_attributes(top, root, source)
-    return run, decides
+        return run, decides
 
 
 def main() -> None:

@@ -5,24 +5,37 @@ The agent gives a coordinator one ``Task`` and then ``Command``s; the coordinato
 
 A coordinator gives each worker a ``Setup`` and then one ``Job`` at a time; the worker answers with
 ``Answer``s. These carry up to 256 entries each, thousands per second, and go through a pipe per
-direction, each message behind its length. Names are str by ``os.fsdecode``; their lone surrogates
+direction (``cache.fill.pipes``). Names are str by ``os.fsdecode``; their lone surrogates
 survive because the standard library writes the JSON (see ``kit.messages``).
 
 What changes while a job runs goes through the control page instead (``cache.fill.control``).
 """
 
+import contextlib
 import os
-import struct
+import signal
+import sqlite3
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
 import kit.messages
-from cache.store.index import Counts
+from cache.fill import listings, pipes
+from cache.fill.ends import EvictEnd as EvictEnd
+from cache.fill.ends import FillEnd as FillEnd
+from cache.fill.ends import VerifyEnd as VerifyEnd
+from cache.fill.floor import Least
+from cache.fill.listings import Relisted as Relisted
+from cache.fill.pipes import send
+from cache.fill.verifying import Verified as Verified
+from cache.fill.verifying import Verify as Verify
+from cache.store import subset
+from cache.store.rows import Counts
 from cache.store.tree import Entry
-from ceph.protocol import Access
+from ceph.protocol import Access, ImageAccess
 
 # --- the agent and a coordinator
 
@@ -37,6 +50,12 @@ class Limits:
     budget: int
     reserve: float
     others: int  # SSD bytes of the store that are not this dataset's
+    inodes: int = 2**62  # as ``budget`` and ``others``
+    other_inodes: int = 0
+    wanted: int = 0  # SSD bytes that are to be left over, for another dataset
+    wanted_inodes: int = 0
+    least: Least = field(default_factory=Least)  # beside ``reserve``; the larger of both counts
+    disk: bool = True  # what it has free counts, beside the budgets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +67,7 @@ class Task:
     stamp: str  # of the source's root when it was reached; '' accepts any
     immutable: bool  # the source is a snapshot
     limits: Limits
+    beside: bool = False  # the generation that it shares files with is stored, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +75,40 @@ class FillTask(Task):
     native: Access | None = None  # reads past the mount are possible
     mounted: list[str] = field(default_factory=list)  # mount points inside the source
     used: int = 0  # SSD bytes of the generation as last known
+    inodes: int = 0  # the same
+    share: int = subset.ALL  # of the files that are kept
+    before: str = ""  # folder of the generation whose unchanged files are shared
+    before_made_ns: int = 0  # when its snapshot was made
+    manifest: listings.Manifest | None = None  # read instead of listing directories
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyTask(Task):
     against_source: bool
     reachable: bool  # bad files can be replaced from the source
+    scrub: str = ""  # the round that it continues (``store.cursor``); '': all at once
+    # Folders of other generations that may have the same files, by links. ``ahead``: their own
+    # scrub reads what they share with this one. ``also``: what is bad is bad there, too.
+    ahead: list[str] = field(default_factory=list)
+    also: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithdrawTask(Task):
     part: str  # "marks" or "files"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTask:
+    """Fill or verify the local copy of a block image (``cache.fill.blocks``)."""
+
+    generation: str  # its folder
+    access: ImageAccess | None  # None: the source does not answer, verify only
+    limits: Limits
+    partly: bool = False  # jobs can read a part from the copy and the rest from the source
+
+
+AnyTask = Task | BlockTask
 
 
 @dataclass(frozen=True)
@@ -88,33 +131,18 @@ class Progress:
     commits: int
     used: int  # SSD bytes of the generation
     syncing: bool  # waits for the SSD
-
-
-@dataclass(frozen=True)
-class FillEnd:
-    used: int
-    left_files: int
-    left_bytes: int
-
-
-@dataclass
-class VerifyEnd:
-    checked_files: int = 0
-    checked_bytes: int = 0
-    bad: int = 0
-    not_compared: int = 0
-    replaced: int = 0
-    unreplaced: int = 0
+    shared: int = 0  # those of ``used`` that the generation before has too
 
 
 @dataclass(frozen=True)
 class End:
-    """``result``: complete, partial, good, bad, withdrawn, cancelled or failed."""
+    """``result``: complete, partial, good, bad, withdrawn, chosen, evicted, cancelled or failed."""
 
     result: str
     why: str = ""
     fill: FillEnd | None = None
     verify: VerifyEnd | None = None
+    evict: EvictEnd | None = None
     withdrawn: int = 0
 
 
@@ -126,6 +154,22 @@ class Report:
     skeleton: bool = False  # every directory of the source is in the tree
     note: str = ""  # for the log
     end: End | None = None
+
+
+TaskT = TypeVar("TaskT")
+
+
+def first_task(kind: type[TaskT]) -> TaskT | None:
+    """What the agent wants of this process; None when it ended at once.
+
+    From here on signals for the agent's group do not end a pass: the agent cancels or kills it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.umask(0)
+    with os.fdopen(0, "rb", buffering=0, closefd=False) as agent:
+        line = agent.readline()  # unbuffered: the channel reads what follows
+    return kit.messages.decode(line, kind) if line.endswith(b"\n") else None
 
 
 class AgentChannel:
@@ -179,6 +223,8 @@ class Stored:
     files: int = 0
     bytes: int = 0
     allocated: int = 0  # SSD bytes, names included
+    shared: int = 0  # those of files that the generation before has too
+    shared_files: int = 0
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True):
@@ -191,6 +237,8 @@ class Setup(Message):
     generation: str
     immutable: bool
     native: Access | None
+    before: str = ""  # as in the task
+    before_made_ns: int = 0
 
 
 class Scan(Message):
@@ -201,6 +249,7 @@ class Scan(Message):
     mounted: list[str]  # names that are mount points
     again: bool  # look for what the tree has already
     extras: bool  # remove from the tree what the source lacks
+    published: bool = False  # the published manifest tells the entries, not the source
 
 
 class Copy(Message):
@@ -211,6 +260,25 @@ class Copy(Message):
     entries: list[Entry]
     location: tuple[str, int] | None = None
     hinted: bool = False  # some may be in the tree already
+    patient: bool = False  # wait for objects that did not answer before
+
+
+class Extents(Message):
+    """Copy extents of a large file into its part, and make them durable there."""
+
+    key: str  # of the part
+    path: list[str]
+    entry: Entry
+    extents: list[int]
+    patient: bool = False  # wait for objects that did not answer before
+
+
+class Whole(Message):
+    """Every extent of a large file is in its part: give it what else the source's file has."""
+
+    key: str
+    path: list[str]
+    entry: Entry
 
 
 class Hint(Message):
@@ -230,6 +298,8 @@ class StagedFolder(Message):
     path: list[str]
     links: list[Link]
     mtime_ns: int  # of the directory
+    part: str = ""  # instead of a folder: a large file, by its key
+    name: str = ""  # of that file
 
 
 class Seal(Message):
@@ -264,15 +334,6 @@ class Finish(Message):
     """Delete the spare links and make the whole generation durable."""
 
 
-class Verify(Message):
-    """Read the files of a directory against their checksums, on request against the source."""
-
-    directory: int
-    path: list[str]
-    entries: int | None  # that it must have, when it is sealed
-    against_source: bool
-
-
 class Unseal(Message):
     """Remove the marks of ``path`` and of every directory above it."""
 
@@ -288,7 +349,10 @@ class Prune(Message):
     names: list[str]
 
 
-Job = Scan | Copy | Hint | Commit | Recheck | Finish | Verify | Unseal | Prune
+Job = (
+    Scan | Copy | Extents | Whole | Hint | Commit | Recheck | Finish | Verify | Unseal | Prune
+    | listings.Fetch
+)  # fmt: skip
 
 
 class Done(Message):
@@ -308,7 +372,9 @@ class ScanPart(Message):
 
     directory: int
     chunk: list[Entry] = []  # to be copied
+    stored: list[tuple[Entry, str]] = []  # the tree has them already; their checksums
     folders: list[Entry] = []  # subdirectories
+    unmade: list[str] = []  # those that are not in the tree: mount points, failures
     failed: list[Failure] = []
     made: int = 0  # SSD bytes of new directories
     location: tuple[str, int] | None = None  # where the objects of its files are
@@ -320,7 +386,10 @@ class Scanned(Message):
     files: int = 0
     bytes: int = 0
     skipped: int = 0  # sockets, fifos and devices
-    folders: list[str] = []
+    note: str = ""  # for the log
+
+
+SUM = 32  # characters of a checksum
 
 
 class Copied(Message):
@@ -329,8 +398,33 @@ class Copied(Message):
     allocated: int = 0
     failed: list[Failure] = []
     links: list[Link] = []
+    sums: str = ""  # of each entry of the job 32 characters: its checksum, or spaces
     left: list[str] = []  # names that were not tried
+    silent: list[str] = []  # those of them whose objects did not answer at once
     full: bool = False  # stopped because the disk is full
+    objects: int = 0  # files that were read past the mount, by their objects
+    note: str = ""  # for the log
+
+
+class ExtentsCopied(Message):
+    left: list[int] = []  # not tried
+    silent: list[int] = []  # their objects did not answer at once
+    written: int = 0  # SSD bytes at most
+    objects: int = 0  # extents that were read past the mount
+    full: bool = False  # stopped because the disk is full
+    failed: Failure | None = None  # the file cannot be copied
+    changed: bool = False  # for the source has another one now
+    note: str = ""  # for the log
+
+
+class Completed(Message):
+    """A large file is ready to enter the tree, or failed."""
+
+    checksum: str = ""
+    allocated: int = 0
+    link: Link | None = None  # its name is the part's
+    failed: Failure | None = None
+    changed: bool = False
 
 
 class Hinted(Message):
@@ -347,41 +441,15 @@ class Rechecked(Message):
     missing: list[int]
 
 
-class Verified(Message):
-    checked_files: int = 0
-    checked_bytes: int = 0
-    bad: list[tuple[Entry, str]] = []
-    uncompared: int = 0
-    named: list[tuple[str, str]] = []  # some of the uncompared, with the reason
-
-
 Answer = (
-    Done | NotDone | ScanPart | Scanned | Copied | Hinted
-    | Committed | Rechecked | Verified
+    Done | NotDone | ScanPart | Scanned | Copied | ExtentsCopied | Completed | Hinted
+    | Committed | Rechecked | Verified | listings.Fetched
 )  # fmt: skip
 
-# --- framing
+# --- the pipes
 
 # A worker gets jobs on standard input and answers on standard output.
 JOBS, ANSWERS = 0, 1
-_LENGTH = struct.Struct("<I")
-READ_BYTES = 1024 * 1024
-# A chunk of entries with 255-byte names is below 1 MiB; a longer message is a broken stream.
-LONGEST = 64 * 1024 * 1024
-
-T = TypeVar("T")
-
-
-def pack(message: Message) -> bytes:
-    body = kit.messages.encode(message).encode()
-    return _LENGTH.pack(len(body)) + body
-
-
-def send(descriptor: int, message: Message) -> None:
-    """Write one message; blocks while the pipe is full. OSError when nobody reads it."""
-    view = memoryview(pack(message))
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def answer(message: Answer) -> None:
@@ -389,44 +457,26 @@ def answer(message: Answer) -> None:
     send(ANSWERS, message)
 
 
-class Stream(Generic[T]):
-    """Messages out of bytes as they arrive, for a reader that must not block."""
-
-    def __init__(self, kind: type[T]) -> None:
-        self._kind = kind
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[T]:
-        """The messages that ``data`` completes. ValueError on a broken stream."""
-        self._buffer += data
-        found = []
-        while len(self._buffer) >= _LENGTH.size:
-            length = int(_LENGTH.unpack_from(self._buffer)[0])
-            if length > LONGEST:
-                raise ValueError(f"message of {length} bytes: the stream is broken")
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                break
-            found.append(kit.messages.decode(bytes(self._buffer[_LENGTH.size : end]), self._kind))
-            del self._buffer[:end]
-        return found
-
-
-def answers() -> Stream[Answer]:
-    return Stream(cast(Any, Answer))
-
-
-def receive(descriptor: int, kind: type[T]) -> T | None:
-    """The next message, None at the end of the stream; blocks. ValueError on a broken stream.
-
-    For a worker, which gets a message only after it answered the one before.
-    """
-    stream = Stream(kind)
-    while data := os.read(descriptor, READ_BYTES):
-        if found := stream.feed(data):
-            return found[0]
-    return None
+def answers() -> pipes.Stream[Answer]:
+    return pipes.Stream(cast(Any, Answer))
 
 
 def next_job() -> Job | None:
-    return receive(JOBS, cast(Any, Job))
+    return pipes.receive(JOBS, cast(Any, Job))
+
+
+def serve_alone(kind: type[TaskT], run: Callable[[TaskT], End]) -> None:
+    """The life of a process whose pass needs no workers: read the task, run it, report its end."""
+    task = first_task(kind)
+    if task is None:
+        return
+    try:
+        end = run(task)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            return  # the agent has ended
+        end = End("failed", error.strerror or str(error))
+    except (ValueError, sqlite3.DatabaseError) as error:
+        end = End("failed", f"the index cannot be used ({error})")
+    with contextlib.suppress(BrokenPipeError):  # the agent has ended
+        AgentChannel.say(Report(end=end))

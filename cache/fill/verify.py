@@ -5,28 +5,33 @@ name never disappears, so this is safe even under a bind mount of the store. A b
 be replaced goes on the quarantine list; the agent publishes the overlay and has it withdrawn
 (``cache.fill.withdraw``).
 
-``VerifyPass`` is the coordinator's part, ``VerifyWorker`` what its workers do more than others.
+A directory that cannot be read, or that lacks names, is bad as well: its parent's mark goes,
+readers get the source's entries, and the next fill lists it again. An index that was lost is made
+again from the tree on the way (``cache.fill.relist``).
+
+A scrub is a verify that begins where the one before was cut short (``cache.store.cursor``). What it
+found bad is replaced or on the quarantine list before the cursor passes it.
+
+This is the coordinator's part; ``cache.fill.verify_worker`` reads.
 """
 
-import contextlib
-import errno
-import functools
 import os
-import stat
 import time
+from pathlib import Path
 
-import kit.files
-from cache.fill import control, coordinator, copy, protocol, worker
-from cache.fill.coordinator import Ended, Staged
+from cache.fill import coordinator, protocol, relist, verify_worker
+from cache.fill.coordinator import Ended
 from cache.fill.protocol import Copy
+from cache.fill.staged import Staged
 from cache.fill.worker_pool import Assignment
-from cache.store import generations, index, tree
+from cache.store import cursor, generations, index, large, tree
 from cache.store.tree import Entry
 
 AHEAD = 64
-MOST_NAMED = 20  # uncompared files of one directory that are named; all are counted
 MOST_NOTES = 100  # bad files that the log names
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+PART_SECONDS = 20.0  # of a directory, before its job is over
+CURSOR_SECONDS = 5.0  # between two saves of the cursor
+AFRESH = "doubt"  # rounds of this name follow trouble of the disk
 
 
 class VerifyPass(coordinator.Pass):
@@ -41,7 +46,54 @@ class VerifyPass(coordinator.Pass):
         self.bad: list[tuple[int, Entry]] = []  # to be replaced
         self.found = protocol.VerifyEnd()
         self.unreplaced: list[tuple[list[str], str]] = []
+        self.listed: set[tuple[tuple[str, ...], str]] = set()  # what is in ``unreplaced``
+        self.also: list[list[tuple[list[str], str]]] = [[] for _ in task.also]  # not listed yet
         self.whole = False  # every directory was read
+        self.known: dict[tuple[str, ...], list[str]] = {}  # what was bad before, by directory
+        if task.scrub:
+            self.known = generations.grouped(generations.read_quarantined(run.generation))
+        self.relisting = relist.Relisting(run) if relist.is_lost(run) else None
+        self.reading: dict[int, str] = {}  # directories under way: names up to this one are read
+        self.parts: list[int] = []  # those of them that go on
+        self.cached = 0
+        self._saved = time.monotonic()
+        self._resumed = self._resume()
+
+    def _resume(self) -> bool:
+        """Continue the round of the task, if it was begun."""
+        if not self.task.scrub or self.relisting is not None:
+            return False
+        with self.index.transaction() as db:
+            kept = cursor.load(db, self.task.scrub)
+        self.after = kept.after
+        if kept.directory:
+            self.parts.append(kept.directory)
+            self.reading[kept.directory] = kept.name
+            self.after = kept.directory
+        found = self.found
+        found.checked_files, found.checked_bytes = kept.checked_files, kept.checked_bytes
+        found.bad, found.replaced = kept.bad, kept.replaced
+        return kept != cursor.Cursor(round=kept.round)
+
+    def _keep_cursor(self, *, at_once: bool = False) -> None:
+        """Note how far it is; bad files must be replaced or listed before."""
+        now = time.monotonic()
+        due = at_once or now - self._saved >= CURSOR_SECONDS
+        pending = self.bad or self.run.pool.assigned(Copy) or self.run.batch.all()
+        if not self.task.scrub or self.relisting is not None or not due or pending:
+            return
+        self._saved = now
+        self._tell_others()
+        if self.unreplaced:
+            self.quarantine()
+        first = min(self.reading, default=0)
+        found = self.found
+        kept = cursor.Cursor(
+            self.task.scrub, first - 1 if first else self.after, first, self.reading.get(first, ""),
+            found.checked_files, found.checked_bytes, found.bad, found.replaced,
+        )  # fmt: skip
+        with self.index.transaction() as db:
+            cursor.save(db, kept)
 
     def next_assignment(self) -> Assignment | None:
         if self.run.cancelled:
@@ -49,20 +101,38 @@ class VerifyPass(coordinator.Pass):
         return self._replace() or self._verify()
 
     def _verify(self) -> Assignment | None:
-        if not self.directories:
-            self.directories = self.index.listed_directories(self.after, AHEAD)
+        if self.parts:
+            number = self.parts.pop(0)
+        else:
             if not self.directories:
-                return None
-        number = self.directories.pop(0)
-        self.after = max(self.after, number)
+                self.directories = self._following(AHEAD)
+                if not self.directories:
+                    return None
+            number = self.directories.pop(0)
+            self.after = max(self.after, number)
+        after = self.reading.setdefault(number, "")
         directory = self.index.directory(number)
+        sealed = directory.state == index.SEALED
         job = protocol.Verify(
             directory=number,
             path=self.index.path(number),
-            entries=directory.entries if directory.state == index.SEALED else None,
+            entries=directory.entries if sealed else None,
             against_source=self.task.against_source,
+            reachable=self.task.reachable,
+            relist=self.relisting is not None and not sealed,
+            after=after,
+            patience=PART_SECONDS if self.task.scrub and self.relisting is None else 0.0,
+            afresh=self.task.scrub.startswith(AFRESH),
+            ahead=self.task.ahead,
+            also=self.task.also,
         )
         return Assignment(job, directory=number)
+
+    def _following(self, limit: int) -> list[int]:
+        """Directories that were not given to a worker yet."""
+        if self.relisting is not None:
+            return self.index.known_directories(self.after, limit)
+        return self.index.listed_directories(self.after, limit)
 
     def _replace(self) -> Assignment | None:
         if not self.bad:
@@ -77,7 +147,7 @@ class VerifyPass(coordinator.Pass):
                 self._verified(job, answer)
             case Copy() as job, protocol.Copied():
                 for name in [failure.name for failure in answer.failed] + answer.left:
-                    self.unreplaced.append((job.path, name))
+                    self._quarantine(job.path, name)
                 self.found.replaced += answer.files
                 staged = Staged(job.folder, assignment.directory, failed=answer.failed)
                 self.run.batch.add(staged)
@@ -88,17 +158,78 @@ class VerifyPass(coordinator.Pass):
         found = self.found
         found.checked_files += answer.checked_files
         found.checked_bytes += answer.checked_bytes
+        found.shared_files += answer.shared_files
+        for at, name in answer.also:
+            self.also[at].append((job.path, name))
+        if answer.cached and not self.cached:
+            self.run.note("files are read through the page cache: the store's file system refuses "
+                          "direct and uncached reads")  # fmt: skip
+        self.cached += answer.cached
         for name, why in answer.named[: max(0, MOST_NOTES - found.not_compared)]:
             self.run.note(f"not compared {'/'.join([*job.path, name])!r}: {why}")
         found.not_compared += answer.uncompared
+        known = self.known.get(tuple(job.path), [])
+        if known and answer.fault and not answer.unreadable:
+            for name in known:  # some of them were taken out, so there are fewer
+                self._quarantine(job.path, name)
+        elif answer.fault:
+            self._bad_directory(job.path, answer.fault, whole=answer.unreadable)
+        if answer.listed is not None and self.relisting is not None:
+            fault = self.relisting.take(job.directory, answer.listed)
+            if fault:
+                self._bad_directory(job.path, fault, whole=False)
+        for name, count in answer.repaired:
+            found.bad += 1
+            found.replaced += 1
+            where = "/".join([*job.path, name])
+            self.run.note(f"bad file {where!r}: {count} extents were fetched again")
         for item, fault in answer.bad:
             found.bad += 1
             if found.bad <= MOST_NOTES:
                 self.run.note(f"bad file {'/'.join([*job.path, item.name])!r}: {fault}")
-            if self.task.reachable:
+            # A large file is withdrawn: a fill copies it in extents, and may be killed meanwhile.
+            if self.task.reachable and not item.is_directory and not large.is_large(item):
                 self.bad.append((job.directory, item))
             else:
-                self.unreplaced.append((job.path, item.name))
+                self._quarantine(job.path, item.name)
+        if answer.left_after is not None:
+            self.reading[job.directory] = answer.left_after
+            self.parts.append(job.directory)
+        else:
+            del self.reading[job.directory]
+            self._count_folders(job, answer)
+        self._keep_cursor()
+
+    def _count_folders(self, job: protocol.Verify, answer: protocol.Verified) -> None:
+        """A directory that the index lost would never be read."""
+        if job.entries is None or job.relist or answer.fault:
+            return
+        with self.index.transaction() as db:
+            query = "SELECT count(*) FROM directories WHERE parent = ?"
+            known = int(db.execute(query, (job.directory,)).fetchone()[0])
+        if answer.folders > known:
+            fault = f"has {answer.folders} subdirectories, the index knows {known}"
+            self._bad_directory(job.path, fault, whole=False)
+
+    def _bad_directory(self, path: list[str], fault: str, *, whole: bool) -> None:
+        """``whole``: nothing of it can be read; else its mark goes and its files stay."""
+        if whole and not path:
+            raise Ended("failed", f"the root of the tree {fault}")
+        known = len(self.unreplaced)
+        if whole:
+            self._quarantine(path[:-1], path[-1])
+        else:
+            self._quarantine(path, "")
+        if len(self.unreplaced) > known:  # its parent has not told already
+            self.found.bad += 1
+        if self.found.bad <= MOST_NOTES:
+            self.run.note(f"bad directory {'/'.join(path)!r}: {fault}")
+
+    def _quarantine(self, path: list[str], name: str) -> None:
+        key = (tuple(path), name)
+        if key not in self.listed:
+            self.listed.add(key)
+            self.unreplaced.append((path, name))
 
     def failed(self, assignment: Assignment, failure: protocol.NotDone) -> None:
         raise coordinator.failed_by(assignment, failure)
@@ -106,7 +237,7 @@ class VerifyPass(coordinator.Pass):
     def forget(self, assignment: Assignment) -> None:
         match assignment.job:
             case protocol.Verify() as job:
-                self.directories.insert(0, job.directory)
+                self.parts.insert(0, job.directory)
             case Copy() as job:
                 self.bad += [(assignment.directory, item) for item in job.entries]
                 self.run.discard_staged(job.folder)
@@ -114,16 +245,24 @@ class VerifyPass(coordinator.Pass):
     def incomplete(self, directory: int) -> None:
         path = self.index.path(directory)
         if path:  # the whole directory is missing in the tree
-            self.unreplaced.append((path[:-1], path[-1]))
+            self._quarantine(path[:-1], path[-1])
 
     def end_if_done(self) -> None:
         if self.run.cancelled:
             raise Ended("cancelled")
-        if self.bad or self.directories or self.index.listed_directories(self.after, 1):
+        if self.bad or self.parts or self.directories or self._following(1):
             return
-        self.whole = True
+        if self.task.against_source:  # what was compared with is still there
+            os.close(tree.open_source(self.task.source, self.task.stamp))
+        self.whole = not self._resumed
         left = self.found.not_compared
         why = f"{left} files could not be compared" if left else ""
+        if self.relisting is not None:
+            self.relisting.finish()
+            lost = self.relisting.lost() - self.found.bad
+            if lost > 0:
+                self.found.bad += lost
+                raise Ended("bad", f"{lost} stored files are lost; which ones, the lost index knew")
         raise Ended("bad" if self.unreplaced else "good", why)
 
     def counts(self) -> index.Counts:
@@ -134,153 +273,40 @@ class VerifyPass(coordinator.Pass):
         )
 
     def end(self, ended: Ended) -> protocol.End:
+        for number, item in self.bad:  # known to be bad, and not replaced any more
+            self._quarantine(self.index.path(number), item.name)
+        self.bad.clear()
+        self._tell_others()
         self.found.unreplaced = self.quarantine()
+        if self.task.scrub and ended.result in ("good", "bad"):
+            with self.index.transaction() as db:
+                cursor.forget(db)
+        elif ended.result == "cancelled":
+            self._keep_cursor(at_once=True)
         return protocol.End(ended.result, ended.why, verify=self.found)
+
+    def _tell_others(self) -> None:
+        """Have what is bad in other generations too on their own lists."""
+        for folder, files in zip(self.task.also, self.also, strict=True):
+            if files:
+                generations.add_quarantined(Path(folder), files)
+                self.found.also[folder] = self.found.also.get(folder, 0) + len(files)
+                files.clear()
 
     def quarantine(self) -> int:
         """Save the list of bad files, which may be millions; how many there are."""
         if not self.whole:  # earlier entries that were not read again are still bad
-            known = {(tuple(path), name) for path, name in self.unreplaced}
-            self.unreplaced += [
-                (path, name)
-                for path, name in generations.read_quarantined(self.run.generation)
-                if (tuple(path), name) not in known
-            ]
+            self.listed |= {(tuple(path), name) for path, name in self.unreplaced}
+            for path, name in generations.read_quarantined(self.run.generation):
+                self._quarantine(path, name)
         generations.write_quarantined(self.run.generation, self.unreplaced)
         return len(self.unreplaced)
 
 
-class NotComparedError(Exception):
-    """The source's file cannot be read; the stored one agrees with its checksum.
-
-    ``size``: bytes of the stored file.
-    """
-
-    def __init__(self, error: OSError, size: int) -> None:
-        super().__init__(f"cannot be read in the source: {copy.reason(error)}")
-        self.size = size
-
-
-class VerifyWorker(worker.Worker):
-    def __init__(self, number: int, page: int, setup: protocol.Setup) -> None:
-        super().__init__(number, page, setup)
-        self._buffer = memoryview(bytearray(copy.BLOCK))
-
-    def verify(self, job: protocol.Verify) -> None:
-        found = protocol.Verified()
-        with contextlib.ExitStack() as stack:
-            directory = stack.enter_context(tree.opened(self.tree, job.path))
-            source: int | OSError | None = None
-            if job.against_source:
-                try:
-                    source = stack.enter_context(tree.opened(self.source, job.path))
-                except OSError as error:
-                    if error.errno in (errno.ENOENT, *tree.SOURCE_GONE):
-                        raise
-                    source = error
-            names = os.listdir(directory)
-            if job.entries is not None and len(names) != job.entries:
-                lost = tree.entries_beside(self.source, job.path, set(names))
-                found.bad += [(item, "is missing in the store") for item in lost]
-            with contextlib.suppress(control.Cancelled):
-                for name in names:
-                    if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-                        try:
-                            fault, size = self._verify_file(directory, name, source)
-                        except NotComparedError as error:
-                            fault, size = "", error.size
-                            found.uncompared += 1
-                            if found.uncompared <= MOST_NAMED:
-                                found.named.append((name, str(error)))
-                        found.checked_files += 1
-                        found.checked_bytes += size
-                        if fault:
-                            found.bad.append((self._entry_of(name, job.path, directory), fault))
-        protocol.answer(found)
-
-    def _entry_of(self, name: str, path: list[str], directory: int) -> Entry:
-        """As the source has it now, else as the store has it."""
-        try:
-            with tree.opened(self.source, path) as source:
-                return tree.entry_of(name, os.stat(name, dir_fd=source, follow_symlinks=False))
-        except OSError:
-            return tree.entry_of(name, os.stat(name, dir_fd=directory, follow_symlinks=False))
-
-    def _verify_file(
-        self, directory: int, name: str, source: int | OSError | None
-    ) -> tuple[str, int]:
-        """What is wrong with a stored file ('' for a good one), and its size.
-
-        ``source``: the source's directory to compare with, or why it cannot be opened.
-        NotComparedError when the file is good and the source's cannot be read.
-        """
-        try:
-            stored = os.open(name, _FLAGS, dir_fd=directory)
-        except OSError as error:
-            return f"cannot be opened in the store: {copy.reason(error)}", 0
-        with kit.files.closing(stored):
-            size = os.fstat(stored).st_size
-            try:
-                kept = os.getxattr(stored, tree.CHECKSUM).decode()
-            except OSError:
-                return "has no checksum in the store", size
-            try:
-                if copy.checksum(stored, self.throttle, self._buffer) != kept:
-                    return "its bytes are not those that were stored", size
-            except OSError as error:
-                return f"cannot be read in the store: {copy.reason(error)}", size
-            if source is not None:
-                return self._compare(stored, kept, name, source), size
-            return "", size
-
-    def _compare(self, stored: int, kept: str, name: str, source: int | OSError) -> str:
-        """How a stored file differs from the source's, '' when it does not.
-
-        An unreadable source file is not a difference: a good copy would be withdrawn for it.
-        """
-        here = os.fstat(stored)
-        try:
-            xattrs = tree.xattrs_of(stored)
-        except OSError as error:
-            return f"its xattrs cannot be read in the store: {copy.reason(error)}"
-        try:
-            if isinstance(source, OSError):
-                raise source
-            return self._difference(here, xattrs, kept, name, source)
-        except FileNotFoundError:
-            return "is not in the source"
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                return "is a symbolic link in the source"
-            if error.errno in tree.SOURCE_GONE:
-                raise
-            raise NotComparedError(error, here.st_size) from error
-
-    def _difference(
-        self, here: os.stat_result, xattrs: dict[str, bytes], kept: str, name: str, source: int
-    ) -> str:
-        """OSError of the source's file only."""
-        with kit.files.closing(os.open(name, _FLAGS, dir_fd=source)) as origin:
-            there = os.fstat(origin)
-            for what in ("st_size", "st_mode", "st_uid", "st_gid", "st_mtime_ns"):
-                if getattr(here, what) != getattr(there, what):
-                    return f"differs from the source in {what.removeprefix('st_')}"
-            if xattrs != tree.xattrs_of(origin):
-                return "differs from the source in its xattrs"
-            if copy.checksum(origin, self.throttle, self._buffer) != kept:
-                return "differs from the source in its bytes"
-        return ""
-
-
-serve = functools.partial(worker.serve, kind=VerifyWorker)
-
-
 def begin(task: protocol.VerifyTask) -> tuple[coordinator.Coordinator, VerifyPass]:
-    """A pass that is ready to run. OSError when the source or the index is not there."""
+    """A pass that is ready to run. OSError when the source is not there."""
     os.close(tree.open_source(task.source, task.stamp))  # before any file is judged bad
-    run = coordinator.Coordinator(task, serve)
-    if run.index.totals().directories == 0:
-        raise OSError(2, "the index of this generation is lost; warm it again to rebuild it")
+    run = coordinator.Coordinator(task, verify_worker.serve)
     return run, VerifyPass(run, task)
 
 

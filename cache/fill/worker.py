@@ -15,18 +15,27 @@ import contextlib
 import errno
 import os
 import signal
+import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from cache.fill import commit, control, copy, protocol
+from cache.fill import commit, control, copy, fetch, large_copy, parts, pipes, protocol, share
+from cache.fill.listings import Fetch, Fetched
 from cache.store import index, tree
 from cache.store.tree import Entry
-from ceph import native
+from ceph import native, objects
 from kit import child_main
 
 # The rest of a chunk waits for another turn after this long: what is staged gets committed, and
 # hints get a turn.
 CHUNK_SECONDS = 2.0
+UNREACHABLE = (
+    f"its object gave no answer within {objects.OBJECT_SECONDS:g}s: its placement group is "
+    "inactive, or its OSD hangs; see 'ceph health detail'"
+)
+# For a source to say which one it is, before a commit.
+CONFIRM_SECONDS = 60
 
 
 class Worker(commit.Committer):
@@ -36,13 +45,34 @@ class Worker(commit.Committer):
         """``page``: descriptor of the control page. OSError when a root cannot be opened."""
         self.number = number
         self.page = control.Control(page)
+        self._folder = setup.generation
         super().__init__(setup.generation, control.Throttle(self.page, number))
         self.copier = copy.Copier(self.throttle, immutable=setup.immutable)
-        self.source = tree.open_source(setup.source, setup.stamp)
+        self.large_copier = large_copy.LargeCopier(
+            self.generation, self.page, number, self.throttle, immutable=setup.immutable
+        )
+        self._origin = setup.source, setup.stamp
+        self.source = tree.open_source(*self._origin)
         self.access = setup.native
-        self.no_objects = False  # the key does not allow object reads
+        self.shared: share.Shared | None = None
+        if setup.before:
+            with contextlib.suppress(OSError, sqlite3.Error):  # without it all is copied
+                self.shared = share.Shared(setup.before, setup.before_made_ns)
+        self.no_objects = setup.native is None  # the key does not allow object reads
+        self.no_listing = setup.native is None  # the cluster refuses a listing past the mount
+        self.note = ""  # for the log, with the next answer that carries one
         self._listing: native.Listing | None = None
-        self._reader: native.Reader | None = None
+        self._reader: objects.Reader | None = None
+
+    def connect(self) -> None:
+        """Connect to the cluster, for lists and for objects at once, before the first job needs it.
+
+        Each takes some tenths of a second of waiting. What fails is said with the first answer.
+        """
+        reading = threading.Thread(target=self._objects, daemon=True)
+        reading.start()
+        self._lists()
+        reading.join()
 
     def close(self) -> None:
         """Disconnect from the cluster. May hang; the coordinator waits only a limited time."""
@@ -59,10 +89,14 @@ class Worker(commit.Committer):
             target = stack.enter_context(tree.opened(self.tree, job.path))
             mtime_ns = os.fstat(target).st_mtime_ns
             source: int | None = None
-            if self.access is None:
+            listed = fetch.held(self._folder, job.path, stack) if job.published else None
+            if listed is not None:
+                found.skipped, part.location = listed.skipped, listed.location(self.access)
+            elif not self._lists():
                 source = stack.enter_context(tree.opened(self.source, job.path))
-            located = source is not None  # it matters only for reads past the mount
-            for item in self._entries(job.path, source):
+            before = self._before(job.path, stack)
+            located = bool(source or listed)  # it matters only for reads past the mount
+            for item in listed.entries if listed else self._entries(job.path, source):
                 if not isinstance(item, Entry):
                     name, error = item
                     if error.errno in tree.SOURCE_GONE:
@@ -71,10 +105,10 @@ class Worker(commit.Committer):
                     part.failed.append(copy.failure(name, error))
                 elif item.is_directory:
                     found.entries += 1
-                    found.folders.append(item.name)
                     if item.name in job.mounted:
                         text = "another file system is mounted here; it is not part of the dataset"
                         part.failed.append(protocol.Failure(item.name, text, True))
+                        part.unmade.append(item.name)
                     else:
                         if source is None and item.xattrs:
                             source = stack.enter_context(tree.opened(self.source, job.path))
@@ -86,19 +120,24 @@ class Worker(commit.Committer):
                     found.entries += 1
                     found.files += 1
                     found.bytes += item.size if item.is_file else 0
-                    if not (job.again and self._has(target, item, found.stored)):
+                    if job.again and self._has(target, item, found.stored, before):
+                        part.stored.append((item, tree.checksum_of(target, item.name)))
+                    elif before is not None and self._shares(target, item, before, found.stored):
+                        part.stored.append((item, self.copier.checksum))
+                    else:
                         part.chunk.append(item)
                 else:
                     found.skipped += 1  # a socket, fifo or device
                 self.page.beat(self.number)
-                if _size(part) >= index.CHUNK_ENTRIES:
-                    _flush(part)
+                if parts.size(part) >= index.CHUNK_ENTRIES:
+                    parts.flush(part)
                     self.throttle.check()
             if job.extras:
                 self._drop_extras(target, job.path)
             os.utime(target, ns=(mtime_ns, mtime_ns))  # new subdirectories changed it
-        if _size(part):
-            _flush(part)
+        if parts.size(part):
+            parts.flush(part)
+        found.note, self.note = self.note, ""
         protocol.answer(found)
 
     def _entries(
@@ -106,17 +145,49 @@ class Worker(commit.Committer):
     ) -> Iterator[Entry | tuple[str, OSError]]:
         if source is not None:
             return tree.listing(source)
-        assert self.access is not None
-        if self._listing is None:
-            self._listing = native.Listing(self.access)
+        assert self._listing is not None
         return (Entry(*item) for item in self._listing.entries(path))
+
+    def fetch(self, job: Fetch) -> None:
+        """Without object reads a manifest would cost more than listing."""
+        self.page.begin(self.number, 0)
+        if self.access is not None and self._objects() is None:
+            protocol.answer(Fetched(why=f"it is for reads past the mount; {self.note}"))
+            return
+        exact = self._lists()
+        protocol.answer(fetch.fetch(job, self._folder, self._listed, self._alive, exact=exact))
+
+    def _alive(self) -> None:
+        self.throttle.beat()
+        self.throttle.check()
+
+    def _listed(self, path: Sequence[str]) -> Iterator[Entry | tuple[str, OSError]]:
+        """A directory as the source has it, now."""
+        if self._lists():
+            yield from self._entries(path, None)
+            return
+        with tree.opened(self.source, path) as source:
+            yield from tree.listing(source)
+
+    def _lists(self) -> bool:
+        """Whether directories are listed past the mount; connects for the first one.
+
+        A cluster that refuses that (for lack of a right, say) has granted the mount: it is read.
+        """
+        if self._listing is None and self.access is not None and not self.no_listing:
+            try:
+                self._listing = native.Listing(self.access)
+            except OSError as error:
+                self.no_listing = True
+                self.note = f"directories are listed through the mount: {error}"
+        return self._listing is not None
 
     def _make_directory(
         self, target: int, item: Entry, source: int | None, part: protocol.ScanPart
     ) -> int:
         """The SSD bytes that it takes beyond the one block that every directory counts."""
         if self.page.cramped and not tree.has(target, item.name):
-            _flush(part)  # the coordinator must count what was made
+            parts.flush(part)  # the coordinator must count what was made
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         try:
             new = tree.make_directory(target, item, source)
@@ -124,6 +195,7 @@ class Worker(commit.Committer):
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
             part.failed.append(copy.failure(item.name, error))
+            part.unmade.append(item.name)
             return 0
         part.folders.append(item)
         status = os.stat(item.name, dir_fd=target, follow_symlinks=False)
@@ -142,15 +214,43 @@ class Worker(commit.Committer):
 
     def _drop_extras(self, target: int, path: Sequence[str]) -> None:
         """Remove names from the tree that the source no longer has."""
-        with tree.opened(self.source, path) as source:
-            for name in os.listdir(target):
-                try:
-                    os.stat(name, dir_fd=source, follow_symlinks=False)
-                except FileNotFoundError:
-                    tree.remove(target, name)
+        extras = []
+        with tree.opened(self.source, path) as source, os.scandir(target) as found:
+            for item in found:
+                if not tree.has(source, item.name):
+                    extras.append(item.name)
                 self.page.beat(self.number)
+        for name in extras:
+            tree.remove(target, name)
+            self.page.beat(self.number)
 
-    def _has(self, target: int, item: Entry, stored: protocol.Stored) -> bool:
+    def _before(
+        self, path: Sequence[str], stack: contextlib.ExitStack
+    ) -> share.SharedDirectory | None:
+        """What the generation before has of a directory, if there is one to share with."""
+        found = self.shared.directory(path) if self.shared is not None else None
+        if found is not None:
+            stack.callback(found.close)
+        return found
+
+    def _shares(
+        self, target: int, item: Entry, before: share.SharedDirectory, stored: protocol.Stored
+    ) -> bool:
+        """Take the file over from the generation before, if that has the same version of it."""
+        taken = before.link(item, target)
+        if taken is None:
+            return False
+        self.copier.checksum, status = taken
+        parts.count(item, status, stored, shared=True)
+        return True
+
+    def _has(
+        self,
+        target: int,
+        item: Entry,
+        stored: protocol.Stored,
+        before: share.SharedDirectory | None = None,
+    ) -> bool:
         """Whether the tree has this version already; if so it is counted in ``stored``."""
         try:
             status = os.stat(item.name, dir_fd=target, follow_symlinks=False)
@@ -158,22 +258,24 @@ class Worker(commit.Committer):
             return False
         if not tree.same_content(item, status):
             return False
-        stored.files += 1
-        stored.bytes += item.size if item.is_file else 0
-        stored.allocated += status.st_blocks * 512 + item.name_bytes
+        shared = before is not None and before.is_shared(item.name, status)
+        parts.count(item, status, stored, shared=shared)
         return True
 
     # --- copy
 
     def copy(self, job: protocol.Copy) -> None:
         os.mkdir(job.folder, 0o700, dir_fd=self.staging)
+        self.page.begin(self.number, 0)
         copied = protocol.Copied()
         tried: set[str] = set()
+        sums: dict[str, str] = {}
         stopped = False
         deadline = time.monotonic() + CHUNK_SECONDS
 
         def add(item: Entry, allocated: int) -> None:
             tried.add(item.name)
+            sums[item.name] = self.copier.checksum
             copied.files += 1
             copied.bytes += item.size if item.is_file else 0
             copied.allocated += allocated + item.name_bytes
@@ -183,12 +285,16 @@ class Worker(commit.Committer):
             try:
                 rest = self._not_stored(job, add) if job.hinted else job.entries
                 if job.location and not self.no_objects:
-                    rest = self._copy_objects(job.location, rest, staging, deadline, add)
+                    rest = self._copy_objects(job, rest, staging, deadline, add, copied)
+                    copied.objects = copied.files
+                    tried |= {failure.name for failure in copied.failed}
                 source = None
+                where = {item.name: at for at, item in enumerate(job.entries)}
                 for item in rest:
+                    self.page.begin(self.number, where[item.name])
                     if source is None:
                         source = stack.enter_context(tree.opened(self.source, job.path))
-                    if time.monotonic() >= deadline and tried:
+                    if time.monotonic() >= deadline and (tried or copied.silent):
                         stopped = True
                         break
                     try:
@@ -206,8 +312,10 @@ class Worker(commit.Committer):
                         tried.add(item.name)
             except control.Cancelled:
                 stopped = True
-        if stopped:
+        if stopped or copied.silent:
             copied.left = [item.name for item in job.entries if item.name not in tried]
+        copied.sums = "".join(sums.get(item.name, "").ljust(protocol.SUM) for item in job.entries)
+        copied.note, self.note = self.note, ""
         protocol.answer(copied)
 
     def _not_stored(self, job: protocol.Copy, add: Callable[[Entry, int], None]) -> list[Entry]:
@@ -217,6 +325,7 @@ class Worker(commit.Committer):
             for item in job.entries:
                 stored = protocol.Stored()
                 if self._has(target, item, stored):
+                    self.copier.checksum = tree.checksum_of(target, item.name)
                     add(item, stored.allocated - item.name_bytes)
                 else:
                     rest.append(item)
@@ -224,23 +333,21 @@ class Worker(commit.Committer):
 
     def _copy_objects(
         self,
-        location: tuple[str, int],
+        job: protocol.Copy,
         items: list[Entry],
         staging: int,
         deadline: float,
         add: Callable[[Entry, int], None],
+        copied: protocol.Copied,
     ) -> list[Entry]:
         """Copy plain files by their objects; the entries that must be read through the mount."""
         plain = [item for item in items if native.is_plain(item)]
         if not plain:
             return items
-        assert self.access is not None
-        if self._reader is None:
-            try:
-                self._reader = native.Reader(self.access)
-            except OSError:
-                self.no_objects = True
-                return items
+        assert job.location is not None
+        reader = self._objects()
+        if reader is None:
+            return items
         rest = [item for item in items if not native.is_plain(item)]
 
         def each(item: Entry, data: bytes | None) -> None:
@@ -251,11 +358,45 @@ class Worker(commit.Committer):
             add(item, self.copier.keep(item, data, staging))
 
         try:
-            rest += self._reader.read(native.Location(*location), plain, each, deadline)
-        except PermissionError:
-            self.no_objects = True
+            unread = reader.read(
+                objects.Location(*job.location), plain, each, deadline,
+                patient=job.patient, waiting=self._alive,
+            )  # fmt: skip
+        except PermissionError as error:
+            self._no_objects(error)
             return items
-        return rest
+        lost = [*unread.unreachable, *(unread.silent if job.patient else ())]
+        copied.failed += [protocol.Failure(item.name, UNREACHABLE, True) for item in lost]
+        if not job.patient:
+            copied.silent = [item.name for item in unread.silent]
+        return rest + list(unread.left)
+
+    def _objects(self) -> objects.Reader | None:
+        """Connects for the first object; None when objects cannot be read."""
+        if self._reader is None and self.access is not None and not self.no_objects:
+            try:
+                self._reader = objects.Reader(self.access)
+            except OSError as error:
+                self._no_objects(error)
+        return self._reader
+
+    def extents(self, job: protocol.Extents) -> None:
+        self.page.begin(self.number, 0)
+        reader = self._objects()
+        listing = self._listing if reader is not None and self._lists() else None
+        with tree.opened(self.source, job.path) as source:
+            answer = self.large_copier.copy(job, source, reader, listing)
+        answer.note, self.note = self.note, ""
+        protocol.answer(answer)
+
+    def whole(self, job: protocol.Whole) -> None:
+        self.page.begin(self.number, 0)
+        with tree.opened(self.source, job.path) as source:
+            protocol.answer(self.large_copier.whole(job, source))
+
+    def _no_objects(self, error: OSError) -> None:
+        self.no_objects = True
+        self.note = f"files are read through the mount: {error}"
 
     def _link_key(self, staging: int, item: Entry) -> str:
         """Equal for two names only when they are links of one file with the same bytes."""
@@ -284,6 +425,34 @@ class Worker(commit.Committer):
                     pass
         protocol.answer(protocol.Hinted(taken=taken))
 
+    # --- commit
+
+    def commit(self, job: protocol.Commit) -> None:
+        """Nothing enters the tree unless its source is still there after it was read."""
+        if job.folders:
+            self._confirm()
+        super().commit(job)
+
+    def finish(self, job: protocol.Finish) -> None:
+        self._confirm()
+        super().finish(job)
+
+    def _confirm(self) -> None:
+        """Check that the source is the one that was reached, by its path. OSError ESHUTDOWN.
+
+        CephFS answers reads in a deleted snapshot with later bytes, also through a directory that
+        was opened before. What was read before this check, is of the right one: a snapshot that is
+        deleted never comes back. A source that hangs here must not look like a disk that syncs:
+        the alarm ends this process, and with it the pass.
+        """
+        signal.alarm(CONFIRM_SECONDS)
+        try:
+            os.close(tree.open_source(*self._origin))
+        except FileNotFoundError as error:
+            raise OSError(errno.ESHUTDOWN, "the source has gone") from error
+        finally:
+            signal.alarm(0)
+
     # --- the loop
 
     def run(self) -> None:
@@ -299,21 +468,13 @@ class Worker(commit.Committer):
                 protocol.answer(protocol.NotDone(error=repr(error)))
 
 
-def _size(part: protocol.ScanPart) -> int:
-    return len(part.chunk) + len(part.folders) + len(part.failed)
-
-
-def _flush(part: protocol.ScanPart) -> None:
-    protocol.answer(part)
-    part.chunk, part.folders, part.failed, part.made = [], [], [], 0
-
-
 def serve(number: int, page: int, kind: type[Worker] = Worker) -> None:
     """A worker from its start to its end; ``page``: descriptor of the control page."""
     child_main.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal is for the agent
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     os.umask(0)
-    setup = protocol.receive(protocol.JOBS, protocol.Setup)
+    setup = pipes.receive(protocol.JOBS, protocol.Setup)
     if setup is None:
         return
     try:
@@ -322,6 +483,8 @@ def serve(number: int, page: int, kind: type[Worker] = Worker) -> None:
         protocol.answer(protocol.NotDone(error=copy.reason(error), errno=error.errno))
         return
     protocol.answer(protocol.Done())
+    if number > 0:  # the first one commits
+        worker.connect()
     try:
         worker.run()
     except BrokenPipeError:

@@ -12,16 +12,20 @@ import selectors
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from cache.fill import control, protocol
+import msgspec
+
+from cache.fill import control, pipes, protocol
 from cache.store import index
+from kit import child_main
 
 # When workers keep dying, a bug or the host is the reason: the pass ends and says so.
 MOST_DEATHS = 5
+# Killed workers that the kernel does not let go yet.
+MOST_HANGING = 8
 # For workers to close their Ceph clients at the end of the pass.
 END_SECONDS = 2.0
 
@@ -49,9 +53,11 @@ class Member:
     pid: int
     jobs: int
     answers: int
-    stream: protocol.Stream[protocol.Answer] = field(default_factory=protocol.answers)
+    stream: pipes.Stream[protocol.Answer] = field(default_factory=protocol.answers)
     starting: bool = True
     assignment: Assignment | None = None
+    signs: tuple[int, ...] = ()  # of life, as its slot of the control page had them last
+    moved: float = 0.0  # monotonic; when they changed
 
     @property
     def idle(self) -> bool:
@@ -94,8 +100,7 @@ class WorkerPool:
         for number in surplus:
             self._leaving.append(self.members[number].pid)
             self._close(self.members.pop(number))
-        while self._leaving and os.waitpid(self._leaving[0], os.WNOHANG)[0]:
-            self._leaving.pop(0)
+        self._leaving = [pid for pid in self._leaving if not os.waitpid(pid, os.WNOHANG)[0]]
 
     def _start(self, number: int) -> None:
         jobs_read, jobs_write = os.pipe()
@@ -103,7 +108,7 @@ class WorkerPool:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            self._be_worker(number, jobs_read, answers_write)
+            child_main.end_after(lambda: self._be_worker(number, jobs_read, answers_write))
         os.close(jobs_read)
         os.close(answers_write)
         member = Member(number, pid, jobs_write, answers_read)
@@ -112,25 +117,18 @@ class WorkerPool:
         self.members[number] = member
         self._send(member, self._setup)
 
-    def _be_worker(self, number: int, jobs: int, answers: int) -> NoReturn:
+    def _be_worker(self, number: int, jobs: int, answers: int) -> None:
         """The rest of a forked process's life.
 
         The coordinator's descriptors are closed at once: with a copy of another worker's pipe that
         worker's end would go unnoticed, a copy of the lock would keep the generation locked.
         """
-        page, code = self._page.descriptor, 1
-        try:
-            os.dup2(jobs, protocol.JOBS)
-            os.dup2(answers, protocol.ANSWERS)
-            os.closerange(3, page)
-            os.closerange(page + 1, os.sysconf("SC_OPEN_MAX"))
-            self._serve(number, page)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
+        page = self._page.descriptor
+        os.dup2(jobs, protocol.JOBS)
+        os.dup2(answers, protocol.ANSWERS)
+        os.closerange(3, page)
+        os.closerange(page + 1, os.sysconf("SC_OPEN_MAX"))
+        self._serve(number, page)
 
     def _close(self, member: Member) -> None:
         os.close(member.jobs)
@@ -156,19 +154,51 @@ class WorkerPool:
         """No worker has a job or is still starting."""
         return all(member.idle for member in self.members.values())
 
-    def assigned(self, *kinds: type[protocol.Message]) -> list[Assignment]:
+    def assigned(self, *kinds: type[msgspec.Struct]) -> list[Assignment]:
         """Jobs under way, of these kinds."""
         assignments = [m.assignment for m in self.members.values() if m.assignment is not None]
         return [each for each in assignments if isinstance(each.job, kinds)]
 
     def give(self, member: Member, assignment: Assignment) -> None:
-        member.assignment = assignment
+        member.assignment, member.moved = assignment, time.monotonic()
         self._send(member, assignment.job)
 
+    def hanging(self, kinds: tuple[type[msgspec.Struct], ...], seconds: float) -> list[Member]:
+        """Workers with a job of these kinds that gave no sign of life for ``seconds``."""
+        now = time.monotonic()
+        found = []
+        for member in self.members.values():
+            signs = self._page.signs(member.number)
+            if signs != member.signs:
+                member.signs, member.moved = signs, now
+            may = member.assignment is not None and isinstance(member.assignment.job, kinds)
+            if may and now - member.moved >= seconds:
+                found.append(member)
+        return found
+
+    def alive(self) -> None:
+        """Nobody can be expected to work now: nobody hangs."""
+        for member in self.members.values():
+            member.moved = time.monotonic()
+
+    def replace(self, member: Member) -> None:
+        """Kill a worker that hangs and start another one. PoolError when too many hang.
+
+        The kernel may keep the killed one for as long as its source does not answer.
+        """
+        self._leaving = [pid for pid in self._leaving if not os.waitpid(pid, os.WNOHANG)[0]]
+        if len(self._leaving) >= MOST_HANGING:
+            raise PoolError(f"{len(self._leaving)} worker processes hang in the kernel")
+        os.kill(member.pid, signal.SIGKILL)
+        self._leaving.append(member.pid)
+        self._close(self.members.pop(member.number))
+        if member.number <= self._wanted:
+            self._start(member.number)
+
     @staticmethod
-    def _send(member: Member, message: protocol.Message) -> None:
+    def _send(member: Member, message: msgspec.Struct) -> None:
         try:
-            protocol.send(member.jobs, message)
+            pipes.send(member.jobs, message)
         except BrokenPipeError:
             pass  # it died; ``wait`` reports that with the job it had
 
@@ -187,7 +217,7 @@ class WorkerPool:
                 yield Event(None, None)
                 continue
             try:
-                data = os.read(member.answers, protocol.READ_BYTES)
+                data = os.read(member.answers, pipes.READ_BYTES)
             except BlockingIOError:
                 continue
             if data:

@@ -1,27 +1,33 @@
 """What every kind of source has in common. Imports little: ``look`` runs in a child process."""
 
-import contextlib
 import errno
-import os
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import kit.child
 import kit.errors
-from cache.store import tree
-from ceph.protocol import Access
+from cache.settings import Source as Settings
+from cache.sources import roots
+from ceph.protocol import Access, ImageAccess
 
 
 @dataclass(frozen=True)
 class Reached:
     """A source that answers now."""
 
-    root: str  # directory to read
+    root: str  # directory to read; '' where only the store can be mounted
     device: str  # identifies the mount behind it; a new mount has another
     stamp: str  # of the root (tree.stamp); a pass that opens another directory must not read it
     client: str  # how it is read, for status
     files: int | None = None  # estimates, where the source counts (CephFS)
     bytes: int | None = None
     native: Access | None = None  # files can be read past the mount
+    image: ImageAccess | None = None  # a block image
+    mixes: bool = False  # what is mounted of it can show stored blocks too (cache.store.mixed)
+    note: str = ""  # for operators
+    marks: dict[str, str] = field(default_factory=dict)  # what it is (cache.store.identity)
+    manifest: tuple[str, str] | None = None  # where a published one may be: folder, path below it
 
 
 class Source(Protocol):
@@ -29,39 +35,57 @@ class Source(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Identifies the source; another identity is another generation."""
+        """What the settings name; another one is another generation. ``Reached.marks`` tell what
+        is there by that name."""
 
     @property
     def immutable(self) -> bool:
         """A snapshot, which cannot change."""
 
-    async def reach(self, deadline: float) -> Reached:
-        """Mount it if the agent mounts it, and check that it answers."""
+    @property
+    def place(self) -> str:
+        """Its path on this host, for who may pass the directories above it; '' when the agent
+        mounts it."""
+
+    @property
+    def replaceable(self) -> bool:
+        """Its marks tell when another one is there by its name."""
+
+    @property
+    def block(self) -> bool:
+        """A block image: the store has a copy of it and no tree."""
+
+    async def reach(self, deadline: float, *, serve: bool = True) -> Reached:
+        """Mount it if the agent mounts it, and check that it answers.
+
+        ``serve``: jobs are to read it; else its marks are enough.
+        """
+
+    def take(self, source: Settings) -> None:
+        """Other settings of the same source: how it is reached, not what it is."""
+
+    async def snapshots(self, deadline: float) -> dict[str, float]:
+        """The snapshots of its directory, and when each was made (Unix time). SourceError."""
 
     async def release(self) -> None:
         """Unmount what the agent mounted. Nobody reads from it any more."""
 
 
-@dataclass(frozen=True)
-class Root:
-    """What a source's root directory says of itself."""
-
-    stamp: str
-    empty: bool
-    files: int | None
-    bytes: int | None
-
-
-def look(root: str) -> dict[str, Any]:
-    """The fields of ``Root``. In a child process: a source may hang. OSError."""
-    counts: dict[str, int | None] = {"files": None, "bytes": None}
-    with tree.opened_root(root) as descriptor:
-        with os.scandir(descriptor) as entries:
-            empty = next(entries, None) is None
-        for key in counts:
-            with contextlib.suppress(OSError, ValueError):  # not a CephFS
-                counts[key] = int(os.getxattr(descriptor, f"ceph.dir.r{key}"))
-        return {"stamp": tree.stamp(os.fstat(descriptor)), "empty": empty, **counts}
+async def snapshots_of(
+    directory: str, thing: str, deadline: float, failed: Callable[[OSError], Awaitable[None]]
+) -> dict[str, float]:
+    """As ``roots.snapshots``, but raises SourceError. ``failed`` gets an error of the directory."""
+    try:
+        found: dict[str, float] = await kit.child.call(
+            roots.snapshots, directory, deadline=deadline
+        )
+        return found
+    except kit.child.DeadlineError as error:
+        why = f"its snapshots were not listed within {deadline:g}s"
+        raise kit.errors.SourceError(thing, why, "it is tried again") from error
+    except OSError as error:
+        await failed(error)
+        raise explain(f"{thing}: its snapshots", error) from error
 
 
 def explain(thing: str, error: OSError) -> kit.errors.SourceError:

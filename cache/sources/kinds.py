@@ -1,4 +1,4 @@
-"""The kinds of sources: CephFS, and a directory, which is simple enough to be here.
+"""The kinds of sources: CephFS, RBD, and a directory, which is simple enough to be here.
 
 A new kind is a module beside this one, its settings, and a line in ``source_of``.
 """
@@ -8,8 +8,37 @@ from typing import Any
 
 import kit.child
 import kit.errors
-from cache.settings import CephfsSource, DatasetSettings, DirSource
-from cache.sources import base, cephfs
+from cache.settings import CephfsSource, DatasetSettings, DirSource, RbdSource, Source
+from cache.sources import base, cephfs, rbd, roots
+
+
+class Unknown:
+    """Stands for a snapshot that is still to be found. It never answers."""
+
+    block = False
+    immutable = replaceable = True
+    place = ""
+
+    def __init__(self, dataset: DatasetSettings) -> None:
+        self._thing = f"dataset {dataset.name}: source"
+        self._pattern = dataset.snapshots
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"kind": "unknown"}
+
+    async def reach(self, deadline: float, *, serve: bool = True) -> base.Reached:
+        why = f"it has no snapshot {self._pattern!r} yet, or they could not be listed"
+        raise kit.errors.SourceError(self._thing, why, "make one; it is looked for by itself")
+
+    async def snapshots(self, deadline: float) -> dict[str, float]:
+        return {}
+
+    async def release(self) -> None:
+        """Nothing is mounted for it."""
+
+    def take(self, source: Source) -> None:
+        """Nothing is known of it."""
 
 
 def folder_of(state_dir: Path, name: str) -> Path:
@@ -21,24 +50,34 @@ def source_of(settings: DatasetSettings, state_dir: Path) -> base.Source:
     """The source of a dataset, not reached yet."""
     if isinstance(settings.source, CephfsSource):
         return cephfs.Cephfs(settings, settings.source, folder_of(state_dir, settings.name))
+    if isinstance(settings.source, RbdSource):
+        return rbd.Rbd(settings, settings.source, folder_of(state_dir, settings.name))
     return Directory(settings, settings.source)
+
+
+async def release(folder: Path) -> None:
+    """Unmount what a source of any kind left in its folder, and delete its key."""
+    kind = rbd if (folder / rbd.MAPPED).exists() else cephfs
+    await kind.release(folder)
 
 
 class Directory:
     """A directory that something else has mounted, read in place."""
 
+    block = False
+
     def __init__(self, dataset: DatasetSettings, source: DirSource) -> None:
-        self._path = str(source.path)
+        self._path = self.place = str(source.path)
         self._thing = f"dataset {dataset.name}: source {source.path}"
-        self.immutable = dataset.freshness == "snapshot"
+        self.immutable = self.replaceable = dataset.freshness != "frozen"
 
     @property
     def identity(self) -> dict[str, Any]:
         return {"kind": "dir", "path": self._path}
 
-    async def reach(self, deadline: float) -> base.Reached:
+    async def reach(self, deadline: float, *, serve: bool = True) -> base.Reached:
         try:
-            root = base.Root(**await kit.child.call(base.look, self._path, deadline=deadline))
+            root = roots.Root(**await kit.child.call(roots.look, self._path, deadline=deadline))
         except kit.child.DeadlineError as error:
             raise kit.errors.SourceError(
                 self._thing, f"it did not answer within {deadline:g}s", "it is tried again"
@@ -50,7 +89,20 @@ class Directory:
             raise kit.errors.SourceError(
                 self._thing, "it is empty", "mount or fill it; it is tried again"
             )
-        return base.Reached(self._path, root.stamp, root.stamp, "directory", root.files, root.bytes)
+        return base.Reached(
+            self._path, root.stamp, root.stamp, "directory", root.files, root.bytes,
+            marks=root.marks,
+        )  # fmt: skip
+
+    async def snapshots(self, deadline: float) -> dict[str, float]:
+        async def nothing(_: OSError) -> None:
+            """It is mounted by others."""
+
+        directory, _, _ = self._path.partition("/.snap")
+        return await base.snapshots_of(directory, self._thing, deadline, nothing)
 
     async def release(self) -> None:
         """Nothing of it is mounted by the agent."""
+
+    def take(self, source: Source) -> None:
+        """Its path cannot change."""

@@ -4,7 +4,7 @@ Below a mount point whose disk is missing lies the root disk. A store made there
 kubelet would evict pods. So a store that once lay on a disk of its own is used only while
 that is mounted; ``cache.disk`` says so for the first time, too.
 
-Only mount tables are read, never the disk.
+Where the mount table cannot tell, the store's UUID does: it is remembered in ``state_dir``.
 """
 
 import json
@@ -16,7 +16,21 @@ import kit.errors
 import kit.files
 from linux import mountinfo
 
+MARKER = "nodeagent.json"  # format and UUID of the store
 _HOST = Path("/proc/1/mountinfo")
+
+
+def shares_disk(store: str, folders: Sequence[str]) -> list[bool]:
+    """Of each folder whether it is on the store's file system. One that cannot be seen may be.
+    Blocking, for as long as a disk hangs."""
+    return [_shares(store, each) for each in folders]
+
+
+def _shares(store: str, folder: str) -> bool:
+    try:
+        return os.stat(store).st_dev == os.stat(folder).st_dev
+    except OSError:
+        return True
 
 
 def apart(own: Sequence[mountinfo.Mount]) -> list[mountinfo.Mount]:
@@ -52,16 +66,39 @@ def problem(found: str, wanted: str) -> str:
     return f"no disk is mounted at {wanted}; it would fill the one mounted at {found}"
 
 
+def _is_certain(store: str) -> bool:
+    """Whether ``place`` tells a disk from a directory of another one.
+
+    A pod that does not see the host's mount table sees a directory of the host as a mount, whether
+    or not the SSD is mounted there.
+    """
+    table = mountinfo.read()
+    own = mountinfo.containing(store, table)
+    return own is None or own.root == "/" or bool(apart(table))
+
+
 def _memory(state_dir: Path) -> Path:
     return state_dir / "cache-disk.json"
 
 
-def _remembered(state_dir: Path, store: str) -> str:
+def _kept(state_dir: Path, store: str) -> dict[str, str]:
     try:
-        kept = json.loads(_memory(state_dir).read_bytes())
-        return str(kept["disk"]) if kept["store"] == store else "/"
+        kept = dict(json.loads(_memory(state_dir).read_bytes()))
+        return {key: str(kept[key]) for key in kept} if kept["store"] == store else {}
     except (OSError, ValueError, KeyError, TypeError):
-        return "/"
+        return {}
+
+
+def _remembered(state_dir: Path, store: str) -> str:
+    return _kept(state_dir, store).get("disk", "/")
+
+
+def uuid_of(store: str) -> str:
+    """The UUID of the store that lies there; '' when there is none, or of an older agent."""
+    try:
+        return str(json.loads((Path(store) / MARKER).read_bytes()).get("uuid", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""
 
 
 def check(store: str, disk: Path | None, state_dir: Path) -> None:
@@ -72,12 +109,20 @@ def check(store: str, disk: Path | None, state_dir: Path) -> None:
         if disk is None:
             remedy += ", or set cache.disk to / if the store may lie on another disk now"
         raise kit.errors.HostError(f"cache.store {store}", why, remedy)
+    uuid = _kept(state_dir, store).get("uuid", "")
+    if uuid and uuid_of(store) != uuid and not _is_certain(store):
+        raise kit.errors.HostError(
+            f"cache.store {store}",
+            f"the store {uuid} that was there is gone, and this pod cannot see whether a disk is "
+            "mounted",
+            "mount the SSD on the host; if it was replaced, delete "
+            f"{_memory(state_dir)}, or run the pod with hostPID",
+        )
 
 
 def remember(store: str, state_dir: Path) -> None:
-    """Note where the store lies, after it was made there. OSError."""
-    found = place(store)
-    if found != _remembered(state_dir, store):
+    """Note where the store lies and which it is, after it was made there. OSError."""
+    kept = {"store": store, "disk": place(store), "uuid": uuid_of(store)}
+    if kept != _kept(state_dir, store):
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        kept = {"store": store, "disk": found}
         kit.files.save(_memory(state_dir), json.dumps(kept).encode())

@@ -23,21 +23,22 @@ import json
 import os
 import sqlite3
 import time
+import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import kit.errors
 import kit.files
 import kit.formats
-from cache.store import index, tree
+from cache.store import disk, image_copy, index, large, subset, tree
 
 FORMAT = 1  # of the store
 GENERATION_FORMAT = 1  # of generation.json
-MARKER = "nodeagent.json"
 TRASH = ".trash"
 _PROBE = ".probe"
+READ_ONLY, CANNOT_WRITE = "it is read-only", "it cannot be written"
 QUARANTINE = "unreplaced.jsonl"
 LOCK_SECONDS = 2.0  # for the coordinator of a killed agent to end
 _NAMES_AT_ONCE = 1000  # names of up to 255 bytes each in one message
@@ -48,17 +49,31 @@ class Generation(index.Counts):
     """generation.json. ``complete`` is written only when everything in the tree is durable."""
 
     dataset: str
-    identity: str  # JSON of what identifies the source
-    state: str = "new"  # new, filling, partial, complete
+    identity: str  # JSON of what the settings name
+    marks: dict[str, str] = field(default_factory=dict)  # what it is filled from (store.identity)
+    state: str = "new"  # new, filling, partial, complete, stale (its source is another one now)
     skeleton: bool = False  # every directory of the source is in the tree
     wanted: bool = False  # an operator asked to warm it
-    held: str = ""  # "paused" or "cancelled": not filled until an operator asks
+    held: str = ""  # paused, cancelled or evicted: not filled until an operator asks
     why: str = ""  # why it is partial, or why the last fill failed
     created: float = 0.0  # Unix time
     completed: float = 0.0
     used: int = 0  # SSD bytes
+    inodes: int = 0
+    share: int = subset.ALL  # of the files that are kept (store.subset)
+    evicting: bool = False  # what the share takes out may still be in the tree
     left_files: int = 0  # what did not fit
     left_bytes: int = 0
+    replaced: str = ""  # why the generation before it was discarded
+    snapshot: str = ""  # its name, '' of a source without one
+    served: float = 0.0  # Unix time from which it was the current one; 0: it never was
+    before: str = ""  # id of the generation whose unchanged files it shares
+    shared: int = 0  # those of its SSD bytes that ``before`` has too
+    shared_files: int = 0
+    verified: int = 0  # number of the last trouble of the disk after which all was verified
+    scrubbed: float = 0.0  # Unix time when its last whole scrub ended
+    crashes: int = 0  # of the node before that scrub began (``store.trust``)
+    damaged: int = 0  # files of an earlier generation that are on its list of bad files
 
 
 def new(dataset: str, identity: str) -> Generation:
@@ -86,6 +101,11 @@ def prepare(path: str) -> None:
     (store / TRASH).mkdir(mode=0o700, exist_ok=True)
 
 
+def is_disk_trouble(error: kit.errors.AgentError) -> bool:
+    """Whether ``prepare`` failed because of the disk: what is stored on it may be damaged."""
+    return error.cause == READ_ONLY or error.cause.startswith(CANNOT_WRITE)
+
+
 def _unusable(store: Path, cause: str, remedy: str) -> kit.errors.HostError:
     return kit.errors.HostError(f"cache.store {store}", cause, remedy)
 
@@ -102,11 +122,11 @@ def _check_abilities(store: Path) -> None:
     except OSError as error:
         cause = f"it cannot hold trusted xattrs ({error.strerror})"
         if error.errno == errno.EROFS:
-            cause = "it is read-only"
+            cause = READ_ONLY
         elif error.errno == errno.ENOSPC:
             cause, remedy = "it is full", "free some space there"
         elif error.errno not in (errno.EOPNOTSUPP, errno.EPERM, errno.EINVAL):
-            cause = f"it cannot be written ({error.strerror})"
+            cause = f"{CANNOT_WRITE} ({error.strerror})"
         raise _unusable(store, cause, remedy) from error
     finally:
         with contextlib.suppress(OSError):
@@ -114,25 +134,33 @@ def _check_abilities(store: Path) -> None:
 
 
 def _check_format(store: Path) -> None:
-    marker = store / MARKER
+    marker = store / disk.MARKER
     if marker.exists():
         try:
-            found = json.loads(marker.read_text())["format"]
+            kept = dict(json.loads(marker.read_text()))
+            found = kept["format"]
         except (ValueError, KeyError, TypeError) as error:
             remedy = "set cache.store to an empty directory, or empty this one: it is only a cache"
-            raise _unusable(store, f"its {MARKER} is damaged", remedy) from error
+            raise _unusable(store, f"its {disk.MARKER} is damaged", remedy) from error
         if found != FORMAT:
             remedy = "run the agent version that made it, or set cache.store to an empty directory"
             why = f"its format is {found}, this agent reads format {FORMAT}"
             raise _unusable(store, why, remedy)
+        if "uuid" not in kept:  # of an agent before 2026-12
+            _mark(marker)
         return
     # An agent that was killed during its first start leaves these.
-    ours = ("lost+found", f".{MARKER}.new", _PROBE)
+    ours = ("lost+found", f".{disk.MARKER}.new", _PROBE)
     strangers = [entry.name for entry in store.iterdir() if entry.name not in ours]
     if strangers:
         why = f"it is not empty and not a store (it contains {strangers[0]!r})"
         raise _unusable(store, why, "set cache.store to an empty directory")
-    kit.files.save(marker, json.dumps({"format": FORMAT}).encode())
+    _mark(marker)
+
+
+def _mark(marker: Path) -> None:
+    fields = {"format": FORMAT, "uuid": str(uuid.uuid4())}
+    kit.files.save(marker, json.dumps(fields).encode())
 
 
 def load(folder: str) -> dict[str, Any] | None:
@@ -144,8 +172,23 @@ def load(folder: str) -> dict[str, Any] | None:
 
 
 def adopt(folders: list[str]) -> list[dict[str, Any] | None]:
-    """``load`` each, after deleting what a killed coordinator left in its staging folder."""
+    """``load`` each, after deleting what a killed coordinator left in its staging folder.
+
+    ``tree`` is added: the inode number of the tree or image, 0 when there is none.
+    """
     return [_adopt(folder) for folder in folders]
+
+
+def adopt_all(store: str, datasets: list[str]) -> list[dict[str, dict[str, Any] | None]]:
+    """``adopt`` every generation of each dataset, by its folder."""
+    found = []
+    for name in datasets:
+        try:
+            folders = sorted(str(each) for each in (Path(store) / name).iterdir() if each.is_dir())
+        except OSError:
+            folders = []
+        found.append(dict(zip(folders, adopt(folders), strict=True)))
+    return found
 
 
 def _adopt(folder: str) -> dict[str, Any] | None:
@@ -157,6 +200,15 @@ def _adopt(folder: str) -> dict[str, Any] | None:
                 tree.remove(directory, "staging")
         except OSError:
             pass  # the next fill deletes it too, and reports what is wrong
+        with contextlib.suppress(OSError):
+            # Found by a verify that was cut short, or could not withdraw them.
+            if fields.get("state") == "complete" and has_quarantined(folder):
+                fields["state"] = "partial"
+                fields["damaged"] = len(read_quarantined(Path(folder)))
+        fields["tree"] = 0
+        for name in ("tree", image_copy.IMAGE):
+            with contextlib.suppress(OSError):
+                fields["tree"] = (Path(folder) / name).stat().st_ino
     return _with_figures(fields, folder)
 
 
@@ -166,35 +218,50 @@ def _with_figures(fields: dict[str, Any] | None, folder: str) -> dict[str, Any] 
     While directories are listed again the index knows less of what is used, so the higher figure
     counts.
     """
-    if fields is not None and fields.get("state") == "filling":
+    if fields is not None and (fields.get("state") == "filling" or fields.get("evicting")):
+        with contextlib.suppress(OSError):
+            allocated = image_copy.used(Path(folder))
+            fields["used"] = max(int(fields.get("used", 0)), allocated)
         path = Path(folder) / index.NAME
         with (
             contextlib.suppress(OSError, sqlite3.Error),  # no index that can be read
             contextlib.closing(index.Index.read_only(path)) as opened,
         ):
             found, size = opened.totals(), path.stat().st_size
+            with tree.opened_root(folder) as directory:
+                size += large.used(directory)  # what is not in the tree yet
             used = max(int(fields.get("used", 0)), found.used + size)
-            fields |= {**found.counts(), "used": used}
+            inodes = max(int(fields.get("inodes", 0)), found.inodes)
+            fields |= {**found.counts(), "used": used, "inodes": inodes}
     return fields
 
 
 def failures_page(folder: str, limit: int, after: list[Any]) -> dict[str, Any]:
-    """Entries that could not be copied, those after ``after`` (directory, name), as JSON.
+    """Entries that could not be copied or do not fit, those after ``after``, as JSON.
 
-    Names that are not UTF-8 are shown with \\xNN escapes. ``next`` is in hex, because a name may
-    have bytes that no URL carries.
+    ``after``: directory and name of a failure, or minus the chunk and name of what does not fit,
+    which come second. Names that are not UTF-8 are shown with \\xNN escapes. ``next`` is in hex,
+    because a name may have bytes that no URL carries.
     """
     try:
         opened = index.Index.read_only(Path(folder) / index.NAME)
     except OSError:
         return {"failures": [], "next": None}  # nothing was scanned yet
     with contextlib.closing(opened):
-        rows = opened.failures(limit, (int(after[0]), str(after[1])))
+        number, name = int(after[0]), str(after[1])
+        rows = opened.failures(limit, (number, name)) if number >= 0 else []
         failures = [
-            {"path": _shown("/".join([*opened.path(number), name])), "reason": reason}
-            for number, name, reason in rows
+            {"path": _shown("/".join([*opened.path(each), name])), "reason": reason}
+            for each, name, reason in rows
         ]
-    more = f"{rows[-1][0]}/{os.fsencode(rows[-1][1]).hex()}" if len(rows) == limit else None
+        last = rows[-1][:2] if rows else None
+        chunks = opened.lacking_room(limit - len(rows), (max(0, -number), name))
+        for chunk, entry in chunks:
+            path = "/".join([*opened.path(opened.chunk_directory(chunk)), entry.name])
+            why = f"no room for its {entry.allocated} bytes on the SSD"
+            failures.append({"path": _shown(path), "reason": why})
+            last = -chunk, entry.name
+    more = f"{last[0]}/{os.fsencode(last[1]).hex()}" if last and len(failures) == limit else None
     return {"failures": failures, "next": more}
 
 
@@ -283,25 +350,39 @@ def write_quarantined(folder: Path, files: Sequence[tuple[list[str], str]]) -> N
     kit.files.save(folder / QUARANTINE, text.encode("ascii"))
 
 
+def add_quarantined(folder: Path, files: Sequence[tuple[list[str], str]]) -> None:
+    """Have ``files`` on the list, too. Nothing where the generation has gone. OSError."""
+    if (folder / "generation.json").exists():
+        known = read_quarantined(folder)
+        seen = {(tuple(path), name) for path, name in known}
+        new = [each for each in files if (tuple(each[0]), each[1]) not in seen]
+        write_quarantined(folder, [*known, *new])
+
+
 def read_quarantined(folder: Path) -> list[tuple[list[str], str]]:
-    """(path of the directory, name) of each file. OSError."""
+    """(path of the directory, name) of each file, each once. OSError."""
     try:
         lines = (folder / QUARANTINE).read_text(encoding="ascii").splitlines()
     except FileNotFoundError:
         return []
     files = []
-    for line in lines:
+    for line in dict.fromkeys(lines):
         with contextlib.suppress(ValueError):  # agents before 2026-11 could tear the last line
             path, name = json.loads(line)
             files.append((path, name))
     return files
 
 
+def grouped(files: Sequence[tuple[list[str], str]]) -> dict[tuple[str, ...], list[str]]:
+    """The names by the path of their directory."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for path, name in files:
+        found.setdefault(tuple(path), []).append(name)
+    return found
+
+
 def by_directory(files: Sequence[tuple[list[str], str]]) -> Iterator[tuple[list[str], list[str]]]:
     """(path, names) with a bounded number of names at once."""
-    grouped: dict[tuple[str, ...], list[str]] = {}
-    for path, name in files:
-        grouped.setdefault(tuple(path), []).append(name)
-    for key, names in grouped.items():
+    for key, names in grouped(files).items():
         for at in range(0, len(names), _NAMES_AT_ONCE):
             yield list(key), names[at : at + _NAMES_AT_ONCE]

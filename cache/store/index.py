@@ -15,108 +15,37 @@ A lost or damaged index is made again by a scan.
                  SSD. The commit of the chunk counts them and deletes the rows.
 """
 
-import contextlib
-import dataclasses
-import errno
 import json
 import sqlite3
-import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cache.store import chunks, manifest, schema, sharing
+from cache.store.rows import HINTED as HINTED
+from cache.store.rows import LARGE as LARGE
+from cache.store.rows import NO_ROOM as NO_ROOM
+from cache.store.rows import NORMAL as NORMAL
+from cache.store.rows import SILENT as SILENT
+from cache.store.rows import Chunk as Chunk
+from cache.store.rows import Counts as Counts
+from cache.store.rows import Directory as Directory
+from cache.store.rows import Totals as Totals
 from cache.store.tree import Entry
 
-FORMAT = 1
-NAME = "index.sqlite"
+NAME = schema.NAME
 CHUNK_ENTRIES = 256
 ROOT = 1
 
 SEALED = 2
 
-_SCHEMA = """
-CREATE TABLE directories (
-    id INTEGER PRIMARY KEY, parent INTEGER, name TEXT NOT NULL, attributes TEXT NOT NULL,
-    state INTEGER NOT NULL DEFAULT 0, waiting INTEGER NOT NULL DEFAULT 0,
-    entries INTEGER NOT NULL DEFAULT 0, files INTEGER NOT NULL DEFAULT 0,
-    bytes INTEGER NOT NULL DEFAULT 0, done_files INTEGER NOT NULL DEFAULT 0,
-    done_bytes INTEGER NOT NULL DEFAULT 0, allocated INTEGER NOT NULL DEFAULT 0,
-    skipped INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
-    rescans INTEGER NOT NULL DEFAULT 0, location TEXT, UNIQUE (parent, name));
-CREATE INDEX directories_found ON directories (id) WHERE state = 0;
-CREATE TABLE chunks (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, directory INTEGER NOT NULL,
-    priority INTEGER NOT NULL DEFAULT 0, files INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    allocated INTEGER NOT NULL, entries BLOB NOT NULL);
-CREATE INDEX chunks_order ON chunks (priority DESC, id);
-CREATE INDEX chunks_directory ON chunks (directory);
-CREATE TABLE failures (
-    directory INTEGER NOT NULL, name TEXT NOT NULL, reason TEXT NOT NULL, lasting INTEGER NOT NULL,
-    PRIMARY KEY (directory, name)) WITHOUT ROWID;
-"""
-# Added after the first indexes of this format, which also have an unused table `meta`.
-_AHEAD = """
-CREATE TABLE IF NOT EXISTS ahead (
-    directory INTEGER NOT NULL, name TEXT NOT NULL, bytes INTEGER NOT NULL,
-    PRIMARY KEY (directory, name)) WITHOUT ROWID;
-"""
 
-
-@dataclass(frozen=True)
-class Counts:
-    """How much there is and what became of it.
-
-    Files are all entries but directories; bytes are of regular files.
-    """
-
-    files: int = 0
-    bytes: int = 0
-    done_files: int = 0
-    done_bytes: int = 0
-    failed: int = 0
-    skipped: int = 0
-
-    def counts(self) -> dict[str, int]:
-        """Only these figures, without those that a subclass adds."""
-        return {each.name: getattr(self, each.name) for each in dataclasses.fields(Counts)}
-
-
-@dataclass(frozen=True)
-class Totals(Counts):
-    directories: int = 0
-    sealed: int = 0
-    allocated: int = 0  # SSD bytes of the stored files, those ahead of their chunk included
-
-    @property
-    def used(self) -> int:
-        """SSD bytes of the generation without its index."""
-        return self.allocated + self.directories * 4096
-
-
-@dataclass(frozen=True)
-class Chunk:
-    id: int
-    directory: int
-    entries: list[Entry]
-
-
-@dataclass(frozen=True)
-class Directory:
-    id: int
-    parent: int | None
-    attributes: Entry
-    state: int
-    entries: int
-    rescans: int
-
-
-def _encode(text: str) -> str:
-    """As sqlite can store it: it refuses lone surrogates, JSON's escapes express them."""
+def encode(text: str) -> str:
+    """A name as sqlite can store it: it refuses lone surrogates, JSON's escapes express them."""
     return json.dumps(text)[1:-1] if not text.isprintable() or "\\" in text else text
 
 
-class Index:
+class Index(sharing.Sharing):
     """One coordinator writes at a time. ``open`` replaces a damaged or outdated file, and never
     one of a newer format."""
 
@@ -126,26 +55,18 @@ class Index:
     @classmethod
     def open(cls, path: Path) -> "Index":
         try:
-            return cls(cls._connect(path))
-        except sqlite3.DatabaseError:
+            return cls(schema.connect(path))
+        except sqlite3.DatabaseError as error:
+            code = getattr(error, "sqlite_errorcode", None)
+            if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY):
+                raise  # it is not damaged
             cls.discard(path)
-            return cls(cls._connect(path))
+            return cls(schema.connect(path))
 
     @staticmethod
     def discard(path: Path) -> None:
         """Delete it; the next scan makes another. OSError when a newer agent wrote it."""
-        if path.exists():
-            with (
-                contextlib.suppress(sqlite3.Error),
-                contextlib.closing(
-                    sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-                ) as db,
-            ):
-                version = db.execute("PRAGMA user_version").fetchone()[0]
-                if version > FORMAT:
-                    raise _newer(path, version)
-        for suffix in ("", "-wal", "-shm"):
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        schema.discard(path)
 
     @classmethod
     def read_only(cls, path: Path) -> "Index":
@@ -153,28 +74,6 @@ class Index:
         if not path.exists():
             raise FileNotFoundError(2, "no index", str(path))
         return cls(sqlite3.connect(path, isolation_level=None, timeout=10.0))
-
-    @staticmethod
-    def _connect(path: Path) -> sqlite3.Connection:
-        db = sqlite3.connect(path, isolation_level=None, timeout=10.0)
-        try:
-            db.execute("PRAGMA journal_mode=WAL")
-            db.execute("PRAGMA synchronous=NORMAL")
-            db.execute("PRAGMA cache_size=-8192")
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:
-                db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
-            elif version > FORMAT:
-                raise _newer(path, version)
-            elif version != FORMAT:
-                raise sqlite3.DatabaseError(f"index of format {version}")
-            elif (said := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-                raise sqlite3.DatabaseError(said)
-            db.execute(_AHEAD)
-        except BaseException:
-            db.close()
-            raise
-        return db
 
     def close(self) -> None:
         self._db.close()
@@ -198,22 +97,33 @@ class Index:
         self._db.execute(
             "INSERT OR IGNORE INTO directories (id, parent, name, attributes) "
             "VALUES (?, NULL, '', ?)",
-            (ROOT, json.dumps(root)),
+            (ROOT, json.dumps(root[: chunks.KEPT_AS_JSON])),
         )
 
-    def add_directories(self, parent: int, entries: Iterable[Entry]) -> None:
-        """Add subdirectories; a known one only gets its new attributes."""
+    def add_directories(self, parent: int, entries: Iterable[Entry], listing: int = 0) -> None:
+        """Add subdirectories that ``listing`` saw; a known one only gets its new attributes."""
         self._db.executemany(
-            "INSERT INTO directories (parent, name, attributes) VALUES (?, ?, ?) "
-            "ON CONFLICT (parent, name) DO UPDATE SET attributes = excluded.attributes",
-            [(parent, _encode(entry.name), json.dumps(entry)) for entry in entries],
+            "INSERT INTO directories (parent, name, attributes, seen) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (parent, name) DO UPDATE SET attributes = excluded.attributes,"
+            " seen = excluded.seen",
+            [
+                (parent, encode(entry.name), json.dumps(entry[: chunks.KEPT_AS_JSON]), listing)
+                for entry in entries
+            ],
         )
 
-    def add_chunk(self, directory: int, entries: list[Entry]) -> None:
+    def saw(self, parent: int, names: Iterable[str], listing: int) -> None:
+        """``listing`` saw these subdirectories, which could not be made."""
+        self._db.executemany(
+            "UPDATE directories SET seen = ? WHERE parent = ? AND name = ?",
+            [(listing, parent, encode(name)) for name in names],
+        )
+
+    def add_chunk(self, directory: int, entries: list[Entry], priority: int = NORMAL) -> None:
         self._db.execute(
-            "INSERT INTO chunks (directory, files, bytes, allocated, entries) "
-            "VALUES (?, ?, ?, ?, ?)",
-            (directory, *_packed(entries)),
+            "INSERT INTO chunks (directory, priority, files, bytes, allocated, entries, changes) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (directory, priority, *chunks.packed(entries)),
         )
 
     def locate(self, directory: int, location: tuple[str, int]) -> None:
@@ -231,7 +141,7 @@ class Index:
         self._update(
             directory,
             "state = 0, waiting = 0, entries = 0, files = 0, bytes = 0, done_files = 0, "
-            "done_bytes = 0, allocated = 0, skipped = 0, failed = 0",
+            "done_bytes = 0, allocated = 0, skipped = 0, failed = 0, shared = 0, shared_files = 0",
         )
 
     def listed(
@@ -256,10 +166,7 @@ class Index:
     ) -> None:
         """A chunk is in the tree, except for what failed and what is ``left`` to copy."""
         if left:
-            self._db.execute(
-                "UPDATE chunks SET files = ?, bytes = ?, allocated = ?, entries = ? WHERE id = ?",
-                (*_packed(left), chunk.id),
-            )
+            self._replace_chunk(chunk.id, left)
         else:
             self._db.execute("DELETE FROM chunks WHERE id = ?", (chunk.id,))
         self._update(
@@ -272,7 +179,7 @@ class Index:
         self._db.executemany(
             "DELETE FROM ahead WHERE directory = ? AND name = ?",
             [
-                (chunk.directory, _encode(entry.name))
+                (chunk.directory, encode(entry.name))
                 for entry in chunk.entries
                 if entry.name not in stays
             ],
@@ -282,7 +189,7 @@ class Index:
         """Files that a hint stored before their chunk: names and SSD bytes."""
         self._db.executemany(
             "INSERT OR REPLACE INTO ahead VALUES (?, ?, ?)",
-            [(directory, _encode(name), size) for name, size in taken.items()],
+            [(directory, encode(name), size) for name, size in taken.items()],
         )
 
     def ahead(self, directory: int) -> dict[str, int]:
@@ -321,15 +228,12 @@ class Index:
                 self._update(current, "waiting = waiting + 1")
         return changed
 
-    def drop_vanished(self, directory: int, seen: set[str]) -> list[str]:
-        """Delete the subdirectories that a new listing lacks, with all below; their names."""
-        gone = [
-            (int(row[0]), _decode(row[1]))
-            for row in self._db.execute(
-                "SELECT id, name FROM directories WHERE parent = ?", (directory,)
-            )
-            if _decode(row[1]) not in seen
-        ]
+    def drop_vanished(self, directory: int, listing: int) -> list[str]:
+        """Delete the subdirectories that ``listing`` did not see, with all below; their names."""
+        rows = self._db.execute(
+            "SELECT id, name FROM directories WHERE parent = ? AND seen != ?", (directory, listing)
+        )
+        gone = [(int(row[0]), _decode(row[1])) for row in rows]
         for number, _ in gone:
             below = (
                 "WITH RECURSIVE below(id) AS (SELECT ? UNION ALL SELECT d.id FROM directories d "
@@ -347,7 +251,7 @@ class Index:
     def fail(self, directory: int, name: str, reason: str, *, lasting: bool) -> None:
         self._db.execute(
             "INSERT OR REPLACE INTO failures VALUES (?, ?, ?, ?)",
-            (directory, _encode(name), reason, int(lasting)),
+            (directory, encode(name), reason, int(lasting)),
         )
 
     def failures(self, limit: int, after: tuple[int, str] = (0, "")) -> list[tuple[int, str, str]]:
@@ -355,7 +259,7 @@ class Index:
         rows = self._db.execute(
             "SELECT directory, name, reason FROM failures WHERE (directory, name) > (?, ?) "
             "ORDER BY directory, name LIMIT ?",
-            (after[0], _encode(after[1]), limit),
+            (after[0], encode(after[1]), limit),
         )
         return [(int(d), _decode(n), str(r)) for d, n, r in rows]
 
@@ -379,7 +283,7 @@ class Index:
         self._update(directory, "failed = failed + 1")
 
     def reset_rescans(self) -> None:
-        self._db.execute("UPDATE directories SET rescans = 0")
+        self._db.execute("UPDATE directories SET rescans = 0 WHERE rescans > 0")
 
     def directory(self, number: int) -> Directory:
         row = self._row(
@@ -387,6 +291,14 @@ class Index:
             number,
         )
         return Directory(row[0], row[1], Entry(*json.loads(row[2])), *row[3:])
+
+    def subdirectories(self, number: int) -> Iterator[Entry]:
+        query = "SELECT attributes FROM directories WHERE parent = ?"
+        return (Entry(*json.loads(row[0])) for row in self._db.execute(query, (number,)))
+
+    def skipped(self, number: int) -> int:
+        """Sockets, fifos and devices in a directory."""
+        return int(self._row("SELECT skipped FROM directories WHERE id = ?", number)[0])
 
     def path(self, directory: int) -> list[str]:
         """The names from the root to it."""
@@ -405,7 +317,7 @@ class Index:
         current = ROOT
         for name in path:
             query = "SELECT id FROM directories WHERE parent = ? AND name = ?"
-            row = self._row(query, current, _encode(name))
+            row = self._row(query, current, encode(name))
             if row is None:
                 return None
             current = int(row[0])
@@ -429,16 +341,135 @@ class Index:
             after, limit,
         )  # fmt: skip
 
+    def known_directories(self, after: int, limit: int) -> list[int]:
+        """In whatever state; a directory comes after the one that it is in."""
+        return self._ids(
+            "SELECT id FROM directories WHERE id > ? ORDER BY id LIMIT ?", after, limit
+        )
+
     def next_chunks(self, limit: int) -> list[int]:
-        return self._ids("SELECT id FROM chunks ORDER BY priority DESC, id LIMIT ?", limit)
+        """In the order in which they are copied, without those that do not fit."""
+        return self._ids(
+            "SELECT id FROM chunks WHERE priority > ? ORDER BY priority DESC, id LIMIT ?",
+            NO_ROOM, limit,
+        )  # fmt: skip
+
+    def split(self, chunk: Chunk, apart: Callable[[Entry], bool]) -> None:
+        """Have each entry that is to be ``apart`` in a chunk of its own."""
+        alone = [entry for entry in chunk.entries if apart(entry)]
+        rest = [entry for entry in chunk.entries if not apart(entry)]
+        if rest:
+            self._replace_chunk(chunk.id, rest)
+        else:
+            self._db.execute("DELETE FROM chunks WHERE id = ?", (chunk.id,))
+        for entry in alone:
+            self.add_chunk(chunk.directory, [entry], chunk.priority)
+        more = len(alone) - (0 if rest else 1)
+        self._update(chunk.directory, "waiting = waiting + ?", more)
+
+    def set_aside(self, chunk: int) -> None:
+        """It has a large file, which is copied beside the others."""
+        self._db.execute("UPDATE chunks SET priority = ? WHERE id = ?", (LARGE, chunk))
+
+    def large(self, limit: int) -> list[int]:
+        return self._ids(
+            "SELECT id FROM chunks WHERE priority = ? ORDER BY id LIMIT ?", LARGE, limit
+        )
+
+    def no_room_for(self, chunk: int) -> None:
+        """No room for what is left of a chunk; smaller files of others may fit."""
+        self._db.execute("UPDATE chunks SET priority = ? WHERE id = ?", (NO_ROOM, chunk))
+
+    def put_off(self, directory: int, entries: list[Entry], busy: set[int]) -> None:
+        """Copy these entries, which a chunk had, when everything else is copied.
+
+        They join others of their directory, for each chunk is waited for once. ``busy``: chunks
+        that are being copied.
+        """
+        query = "SELECT id FROM chunks WHERE directory = ? AND priority = ? AND files <= ?"
+        most = CHUNK_ENTRIES - len(entries)
+        for number in self._ids(query, directory, SILENT, most):
+            chunk = self.chunk(number)
+            if chunk is not None and number not in busy:
+                self._replace_chunk(number, chunk.entries + entries)
+                return
+        self.add_chunk(directory, entries, SILENT)
+        self._update(directory, "waiting = waiting + 1")
+
+    def _replace_chunk(self, number: int, entries: list[Entry]) -> None:
+        self._db.execute(
+            "UPDATE chunks SET files = ?, bytes = ?, allocated = ?, entries = ?, changes = ? "
+            "WHERE id = ?",
+            (*chunks.packed(entries), number),
+        )
+
+    def retry_put_off(self) -> None:
+        """There may be room again, and what was silent may answer."""
+        self._db.execute("UPDATE chunks SET priority = ? WHERE priority < ?", (NORMAL, NORMAL))
+
+    def lacking_room(self, limit: int, after: tuple[int, str] = (0, "")) -> list[tuple[int, Entry]]:
+        """(chunk, entry) of what does not fit, those after (chunk, name)."""
+        found: list[tuple[int, Entry]] = []
+        query = "SELECT id FROM chunks WHERE priority = ? AND id >= ? ORDER BY id LIMIT ?"
+        for number in self._ids(query, NO_ROOM, after[0], limit + 1):
+            chunk = self.chunk(number)
+            if chunk is None:  # copied or listed again meanwhile
+                continue
+            names = [entry.name for entry in chunk.entries]
+            known = number == after[0] and after[1] in names
+            rest = chunk.entries[names.index(after[1]) + 1 :] if known else chunk.entries
+            found += [(number, entry) for entry in rest[: limit - len(found)]]
+            if len(found) >= limit:
+                break
+        return found
+
+    def chunk_directory(self, chunk: int) -> int:
+        return int(self._row("SELECT directory FROM chunks WHERE id = ?", chunk)[0])
 
     def chunk(self, number: int) -> Chunk | None:
         """None when it is committed, or its directory is listed again."""
-        row = self._row("SELECT id, directory, entries FROM chunks WHERE id = ?", number)
+        query = "SELECT id, directory, entries, priority, changes FROM chunks WHERE id = ?"
+        row = self._row(query, number)
         if row is None:
             return None
-        entries = [Entry(*fields) for fields in json.loads(zlib.decompress(row[2]))]
-        return Chunk(row[0], row[1], entries)
+        return Chunk(row[0], row[1], chunks.unpacked(row[2], row[4]), row[3])
+
+    # --- the manifest
+
+    def keep(self, directory: int, items: list[manifest.Item]) -> None:
+        """Add to the manifest what became of these entries of a directory."""
+        if items:
+            self._db.execute(
+                "INSERT INTO manifest (directory, entries) VALUES (?, ?)",
+                (directory, manifest.pack(items)),
+            )
+
+    def kept(self, directory: int) -> Iterator[manifest.Item]:
+        """Its files and links: those of the manifest, and those that wait to be copied.
+
+        A directory that an older agent filled has fewer than ``Directory.entries`` less its
+        subdirectories, until it is listed again. ValueError for a damaged or newer part.
+        """
+        query = "SELECT entries FROM manifest WHERE directory = ? ORDER BY id"
+        for (part,) in self._db.execute(query, (directory,)):
+            yield from manifest.unpack(part)
+        for number in self._ids("SELECT id FROM chunks WHERE directory = ?", directory):
+            chunk = self.chunk(number)
+            for entry in chunk.entries if chunk is not None else ():
+                yield manifest.Item(entry, manifest.State.AT_SOURCE)
+
+    def part(self, number: int) -> tuple[int, bytes] | None:
+        """The directory of a part of the manifest, and its entries as ``manifest.unpack`` reads."""
+        row = self._row("SELECT directory, entries FROM manifest WHERE id = ?", number)
+        return None if row is None else (int(row[0]), bytes(row[1]))
+
+    def last_number(self, table: str) -> int:
+        """The highest number of a part or directory, 0 when the table is empty."""
+        return int(self._row(f"SELECT coalesce(max(id), 0) FROM {table}")[0])
+
+    def number_from(self, table: str, least: int) -> int:
+        """The first one that is not below ``least``, which is at most the highest."""
+        return self._ids(f"SELECT id FROM {table} WHERE id >= ? ORDER BY id LIMIT 1", least)[0]
 
     def left(self) -> tuple[int, int]:
         """Files and bytes that are still to copy."""
@@ -453,27 +484,9 @@ class Index:
         )
 
     def totals(self) -> Totals:
-        row = self._row(
-            "SELECT sum(files), sum(bytes), sum(done_files), sum(done_bytes),"
-            " (SELECT count(*) FROM failures), sum(skipped), count(*), sum(state > 1),"
-            " sum(allocated) + (SELECT coalesce(sum(bytes), 0) FROM ahead) FROM directories"
-        )
+        counted = self._row("SELECT 1 FROM sqlite_master WHERE name = 'totals'") is not None
+        row = self._row(schema.TOTALS if counted else schema.TOTALS_OF_OLDER)
         return Totals(*(value or 0 for value in row))  # sums over no rows are NULL
-
-
-def _newer(path: Path, found: int) -> OSError:
-    why = f"{NAME} was written by a newer agent (format {found}, this agent knows {FORMAT})"
-    remedy = "run that version, or remove the dataset and fill it again"
-    return OSError(errno.EPROTONOSUPPORT, f"{why}: {remedy}", str(path))
-
-
-def _packed(entries: list[Entry]) -> tuple[int, int, int, bytes]:
-    return (
-        len(entries),
-        sum(entry.size for entry in entries if entry.is_file),
-        sum(entry.allocated for entry in entries),
-        zlib.compress(json.dumps(entries).encode(), 1),
-    )
 
 
 def _decode(text: str) -> str:

@@ -19,6 +19,9 @@ from ceph import protocol
 # The checksum of a stored file is kept with the file, invisible to jobs.
 CHECKSUM = "trusted.nodeagent.xxh3-128"
 OPAQUE = "trusted.overlay.opaque"
+# What CephFS tells of a directory, by both clients.
+FSID = "ceph.cluster_fsid"
+SNAPSHOT_MADE = "ceph.snap.btime"
 # Kept beside user xattrs: without these lists a job could be refused what the source allows.
 _ACLS = ("system.posix_acl_access", "system.posix_acl_default")
 
@@ -31,7 +34,7 @@ _BLOCK = 4096
 
 
 class Entry(protocol.Entry):
-    """One directory entry, and what it means for the store. The index keeps it as a JSON list."""
+    """One directory entry, and what it means for the store. The index keeps some of it as JSON."""
 
     __slots__ = ()
 
@@ -62,7 +65,7 @@ def entry_of(name: str, status: os.stat_result) -> Entry:
     """From a stat result, which does not tell whether there are xattrs."""
     return Entry(
         name, status.st_mode, status.st_uid, status.st_gid, status.st_size, status.st_mtime_ns,
-        status.st_ino, status.st_nlink, True,
+        status.st_ino, status.st_nlink, True, status.st_ctime_ns,
     )  # fmt: skip
 
 
@@ -78,6 +81,17 @@ def same_content(entry: Entry, stored: os.stat_result) -> bool:
 # --- opening
 
 
+def is_link(directory: int, name: str, stored: os.stat_result) -> bool:
+    """Whether a stored file is a link of the one by that name in another generation's directory."""
+    if stored.st_nlink < 2:
+        return False
+    try:
+        other = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except OSError:
+        return False
+    return (other.st_dev, other.st_ino) == (stored.st_dev, stored.st_ino)
+
+
 def open_root(path: str | Path) -> int:
     """A descriptor of a root directory. Symbolic links on the way to it are followed."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -87,9 +101,35 @@ def opened_root(path: str | Path) -> AbstractContextManager[int]:
     return kit.files.closing(open_root(path))
 
 
-def stamp(status: os.stat_result) -> str:
-    """Identifies a root directory: its mount and its inode."""
-    return f"{status.st_dev}:{status.st_ino}"
+def open_file(directory: int, name: str) -> int:
+    """A descriptor of a regular file, for reading; no link is followed. OSError.
+
+    EINVAL for anything else, which is not opened: opening a device may begin what it does.
+    """
+    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    with kit.files.closing(os.open(name, flags, dir_fd=directory)) as found:
+        if not stat.S_ISREG(os.fstat(found).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", name)
+        return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def virtual(directory: int, name: str) -> str:
+    """An xattr that CephFS makes up, '' where there is none. OSError of a source that fails."""
+    try:
+        return os.getxattr(directory, name).decode("ascii", "replace")
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
+            return ""
+        raise
+
+
+def stamp(root: int) -> str:
+    """Identifies an open root directory: its mount, its inode and, in CephFS, its snapshot.
+
+    A snapshot that is made again under its name has another time in ``ceph.snap.btime``.
+    """
+    status = os.fstat(root)
+    return f"{status.st_dev}:{status.st_ino} {virtual(root, SNAPSHOT_MADE)}".rstrip()
 
 
 def open_source(path: str, expected: str) -> int:
@@ -99,9 +139,12 @@ def open_source(path: str, expected: str) -> int:
     and every stored file would look as if the source had deleted it.
     """
     descriptor = open_root(path)
-    if expected and stamp(os.fstat(descriptor)) != expected:
+    try:
+        if expected and stamp(descriptor) != expected:
+            raise OSError(errno.ESHUTDOWN, "the source is not the one that was reached", path)
+    except OSError:
         os.close(descriptor)
-        raise OSError(errno.ESHUTDOWN, "the source is not the one that was reached", path)
+        raise
     return descriptor
 
 
@@ -142,6 +185,22 @@ def entries_beside(root: int, path: Sequence[str], names: set[str]) -> list[Entr
         found = [item for item in listing(directory) if isinstance(item, Entry)]
     kept = [item for item in found if item.is_file or item.is_link or item.is_directory]
     return [item for item in kept if item.name not in names]
+
+
+def checksum_of(directory: int, name: str) -> str:
+    """The checksum that is kept with a stored file, in hex; '' when there is none."""
+    try:
+        return os.getxattr(
+            f"/proc/self/fd/{directory}/{name}", CHECKSUM, follow_symlinks=False
+        ).decode()
+    except OSError:
+        return ""
+
+
+def count(directory: int) -> int:
+    """How many names it has; a million of them take no memory."""
+    with os.scandir(directory) as found:
+        return sum(1 for _ in found)
 
 
 def has(parent: int, name: str) -> bool:

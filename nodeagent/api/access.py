@@ -40,12 +40,16 @@ STREAMS_OF_CALLER = 16
 
 @dataclass(frozen=True)
 class Caller:
-    """``role`` None: nobody we know. ``problem``: why that could not be found out."""
+    """``role`` None: may do nothing. ``problem``: why the role could not be found out.
+
+    ``authenticated``: who it is has been proven, also when that caller has no role.
+    """
 
     name: str
     role: Role | None
     key: str  # what a limit counts
     problem: str = ""
+    authenticated: bool = False
 
 
 # --- names under which a listener is asked

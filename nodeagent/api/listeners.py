@@ -5,6 +5,8 @@ opens enough of them would take the file descriptors that the rooms need. A list
 closes the connection that has waited longest without a request. So a crowd of idle connections
 keeps neither a probe nor an operator out.
 
+On the unix socket a connection begins with ``nodeagent.api.quick``, which answers status requests.
+
 A new certificate serves the connections that are accepted after it appeared.
 """
 
@@ -12,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import grp
 import logging
 import os
@@ -19,7 +22,7 @@ import socket
 import ssl
 import stat
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,8 @@ from aiohttp.typedefs import Middleware
 
 import kit.errors
 from kit.room import Role
-from nodeagent.api import access, reviews, rotation, server
+from nodeagent import overview
+from nodeagent.api import access, quick, reviews, rotation, server
 from nodeagent.settings import AdminSettings, address, is_loopback
 from nodeagent.state import State
 
@@ -55,6 +59,10 @@ def _is_our_fault(record: logging.LogRecord) -> bool:
 logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
 
 
+# Whether the caller at the other end may read, and what there is to read.
+Quickly = tuple[Callable[[socket.socket], bool], Callable[[], bytes]]
+
+
 class _Listener:
     """Serves one application on one listening socket."""
 
@@ -64,10 +72,16 @@ class _Listener:
         app: web.Application,
         listening: socket.socket,
         tls: rotation.Certificate | None = None,
+        quickly: Quickly | None = None,
     ) -> None:
+        """``quickly``: the body of a status, for connections of callers who may read it."""
         self._name = name
         self._socket = listening
         self._tls = tls
+        self._may_read, self._quick = None, None
+        if quickly is not None:
+            self._may_read, status = quickly
+            self._quick = quick.Door(status, IDLE_SECONDS, server.WRITE_SECONDS)
         self._busy: set[object] = set()  # connections with a request
         self._aborted: set[object] = set()
         self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
@@ -106,6 +120,8 @@ class _Listener:
             self._socket.close()
             for handshake in self._handshakes:
                 handshake.cancel()
+            if self._quick is not None:
+                self._quick.close()
             await asyncio.shield(self._runner.cleanup())
 
     async def _accept(self) -> None:
@@ -131,7 +147,8 @@ class _Listener:
         known = self._runner.server.connections
         self._aborted &= set(known)
         open_now = [each for each in known if each not in self._aborted]
-        if len(open_now) + len(self._handshakes) < MOST_CONNECTIONS:
+        silent = 0 if self._quick is None else len(self._quick.silent)
+        if len(open_now) + silent + len(self._handshakes) < MOST_CONNECTIONS:
             return True
         if len(self._handshakes) >= MOST_CONNECTIONS // 2:
             oldest = next(iter(self._handshakes))
@@ -143,7 +160,7 @@ class _Listener:
                 self._aborted.add(each)
                 each.transport.abort()
                 return True
-        return False
+        return self._quick is not None and self._quick.drop_oldest()
 
     async def _begin(self, connection: socket.socket) -> None:
         assert self._runner.server is not None
@@ -151,9 +168,13 @@ class _Listener:
             connection.close()  # there is no certificate yet
             return
         tls = None if self._tls is None or self._tls.value is None else self._tls.value.context
+        library: quick.Library = self._runner.server
+        begin = library
+        if self._quick is not None and self._may_read is not None and self._may_read(connection):
+            begin = functools.partial(quick.Connection, self._quick, library)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._runner.server,
+                begin,
                 connection,
                 ssl=tls,
                 ssl_handshake_timeout=None if tls is None else HANDSHAKE_SECONDS,
@@ -168,26 +189,28 @@ class _Listener:
 # --- the unix socket
 
 
-def _peer(request: web.Request) -> tuple[int, int]:
+def _peer(connection: socket.socket) -> tuple[int, int]:
     """Process and user that opened the connection, from the kernel."""
-    assert request.transport is not None
-    connection = request.transport.get_extra_info("socket")
     size = struct.calcsize("3i")
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     pid, uid, _ = struct.unpack("3i", packed)
     return pid, uid
 
 
+def _socket_role(admin: AdminSettings, uid: int) -> Role | None:
+    if uid in (0, os.geteuid()):
+        return Role.DANGEROUS
+    # The socket's mode let it in: it is in the group. Without a group it inherited root's
+    # descriptor.
+    return admin.group_role if admin.group is not None else None
+
+
 def _socket_caller(admin: AdminSettings) -> server.Identify:
     async def caller(request: web.Request) -> access.Caller:
-        pid, uid = _peer(request)
+        assert request.transport is not None
+        pid, uid = _peer(request.transport.get_extra_info("socket"))
         name = f"root, pid {pid}" if uid == 0 else f"uid {uid}, pid {pid}"
-        if uid in (0, os.geteuid()):
-            return access.Caller(name, Role.DANGEROUS, f"uid {uid}")
-        # The socket's mode let it in: it is in the group. Without a group it inherited root's
-        # descriptor.
-        role = admin.group_role if admin.group is not None else None
-        return access.Caller(name, role, f"uid {uid}")
+        return access.Caller(name, _socket_role(admin, uid), f"uid {uid}")
 
     return caller
 
@@ -297,7 +320,10 @@ def _token_caller(
                 problem = str(error)
         if found is None or found.role is None:
             name = "unknown caller" if found is None else found.name
-            return access.Caller(f"{name} at {peer}", None, f"unknown {peer}", problem)
+            authenticated = found is not None and found.authenticated
+            return access.Caller(
+                f"{name} at {peer}", None, f"unknown {peer}", problem, authenticated
+            )
         return dataclasses.replace(found, name=f"{found.name} at {peer}")
 
     return caller
@@ -315,33 +341,40 @@ async def serving(state: State) -> AsyncIterator[None]:
         streams = access.Streams()
         door = server.Door(_socket_caller(admin), calls, streams=streams)
         listening = stack.enter_context(_unix(admin.socket, admin.group))
-        listeners = [_Listener("socket", server.application(state, door), listening)]
+        held = overview.Held(state)
+        app = server.application(state, door, held)
+
+        def may_read(connection: socket.socket) -> bool:
+            return _socket_role(admin, _peer(connection)[1]) is not None
+
+        quickly = (may_read, held.answer)
+        listeners = [_Listener("socket", app, listening, quickly=quickly)]
         if admin.metrics is not None:
             host, _ = address(admin.metrics)
             local = is_loopback(host)
             hosts = access.Hosts(host, admin.names) if local else None
-            app = server.metrics_application(state, hosts, with_page=local)
+            app = server.metrics_application(state, hosts, with_page=local, held=held)
             listening = await _bind_tcp("admin.metrics", admin.metrics)
             stack.callback(listening.close)
             listeners.append(_Listener("metrics", app, listening))
         if admin.api is not None:
             host, _ = address(admin.api.listen)
             certificate = rotation.Certificate(admin.api)
-            held: list[rotation.Held[Any]] = [certificate]
+            files: list[rotation.Held[Any]] = [certificate]
             known = asked = None
             if admin.api.tokens_file is not None:
                 known = rotation.tokens(admin.api.tokens_file)
-                held.append(known)
+                files.append(known)
             if admin.api.kubernetes is not None:
                 asked = reviews.Reviews(admin.api.kubernetes)
                 stack.push_async_callback(asked.close)
-            await stack.enter_async_context(rotation.following(state, held, asked))
+            await stack.enter_async_context(rotation.following(state, files, asked))
             door = server.Door(
                 _token_caller(known, asked), calls, access.Hosts(host, admin.names), streams
             )
             listening = await _bind_tcp("admin.api.listen", admin.api.listen)
             stack.callback(listening.close)
-            app = server.application(state, door)
+            app = server.application(state, door, held)
             listeners.append(_Listener("api", app, listening, certificate))
         writer = asyncio.create_task(calls.write(), name="api.log")
         stack.callback(writer.cancel)

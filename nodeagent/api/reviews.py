@@ -7,20 +7,17 @@ nobody is admitted. Strangers cannot make the agent ask without limit.
 """
 
 import asyncio
-import json
 import os
 import socket
-import ssl
 import time
-from pathlib import Path
 from typing import Any
 
-import aiohttp
 import cachetools
 import structlog
 
 import kit.findings
 from kit.room import Role
+from kube import client
 from nodeagent.api import access, rotation
 from nodeagent.settings import ReviewSettings
 
@@ -33,7 +30,6 @@ TROUBLE_SECONDS = 60.0  # for which a question that failed is shown
 MOST_ANSWERS = 1024
 MOST_AT_ONCE = 8
 REVIEWS_PER_SECOND, REVIEWS_AT_ONCE = 10.0, 50
-LARGEST_ANSWER = 256 * 1024
 GROUP, RESOURCE = "nodeagent", "agents"
 
 
@@ -46,10 +42,9 @@ class Reviews:
 
     def __init__(self, asked: ReviewSettings) -> None:
         self._asked = asked
-        self._server = (asked.server or _server()).rstrip("/")
+        self._server = client.ApiServer(asked)
         self._node = asked.node or os.environ.get("NODE_NAME") or socket.gethostname()
         self._trouble = "", 0.0  # of the latest question, and when
-        self._session: aiohttp.ClientSession | None = None
         self._answers: cachetools.TLRUCache[bytes, access.Caller] = cachetools.TLRUCache(
             MOST_ANSWERS, ttu=self._holds_until, timer=time.monotonic
         )
@@ -82,8 +77,8 @@ class Reviews:
             id="admin.api.kubernetes",
             rule="no-token-review",
             severity=kit.findings.Severity.WARNING,
-            subject=self._server,
-            message=f"admin.api.kubernetes {self._server}: {why}; its users are not admitted",
+            subject="API server",
+            message=f"admin.api.kubernetes: {why}; users of the cluster are not admitted",
             advice="see docs/security.md for the rights that the agent needs",
         )
 
@@ -91,21 +86,13 @@ class Reviews:
         for task in list(self._asking.values()):
             task.cancel()
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
+        await self._server.close()
 
     async def _ask(self, key: bytes, token: str) -> access.Caller:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 found = await self._review(token)
-        except (
-            aiohttp.ClientError,
-            TimeoutError,
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-        ) as error:
+        except (client.KubeError, TimeoutError, ValueError, LookupError, TypeError) as error:
             why = str(error) or f"no answer within {ANSWER_SECONDS:g}s"
             log.error("the API server cannot be asked about a token", why=why)
             self._trouble = why, time.monotonic()
@@ -125,7 +112,7 @@ class Reviews:
         allowed = await asyncio.gather(*(self._may(user, role) for role in Role))
         roles = [role for role, may in zip(Role, allowed, strict=True) if may]
         name = f"user {user['username']}"
-        return access.Caller(name, roles[-1] if roles else None, name)
+        return access.Caller(name, roles[-1] if roles else None, name, authenticated=True)
 
     async def _may(self, user: dict[str, Any], role: Role) -> bool:
         asked = {
@@ -142,39 +129,10 @@ class Reviews:
         return status.get("allowed") is True and not status.get("denied")
 
     async def _post(self, group: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-        url = f"{self._server.rstrip('/')}/apis/{group}/v1/{kind.lower()}s"
-        own, tls = await asyncio.to_thread(_trust, self._asked.ca_file, self._asked.token_file)
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=MOST_AT_ONCE),
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
         body = {"apiVersion": f"{group}/v1", "kind": kind, "spec": spec}
-        headers = {"Authorization": f"Bearer {own}"}
-        async with self._session.post(
-            url, json=body, headers=headers, ssl=tls, allow_redirects=False
-        ) as response:
-            sent = b""
-            async for chunk in response.content.iter_any():
-                sent += chunk
-                if len(sent) > LARGEST_ANSWER:
-                    raise ValueError(f"{kind}: the answer has more than {LARGEST_ANSWER} bytes")
-            if response.status != 201:
-                raise ValueError(f"{kind}: the API server answers {response.status}")
-        status = json.loads(sent)["status"]
+        path = f"/apis/{group}/v1/{kind.lower()}s"
+        found = await self._server.request("POST", path, body, about=kind, deadline=ANSWER_SECONDS)
+        status = found["status"]
         if not isinstance(status, dict):
             raise ValueError(f"{kind}: the answer has no status")
         return status
-
-
-def _server() -> str:
-    host = os.environ.get("KUBERNETES_SERVICE_HOST", "kubernetes.default.svc")
-    port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-
-
-def _trust(ca_file: Path, token_file: Path) -> tuple[str, ssl.SSLContext]:
-    """Read at each question: kubelet rotates both."""
-    return token_file.read_text(encoding="ascii").strip(), ssl.create_default_context(
-        cafile=ca_file
-    )

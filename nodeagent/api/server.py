@@ -1,8 +1,8 @@
 """The HTTP applications: the admin API, and what the metrics listener serves.
 
-The API has the process's own routes (probes, metrics, findings, the OpenAPI document, the status
-page) and every room's. A room's handler (``kit.room.Route``) takes a plain request and returns
-plain JSON; here its errors become status codes, its streams NDJSON, and its role is enforced.
+The API has the process's own routes (``nodeagent.api.own``) and every room's. A room's handler
+(``kit.room.Route``) takes a plain request and returns plain JSON; here its errors become status
+codes, its streams NDJSON, and its role is enforced.
 
 A request passes, in this order: a limit on the time that its answer may take to be sent, the
 conversion of errors, the caller's role, the limit on changing calls, the check of its texts, and a
@@ -14,22 +14,17 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import prometheus_client
 import structlog
 from aiohttp import web
-from prometheus_client.aiohttp import make_aiohttp_handler
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 import kit.errors
-from kit.metrics import counter, gauge
 from kit.room import Answer, Json, Request, Role, Route, Stream
-from nodeagent import page
-from nodeagent.api import access, openapi
+from nodeagent import overview
+from nodeagent.api import access, own
 from nodeagent.state import Running, State
 
 log = structlog.get_logger("agent")
@@ -67,22 +62,6 @@ class Door:
     calls: access.CallLog
     hosts: access.Hosts | None = None  # None: no web page can reach it under any name
     streams: access.Streams = field(default_factory=access.Streams)
-
-
-class _Collector(Collector):
-    """Asks every component when Prometheus asks us."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def collect(self) -> Iterable[Metric]:
-        for each in self._state.running:
-            yield from each.component.metrics()
-        ready = {each.room.name: each.health().ready for each in self._state.running}
-        yield gauge("component_ready", "1 while the component is ready.", ready, "component")
-        failures = {each.room.name: each.failures for each in self._state.running}
-        yield counter("component_failures", "Failed starts and reconciles.", failures, "component")
-        yield from self._state.findings.metrics()
 
 
 # --- errors, limits, and who may call what
@@ -170,6 +149,8 @@ def _guard(door: Door, roles: dict[Any, Role]) -> Any:
             raise web.HTTPForbidden(reason="requests from web pages are refused")
         if caller.problem:
             raise web.HTTPServiceUnavailable(reason=caller.problem, headers={"Retry-After": "5"})
+        if caller.role is None and caller.authenticated:
+            raise web.HTTPForbidden(reason=f"role {needed} is needed, {caller.name} has no role")
         if caller.role is None:
             raise web.HTTPUnauthorized(reason="a bearer token is needed (admin.api)")
         if not caller.role.includes(needed):
@@ -282,8 +263,11 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-async def _within(call: Awaitable[Json | Answer | Stream], changes: bool) -> Any:
-    """The handler's answer. A change that takes too long is not broken off half way."""
+async def _within(call: Awaitable[Json | Answer | Stream], changes: bool, what: str) -> Any:
+    """The handler's answer. A change that takes too long is not broken off half way.
+
+    ``what``: the request, for the log.
+    """
     task = asyncio.ensure_future(call)
     try:
         await asyncio.wait({task}, timeout=HANDLER_SECONDS)
@@ -295,15 +279,15 @@ async def _within(call: Awaitable[Json | Answer | Stream], changes: bool) -> Any
     if not changes:
         task.cancel()
         raise web.HTTPGatewayTimeout(reason=f"no answer within {HANDLER_SECONDS:g}s")
-    task.add_done_callback(_note_late_end)
+    task.add_done_callback(lambda task: _note_late_end(task, what))
     raise web.HTTPGatewayTimeout(
         reason=f"it takes longer than {HANDLER_SECONDS:g}s and continues; its end is logged"
     )
 
 
-def _note_late_end(task: asyncio.Future[Any]) -> None:
+def _note_late_end(task: asyncio.Future[Any], what: str) -> None:
     error = None if task.cancelled() else task.exception()
-    log.info("api call ended late", error=str(error or ""), cancelled=task.cancelled())
+    log.info("api call ended late", call=what, error=str(error or ""), cancelled=task.cancelled())
 
 
 def _handler(route: Route, running: Running, streams: access.Streams) -> Handler:
@@ -314,13 +298,17 @@ def _handler(route: Route, running: Running, streams: access.Streams) -> Handler
             )
         asked = Request(_names(request), _query(request), await _body(request))
         changes = route.role is not Role.READ
-        answer = await _within(route.handler(running.component, asked), changes)
+        try:
+            what = f"{route.method} {_plain(request.path)}"
+            answer = await _within(route.handler(running.component, asked), changes, what)
+        except kit.errors.NotFoundError as error:
+            if running.starting:  # what the settings have may come yet
+                raise kit.errors.DegradedError(
+                    error.thing, f"{running.room.name} is starting", "try again in a moment"
+                ) from error
+            raise
         if isinstance(answer, Stream):
-            with streams.one(request[_CALLER].key) as refused:
-                if refused:
-                    await answer.items.aclose()
-                    raise web.HTTPTooManyRequests(reason=refused, headers={"Retry-After": "5"})
-                return await _send(request, answer)
+            return await _send(request, answer, streams)
         if isinstance(answer, Answer):
             return web.json_response(dict(answer.body), status=answer.status)
         return web.json_response(dict(answer))
@@ -328,7 +316,17 @@ def _handler(route: Route, running: Running, streams: access.Streams) -> Handler
     return handle
 
 
-async def _send(request: web.Request, stream: Stream) -> web.StreamResponse:
+async def _send(
+    request: web.Request, stream: Stream, streams: access.Streams
+) -> web.StreamResponse:
+    with streams.one(request[_CALLER].key) as refused:
+        if refused:
+            await stream.items.aclose()
+            raise web.HTTPTooManyRequests(reason=refused, headers={"Retry-After": "5"})
+        return await _write_lines(request, stream)
+
+
+async def _write_lines(request: web.Request, stream: Stream) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
     await response.prepare(request)
     async with contextlib.aclosing(stream.items) as items:
@@ -344,68 +342,21 @@ async def _send(request: web.Request, stream: Stream) -> web.StreamResponse:
     return response
 
 
-# --- routes of the process
+def application(state: State, door: Door, held: overview.Held | None = None) -> web.Application:
+    """The whole admin API: the process's routes and those of each running room.
 
-
-def _own_routes(state: State) -> list[web.RouteDef]:
-    async def healthz(_: web.Request) -> web.Response:
-        """200 while the process's own loop runs: a stuck one answers nothing.
-
-        A sick room is a matter of /readyz: a restart of the process would not heal it.
-        """
-        return web.json_response({"alive": True, "reasons": []})
-
-    async def readyz(_: web.Request) -> web.Response:
-        """200 when every component does its work, else 503 with the reasons."""
-        states = {each.room.name: each.health() for each in state.running}
-        reasons = [f"{name}: {reason}" for name, h in states.items() for reason in h.reasons]
-        if state.config_error:
-            reasons.append(f"settings: {state.config_error}")
-        reasons += [f"{part}: {why}" for part, found in state.degraded.items() for why in found]
-        ready = all(h.ready for h in states.values())
-        body = {
-            "ready": ready,
-            "degraded": bool(reasons),
-            "reasons": reasons,
-            "needs_restart": state.refused,
-        }
-        return web.json_response(body, status=200 if ready else 503)
-
-    async def findings(_: web.Request) -> web.Response:
-        found = [
-            {**vars(finding), "severity": str(finding.severity), "evidence": dict(finding.evidence)}
-            for finding in state.findings.current()
-        ]
-        return web.json_response({"findings": found})
-
-    async def openapi_json(_: web.Request) -> web.Response:
-        return web.json_response(openapi.document())
-
-    async def status_page(_: web.Request) -> web.Response:
-        headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
-        return web.Response(text=page.render(state), content_type="text/html", headers=headers)
-
-    registry = prometheus_client.CollectorRegistry()
-    registry.register(_Collector(state))
-    prometheus_client.ProcessCollector(registry=registry)
-    prometheus_client.PlatformCollector(registry=registry)
-    return [
-        web.get("/", status_page),
-        web.get("/openapi.json", openapi_json),
-        web.get("/metrics", make_aiohttp_handler(registry)),
-        web.get("/healthz", healthz),
-        web.get("/readyz", readyz),
-        web.get("/v1/findings", findings),
-    ]
-
-
-def application(state: State, door: Door) -> web.Application:
-    """The whole admin API: the process's routes and those of each running room."""
+    ``held``: what other listeners show too, so that it is made once for all of them.
+    """
     roles: dict[Any, Role] = {}
     app = web.Application(
         middlewares=[_send_in_time, _guard(door, roles)], client_max_size=LONGEST_BODY
     )
-    app.add_routes(_own_routes(state))
+
+    async def send(request: web.Request, stream: Stream) -> web.StreamResponse:
+        return await _send(request, stream, door.streams)
+
+    # A live page is for browsers, which the API refuses.
+    app.add_routes([r for r in own.routes(state, door.streams, send, held) if r.path != "/live"])
     for running in state.running:
         for route in running.room.routes():
             handler = _handler(route, running, door.streams)
@@ -418,7 +369,7 @@ def application(state: State, door: Door) -> web.Application:
 
 
 def metrics_application(
-    state: State, hosts: access.Hosts | None, with_page: bool
+    state: State, hosts: access.Hosts | None, with_page: bool, held: overview.Held | None = None
 ) -> web.Application:
     """Figures and probes for whoever reaches the metrics listener. It cannot change anything."""
 
@@ -430,9 +381,12 @@ def metrics_application(
             )
         return await handler(request)
 
-    served = {"/metrics", "/healthz", "/readyz"} | ({"/"} if with_page else set())
+    served = {"/metrics", "/healthz", "/readyz"}
+    if with_page:
+        served |= {"/", "/live", "/runbook"}
     app = web.Application(
         middlewares=[_send_in_time, _errors_as_json, check], client_max_size=LONGEST_BODY
     )
-    app.add_routes([route for route in _own_routes(state) if route.path in served])
+    found = own.routes(state, access.Streams(), _write_lines, held)
+    app.add_routes([route for route in found if route.path in served])
     return app

@@ -9,7 +9,7 @@ pull and its bytes, a pinned image, or a note. A new agent finds the holds of th
 """
 
 import hashlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -54,16 +54,21 @@ class Abilities:
     """What a runtime can do."""
 
     watches: bool  # reports at once that an image record was removed
-    ingests: bool  # takes blobs from us, so that we can limit the rate
+    ingests: bool  # takes blobs from us and unpacks them, so that we can limit the rate
     estimates: bool  # lists the blobs and snapshots that it has
 
 
 @dataclass(frozen=True)
 class Record:
-    """One image record: a name that the runtime resolves to a top-level digest."""
+    """One image record: a name that the runtime resolves to a top-level digest.
+
+    ``pinned``: it says so to the kubelet; ``ours``: we made it say so.
+    """
 
     name: str
     target: manifest.Target
+    pinned: bool = False
+    ours: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Hold:
 
     ``pull``: a running or interrupted pull with all its bytes; it ends by itself at ``expires``.
     ``pin``: an image that garbage collection must not take. ``note``: keeps no bytes; its ``state``
-    says what to remember (``released``, ``paused``, ``done`` or ``expired``).
+    says what to remember (``released``, ``paused``, ``done``, ``expired`` or ``dropped``).
     """
 
     id: str
@@ -84,14 +89,20 @@ class Hold:
     names: tuple[str, ...] = ()  # image records to restore when somebody removes them
     state: str = ""
     keep: str = ""  # the pin rule as desired.Request writes it
+    source: str = ""  # where an operator's image comes from, if not from its registry
     created: float = 0.0
     expires: float | None = None
 
 
 def hold_id(hold: Hold) -> str:
-    """The same for equal holds of any agent: two agents make one."""
-    digest = hold.target.digest if hold.role == "pin" and hold.target is not None else ""
-    key = hashlib.sha256(f"{hold.ref}\n{digest}".encode()).hexdigest()[:24]
+    """The same for equal holds of any agent: two agents make one.
+
+    A note that the settings dropped an image stands beside what an operator said about it.
+    """
+    own = hold.target.digest if hold.role == "pin" and hold.target is not None else ""
+    if hold.role == "note" and hold.state == "dropped":
+        own = hold.state
+    key = hashlib.sha256(f"{hold.ref}\n{own}".encode()).hexdigest()[:24]
     return f"{OWN_PREFIX}{hold.role}-{key}"
 
 
@@ -118,12 +129,18 @@ class Inventory:
     records: tuple[Record, ...] = ()
     content: Mapping[str, int] = field(default_factory=dict)  # digest -> bytes
     snapshots: frozenset[str] = frozenset()  # chain ids of unpacked layers
+    remote: frozenset[str] = (
+        frozenset()
+    )  # those of them whose files come from the registry when read
+    durable: frozenset[str] = frozenset()  # chain ids of layers that a power cut leaves whole
     ingests: Mapping[str, Ingest] = field(default_factory=dict)  # by digest
     holds: tuple[Hold, ...] = ()
     newer_holds: int = 0  # holds that a newer agent made: not understood, left alone
-    in_use: frozenset[str] = frozenset()  # image ids of containers
+    unknown_holds: tuple[str, ...] = ()  # ids of holds of agents that are not understood
+    in_use: frozenset[str] = frozenset()  # image ids of containers and of their image volumes
     last_used: Mapping[str, float] = field(default_factory=dict)  # top digest -> Unix time
     images_path: str = ""  # the directory in which the runtime keeps images
+    listed: frozenset[str] | None = None  # names that it tells the kubelet; None: all records
 
     def held(self, role: Role, ref: str | None = None) -> list[Hold]:
         """The holds of one role, of one reference or all."""
@@ -139,17 +156,32 @@ class Inventory:
         return "" if target is None else target.digest
 
     def has(self, ref: str, digest: str) -> bool:
-        """Whether ``ref`` names ``digest``. CRI-O has several records for one name."""
+        """Whether ``ref`` names ``digest``, for the kubelet as well.
+
+        CRI-O has several records for one name.
+        """
+        if self.listed is not None and ref not in self.listed:
+            return False
         return any(r.name == ref and r.target.digest == digest for r in self.records)
+
+
+def image_ids(images: Iterable[str], records: Sequence[Record]) -> frozenset[str]:
+    """``images`` with what their names resolve to: digests, and so image ids."""
+    found = set(images)
+    found |= {record.target.digest for record in records if record.name in found}
+    found |= {record.name for record in records if record.target.digest in found}
+    return frozenset(each for each in found if manifest.is_digest(each))
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """``here``: bytes fetched. ``theirs``: how many of them a running fetch of the runtime has."""
+    """``here``: bytes fetched. ``theirs``: how many of them a running fetch of the runtime has.
+    ``remote``: it is mounted, and nothing of it was fetched."""
 
     here: int
     unpacked: bool
     theirs: int | None = None
+    remote: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -171,6 +203,9 @@ class Runtime(Protocol):
     @property
     def honours_pins(self) -> bool | None:
         """Whether it tells the kubelet which images are pinned; None while not known."""
+
+    release_after: float | None
+    """Seconds after which the runtime itself ends pins and notes that no agent renews."""
 
     @property
     def trips(self) -> int:
@@ -202,13 +237,35 @@ class Runtime(Protocol):
     async def pull(self, ref: str, login: Login | None, hold: Hold, deadline: float) -> str:
         """Pull through CRI under ``hold``; the image id. The hold keeps the bytes if cancelled."""
 
+    async def ingests(self) -> Mapping[str, Ingest]:
+        """Half-fetched blobs by digest, whoever fetches them; empty when it does not say."""
+
     async def progress(self, layers: Sequence[manifest.Layer]) -> Mapping[str, LayerState]:
         """The state of each layer, by digest; empty when the runtime does not say."""
 
     async def write(
-        self, digest: str, size: int, source: manifest.Blobs, hold: Hold, origin: tuple[str, str]
+        self,
+        digest: str,
+        size: int,
+        source: manifest.Blobs,
+        hold: Hold,
+        origin: tuple[str, str] | None,
     ) -> None:
-        """Write a blob into the store under ``hold``, from where an earlier attempt stopped."""
+        """Write a blob into the store under ``hold``, from where an earlier attempt stopped.
+
+        ``origin``: the registry and the repository that have it, too.
+        """
+
+    async def adopt(
+        self,
+        names: Sequence[str],
+        shape: manifest.Shape,
+        documents: Mapping[str, bytes],
+        hold: Hold,
+        deadline: float,
+    ) -> str:
+        """Make an image of layers that ``write`` brought: unpacked, known by ``names`` to the
+        kubelet too; the image id. ``deadline``: seconds for one layer."""
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         """Delete half-fetched blobs."""
@@ -219,11 +276,28 @@ class Runtime(Protocol):
     async def unpin(self, hold: Hold) -> None:
         """Remove a pin and its marks on records. Garbage collection may take the image again."""
 
+    async def clear_marks(self, records: Sequence[Record]) -> None:
+        """Clear marks of ours on records."""
+
+    async def tend(self, inventory: Inventory) -> bool:
+        """Put right what an interrupted or removed agent left: pins without their content or mark,
+        marks without a pin, holds that expire too soon. Whether holds or records changed.
+        """
+
     async def heal(self, hold: Hold) -> int:
         """Restore missing records of a pinned image; how many were missing."""
 
     async def note_use(self, digest: str, when: float | None) -> None:
         """Store when the image was last used (Unix time)."""
+
+    async def note_durable(self, chain_ids: Iterable[str], *, durable: bool = True) -> None:
+        """Store that these layers are durable, or that nothing is known of them."""
+
+    async def unpack_again(
+        self, layers: Sequence[manifest.Layer], which: Collection[str], deadline: float
+    ) -> None:
+        """Unpack the layers ``which`` (chain ids) of an image again, or remove them with those on
+        top of them for a pull to bring them. ``deadline``: seconds for one layer."""
 
     def removals(self) -> AsyncIterator[str]:
         """Names of image records as they are removed, until the connection ends."""

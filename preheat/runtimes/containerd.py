@@ -12,63 +12,75 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import structlog
-from google.protobuf import field_mask_pb2
 
 from preheat import manifest
-from preheat.runtimes import base, cri, cri_pb2
+from preheat.runtimes import adopted, base, cri, cri_pb2, leases, marks, tending, unpacked
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
 
 log = structlog.get_logger("preheat")
 
 MANAGED = "io.cri-containerd.image"
-PINNED = "io.cri-containerd.pinned"
 LAST_USED = "nodeagent/last-used"
+# Until the runtime names one: containerd's default.
 SNAPSHOTTER = "overlayfs"
-WRITE_CHUNK = 1024**2
-# A lease with less left than this is renewed when its pull starts again.
-LEAST_LEFT_SECONDS = 3600.0
-# How long a runtime that honours the pinned label may take to show it (measured: 2 to 3 ms).
-HONOUR_SECONDS = 0.5
-
-
-@contextlib.contextmanager
-def _allowing(code: str) -> Iterator[None]:
-    """Pass over an answer with this gRPC status."""
-    try:
-        yield
-    except base.RuntimeCallError as error:
-        if error.code != code:
-            raise
-
-
-def _label_mask(label: str) -> field_mask_pb2.FieldMask:
-    return field_mask_pb2.FieldMask(paths=[f"labels.{label}"])
+_SNAPSHOTTER_PATH = "io.containerd.snapshotter.v1."
+_UNPACKED_BY = "containerd.io/gc.ref.snapshot."  # on an image's config, with the top chain id
+MOST_SNAPSHOTTERS = 8
+# Those that unpack a layer's blob. Others may mount the layer, and then want no blob.
+_UNPACKING = frozenset({"overlayfs", "native", "btrfs", "zfs", "devmapper", "blockfile", "erofs"})
+# On snapshots whose files are fetched when they are read: of stargz and soci, of nydus. Not others
+# that begin alike: soci has /remote/... on layers that it unpacked, too, and containerd fetches and
+# unpacks the layer that nydus marks as its bootstrap.
+_REMOTE = frozenset({"containerd.io/snapshot/remote", "containerd.io/snapshot/nydus-blob"})
+KNOWN_SECONDS = 20.0  # for CRI to hear of a new image record (measured: milliseconds)
+_ORIGIN = "containerd.io/distribution.source."
+WRITE_CHUNK = 2 * 1024**2
 
 
 class Containerd(cri.CriRuntime):
     """One containerd with its CRI plugin."""
 
-    abilities = base.Abilities(watches=True, ingests=True, estimates=True)
-
-    def __init__(self, socket: Path, snapshotter: str = SNAPSHOTTER) -> None:
+    def __init__(self, socket: Path) -> None:
         super().__init__(socket)
-        self._snapshotter = snapshotter
-        self.honours_pins: bool | None = None  # found by trying at the first pin
+        self._snapshotter = SNAPSHOTTER  # the one that CRI unpacks into
+        self._unpacked: dict[str, str] = {}  # chain id -> its snapshotter, where it is another
+        self._remote: frozenset[str] = frozenset()  # chain ids
+        self._durable: frozenset[str] = frozenset()  # chain ids
+        self.release_after: float | None = None
+        self._leases = leases.Leases(self.connection)
+        self._marks = marks.Marks(self.connection)
+        self._unpacking: adopted.Locks = adopted.Locks()
+        self._layers = unpacked.Unpacked(self.connection, self._snapshot, self._unpacking)
+        self._checked = False  # whether what an interrupted agent left was put right
         self._images_path = ""
         self._version = ""
+
+    @property
+    def abilities(self) -> base.Abilities:
+        ingests = self._snapshotter in _UNPACKING
+        return base.Abilities(watches=True, ingests=ingests, estimates=True)
+
+    @property
+    def honours_pins(self) -> bool | None:
+        """Found by trying at the first pin. Pins that expire have no label, which never would."""
+        return False if self.release_after is not None else self._marks.honoured
 
     async def connect(self) -> str:
         answer = await self.connection.read(api.VERSION, cri.Empty(), deadline=cri.PROBE_SECONDS)
         if answer.version != self._version:
-            self.honours_pins = None  # another version may honour what the last one did not
+            self._marks.honoured = None  # another version may honour what the last one did not
+        self._checked = False
         self._version = answer.version
         paths = await self._image_paths(deadline=cri.PROBE_SECONDS)
         self._images_path = paths[-1] if paths else self._images_path
+        name = self._images_path.rpartition(_SNAPSHOTTER_PATH)[2]
+        if name != self._images_path and "/" not in name:
+            self._snapshotter = name
         return f"containerd {answer.version}"
 
     # --- what it has ------------------------------------------------------------------------------
@@ -80,30 +92,66 @@ class Containerd(cri.CriRuntime):
     async def inventory(self) -> base.Inventory:
         content: dict[str, int] = {}
         last_used: dict[str, float] = {}
+        names = {self._snapshotter: None}  # in this order
         async for part in self.connection.stream(api.LIST_CONTENT, pb.ListRequest()):
+            await asyncio.sleep(0)  # a part has some hundred blobs: let others run in between
             for info in part.info:
                 content[info.digest] = info.size
-                if LAST_USED in info.labels:
-                    with contextlib.suppress(ValueError):
-                        last_used[info.digest] = float(info.labels[LAST_USED])
-        snapshots: set[str] = set()
-        listing = pb.ListSnapshotsRequest(snapshotter=self._snapshotter)
-        async for found in self.connection.stream(api.LIST_SNAPSHOTS, listing):
-            snapshots.update(each.name for each in found.info if each.kind == pb.COMMITTED)
-        leases = await self._leases()
+                for label, value in info.labels.items():
+                    if label == LAST_USED:
+                        with contextlib.suppress(ValueError):
+                            last_used[info.digest] = float(value)
+                    elif label.startswith(_UNPACKED_BY) and len(names) < MOST_SNAPSHOTTERS:
+                        # A newer containerd may write more behind the name.
+                        names[label.removeprefix(_UNPACKED_BY).partition("/")[0]] = None
+        snapshots = await self._snapshots(names)
+        found_leases = await self._leases.all()
+        records = tuple(
+            marks.record_of(each, base.Record(each.name, _target(each.target)))
+            for each in await self._records()
+        )
         return base.Inventory(
-            in_use=frozenset(await self._images_in_use()),
-            records=tuple(
-                base.Record(each.name, _target(each.target)) for each in await self._records()
-            ),
+            in_use=await self._images_in_use(records),
+            records=records,
             content=content,
-            snapshots=frozenset(snapshots),
+            snapshots=snapshots,
+            remote=self._remote,
+            durable=self._durable,
+            listed=await self._listed(),
             ingests=await self.ingests(),
-            holds=tuple(hold for lease in leases if (hold := api.hold_of(lease)) is not None),
-            newer_holds=sum(api.is_newer(lease) for lease in leases),
+            holds=tuple(hold for lease in found_leases if (hold := api.hold_of(lease)) is not None),
+            newer_holds=sum(api.is_newer(lease) for lease in found_leases),
+            unknown_holds=tuple(lease.id for lease in found_leases if api.hold_of(lease) is None),
             last_used=last_used,
             images_path=self._images_path,
         )
+
+    async def _snapshots(self, names: Iterable[str]) -> frozenset[str]:
+        """Chain ids of all unpacked layers, whichever of these snapshotters has them."""
+        found: set[str] = set()
+        elsewhere: dict[str, str] = {}
+        remote: set[str] = set()
+        durable: set[str] = set()
+        for name in names:
+            listing = pb.ListSnapshotsRequest(snapshotter=name)
+            try:
+                async for part in self.connection.stream(api.LIST_SNAPSHOTS, listing):
+                    for each in part.info:
+                        if each.kind == pb.COMMITTED and each.name not in found:
+                            found.add(each.name)
+                            if is_remote(each.labels):
+                                remote.add(each.name)
+                            if each.labels.get(unpacked.DURABLE, ""):
+                                durable.add(each.name)
+                            if name != self._snapshotter:
+                                elsewhere[each.name] = name
+            except (base.RuntimeGoneError, base.RuntimeSlowError):
+                raise
+            except base.RuntimeCallError as error:  # it was taken out of containerd's settings
+                log.debug("snapshotter does not answer", name=name, error=str(error))
+        self._unpacked, self._remote = elsewhere, frozenset(remote)
+        self._durable = frozenset(durable)
+        return frozenset(found)
 
     async def ingests(self) -> dict[str, base.Ingest]:
         """Half-fetched blobs by digest, whoever fetches them."""
@@ -126,7 +174,8 @@ class Containerd(cri.CriRuntime):
             below = below and await self._is_unpacked(layer.chain_id)
             ingest = ingests.get(layer.digest)
             if below:
-                state = base.LayerState(layer.size, unpacked=True)
+                remote = not self.abilities.ingests and not await self._has_content(layer.digest)
+                state = base.LayerState(layer.size, unpacked=True, remote=remote)
             elif ingest is not None:
                 # Somebody else may have completed the layer while we write it.
                 done = ingest.ours is not None and await self._has_content(layer.digest)
@@ -139,19 +188,20 @@ class Containerd(cri.CriRuntime):
         return found
 
     async def _is_unpacked(self, chain_id: str) -> bool:
-        with _allowing("NOT_FOUND"):
+        with leases.allowing("NOT_FOUND"):
             await self.connection.read(api.STAT_SNAPSHOT, self._snapshot(chain_id))
             return True
         return False
 
     async def _has_content(self, digest: str) -> bool:
-        with _allowing("NOT_FOUND"):
+        with leases.allowing("NOT_FOUND"):
             await self.connection.read(api.CONTENT_INFO, pb.ContentInfoRequest(digest=digest))
             return True
         return False
 
     def _snapshot(self, chain_id: str) -> pb.SnapshotRequest:
-        return pb.SnapshotRequest(snapshotter=self._snapshotter, key=chain_id)
+        name = self._unpacked.get(chain_id, self._snapshotter)
+        return pb.SnapshotRequest(snapshotter=name, key=chain_id)
 
     async def read(self, digest: str) -> bytes:
         data = bytearray()
@@ -172,68 +222,29 @@ class Containerd(cri.CriRuntime):
     async def note_use(self, digest: str, when: float | None) -> None:
         labels = {LAST_USED: "" if when is None else f"{when:.0f}"}
         info = pb.ContentInfo(digest=digest, labels=labels)
-        request = pb.UpdateContentRequest(info=info, update_mask=_label_mask(LAST_USED))
-        await self.connection.change(api.UPDATE_CONTENT, request)
+        request = pb.UpdateContentRequest(info=info, update_mask=marks.label_mask(LAST_USED))
+        # Forgetting may come after the image has gone.
+        with leases.allowing("NOT_FOUND") if when is None else contextlib.nullcontext():
+            await self.connection.change(api.UPDATE_CONTENT, request)
+
+    async def note_durable(self, chain_ids: Iterable[str], *, durable: bool = True) -> None:
+        await self._layers.note(chain_ids, durable=durable)
+
+    async def unpack_again(
+        self, layers: Sequence[manifest.Layer], which: Collection[str], deadline: float
+    ) -> None:
+        await self._layers.again(layers, which, deadline)
 
     # --- holds ------------------------------------------------------------------------------------
 
-    async def _leases(self) -> Sequence[pb.Lease]:
-        request = pb.ListRequest(filters=[api.OWNER_FILTER])
-        return (await self.connection.read(api.LIST_LEASES, request)).leases
-
-    async def _holds(self) -> list[base.Hold]:
-        return [hold for each in await self._leases() if (hold := api.hold_of(each)) is not None]
-
     async def begin(self, hold: base.Hold) -> base.Hold:
-        created = hold.created or time.time()
-        hold = dataclasses.replace(hold, id=base.hold_id(hold), created=created)
-        with _allowing("ALREADY_EXISTS"):
-            await self._create(hold)
-            return hold
-        there = next((each for each in await self._holds() if each.id == hold.id), None)
-        if there is None:  # it ended or expired just now
-            await self._create(hold)
-            return hold
-        wanted = dataclasses.replace(hold, created=0, expires=None)
-        if dataclasses.replace(there, created=0, expires=None) == wanted and (
-            hold.expires is None or (there.expires or 0) > time.time() + LEAST_LEFT_SECONDS
-        ):
-            return there
-        return await self._renew(there, hold)
-
-    async def _renew(self, old: base.Hold, new: base.Hold) -> base.Hold:
-        """Replace a lease, whose labels cannot change, by way of a second one with all it holds."""
-        request = pb.ListResourcesRequest(id=old.id)
-        resources = (await self.connection.read(api.LIST_RESOURCES, request)).resources
-        bridge = dataclasses.replace(new, id=old.id + "-renew")
-        await self._create_with(bridge, resources)
-        await self._delete(old.id)
-        await self._create_with(new, resources)
-        await self._delete(bridge.id)
-        return new
-
-    async def _create(self, hold: base.Hold) -> None:
-        request = pb.CreateLeaseRequest(id=hold.id, labels=api.lease_labels(hold))
-        await self.connection.change(api.CREATE_LEASE, request)
-
-    async def _create_with(self, hold: base.Hold, resources: Iterable[pb.LeaseResource]) -> None:
-        with _allowing("ALREADY_EXISTS"):
-            await self._create(hold)
-        for resource in resources:
-            await self._add(hold.id, resource)
-
-    async def _add(self, lease: str, resource: pb.LeaseResource) -> None:
-        request = pb.AddResourceRequest(id=lease, resource=resource)
-        await self.connection.change(api.ADD_RESOURCE, request)
-
-    async def _delete(self, lease: str, *, sync: bool = False) -> None:
-        with _allowing("NOT_FOUND"):
-            request = pb.DeleteLeaseRequest(id=lease, sync=sync)
-            await self.connection.change(api.DELETE_LEASE, request)
+        if self.release_after is not None and hold.role != "pull":
+            hold = dataclasses.replace(hold, expires=time.time() + self.release_after)
+        return await self._leases.begin(hold)
 
     async def end(self, hold: base.Hold) -> None:
         """After a pull's hold containerd collects garbage at once: its bytes are free at return."""
-        await self._delete(hold.id, sync=hold.role == "pull")
+        await self._leases.delete(hold.id, sync=hold.role == "pull")
 
     # --- pull -------------------------------------------------------------------------------------
 
@@ -248,30 +259,40 @@ class Containerd(cri.CriRuntime):
         size: int,
         source: manifest.Blobs,
         hold: base.Hold,
-        origin: tuple[str, str],
+        origin: tuple[str, str] | None,
+    ) -> None:
+        label = {} if origin is None else {f"{_ORIGIN}{origin[0]}": origin[1]}
+        await self._write(digest, size, source, hold, label)
+
+    async def _write(
+        self,
+        digest: str,
+        size: int,
+        source: manifest.Blobs,
+        hold: base.Hold,
+        labels: Mapping[str, str],
     ) -> None:
         ref = f"{base.OWN_PREFIX}{digest}"
         writer = cri.Exchange(self.connection, api.WRITE, hold.id)
         try:
-            with _allowing("ALREADY_EXISTS"):
+            with leases.allowing("ALREADY_EXISTS"):
                 start = pb.WriteContentRequest(action=pb.STAT, ref=ref, total=size, expected=digest)
                 offset = (await writer.send(start)).offset
                 if offset < size:
                     offset = await self._send(writer, ref, size, offset, source)
-                label = f"containerd.io/distribution.source.{origin[0]}"
                 commit = pb.WriteContentRequest(
                     action=pb.COMMIT,
                     ref=ref,
                     total=size,
                     expected=digest,
                     offset=offset,
-                    labels={label: origin[1]},
+                    labels=labels,
                 )
                 await writer.send(commit)
         finally:
             writer.close()
         # The store may have had the blob before, with no lease of ours on it.
-        await self._add(hold.id, pb.LeaseResource(id=digest, type="content"))
+        await self._leases.add(hold.id, leases.content(digest))
 
     @staticmethod
     async def _send(
@@ -284,7 +305,7 @@ class Containerd(cri.CriRuntime):
         """Send the blob from ``offset`` on; where it ends."""
         async for chunk in source(offset):
             for begin in range(0, len(chunk), WRITE_CHUNK):
-                data = chunk[begin : begin + WRITE_CHUNK]
+                data = chunk[begin : begin + WRITE_CHUNK]  # no copy of a chunk that is small enough
                 await writer.send(
                     pb.WriteContentRequest(
                         action=pb.WRITE, ref=ref, total=size, offset=offset, data=data
@@ -292,6 +313,45 @@ class Containerd(cri.CriRuntime):
                 )
                 offset += len(data)
         return offset
+
+    async def adopt(
+        self,
+        names: Sequence[str],
+        shape: manifest.Shape,
+        documents: Mapping[str, bytes],
+        hold: base.Hold,
+        deadline: float,
+    ) -> str:
+        made = adopted.Adoption(
+            *(self.connection, self._leases, self._snapshotter, hold, self._unpacking)
+        )
+        wanted = made.labels(shape)
+        for digest, data in documents.items():
+
+            async def bytes_from(offset: int, data: bytes = data) -> AsyncIterator[bytes]:
+                yield data[offset:]
+
+            await self._write(digest, len(data), bytes_from, hold, wanted[digest])
+            await made.label(digest, wanted[digest])
+        await made.unpack(shape, deadline)
+        for name in names:
+            await made.record(name, shape.top)
+        return await self._known(names[0], shape)
+
+    async def _known(self, name: str, shape: manifest.Shape) -> str:
+        """Wait until CRI has made its own of a new record; the image id."""
+        wanted = cri_pb2.ImageRequest(image=cri_pb2.ImageSpec(image=name))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_SECONDS):
+                while True:
+                    answer = await self.connection.read(cri.IMAGE_STATUS, wanted)
+                    names = [each.name for each in await self._records()]
+                    if answer.image.id == shape.image_id and shape.image_id in names:
+                        return shape.image_id
+                    await asyncio.sleep(0.05)
+        raise base.RuntimeCallError(
+            name, "containerd's CRI did not take the image that was imported", "see its log"
+        )
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         kinds = ("nodeagent",) if ours_only else ("layer", "nodeagent")
@@ -314,51 +374,57 @@ class Containerd(cri.CriRuntime):
         names.sort(key=lambda name: (not manifest.is_digest(name), name != hold.ref, name))
         hold = dataclasses.replace(hold, image_id=image_id, names=tuple(names[: api.MOST_NAMES]))
         hold = await self.begin(hold)
-        await self._add(hold.id, pb.LeaseResource(id=digest, type="content"))
-        await self._mark(hold, "pinned")
+        await self._leases.add(hold.id, leases.content(digest))
+        if self.release_after is None:
+            await self._marks.set(hold)
         return hold
-
-    async def _mark(self, hold: base.Hold, value: str) -> None:
-        """Set or clear the label by which CRI tells the kubelet that an image is pinned.
-
-        It is on the image-id record, because each pull of a tag rewrites the tag's own record.
-        """
-        if not hold.image_id or (value and self.honours_pins is False):
-            return
-        with _allowing("NOT_FOUND"):
-            request = pb.GetImageRequest(name=hold.image_id)
-            record = (await self.connection.read(api.GET_IMAGE, request)).image
-            if not record.name or record.labels.get(PINNED, "") == value:
-                return
-            record.labels.clear()  # the update reads the masked label only
-            if value:
-                record.labels[PINNED] = value
-            update = pb.UpdateImageRequest(image=record, update_mask=_label_mask(PINNED))
-            await self.connection.change(api.UPDATE_IMAGE, update)
-            if value and self.honours_pins is None:
-                self.honours_pins = await self._shows_pinned(hold.image_id)
-                log.info("tried the pinned label", honoured=self.honours_pins)
-                if not self.honours_pins:
-                    await self._mark(hold, "")
-
-    async def _shows_pinned(self, image_id: str) -> bool:
-        deadline = time.monotonic() + HONOUR_SECONDS
-        request = cri_pb2.ImageRequest(image=cri_pb2.ImageSpec(image=image_id))
-        while time.monotonic() < deadline:
-            answer = await self.connection.read(cri.IMAGE_STATUS, request)
-            if answer.image.pinned:
-                return True
-            await asyncio.sleep(0.01)
-        return False
 
     async def unpin(self, hold: base.Hold) -> None:
         shared = any(
             each.role == "pin" and each.image_id == hold.image_id and each.id != hold.id
-            for each in await self._holds()
+            for each in await self._leases.holds()
         )
         if not shared:
-            await self._mark(hold, "")
-        await self._delete(hold.id)
+            await self._marks.clear(hold)
+        await self._leases.delete(hold.id)
+
+    async def clear_marks(self, records: Sequence[base.Record]) -> None:
+        await self._marks.clear_stray(records)
+
+    async def tend(self, inventory: base.Inventory) -> bool:
+        changes = 0
+        if not self._checked:
+            changes = await self._leases.finish_renewals(inventory.holds)
+            changes += await self._complete_pins(inventory)
+            self._checked = True
+            if changes:  # the rest with what is there now
+                return True
+        mends = tending.decide(inventory, self.honours_pins, self.release_after, time.time())
+        for hold in mends.unmarked:
+            await self._marks.set(hold)
+        for hold in mends.renew:
+            expires = None if self.release_after is None else time.time() + self.release_after
+            await self._leases.renew(hold, dataclasses.replace(hold, expires=expires))
+        if mends.stray:
+            # A pin that was made since the inventory has its lease now: look again.
+            held = {hold.image_id for hold in await self._leases.holds() if hold.role == "pin"}
+            gone = self.honours_pins is False
+            stray = [each for each in mends.stray if gone or each.name not in held]
+            changes += await self._marks.clear_stray(stray)
+        return bool(changes)
+
+    async def _complete_pins(self, inventory: base.Inventory) -> int:
+        """Give a pin its content when whoever made the lease was interrupted before that."""
+        count = 0
+        for hold in inventory.held("pin"):
+            if hold.target is None or hold.id.endswith(leases.RENEWAL):
+                continue
+            wanted = leases.content(hold.target.digest)
+            held = await self._leases.resources(hold.id)
+            if wanted not in held and await self._has_content(wanted.id):
+                await self._leases.add(hold.id, wanted)
+                count += 1
+        return count
 
     async def heal(self, hold: base.Hold) -> int:
         assert hold.target is not None
@@ -367,9 +433,9 @@ class Containerd(cri.CriRuntime):
         for name in hold.names:
             labels = {MANAGED: "managed"}
             if name == hold.image_id and self.honours_pins is not False:
-                labels[PINNED] = "pinned"
+                labels |= marks.labels()
             record = pb.Image(name=name, labels=labels, target=target)
-            with _allowing("ALREADY_EXISTS"):
+            with leases.allowing("ALREADY_EXISTS"):
                 await self.connection.change(api.CREATE_IMAGE, pb.CreateImageRequest(image=record))
                 healed += 1
         return healed
@@ -380,6 +446,11 @@ class Containerd(cri.CriRuntime):
         async for envelope in self.connection.stream(api.SUBSCRIBE, request, deadline=None):
             if envelope.HasField("event"):
                 yield cri.decode(pb.ImageDelete, envelope.event.value, "a removal event").name
+
+
+def is_remote(labels: Mapping[str, str]) -> bool:
+    """Whether the files of a snapshot come from the registry when they are read."""
+    return not _REMOTE.isdisjoint(labels)
 
 
 def _target(found: pb.Descriptor) -> manifest.Target:

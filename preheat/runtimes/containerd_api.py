@@ -4,7 +4,7 @@ A hold is a containerd lease, and the lease's labels are its whole state:
 
 id       nodeagent-pull-<h>, nodeagent-pin-<h>, nodeagent-note-<h> (base.hold_id)
 labels   nodeagent/owner = preheat        what our listing filters by
-         nodeagent/role, /ref, /by, /state, /keep, /created, /image-id
+         nodeagent/role, /ref, /by, /state, /keep, /created, /image-id, /source
          nodeagent/target = JSON          media type, digest and size of the top descriptor
          nodeagent/name.<n>               image records to restore
          containerd.io/gc.expire          pulls only: nothing stays for ever when an agent dies
@@ -33,6 +33,7 @@ from preheat.runtimes.cri import (
 # containerd's own limit for one label, key and value together.
 LARGEST_LABEL = 4096
 LARGEST_BLOB = 1 << 50
+_UNPACKING = re.compile(rf"{base.OWN_PREFIX}sha256:[0-9a-f]{{64}}")
 _INGEST = re.compile(r"[a-z]+-sha256:[0-9a-f]{64}")
 
 
@@ -61,7 +62,7 @@ def _check_image(request: pb.CreateImageRequest | pb.UpdateImageRequest) -> None
 
 
 def _check_mask(mask: field_mask_pb2.FieldMask) -> None:
-    """Only single labels are ever updated: an empty mask would replace the whole record."""
+    """Only single fields are ever updated: an empty mask would replace the whole record."""
     require(len(mask.paths) > 0, "an update that names no field")
     for path in mask.paths:
         require(path.startswith("labels.") and _plain(path) and len(path) > 7, "a bad field name")
@@ -69,7 +70,8 @@ def _check_mask(mask: field_mask_pb2.FieldMask) -> None:
 
 def _check_update_image(request: pb.UpdateImageRequest) -> None:
     _check_image(request)
-    _check_mask(request.update_mask)
+    if list(request.update_mask.paths) != ["target"]:
+        _check_mask(request.update_mask)
 
 
 def _check_update_content(request: pb.UpdateContentRequest) -> None:
@@ -114,6 +116,50 @@ def _check_write(request: pb.WriteContentRequest) -> None:
     _check_labels(request.labels)
 
 
+def _check_snapshotter(name: str) -> None:
+    require(re.fullmatch(r"[a-z0-9.-]{1,64}", name) is not None, "an odd snapshotter")
+
+
+def _check_snapshot(snapshotter: str, key: str) -> None:
+    _check_snapshotter(snapshotter)
+    require(_UNPACKING.fullmatch(key) is not None, "a snapshot that is not ours")
+
+
+def _check_prepare(request: pb.PrepareSnapshotRequest) -> None:
+    _check_snapshot(request.snapshotter, request.key)
+    require(not request.parent or manifest.is_digest(request.parent), "a parent that is no layer")
+
+
+def _check_commit(request: pb.CommitSnapshotRequest) -> None:
+    _check_snapshot(request.snapshotter, request.key)
+    require(manifest.is_digest(request.name), "a layer without its id")
+
+
+def _check_remove(request: pb.SnapshotRequest) -> None:
+    _check_snapshot(request.snapshotter, request.key)
+
+
+def _check_remove_layer(request: pb.SnapshotRequest) -> None:
+    _check_snapshotter(request.snapshotter)
+    require(manifest.is_digest(request.key), "a layer without its id")
+
+
+def _check_update_snapshot(request: pb.UpdateSnapshotRequest) -> None:
+    _check_snapshotter(request.snapshotter)
+    require(manifest.is_digest(request.info.name), "a layer without its id")
+    _check_labels(request.info.labels)
+    _check_mask(request.update_mask)
+
+
+def _check_apply(request: pb.ApplyRequest) -> None:
+    require(manifest.is_digest(request.diff.digest), "a layer without its digest")
+    require(_plain(request.diff.media_type), "a layer without its media type")
+    require(0 < request.diff.size < LARGEST_BLOB, "a layer without its size")
+    require(0 < len(request.mounts) <= 8, "a layer without a place to go to")
+    for mount in request.mounts:
+        require(_plain(mount.type) and _plain(mount.source), "a mount without type or source")
+
+
 # --- methods --------------------------------------------------------------------------------------
 
 _SERVICES = "/containerd.services."
@@ -151,8 +197,20 @@ CREATE_LEASE = Method(_LEASES + "Create", pb.CreateLeaseRequest, Empty, _check_c
 DELETE_LEASE = Method(_LEASES + "Delete", pb.DeleteLeaseRequest, Empty, _check_delete_lease)
 ADD_RESOURCE = Method(_LEASES + "AddResource", pb.AddResourceRequest, Empty, _check_add_resource)
 
+PREPARE = Method(
+    _SNAPSHOTS + "Prepare", pb.PrepareSnapshotRequest, pb.PrepareSnapshotResponse, _check_prepare
+)
+COMMIT = Method(_SNAPSHOTS + "Commit", pb.CommitSnapshotRequest, Empty, _check_commit)
+REMOVE = Method(_SNAPSHOTS + "Remove", pb.SnapshotRequest, Empty, _check_remove)
+REMOVE_LAYER = Method(_SNAPSHOTS + "Remove", pb.SnapshotRequest, Empty, _check_remove_layer)
+UPDATE_SNAPSHOT = Method(
+    _SNAPSHOTS + "Update", pb.UpdateSnapshotRequest, Empty, _check_update_snapshot
+)
+APPLY = Method(_SERVICES + "diff.v1.Diff/Apply", pb.ApplyRequest, pb.ApplyResponse, _check_apply)
+
 # The fuzz test sends these.
 CHANGING: tuple[Method[Any, Any], ...] = (
+    *(PREPARE, COMMIT, REMOVE, REMOVE_LAYER, UPDATE_SNAPSHOT, APPLY),
     *(CREATE_IMAGE, UPDATE_IMAGE, UPDATE_CONTENT, ABORT, WRITE),
     *(CREATE_LEASE, DELETE_LEASE, ADD_RESOURCE),
 )
@@ -176,7 +234,8 @@ def lease_labels(hold: base.Hold) -> dict[str, str]:
         _P + "by": hold.by,
         _P + "created": f"{hold.created:.0f}",
     }
-    for key, value in (("state", hold.state), ("keep", hold.keep), ("image-id", hold.image_id)):
+    texts = {"state": hold.state, "keep": hold.keep, "image-id": hold.image_id}
+    for key, value in (texts | {"source": hold.source}).items():
         if value:
             found[_P + key] = value
     if hold.target is not None:
@@ -225,6 +284,7 @@ def hold_of(lease: pb.Lease) -> base.Hold | None:
         names=tuple(found[key] for key in keys if key in found),
         state=found.get(_P + "state", ""),
         keep=found.get(_P + "keep", ""),
+        source=found.get(_P + "source", ""),
         created=created,
         expires=expires,
     )

@@ -293,12 +293,21 @@ class ListSnapshotsRequest(_message.Message):
     def __init__(self, snapshotter: _Optional[str] = ...) -> None: ...
 
 class SnapshotInfo(_message.Message):
-    __slots__ = ("name", "kind")
+    __slots__ = ("name", "kind", "labels")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: SnapshotKind
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[SnapshotKind, str]] = ...) -> None: ...
+    labels: _containers.ScalarMap[str, str]
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[SnapshotKind, str]] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ListSnapshotsResponse(_message.Message):
     __slots__ = ("info",)
@@ -319,6 +328,68 @@ class UsageResponse(_message.Message):
     SIZE_FIELD_NUMBER: _ClassVar[int]
     size: int
     def __init__(self, size: _Optional[int] = ...) -> None: ...
+
+class UpdateSnapshotRequest(_message.Message):
+    __slots__ = ("snapshotter", "info", "update_mask")
+    SNAPSHOTTER_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_MASK_FIELD_NUMBER: _ClassVar[int]
+    snapshotter: str
+    info: SnapshotInfo
+    update_mask: _field_mask_pb2.FieldMask
+    def __init__(self, snapshotter: _Optional[str] = ..., info: _Optional[_Union[SnapshotInfo, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ...) -> None: ...
+
+class Mount(_message.Message):
+    __slots__ = ("type", "source", "target", "options")
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    type: str
+    source: str
+    target: str
+    options: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, type: _Optional[str] = ..., source: _Optional[str] = ..., target: _Optional[str] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PrepareSnapshotRequest(_message.Message):
+    __slots__ = ("snapshotter", "key", "parent")
+    SNAPSHOTTER_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    snapshotter: str
+    key: str
+    parent: str
+    def __init__(self, snapshotter: _Optional[str] = ..., key: _Optional[str] = ..., parent: _Optional[str] = ...) -> None: ...
+
+class PrepareSnapshotResponse(_message.Message):
+    __slots__ = ("mounts",)
+    MOUNTS_FIELD_NUMBER: _ClassVar[int]
+    mounts: _containers.RepeatedCompositeFieldContainer[Mount]
+    def __init__(self, mounts: _Optional[_Iterable[_Union[Mount, _Mapping]]] = ...) -> None: ...
+
+class CommitSnapshotRequest(_message.Message):
+    __slots__ = ("snapshotter", "name", "key")
+    SNAPSHOTTER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    snapshotter: str
+    name: str
+    key: str
+    def __init__(self, snapshotter: _Optional[str] = ..., name: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
+
+class ApplyRequest(_message.Message):
+    __slots__ = ("diff", "mounts")
+    DIFF_FIELD_NUMBER: _ClassVar[int]
+    MOUNTS_FIELD_NUMBER: _ClassVar[int]
+    diff: Descriptor
+    mounts: _containers.RepeatedCompositeFieldContainer[Mount]
+    def __init__(self, diff: _Optional[_Union[Descriptor, _Mapping]] = ..., mounts: _Optional[_Iterable[_Union[Mount, _Mapping]]] = ...) -> None: ...
+
+class ApplyResponse(_message.Message):
+    __slots__ = ("applied",)
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    applied: Descriptor
+    def __init__(self, applied: _Optional[_Union[Descriptor, _Mapping]] = ...) -> None: ...
 
 class Envelope(_message.Message):
     __slots__ = ("event",)

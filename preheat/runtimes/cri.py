@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -45,6 +45,9 @@ MOST_CALLS_AT_ONCE = 16
 LARGEST_SECRET = 64 * 1024
 # A call fails some moments before grpc tells that its connection broke (measured: below 10 ms).
 _BREAK_TOLD_SECONDS = 0.25
+# What grpc says of a call whose connection broke; of a stream that is written to at that moment it
+# says INTERNAL. The runtime itself may answer the same.
+_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
 _LEASE = re.compile(rf"{base.OWN_PREFIX}[a-z0-9-]{{1,80}}")
 # Changing calls rest for so long after the runtime went away for the first, second, … time.
 REST_SECONDS = (1.0, 10.0, 60.0, 600.0, 3600.0)
@@ -229,7 +232,7 @@ class Connection:
         A changing call trips the breaker, once for each connection that broke. One that was never
         made is no reason.
         """
-        gone = error.code() == grpc.StatusCode.UNAVAILABLE and await self._is_gone(broken)
+        gone = error.code() in _BROKEN and await self._is_gone(broken)
         if gone and method.check is not None and self.broken > self._tripped:
             self._tripped = self.broken
             self.breaker.trip()
@@ -303,23 +306,24 @@ class Exchange(Generic[RequestT, ResponseT]):
                 await self._call.write(request.SerializeToString())
                 answer = await self._call.read()
                 if answer is grpc.aio.EOF:
-                    raise grpc.aio.AioRpcError(
-                        await self._call.code(),
-                        grpc.aio.Metadata(),
-                        grpc.aio.Metadata(),
-                        details=await self._call.details(),
-                    )
+                    raise await self._ended()
         except grpc.aio.AioRpcError as error:
             raise await self._connection.failure(self._method, error, broken) from None
-        except asyncio.InvalidStateError as error:  # the stream ended while we wrote
-            raise base.RuntimeCallError(
-                self._method.path, "the stream broke", "the agent tries again"
-            ) from error
+        except asyncio.InvalidStateError:  # the stream ended while we wrote
+            ended = await self._ended()
+            raise await self._connection.failure(self._method, ended, broken) from None
         except TimeoutError as error:
             raise base.RuntimeSlowError(
                 self._method.path, f"no answer in {CHANGE_SECONDS:.0f} s", "the agent tries again"
             ) from error
         return self._method.decode(answer)
+
+    async def _ended(self) -> grpc.aio.AioRpcError:
+        """With what the stream ended."""
+        code, details = await self._call.code(), await self._call.details()
+        return grpc.aio.AioRpcError(
+            code, grpc.aio.Metadata(), grpc.aio.Metadata(), details or "the stream ended"
+        )
 
     def close(self) -> None:
         if self._call is not None:
@@ -345,6 +349,9 @@ _IMAGES = "/runtime.v1.ImageService/"
 _RUNTIME = "/runtime.v1.RuntimeService/"
 VERSION = Method(_RUNTIME + "Version", Empty, cri_pb2.VersionResponse)
 LIST_CONTAINERS = Method(_RUNTIME + "ListContainers", Empty, cri_pb2.ListContainersResponse)
+CONTAINER_STATUS = Method(
+    _RUNTIME + "ContainerStatus", cri_pb2.ContainerStatusRequest, cri_pb2.ContainerStatusResponse
+)
 LIST_IMAGES = Method(_IMAGES + "ListImages", Empty, cri_pb2.ListImagesResponse)
 IMAGE_STATUS = Method(_IMAGES + "ImageStatus", cri_pb2.ImageRequest, cri_pb2.ImageStatusResponse)
 IMAGE_FS_INFO = Method(_IMAGES + "ImageFsInfo", Empty, cri_pb2.ImageFsInfoResponse)
@@ -353,11 +360,18 @@ PULL_IMAGE = Method(
 )
 
 
+def full_id(image_id: str) -> str:
+    """CRI-O gives image ids without their algorithm."""
+    return f"sha256:{image_id}" if len(image_id) == 64 and ":" not in image_id else image_id
+
+
 class CriRuntime:
     """What all runtimes behind CRI share."""
 
     def __init__(self, socket: Path) -> None:
         self.connection = Connection(socket)
+        # Of each container; they never change.
+        self._volumes: dict[str, frozenset[str]] = {}
 
     @property
     def trips(self) -> int:
@@ -394,7 +408,31 @@ class CriRuntime:
         info = await self.connection.read(IMAGE_FS_INFO, Empty(), deadline)
         return [each.fs_id.mountpoint for each in info.image_filesystems if each.HasField("fs_id")]
 
-    async def _images_in_use(self) -> list[str]:
-        """The image ids of all containers."""
+    async def _listed(self) -> frozenset[str]:
+        """The names of all images, as the kubelet hears them."""
+        answer = await self.connection.read(LIST_IMAGES, Empty())
+        return frozenset(
+            name for each in answer.images for name in (*each.repo_tags, *each.repo_digests)
+        )
+
+    async def _images_in_use(self, records: Sequence[base.Record]) -> frozenset[str]:
+        """The image ids of all containers, and of the images that they have as volumes."""
         answer = await self.connection.read(LIST_CONTAINERS, Empty())
-        return [each.image_ref for each in answer.containers]
+        ids = {each.id for each in answer.containers}
+        self._volumes = {key: found for key, found in self._volumes.items() if key in ids}
+        new = sorted(ids - self._volumes.keys())
+        found = await asyncio.gather(*map(self._volumes_of, new))
+        self._volumes |= zip(new, found, strict=True)
+        used = {each.image_ref for each in answer.containers}.union(*self._volumes.values())
+        return base.image_ids(map(full_id, used), records)
+
+    async def _volumes_of(self, container: str) -> frozenset[str]:
+        """The images that a container has mounted, as the kubelet named them (KEP-4639)."""
+        request = cri_pb2.ContainerStatusRequest(container_id=container)
+        try:
+            answer = await self.connection.read(CONTAINER_STATUS, request)
+        except base.RuntimeCallError as error:
+            if error.code != "NOT_FOUND":
+                raise
+            return frozenset()  # it has gone since the list
+        return frozenset(each.image.image for each in answer.status.mounts if each.image.image)

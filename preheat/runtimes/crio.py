@@ -14,7 +14,7 @@ import signal
 import socket as sockets
 import struct
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Crio(cri.CriRuntime):
 
     abilities = base.Abilities(watches=False, ingests=False, estimates=False)
     honours_pins = None
+    release_after: float | None = None
 
     def __init__(self, socket: Path, drop_in: Path, state: Path) -> None:
         super().__init__(socket)
@@ -47,12 +48,12 @@ class Crio(cri.CriRuntime):
 
     async def inventory(self) -> base.Inventory:
         listed = await self.connection.read(cri.LIST_IMAGES, cri.Empty())
-        used = await self._images_in_use()
+        records = tuple(record for each in listed.images for record in _records(each))
         paths = await self._image_paths()
         return base.Inventory(
-            records=tuple(record for each in listed.images for record in _records(each)),
+            records=records,
             holds=tuple((await self._read()).values()),
-            in_use=frozenset(_full(image_id) for image_id in used),
+            in_use=await self._images_in_use(records),
             images_path=paths[0] if paths else "",
         )
 
@@ -61,6 +62,9 @@ class Crio(cri.CriRuntime):
 
     async def usage(self, chain_id: str) -> int:
         raise base.RuntimeCallError(chain_id, "CRI-O does not show layers", "", "NOT_FOUND")
+
+    async def ingests(self) -> Mapping[str, base.Ingest]:
+        return {}
 
     async def progress(self, layers: Sequence[manifest.Layer]) -> Mapping[str, base.LayerState]:
         return {}
@@ -71,9 +75,19 @@ class Crio(cri.CriRuntime):
         size: int,
         source: manifest.Blobs,
         hold: base.Hold,
-        origin: tuple[str, str],
+        origin: tuple[str, str] | None,
     ) -> None:
         raise base.RuntimeCallError(digest, "CRI-O does not take layers", "", "UNIMPLEMENTED")
+
+    async def adopt(
+        self,
+        names: Sequence[str],
+        shape: manifest.Shape,
+        documents: Mapping[str, bytes],
+        hold: base.Hold,
+        deadline: float,
+    ) -> str:
+        raise base.RuntimeCallError(names[0], "CRI-O does not take images", "", "UNIMPLEMENTED")
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         """CRI-O keeps no half-fetched blobs."""
@@ -81,10 +95,18 @@ class Crio(cri.CriRuntime):
     async def note_use(self, digest: str, when: float | None) -> None:
         """CRI-O has no place for it: uses count from the agent's start."""
 
+    async def note_durable(self, chain_ids: Iterable[str], *, durable: bool = True) -> None:
+        """CRI-O shows no layers."""
+
+    async def unpack_again(
+        self, layers: Sequence[manifest.Layer], which: Collection[str], deadline: float
+    ) -> None:
+        """As above."""
+
     async def pull(
         self, ref: str, login: base.Login | None, hold: base.Hold, deadline: float
     ) -> str:
-        return _full(await self._pull_image(ref, login, None, deadline))
+        return cri.full_id(await self._pull_image(ref, login, None, deadline))
 
     # --- holds ------------------------------------------------------------------------------------
 
@@ -136,6 +158,13 @@ class Crio(cri.CriRuntime):
         await self.end(hold)
         await self._write_drop_in()
 
+    async def clear_marks(self, records: Sequence[base.Record]) -> None:
+        """CRI-O's pins are names in the drop-in."""
+
+    async def tend(self, inventory: base.Inventory) -> bool:
+        await self._write_drop_in()
+        return False
+
     async def heal(self, hold: base.Hold) -> int:
         return 0  # the plan pulls it again
 
@@ -148,7 +177,8 @@ class Crio(cri.CriRuntime):
         pins = sorted({h.ref for h in (await self._read()).values() if h.role == "pin"})
         text = drop_in(pins).encode()
         try:
-            if await asyncio.to_thread(_content, self._drop_in) == text:
+            there = await asyncio.to_thread(_content, self._drop_in)
+            if there == text or (there is None and not pins):
                 return
             await asyncio.to_thread(kit.files.save, self._drop_in, text, 0o644)
             await asyncio.to_thread(_hang_up, self._socket)
@@ -185,17 +215,12 @@ def _hang_up(socket: Path) -> None:
     os.kill(pid, signal.SIGHUP)
 
 
-def _full(image_id: str) -> str:
-    """CRI-O gives image ids without their algorithm."""
-    return f"sha256:{image_id}" if len(image_id) == 64 and ":" not in image_id else image_id
-
-
 def _records(listed: cri_pb2.Image) -> list[base.Record]:
     """Each name with each digest that the image has (the index's and the manifest's)."""
     digests = [each.rpartition("@")[2] for each in listed.repo_digests]
     targets = [
         manifest.Target("application/vnd.oci.image.manifest.v1+json", digest, max(1, listed.size))
-        for digest in dict.fromkeys([*digests, _full(listed.id)])
+        for digest in dict.fromkeys([*digests, cri.full_id(listed.id)])
         if manifest.is_digest(digest)
     ]
     names = [*listed.repo_tags, *listed.repo_digests]

@@ -1,5 +1,7 @@
 """``python -m tests.bench [ROOM...] [--only GROUP]``: run benchmarks, print a table, keep JSON.
 
+``--rounds N`` and ``--size NAME=SIZE`` take less, or more, than a group takes by itself.
+
 A whole room goes to build/bench/<room>.json. A selection of its groups goes to
 build/bench/<room>.part.json, so that figures of different runs are never mixed in one file.
 """
@@ -14,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+import kit.units
 import tests.bench
 from tests.bench import harness
 
@@ -49,10 +52,21 @@ def _line(name: str, entry: harness.Entry) -> str:
     ).rstrip()
 
 
-def _run(room: str, groups: Mapping[str, harness.Group], only: list[str]) -> bool:
+def _size(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
+    return name, kit.units.parse_size(value)
+
+
+def _run(
+    room: str,
+    groups: Mapping[str, harness.Group],
+    only: list[str],
+    rounds: int,
+    sizes: dict[str, int],
+) -> bool:
     entries: dict[str, harness.Entry] = {}
     chosen = {name: group for name, group in groups.items() if not only or name in only}
-    with harness.Workplace(harness.RESULTS / "work") as place:
+    with harness.Workplace(harness.RESULTS / "work", rounds=rounds, sizes=sizes) as place:
         for name, group in chosen.items():
             harness.say(f"{room}: {name}")
             for key, entry in group(place):
@@ -73,6 +87,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("room", nargs="*", help="default: all")
     parser.add_argument("--only", action="append", default=[], metavar="GROUP")
+    parser.add_argument("--rounds", type=int, default=harness.ROUNDS)
+    parser.add_argument(
+        "--size", action="append", default=[], type=_size, metavar="NAME=SIZE",
+        help="instead of what a group takes of it, for example files=1000 (docs/bench.md)",
+    )  # fmt: skip
     options = parser.parse_args()
     known = rooms(options.room)
     for room in options.room:
@@ -88,7 +107,7 @@ def main() -> int:
     missed = False
     for room, named in known.items():
         if not options.only or set(options.only) & set(named):
-            missed |= not _run(room, named, options.only)
+            missed |= not _run(room, named, options.only, options.rounds, dict(options.size))
     harness.say(f"{time.monotonic() - began:.0f} s")
     if missed:
         harness.say("some targets are missed")

@@ -26,7 +26,7 @@ def running(folder: Path, cache: dict[str, Any]) -> Iterator[Agent]:
         harness.clear(folder)  # views and sources outlive an agent by design; not this one's
 
 
-def _processes(nodeagent: Agent) -> list[int]:
+def processes(nodeagent: Agent) -> list[int]:
     """The agent and all that descends from it."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
@@ -42,16 +42,32 @@ def _processes(nodeagent: Agent) -> list[int]:
 def rss(nodeagent: Agent) -> float:
     """MiB of the whole process tree."""
     pages = 0
-    for pid in _processes(nodeagent):
+    for pid in processes(nodeagent):
         with contextlib.suppress(OSError):
             pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def peak_rss(pid: int) -> float:
+    """MiB that a process has had at most; 0 when it has ended."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        if peak := status.partition("VmHWM:")[2].split(maxsplit=1):
+            return int(peak[0]) / 1024
+    return 0.0
+
+
+def own_rss(nodeagent: Agent) -> float:
+    """MiB of the agent's own process."""
+    assert nodeagent.process is not None
+    pages = int(Path(f"/proc/{nodeagent.process.pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def cpu_seconds(nodeagent: Agent) -> float:
     """CPU that the tree has used, children that have ended and were waited for included."""
     seconds = 0.0
-    for pid in _processes(nodeagent):
+    for pid in processes(nodeagent):
         with contextlib.suppress(OSError):
             ticks = sum(int(field) for field in _stat(pid)[13:15])  # of ended children
             seconds += ticks / os.sysconf("SC_CLK_TCK")

@@ -29,10 +29,11 @@ PEER_SECONDS = 180
 
 
 def run(place: harness.Workplace) -> harness.Results:
-    with place.room("fill") as room, _cluster(room / "ceph") as cluster:
+    with place.room("fill") as room, ceph.running(room / "ceph") as cluster:
         with cluster.mounted(room / "writer") as writer:
             number = place.size(20_000, 100)
             size = trees.make(writer / "data", number, SMALLEST, LARGEST, threads=8)
+            cluster.wait_until_not_recent()
             (writer / "data" / ".snap" / SNAPSHOT).mkdir()
         secret = room / "secret"
         secret.write_text(cluster.secret())
@@ -57,16 +58,6 @@ def run(place: harness.Workplace) -> harness.Results:
         }
         with agent.running(room / "agent", settings) as nodeagent:
             yield from _measure(place, Sides(place, room, nodeagent, number, size))
-
-
-@contextlib.contextmanager
-def _cluster(folder: Path) -> Iterator[ceph.CephCluster]:
-    cluster = ceph.CephCluster(folder)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
 
 
 class Sides:

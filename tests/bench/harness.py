@@ -52,7 +52,9 @@ Results = Iterator[tuple[str, Entry]]
 Group = Callable[["Workplace"], Results]
 
 
-def at_least(ours: Sequence[float], peer: Sequence[float], target: float, unit: str) -> Entry:
+def at_least(
+    ours: Sequence[float], peer: Sequence[float], target: float, unit: str, note: str = ""
+) -> Entry:
     """Ours divided by the peer's, round by round; to be ``target`` or more."""
     ratios = [a / b for a, b in zip(ours, peer, strict=True)]
     ratio = statistics.median(ratios)
@@ -64,6 +66,7 @@ def at_least(ours: Sequence[float], peer: Sequence[float], target: float, unit: 
         peer=statistics.median(peer),
         spread=(min(ratios), max(ratios)),
         unit=unit,
+        note=note,
     )
 
 
@@ -100,16 +103,27 @@ class Workplace:
     A ``tiny`` one is for the suite: every benchmark in seconds, its figures without meaning.
     """
 
-    def __init__(self, folder: Path, *, tiny: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tiny: bool = False,
+        rounds: int = ROUNDS,
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
+        """``sizes``: by name, instead of what a benchmark takes by itself."""
         self.folder = folder
         self.tiny = tiny
-        self.rounds = 1 if tiny else ROUNDS
+        self.rounds = 1 if tiny else rounds
+        self._sizes = dict(sizes or {})
         self.stack = contextlib.ExitStack()
         self._sigterm: Any = signal.SIG_DFL
 
-    def size(self, full: Number, tiny: Number) -> Number:
-        """How much a benchmark takes of something: files, seconds, bytes."""
-        return tiny if self.tiny else full
+    def size(self, full: Number, tiny: Number, name: str = "") -> Number:
+        """How much a benchmark takes of something: files, seconds, bytes. ``name``: for who wants
+        another size."""
+        given: Any = self._sizes.get(name)
+        return given if given is not None else tiny if self.tiny else full
 
     def in_turn(self, sides: Mapping[str, Side]) -> dict[str, list[float]]:
         return in_turn(sides, self.rounds)

@@ -10,13 +10,13 @@ import os
 import sys
 from typing import Any
 
-from ceph import native
+from ceph import native, objects
 from ceph.protocol import Entry
 
 
 def _read(number: int, processes: int, conf: str, root: str, answers: Any) -> None:
     access = native.Access(conf, "admin", "cephfs", root)
-    listing, reader = native.Listing(access), native.Reader(access)
+    listing, reader = native.Listing(access), objects.Reader(access)
     counted = [0, 0]
 
     def each(item: Entry, data: bytes | None) -> None:

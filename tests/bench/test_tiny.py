@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench import __main__ as bench
-from tests.bench import harness
+from tests.bench import harness, scale
 
 _GROUPS = {
     f"{room}-{name}": group
@@ -21,3 +21,10 @@ def test_benchmark_runs_at_a_tiny_size(name: str, area: Path) -> None:
     with harness.Workplace(area / "work", tiny=True) as place:
         entries = dict(_GROUPS[name](place))
     assert entries
+
+
+@pytest.mark.real
+def test_scale_runs_at_a_tiny_size(area: Path) -> None:
+    found = scale.measure(area, 600, 150)
+    assert found["files"] == 600
+    assert found["coordinator_rss_mib"] > 0

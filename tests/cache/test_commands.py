@@ -18,7 +18,7 @@ def dataset(**more: Any) -> dict[str, Any]:
         "bytes": {"total": 1000, "done": 1000, "no_room": 0},
         "estimated": False, "phase": "", "rate": {"files": 0.0, "bytes": 0},
         "eta_seconds": None, "store_bytes": 4096, "refreshes": 0, "verify": None,
-        "completed": 1.0, "notes": [],
+        "completed": 1.0, "notes": [], "scrub": {"state": ""},
     }  # fmt: skip
     return shown | more
 
@@ -154,6 +154,20 @@ def test_list_shows_datasets_and_orphans(
     assert lines[0].split()[:2] == ["NAME", "STATE"]
     assert [line.split()[0] for line in lines[1:3]] == ["a", "b"]
     assert "dataset remove old" in lines[3]
+
+
+def test_wide_list_has_hits_with_their_bounds_and_readers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeAgent
+) -> None:
+    sample = {"ratio": 0.573, "low": 0.53, "high": 0.6, "opens": 812}
+    rows = [dataset(hits=sample, used_by="pid 7 (train)"), dataset(name="b", hits=None)]
+    fake.answers["datasets"] = {"datasets": rows, "orphans": []}
+    assert run(monkeypatch, "dataset", "list", "-o", "wide") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "SSD HITS" in lines[0]
+    assert "57% (53% to 60%)" in lines[1]
+    assert "pid 7 (train)" in lines[1]
+    assert "not known" in lines[2]
 
 
 def test_show_escapes_names(

@@ -1,5 +1,6 @@
 """Room on the SSD, and when a batch is committed."""
 
+import dataclasses
 import os
 import time
 
@@ -7,14 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.fill import coordinator
-from cache.fill.coordinator import Batch, Room, Staged, room
+from cache.fill import space, staged
+from cache.fill.space import Room
+from cache.fill.staged import Batch, Staged
+from tests.cache import passes
 
 
 def disk(blocks: int, available: int, files: int, files_available: int) -> os.statvfs_result:
     return os.statvfs_result(
         (4096, 4096, blocks, available, available, files, files_available, files_available, 0, 255)
     )
+
+
+def room(
+    of: os.statvfs_result, *, reserve: float, budget: int, used: int, pending: Room
+) -> Room:  # fmt: skip
+    allowed = dataclasses.replace(passes.LIMITS, reserve=reserve, budget=budget)
+    return space.balance(of, allowed, used=used, inodes=0).room(pending)
 
 
 sizes = st.integers(0, 2**40)
@@ -48,7 +58,7 @@ def test_room_never_exceeds_budget_or_reserve(
 def test_room_has_enough_inodes_where_they_are_not_counted() -> None:
     left = room(disk(10_000, 10_000, 0, 0), reserve=0.5, budget=2**40, used=0, pending=Room(0, 0))
     assert left.inodes > 2**60
-    assert left.bytes == 5000 * 4096 - coordinator.HEADROOM_BYTES
+    assert left.bytes == 5000 * 4096 - space.HEADROOM_BYTES
 
 
 def test_batch_is_due_by_files_bytes_age_or_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,13 +69,13 @@ def test_batch_is_due_by_files_bytes_age_or_idleness(monkeypatch: pytest.MonkeyP
     waiting.add(Staged("a", 1, files=1))
     assert waiting.due(more_is_coming=False)
     assert not waiting.due(more_is_coming=True)
-    now[0] += coordinator.BATCH_SECONDS
+    now[0] += staged.BATCH_SECONDS
     assert waiting.due(more_is_coming=True)
     waiting.begin_commit()
-    waiting.add(Staged("b", 1, files=coordinator.BATCH_FILES))
+    waiting.add(Staged("b", 1, files=staged.BATCH_FILES))
     assert waiting.due(more_is_coming=True)
     waiting.begin_commit()
-    waiting.add(Staged("c", 1, bytes=coordinator.BATCH_BYTES))
+    waiting.add(Staged("c", 1, bytes=staged.BATCH_BYTES))
     assert waiting.due(more_is_coming=True)
     assert [staged.folder for staged in waiting.all()] == ["c", "b"]
     waiting.end_commit()

@@ -1,37 +1,52 @@
-"""A dataset: its next action over every combination of facts, and how it reaches its source."""
+"""A dataset: its next action over every combination of facts."""
 
 import itertools
 from dataclasses import replace
 
-from cache.dataset import Action, Facts, next_action
+from cache.action import Action, Facts, next_action
 from cache.view import Stage
 
 FLAGS = [name for name in Facts.__dataclass_fields__ if name != "stage"]
+
 EVERY = [
-    Facts(stage, **dict(zip(FLAGS, flags, strict=True)))
+    facts
     for stage in Stage
     for flags in itertools.product((False, True), repeat=len(FLAGS))
+    if (facts := Facts(stage, **dict(zip(FLAGS, flags, strict=True)))).servable
+    # A block image has neither directories nor an overlay.
+    or not (facts.skeleton or facts.stage is Stage.OVERLAY)
 ]
 
 
-def test_store_is_published_only_when_complete() -> None:
+def trusted(facts: Facts) -> bool:
+    """The store may be shown."""
+    return facts.store_usable and not facts.stale
+
+
+def test_store_is_published_only_when_complete_and_trusted() -> None:
     for facts in EVERY:
         if next_action(facts) is Action.PUBLISH_STORE:
             assert facts.complete
+            assert facts.store_usable
+            assert not facts.stale
 
 
 def test_complete_dataset_needs_and_keeps_no_source() -> None:
-    for facts in EVERY:
+    for facts in filter(trusted, EVERY):
         if facts.complete:
             wanted = Action.NOTHING if facts.stage is Stage.STORE else Action.PUBLISH_STORE
-            if facts.stage is Stage.STORE and facts.source_held and not facts.source_needed:
-                wanted = Action.RELEASE
+            if facts.stage is Stage.STORE:
+                if facts.reach_due:
+                    wanted = Action.REACH  # a look whether it is still the same
+                elif facts.source_held and not facts.source_needed:
+                    wanted = Action.RELEASE
             assert next_action(facts) is wanted
 
 
 def test_source_is_released_only_when_not_needed() -> None:
     for facts in EVERY:
         if next_action(facts) is Action.RELEASE:
+            assert trusted(facts)
             assert facts.complete
             assert facts.stage is Stage.STORE
             assert not facts.source_needed
@@ -40,27 +55,51 @@ def test_source_is_released_only_when_not_needed() -> None:
 def test_overlay_needs_skeleton_or_overlay() -> None:
     for facts in EVERY:
         if next_action(facts) is Action.PUBLISH_OVERLAY:
+            assert trusted(facts)
             assert facts.skeleton or facts.stage is Stage.OVERLAY
 
 
-def test_overlay_never_becomes_source() -> None:
-    for facts in EVERY:
+def test_overlay_becomes_source_only_when_the_store_is_not_trusted() -> None:
+    for facts in filter(trusted, EVERY):
         if facts.stage is Stage.OVERLAY:
             assert next_action(facts) is not Action.PUBLISH_SOURCE
 
 
 def test_unreachable_source_is_only_reached() -> None:
     for facts in EVERY:
-        if not facts.reached and not facts.complete:
+        if not facts.reached and (not trusted(facts) or not facts.complete):
             wanted = Action.REACH if facts.reach_due else Action.NOTHING
             assert next_action(facts) is wanted
+
+
+def test_unknown_mount_is_replaced_as_soon_as_there_is_something_to_show() -> None:
+    publishes = {Action.PUBLISH_SOURCE, Action.PUBLISH_OVERLAY, Action.PUBLISH_STORE}
+    for facts in EVERY:
+        source = facts.reached and facts.servable
+        if facts.stage is Stage.UNKNOWN and (source or (facts.complete and trusted(facts))):
+            assert next_action(facts) in publishes
+
+
+def test_generation_is_discarded_only_behind_a_view_of_the_source() -> None:
+    for facts in EVERY:
+        if next_action(facts) is Action.RENEW:
+            assert facts.stale
+            assert facts.reached
+            if facts.servable:
+                assert facts.stage is Stage.SOURCE
+                assert not facts.moved
+            assert not facts.job_there
+            assert not facts.volumes
+            assert facts.store_usable
 
 
 def test_fill_is_queued_only_behind_a_view() -> None:
     for facts in EVERY:
         if next_action(facts) is Action.QUEUE:
-            assert facts.stage in (Stage.SOURCE, Stage.OVERLAY)
-            assert not facts.moved
+            assert trusted(facts)
+            if facts.servable:
+                assert facts.stage in (Stage.SOURCE, Stage.OVERLAY)
+                assert not facts.moved
             assert facts.fill_wanted
             assert not facts.job_there
 
@@ -85,6 +124,8 @@ def done(facts: Facts, action: Action) -> Facts:
             return replace(facts, stage=Stage.STORE)
         case Action.QUEUE:
             return replace(facts, job_there=True)
+        case Action.RENEW:
+            return replace(facts, stale=False, complete=False, skeleton=False)
         case Action.REFRESH:
             return replace(facts, refresh_due=False)
         case Action.RELEASE:
@@ -95,15 +136,17 @@ def done(facts: Facts, action: Action) -> Facts:
 def test_actions_converge_on_the_best_view() -> None:
     for facts in EVERY:
         now = facts
-        for _ in range(8):
+        for _ in range(10):
             action = next_action(now)
             if action is Action.NOTHING:
                 break
             assert done(now, action) != now, f"{action} again and again from {facts}"
             now = done(now, action)
         assert next_action(now) is Action.NOTHING
-        if now.complete:
+        if not now.store_usable or now.stale:
+            assert not now.reached or not now.servable or now.stage is Stage.SOURCE
+        elif now.complete:
             assert now.stage is Stage.STORE
-        elif now.reached:
-            overlay = now.skeleton or facts.stage is Stage.OVERLAY
+        elif now.reached and now.servable:
+            overlay = now.skeleton or (facts.stage is Stage.OVERLAY and not facts.stale)
             assert now.stage is (Stage.OVERLAY if overlay else Stage.SOURCE)

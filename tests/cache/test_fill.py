@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from cache.fill import fill as fill_pass
-from cache.fill import protocol
+from cache.fill import hint_queue, pipes, protocol
 from cache.fill.coordinator import Ended
-from cache.store import index
+from cache.store import generations, index
 from cache.store.tree import Entry
 from tests.cache import passes
-from tests.testbed import trees
+from tests.testbed import damage, trees
 
 real = pytest.mark.real  # trusted xattrs
 
@@ -40,13 +40,15 @@ PARTS_IN_THE_PIPE = 6
 class Fill:
     """A pass over ``area``/source that is driven step by step."""
 
-    def __init__(self, area: Path, *, budget: int = 2**40, used: int = 0) -> None:
+    def __init__(
+        self, area: Path, *, budget: int = 2**40, used: int = 0, immutable: bool = True
+    ) -> None:
         self.generation = area / "generation"
         self.generation.mkdir(exist_ok=True)
         self.budget = budget
         limits = dataclasses.replace(passes.LIMITS, reserve=0.0, budget=budget)
         common = passes.common(self.generation, area / "source")
-        task = protocol.FillTask(**common | {"immutable": True, "limits": limits}, used=used)
+        task = protocol.FillTask(**common | {"immutable": immutable, "limits": limits}, used=used)
         self.run, self.decides = fill_pass.begin(task)
         self.run.start(self.decides)
 
@@ -102,7 +104,7 @@ def files(area: Path, count: int, size: int) -> list[str]:
 def hinted(fill: Fill, names: list[str]) -> None:
     """Copy nothing but what these hints name, and commit it."""
     fill.decides.copy_assignment = lambda: None  # type: ignore[method-assign]
-    fill.until(lambda: fill.decides.skeleton)
+    fill.until(lambda: fill.decides.skeleton and bool(fill.run.pool.idle()))
     fill.decides.hint(names)
     assignment = fill.decides.hint_assignment()
     if assignment is None:
@@ -129,7 +131,7 @@ def test_hints_stay_within_budget(area: Path, begin: Callable[..., Fill]) -> Non
 def test_hint_skips_a_large_file(
     area: Path, begin: Callable[..., Fill], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fill_pass, "HINT_BYTES", MIB)
+    monkeypatch.setattr(hint_queue, "HINT_BYTES", MIB)
     files(area, 1, 2 * MIB)
     trees.write(area / "source" / "small", b"x")
     fill = begin()
@@ -234,17 +236,127 @@ def test_scan_stops_making_directories_without_room(area: Path, begin: Callable[
     assert begin().end().result == "complete"
 
 
+# --- room for some
+
+
+@real
+def test_oversize_file_keeps_no_small_one_out(area: Path, begin: Callable[..., Fill]) -> None:
+    # "big" comes in the middle of the only chunks there are, and never fits.
+    files(area, 900, 100)
+    trees.write(area / "source" / "big", os.urandom(60 * MIB))
+    budget = 40 * MIB
+    fill = begin(budget=budget)
+    ended = fill.end()
+    assert ended.result == "partial"
+    assert "no room for 1 files" in ended.why
+    stored = os.listdir(fill.generation / "tree")
+    assert len(stored) == 900 and "big" not in stored
+    fill.stop()
+    page = generations.failures_page(str(fill.generation), 10, [0, ""])
+    assert [each["path"] for each in page["failures"]] == ["big"]
+    assert "no room" in page["failures"][0]["reason"]
+    assert begin(budget=100 * MIB).end().result == "complete"
+
+
+@real
+def test_what_does_not_fit_is_listed_in_pages(area: Path, begin: Callable[..., Fill]) -> None:
+    names = files(area, 30, MIB)
+    fill = begin(budget=10 * MIB)
+    assert fill.end().result == "partial"
+    stored = set(os.listdir(fill.generation / "tree"))
+    fill.stop()
+    listed: list[str] = []
+    after: list[Any] = [0, ""]
+    while after:
+        page = generations.failures_page(str(fill.generation), 4, after)
+        listed += [each["path"] for each in page["failures"]]
+        number, _, name = (page["next"] or "").partition("/")
+        after = [int(number), os.fsdecode(bytes.fromhex(name))] if number else []
+    assert sorted(listed) == sorted(set(names) - stored)
+
+
+# --- hard links
+
+
+@real
+def test_bad_hard_linked_file_does_not_come_back(area: Path, begin: Callable[..., Fill]) -> None:
+    source = area / "source"
+    source.mkdir()
+    trees.write(source / "one", b"linked" * 1000)
+    os.link(source / "one", source / "two")
+    trees.write(source / "big", os.urandom(2 * MIB))
+    made = passes.Generation(area)
+    fill = begin(budget=MIB)  # it does not finish, so that the spare links stay
+    assert fill.end().result == "partial"
+    fill.stop()
+    assert os.listdir(made.folder / "links")
+    right = damage.flip(made.tree / "one")
+    found = made.verify().verify
+    assert found is not None and found.bad == 2
+    os.unlink(made.tree / "two")  # it is copied again, and must not get the bad bytes
+    with index.Index.open(made.folder / index.NAME).transaction() as known:
+        known.execute("INSERT INTO failures VALUES (1, 'two', 'for the test', 0)")
+    assert made.fill().result == "complete"
+    assert (made.tree / "one").read_bytes() == right
+    assert (made.tree / "two").read_bytes() == right
+
+
+@real
+def test_hard_links_of_any_names(area: Path) -> None:
+    made = passes.Generation(area)
+    made.source.mkdir()
+    made.folder.mkdir()
+    long = "\N{CJK UNIFIED IDEOGRAPH-6570}" * 84
+    for one, two in (("a", "b"), (f"{long}x", f"{long}y")):
+        trees.write(made.source / one, os.urandom(5000))
+        os.link(made.source / one, made.source / two)
+    for name in ("a.link", "b.link"):
+        trees.write(made.source / name, b"another file")
+    end = made.fill()
+    assert (end.result, end.why) == ("complete", "")
+    trees.assert_equal(made.source, made.tree)
+
+
+# --- listings of any length
+
+
+@real
+def test_names_of_many_directories_come_in_parts(
+    area: Path, begin: Callable[..., Fill], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A message of all names at once would be refused: 1,200 of 100 bytes stand for a million.
+    monkeypatch.setattr(pipes, "LONGEST", 100_000)
+    # Fewer at a time, too: on a busy machine all directories can be sealed at once.
+    monkeypatch.setattr(fill_pass, "SEALS_IN_A_BATCH", 200)
+    long = "n" * 96
+    for number in range(1200):
+        (area / "source" / f"{long}{number:04}").mkdir(parents=True)
+    fill = begin()
+    ended = fill.end()
+    assert ended.result == "complete", ended
+    fill.stop()
+    fill = begin()
+    fill.run.index.restart_listing(index.ROOT)
+    fill.run.index.count_rescan(index.ROOT)
+    (area / "source" / f"{long}0007").rmdir()
+    ended = fill.end()
+    assert ended.result == "complete", ended
+    assert fill.run.totals.directories == 1200, "the root, and all but the one that vanished"
+    fill.stop()
+    assert f"{long}0007" not in os.listdir(fill.generation / "tree")
+
+
 # --- the hint queue
 
 
 def test_hint_queue_is_bounded_and_latest_first(tmp_path: Path) -> None:
     known = index.Index.open(tmp_path / "index")
     known.add_root(Entry("", 0o40755, 0, 0, 0, 0, 1, 1, True))
-    queue = fill_pass.HintQueue()
+    queue = hint_queue.HintQueue()
     queue.add([f"unknown{n}/x" for n in range(1000)] + [f"f{n}" for n in range(100)])
     found = queue.next(known)
     assert found is not None
-    assert (found[0], found[1], len(found[2])) == (1, [], fill_pass.MOST_HINTED_NAMES)
+    assert (found[0], found[1], len(found[2])) == (1, [], hint_queue.MOST_HINTED_NAMES)
     assert queue.next(known) is None
     known.close()
 

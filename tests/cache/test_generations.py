@@ -61,7 +61,8 @@ def test_quarantine_keeps_names_of_any_bytes(listed: list[tuple[list[str], str]]
         folder = Path(name)
         generations.write_quarantined(folder, listed)
         assert generations.has_quarantined(name) == bool(listed)
-        assert generations.read_quarantined(folder) == listed
+        once = [each for at, each in enumerate(listed) if each not in listed[:at]]
+        assert generations.read_quarantined(folder) == once
 
 
 def test_quarantine_skips_a_torn_last_line(tmp_path: Path) -> None:

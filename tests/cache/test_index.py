@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.store import index
+from cache.store import index, schema
 from cache.store.tree import Entry
 
 names = st.binary(min_size=1, max_size=255).filter(lambda b: b"\0" not in b and b"/" not in b)
@@ -42,7 +42,7 @@ def listed(known: index.Index, number: int, entries: int, files: int = 0, size: 
 
 @given(st.lists(names, min_size=1, max_size=20, unique=True))
 def test_index_keeps_names_of_any_bytes(raw: list[bytes]) -> None:
-    known = index.Index(index.Index._connect(Path(":memory:")))
+    known = index.Index(schema.connect(Path(":memory:")))
     known.add_root(folder(""))
     texts = [os.fsdecode(name) for name in raw]
     known.add_directories(index.ROOT, [folder(name) for name in texts])
@@ -55,7 +55,8 @@ def test_index_keeps_names_of_any_bytes(raw: list[bytes]) -> None:
     (chunk,) = known.next_chunks(10)
     assert [entry.name for entry in _chunk(known, chunk).entries] == texts
     assert {name for _, name, _ in known.failures(100)} == set(texts)
-    assert known.drop_vanished(index.ROOT, set(texts[1:])) == [texts[0]]
+    known.add_directories(index.ROOT, [folder(name) for name in texts[1:]], listing=5)
+    assert known.drop_vanished(index.ROOT, 5) == [texts[0]]
     assert known.find([texts[0]]) is None
     assert all(known.find([name]) is not None for name in texts[1:])
     known.close()
@@ -63,7 +64,7 @@ def test_index_keeps_names_of_any_bytes(raw: list[bytes]) -> None:
 
 @given(st.lists(names, min_size=1, max_size=30, unique=True), st.integers(1, 7))
 def test_failures_pages_hold_each_once(raw: list[bytes], limit: int) -> None:
-    known = index.Index(index.Index._connect(Path(":memory:")))
+    known = index.Index(schema.connect(Path(":memory:")))
     known.add_root(folder(""))
     texts = [os.fsdecode(name) for name in raw]
     for name in texts:

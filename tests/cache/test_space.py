@@ -119,7 +119,9 @@ def test_reserve_of_bytes_is_kept(area: Path, node: Agent, fstype: str) -> None:
             time.sleep(0.05)
         shown = node.dataset("a")
         now = os.statvfs(ssd)
-        assert min(free) >= 0.5
+        # XFS preallocates for files that are being written: on a slow machine, for a moment, a
+        # little more than what is held back for that.
+        assert min(free) >= (0.5 if fstype == "ext4" else 0.49)
         assert 0.5 <= now.f_bavail / now.f_blocks < 0.6
         assert shown["files"]["no_room"] > 0
         trees.assert_equal(source, node.view("a"))
@@ -172,6 +174,37 @@ def test_full_disk_makes_partial_and_resumes(area: Path, node: Agent) -> None:
         node.end()
 
 
+def test_reserve_comes_back_when_others_fill_the_disk(area: Path, node: Agent) -> None:
+    """Of what may go, and no more of it than about twice what is lacking; kept files stay."""
+    with disk(area, "ext4", 240 * MIB) as ssd:
+        node.put_store(ssd / "store")
+        node.cache["reserve"] = "30%"
+        for name, files in (("a", 200), ("b", 1000)):
+            trees.plain(area / name, files, mean=60_000, seed=ord(name))
+            node.add_dir(name, area / name, keep=name == "a")
+        node.start()
+        for name in ("a", "b"):
+            node.wait_state(name, "complete", seconds=90)
+        size, free = free_of(ssd)
+        lacking = 4 * MIB
+        trees.write(ssd / "greedy", os.urandom(free - int(size * 0.3) + lacking))
+        assert free_of(ssd)[1] < size * 0.3
+        node.wait_for(lambda: free_of(ssd)[1] >= size * 0.3, 90, "the reserve to come back")
+        node.wait_for(lambda: node.dataset("b")["state"] == "partial", 60, "b to have given")
+        assert node.dataset("a")["files"]["done"] == 200
+        assert 100 < node.dataset("b")["files"]["done"] < 1000
+        assert free_of(ssd)[1] < size * 0.3 + 16 * MIB + 4 * lacking
+        for name in ("a", "b"):
+            trees.assert_equal(area / name, node.view(name))
+        node.end()
+
+
+def free_of(ssd: Path) -> tuple[int, int]:
+    """The size of the file system, and what of it is free, in bytes."""
+    found = os.statvfs(ssd)
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
 def test_file_rate_limit_is_kept_and_lifted(area: Path, node: Agent) -> None:
     source = area / "source"
     trees.plain(source, 2000, mean=4000)
@@ -179,8 +212,8 @@ def test_file_rate_limit_is_kept_and_lifted(area: Path, node: Agent) -> None:
     node.add_dir("a", source)
     node.start()
     node.wait_for(lambda: node.dataset("a")["files"]["done"] > 0, 30, "the first files")
-    first = node.dataset("a")["files"]["done"]
     began = time.monotonic()
+    first = node.dataset("a")["files"]["done"]
     time.sleep(5.0)
     done = node.dataset("a")["files"]["done"] - first
     # An upper bound only: a loaded machine may be slower, never faster than the limit. What was
@@ -198,13 +231,15 @@ def test_byte_rate_limit_is_kept(area: Path, node: Agent) -> None:
     source.mkdir()
     for number in range(8):
         trees.write(source / f"big{number}", os.urandom(4 * MIB))
-    node.cache["fill"] = {"bytes_per_second": "4MiB", "workers": 2}
+    node.cache["fill"] = {"bytes_per_second": "2MiB", "workers": 2}
     node.add_dir("a", source)
+    began = time.monotonic()
     node.start()
     node.wait_for(lambda: node.dataset("a")["rate"]["bytes"] > 0, 30, "the first bytes")
     time.sleep(3.0)
-    assert node.dataset("a")["state"] in ("filling", "scanning")
-    assert node.dataset("a")["bytes"]["done"] <= 24 * MIB
+    done = node.dataset("a")["bytes"]["done"]
+    # An upper bound only, as above; without a limit all 32 MiB are there after a second.
+    assert done <= 2 * MIB * (time.monotonic() - began + 3.0)
     node.cache["fill"] = {}
     node.write()
     node.wait_state("a", "complete", seconds=60)

@@ -10,7 +10,9 @@ import pytest
 from cache.fill import control, protocol
 from cache.fill.protocol import Commit, Link, Listed, Seal, StagedFolder
 from cache.fill.worker import Worker
+from cache.sources import roots
 from cache.store import tree
+from ceph import native
 from linux import mounts
 from tests.testbed import trees
 
@@ -137,10 +139,26 @@ def test_worker_refuses_another_source(area: Path, worker: Worker) -> None:
     trees.plain(behind, 3)
     mounts.mount(str(behind), source, None, mounts.MS_BIND)
     try:
-        stamp = tree.stamp(source.stat())
+        stamp = roots.look(str(source))["stamp"]
         Worker(0, control.Control.create().descriptor, setup(area, stamp))
     finally:
         mounts.detach(source)
     with pytest.raises(OSError, match="not the one") as raised:
         Worker(0, control.Control.create().descriptor, setup(area, stamp))
     assert raised.value.errno == errno.ESHUTDOWN
+
+
+def test_refused_listing_is_read_through_the_mount(
+    area: Path, worker: Worker, answers: list[Any]
+) -> None:
+    (area / "source" / "file").write_bytes(b"x")
+    worker.access = native.Access(str(area / "no ceph.conf"), "nobody", "cephfs", "/a/.snap/v1")
+    worker.no_listing = worker.no_objects = False
+    job = protocol.Scan(directory=1, path=[], mounted=[], again=False, extras=False)
+    worker.scan(job)
+    found = answers[-1]
+    assert found.files == 1
+    assert "listed through the mount" in found.note
+    answers.clear()
+    worker.scan(job)
+    assert answers[-1].note == "", "said once, not tried again"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ceph import native
+from ceph import native, objects
 from tests.testbed.ceph import CephCluster
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -33,6 +33,8 @@ def access(
         (top / "marked").write_bytes(b"m")
         os.setxattr(top / "marked", "user.a", b"b")
         os.mkdir(os.fsencode(top) + b"/odd \xff")
+        cluster.wait_until_not_recent()
+        (top / "recent").write_bytes(b"written just before the snapshot")
         (top / ".snap/v1").mkdir()
         (top / "file0").write_bytes(b"changed afterwards")
         yield native.Access(str(cluster.conf), "admin", "cephfs", "/native/.snap/v1")
@@ -50,7 +52,8 @@ def test_entries_are_as_stat_gives_them(listing: native.Listing) -> None:
     found = {entry.name: entry for entry in listing.entries(())}
     assert found.keys() == {
         *CONTENT,
-        *("large", "hole", "empty", "linked", "linked too", "marked", os.fsdecode(b"odd \xff")),
+        *("large", "hole", "empty", "linked", "linked too", "marked", "recent"),
+        os.fsdecode(b"odd \xff"),
     }
     for name, data in CONTENT.items():
         assert (found[name].size, found[name].nlink, found[name].xattrs) == (len(data), 1, False)
@@ -73,21 +76,22 @@ def test_read_gives_the_snapshots_content_and_none_for_a_hole(
 ) -> None:
     items = [entry for entry in listing.entries(()) if native.is_plain(entry)]
     got: dict[str, bytes | None] = {}
-    rest = native.Reader(access).read(
+    rest = objects.Reader(access).read(
         listing.location((), "file1"),
         items,
         lambda item, data: got.update({item.name: data}),
         time.monotonic() + 60,
     )
-    assert (rest, got) == ([], {**CONTENT, "hole": None})
+    assert rest == ([], [], [])
+    assert got == {**CONTENT, "hole": None}
 
 
 def test_read_raises_what_the_caller_raises_and_stops_at_the_deadline(
     access: native.Access, listing: native.Listing
 ) -> None:
     items = [entry for entry in listing.entries(()) if entry.name in CONTENT]
-    location, reader = listing.location((), "file1"), native.Reader(access)
-    assert reader.read(location, items, lambda *_: None, time.monotonic()) == items
+    location, reader = listing.location((), "file1"), objects.Reader(access)
+    assert reader.read(location, items, lambda *_: None, time.monotonic()).left == items
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -101,4 +105,4 @@ def test_a_cluster_that_refuses_the_user_is_an_error(access: native.Access) -> N
     with pytest.raises(OSError):
         native.Listing(stranger)
     with pytest.raises(OSError):
-        native.Reader(stranger)
+        objects.Reader(stranger)

@@ -51,7 +51,7 @@ class Sampler:
     def figures(self) -> dict[str, float]:
         """CPU in cores. ``cpu_most``: over any five seconds."""
         (began, first), (ended, last) = self.cpu[0], self.cpu[-1]
-        pairs = zip(self.cpu, self.cpu[10:], strict=False)
+        pairs = list(zip(self.cpu, self.cpu[10:], strict=False)) or [(self.cpu[0], self.cpu[-1])]
         most = max((b - a) / (t - s) for (s, a), (t, b) in pairs)
         return {
             "seconds": round(ended - began, 1),

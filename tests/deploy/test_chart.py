@@ -104,7 +104,8 @@ def test_only_what_mounts_for_the_host_is_bidirectional(pod: dict[str, Any]) -> 
             for mount in container["volumeMounts"]
             if mount.get("mountPropagation") == "Bidirectional"
         }
-        assert both == {"/var/lib/nodeagent", "/sys/fs/bpf"}
+        volumes = {"/var/lib/kubelet/pods"} if container["name"] == "nodeagent" else set()
+        assert both == {"/var/lib/nodeagent", "/sys/fs/bpf"} | volumes
     assert pod["hostPID"] is True
 
 
@@ -151,6 +152,8 @@ def test_chart_lints_and_its_settings_are_the_agents(values: Path | None, tmp_pa
         "resources.limits.memory=lots",
         "port=0",
         "secretName=No_Name",
+        "policies.hostPaths.mode=on",
+        "policies.hostPaths.exemptAccounts[0]=default",
         "unknown=1",
     ],
 )
@@ -224,7 +227,12 @@ def test_uninstall_is_off_by_default_and_one_job_a_node(manifests: list[dict[str
 
 @pytest.mark.real
 def test_account_and_its_right_to_ask_are_there_when_callers_are_the_clusters() -> None:
-    words = ("--set", "pools.a.nodeSelector.gpu=a")
+    words = (
+        "--set", "pools.a.nodeSelector.gpu=a,csi.driver=false,policies.hostPaths.mode=off",
+        "--set", "policies.readOnlyVolumes.mode=off",
+        "--set", "kubernetes.enabled=false",
+        "--set", "settings.volumes.kubernetes.enabled=false",
+    )  # fmt: skip
     kinds = {each["kind"] for each in _render(*words)}
     assert not kinds & {"ServiceAccount", "ClusterRoleBinding"}
     for api in ("null", '{"listen": "0.0.0.0:9471"}'):
@@ -240,3 +248,111 @@ def test_account_and_its_right_to_ask_are_there_when_callers_are_the_clusters() 
     (other,) = pods.values()
     assert other["automountServiceAccountToken"] is False
     assert "serviceAccountName" not in other
+
+
+@pytest.mark.real
+def test_volumes_are_left_out_where_no_agent_serves_them() -> None:
+    for off in ("csi.enabled=false", "settings.cache=null", "settings.cache.csi.enabled=false"):
+        documents = _render("--set", off)
+        assert "CSIDriver" not in {each["kind"] for each in documents}
+        pod = _pod(_one(documents, "DaemonSet"))
+        assert not {"pods", "plugin", "plugins-registry"} & {e["name"] for e in pod["volumes"]}
+    driver = _one(_render(), "CSIDriver")
+    assert driver["metadata"]["name"] == "nodeagent.io"
+    assert driver["spec"]["fsGroupPolicy"] == "None"
+    assert "CSIDriver" not in {each["kind"] for each in _render("--set", "csi.driver=false")}
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("words", "witnesses"),
+    [
+        ((), True),
+        (("--set", "settings.volumes.kubernetes.enabled=false"), False),
+        (("--set", "settings.volumes.kubernetes.kubeconfig=/etc/kubeconfig"), False),
+        (("--set", "settings.volumes=null"), False),
+    ],
+)
+def test_agent_may_get_and_mark_volumes_and_nothing_else(
+    words: tuple[str, ...], witnesses: bool
+) -> None:
+    others = "kubernetes.enabled=false,policies.readOnlyVolumes.mode=off"
+    found = _render(*words, "--set", others)
+    pod = _pod(_one(found, "DaemonSet"))
+    assert pod["automountServiceAccountToken"] is witnesses
+    roles = [each for each in found if each["kind"] == "ClusterRole"]
+    policies = [
+        each
+        for each in found
+        if each["kind"] == "ValidatingAdmissionPolicy"
+        and each["metadata"]["name"].endswith("-volumes")
+    ]
+    assert (len(roles), len(policies)) == ((1, 1) if witnesses else (0, 0))
+    for role in roles:
+        assert role["rules"] == [
+            {"apiGroups": [""], "resources": ["persistentvolumes"], "verbs": ["get", "patch"]},
+            {
+                "apiGroups": ["storage.k8s.io"],
+                "resources": ["volumeattachments"],
+                "verbs": ["get"],
+            },
+        ]
+        binding = _one(found, "ClusterRoleBinding")
+        assert binding["roleRef"]["name"] == role["metadata"]["name"]
+        assert binding["subjects"][0]["name"] == pod["serviceAccountName"]
+
+
+@pytest.mark.real
+def test_rights_in_the_cluster_are_few_and_go_with_the_setting() -> None:
+    """What the policy adds to them is tried on a real server: tests/kube/test_storage.py."""
+    found = _render("--set", "kubernetes.secrets={ceph}")
+    roles = {
+        (each["kind"], each["metadata"].get("namespace")): each["rules"]
+        for each in found
+        if each["kind"] in ("Role", "ClusterRole") and "-cluster" in each["metadata"]["name"]
+    }
+    assert set(roles) == {("ClusterRole", None), ("Role", "default"), ("Role", "nodeagent")}
+    rules = [rule for each in roles.values() for rule in each]
+    assert not [rule for rule in rules if "*" in rule["verbs"] + rule["resources"]]
+    (secrets,) = [rule for rule in rules if "secrets" in rule["resources"]]
+    assert (secrets["resourceNames"], secrets["verbs"]) == (["ceph"], ["get"])
+    settings = yaml.safe_load(_one(found, "ConfigMap")["data"]["nodeagent.yaml"])
+    assert settings["kubernetes"] == {}
+    for off in ("kubernetes.enabled=false", "settings.kubernetes=null"):
+        left = _render("--set", off)
+        assert not [e for e in left if "-cluster" in e["metadata"]["name"]], off
+        settings = yaml.safe_load(_one(left, "ConfigMap")["data"]["nodeagent.yaml"])
+        assert settings.get("kubernetes") is None, off
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("room", ["preheat", "cache"])
+def test_agent_may_read_its_kubelets_configuration_where_the_settings_ask(room: str) -> None:
+    words = ("--set", "settings.volumes=null,kubernetes.enabled=false")
+    assert not any(each["kind"] == "ClusterRole" for each in _render(*words))
+    documents = _render(*words, "--set-json", f"settings.{room}.kubelet.api={{}}")
+    role, pod = _one(documents, "ClusterRole"), _pod(_one(documents, "DaemonSet"))
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["nodes/configz"], "verbs": ["get"]}]
+    binding = _one(documents, "ClusterRoleBinding")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert pod["automountServiceAccountToken"] is True
+    names = {each["name"] for each in pod["containers"][0]["env"]}
+    assert "NODE_IP" in names  # whose port 10250 is asked
+
+
+@pytest.mark.real
+def test_reserve_follows_the_kubelet_of_the_host_that_the_values_describe(tmp_path: Path) -> None:
+    """Which thresholds count depends on where the kubelet and the images lie."""
+    host = ("--set", "host.kubelet=/data/kubelet", "--set", "host.runtime.images=/data/images")
+    own = "pools.default.settings.cache.kubelet"
+    for words, root in (
+        (("--set-json", "settings.cache.kubelet={}"), "/data/kubelet"),
+        (("--set-json", f"{own}={{}}"), "/data/kubelet"),
+        (("--set", f"{own}.root_dir=/other"), "/other"),
+    ):
+        configmap = _one(_render(*host, *words), "ConfigMap")
+        _check_settings(tmp_path, configmap)
+        found = yaml.safe_load(configmap["data"]["nodeagent.yaml"])["cache"]["kubelet"]
+        assert found == {"root_dir": root, "image_dir": "/data/images"}
+    without = _one(_render(*host), "ConfigMap")
+    assert "kubelet" not in yaml.safe_load(without["data"]["nodeagent.yaml"])["cache"]

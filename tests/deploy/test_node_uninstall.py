@@ -54,6 +54,8 @@ def test_job_lists_and_then_removes_all_that_is_ours(node: installed.Node) -> No
     assert not sorted(state.iterdir())  # a mount point of the Job, so it stays itself
     assert f"{installed.STATE}/" not in node.kube.on_node("cat", "/proc/self/mountinfo").stdout
     assert node.cell.guard().detach() == 0  # no program was left
+    kubelet = node.kube.root / "var/lib/kubelet"
+    assert not [*kubelet.glob("plugins/nodeagent.io"), *kubelet.glob("plugins_registry/nodeagent*")]
     assert installed.PINNED in node.kube.images()
     images = node.kube.on_node("ctr", "-n", "k8s.io", "images", "ls").stdout.splitlines()
     records = [line for line in images if row["digest"] in line]

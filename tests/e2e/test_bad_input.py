@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from linux import mountinfo
-from tests.testbed import ceph, ports, trees
+from tests.testbed import blockdev, ceph, ports, trees
 from tests.testbed.agent import Agent, ApiError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -139,8 +139,8 @@ def test_kernel_without_overlayfs_degrades_the_cache(area: Path, node: Agent, so
     (area / "filesystems").write_text(known.replace("nodev\toverlay\n", ""))
     node.add_dir("a", source)
     hide = f"mount --bind {shlex.quote(str(area / 'filesystems'))} /proc/filesystems"
-    unshare = ("unshare", "--mount", "--propagation", "slave", "sh", "-c")
-    node.start(*unshare, f'{hide} && PATH=/nowhere exec "$@"', "sh")
+    apart = ("unshare", "--mount", "--propagation", "slave", str(blockdev.APART), str(area), "--")
+    node.start(*apart, "sh", "-c", f'{hide} && PATH=/nowhere exec "$@"', "sh")
     (reason,) = node.get("/readyz")["reasons"]
     assert "lacks overlayfs" in reason
     assert "modprobe overlay" in reason

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import cell, containerd, ports, trees
+from tests.testbed import blockdev, cell, containerd, ports, trees
 from tests.testbed.agent import COMMAND, Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -87,8 +87,9 @@ def test_crippled_machine(area: Path, node: Agent) -> None:
     node.settings["preheat"] = {"socket": str(area / "no.sock")}
     node.settings["volumes"] = {}
     hide = f"mount --bind {shlex.quote(str(area / 'empty'))} {library}"
-    within = ("unshare", "--mount", "--propagation", "private", "sh", "-c", f'{hide} && exec "$@"')
-    found = doctor(node, *within, "sh")
+    apart = ("unshare", "--mount", "--propagation", "private", str(blockdev.APART), str(area), "--")
+    within = (*apart, "sh", "-c", f'{hide} && exec "$@"', "sh")
+    found = doctor(node, *within)
     assert lacking(found) == {
         "volumes bpf", "cache ssd", "cache propagation", "cache source a", "cache key b",
         "cache ceph b", "preheat container runtime",
@@ -101,7 +102,7 @@ def test_crippled_machine(area: Path, node: Agent) -> None:
     assert str(area / "no.sock") in found["preheat container runtime"]["said"]
     # What the settings leave out is looked at, too, but nobody misses it.
     del node.settings["preheat"], node.settings["volumes"], node.settings["cache"]
-    found = doctor(node, *within, "sh")
+    found = doctor(node, *within)
     assert not found["volumes bpf"]["well"]
     assert lacking(found) == set()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from linux import mountinfo
-from tests.testbed import cell, containerd, proxy, registry, trees, waiting
+from tests.testbed import cell, containerd, pulling, registry, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -23,20 +23,9 @@ READER = "import sys; f = open(sys.argv[1], 'rb'); print('open', flush=True); sy
 @contextlib.contextmanager
 def runtime(folder: Path) -> Iterator[tuple[containerd.Containerd, str]]:
     """A containerd, and an image that it can pull."""
-    (folder / "registry").mkdir()
-    with contextlib.ExitStack() as stack:
-        images = registry.Registry(folder / "registry")
-        images.start()
-        stack.callback(images.stop)
-        between = proxy.Proxy(images.port)
-        between.start()
-        stack.callback(between.stop)
-        daemon = containerd.Containerd(folder / "containerd", "trixie")
-        stack.callback(daemon.remove)
-        daemon.trust(between.host, between.url)
-        daemon.start()
-        images.push("team/a", "1", [registry.layer("1", 1_000_000, 7)])
-        yield daemon, f"{between.host}/team/a:1"
+    with pulling.pulling(folder, "trixie") as made:
+        made.images.push("team/a", "1", [registry.layer("1", 1_000_000, 7)])
+        yield made.daemon, f"{made.host}/team/a:1"
 
 
 @pytest.fixture

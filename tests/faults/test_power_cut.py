@@ -1,125 +1,96 @@
-"""The power goes while a dataset fills: every name that the tree has afterwards has right bytes."""
+"""The power goes at any moment of all that a dataset goes through, and comes back.
 
-import contextlib
-import fcntl
+Whatever the disk has then is right bytes under right names, the agent starts, nothing is left over.
+CUTS: how many; the suite has 20, ``make test-faults`` 500. SEED: of all that is by chance.
+"""
+
 import os
-import struct
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
-import xxhash
 
+from linux import mountinfo
 from tests.cache.test_space import disk
-from tests.testbed import grave, trees
+from tests.faults.life import NAME, Life
+from tests.faults.test_nth_call import Calls
+from tests.testbed import grave, leftovers, power, trees
 from tests.testbed.agent import Agent
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
+CUTS = int(os.environ.get("CUTS", "20"))
+SEED = int(os.environ.get("SEED", "1"))
+FLAGS, KINDS = [power.LOG_FLUSHED, power.LOG_LOST], ["ext4", "xfs"]
+AT_REST = 25  # cuts between two looks at what is left over
+SIZE = 400 * 2**20
 
-# linux/fs.h: _IOR('X', 125, __u32); 1 flushes the journal first, 2 does not
-SHUTDOWN = 0x8004587D
-LOG_FLUSHED, LOG_LOST = 1, 2
-
-
-def cut(ssd: Path, flag: int) -> None:
-    descriptor = os.open(ssd, os.O_RDONLY)
-    try:
-        fcntl.ioctl(descriptor, SHUTDOWN, struct.pack("I", flag))
-    finally:
-        os.close(descriptor)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(240 + 4 * CUTS)]
 
 
-def remount(ssd: Path, image: Path) -> None:
-    subprocess.run(["umount", str(ssd)], check=True, timeout=60)
-    # A loop device of its own: should anything still hold the file system that was cut (a mount
-    # namespace of somebody else), the same device would bring back that one, dead as it is.
-    command = ["losetup", "-f", "--show", str(image)]
-    device = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
-    options = ["-o", "nouuid"] if image.name == "xfs.img" else []
-    subprocess.run(["mount", *options, device.stdout.strip(), str(ssd)], check=True, timeout=60)
+def cut(life: Life, ssd: Path, flag: int) -> bool:
+    """The power goes; what is left of the disk is mounted, and nobody uses it. Whether something
+    was lost."""
+    node = life.node
+    # Not synced when the power goes, unless a pass syncs the disk at this very moment.
+    bait, new = ssd / "bait", ssd / "bait.new"
+    new.write_bytes(b"z" * 8192)
+    new.rename(bait)
+    power.cut(ssd, flag)
+    node.kill()
+    node.wait_for(lambda: not leftovers.processes(node.folder), 20, "its children to end")
+    mounts = [m.target for m in mountinfo.read() if m.target.startswith(f"{node.views}/")]
+    for target in reversed(mounts):
+        subprocess.run(["umount", "-l", target], check=False, timeout=30)
+    power.remount(ssd, ssd.with_suffix(".img"))
+    lost = not bait.exists() or bait.read_bytes() != b"z" * 8192
+    bait.unlink(missing_ok=True)
+    new.unlink(missing_ok=True)
+    return lost
 
 
-def empty_or_wrong(tree: Path) -> list[str]:
-    """Files that are not what their name and checksum promise."""
-    bad = []
-    for path, directory, name, _ in trees.walk(tree):
-        full = f"/proc/self/fd/{directory}/{os.fsdecode(name)}"
-        if os.path.isfile(full):
-            data = Path(full).read_bytes()
-            kept = os.getxattr(full, "trusted.nodeagent.xxh3-128").decode()
-            if xxhash.xxh3_128_hexdigest(data) != kept:
-                bad.append(f"{path!r}: {len(data)} bytes")
-    return bad
-
-
-def marked(tree: Path, source: Path) -> int:
-    """How many directories hide the source; each of them must have every name of it."""
-    found = 0
-    for folder in tree.iterdir():
-        if "trusted.overlay.opaque" in os.listxattr(folder):
-            assert sorted(os.listdir(folder)) == sorted(os.listdir(source / folder.name))
-            found += 1
-    return found
-
-
-def staged_files(staging: Path) -> int:
-    """Files of all staging folders; a folder may be renamed away meanwhile."""
-    found = 0
-    for folder in staging.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found += len(os.listdir(folder))
-    return found
-
-
-def wait_for_batches(node: Agent, staged: int) -> None:
-    """Until more batches are in the store and the next one has this many files in staging."""
-    least = node.dataset("a")["files"]["done"] + 150
-    node.wait_for(lambda: node.dataset("a")["files"]["done"] > least, 60, "two more batches")
-    (generation,) = node.generations("a")
-    staging = generation / "staging"
-    node.wait_for(lambda: staged_files(staging) >= staged, 60, "a batch under way")
-
-
-@pytest.mark.parametrize("flag", [LOG_FLUSHED, LOG_LOST])
-@pytest.mark.parametrize("fstype", ["ext4", "xfs"])
-def test_fill_survives_power_cuts(area: Path, node: Agent, fstype: str, flag: int) -> None:
-    source = area / "source"
-    trees.plain(source, 1500, directories=60, mean=20_000)
-    with disk(area, fstype, 400 * 2**20) as ssd:
-        image = area / f"{fstype}.img"
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("fstype", KINDS)
+def test_power_cuts_leave_nothing_wrong(area: Path, node: Agent, fstype: str, flag: int) -> None:
+    print(f"SEED={SEED}")
+    life = Life(area, node, SEED + 2 * FLAGS.index(flag) + KINDS.index(fstype))
+    cuts, lost = CUTS // len(FLAGS) // len(KINDS), 0
+    with disk(area, fstype, SIZE) as ssd:
         node.put_store(ssd / "store")
-        node.cache["fill"] = {"files_per_second": 100}
-        node.add_dir("a", source)
         node.start()
-        node.wait_for(lambda: node.dataset("a")["files"]["done"] > 20, 60, "some files")
-        survived = sealed = 0
-        for round_ in range(3):
-            wait_for_batches(node, staged=10 + 20 * round_)
-            # What is not synced when the power goes must be seen to be lost, or nothing is shown.
-            bait = ssd / f"bait{round_}"
-            (ssd / "bait.new").write_bytes(b"z" * 8192)
-            (ssd / "bait.new").rename(bait)
-            cut(ssd, flag)
-            node.kill()
-            node.wait_for(lambda: not node.passes(), 20, "the pass to end")
-            subprocess.run(["umount", "-l", str(node.view("a"))], check=False, timeout=30)
-            remount(ssd, image)
-            assert not bait.exists() or bait.read_bytes() != b"z" * 8192, "nothing was at risk"
-            bait.unlink(missing_ok=True)
-            tree = node.tree("a")
-            assert empty_or_wrong(tree) == []
-            sealed += marked(tree, source)
-            node.start()
-            node.wait_served("a", "source", "overlay")
+        node.wait_state(NAME, "complete", seconds=60)
+        for number in range(1, cuts + 1):
+            act, began = life.next(), time.monotonic()
+            seen_at_it = life.begin(act)
+            time.sleep(life.random.uniform(0, 0.8) ** 2)  # anywhere in it
+            met = sorted(set(life.running().values()))
+            lost += cut(life, ssd, flag)
             with grave.wrong_bytes():
-                assert trees.differences(trees.records(source), trees.records(node.view("a"))) == []
-            survived += sum(r.kind == "file" for r in trees.records(tree, content=False).values())
-        assert survived and sealed, "nothing was there to be checked"
-        node.cache["fill"] = {}
-        node.write()
-        node.wait_state("a", "complete", seconds=90)
-        trees.assert_equal(source, node.view("a"))
-        assert empty_or_wrong(node.tree("a")) == []
+                assert not (wrong := life.wrong()), wrong
+            node.start()
+            node.wait_served(NAME, "source", "overlay", "store")
+            assert life.shown()
+            how = "" if seen_at_it else ", not seen at it"
+            print(f"cut {number}: {act}{how}; {met}; {time.monotonic() - began:.1f} s", flush=True)
+            if number % AT_REST == 0 or number == cuts:
+                life.rest()
+                life.go_on()
+        node.end()
+    assert lost > cuts // 2, "nothing was at risk"
+    assert life.looked_at > 0
+
+
+def test_without_syncfs_a_power_cut_leaves_wrong_bytes(
+    area: Path, node: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: what the test above looks for is there when an agent does not sync."""
+    life = Life(area, node, SEED)
+    with disk(area, "ext4", SIZE) as ssd:
+        Calls(area, ssd, monkeypatch).lie()
+        node.put_store(ssd / "store")
+        node.start()
+        node.wait_for(lambda: node.dataset(NAME)["files"]["done"] > 20, 60, "some files")
+        cut(life, ssd, power.LOG_FLUSHED)
+        assert any("0 wrong bytes" in each for each in life.wrong())
         node.end()
 
 
@@ -132,10 +103,10 @@ def test_complete_dataset_survives_power_cut(area: Path, node: Agent) -> None:
         node.start()
         # As soon as it is said to be complete, and not a moment later.
         node.wait_for(lambda: node.dataset("a")["state"] == "complete", 60, "a to be complete")
-        cut(ssd, LOG_LOST)
+        power.cut(ssd, power.LOG_LOST)
         node.kill()
         subprocess.run(["umount", "-l", str(node.view("a"))], check=False, timeout=30)
-        remount(ssd, area / "ext4.img")
+        power.remount(ssd, area / "ext4.img")
         trees.assert_equal(source, node.tree("a"))
         source.rename(area / "gone")  # nothing is needed of the source
         node.start()

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 import kit.errors
-from kit import line_worker
+from kit import child_main, line_worker
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,14 @@ def echo(*values: object) -> list[object]:
     return list(values)
 
 
+def agent_and_parent(*_: object) -> tuple[int, int]:
+    return child_main.agent_pid(), os.getppid()
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
 def sleep(seconds: float) -> None:
     time.sleep(seconds)
 
@@ -38,7 +46,8 @@ def hang_until(path: str, *_: object) -> None:
     """Like a child in an uninterruptible sleep: killing it does not close its pipes."""
     if os.fork() == 0:
         os.setsid()  # out of the group that is killed
-        open(f"{path}.hangs", "w").close()
+        with open(f"{path}.hangs", "w") as stream:
+            stream.write("it does")
         while not os.path.exists(path):
             time.sleep(0.02)
         os._exit(0)
@@ -71,6 +80,22 @@ def count() -> None:
     assert first is not None
     for number in range(first.number, 5):
         line_worker.say(Number(number, first.name))
+    line_worker.hear(Question)
+
+
+@dataclass(frozen=True)
+class Place:
+    agent: int
+    parent: int
+    group: int
+    descriptors: list[int]
+
+
+def say_where_it_is() -> None:
+    """A worker that says it once and waits to be ended."""
+    line_worker.hear(Question)
+    *found, _ = sorted(map(int, os.listdir("/proc/self/fd")))  # the last one lists them
+    line_worker.say(Place(child_main.agent_pid(), os.getppid(), os.getpgrp(), found))
     line_worker.hear(Question)
 
 

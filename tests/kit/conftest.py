@@ -9,8 +9,10 @@ from kit import processes
 
 
 @pytest.fixture(autouse=True)
-async def settled() -> AsyncIterator[None]:
-    """Wait until what a test killed is gone, and its pipes are closed."""
+async def settled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Wait until what a test killed is gone, and its pipes are closed: a busy machine may need
+    longer for that than anybody waits for a process that hangs."""
+    monkeypatch.setattr(processes, "KILLED_SECONDS", 60.0)
     yield
     while processes.hanging():
         await asyncio.sleep(0.01)

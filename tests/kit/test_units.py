@@ -81,6 +81,14 @@ def test_format_size_is_short(size: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("share", "text"),
+    [(0, "0%"), (0.0004, "<1%"), (0.01, "1%"), (0.573, "57%"), (0.9996, ">99%"), (1, "100%")],
+)
+def test_format_share_says_all_and_nothing_only_when_it_is_so(share: float, text: str) -> None:
+    assert units.format_share(share) == text
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0s"), (59.4, "59s"), (245, "4m05s"), (7380, "2h03m"), (-3, "0s")]
 )
 def test_format_duration_is_short(seconds: float, text: str) -> None:

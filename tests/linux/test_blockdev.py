@@ -1,8 +1,10 @@
 """Trees of files stand in for drivers that this kernel does not have; loop devices are real."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -313,3 +315,81 @@ def test_claimed_device_can_be_flagged_only_without_a_claim(loop: str) -> None:
 def test_detach_loop_frees_the_device(loop: str) -> None:
     blockdev.detach_loop(loop, _number(loop))
     until(lambda: not blockdev.by_path(loop).backing)  # at once, unless somebody reads it
+
+
+def test_known_devices_are_read_again_only_when_they_may_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sysfs, proc = tmp_path / "sys", tmp_path / "proc"
+    proc.mkdir()
+    (proc / "devices").write_text("Block devices:\n252 rbd\n253 device-mapper\n")
+    values = {
+        "rbd0": {"dev": "252:0", "size": "8", "diskseq": "1"},
+        "rbd16": {"dev": "252:16", "size": "8"},  # before Linux 5.15
+        "dm-0": {"dev": "253:0", "size": "8", "diskseq": "2"},
+    }
+    for name, files in values.items():
+        home = sysfs / "class/block" / name
+        home.mkdir(parents=True)
+        for file, text in files.items():
+            (home / file).write_text(f"{text}\n")
+    monkeypatch.setattr(blockdev, "SYSFS", sysfs)
+    asked: list[str] = []
+    real = blockdev.identify
+
+    def identify(name: str, *where: Any) -> blockdev.BlockDevice | None:
+        asked.append(name)
+        return real(name, *where)
+
+    monkeypatch.setattr(blockdev, "identify", identify)
+    kept = blockdev.Known()
+    assert [each.name for each in kept.all(sysfs, proc)] == ["dm-0", "rbd0", "rbd16"]
+    asked.clear()
+    assert len(kept.all(sysfs, proc)) == 3 and asked == ["dm-0", "rbd16"]
+    asked.clear()
+    (sysfs / "class/block/rbd0/diskseq").write_text("3\n")
+    found = {each.name: each for each in kept.all(sysfs, proc)}
+    assert found["rbd0"].diskseq == 3 and "rbd0" in asked
+    shutil.rmtree(sysfs / "class/block/rbd0")
+    assert "rbd0" not in {each.name for each in kept.all(sysfs, proc)}
+
+
+def test_scans_read_what_uevents_name_and_all_where_that_is_not_enough(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        tree.disk(f"rbd{number}", f"252:{number * 16}")
+    read: list[str] = []
+    real = blockdev._device
+
+    def device(name: str, *rest: Any) -> BlockDevice:
+        read.append(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(blockdev, "_device", device)
+    scans = blockdev.Scans()
+
+    def scan(*changed: str, everything: bool = False) -> tuple[list[str], list[str]]:
+        read.clear()
+        found = scans.scan(("rbd",), None if everything else changed, tree.sys, tree.proc)
+        return [each.name for each in found], list(read)
+
+    every = ["rbd0", "rbd1", "rbd2"]
+    assert scan() == (every, every)  # nothing is known yet
+    assert scan() == (every, [])
+    tree.write(tree.sys / "block/rbd1/size", "4096")
+    assert scan("rbd1") == (every, ["rbd1"])
+    assert scans._found["rbd1"].size == 4096 * 512
+    for live in (True, False):
+        home = tree.sys / "fs/ext4/rbd2"
+        home.mkdir(parents=True) if live else home.rmdir()
+        assert scan() == (every, []) and bool(scans._found["rbd2"].active) is live
+    tree.write(tree.sys / "block/rbd2/size", "0")  # its medium is gone
+    assert scan("rbd2") == (every[:2], [])
+    tree.disk("rbd3", "252:48")
+    assert scan("rbd3") == (["rbd0", "rbd1", "rbd3"], ["rbd3"])
+    shutil.rmtree(tree.sys / "block/rbd3")
+    assert scan("rbd3") == (every[:2], [])
+    for odd in ("rbd0p1", "dm-0"):  # nobody says which devices it is about
+        assert scan(odd) == (every[:2], every[:2])
+    assert scan(everything=True) == (every[:2], every[:2])

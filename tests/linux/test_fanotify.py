@@ -28,8 +28,22 @@ def test_open_watch_reports_opens_of_one_file_system(tmpfs: Path, area: Path) ->
     assert seen[str(tmpfs / "in")] not in (0, os.getpid())
 
 
+def test_events_that_nobody_took_leave_no_open_files(tmpfs: Path) -> None:
+    for number in range(5):
+        (tmpfs / str(number)).write_bytes(b"x")
+    with fanotify.OpenWatch() as watch:
+        watch.watch_filesystem(tmpfs)
+        for number in range(5):
+            (tmpfs / str(number)).read_bytes()
+        before = len(os.listdir("/proc/self/fd"))
+        for descriptor, _ in watch.events():
+            os.close(descriptor)
+            break
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 def _answered(guard: fanotify.ExecPermission, allow: bool, seen: list[list[str]]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not seen and time.monotonic() < deadline:
         for request in guard.read():
             seen.append(fanotify.exec_arguments(request.tid))

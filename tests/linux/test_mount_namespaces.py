@@ -10,21 +10,14 @@ import pytest
 import kit.child
 from linux import mount_namespaces, mountinfo
 from tests.linux import scripts
+from tests.testbed import waiting
 
 pytestmark = pytest.mark.real
-
-# A process in a namespace of its own, with nothing of the tests of others mounted in it.
-APART = """
-libc.unshare(0x20000); libc.mount(b'none', b'/', None, 1 << 14 | 1 << 18, None)
-for line in reversed(open('/proc/self/mountinfo').readlines()):
-    target = line.split()[4]
-    if '/test-' in target and target != sys.argv[1]: libc.umount2(target.encode(), 2)
-"""
 
 
 @pytest.fixture
 def pid(tmpfs: Path) -> Iterator[int]:
-    with scripts.running(APART, str(tmpfs)) as pid:
+    with scripts.running(scripts.APART, str(tmpfs)) as pid:
         yield pid
 
 
@@ -55,21 +48,27 @@ def read_table(path: str) -> list[str]:
     with mount_namespaces.opened(path) as descriptor:
         table = visitor.table(descriptor)
     visitor.close()
-    own = Path("/proc/self/mountinfo").read_bytes()
-    return [table.decode("latin-1"), own.decode("latin-1"), os.getcwd()]
+    return [table.decode("latin-1"), os.readlink("/proc/self/ns/mnt"), os.getcwd()]
 
 
 async def test_visitor_reads_the_table_inside_and_returns(pid: int) -> None:
     inside, own, folder = await kit.child.call(read_table, f"/proc/{pid}/ns/mnt", deadline=20)
     assert inside.encode("latin-1") == Path(f"/proc/{pid}/mountinfo").read_bytes()
-    assert len(own.splitlines()) == len(mountinfo.read()) and folder == "/"
+    assert (own, folder) == (os.readlink("/proc/self/ns/mnt"), "/")
 
 
 def test_mounts_by_id_agree_with_mountinfo(pid: int, tmpfs: Path) -> None:
-    for process in (pid, os.getpid()):
-        by_id = list(mount_namespaces.mounts(identity(inode(process))))
-        table = mountinfo.read(Path(f"/proc/{process}/mountinfo"))
-        assert sorted(each.target for each in by_id) == sorted(each.target for each in table)
+    def targets(process: int) -> list[str]:
+        return sorted(each.target for each in mountinfo.read(Path(f"/proc/{process}/mountinfo")))
+
+    def agree(process: int) -> bool:
+        before = targets(process)
+        by_id = sorted(each.target for each in mount_namespaces.mounts(identity(inode(process))))
+        return by_id == before == targets(process)
+
+    assert agree(pid)
+    # In the tests' own namespace others mount and unmount meanwhile.
+    waiting.until(lambda: agree(os.getpid()), 10, "a listing that agrees with the table")
     (copy,) = [m for m in mount_namespaces.mounts(identity(inode(pid))) if m.target == str(tmpfs)]
     assert (copy.fstype, copy.propagation, copy.read_only) == ("tmpfs", "private", False)
     assert copy.device == shown(pid, tmpfs)[0].device

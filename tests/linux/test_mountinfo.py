@@ -94,6 +94,44 @@ def test_our_own_mounts_are_read() -> None:
 
 
 @pytest.mark.real
+def test_table_follows_each_change_and_parses_lines_of_one_target_alone(area: Path) -> None:
+    target = area / "a b\\c\udcff"
+    target.mkdir()
+    table = mountinfo.Table()
+    tmpfs = ["mount", "-t", "tmpfs", "tmpfs"]
+    try:
+        for command, there in (
+            *(([*tmpfs, str(target)], 1), ([*tmpfs, str(target)], 2)),
+            *((["mount", "-o", "remount,bind,ro", str(target)], 2), (["umount", str(target)], 1)),
+            (["umount", str(target)], 0),
+        ):
+            table.now()
+            subprocess.run(command, check=True)
+            expected = mountinfo.at(str(target), mountinfo.read())
+            assert len(expected) == there
+            assert mountinfo.at(str(target), table.now()) == expected
+            assert mountinfo.stacked(target) == expected
+            assert mountinfo.top(target) == (expected[-1] if there else None)
+    finally:
+        table.close()
+
+
+def test_table_that_did_not_change_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "mountinfo"
+    written.write_bytes(LINE)
+    monkeypatch.setattr(mountinfo, "OWN", written)  # a file of a disk never polls as changed
+    table = mountinfo.Table()
+    try:
+        assert [each.target for each in table.now()] == ["/mnt2"]
+        written.write_bytes(b"")
+        assert [each.target for each in table.now()] == ["/mnt2"]
+    finally:
+        table.close()
+
+
+@pytest.mark.real
 async def test_watch_reports_mounts_and_unmounts_of_the_namespace(area: Path) -> None:
     changed = asyncio.Event()
     watch = mountinfo.Watch("/proc/self/mountinfo", changed.set)
@@ -101,7 +139,7 @@ async def test_watch_reports_mounts_and_unmounts_of_the_namespace(area: Path) ->
         for command in (["mount", "-t", "tmpfs", "tmpfs", str(area)], ["umount", str(area)]):
             changed.clear()
             subprocess.run(command, check=True)
-            await asyncio.wait_for(changed.wait(), 10)
+            await asyncio.wait_for(changed.wait(), 60)
     finally:
         watch.close()
     with pytest.raises(OSError):

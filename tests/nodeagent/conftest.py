@@ -1,3 +1,5 @@
+import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -6,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nodeagent import app, configfile
+from tests.testbed import busy_node, leftovers
 
 
 def agent_of(folder: Path, *sections: str, socket: Path = Path("/no/such")) -> app.Agent:
@@ -18,6 +21,21 @@ def agent_of(folder: Path, *sections: str, socket: Path = Path("/no/such")) -> a
     return app.Agent(folder / "a.yaml", configfile.load(folder / "a.yaml"))
 
 
+@pytest.fixture(scope="package")
+def busy(run_folder: Path) -> Iterator[busy_node.BusyNode]:
+    """A node in the middle of its work. BUSY_NODE=FOLDER puts it there, for pictures of it."""
+    folder = Path(os.environ.get("BUSY_NODE", run_folder / "busy"))
+    folder.mkdir(parents=True)
+    try:
+        with contextlib.ExitStack() as stack:
+            made = stack.enter_context(busy_node.busy(folder))
+            if os.environ.get("PICTURES"):  # minutes, for a line that shows something
+                stack.enter_context(made.trained_on())
+            yield made
+    finally:
+        leftovers.clear(folder)
+
+
 @pytest.fixture
 def short() -> Iterator[Path]:
     """A folder whose path is short enough for a socket in it."""
@@ -28,9 +46,11 @@ def short() -> Iterator[Path]:
 
 @pytest.fixture
 def agent(tmp_path: Path, short: Path) -> app.Agent:
-    """An agent with one room."""
+    """An agent with one room, which counts as started: the API says what is not there."""
     cache = f"cache: {{store: {tmp_path}/store, views: {tmp_path}/views}}"
-    return agent_of(tmp_path, cache, socket=short / "admin.sock")
+    made = agent_of(tmp_path, cache, socket=short / "admin.sock")
+    made.state.running[0].started = True
+    return made
 
 
 @pytest.fixture

@@ -112,11 +112,11 @@ async def at_work(agent: app.Agent) -> AsyncIterator[asyncio.Task[None]]:
         yield task
     finally:
         agent._stopping.set()
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
 
 
 async def until(true: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not true():
             await asyncio.sleep(0.001)
 

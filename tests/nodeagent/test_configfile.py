@@ -103,6 +103,16 @@ def test_empty_file_is_all_defaults() -> None:
         ("state_dir: relative/path\n", 1, ["relative", "absolute"]),
         ("cache:\n  store: store\n", 2, ["relative"]),
         ("cache:\n  budget: 1GiB\n  store: /a\n  budget: 2GiB\n", 4, ["budget", "twice"]),
+        (
+            "cache: {datasets: [{name: a, freshness: frozen, source: {path: /x}}]}\n",
+            1,
+            ["datasets[0].source", "'kind' is missing"],
+        ),
+        (
+            "cache: {datasets: [{name: a, freshness: frozen, source: {kind: directory}}]}\n",
+            1,
+            ["there is no 'kind' 'directory'", "'dir', 'cephfs', 'rbd'"],
+        ),
         ("- a\n- b\n", 1, ["the file"]),
         ("just text\n", 1, ["the file"]),
     ],

@@ -1,15 +1,26 @@
-"""The status page: what it shows, and that every text is escaped."""
+"""The status page: what it shows, that every text is escaped, and that it asks nobody else."""
 
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
 from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
 import kit.findings
 import kit.room
 import kit.settings
-from nodeagent import app, page
+from nodeagent import app, overview, page, runbooks
+from nodeagent.api import access, own, server
 from nodeagent.state import Running, State
+from tests.nodeagent import served as api
 
 EVIL = "<script>&'\""
 SAFE = "&lt;script&gt;&amp;&#x27;&quot;"
+_VOID = {"meta", "link", "br", "img", "input"}
 
 
 class Component:
@@ -19,44 +30,201 @@ class Component:
         return kit.room.Health(alive=True, ready=False, reasons=[f"reason {EVIL}"])
 
 
-def finding(number: int) -> kit.findings.Finding:
+def finding(number: int, rule: str = "rule") -> kit.findings.Finding:
     return kit.findings.Finding(
-        f"f{number}", "rule", kit.findings.Severity.WARNING, f"subject {EVIL}", f"message {EVIL}",
+        f"f{number}", rule, kit.findings.Severity.WARNING, f"subject {EVIL}", f"message {EVIL}",
         f"advice {EVIL}",
     )  # fmt: skip
 
 
-def shown(agent: app.Agent, **more: Any) -> str:
-    cells = [
-        kit.room.Cell(
-            f"cell {EVIL}", tone="bad", style="code", below=[kit.room.Cell(f"below {EVIL}")]
-        ),
-        kit.room.Cell(progress=(3, 4)),
-    ]
-    section = kit.room.PageSection(f"title {EVIL}", f"summary {EVIL}", [f"head {EVIL}"], [cells])
+def section(*rows: list[kit.room.Cell], title: str = f"title {EVIL}") -> kit.room.PageSection:
+    head = [f"head {EVIL}", "2"]
+    return kit.room.PageSection(title, f"summary {EVIL}", head, rows, f"empty {EVIL}")
+
+
+CELLS = [
+    kit.room.Cell(f"cell {EVIL}", tone="bad", style="code", below=[kit.room.Cell(f"below {EVIL}")]),
+    kit.room.Cell(progress=(3, 4), number=True),
+]
+
+
+def shown(
+    agent: app.Agent, *sections: kit.room.PageSection, found: int = 150, **more: Any
+) -> overview.Overview:
     component: Any = Component()
     room = kit.room.Room(
-        component.name, "", kit.settings.Section, lambda *_: component, page=lambda _: [section]
+        component.name, "", kit.settings.Section, lambda *_: component, page=lambda _: sections
     )
     state = State(agent.state.settings, running=[Running(room, component, started=True)], **more)
-    state.findings.report("x", [finding(number) for number in range(150)])
-    return page.render(state)
+    state.findings.report("x", [finding(number) for number in range(found)])
+    return overview.of(state, 1e9)
+
+
+class Checker(HTMLParser):
+    """Fails where an element is not closed in order; collects ids and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.tags.append((tag, given))
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.links += [v for n, v in attrs if n in ("href", "src", "action", "srcset") and v]
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def checked(html: str) -> Checker:
+    made = Checker()
+    made.feed(html)
+    assert made.open == []
+    assert len(made.ids) == len(set(made.ids))
+    return made
 
 
 def test_every_text_is_escaped(agent: app.Agent) -> None:
-    html = shown(agent, config_error=f"error {EVIL}", refused=[f"setting {EVIL}"])
+    now = shown(agent, section(CELLS), section(title="b"), config_error=f"error {EVIL}",
+                refused=[f"setting {EVIL}"])  # fmt: skip
+    html = page.render(now)
     for text in ("room", "reason", "title", "summary", "head", "cell", "below", "subject",
-                 "message", "advice", "error", "setting"):  # fmt: skip
+                 "message", "advice", "error", "setting", "empty"):  # fmt: skip
         assert f"{text} {SAFE}" in html, text
-    assert "<script>" not in html
+    assert html.count("<script>") == 1  # our own
+    assert EVIL not in html
+    checked(html)
 
 
 def test_cells_have_tone_style_and_bar(agent: app.Agent) -> None:
-    html = shown(agent)
-    assert f"<span class=bad><code>cell {SAFE}</code></span>" in html
-    assert "<progress max=4 value=3></progress>" in html
-    assert "<span class=bad>not ready</span>" in html
+    html = page.render(shown(agent, section(CELLS)))
+    assert f"<span class='tone bad'><code>cell {SAFE}</code></span>" in html
+    assert f"<progress max=4 value=3 aria-label='cell {SAFE}: 2'></progress>" in html
+    assert "<th role=columnheader scope=col class=num>2</th>" in html
 
 
-def test_findings_are_bounded(agent: app.Agent) -> None:
-    assert shown(agent).count("<td>warning<td>") == page.MOST_FINDINGS
+def test_a_column_that_says_nothing_is_left_out(agent: app.Agent) -> None:
+    first = kit.room.Cell("first")
+    for other, there in ((kit.room.Cell(), False), (kit.room.Cell(below=[first]), True)):
+        rows = ([first, kit.room.Cell()], [first, other])
+        html = page.render(shown(agent, section(*rows)))
+        assert (">2</th>" in html) is there
+        assert html.count("<td role=cell") == 2 * (1 + there)
+
+
+def test_a_spark_is_drawn_from_nothing_to_the_highest(agent: app.Agent) -> None:
+    for points, there in (((), 0), ((5.0,), 0), ((0.0, 5.0, 10.0), 1), ((0.0, 0.0), 1)):
+        cell = kit.room.Cell("text", spark=points)
+        html = page.render(shown(agent, section([cell, kit.room.Cell("b")])))
+        checked(html)
+        assert html.count("<svg class=spark") == there
+        if points and max(points):
+            assert ("points='0.0,19.0 50.0,10.0 100.0,1.0'" in html) is bool(there)
+
+
+def test_a_spark_is_broken_where_nothing_is_known(agent: app.Agent) -> None:
+    cell = kit.room.Cell("text", spark=(0.0, 0.5, None, 0.5, 0.5), spark_top=1.0)
+    html = page.render(shown(agent, section([cell, kit.room.Cell("b")])))
+    checked(html)
+    assert "points='0.0,19.0 25.0,10.0'" in html
+    assert "points='75.0,10.0 100.0,10.0'" in html
+    cell = kit.room.Cell("text", spark=(0.5, None), spark_top=1.0)
+    assert "<svg" not in page.render(shown(agent, section([cell, kit.room.Cell("b")])))
+
+
+def test_digests_in_events_are_cut(agent: app.Agent) -> None:
+    agent.state.findings.journal.note("changed", "image a", f"digest sha256:{'0' * 12}{'1' * 52}")
+    assert f"digest sha256:{'0' * 12}…</p>" in page.render(overview.of(agent.state, 0.0))
+
+
+def test_findings_are_bounded_and_the_rest_is_counted(agent: app.Agent) -> None:
+    html = page.render(shown(agent))
+    assert html.count("<li class=finding>") == page.MOST_FINDINGS
+    assert f"{150 - page.MOST_FINDINGS} more: nodeagent status" in html
+
+
+def test_findings_come_first_only_when_there_are_some(agent: app.Agent) -> None:
+    for found in (0, 1):
+        ids = checked(page.render(shown(agent, section(CELLS, title="Things"), found=found))).ids
+        assert (ids.index("findings") < ids.index("part-things")) is bool(found)
+
+
+def test_finding_links_to_its_entry_of_the_runbook(agent: app.Agent) -> None:
+    agent.state.findings.report("x", [finding(1, "store-unusable"), finding(2, "unknown-rule")])
+    html = page.render(overview.of(agent.state, 0.0))
+    assert "href='/runbook#store-unusable'" in html
+    assert "#unknown-rule" not in html
+    entries = checked(page.runbook(runbooks.entries()))
+    assert "store-unusable" in entries.ids
+    assert {each.name for each in runbooks.entries()} <= set(entries.ids)
+
+
+def test_empty_parts_say_how_there_come_to_be_some(whole: app.Agent) -> None:
+    html = page.render(overview.of(whole.state, 0.0))
+    assert "No dataset yet. Name one in the settings" in html
+    assert "No image yet. Name one in the settings" in html
+    assert "No guarded device is attached." in html
+    assert "Nothing has happened since the agent began." in html
+
+
+async def test_page_runs_only_its_own_script_and_asks_nobody_else(whole: app.Agent) -> None:
+    async with api.served(whole.state) as client:
+        for path in ("/", "/runbook"):
+            answer = await client.get(path)
+            html, policy = await answer.text(), answer.headers["Content-Security-Policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            for tag in ("style", "script"):
+                for block in re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL):
+                    digest = base64.b64encode(hashlib.sha256(block.encode()).digest()).decode()
+                    assert f"{tag}-src 'sha256-{digest}'" in policy
+            made = checked(html)
+            assert all(re.match(r"/|#|data:,$", link) for link in made.links), made.links
+            assert not [t for t, given in made.tags if "style" in given or "onclick" in given]
+
+
+async def test_live_part_is_the_pages_content_and_goes_on(
+    whole: app.Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(overview, "HELD_SECONDS", 0.0)
+    made = server.metrics_application(whole.state, None, with_page=True)
+    async with TestClient(TestServer(made)) as client:
+        answer = await client.get("/live")
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        first = json.loads((await answer.content.readuntil(b"\n\n"))[6:])
+        assert "id=verdict" in first
+        assert "Findings" in first
+        checked(f"<main>{first}</main>")
+        whole.state.findings.report("x", [finding(1)])
+        while f"message {SAFE}" not in first:  # pytest's own timeout ends this
+            block = await answer.content.readuntil(b"\n\n")
+            first = json.loads(block[6:]) if block.startswith(b"data: ") else first
+        answer.close()
+    without = server.metrics_application(whole.state, None, with_page=False)
+    async with TestClient(TestServer(without)) as client:
+        for path in ("/", "/live", "/runbook", "/v1/status", "/v1/events"):
+            assert (await client.get(path)).status == 404
+
+
+async def test_live_pages_are_bounded(whole: app.Agent) -> None:
+    made = server.metrics_application(whole.state, None, with_page=True)
+    async with TestClient(TestServer(made)) as client:
+        opened = [await client.get("/live") for _ in range(access.STREAMS_OF_CALLER)]
+        assert {each.status for each in opened} == {200}
+        assert (await client.get("/live")).status == 429
+        assert (await client.get("/")).status == 200
+        for each in opened:
+            each.close()
+
+
+def test_ago_is_coarse() -> None:
+    assert [page.ago(s) for s in (0, 59, 60, 3599, 3600, 86399, 86400 * 3)] == [
+        "less than a minute", "less than a minute", "1 min", "59 min", "1 h", "23 h", "3 d",
+    ]  # fmt: skip

@@ -71,4 +71,7 @@ def test_metrics_count_by_origin_and_severity() -> None:
     port.report("x", [finding("a"), finding("b"), finding("c", Severity.CRITICAL)])
     (family,) = port.metrics()
     counts = {(s.labels["origin"], s.labels["severity"]): s.value for s in family.samples}
-    assert counts == {("x", "info"): 0, ("x", "warning"): 2, ("x", "critical"): 1}
+    assert counts == {("x", "warning"): 2, ("x", "critical"): 1}
+    port.report("x", [finding("a")])
+    (family,) = port.metrics()
+    assert [(s.labels["severity"], s.value) for s in family.samples] == [("warning", 1)]

@@ -10,7 +10,7 @@ import pytest
 
 import kit.room
 import nodeagent
-from nodeagent import app, page, rooms
+from nodeagent import app, overview, page, rooms
 from nodeagent.api import openapi
 
 PROCESS = Path(nodeagent.__file__).parent
@@ -95,11 +95,12 @@ def test_components_have_the_whole_protocol(whole: app.Agent) -> None:
 
 
 def test_page_has_each_rooms_sections(whole: app.Agent) -> None:
-    html = page.render(whole.state)
+    html = page.render(overview.of(whole.state, 0.0))
     for each in whole.state.running:
-        assert f"<td>{each.room.name}<td>" in html
-        for section in each.room.page(each.component) if each.room.page else ():
-            assert f"<h2>{section.title}</h2>" in html
+        assert f">{each.room.name} " in html
+        assert each.room.page is not None
+        for section in each.room.page(each.component):
+            assert f"-title>{section.title}</h2>" in html
 
 
 def test_openapi_files_do_not_overlap() -> None:

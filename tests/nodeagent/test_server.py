@@ -1,14 +1,14 @@
-"""The admin API without a node or a listener: routes, document, roles, checks, streams."""
+"""The admin API without a node or a listener: routes, document, roles, checks."""
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import structlog.testing
 import yarl
 from aiohttp.test_utils import TestClient, TestServer
 
@@ -16,42 +16,23 @@ import kit.errors
 import kit.files
 import kit.room
 import kit.settings
-from kit.room import Answer, Request, Role, Route, Stream
+from kit.room import Request, Role, Route
 from nodeagent import app
 from nodeagent.api import access, openapi, server
 from nodeagent.state import Running, State
+from tests.nodeagent import served as api
 from tests.testbed import waiting
-
-
-def door(
-    state: State, role: Role | None = Role.DANGEROUS, calls: access.CallLog | None = None
-) -> server.Door:
-    """Takes everybody for somebody of this role."""
-    caller = access.Caller(f"somebody who may {role}", role, "somebody")
-
-    async def identify(_: Any) -> access.Caller:
-        return caller
-
-    return server.Door(identify, calls or access.CallLog(state.settings.state_dir))
-
-
-@contextlib.asynccontextmanager
-async def served(
-    state: State, role: Role | None = Role.DANGEROUS
-) -> AsyncIterator[TestClient[Any, Any]]:
-    async with TestClient(TestServer(server.application(state, door(state, role)))) as made:
-        yield made
 
 
 @pytest.fixture
 async def client(agent: app.Agent) -> Any:
-    async with served(agent.state) as made:
+    async with api.served(agent.state) as made:
         yield made
 
 
 def routed(agent: app.Agent) -> set[tuple[str, str]]:
     found = set()
-    for route in server.application(agent.state, door(agent.state)).router.routes():
+    for route in server.application(agent.state, api.door(agent.state)).router.routes():
         path = route.resource.canonical if route.resource else ""
         if route.method != "HEAD":
             found.add((route.method.lower(), path))
@@ -123,7 +104,7 @@ async def test_every_route_refuses_a_lower_role(whole: app.Agent, role: Role | N
     for each in whole.state.running:
         needed |= {(route.method, route.path): route.role for route in each.room.routes()}
     assert {str(each) for each in needed.values()} == set(Role)
-    async with served(whole.state, role) as client:
+    async with api.served(whole.state, role) as client:
         tried = 0
         for method, path in routed(whole):
             own = needed.get((method.upper(), path), Role.READ)
@@ -153,7 +134,7 @@ async def test_every_changing_route_admits_its_role(
         fake = dataclasses.replace(each.room, routes=functools.partial(list, routes))
         state = State(whole.state.settings, running=[Running(fake, each.component)])
         for route in routes:
-            async with served(state, route.role) as client:
+            async with api.served(state, route.role) as client:
                 answer = await client.request(route.method, concrete(route.path))
                 assert await answer.json() == {"reached": True}, route
 
@@ -167,6 +148,8 @@ def test_what_can_lose_protection_or_data_is_dangerous(whole: app.Agent) -> None
     }
     assert dangerous == {
         ("DELETE", "/v1/datasets/{name}"),
+        ("POST", "/v1/datasets/{name}/evict"),
+        ("POST", "/v1/datasets/{name}/manifest"),
         ("PUT", "/v1/volumes/guard/mode"),
         ("POST", "/v1/volumes/guard/detach"),
         ("POST", "/v1/volumes/allow-format"),
@@ -231,11 +214,13 @@ async def test_bad_body_is_refused(client: TestClient[Any, Any], body: str) -> N
 async def test_names_that_are_not_names_are_refused(agent: app.Agent, name: str) -> None:
     reached = []
 
-    async def handler(_: Fake, request: Request) -> kit.room.Json:
+    async def handler(_: api.Fake, request: Request) -> kit.room.Json:
         reached.append(request.path["name"])
         return {}
 
-    async with serving(agent, Route("DELETE", "/v1/x/{name}", handler, Role.DANGEROUS)) as client:
+    async with api.serving(
+        agent, Route("DELETE", "/v1/x/{name}", handler, Role.DANGEROUS)
+    ) as client:
         url = yarl.URL(f"{client.make_url('/')}v1/x/{name}", encoded=True)
         answer = await client.session.delete(url)
         assert answer.status in (400, 404)  # 404: the dots were resolved, so no name is left
@@ -276,7 +261,7 @@ async def test_slow_reading_is_ended_and_a_slow_change_continues(
     cancelled, finished = asyncio.Event(), asyncio.Event()
     go = asyncio.Event()
 
-    async def handler(_: Fake, __: Request) -> kit.room.Json:
+    async def handler(_: api.Fake, __: Request) -> kit.room.Json:
         try:
             await go.wait()
         except asyncio.CancelledError:
@@ -289,23 +274,30 @@ async def test_slow_reading_is_ended_and_a_slow_change_continues(
         Route("GET", "/v1/x", handler),
         Route("POST", "/v1/x", handler, Role.OPERATE),
     )
-    async with serving(agent, *routes) as client:
+    async with api.serving(agent, *routes) as client:
         assert (await client.get("/v1/x")).status == 504
-        await asyncio.wait_for(cancelled.wait(), 5)
+        await asyncio.wait_for(cancelled.wait(), 60)
         cancelled.clear()
         answer = await client.post("/v1/x")
         assert answer.status == 504
         assert "continues" in (await answer.json())["error"]["cause"]
-        go.set()
-        await asyncio.wait_for(finished.wait(), 5)
+        with structlog.testing.capture_logs() as logged:
+
+            def late() -> list[object]:
+                return [each["call"] for each in logged if each["event"] == "api call ended late"]
+
+            go.set()
+            await asyncio.wait_for(finished.wait(), 60)
+            await waiting.until_async(late)
         assert not cancelled.is_set()
+        assert late() == ["POST /v1/x"]
 
 
 async def test_unexpected_error_is_json_without_details(agent: app.Agent) -> None:
-    async def handler(_: Fake, __: Request) -> kit.room.Json:
+    async def handler(_: api.Fake, __: Request) -> kit.room.Json:
         raise LookupError("s3cret")
 
-    async with serving(agent, Route("GET", "/v1/x", handler)) as client:
+    async with api.serving(agent, Route("GET", "/v1/x", handler)) as client:
         answer = await client.get("/v1/x")
         assert answer.status == 500
         assert "s3cret" not in await answer.text()
@@ -315,7 +307,7 @@ async def test_changing_calls_of_a_caller_are_limited(
     agent: app.Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(access.Rate.__init__, "__defaults__", (0.001, 3))
-    async with served(agent.state) as client:
+    async with api.served(agent.state) as client:
         seen = [(await client.post("/v1/datasets/a/warm")).status for _ in range(5)]
         assert seen == [404, 404, 404, 429, 429]
         assert (await client.get("/v1/datasets")).status == 200
@@ -326,7 +318,7 @@ async def test_changing_calls_are_recorded_also_refused_ones(agent: app.Agent) -
     calls = access.CallLog(agent.state.settings.state_dir)
     writer = asyncio.create_task(calls.write())
     for role in (Role.OPERATE, Role.READ, None):
-        made = server.application(agent.state, door(agent.state, role, calls))
+        made = server.application(agent.state, api.door(agent.state, role, calls))
         async with TestClient(TestServer(made)) as client:
             await client.post("/v1/datasets/a/verify", json={"source": True})
             await client.get("/v1/datasets")
@@ -351,196 +343,3 @@ async def test_own_routes_answer(client: TestClient[Any, Any]) -> None:
         # Nothing is started here: probes may say so, and nothing else.
         assert answer.status == 200 or (answer.status == 503 and path.endswith("z")), path
         assert await answer.read()
-
-
-# --- any room
-
-
-class Fake:
-    """A component whose handlers are the tests'."""
-
-    name = "fake"
-
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    async def reconcile(self, settings: kit.settings.Section) -> list[str]:
-        return []
-
-    def health(self) -> kit.room.Health:
-        return kit.room.Health(True, True)
-
-    def metrics(self) -> list[Any]:
-        return []
-
-
-@contextlib.asynccontextmanager
-async def serving(agent: app.Agent, *routes: Route) -> AsyncIterator[TestClient[Any, Any]]:
-    room = kit.room.Room("fake", "", kit.settings.Section, lambda *_: Fake(), routes=lambda: routes)
-    state = State(agent.state.settings, running=[Running(room, Fake(), started=True)])
-    async with served(state) as client:
-        yield client
-
-
-async def test_handler_gets_path_query_and_body(agent: app.Agent) -> None:
-    seen: list[Request] = []
-
-    async def handler(_: Fake, request: Request) -> Answer:
-        seen.append(request)
-        return Answer({"a": 1}, 202)
-
-    async with serving(agent, Route("POST", "/v1/x/{name}", handler, Role.OPERATE)) as client:
-        answer = await client.post("/v1/x/a%20b?q=1&q=2", json={"k": True})
-        assert (answer.status, await answer.json()) == (202, {"a": 1})
-        await client.post("/v1/x/c")
-    assert seen == [Request({"name": "a b"}, {"q": "1"}, {"k": True}), Request({"name": "c"})]
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (kit.errors.NotFoundError, 404),
-        (kit.errors.InUseError, 409),
-        (kit.errors.RefusedError, 409),
-        (kit.errors.SettingsError, 400),
-        (kit.errors.SourceError, 502),
-        (kit.errors.HostError, 500),
-        (kit.errors.AgentError, 500),
-    ],
-)
-async def test_errors_have_their_status(
-    agent: app.Agent, error: type[kit.errors.AgentError], status: int
-) -> None:
-    async def handler(_: Fake, __: Request) -> kit.room.Json:
-        raise error("thing", "cause", "remedy")
-
-    async with serving(agent, Route("GET", "/v1/x", handler)) as client:
-        answer = await client.get("/v1/x")
-        assert answer.status == status
-        shown = (await answer.json())["error"]
-        assert (shown["thing"], shown["exit_code"]) == ("thing", error.exit_code)
-
-
-@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE"])
-async def test_unknown_path_is_not_told_apart_by_strangers(agent: app.Agent, method: str) -> None:
-    async with served(agent.state, None) as client:
-        assert (await client.request(method, "/v1/nothing")).status == 401
-    async with served(agent.state) as client:
-        assert (await client.request(method, "/v1/nothing")).status == 404
-
-
-async def test_role_decides_and_not_the_method(agent: app.Agent) -> None:
-    async def handler(_: Fake, __: Request) -> kit.room.Json:
-        return {}
-
-    routes = (
-        Route("GET", "/v1/secret", handler, Role.OPERATE),
-        Route("POST", "/v1/question", handler, Role.READ),
-    )
-    room = kit.room.Room("fake", "", kit.settings.Section, lambda *_: Fake(), routes=lambda: routes)
-    state = State(agent.state.settings, running=[Running(room, Fake(), started=True)])
-    async with served(state, Role.READ) as client:
-        assert (await client.get("/v1/secret")).status == 403
-        assert (await client.head("/v1/secret")).status == 403
-        assert (await client.post("/v1/question")).status == 200
-    async with served(state, Role.OPERATE) as client:
-        assert (await client.get("/v1/secret")).status == 200
-
-
-async def test_stream_is_lines_and_closed_when_the_client_leaves(agent: app.Agent) -> None:
-    closed = asyncio.Event()
-
-    async def items() -> AsyncGenerator[kit.room.Json, None]:
-        try:
-            number = 0
-            while True:
-                yield {"n": number}
-                number += 1
-                await asyncio.sleep(0)
-        finally:
-            closed.set()
-
-    async def handler(_: Fake, __: Request) -> Stream:
-        return Stream(items())
-
-    async with serving(agent, Route("GET", "/v1/x", handler)) as client:
-        answer = await client.get("/v1/x")
-        assert answer.content_type == "application/x-ndjson"
-        assert [await answer.content.readline() for _ in range(2)] == [b'{"n": 0}\n', b'{"n": 1}\n']
-        answer.close()
-        await asyncio.wait_for(closed.wait(), 10)
-
-
-async def test_streams_are_bounded_for_each_caller_and_in_all(
-    agent: app.Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def items() -> AsyncGenerator[kit.room.Json, None]:
-        yield {}
-        await asyncio.Event().wait()
-
-    async def handler(_: Fake, __: Request) -> Stream:
-        return Stream(items())
-
-    async def identify(request: Any) -> access.Caller:
-        name = request.headers["X-Name"]
-        return access.Caller(name, Role.READ, name)
-
-    monkeypatch.setattr(access, "STREAMS_OF_CALLER", 2)
-    monkeypatch.setattr(access, "MOST_STREAMS", 3)
-    room = kit.room.Room(
-        "fake", "", kit.settings.Section, lambda *_: Fake(),
-        routes=lambda: (Route("GET", "/v1/x", handler), Route("GET", "/v1/y", handler)),
-    )  # fmt: skip
-    state = State(agent.state.settings, running=[Running(room, Fake(), started=True)])
-    made = server.Door(identify, access.CallLog(agent.state.settings.state_dir))
-    async with TestClient(TestServer(server.application(state, made))) as client:
-
-        async def ask(name: str, path: str = "/v1/x") -> Any:
-            return await client.get(path, headers={"X-Name": name})
-
-        held = [await ask("a"), await ask("a", "/v1/y"), await ask("b")]
-        assert [answer.status for answer in held] == [200, 200, 200]
-        for name, why in (("a", "of this caller"), ("c", "3 streams are open")):
-            refused = await ask(name)
-            assert (refused.status, refused.headers["Retry-After"]) == (429, "5")
-            assert why in (await refused.json())["error"]["cause"]
-        held[0].close()
-
-        async def admitted() -> bool:
-            answer = await ask("c")
-            answer.close()
-            return bool(answer.status == 200)
-
-        await waiting.until_async(admitted, what="the place of a stream that has ended")
-        for answer in held:
-            answer.close()
-
-
-async def test_stream_that_nobody_reads_ends_and_frees_its_place(
-    agent: app.Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "WRITE_SECONDS", 0.2)
-    monkeypatch.setattr(access, "STREAMS_OF_CALLER", 1)
-    closed = asyncio.Event()
-
-    async def items() -> AsyncGenerator[kit.room.Json, None]:
-        try:
-            while True:
-                yield {"x": "a" * 1_000_000}
-        finally:
-            closed.set()
-
-    async def handler(_: Fake, __: Request) -> Stream:
-        return Stream(items())
-
-    async with serving(agent, Route("GET", "/v1/x", handler)) as client:
-        url = client.make_url("/v1/x")
-        reader, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
-        writer.write(b"GET /v1/x HTTP/1.1\r\nHost: a\r\n\r\n")
-        await asyncio.wait_for(closed.wait(), 10)
-        answer = await client.get("/v1/x")
-        assert answer.status == 200
-        answer.close()
-        assert await reader.read(100)
-        writer.close()

@@ -1,6 +1,5 @@
 """The joined settings model and the page of the docs that is made from it."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +9,7 @@ from pydantic import BaseModel
 
 from nodeagent import rooms, settings
 from nodeagent.settings import Settings
+from tests.testbed import scripts
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,11 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
     """scripts/settings_doc.py."""
-    spec = importlib.util.spec_from_file_location("settings_doc", ROOT / "scripts/settings_doc.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load("settings_doc")
 
 
 def test_every_room_has_a_section() -> None:

@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from preheat.runtimes import containerd as adapter
 from tests.preheat.rig import Clock, Rig
-from tests.testbed import agent, containerd, proxy, registry, waiting
+from tests.testbed import agent, containerd, kubernetes, pods, proxy, registry, waiting
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +21,17 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[registry.Regist
     finally:
         server.stop()
         shutil.rmtree(server.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="package")
+def newer(run_folder: Path) -> Iterator[kubernetes.Kubernetes]:
+    """A Kubernetes whose node has containerd 2: the first one that mounts images."""
+    made = kubernetes.Kubernetes(run_folder / "kube-2", "sid", gates=("ImageVolume",))
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
 
 
 @pytest.fixture
@@ -86,7 +97,8 @@ async def box(daemon: containerd.Containerd) -> AsyncIterator[adapter.Containerd
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time of the work loop, which tests may advance."""
     made = Clock()
-    monkeypatch.setattr("preheat.reconciler.time", made)
+    for module in ("reconciler", "uses"):
+        monkeypatch.setattr(f"preheat.{module}.time", made)
     return made
 
 
@@ -101,3 +113,12 @@ def node(rig: Rig) -> Iterator[agent.Agent]:
         yield made
     finally:
         made.end()
+
+
+@pytest_asyncio.fixture
+async def with_pods(rig: Rig) -> AsyncIterator[tuple[Rig, pods.Pods]]:
+    """A rig whose containerd can run pods."""
+    sandbox = pods.pause_image(rig.images)
+    rig.daemon.stop()
+    rig.daemon.start(sandbox=f"{rig.gate.host}/{sandbox}")
+    yield rig, pods.Pods(rig.kubelet)

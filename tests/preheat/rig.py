@@ -12,6 +12,8 @@ from typing import Any
 import kit.findings
 from preheat import settings, status
 from preheat.component import Preheat
+from preheat.runtimes import base
+from preheat.runtimes import containerd as adapter
 from tests.testbed import containerd, proxy, registry, waiting
 
 MB = 1_000_000
@@ -64,6 +66,7 @@ def section(daemon: containerd.Containerd, **more: Any) -> settings.PreheatSetti
         # The disk that the tests run on may be fuller than a node's.
         "kubelet": {"gc_high": 0.995, "gc_low": 0.99, "eviction_free": 0.001},
         "heal": {"per_hour": 1000},
+        "unknown_image": 1_000_000_000,
     }
     return settings.PreheatSettings.model_validate(values | more)
 
@@ -122,6 +125,12 @@ class Rig:
         before = self.handled.count(ref)
         await self.kubelet.remove(ref)
         await until(lambda: self.handled.count(ref) > before, what=f"the removal of {ref}")
+
+    async def remove_all_names(self, ref: str) -> None:
+        """``remove`` the only image, and wait until the room has handled each of its names."""
+        wanted = len(self.handled) + len(await self.kubelet.records())
+        await self.kubelet.remove(ref)
+        await until(lambda: len(self.handled) >= wanted, what=f"each removal of {ref}")
 
     async def quiet(self) -> None:
         """Wait until nothing flows through the proxy: another process empties its buffers."""
@@ -187,3 +196,18 @@ async def pinned(room: Preheat, ref: str, seconds: float = 30.0) -> status.Statu
 
     await until(there, seconds, f"{ref} to be pinned", detail=lambda: find(room, ref))
     return room.show(ref)
+
+
+async def idle(room: Preheat) -> None:
+    """Wait until no pull runs."""
+    await until(lambda: not room.reconciler.running, what="no pull to run")
+
+
+async def brought(box: adapter.Containerd, image: Image) -> None:
+    """A pull and its pin, as ``pull`` makes them."""
+    hold = await box.begin(base.Hold("", "pull", image.ref, "policy", keep="always"))
+    image_id = await box.pull(image.ref, None, hold, 60.0)
+    target = (await box.inventory()).target_of(image.ref)
+    wanted = base.Hold("", "pin", image.ref, "policy", target, image_id=image_id, keep="always")
+    await box.pin(wanted)
+    await box.end(hold)

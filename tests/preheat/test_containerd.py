@@ -14,6 +14,7 @@ from tests.testbed import registry
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
 MiB = 1024**2
+CYCLES = int(os.environ.get("CYCLES", "300"))  # 1,000 by make test-faults
 
 
 def pull_hold(ref: str, keep: str = "always") -> base.Hold:
@@ -31,6 +32,7 @@ async def test_cancelled_pull_resumes(rig: Rig, box: adapter.Containerd) -> None
     image = rig.push("fw/resume:v1", size=24 * MiB)
     hold = await box.begin(pull_hold(image.ref))
     rig.gate.rate = 20 * MiB
+    rig.gate.pause_at = 13 * MiB  # not complete before it is cancelled
     task = asyncio.create_task(box.pull(image.ref, None, hold, 60.0))
     await until(lambda: rig.gate.live > 12 * MiB)
     task.cancel()
@@ -39,7 +41,7 @@ async def test_cancelled_pull_resumes(rig: Rig, box: adapter.Containerd) -> None
     await rig.quiet()
     kept = sum(each.offset for each in (await box.ingests()).values())
 
-    rig.gate.rate = 0
+    rig.gate.rate = rig.gate.pause_at = 0
     rig.gate.reset()
     await box.pull(image.ref, None, hold, 60.0)
 
@@ -93,7 +95,7 @@ async def test_removals_name_the_records(rig: Rig, box: adapter.Containerd) -> N
         await asyncio.gather(listener, return_exceptions=True)
 
 
-async def test_thousand_cycles_leave_nothing(rig: Rig, box: adapter.Containerd) -> None:
+async def test_hundreds_of_cycles_leave_nothing(rig: Rig, box: adapter.Containerd) -> None:
     """Pull under a lease, pin, unpin, remove; each tenth pull is cancelled and resumed."""
     images = [rig.push(f"fw/tiny:v{n}", [registry.layer(f"t{n}", 2000, 200 + n)]) for n in range(5)]
 
@@ -117,7 +119,7 @@ async def test_thousand_cycles_leave_nothing(rig: Rig, box: adapter.Containerd) 
     await many(images[0], 1)
     with rig.gate.down():  # its connections are this process's as well
         descriptors = len(os.listdir("/proc/self/fd"))
-    per_image = 200 if rig.daemon.release == "trixie" else 20
+    per_image = CYCLES // len(images) if rig.daemon.release == "trixie" else 20
     async with asyncio.TaskGroup() as group:
         for image in images:
             group.create_task(many(image, per_image))

@@ -1,5 +1,6 @@
 """Requests: who wants which image, from the settings, from operators and from use."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -37,6 +38,19 @@ def test_gather_puts_operators_before_the_policy() -> None:
     found = desired.gather(policy, [hold("pull", "operator", keep="for:60"), hold("pin", "policy")])
 
     assert found[REF] == Request(REF, "operator", "for:60", 3, share_private=True)
+
+
+def test_where_an_image_comes_from_is_kept_with_what_an_operator_asked() -> None:
+    """Its pin says it too: the next agent must not ask a registry for it."""
+    by_hand = dataclasses.replace(hold("pin", "operator"), source="oci:/mnt/x")
+    found = desired.gather(section(), [by_hand])
+    assert (found[REF].source, found[REF].held_source) == ("oci:/mnt/x", "oci:/mnt/x")
+    policy = section(images=[{"ref": REF, "source": "oci:shared/x"}])
+    listed = desired.gather(policy, ())[REF]
+    assert (listed.source, listed.held_source) == ("oci:shared/x", "")
+    asked = desired.gather(policy, [hold("pull", "operator")])[REF]
+    assert asked.source == "oci:shared/x"
+    assert desired.gather(policy, [by_hand])[REF].source == "oci:/mnt/x"
 
 
 @pytest.mark.parametrize("state", ["released", "paused", "done"])
@@ -95,6 +109,65 @@ def test_retained_are_images_in_use() -> None:
     assert desired.retained(retain, inventory(), shapes(100), {REF: found[REF]}) == {}
     released = inventory(holds=(hold("note", "operator", "released"),))
     assert desired.retained(retain, released, shapes(100), {}) == {}
+
+
+NOW = 1000.0
+
+
+def held(*found: base.Hold) -> base.Inventory:
+    return base.Inventory(holds=found)
+
+
+def at(hold: base.Hold, created: float) -> base.Hold:
+    return dataclasses.replace(hold, created=created)
+
+
+@pytest.mark.parametrize("role", ["pin", "pull"])
+def test_what_the_settings_dropped_stays_until_its_time(role: Any) -> None:
+    policy = section(drop_after="1h")
+    kept = hold(role, "policy", keep="for:60")
+    note = at(hold("note", "policy", "dropped"), NOW - 600)
+
+    first = desired.lingering(policy, held(kept), {}, NOW)
+    assert first == {REF: Request(REF, "policy", "for:60", dropped_until=NOW + 3600)}
+    assert desired.newly_dropped(held(kept), first) == [REF]
+    # The note says since when, whoever reads it.
+    later = desired.lingering(policy, held(kept, note), {}, NOW)
+    assert later[REF].dropped_until == NOW - 600 + 3600
+    assert not later[REF].pins
+    assert not later[REF].is_looked_up
+    assert desired.newly_dropped(held(kept, note), later) == []
+    assert desired.stale_notes(held(kept, note), later) == []
+    assert not later[REF].is_ended(NOW)
+    assert later[REF].is_ended(NOW + 3000)
+
+
+def test_an_image_that_is_back_in_the_settings_was_never_dropped() -> None:
+    policy = section(images=[{"ref": REF, "priority": 3}])
+    inventory = held(hold("pin", "policy"), hold("note", "policy", "dropped"))
+    wanted = desired.gather(policy, inventory.holds)
+
+    assert desired.lingering(policy, inventory, wanted, NOW) == {}
+    assert wanted[REF] == Request(REF, "policy", priority=3)
+    assert [each.state for each in desired.stale_notes(inventory, wanted)] == ["dropped"]
+
+
+def test_dropped_is_neither_what_an_operator_asked_nor_what_use_keeps() -> None:
+    retain = section(retain={"for": "1h"})
+    used, asked = hold("pin", "retained"), hold("pin", "operator")
+
+    assert desired.lingering(retain, held(asked), {REF: Request(REF, "operator")}, NOW) == {}
+    kept = desired.lingering(retain, held(used), {}, NOW)[REF]
+    assert (kept.by, kept.keep, kept.dropped_until) == ("retained", "for:3600", None)
+    # Without ``retain`` nobody asks for it any more.
+    dropped = desired.lingering(section(drop_after=60), held(used), {}, NOW)[REF]
+    assert dropped.dropped_until == NOW + 60
+    assert dropped.rank < Request(REF, "policy", priority=-1000).rank
+
+
+def test_a_released_image_is_not_kept_for_being_dropped() -> None:
+    inventory = held(hold("pin", "policy"), hold("note", "operator", "released"))
+    assert desired.lingering(section(), inventory, {}, NOW)[REF].is_ended(NOW)
 
 
 def test_stale_notes_are_those_about_nothing() -> None:

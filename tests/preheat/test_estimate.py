@@ -83,15 +83,6 @@ def test_union_counts_shared_parts_once() -> None:
     assert estimate.unpacked_bytes(costs[1]) == 3 * 300
 
 
-def test_reuse_counts_layers_on_the_same_layers_only() -> None:
-    shapes = {"base": shape_of("a", "b"), "app": shape_of("a", "b", "c"), "odd": shape_of("b", "a")}
-    report = {each.ref: each for each in estimate.reuse(shapes, frozenset({"base"}))}
-    assert (report["app"].shared, report["app"].total) == (200, 300)
-    assert report["app"].bases == ("base",)
-    assert report["odd"].shared == 0
-    assert report["base"].shared == 0  # not with itself
-
-
 @pytest.mark.real
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("discard", [False, True], ids=["keep", "discard"])

@@ -19,6 +19,9 @@ from preheat.runtimes import base
         ("unexpected EOF", "UNKNOWN", "network"),
         ("no match for platform in manifest", "NOT_FOUND", "not_found"),
         ("lease does not exist: not found", "NOT_FOUND", "runtime"),
+        ("failed to copy: httpReadSeeker: 429 Too Many Requests", "UNKNOWN", "busy"),
+        ("toomanyrequests: You have reached your pull rate limit", "UNKNOWN", "busy"),
+        ("blob sha256:0429040104 is cut off: unexpected EOF", "UNKNOWN", "network"),
         ("something nobody has seen", "UNKNOWN", "network"),
     ],
 )
@@ -37,15 +40,46 @@ def test_classify_tells_gone_from_slow() -> None:
 def test_waits_double_up_to_their_limit() -> None:
     error = failure.PullError("r", failure.Kind.NETWORK, "x")
     waits = [failure.after(error, n, 0.0).retry_at or 0 for n in range(1, 40)]
-    assert 0.75 <= waits[0] <= 1.25
-    assert 3.0 <= waits[2] <= 5.0
-    assert 300 * 0.75 <= waits[-1] <= max(waits) <= 300 * 1.25
+    assert 1.0 <= waits[0] <= 3.0
+    assert 4.0 <= waits[2] <= 12.0
+    assert 300 * 0.5 <= waits[-1] <= max(waits) <= 300 * 1.5
 
 
-def test_waits_obey_the_registry() -> None:
+def test_waits_obey_the_registry_and_differ() -> None:
     asked = failure.PullError("r", failure.Kind.NETWORK, "x", wait=900.0)
-    assert failure.after(asked, 1, 0.0).retry_at == 900.0
+    waits = {failure.after(asked, 1, 0.0).retry_at or 0 for _ in range(20)}
+    assert 900.0 <= min(waits) < max(waits) <= 900.0 * 1.5
+
+
+def test_pull_that_met_a_limit_does_not_come_back_at_once() -> None:
+    refused = base.RuntimeCallError("runtime", "unexpected status: 429 Too Many Requests", "")
+    waits = [
+        failure.after(failure.classify("r", refused), n, 0.0, jitter=lambda: 0.5).retry_at
+        for n in (1, 2, 3, 20)
+    ]
+    assert waits == [30.0, 60.0, 120.0, 1800.0]
 
 
 def test_bad_images_are_not_retried() -> None:
     assert failure.after(failure.PullError("r", failure.Kind.BAD_IMAGE, "x"), 1, 0).retry_at is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "digest", "concerns"),
+    [
+        ("not_found", "sha256:b", False),  # the tag names another image now
+        ("corrupt", "sha256:b", False),
+        ("bad_image", "sha256:b", False),
+        ("bad_image", "sha256:a", True),
+        ("not_found", "", True),  # nobody knows what it names now
+        ("network", "sha256:b", True),  # the registry is the same
+        ("busy", "sha256:b", True),
+        ("disk", "sha256:b", True),
+        ("auth", "sha256:b", True),
+    ],
+)
+def test_what_one_image_lacks_does_not_hold_up_another_one_of_its_name(
+    kind: str, digest: str, concerns: bool
+) -> None:
+    failed = failure.Failure(failure.Kind(kind), "x", 1, None, digest="sha256:a")
+    assert failed.concerns(digest) is concerns

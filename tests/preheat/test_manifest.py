@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from preheat import manifest
+from preheat import hub, manifest
 
 DIGEST = "sha256:" + "a" * 64
 OCI = "application/vnd.oci.image.manifest.v1+json"
@@ -18,6 +18,8 @@ INDEX = "application/vnd.oci.image.index.v1+json"
         ("reg.example:5000/a", "reg.example:5000/a:latest"),
         ("localhost/a:b", "localhost/a:b"),
         (f"reg.example/a:v1@{DIGEST}", f"reg.example/a@{DIGEST}"),
+        (f"{hub.NAME}/ubuntu", f"{hub.NAME}/library/ubuntu:latest"),
+        (f"{hub.INDEX}/nvidia/cuda:12", f"{hub.NAME}/nvidia/cuda:12"),
     ],
 )
 def test_parse_gives_one_form(text: str, canonical: str) -> None:

@@ -83,6 +83,8 @@ def pins(draw: st.DrawFn) -> list[plan.Pinned]:
             in_use=draw(st.booleans()),
             expires=draw(st.sampled_from([None, NOW - 1, NOW + 1])),
             requested=draw(st.sampled_from([True, True, False])),
+            dropped_until=draw(st.sampled_from([None, None, NOW - 1, NOW + 1])),
+            retains=draw(st.booleans()),
         )
         for ref, digest in keys
     ]
@@ -215,6 +217,40 @@ def test_plan_keeps_what_the_last_one_pinned(
     second = plan.decide(node, wanted, after, 0, NOW)
 
     assert not {r.hold for r in second.releases} & set(done)
+
+
+@settings(max_examples=400, deadline=None)
+@given(nodes(), requests(), pins(), st.integers(0, 3))
+def test_plan_keeps_what_was_dropped_until_its_time(
+    node: plan.Node, wanted: list[Request], pinned: list[plan.Pinned], slots: int
+) -> None:
+    found = plan.decide(node, wanted, pinned, slots, NOW)
+    by_hold = {pin.hold: pin for pin in pinned}
+    released = {release.hold for release in found.releases}
+    for release in found.releases:
+        if release.reason == plan.Reason.DROPPED:
+            pin = by_hold[release.hold]
+            assert pin.dropped_until is not None
+            assert pin.dropped_until <= NOW
+            assert not pin.retains
+    for pin in pinned:
+        over = pin.dropped_until is not None and pin.dropped_until <= NOW
+        assert not over or pin.hold in released or pin.hold in found.retained
+    assert not released & set(found.retained)
+    assert all(by_hold[hold].retains for hold in found.retained)
+
+
+def test_plan_gives_the_place_of_a_dropped_image_to_one_of_the_policy() -> None:
+    """Of lower priority, too: what the settings list comes before what they listed."""
+    node = plan.Node(1000, 900, 0.85, 0.8, 0.1, 100)
+    dropped = Request("old", "policy", priority=9, dropped_until=NOW + 1)
+    pin = plan.Pinned("h", "old", "d", dropped.rank, {"s a": 80}, dropped_until=NOW + 1)
+    new = dataclasses.replace(present("new", "e", {"s b": 80}), priority=-9)
+
+    assert plan.decide(node, [], [pin], 1, NOW).releases == ()
+    found = plan.decide(node, [new], [pin], 1, NOW)
+    assert [release.reason for release in found.releases] == [plan.Reason.OUTRANKED]
+    assert found.pins == ("new",)
 
 
 def present(ref: str, digest: str, parts: Mapping[str, int]) -> Request:

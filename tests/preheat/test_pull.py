@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from preheat import pull
+from preheat import limiter
 from tests.preheat.rig import MB, Rig, state, until
 from tests.testbed import agent, registry
 
 RATE = 60 * MB  # per connection; three layers at a time
+PAUSE_AT = 65 * MB  # of each layer: more than half of the image, and never the whole
 real = pytest.mark.real
 
 
@@ -23,7 +24,7 @@ async def test_limiter_keeps_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
         clock[0] += seconds
 
     monkeypatch.setattr("preheat.pull.asyncio.sleep", sleep)
-    limit = pull.Limiter(1000.0, clock=lambda: clock[0])
+    limit = limiter.Limiter(1000.0, clock=lambda: clock[0])
     for _ in range(100):
         await limit.take(100)
     assert 9.0 <= clock[0] <= 10.1
@@ -37,15 +38,23 @@ def big(images: registry.Registry) -> registry.Pushed:
     return images.push("fw/big", "v1", layers)
 
 
+def slowly(rig: Rig) -> None:
+    """Not to the end, however late a test comes to stop it."""
+    rig.gate.rate, rig.gate.pause_at = RATE, PAUSE_AT
+
+
 async def half(rig: Rig, big: registry.Pushed) -> None:
     await until(lambda: rig.gate.blob_bytes >= big.fetched // 2, 60.0, "half of the image")
 
 
 async def rest_of(rig: Rig, big: registry.Pushed) -> int:
-    """The bytes still missing once nothing flows any more; from now on at full speed."""
+    """The bytes still missing once nothing flows any more; from now on at full speed.
+
+    What containerd has stored counts, and not what the proxy sent: that is in socket buffers, too.
+    """
     await rig.quiet()
-    missing = big.fetched - rig.gate.blob_bytes
-    rig.gate.rate = 0
+    missing = big.fetched - rig.daemon.stored_bytes()
+    rig.gate.rate = rig.gate.pause_at = 0
     rig.gate.reset()
     return missing
 
@@ -57,12 +66,19 @@ async def test_without_a_lease_a_cancelled_pull_restarts_from_zero(
 ) -> None:
     """The control: what a pull without a lease of ours does."""
     ref = f"{rig.gate.host}/fw/big:v1"
-    rig.gate.rate = RATE
+    slowly(rig)
     task = asyncio.create_task(rig.kubelet.pull(ref))
     await half(rig, big)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await rest_of(rig, big)
+
+    async def nothing_is_left() -> bool:
+        # By itself containerd collects only after a hundred changes of its database.
+        await rig.kubelet.collect()
+        return rig.daemon.stored_bytes() < 0.05 * big.fetched
+
+    await until(nothing_is_left, 60, "the collection of the parts")
 
     await rig.kubelet.pull(ref)
 
@@ -73,7 +89,7 @@ async def test_without_a_lease_a_cancelled_pull_restarts_from_zero(
 @pytest.mark.timeout(180)
 async def test_paused_pull_fetches_only_the_rest(rig: Rig, big: registry.Pushed) -> None:
     ref = f"{rig.gate.host}/fw/big:v1"
-    rig.gate.rate = RATE
+    slowly(rig)
     async with rig.running(images=[{"ref": ref}]) as room:
         await half(rig, big)
         paused = await room.pause(ref)
@@ -82,7 +98,7 @@ async def test_paused_pull_fetches_only_the_rest(rig: Rig, big: registry.Pushed)
         await state(room, ref, "ready", seconds=60)
 
     assert paused.state == "paused"
-    assert rig.gate.blob_bytes <= 0.6 * big.fetched
+    assert missing <= 0.7 * big.fetched
     assert rig.gate.blob_bytes <= 1.1 * missing
     assert any(seen.range for seen in rig.gate.requests())
 
@@ -96,7 +112,7 @@ async def test_limited_pull_keeps_its_rate_and_resumes(rig: Rig, big: registry.P
     more: dict[str, Any] = {"images": [{"ref": ref}], "bytes_per_second": limit}
     async with rig.running(**more) as room:
         await until(lambda: rig.gate.blob_bytes > 10 * MB)
-        begun, at = rig.gate.blob_bytes, loop.time()
+        at, begun = loop.time(), rig.gate.blob_bytes
         await half(rig, big)
         await room.pause(ref)
         took = loop.time() - at
@@ -111,7 +127,7 @@ async def test_limited_pull_keeps_its_rate_and_resumes(rig: Rig, big: registry.P
         await state(room, ref, "ready", seconds=60)
 
     # What containerd stored, and not what the proxy sent: that is in socket buffers too.
-    assert kept <= begun + limit * (took + pull.BURST_SECONDS)
+    assert kept <= begun + limit * (took + limiter.BURST_SECONDS)
     assert kept > 0.4 * big.fetched
     assert rig.gate.blob_bytes <= 1.1 * (big.fetched - kept)
 
@@ -120,7 +136,7 @@ async def test_limited_pull_keeps_its_rate_and_resumes(rig: Rig, big: registry.P
 @pytest.mark.timeout(180)
 async def test_pull_survives_sigkill_of_containerd(rig: Rig, big: registry.Pushed) -> None:
     ref = f"{rig.gate.host}/fw/big:v1"
-    rig.gate.rate = RATE
+    slowly(rig)
     async with rig.running(images=[{"ref": ref}]) as room:
         await half(rig, big)
         rig.daemon.kill()
@@ -128,8 +144,8 @@ async def test_pull_survives_sigkill_of_containerd(rig: Rig, big: registry.Pushe
         rig.daemon.start()
         await state(room, ref, "ready", seconds=60)
 
-    assert rig.gate.blob_bytes <= 0.6 * big.fetched
-    assert rig.gate.blob_bytes <= 1.1 * missing + 2 * MB  # what the killed process had buffered
+    assert missing <= 0.7 * big.fetched
+    assert rig.gate.blob_bytes <= 1.1 * missing
 
 
 @real
@@ -139,7 +155,7 @@ async def test_operators_pull_survives_sigkill_of_the_agent(
 ) -> None:
     """The whole way: command line, agent process, containerd. The request itself survives too."""
     ref = f"{rig.gate.host}/fw/big:v1"
-    rig.gate.rate = RATE
+    slowly(rig)
     await asyncio.to_thread(node.cli_json, "image", "preheat", ref)
     await half(rig, big)
     node.kill()
@@ -151,7 +167,7 @@ async def test_operators_pull_survives_sigkill_of_the_agent(
 
     assert node.stop() == 0
     assert row["state"] == "ready"
-    assert rig.gate.blob_bytes <= 0.6 * big.fetched
+    assert missing <= 0.7 * big.fetched
     assert rig.gate.blob_bytes <= 1.1 * missing
     assert shown["ref"] == ref
     assert shown["digest"] == big.top

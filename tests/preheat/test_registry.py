@@ -3,12 +3,10 @@
 import asyncio
 import base64
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from preheat import registry
 from tests.preheat.rig import MB, Rig, state, until
 from tests.testbed import agent
 
@@ -17,33 +15,6 @@ SIGNED = "5ignedS3cret5ignedS3cret"
 # The oldest and the newest containerd: of what registries do they report little but words.
 real = pytest.mark.real
 ends = pytest.mark.parametrize("release", ["bookworm", "sid"], indirect=True)
-
-
-def test_hosts_are_those_that_containerd_asks(tmp_path: Path) -> None:
-    folder = tmp_path / "reg.example"
-    folder.mkdir()
-    (folder / "hosts.toml").write_text(
-        'server = "https://upstream.example"\n'
-        '[host."http://mirror.example:5000"]\n  capabilities = ["pull", "resolve"]\n'
-        '[host."https://push.example"]\n  capabilities = ["push"]\n'
-        '[host."https://own.example"]\n  ca = "ca.crt"\n'
-    )
-    found = registry.hosts(tmp_path, "reg.example")
-
-    assert [each.url for each in found] == [
-        "http://mirror.example:5000",
-        "https://own.example",
-        "https://upstream.example",
-    ]
-    assert found[1].ca == str(folder / "ca.crt")
-    assert registry.hosts(tmp_path, "other.example")[0].url == "https://other.example"
-
-
-def test_hosts_refuses_a_broken_file(tmp_path: Path) -> None:
-    (tmp_path / "reg.example").mkdir()
-    (tmp_path / "reg.example" / "hosts.toml").write_text("not toml [")
-    with pytest.raises(ValueError, match=r"hosts\.toml"):
-        registry.hosts(tmp_path, "reg.example")
 
 
 def docker_config(rig: Rig, password: str) -> dict[str, Any]:
@@ -211,14 +182,15 @@ async def test_corrupt_blob_leaves_no_partial_bytes(rig: Rig) -> None:
 @ends
 async def test_stalled_registry_is_network_a_slow_one_is_not(rig: Rig) -> None:
     image = rig.push("fw/slow:v1", size=8 * MB)
-    rig.gate.rate = 2 * MB  # 4 s in all, but always moving
+    rig.gate.rate = 2 * MB  # always moving
+    rig.gate.pause_at = 7 * MB  # not complete before it stalls
     async with rig.running(images=[{"ref": image.ref}], stall_timeout=2) as room:
         failed = room.reconciler.totals.failed
         await until(lambda: rig.gate.blob_bytes > 6 * MB)
         slow = failed["network"]
         rig.gate.stall = True
         await until(lambda: failed["network"] > 0)
-        rig.gate.stall, rig.gate.rate = False, 0
+        rig.gate.stall, rig.gate.rate, rig.gate.pause_at = False, 0, 0
         await state(room, image.ref, "ready")
 
     assert slow == 0

@@ -21,7 +21,9 @@ from tests.testbed import leftovers, ports, waiting
 
 COMMAND = str(Path(sys.executable).parent / "nodeagent")
 START_SECONDS = 30.0
+STOP_SECONDS = 30.0 * waiting.SLACK  # to hang for longer is an error
 DONE = ("complete", "partial")
+_STARTED = '"event": "agent started"'  # a finding has the words, too
 
 
 class ApiError(Exception):
@@ -123,7 +125,7 @@ class Agent:
     def start(self, *within: str) -> "Agent":
         """``within``: a command that runs the agent, such as unshare."""
         self.write()
-        before = self.said().count("agent started")
+        before = self.said().count(_STARTED)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*within, COMMAND, "--config", str(self.config), "run"],
@@ -138,7 +140,7 @@ class Agent:
             assert self.process is not None
             if self.process.poll() is not None:
                 raise AssertionError(f"the agent ended: {self.said()[-2000:]}")
-            return self.said().count("agent started") > before
+            return self.said().count(_STARTED) > before
 
         self.wait_for(started, START_SECONDS, "the agent to start")
         return self
@@ -152,14 +154,14 @@ class Agent:
         """SIGKILL, as the OOM killer does."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(STOP_SECONDS)
 
     def stop(self) -> int:
         """SIGTERM (nothing if it has ended already); its exit status."""
         assert self.process is not None
         self.process.terminate()
         try:
-            return self.process.wait(30)
+            return self.process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
             raise
@@ -180,7 +182,10 @@ class Agent:
         found = []
         for pid in leftovers.processes(self.folder):
             with contextlib.suppress(OSError):
-                if b"cache.fill." in Path(f"/proc/{pid}/cmdline").read_bytes():
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                name = Path(f"/proc/{pid}/comm").read_text()
+                # A pass over an image is a fork, with the command of what it forked from.
+                if b"cache.fill." in command or name.startswith("blocks:"):
                     found.append(pid)
         return found
 
@@ -264,7 +269,12 @@ class Agent:
         """Wait until the dataset is in one of ``states`` (complete: and served by the store)."""
 
         def there() -> dict[str, Any] | None:
-            shown = self.dataset(name)
+            try:
+                shown = self.dataset(name)
+            except ApiError as error:
+                if error.status == 503:  # the room begins anew
+                    return None
+                raise
             if shown["state"] not in states:
                 return None
             if shown["state"] == "complete" and shown["served_by"] != "store":

@@ -36,6 +36,9 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+# For new mount namespaces: it lets go of other tests' disks.
+APART = Path(__file__).with_name("apart.sh")
+
 # Loop devices of this run have numbers of their own, so that an agent under test can be set to
 # look at them only (NAMES), and the machine's other loop devices are left alone.
 _PREFIX = random.Random().randrange(1000, 9999)
@@ -52,18 +55,29 @@ def blank(file: Path, size: int) -> Path:
 
 
 @contextlib.contextmanager
-def loop(file: Path) -> Iterator[str]:
-    """/dev/loopN over ``file``, read-write; detached and removed afterwards."""
-    number = _PREFIX * 100 + next(_numbers) % 100
-    device = f"/dev/loop{number}"
+def loop(file: Path, number: int | None = None) -> Iterator[str]:
+    """/dev/loopN over ``file``, read-write; detached and removed afterwards. ``number``: one that
+    was free a moment ago."""
     with open("/dev/loop-control", "rb+", buffering=0) as control:
-        fcntl.ioctl(control, _LOOP_CTL_ADD, number)
+        number = _added(control, number)
+        device = f"/dev/loop{number}"
         try:
             run("losetup", device, str(file))
             yield device
         finally:
             run("losetup", "-d", device, check=False)
             _remove(control, number)
+
+
+def _added(control: BinaryIO, number: int | None) -> int:
+    """Add the device ``number``, or one of ours. A number that an earlier test's device still has
+    is passed over."""
+    for _ in range(1 if number is not None else 100):
+        wanted = _PREFIX * 100 + next(_numbers) % 100 if number is None else number
+        with contextlib.suppress(FileExistsError):
+            fcntl.ioctl(control, _LOOP_CTL_ADD, wanted)
+            return wanted
+    raise FileExistsError(f"loop device {wanted} is still there, and so are the others of this run")
 
 
 def _remove(control: BinaryIO, number: int) -> None:
@@ -76,7 +90,7 @@ def _remove(control: BinaryIO, number: int) -> None:
             return False
         return True
 
-    waiting.until(removed, 10, f"loop device {number} to be free")
+    waiting.until(removed, 30, f"loop device {number} to be free")
 
 
 @contextlib.contextmanager
@@ -147,7 +161,7 @@ def faulty_disk(
             try:
                 yield disk
             finally:
-                control.write_text("[]")  # a hanging read must come back before detaching
+                disk.clear()  # a hanging read must come back before detaching
     finally:
         run("umount", "-l", str(mountpoint), check=False)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -10,11 +10,13 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ceph import native
 from tests.testbed import leftovers, ports, waiting
 
 START_SECONDS = 120.0
@@ -204,7 +206,7 @@ class CephCluster:
         if fresh:
             osd_uuid = (self.folder / "osd.uuid").read_text()
             self.mon_commands({"prefix": "osd new", "uuid": osd_uuid, "id": 0})
-        self._daemon("osd", "ceph-osd", "-i", "0", "-k", f"{self.folder}/osd.0/keyring")
+        self._start_osd()
         self._daemon("mds", "ceph-mds", "-i", "a", "-k", f"{self.folder}/mds.a/keyring")
         if fresh:
             pools = (("cephfs_metadata", 8), ("cephfs_data", 16), ("rbd", 16))
@@ -281,6 +283,24 @@ class CephCluster:
                     check=True,
                 )
 
+    def _start_osd(self) -> None:
+        self._daemon("osd", "ceph-osd", "-i", "0", "-k", f"{self.folder}/osd.0/keyring")
+
+    def _osd_since(self) -> int:
+        """The epoch in which the osd came up last."""
+        dump = json.loads(self.mon_commands({"prefix": "osd dump", "format": "json"})[0])
+        return int(next(each["up_from"] for each in dump["osds"] if each["osd"] == 0))
+
+    def restart_osd(self) -> None:
+        """Kill the osd (SIGKILL) and start it anew; it is up when this is over."""
+        since, pid = self._osd_since(), self.pid("osd")
+        os.kill(pid, signal.SIGKILL)
+        waiting.until(lambda: _has_ended(pid), 10, "the osd's end")
+        (self.folder / "run" / "osd.0.pid").unlink(missing_ok=True)
+        self._start_osd()
+        waiting.until(lambda: self._osd_since() > since, START_SECONDS, "the osd", pause=0.2)
+        self._wait_usable()
+
     def _wait_usable(self) -> None:
         status: dict[str, Any] = {}
 
@@ -306,6 +326,55 @@ class CephCluster:
         for file in (self.folder / "run").iterdir():
             file.unlink(missing_ok=True)
 
+    def add_osd_for(self, pool: str, share: float) -> int:
+        """Start osd.1, which holds about this share of the pool, and of no other; its pid.
+
+        Killed and marked down, it leaves the placement groups that it held inactive, for there are
+        no replicas.
+        """
+        home = self.folder / "osd.1"
+        home.mkdir()
+        unique = str(uuid.uuid4())
+        caps = ("--cap", "mon", "allow profile osd", "--cap", "mgr", "allow profile osd")
+        ring = str(home / "keyring")
+        self.run(
+            *("ceph-authtool", "-C", ring, "-g", "-n", "osd.1"), *caps, "--cap", "osd", "allow *"
+        )
+        self.run("ceph", "auth", "import", "-i", ring)
+        self.run("ceph", "osd", "new", unique, "1")
+        self.run(
+            *("ceph-osd", "-i", "1", "--no-mon-config", "--mkfs", "--osd-uuid", unique),
+            *("--monmap", str(self.folder / "monmap")),
+        )
+        # Every other pool stays on osd.0.
+        self.run("ceph", "osd", "crush", "rm-device-class", "0")
+        self.run("ceph", "osd", "crush", "set-device-class", "first", "0")
+        rule = ("ceph", "osd", "crush", "rule", "create-replicated", "first", "default", "osd")
+        self.run(*rule, "first")
+        for other in json.loads(self.run("ceph", "osd", "pool", "ls", "--format", "json")):
+            if other != pool:
+                self.run("ceph", "osd", "pool", "set", other, "crush_rule", "first")
+        subprocess.run(
+            ["ceph-osd", "-i", "1", "-k", ring], env=self.environment, timeout=60, check=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        tree = json.loads(self.run("ceph", "osd", "tree", "--format", "json"))
+        weight = next(n["crush_weight"] for n in tree["nodes"] if n["id"] == 0)
+        self.run("ceph", "osd", "crush", "reweight", "osd.1", f"{weight * share:.5f}")
+
+        def moved() -> bool:
+            return "pgid" in self.run("ceph", "pg", "ls-by-osd", "1", "--format", "json")
+
+        waiting.until(moved, START_SECONDS, "placement groups on osd.1", pause=0.5)
+        self._wait_usable()
+        return int((self.folder / "run" / "osd.1.pid").read_text())
+
+    @staticmethod
+    def wait_until_not_recent() -> None:
+        """Until a snapshot that is made now may be read past the mount."""
+        over = time.time() + native.RECENT_SECONDS + 0.5
+        waiting.until(lambda: time.time() > over, native.RECENT_SECONDS + 5, "some time to pass")
+
     @contextlib.contextmanager
     def frozen(self, *kinds: str) -> Iterator[None]:
         """The named daemons stopped (SIGSTOP) while the block runs; always continued after."""
@@ -313,6 +382,8 @@ class CephCluster:
         try:
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
+            # Until it has arrived at each thread, a daemon still answers.
+            waiting.until(lambda: all(_is_stopped(pid) for pid in pids), 10, "the daemons to stop")
             yield
         finally:
             for pid in pids:
@@ -335,6 +406,35 @@ class CephCluster:
                 subprocess.run(["umount", "-l", str(target)], check=False, timeout=60)
             # umount returns before the process of ceph-fuse has ended.
             waiting.until(lambda: not _is_served(target), 40, f"ceph-fuse of {target} to end")
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether each of its threads is. One that has just ended is left out."""
+    states = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return states == {"T"}
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[CephCluster]:
+    """A cluster that is stopped at the end."""
+    made = CephCluster(folder)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+def _has_ended(pid: int) -> bool:
+    """With all of its threads; it may be a zombie where nobody reaps it."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
+    except OSError:
+        return True
 
 
 def _is_served(target: Path) -> bool:

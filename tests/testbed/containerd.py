@@ -40,24 +40,37 @@ disabled_plugins = ["io.containerd.internal.v1.opt", "io.containerd.tracing.proc
   restrict_oom_score_adj = true
   sandbox_image = "{sandbox}"
   [plugins."io.containerd.grpc.v1.cri".containerd]
-    snapshotter = "overlayfs"
+    snapshotter = "{snapshotter}"
     discard_unpacked_layers = {discard}
+    disable_snapshot_annotations = {plain}
   [plugins."io.containerd.grpc.v1.cri".cni]
     bin_dir = "{d}/cni/bin"
     conf_dir = "{d}/cni/net.d"
   [plugins."io.containerd.grpc.v1.cri".registry]
     config_path = "{d}/certs"
 {newer}
+{proxy}
 """
 # 2.x does not take these over from the names above.
 _NEWER = """\
 [plugins."io.containerd.cri.v1.images"]
-  snapshotter = "overlayfs"
+  snapshotter = "{snapshotter}"
   discard_unpacked_layers = {discard}
+  disable_snapshot_annotations = {plain}
   [plugins."io.containerd.cri.v1.images".registry]
     config_path = "{d}/certs"
   [plugins."io.containerd.cri.v1.images".pinned_images]
     sandbox = "{sandbox}"
+[[plugins."io.containerd.transfer.v1.local".unpack_config]]
+  platform = "linux/amd64"
+  snapshotter = "{snapshotter}"
+  differ = "walking"
+"""
+
+_PROXY = """\
+[proxy_plugins.{snapshotter}]
+  type = "snapshot"
+  address = "{address}"
 """
 
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -70,11 +83,23 @@ def _same(data: bytes) -> bytes:
 class Containerd:
     """One containerd below one folder. After ``kill``, ``start`` uses the same root again."""
 
-    def __init__(self, folder: Path, release: str, *, discard: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        release: str,
+        *,
+        discard: bool = False,
+        snapshotter: str = "overlayfs",
+        remote: Path | None = None,
+    ) -> None:
+        """``remote``: the socket of the ``snapshotter``, a process of its own."""
         self.folder = folder.absolute()
         self.release = release
         self.binary = RUNTIMES / release / "usr" / "bin" / "containerd"
         self._discard = discard
+        self._remote = remote
+        self.environment: dict[str, str] = {}  # beside PATH, from the next start on
+        self._snapshotter = snapshotter
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -91,6 +116,12 @@ class Containerd:
         assert self._process is not None
         return self._process.pid
 
+    def stored_bytes(self) -> int:
+        """What its content store has on disk: whole blobs, and the begun part of others."""
+        store = self.folder / "root" / "io.containerd.content.v1.content"
+        files = [*store.glob("blobs/*/*"), *store.glob("ingest/*/data")]
+        return sum(file.stat().st_size for file in files)
+
     def trust(self, host: str, url: str) -> None:
         """Pull images of ``host`` from the plain-http ``url``."""
         place = self.certs / host
@@ -103,15 +134,17 @@ class Containerd:
         for name in ("root", "state", "certs", "cni/bin", "cni/net.d"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         discard = "true" if self._discard else "false"
-        newer = (
-            _NEWER.format(d=self.folder, discard=discard, sandbox=sandbox)
-            if self.release == "sid"
-            else ""
-        )
+        values = {
+            "d": self.folder,
+            "discard": discard,
+            "sandbox": sandbox,
+            "snapshotter": self._snapshotter,
+            "plain": "true" if self._remote is None else "false",
+        }
+        newer = _NEWER.format(**values) if self.release == "sid" else ""
         config = self.folder / "config.toml"
-        config.write_text(
-            _CONFIG.format(d=self.folder, discard=discard, sandbox=sandbox, newer=newer)
-        )
+        proxy = _PROXY.format(**values, address=self._remote) if self._remote is not None else ""
+        config.write_text(_CONFIG.format(**values, newer=newer, proxy=proxy))
         path = f"{self.binary.parent}:{RUNTIMES / 'bookworm' / 'usr' / 'bin'}"
         path += f":{RUNTIMES / 'bookworm' / 'usr' / 'sbin'}:{os.environ['PATH']}"
         with (self.folder / "log").open("ab") as log:
@@ -120,7 +153,7 @@ class Containerd:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={"PATH": path},
+                env={"PATH": path, **self.environment},
                 start_new_session=True,
             )
         self._wait_ready()
@@ -226,6 +259,18 @@ class Kubelet:
         answer = await self._cri("ImageStatus", self._image(ref), cri_pb2.ImageStatusResponse)
         return answer.image if answer.HasField("image") else None
 
+    async def records(self) -> list[containerd_pb2.Image]:
+        """The image records with their labels."""
+        data = await self.raw("/containerd.services.images.v1.Images/List", b"")
+        return list(containerd_pb2.ListImagesResponse.FromString(data).images)
+
+    async def resources(self, lease: str) -> set[tuple[str, str]]:
+        """Kind and id of what a lease holds."""
+        request = containerd_pb2.ListResourcesRequest(id=lease).SerializeToString()
+        data = await self.raw("/containerd.services.leases.v1.Leases/ListResources", request)
+        found = containerd_pb2.ListResourcesResponse.FromString(data).resources
+        return {(each.type, each.id) for each in found}
+
     async def leases(self) -> list[containerd_pb2.Lease]:
         data = await self.raw("/containerd.services.leases.v1.Leases/List", b"")
         return list(containerd_pb2.ListLeasesResponse.FromString(data).leases)
@@ -245,10 +290,13 @@ class Kubelet:
         return {info.digest: info for answer in answers for info in answer.info}
 
     async def snapshots(self) -> set[str]:
+        return set(await self.snapshot_labels())
+
+    async def snapshot_labels(self) -> dict[str, dict[str, str]]:
         request = containerd_pb2.ListSnapshotsRequest(snapshotter="overlayfs").SerializeToString()
         parts = await self._many("/containerd.services.snapshots.v1.Snapshots/List", request)
         answers = [containerd_pb2.ListSnapshotsResponse.FromString(part) for part in parts]
-        return {info.name for answer in answers for info in answer.info}
+        return {info.name: dict(info.labels) for answer in answers for info in answer.info}
 
     async def collect(self) -> None:
         """Make garbage collection run now: delete an empty containerd lease synchronously."""

@@ -68,9 +68,17 @@ class Server:
             if code == _DESTROY:
                 return
             if code == _READ:  # may hang, and others must go on
-                threading.Thread(target=self._handle, args=(request,), daemon=True).start()
+                threading.Thread(target=self._answer, args=(request,), daemon=True).start()
             else:
-                self._handle(request)
+                self._answer(request)
+
+    def _answer(self, request: bytes) -> None:
+        """Answer ``request``: one that got none would hold its device for ever."""
+        try:
+            self._handle(request)
+        except Exception:  # says what is wrong with us, and the reader goes on
+            self._reply(struct.unpack_from("=Q", request, 8)[0], errno.EREMOTEIO)
+            raise
 
     def _reply(self, unique: int, error: int = 0, data: bytes = b"") -> None:
         with self._lock:

@@ -192,6 +192,11 @@ def installed(kube: kubernetes.Kubernetes, folder: Path, *, files: int = FILES) 
             "settings": {
                 "admin": {"socket": f"/{STATE}/admin.sock"},
                 "cache": {"datasets": [dataset]},
+                # No kube-proxy runs on the node of the tests: the service's address leads nowhere.
+                "kubernetes": {
+                    "server": f"https://127.0.0.1:{kube.api_port}",
+                    "interval": "1s",
+                },
                 "preheat": {
                     "images": [{"ref": PINNED, "pin": "always"}],
                     "spread": "0s",

@@ -23,6 +23,9 @@ class Api:
         found: list[dict[str, Any]] = answer["items"]
         return found
 
+    def read(self, path: str) -> Any:
+        return json.loads(self._get(path))
+
     def _get(self, path: str) -> bytes:
         connection = http.client.HTTPSConnection(
             "127.0.0.1", self._port, timeout=30, context=self._context

@@ -14,13 +14,24 @@ scripts/kubernetes.sh builds the programs.
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.testbed import containerd, kube_api, leftovers, ports, registry, waiting
+from tests.testbed import (
+    blockdev,
+    containerd,
+    kube_api,
+    leftovers,
+    node_files,
+    ports,
+    registry,
+    waiting,
+)
 
 VERSION = "1.34.2"  # as in scripts/kubernetes.sh
 CACHE = Path(os.environ.get("NODEAGENT_CACHE", "~/.cache/nodeagent")).expanduser()
@@ -29,107 +40,40 @@ RUNTIME = "trixie"  # containerd 1.7
 # The name that the API server reaches its kubelet by, for kubectl exec and logs: on loopback only.
 NODE = "localhost"
 HOST = "registry.test"  # how the node calls the registry of the tests
+COLLECTION_FAILED = "Image garbage collection failed"
 BOOT = "/etc/before-kubelet"  # a script on the node
 START_SECONDS = 90.0
 CGROUPS = Path("/sys/fs/cgroup")
 LOOP_CONTROL = Path("/dev/loop-control")
 _LOOP_CTL_ADD, _LOOP_CTL_REMOVE = 0x4C80, 0x4C81
 
-_CERTIFICATES = """\
-openssl genrsa -out sa.key 2048
-openssl rsa -in sa.key -pubout -out sa.pub
-openssl req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -subj /CN=ca -days 2
-one() {
-  openssl req -newkey rsa:2048 -nodes -keyout "$1.key" -out "$1.csr" -subj "$2"
-  echo "subjectAltName=$3" >"$1.ext"
-  openssl x509 -req -in "$1.csr" -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 \\
-    -out "$1.crt" -extfile "$1.ext"
-}
-one api /CN=kube-apiserver IP:127.0.0.1,IP:10.96.0.1,DNS:kubernetes.default
-one admin /O=system:masters/CN=admin DNS:admin
-one node /O=system:nodes/CN=system:node:localhost IP:127.0.0.1,DNS:localhost
-"""
-
-# Runs as pid 1 of the node, in its mount namespace, and stays.
-_NODE = """\
-set -e
-# Copies of other tests' mounts would keep their disks busy.
-while read -r _ _ _ _ target rest; do
-  [ "$target" = / ] && continue
-  case $rest in *" - fuse "* | *" - fuse."* | *" /dev/loop"*) echo "$target" ;; esac
-done </proc/self/mountinfo | tac | while read -r target; do umount -l "$target" || true; done
-mount --make-rshared /
-mount {disk} {folder}/disk
-losetup -d {disk}  # once nothing uses it any more
-cd {folder}/disk
-for each in etc opt var; do
-  mkdir -p $each $each.work
-  mount -t overlay -o lowerdir=/$each,upperdir=$each,workdir=$each.work overlay /$each
-done
-mount -t tmpfs -o mode=755 tmpfs /run
-mount -t bpf bpf /sys/fs/bpf
-mkdir -p /run/containerd /run/log /etc/containerd/certs.d
-for each in containerd kubelet nodeagent; do
-  mkdir -p lib/$each /var/lib/$each
-  mount --bind lib/$each /var/lib/$each
-done
-mkdir -p mnt
-mount --bind mnt /mnt
-mount -t tmpfs tmpfs /var/log
-cp -r {folder}/certs.d/. /etc/containerd/certs.d/
-cp {folder}/kubelet.yaml /var/lib/kubelet/config.yaml
-cd /
-containerd --config {folder}/containerd.toml >{folder}/containerd.log 2>&1 &
-until ctr --timeout 2s version >/dev/null 2>&1; do sleep 0.1; done
-[ ! -e {boot} ] || sh {boot} >{folder}/boot.log 2>&1 || true
-while :; do
-  {bin}/kubelet --config /var/lib/kubelet/config.yaml --kubeconfig {folder}/pki/node.kubeconfig \\
-    --hostname-override localhost --root-dir /var/lib/kubelet --v 1 \\
-    >>{folder}/kubelet.log 2>&1 || true
-  sleep 0.2
-done
-"""
-
-_CONTAINERD = """\
-version = 2
-root = "/var/lib/containerd"
-state = "/run/containerd"
-disabled_plugins = ["io.containerd.internal.v1.opt", "io.containerd.tracing.processor.v1.otlp",
-  "io.containerd.nri.v1.nri"]
-[grpc]
-  address = "/run/containerd/containerd.sock"
-[ttrpc]
-  address = "/run/containerd/containerd.sock.ttrpc"
-[plugins."io.containerd.grpc.v1.cri"]
-  stream_server_address = "127.0.0.1"
-  stream_server_port = "0"
-  sandbox_image = "{pause}"
-  restrict_oom_score_adj = true
-  [plugins."io.containerd.grpc.v1.cri".cni]
-    bin_dir = "/usr/lib/cni"
-    conf_dir = "{folder}/cni"
-  [plugins."io.containerd.grpc.v1.cri".registry]
-    config_path = "/etc/containerd/certs.d"
-"""
+_number = itertools.count()
 
 
 class Kubernetes:
     """Below one folder: ``start`` it, ``stop`` it. ``busybox``: an image that the node can pull."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, runtime: str = RUNTIME, gates: Sequence[str] = ()) -> None:
+        """``runtime``: the Debian release whose containerd the node has. ``gates``: features to
+        switch on."""
         self.folder = folder.absolute()
+        self._runtime = runtime
+        self._gates = gates
         self.etcd_port, self.peer_port, self.api_port, self.kubelet_port = ports.free(4)
         self.registry = registry.Registry(self.folder / "registry")
         self.busybox = ""
-        self._cgroup = f"nodeagent-kube-{os.getpid()}"
-        self._loop = 1_000_000 + os.getpid() % 48_000  # the kernel numbers up to 2**20
+        number = next(_number)  # of this process, which may have several
+        self._cgroup = f"nodeagent-kube-{number}-{os.getpid()}"
+        self._subnet = f"10.88.{(os.getpid() + number) % 250}.0/24"
+        # The kernel numbers up to 2**20.
+        self._loop = 1_000_000 + (os.getpid() + 20_000 * number) % 48_000
         self._beat = ""  # the last before the node was powered off
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     # --- its parts ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        clear_cgroups()
+        clear_cgroups(self._cgroup)
         for name in ("pki", "cni", "disk", "certs.d"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self._certificates()
@@ -147,10 +91,10 @@ class Kubernetes:
         self.registry.stop()
         leftovers.clear(self.folder, keep=True)
         self._detach()
-        waiting.until(clear_cgroups, 20, "the node's cgroups to be empty")
+        waiting.until(lambda: clear_cgroups(self._cgroup), 20, "the node's cgroups to be empty")
 
     def _spawn(self, name: str, *words: str) -> None:
-        path = f"{containerd.RUNTIMES / RUNTIME / 'usr/bin'}:{_runc().parent}:{BIN}"
+        path = f"{containerd.RUNTIMES / self._runtime / 'usr/bin'}:{_runc().parent}:{BIN}"
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 words,
@@ -168,7 +112,7 @@ class Kubernetes:
 
     def _certificates(self) -> None:
         pki = self.folder / "pki"
-        _run("bash", "-euc", _CERTIFICATES, cwd=pki)
+        _run("bash", "-euc", node_files.CERTIFICATES, cwd=pki)
         for name in ("admin", "node"):
             cluster = {
                 "server": f"https://127.0.0.1:{self.api_port}",
@@ -207,6 +151,10 @@ class Kubernetes:
         )
 
     def _start_control_plane(self) -> None:
+        self._start_api()
+        self._start_controllers()
+
+    def _start_api(self) -> None:
         etcd = f"http://127.0.0.1:{self.etcd_port}"
         peer = f"http://127.0.0.1:{self.peer_port}"
         self._spawn(
@@ -228,8 +176,13 @@ class Kubernetes:
             f"--kubelet-client-certificate={self.folder}/pki/admin.crt",
             f"--kubelet-client-key={self.folder}/pki/admin.key",
             "--kubelet-preferred-address-types=Hostname",
+            "--runtime-config=admissionregistration.k8s.io/v1beta1=true",
+            "--feature-gates=MutatingAdmissionPolicy=true",  # off before 1.36
+            *(f"--feature-gates={gate}=true" for gate in self._gates),
         )  # fmt: skip
         self._until_there("kube-apiserver", lambda: self._ask("get", "--raw", "/readyz"))
+
+    def _start_controllers(self) -> None:
         config = str(self._kubeconfig("admin"))
         self._spawn(
             "kube-controller-manager", str(BIN / "kube-controller-manager"),
@@ -262,7 +215,7 @@ class Kubernetes:
                     "ipMasq": False,
                     "ipam": {
                         "type": "host-local",
-                        "subnet": f"10.88.{os.getpid() % 250}.0/24",
+                        "subnet": self._subnet,
                         "dataDir": str(self.folder / "cni-state"),
                     },
                 }
@@ -302,10 +255,13 @@ class Kubernetes:
             "volumeStatsAggPeriod": "10s",
             "registryPullQPS": 0,
             "serializeImagePulls": False,
+            "featureGates": dict.fromkeys(self._gates, True),
         }
         (self.folder / "kubelet.yaml").write_text(json.dumps(kubelet))
         (self.folder / "containerd.toml").write_text(
-            _CONTAINERD.format(folder=self.folder, pause=self.busybox)
+            (node_files.CONTAINERD + (node_files.NEWER if self._runtime == "sid" else "")).format(
+                folder=self.folder, pause=self.busybox
+            )
         )
         self.boot()
 
@@ -313,11 +269,12 @@ class Kubernetes:
         """Start the node, also after ``power_off``. Its pods come back later."""
         loop = self._attach(self.folder / "disk.img")
         (self.folder / "node.sh").write_text(
-            _NODE.format(folder=self.folder, bin=BIN, disk=loop, boot=BOOT)
+            node_files.NODE_SCRIPT.format(folder=self.folder, bin=BIN, disk=loop, boot=BOOT)
         )
         self._spawn(
             "node", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
-            "--propagation", "private", "bash", str(self.folder / "node.sh"),
+            "--propagation", "private", str(blockdev.APART), "--",
+            "bash", str(self.folder / "node.sh"),
         )  # fmt: skip
         self._until_there("node", lambda: self._heartbeat() not in ("", self._beat))
         # No pod is admitted into a namespace before the controllers gave it this account.
@@ -423,7 +380,7 @@ class Kubernetes:
         self, *words: str, check: bool = True, seconds: float = 120.0
     ) -> subprocess.CompletedProcess[str]:
         """Run a command of this machine on the node: its mounts, its processes."""
-        path = f"{containerd.RUNTIMES / RUNTIME / 'usr/bin'}:{os.environ['PATH']}"
+        path = f"{containerd.RUNTIMES / self._runtime / 'usr/bin'}:{os.environ['PATH']}"
         done = subprocess.run(
             ["nsenter", "-t", str(self.pid), "-m", "-p", *words],
             capture_output=True, text=True, timeout=seconds, check=False,
@@ -442,6 +399,26 @@ class Kubernetes:
 
     def images(self) -> list[str]:
         return self.on_node("ctr", "-n", "k8s.io", "images", "ls", "-q").stdout.split()
+
+    def collect_images(self, *gone: str) -> None:
+        """Restart kubelet until its garbage collection took these images. It looks at its start,
+        and again after five minutes. At its start it may not know the disk yet, and says so."""
+        log = self.folder / "kubelet.log"
+
+        def collected() -> bool:
+            failures = log.read_text().count(COLLECTION_FAILED)
+
+            def looked() -> bool:
+                return not over() or log.read_text().count(COLLECTION_FAILED) > failures
+
+            def over() -> set[str]:
+                return set(gone) & set(self.images())
+
+            self.restart_kubelet()
+            waiting.until(looked, 30, "kubelet to look at its images", pause=0.2)
+            return not over()
+
+        waiting.until(collected, 90, f"{gone} to go", detail=lambda: self.said("kubelet"))
 
     def import_image(self, archive: Path) -> None:
         self.on_node("ctr", "-n", "k8s.io", "images", "import", str(archive))
@@ -467,19 +444,18 @@ def _controllers() -> list[Path]:
     return [each for each in sorted(CGROUPS.iterdir()) if each.is_dir() and not each.is_symlink()]
 
 
-def clear_cgroups() -> bool:
-    """Remove cgroups of runs that have ended, and ours; whether none of ours is left."""
+def clear_cgroups(ours: str) -> bool:
+    """Remove cgroups of runs that have ended, and ``ours``; whether none of ours is left."""
     for controller in _controllers():
         for top in controller.glob("nodeagent-kube-*"):
             run = top.name.rpartition("-")[2]
-            if run != str(os.getpid()) and Path("/proc", run).exists():
-                continue  # another run's node
+            if top.name != ours and Path("/proc", run).exists():
+                continue  # another node
             for folder in sorted((each for each in top.rglob("*") if each.is_dir()), reverse=True):
                 with contextlib.suppress(OSError):
                     folder.rmdir()
             with contextlib.suppress(OSError):
                 top.rmdir()
-    ours = f"nodeagent-kube-{os.getpid()}"
     return not any((controller / ours).exists() for controller in _controllers())
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.testbed import leftovers, waiting
+from tests.testbed import blockdev, leftovers, waiting
 
 REPO = Path(__file__).parent.parent.parent
 READY_SECONDS = 30.0
@@ -31,7 +31,19 @@ class Pod:
             f"echo up && exec sleep 3600"
         )
         self.holder = subprocess.Popen(
-            ["unshare", "--mount", "--propagation", "slave", "sh", "-c", script],
+            [
+                "unshare",
+                "--mount",
+                "--propagation",
+                "slave",
+                str(blockdev.APART),
+                str(folder),
+                str(handed),
+                "--",
+                "sh",
+                "-c",
+                script,
+            ],
             stdout=subprocess.PIPE,
             env=self._environment,
             cwd="/",
@@ -79,7 +91,7 @@ class Pod:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            process.wait(10)
+            process.wait(10 * waiting.SLACK)
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     with contextlib.suppress(BrokenPipeError):

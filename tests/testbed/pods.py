@@ -1,6 +1,7 @@
 """Pods on a real containerd, as kubelet makes them: a sandbox and containers, no network."""
 
 import uuid
+from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
@@ -24,8 +25,9 @@ class Pods:
         answer = await self._kubelet.raw(path, request.SerializeToString())
         return pods_pb2.Id.FromString(answer).id
 
-    async def run(self, image: str) -> str:
-        """A pod with one container of ``image``, created; its sandbox id."""
+    async def run(self, image: str, volumes: Sequence[str] = ()) -> str:
+        """A pod with one container of ``image``, created; its sandbox id. ``volumes``: images that
+        it mounts, by the ids that PullImage gave, as a kubelet names them."""
         uid = str(uuid.uuid4())
         config = pods_pb2.SandboxConfig(
             metadata=pods_pb2.Metadata(name=f"pod-{uid[:8]}", uid=uid, namespace="default")
@@ -36,6 +38,14 @@ class Pods:
             metadata=pods_pb2.Metadata(name="main"),
             image=pods_pb2.ImageSpec(image=image),
             command=["/bin/true"],
+            mounts=[
+                pods_pb2.Mount(
+                    container_path=f"/volumes/{number}",
+                    readonly=True,
+                    image=pods_pb2.ImageSpec(image=each),
+                )
+                for number, each in enumerate(volumes)
+            ],
         )
         request = pods_pb2.CreateContainerRequest(
             pod_sandbox_id=sandbox, config=container, sandbox_config=config

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tests/testbed/pods.proto\x12\x14nodeagent.tests.pods\"8\n\x08Metadata\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\"G\n\x0fNamespaceOption\x12\x34\n\x07network\x18\x01 \x01(\x0e\x32#.nodeagent.tests.pods.NamespaceMode\"Z\n\x16SandboxSecurityContext\x12@\n\x11namespace_options\x18\x01 \x01(\x0b\x32%.nodeagent.tests.pods.NamespaceOption\"\\\n\x12LinuxSandboxConfig\x12\x46\n\x10security_context\x18\x02 \x01(\x0b\x32,.nodeagent.tests.pods.SandboxSecurityContext\"z\n\rSandboxConfig\x12\x30\n\x08metadata\x18\x01 \x01(\x0b\x32\x1e.nodeagent.tests.pods.Metadata\x12\x37\n\x05linux\x18\x08 \x01(\x0b\x32(.nodeagent.tests.pods.LinuxSandboxConfig\"H\n\x11RunSandboxRequest\x12\x33\n\x06\x63onfig\x18\x01 \x01(\x0b\x32#.nodeagent.tests.pods.SandboxConfig\"\x10\n\x02Id\x12\n\n\x02id\x18\x01 \x01(\t\"\x1a\n\tImageSpec\x12\r\n\x05image\x18\x01 \x01(\t\"\x84\x01\n\x0f\x43ontainerConfig\x12\x30\n\x08metadata\x18\x01 \x01(\x0b\x32\x1e.nodeagent.tests.pods.Metadata\x12.\n\x05image\x18\x02 \x01(\x0b\x32\x1f.nodeagent.tests.pods.ImageSpec\x12\x0f\n\x07\x63ommand\x18\x03 \x03(\t\"\xa4\x01\n\x16\x43reateContainerRequest\x12\x16\n\x0epod_sandbox_id\x18\x01 \x01(\t\x12\x35\n\x06\x63onfig\x18\x02 \x01(\x0b\x32%.nodeagent.tests.pods.ContainerConfig\x12;\n\x0esandbox_config\x18\x03 \x01(\x0b\x32#.nodeagent.tests.pods.SandboxConfig*1\n\rNamespaceMode\x12\x07\n\x03POD\x10\x00\x12\r\n\tCONTAINER\x10\x01\x12\x08\n\x04NODE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tests/testbed/pods.proto\x12\x14nodeagent.tests.pods\"8\n\x08Metadata\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\"G\n\x0fNamespaceOption\x12\x34\n\x07network\x18\x01 \x01(\x0e\x32#.nodeagent.tests.pods.NamespaceMode\"Z\n\x16SandboxSecurityContext\x12@\n\x11namespace_options\x18\x01 \x01(\x0b\x32%.nodeagent.tests.pods.NamespaceOption\"\\\n\x12LinuxSandboxConfig\x12\x46\n\x10security_context\x18\x02 \x01(\x0b\x32,.nodeagent.tests.pods.SandboxSecurityContext\"z\n\rSandboxConfig\x12\x30\n\x08metadata\x18\x01 \x01(\x0b\x32\x1e.nodeagent.tests.pods.Metadata\x12\x37\n\x05linux\x18\x08 \x01(\x0b\x32(.nodeagent.tests.pods.LinuxSandboxConfig\"H\n\x11RunSandboxRequest\x12\x33\n\x06\x63onfig\x18\x01 \x01(\x0b\x32#.nodeagent.tests.pods.SandboxConfig\"\x10\n\x02Id\x12\n\n\x02id\x18\x01 \x01(\t\"\x1a\n\tImageSpec\x12\r\n\x05image\x18\x01 \x01(\t\"a\n\x05Mount\x12\x16\n\x0e\x63ontainer_path\x18\x01 \x01(\t\x12\x10\n\x08readonly\x18\x03 \x01(\x08\x12.\n\x05image\x18\t \x01(\x0b\x32\x1f.nodeagent.tests.pods.ImageSpec\"\xb1\x01\n\x0f\x43ontainerConfig\x12\x30\n\x08metadata\x18\x01 \x01(\x0b\x32\x1e.nodeagent.tests.pods.Metadata\x12.\n\x05image\x18\x02 \x01(\x0b\x32\x1f.nodeagent.tests.pods.ImageSpec\x12\x0f\n\x07\x63ommand\x18\x03 \x03(\t\x12+\n\x06mounts\x18\x07 \x03(\x0b\x32\x1b.nodeagent.tests.pods.Mount\"\xa4\x01\n\x16\x43reateContainerRequest\x12\x16\n\x0epod_sandbox_id\x18\x01 \x01(\t\x12\x35\n\x06\x63onfig\x18\x02 \x01(\x0b\x32%.nodeagent.tests.pods.ContainerConfig\x12;\n\x0esandbox_config\x18\x03 \x01(\x0b\x32#.nodeagent.tests.pods.SandboxConfig*1\n\rNamespaceMode\x12\x07\n\x03POD\x10\x00\x12\r\n\tCONTAINER\x10\x01\x12\x08\n\x04NODE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tests.testbed.pods_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NAMESPACEMODE']._serialized_start=913
-  _globals['_NAMESPACEMODE']._serialized_end=962
+  _globals['_NAMESPACEMODE']._serialized_start=1057
+  _globals['_NAMESPACEMODE']._serialized_end=1106
   _globals['_METADATA']._serialized_start=50
   _globals['_METADATA']._serialized_end=106
   _globals['_NAMESPACEOPTION']._serialized_start=108
@@ -49,8 +49,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ID']._serialized_end=581
   _globals['_IMAGESPEC']._serialized_start=583
   _globals['_IMAGESPEC']._serialized_end=609
-  _globals['_CONTAINERCONFIG']._serialized_start=612
-  _globals['_CONTAINERCONFIG']._serialized_end=744
-  _globals['_CREATECONTAINERREQUEST']._serialized_start=747
-  _globals['_CREATECONTAINERREQUEST']._serialized_end=911
+  _globals['_MOUNT']._serialized_start=611
+  _globals['_MOUNT']._serialized_end=708
+  _globals['_CONTAINERCONFIG']._serialized_start=711
+  _globals['_CONTAINERCONFIG']._serialized_end=888
+  _globals['_CREATECONTAINERREQUEST']._serialized_start=891
+  _globals['_CREATECONTAINERREQUEST']._serialized_end=1055
 # @@protoc_insertion_point(module_scope)

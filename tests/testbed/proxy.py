@@ -1,4 +1,8 @@
-"""A proxy in front of the registry that counts, throttles and breaks. Its own thread and loop."""
+"""A proxy in front of the registry that counts, throttles and breaks. Its own thread and loop.
+
+``python -m tests.testbed.proxy PORT RATE``: one in a process of its own, for benchmarks. It prints
+its port and ends with its standard input.
+"""
 
 import asyncio
 import base64
@@ -6,7 +10,9 @@ import contextlib
 import dataclasses
 import json
 import re
+import sys
 import threading
+import time
 from collections.abc import Iterator
 
 from tests.testbed import ports
@@ -37,14 +43,19 @@ class Proxy:
         self._upstream = upstream
         (self.port,) = ports.free(1)
         self.rate = 0  # bytes per second and connection of blob bodies; 0: unlimited
+        self.shared_rate = 0  # the same for all connections together
+        self._shared_until = 0.0  # what was sent is paid for until then
         self.login: tuple[str, str] | None = None  # what a client has to send
         self.bearer = False  # by token, as most registries want it, else by Basic
         self.truncate: set[str] = set()  # blobs whose body ends at half with the connection
         self.corrupt: set[str] = set()  # blobs with one byte inverted
-        self.fail_status = 0  # answered to everything
+        self.fail_status = 0  # answered to everything that ``failed`` asks for
+        self.failed = ""  # how the User-Agent of those begins who get it
+        self.retry_after = ""  # sent with it
         self.redirect: dict[str, str] = {}  # blobs that are elsewhere, as object stores have it
         self.redirected = ""  # how the User-Agent of those begins who are sent there
         self.stall = False  # answers, then never sends a body
+        self.pause_at = 0  # a blob's body waits after so many bytes; 0: never
         self.seen: list[Seen] = []
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
@@ -143,8 +154,9 @@ class Proxy:
         while (raw := await reader.readline()) not in (b"\r\n", b""):
             key, value = raw.decode().split(":", 1)
             headers[key.strip().lower()] = value.strip()
-        if self.fail_status:
-            return await self._say(writer, method, path, self.fail_status, "", b"")
+        if self.fail_status and headers.get("user-agent", "").startswith(self.failed):
+            extra = f"Retry-After: {self.retry_after}\r\n" if self.retry_after else ""
+            return await self._say(writer, method, path, self.fail_status, extra, b"")
         if path.startswith("/token"):
             return await self._token(writer, method, path, headers)
         if not self._allowed(headers):
@@ -231,7 +243,7 @@ class Proxy:
         blob = _blob(path)
         sent = 0
         while sent < length:
-            while self.stall and blob:
+            while blob and (self.stall or 0 < self.pause_at <= sent):
                 await asyncio.sleep(0.05)
             chunk = await reader.read(min(CHUNK, length - sent))
             if not chunk:
@@ -248,4 +260,23 @@ class Proxy:
                     return -sent
                 if self.rate:
                     await asyncio.sleep(len(chunk) / self.rate)
+                if self.shared_rate:
+                    now = time.monotonic()
+                    start = max(self._shared_until, now)
+                    self._shared_until = start + len(chunk) / self.shared_rate
+                    await asyncio.sleep(self._shared_until - now)
         return sent
+
+
+def main() -> None:
+    upstream, rate = sys.argv[1:]
+    made = Proxy(int(upstream))
+    made.rate = int(rate)
+    made.start()
+    print(made.port, flush=True)
+    sys.stdin.read()
+    made.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -8,35 +8,28 @@ Invariant: an action is in the journal as ``begun`` before it starts and with it
 so one that the agent's end interrupted can be recognised.
 """
 
-import asyncio
-import collections
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 import kit.child
 import kit.errors
-import kit.files
 from kit.findings import Finding
 from linux import blockdev
-from volumes.audit import executors
+from volumes.audit import executors, journal
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mappings, mounting
 from volumes.audit.settings import ActionSettings
 from volumes.audit.types import GuardView
 
-log = structlog.get_logger("audit.actions")
-
 DETACH, UNMAP, READ_ONLY = "detach-leaked", "unmap-orphan", "set-readonly"
+ACTIONS = (DETACH, UNMAP, READ_ONLY)
 DEADLINE_SECONDS = 30.0
+NOT_SEARCHED = "its users were not searched yet"
 _RETRY_SECONDS = 60.0
 _REPEAT_SECONDS = 3600.0  # a refusal or a dry run is not reported again sooner
-_WRITE_SECONDS = 5.0
-_MOST_LAST = 100
 # Action -> its setting, and what carries it out.
 _ACTIONS: Mapping[str, tuple[str, Callable[..., int]]] = {
     DETACH: ("detach_leaked", executors.detach),
@@ -123,18 +116,8 @@ def _unmap(
     finding: Finding, device: blockdev.BlockDevice, inventory: Inventory, orphan_after: float
 ) -> Plan:
     age = inventory.taken - finding.since
-    refusal = ""
-    if not mappings.is_idle(inventory, device):
-        refusal = "it is in use again"
-    elif inventory.kubelet is None:
-        refusal = "kubelet's directory is not visible, so nobody can tell that it has no record"
-    elif volume := inventory.volume_of(device):
-        refusal = f"kubelet still has a record of it ({volume.staging})"
-    elif not inventory.deep or device.number not in inventory.users_of:
-        refusal = "its users were not searched yet"
-    elif users := inventory.users_on(device):
-        refusal = f"{users[0].owner.label} has it open"
-    elif age < orphan_after:
+    refusal = why_held(inventory, device)
+    if not refusal and age < orphan_after:
         refusal = f"it has been idle for {age:.0f}s only, less than orphan_after"
     return Plan(
         UNMAP,
@@ -150,6 +133,21 @@ def _unmap(
         ),
         refusal,
     )
+
+
+def why_held(inventory: Inventory, device: blockdev.BlockDevice) -> str:
+    """What holds the mapping, or may hold it; empty only when it is certain that nothing does."""
+    if not mappings.is_idle(inventory, device):
+        return "it is in use again"
+    if inventory.kubelet is None:
+        return "kubelet's directory is not visible, so nobody can tell that it has no record"
+    if volume := inventory.volume_of(device):
+        return f"kubelet still has a record of it ({volume.staging})"
+    if not inventory.deep or device.number not in inventory.users_of:
+        return NOT_SEARCHED
+    if users := inventory.users_on(device):
+        return f"{users[0].owner.label} has it open"
+    return ""
 
 
 def _read_only(device: blockdev.BlockDevice, inventory: Inventory) -> Plan:
@@ -183,9 +181,9 @@ class Runner:
     """Carries plans out, each kind at most ``per_hour`` times an hour."""
 
     def __init__(self, state_dir: Path) -> None:
-        self.last: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MOST_LAST)
+        self.journal = journal.Journal(state_dir)
+        self.last = self.journal.last
         self.counts: dict[tuple[str, str], int] = {}  # (action, outcome)
-        self._path = state_dir / "volumes" / "actions.jsonl"
         self._not_before: dict[tuple[str, str], float] = {}
         self._done: dict[str, list[float]] = {}
 
@@ -241,7 +239,7 @@ class Runner:
         return await self._carry_out(fresh, entry)
 
     async def _carry_out(self, step: Plan, entry: dict[str, Any]) -> dict[str, Any]:
-        await self._write(entry | {"outcome": "begun", "detail": ""})
+        await self.journal.write(entry | {"outcome": "begun", "detail": ""})
         try:
             _, execute = _ACTIONS[step.action]
             done = await kit.child.call(execute, *step.arguments, deadline=DEADLINE_SECONDS)
@@ -262,15 +260,5 @@ class Runner:
     async def _finish(self, entry: dict[str, Any], outcome: str, detail: str) -> dict[str, Any]:
         entry |= {"outcome": outcome, "detail": detail}
         self.counts[entry["action"], outcome] = self.counts.get((entry["action"], outcome), 0) + 1
-        await self._write(entry)
+        await self.journal.write(entry)
         return entry
-
-    async def _write(self, entry: Mapping[str, Any]) -> None:
-        """To the log, to ``last`` and to the journal. A disk that fails is logged, not raised."""
-        self.last.append(dict(entry))
-        log.warning("volume action", **entry)
-        try:
-            async with asyncio.timeout(_WRITE_SECONDS):
-                await asyncio.to_thread(kit.files.append, self._path, entry)
-        except (OSError, TimeoutError) as error:
-            log.error("cannot write the journal of actions", error=str(error) or "timeout")

@@ -1,7 +1,8 @@
 """Asks the configured clusters about their state at intervals, and the kernel about the way there.
 
 New mappings are asked about soon. The wait before that is random, because a job that starts on a
-thousand nodes maps its images everywhere at the same moment.
+thousand nodes maps its images everywhere at the same moment. So is every other wait: after a power
+cut, and after a roll-out of a new agent, all nodes start together.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import kit.errors
 from ceph import client, monitors, protocol
@@ -18,11 +20,25 @@ from volumes.audit.settings import AuditSettings, ClusterSettings
 from volumes.audit.types import NetworkPath
 
 _SOON_SECONDS = (5.0, 30.0)  # between a reason to ask and asking
+_FIRST_SECONDS = 90.0  # less than audit-blind waits
 _ANSWER_SHARE = 0.4  # of the deadline, for each command to a cluster
 _LONGEST_ERROR = 500
 
 
 Clusters = Callable[[], tuple[ClusterSettings, ...]]
+
+
+@dataclass(frozen=True)
+class Wide:
+    """What was said of the whole cluster, and when (CLOCK_MONOTONIC). ``spread``: this node's own
+    share of the interval until it asks again, so that nodes that asked together do not go on so."""
+
+    view: protocol.ClusterView
+    asked: float
+    spread: float = field(default_factory=lambda: random.uniform(0.8, 1.2))
+
+    def is_due(self, now: float, interval: float) -> bool:
+        return now >= self.asked + interval * self.spread
 
 
 class Poller:
@@ -36,8 +52,7 @@ class Poller:
         self.paths: tuple[NetworkPath, ...] = ()
         self.watched_by: dict[tuple[str, str, str, str], str] = {}  # see types.Scene
         self._changed = changed
-        # Key -> what was said of the whole cluster, and when (CLOCK_MONOTONIC).
-        self._wide: dict[tuple[ClusterSettings, float], tuple[protocol.ClusterView, float]] = {}
+        self._wide: dict[tuple[ClusterSettings, float], Wide] = {}
         self._clients: dict[tuple[ClusterSettings, float], client.Cluster] = {}
         self._images: frozenset[protocol.ImageName] = frozenset()
         self._wake = asyncio.Event()
@@ -60,18 +75,18 @@ class Poller:
     async def run(self, settings: Callable[[], AuditSettings], clusters: Clusters) -> None:
         """Until cancelled. Both arguments are called before each question."""
         try:
+            await asyncio.sleep(first(settings().cluster_interval))
             while True:
                 now = settings()
+                self._wake.clear()  # what came until now is part of this question
                 if clusters() or self._clients:
                     await self.ask(clusters(), now.cluster_timeout, now.cluster_wide_interval)
-                wait = now.cluster_interval * random.uniform(0.9, 1.1)  # nodes ask apart
                 try:
-                    async with asyncio.timeout(wait):
+                    async with asyncio.timeout(pause(now.cluster_interval)):
                         await self._wake.wait()
                     await asyncio.sleep(soon(now.cluster_interval))
                 except TimeoutError:
                     pass  # the interval has passed
-                self._wake.clear()
         finally:
             await self._keep((), 0.0)
 
@@ -102,10 +117,8 @@ class Poller:
         key = settings, deadline
         if key not in self._clients:
             self._clients[key] = client.Cluster(settings, deadline, patience=patience)
-        before, asked = self._wide.get(key, (None, 0.0))
-        # Spread, so that nodes that started together do not ask together for ever.
-        due = asked + wide_interval * random.uniform(0.8, 1.2)
-        wide = before is None or time.monotonic() >= due
+        before = self._wide.get(key)
+        wide = before is None or before.is_due(time.monotonic(), wide_interval)
         try:
             images = sorted(self._images, key=_names)
             view = await self._clients[key].view(images, wide=wide)
@@ -113,9 +126,9 @@ class Poller:
             self.views[settings.name] = str(error)[:_LONGEST_ERROR]
             return
         if wide or before is None:
-            self._wide[key] = view, time.monotonic()
+            self._wide[key] = Wide(view, time.monotonic())
         else:
-            view = view.with_wide_of(before)
+            view = view.with_wide_of(before.view)
         self.views[settings.name] = view
         self._remember(view)
 
@@ -133,6 +146,16 @@ class Poller:
 
 def _names(image: protocol.ImageName) -> tuple[str, str, str]:
     return image.pool, image.namespace, image.name
+
+
+def first(interval: float) -> float:
+    """Seconds from the agent's start to the first question."""
+    return random.uniform(0.0, min(interval, _FIRST_SECONDS))
+
+
+def pause(interval: float) -> float:
+    """Seconds from one question to the next."""
+    return interval * random.uniform(0.9, 1.1)
 
 
 def soon(interval: float) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import kit.errors
 import kit.processes
-from linux import blockdev, mount_namespaces
+from linux import blockdev, mount_namespaces, rbd_sysfs
 from volumes.audit.inventory import holders
 
 _UNMAP_SECONDS = 20.0
@@ -78,7 +78,8 @@ async def _rbd_nbd_unmap(name: str) -> None:
 
 
 def _refuse_users(name: str, number: tuple[int, int]) -> None:
-    for user in holders.users(holders.Processes("/proc", ""), "/proc", {number}, set()):
+    servers = {number: rbd_sysfs.nbd_server(name, blockdev.SYSFS)}
+    for user in holders.users(holders.Processes("/proc", ""), "/proc", {number}, set(), servers):
         if user.owner.pid != os.getpid():  # our own claim
             raise kit.errors.RefusedError(
                 f"unmap {name}",

@@ -5,7 +5,7 @@ Visiting every mount namespace is done when a device is in use without a host mo
 intervals. Open files of all processes are searched only where a device is held and no mount
 explains it, and then less and less often.
 
-The service runs a quick scan, asks ``consider`` what else is due, scans that, and repeats until
+The service begins with ``first``, asks ``consider`` what else is due, scans that, and repeats until
 nothing is due. ``Memory`` is what is kept between scans.
 Invariant: ``Memory`` records scans that succeeded (``fulfilled``), never requests.
 """
@@ -80,6 +80,11 @@ class Depth:
 QUICK = Depth(deep=False, users_of=())
 
 
+def first(memory: Memory, settings: AuditSettings, now: float) -> Depth:
+    """The scan that a round begins with: quick, unless a visit to the namespaces is due."""
+    return Depth(deep=_overdue(memory, settings, now), users_of=())
+
+
 def merged(new: Inventory, before: Inventory | None) -> Inventory:
     """``new``, completed with what an earlier scan saw and this one did not search for."""
     if before is None:
@@ -115,7 +120,7 @@ def consider(
     """
     now = scene.now
     leaked = any(mounting.is_leaked(inventory, device) for device in inventory.devices)
-    overdue = now - memory.deep_at >= _interval(memory, scene.settings)
+    overdue = _overdue(memory, scene.settings, now)
     deep = not fresh and (leaked or unconfirmed or overdue)
     suspects: dict[Key, Suspect] = {}
     for each, after in _suspicious(scene, inventory).items():
@@ -127,6 +132,10 @@ def consider(
     return Depth(deep, tuple(name for name, _, _ in due)), dataclasses.replace(
         memory, suspects=suspects
     )
+
+
+def _overdue(memory: Memory, settings: AuditSettings, now: float) -> bool:
+    return now - memory.deep_at >= _interval(memory, settings)
 
 
 def _interval(memory: Memory, settings: AuditSettings) -> float:

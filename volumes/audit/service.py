@@ -24,13 +24,20 @@ import kit.findings
 import kit.room
 from ceph import protocol
 from linux import mountinfo, netlink, syscalls
-from volumes.audit import actions, cluster_polling, evaluate, finding_state, scheduler
+from volumes.audit import (
+    actions,
+    cluster_polling,
+    evaluate,
+    finding_state,
+    repairer,
+    scheduler,
+)
 from volumes.audit.inventory import scan
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.logs import follower, matcher, patterns
 from volumes.audit.rules.agent import LOG_PREFIX
 from volumes.audit.rules.mappings import MAPPED_ELSEWHERE
-from volumes.audit.settings import AuditSettings, ClusterSettings
+from volumes.audit.settings import AuditSettings, ClusterSettings, RepairSettings
 from volumes.audit.types import GuardView, Scene
 
 log = structlog.get_logger("audit")
@@ -42,6 +49,8 @@ _DEBOUNCE_SECONDS = 0.2  # a burst of mounts is one change
 _OWN_NAMESPACE_SECONDS = 5.0
 _MOST_SCANS = 3  # of one round: quick, namespaces, open files
 _MOST_FORMER = 64
+_ALL_SECONDS = 1800.0  # between two readings of all devices, named by uevents or not
+_MOST_CHANGED = 256  # devices; of more, all are read
 
 
 class Audit:
@@ -56,6 +65,9 @@ class Audit:
         state_dir: Path,
         reporter: kit.findings.Reporter,
         guard: Callable[[], GuardView | None] = lambda: None,
+        repair: RepairSettings | None = None,
+        claims: repairer.Claims | None = None,
+        taint: repairer.Taint | None = None,
     ) -> None:
         self.settings = settings
         self.cluster_settings = tuple(clusters)
@@ -66,6 +78,9 @@ class Audit:
         self.scanner = scan.Scanner()
         self.clusters = cluster_polling.Poller(self.wake)
         self.runner = actions.Runner(state_dir)
+        self.repairer = repairer.Repairer(
+            repair or RepairSettings(), self.runner.journal, claims, taint
+        )
         self.follower: follower.Follower | None = None
         self._reporter = reporter
         self._guard = guard
@@ -80,6 +95,9 @@ class Audit:
         self._tasks: list[asyncio.Task[Any]] = []
         self._log_task: asyncio.Task[None] | None = None
         self._watches = contextlib.ExitStack()  # of mounts and devices
+        self._uevents: netlink.Uevents | None = None
+        self._changed: set[str] | None = None  # devices that uevents named; None: read all
+        self._all_read = 0.0  # monotonic time
         self._advanced = 0.0  # monotonic time of the loop's last round
 
     # -- life --------------------------------------------------------------------------------------
@@ -105,7 +123,8 @@ class Audit:
             log.warning("no uevents: new devices are found at intervals only", error=str(error))
         else:
             loop = asyncio.get_running_loop()
-            loop.add_reader(uevents.fd, self._devices_changed, uevents)
+            loop.add_reader(uevents.fd, self._devices_changed)
+            self._uevents = uevents
             self._watches.callback(uevents.close)
             self._watches.callback(loop.remove_reader, uevents.fd)
         self._advanced = time.monotonic()
@@ -124,6 +143,9 @@ class Audit:
     def _follow_logs(self) -> None:
         if self._log_task is not None:
             self._log_task.cancel()
+        self.follower = self._log_task = None
+        if not (self.settings.logs.kernel or self.settings.logs.sources):
+            return
         self.follower = follower.Follower(
             follower.configuration(
                 self.settings.logs, tuple(self._patterns.values()), self.drivers
@@ -197,10 +219,20 @@ class Audit:
         self._memory = dataclasses.replace(self._memory, changed_at=time.time())
         self._wake.set()
 
-    def _devices_changed(self, uevents: netlink.Uevents) -> None:
-        with contextlib.suppress(netlink.Overflow):  # the scan reads everything anyway
-            uevents.read()
+    def _devices_changed(self) -> None:
+        self._hear()
         self._wake.set()
+
+    def _hear(self) -> None:
+        """Note which devices the waiting uevents name."""
+        try:
+            while self._uevents is not None and (found := self._uevents.read()):
+                if self._changed is not None:
+                    self._changed |= {event.name for event in found}
+        except (netlink.Overflow, OSError):
+            self._changed = None
+        if self._changed is not None and len(self._changed) > _MOST_CHANGED:
+            self._changed = None
 
     def _log_hits(self, found: Sequence[matcher.Hit]) -> None:
         self._note(found)
@@ -254,17 +286,24 @@ class Audit:
             if full:
                 self._memory = dataclasses.replace(self._memory, deep_at=0.0)
             await self._scan()
-            self._evaluate()
+            await self._evaluate()
             steps = self.plans() if not self._blind else []
             due = self.runner.due(steps, self.settings.actions)
         for step in due:
             await self.runner.run(step, self.settings.actions, self._plans_afresh)
             self.wake()
+        look = self._look()
+        if look is not None:
+            again = await self.repairer.work(look, self._look_afresh)
+            if again is not None:
+                asyncio.get_running_loop().call_later(again, self.wake)
         return None if self._blind else self.inventory
 
-    async def _scan(self, depth: scheduler.Depth = scheduler.QUICK) -> None:
-        """Run the requested scan and those that follow from it; blind unless all succeed."""
+    async def _scan(self, depth: scheduler.Depth | None = None) -> None:
+        """Run the requested scan, or the one that is due, and those that follow from it; blind
+        unless all succeed."""
         fresh = False
+        depth = depth or scheduler.first(self._memory, self.settings, time.time())
         try:
             for _ in range(_MOST_SCANS):
                 began = time.time()
@@ -286,11 +325,19 @@ class Audit:
                     break
             self._blind = ""
         except scan.BlindError as error:
+            self._changed = None  # what uevents named was not read
             if not self._blind:
                 log.warning("cannot scan the node", cause=str(error))
             self._blind = f"{error.thing}: {error.cause}"
 
     def _request(self, depth: scheduler.Depth) -> scan.Request:
+        self._hear()
+        if depth.deep and time.monotonic() - self._all_read >= _ALL_SECONDS:
+            self._changed = None
+        changed = None if self._changed is None else tuple(sorted(self._changed))
+        if changed is None:
+            self._all_read = time.monotonic()
+        self._changed = None if self._uevents is None else set()
         return scan.Request(
             drivers=self.drivers,
             kubelet=str(self.settings.kubelet),
@@ -300,6 +347,7 @@ class Audit:
             deep=depth.deep,
             users_of=depth.users_of,
             kubelet_set="kubelet" in self.settings.model_fields_set,
+            changed=changed,
         )
 
     def _remember(self, inventory: Inventory) -> None:
@@ -345,9 +393,11 @@ class Audit:
     def _mounted_before(self) -> dict[str, frozenset[str]]:
         return {name: targets for (name, _, _), targets in self._former.items()}
 
-    def _evaluate(self) -> None:
+    async def _evaluate(self) -> None:
+        """With hundreds of volumes the rules take a while; the loop has uevents and leases to
+        answer."""
         self._note()
-        judged, self.states = evaluate.evaluate(self._scene())
+        judged, self.states = await asyncio.to_thread(evaluate.evaluate, self._scene())
         known = {result.rule for result in judged}
         # A log line's rule vanishes with its hit: without this its finding would never clear.
         judged += [
@@ -381,9 +431,27 @@ class Audit:
         """The plans after a scan of this moment; none when it fails."""
         async with self._round:
             names = {step.device for step in self.plans() if step.device}
+            self._changed = None
             await self._scan(scheduler.Depth(deep=True, users_of=tuple(sorted(names))))
-            self._evaluate()
+            await self._evaluate()
             return [] if self._blind else self.plans()
+
+    def _look(self) -> repairer.Look | None:
+        if self.inventory is None or self._blind:
+            return None
+        return repairer.Look(self.inventory, self.findings, self._guard())
+
+    async def _look_afresh(self) -> repairer.Look | None:
+        """After a scan of this moment that searched the users of broken devices."""
+        async with self._round:
+            before = self._look()
+            if before is None:
+                return None
+            names = self.repairer.users_of(before)
+            self._changed = None
+            await self._scan(scheduler.Depth(deep=True, users_of=names))
+            await self._evaluate()
+            return self._look()
 
     # -- for the API -------------------------------------------------------------------------------
 

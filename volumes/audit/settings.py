@@ -89,6 +89,26 @@ class ActionSettings(kit.settings.Section):
     """Most actions of one kind in an hour."""
 
 
+class RepairSettings(kit.settings.Section):
+    """Repair of mappings whose Ceph client is blocklisted or whose session is broken: the mapping
+    is taken away once nothing holds it, so that the next attach makes a healthy one
+    (docs/audit.md)."""
+
+    mode: Mode = "off"
+    """off: only what an operator would do is said. dry-run: the journal says what would be done."""
+    settle: kit.units.Seconds = Field(default=60.0, ge=0, le=86400)
+    """How long nothing may have held a broken mapping before it is unmapped."""
+    per_hour: int = Field(default=4, ge=1, le=100)
+    """Most mappings of this node that are unmapped in an hour."""
+    per_volume: int = Field(default=2, ge=1, le=100)
+    """Most attempts for one volume in a day; a failed one counts."""
+    follow: kit.units.Seconds = Field(default=900.0, ge=1, le=86400)
+    """How long a volume that was unmapped is waited for, to probe it when it is mapped again."""
+    taint: bool = False
+    """Taint this node (nodeagent.io/volume-repair:NoSchedule) while a repair is under way. The
+    agent's account in the cluster needs to get and patch this node."""
+
+
 class RuleSettings(kit.settings.Section):
     """Changes to one rule."""
 

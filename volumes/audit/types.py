@@ -35,6 +35,7 @@ class GuardView:
     reasons: tuple[str, ...] = ()
     mismatches: tuple[LedgerMismatch, ...] = ()
     unreadable: tuple[str, ...] = ()
+    verdicts: Mapping[str, str] = field(default_factory=dict)  # device name -> the last probe's
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 DEADLINE_SECONDS = 10.0
+PROOFS = ("enforced", "let through")
 _MAJOR = 4095  # CANARY_MAJOR in guard.bpf.c
 
 

@@ -1,9 +1,10 @@
 """The guard's control loop: keeps the kernel at what the settings say, and hears of devices.
 
 Four sources say that a device must be checked: uevents (attached, changed, detached), the guard
-program's ring buffer (a write open was denied), a scan every 30 s in case an event was lost, and
-the clock (content may change unnoticed). Each ends in ``LeaseManager.schedule``. The kernel's log
-feeds the ``ErrorLog``. The controller itself decides nothing about a device.
+program's ring buffer (a write open was denied), a scan of all devices in case an event was lost
+(at once when the kernel says so), and the clock (content may change unnoticed). Each ends in
+``LeaseManager.schedule``. The kernel's log feeds the ``ErrorLog``. The controller itself decides
+nothing about a device.
 
 What is attached stays attached when the agent stops; expiring leases expire by themselves.
 """
@@ -23,28 +24,33 @@ import structlog
 
 import kit.errors
 from ceph.settings import ClusterSettings
-from linux import blockdev, bpf, kmsg, mountinfo, netlink
+from linux import blockdev, bpf, kmsg, netlink
 from volumes import settings
 from volumes.guard import (
     canary,
     cgroups,
     denials,
+    events,
     fallback,
     kernel,
     lease,
     lease_manager,
     override,
+    pace,
+    raw_block,
+    windows,
 )
 from volumes.ledger import store
 from volumes.ledger.mirror import Mirror
+from volumes.ledger.witness import Witness
 
 log = structlog.get_logger("volumes")
 
-SCAN_SECONDS = 30.0  # in case a uevent was lost
-CHECK_AGAIN_SECONDS = 600.0  # a device whose content may have changed unnoticed
-PROOF_SECONDS = 60.0
+ROUND_SECONDS = 30.0  # between two looks at the clock, at the names of devices and at leases
+SCAN_SECONDS = 600.0  # in case a uevent was lost without a word
+UNPROVED_SECONDS = 60.0  # until the next attempt after one that told nothing
+PROOF_SECONDS = 600.0  # at once when another program or mode is in the kernel
 FAILURES = 3  # to load the program, in as many reconciles, before weaker means are taken
-MOUNT_SECONDS = 0.2  # from a mount to the look at what kubelet published
 
 
 def node_name() -> str:
@@ -63,6 +69,7 @@ class Controller:
         *,
         state_dir: Path,
         changed: Callable[[], None] = lambda: None,
+        witness: Witness | None = None,
     ) -> None:
         self.settings = wanted
         self.state_dir = state_dir
@@ -75,11 +82,13 @@ class Controller:
         self.override_error = ""
         self.errors = lease.ErrorLog()
         self.denials = denials.Denials()
+        self._devices = blockdev.Known()
+        self._windows = windows.Windows(self._held_back, self._denied_more)
         self.ledger = store.Store(state_dir / "volumes" / "ledger")
         self.mirror = Mirror(clusters, wanted.cluster_timeout)
         self.manager = lease_manager.LeaseManager(
             wanted, None, self.ledger, self.mirror, self.errors, self.denials,
-            node=node_name(), changed=changed,
+            node=node_name(), changed=changed, witness=witness,
         )  # fmt: skip
         self.fallback: fallback.Fallback | None = None
         self._flags = fallback.Flags(state_dir / "volumes" / "read-only-flags.json")
@@ -88,13 +97,13 @@ class Controller:
         self._failures = 0  # attempts in a row to bring them there
         self._changed = changed
         self._uevents: netlink.Uevents | None = None
-        self._mounts: mountinfo.Watch | None = None
-        self._table_read: asyncio.TimerHandle | None = None
+        self._mounts: raw_block.Watch | None = None
         self._kmsg: kmsg.Kmsg | None = None
         self._ring: bpf.Ring | None = None
         self._ring_map = 0
         self._mount: int | None = None
-        self._scanned = self._proved = -1e9
+        self._looked = self._scanned = self._proved = -1e9
+        self._names: list[str] = []  # of all devices, at the last scan
         self._majors: frozenset[int] = frozenset()
         self._guarded_parts: frozenset[kernel.Number] = frozenset()
 
@@ -130,7 +139,7 @@ class Controller:
         except OSError as error:
             log.warning("no uevents: devices are found by scanning", error=str(error))
         try:
-            self._mounts = mountinfo.Watch("/proc/1/mountinfo", self._on_mount)
+            self._mounts = raw_block.Watch(self.manager.mounts_changed)
         except OSError as error:
             log.warning("no watch of mounts: raw block volumes are found late", error=str(error))
 
@@ -138,17 +147,18 @@ class Controller:
         loop = asyncio.get_running_loop()
         await self.manager.close()
         await self.mirror.close()
+        if self.manager.witness is not None:
+            await self.manager.witness.close()
         if self.fallback is not None:
             await self.fallback.close()
         self._drop_ring()
+        self._windows.close()
         for source in (self._kmsg, self._uevents):
             if source is not None:
                 loop.remove_reader(source.fd)
                 source.close()
         if self._mounts is not None:
-            self._mounts.close()
-        if self._table_read is not None:
-            self._table_read.cancel()
+            await self._mounts.close()
         self._kmsg = self._uevents = self._mounts = None
         if self._mount is not None:
             os.close(self._mount)
@@ -190,14 +200,15 @@ class Controller:
             self.override_error = str(error)  # the last one known stays in force
         if self.present is None:  # what came while there was no agent
             self._majors = self._wanted().majors
-            there = await asyncio.to_thread(_devices)
+            there = await asyncio.to_thread(self._devices.all)
             self._guarded_parts = self._stacked(there)
         await self._attach()
         now = time.monotonic()
-        if now - self._scanned >= SCAN_SECONDS:
-            self._scanned = now
-            await self._scan()
-        if self.guard is not None and now - self._proved >= PROOF_SECONDS:
+        if now - self._looked >= ROUND_SECONDS or self._scanned < 0:
+            self._looked = now
+            await self._look()
+        again = PROOF_SECONDS if self.proof in canary.PROOFS else UNPROVED_SECONDS
+        if self.guard is not None and now - self._proved >= again:
             self._proved = now
             root = cgroups.is_root(self.guard.cgroup)
             self.proof = await canary.prove(self.guard.cgroup, root, self.state_dir)
@@ -227,7 +238,11 @@ class Controller:
         else:
             self._drop_ring()
         await self._fall_back(attached)
-        if self.present is not None and (before is None or before.mode != self.present.mode):
+        if self.present is not None and (
+            before is None
+            or before.mode != self.present.mode
+            or [p.id for p in before.programs] != [p.id for p in self.present.programs]
+        ):
             self._proved = -1e9
             log.info(
                 "format guard", mode=str(self.present.mode), attached=self.present.attached,
@@ -248,7 +263,7 @@ class Controller:
         present = guard.read()
         wanted = self._wanted()
         if not self._applied and not present.attached:
-            self.came_late = sum(map(self._is_volume, _devices()))
+            self.came_late = sum(map(self._is_volume, self._devices.all()))
         if wanted.mode is kernel.Mode.OFF:
             return guard.apply(wanted) if present.attached else present
         if not self._applied or not present.attached or len(present.programs) != 1:
@@ -304,35 +319,48 @@ class Controller:
             self._ring = None
 
     def _on_event(self, raw: bytes) -> None:
-        event = kernel.Event.unpack(raw)
+        event = events.Event.unpack(raw)
         if self._mount is None and self.guard is not None:
             with contextlib.suppress(OSError):
                 self._mount = os.open(self.guard.cgroup, os.O_RDONLY | os.O_DIRECTORY)
         self._denied(event, self._mount)
 
-    def _denied(self, event: kernel.Event, mount: int | None) -> None:
+    def _denied(self, event: events.Event, mount: int | None) -> None:
         """``mount``: the cgroup hierarchy, open; None where only /proc tells who it was."""
         name = blockdev.name_of(event.number) or f"{event.number[0]}:{event.number[1]}"
         known = self.manager.known.get(name)
-        device = known.device if known else blockdev.identify(name)
+        device = blockdev.identify(name)
         volume, title = (device.volume, device.title) if device else ("", "")
         undecided = known is None or known.reasons is None
         remembered = self.ledger.get(volume)
-        denial = dataclasses.replace(
-            denials.resolve(event, mount, name, volume, title),
-            early=undecided and not (remembered and remembered.type),
-        )
-        log.warning(
-            "write open denied" if denial.denied else "write open would be denied",
-            device=name, program=denial.program, pid=denial.pid, pod=denial.pod,
-            command=denial.command,
-        )  # fmt: skip
-        self.denials.add(denial)
-        if device is not None and not device.parent and self._is_watched(device):
-            self.manager.schedule(name)
+        early = undecided and not (remembered and remembered.type)
+        attachment = device.attachment if device else None
+        key = event.caller, event.denied, early, attachment
+        denial = self._windows.joined(key)
+        if denial is None:
+            found = denials.resolve(event, mount, name, volume, title)
+            denial = dataclasses.replace(found, early=early)
+            self._windows.open(key, denial, event.caller)
         else:
+            denial = dataclasses.replace(denial, at=time.time(), pid=event.pid)
+        self.denials.add(denial)
+        if device is None or device.parent or not self._is_watched(device):
             self.denials.decided(name, "", ("this device never gets an automatic lease",))
             self._changed()
+        elif known is not None and known.device.attachment != attachment:
+            self.manager.schedule(name, device)
+        else:
+            self.manager.denied(name)
+
+    def _held_back(self, caller: bytes) -> int:
+        try:
+            return self.guard.held_back(caller) if self.guard is not None else 0
+        except OSError:  # the program was detached
+            return 0
+
+    def _denied_more(self, denial: denials.Denial, count: int) -> None:
+        self.denials.more(denial, count)
+        self._changed()
 
     def _on_kmsg(self) -> None:
         assert self._kmsg is not None
@@ -364,16 +392,6 @@ class Controller:
         except OSError as error:
             log.warning("uevents cannot be read", error=str(error))
 
-    def _on_mount(self) -> None:
-        """Hundreds of mounts may come at once; a pod takes longer to start than this."""
-        if self._table_read is None:
-            loop = asyncio.get_running_loop()
-            self._table_read = loop.call_later(MOUNT_SECONDS, self._read_table)
-
-    def _read_table(self) -> None:
-        self._table_read = None
-        self.manager.mounts_changed()
-
     # --- devices
 
     def _is_volume(self, device: blockdev.BlockDevice) -> bool:
@@ -401,6 +419,8 @@ class Controller:
             if known is not None:
                 self.manager.forget(name)
         elif known is None or known.device.attachment != device.attachment:
+            if known is not None and known.device.diskseq != device.diskseq:  # not only grown
+                self.manager.replaced(known)
             self.manager.schedule(name, device)
         return device
 
@@ -438,12 +458,27 @@ class Controller:
             self.guard.release(stale)
         return frozenset(found)
 
-    async def _scan(self) -> None:
-        """Schedule new devices, and those whose last check is long ago. With hundreds of devices
-        reading sysfs takes long, so a thread does it; what it found is old when it is used."""
-        before = self._guarded_parts
-        there = await asyncio.to_thread(_devices)
+    async def _look(self) -> None:
+        """A scan where one is due, else only what the clock makes due."""
         now = time.monotonic()
+        names = await asyncio.to_thread(blockdev.names)
+        heard = self._uevents is not None and names == self._names
+        if not heard or now - self._scanned >= SCAN_SECONDS:
+            self._scanned, self._names = now, names
+            await self._scan()
+        in_use = await asyncio.to_thread(blockdev.with_superblock)
+        checked = {name: known.checked for name, known in self.manager.known.items()}
+        due = pace.due(checked, in_use, now, ROUND_SECONDS)
+        # A flagged device refuses writers without a word: only a look tells that it can be read.
+        for name in {*due, *self._flags.attachments}:
+            self.manager.schedule(name)
+        self.manager.revoke_unproven()
+
+    async def _scan(self) -> None:
+        """Schedule new devices, forget those that are gone. With hundreds of devices reading sysfs
+        takes long, so a thread does it; what it found is old when it is used."""
+        before = self._guarded_parts
+        there = await asyncio.to_thread(self._devices.all)
         names = {device.name for device in there}
         for name in self.manager.known.keys() - names:
             if blockdev.identify(name) is None:
@@ -452,17 +487,9 @@ class Controller:
             known = self.manager.known.get(device.name)
             if known is None or known.device.attachment != device.attachment:
                 self._seen(device.name)
-            elif now - known.checked >= CHECK_AGAIN_SECONDS:
-                self.manager.schedule(device.name)
         # What uevents added meanwhile stays.
         self._guarded_parts = self._stacked(there) | (self._guarded_parts - before)
-        self.manager.revoke_unproven()
 
     def driver_names(self) -> frozenset[str]:
         """Drivers that are loaded now."""
         return frozenset(blockdev.majors().values())
-
-
-def _devices() -> list[blockdev.BlockDevice]:
-    found = map(blockdev.identify, blockdev.names())
-    return [each for each in found if each is not None]

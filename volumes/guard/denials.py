@@ -3,20 +3,23 @@
 The kernel reports a denial with numbers only; ``resolve`` finds the process, container and pod. A
 denial alone is no trouble: the first mkfs on each new volume is denied, and its lease follows
 within a second. So a denial waits for the decision on its device and becomes a finding only when
-that is a refusal.
+that is a refusal. Those of one caller are kept together, with a count.
 """
 
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import kit.findings
 from linux import procfs
-from volumes.guard import kernel
+from volumes.guard import events
 
+KeyT = TypeVar("KeyT", bound=Hashable)
 KEPT = 256  # newest denials, for the status
-MOST_GROUPS = 128  # (device, program) pairs with a finding of their own
+MOST_GROUPS = 128  # (volume, program) pairs with a finding of their own
 FINDING_SECONDS = 3600.0  # a finding clears this long after the last denial
 
 
@@ -46,6 +49,16 @@ class Denial:
     early: bool = False
     count: int = 1
 
+    @property
+    def caller(self) -> Hashable:
+        """Equal for denials that are kept together."""
+        return self.device, self.volume, self.program, self.cgroup, self.denied, self.early
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """Equal for denials of one finding: a device's name passes from volume to volume."""
+        return self.volume or self.device, self.program
+
 
 def _of_process(pid: int) -> str:
     """The process's cgroups, v1 hierarchies too; empty when it has ended."""
@@ -55,7 +68,7 @@ def _of_process(pid: int) -> str:
         return ""
 
 
-def resolve(event: kernel.Event, mount: int | None, device: str, volume: str, title: str) -> Denial:
+def resolve(event: events.Event, mount: int | None, device: str, volume: str, title: str) -> Denial:
     """The event with names.
 
     ``mount``: the cgroup hierarchy, open: it still names the container of a process that has ended.
@@ -95,32 +108,44 @@ def resolve(event: kernel.Event, mount: int | None, device: str, volume: str, ti
 
 @dataclass
 class Denials:
-    """The newest denials, and one finding per device and program. All bounded."""
+    """The newest denials by caller, and one finding per volume and program. All bounded."""
 
-    last: deque[Denial] = field(default_factory=lambda: deque(maxlen=KEPT))
-    waiting: dict[str, list[Denial]] = field(default_factory=dict)  # by device: no decision yet
+    waiting: dict[str, dict[Hashable, Denial]] = field(default_factory=dict)  # by device: undecided
     delayed: int = 0  # denied once, then leased, as with every new volume
+    _last: OrderedDict[Hashable, Denial] = field(default_factory=OrderedDict)
     _groups: OrderedDict[tuple[str, str], Denial] = field(default_factory=OrderedDict)
+
+    @property
+    def last(self) -> list[Denial]:
+        """The newest ones, those of one caller joined."""
+        return list(self._last.values())
 
     def add(self, denial: Denial) -> None:
         """Keep a denial until the decision on its device."""
-        waiting = self.waiting.setdefault(denial.device, [])
-        if len(waiting) < KEPT:
-            waiting.append(denial)
+        waiting = self.waiting.setdefault(denial.device, {})
+        before = waiting.get(denial.caller)
+        if before is not None or len(waiting) < KEPT:
+            waiting[denial.caller] = _joined(before, denial)
+
+    def more(self, denial: Denial, count: int) -> None:
+        """The kernel denied it so many times more, and did not report each."""
+        group = denial.group
+        if denial.caller in self._last:
+            last = self._last[denial.caller]
+            self._last[denial.caller] = replace(last, count=last.count + count)
+        if group in self._groups:
+            found = self._groups[group]
+            self._groups[group] = replace(found, count=found.count + count)
 
     def decided(self, device: str, verdict: str, reasons: tuple[str, ...]) -> None:
         """The decision on the device; without reasons it may be formatted now."""
-        for denial in self.waiting.pop(device, []):
+        for denial in self.waiting.pop(device, {}).values():
             final = replace(denial, verdict=verdict, reasons=reasons)
-            self.last.append(final)
+            _keep(self._last, final.caller, final, KEPT)
             if not reasons:
                 self.delayed += 1
                 continue
-            key = (denial.device, denial.program)
-            before = self._groups.pop(key, None)
-            self._groups[key] = replace(final, count=before.count + 1 if before else 1)
-            if len(self._groups) > MOST_GROUPS:
-                self._groups.popitem(last=False)
+            _keep(self._groups, final.group, final, MOST_GROUPS)
 
     def forget(self, device: str) -> None:
         """The device was detached; its findings stay for their time."""
@@ -135,6 +160,31 @@ class Denials:
                 continue
             found.append(_finding(denial))
         return found
+
+
+def _joined(before: Denial | None, new: Denial) -> Denial:
+    return new if before is None else replace(new, count=before.count + new.count)
+
+
+def _keep(kept: OrderedDict[KeyT, Denial], key: KeyT, new: Denial, most: int) -> None:
+    kept[key] = _joined(kept.pop(key, None), new)
+    if len(kept) > most:
+        kept.popitem(last=False)
+
+
+def _advice(denial: Denial) -> str:
+    if not denial.denied:
+        return (
+            "It was NOT stopped. Stop the volume's users and examine what it holds now: nodeagent "
+            f"volume probe /dev/{denial.device}. In mode enforce it would have been denied"
+        )
+    return (
+        "Do not force it: the volume is unchanged. 'nodeagent volume explain "
+        f"/dev/{denial.device}' says what is known of it; what is proven blank is formatted at the "
+        "next try. If its content is certainly not needed: nodeagent volume allow-format "
+        f"/dev/{denial.device} "
+        f"--volume-id {denial.volume or 'ID'} --reason TEXT"
+    )
 
 
 def _finding(denial: Denial) -> kit.findings.Finding:
@@ -162,9 +212,7 @@ def _finding(denial: Denial) -> kit.findings.Finding:
         subject=subject,
         message=f"{denial.program} {did} a write open of {denial.device} ({subject}): "
         f"{'; '.join(denial.reasons)}",
-        advice="Do not force it: the volume is unchanged. Find out why it could not be read. If "
-        "its content is certainly not needed: nodeagent volume allow-format "
-        f"/dev/{denial.device} --volume-id {denial.volume or 'ID'} --reason TEXT",
+        advice=_advice(denial),
         evidence={
             "pid": str(denial.pid),
             "command": denial.command,

@@ -22,7 +22,7 @@ import kit.errors
 import kit.files
 import kit.line_worker
 from linux import blockdev
-from volumes.guard import exec_filter, kernel, steps
+from volumes.guard import events, exec_filter, kernel, steps
 from volumes.probe.examine import Kind
 
 log = structlog.get_logger("volumes")
@@ -101,7 +101,7 @@ class Fallback:
     """``denied`` is called with each refusal. ``cgroup``: from the hierarchy's root."""
 
     def __init__(
-        self, denied: Callable[[kernel.Event, None], None], cgroup: str, flags: Flags
+        self, denied: Callable[[events.Event, None], None], cgroup: str, flags: Flags
     ) -> None:
         self._denied = denied
         self._cgroup = cgroup
@@ -121,10 +121,15 @@ class Fallback:
     def reserve(self, number: kernel.Number, diskseq: int | None) -> None:
         pass
 
-    def grant(self, number: kernel.Number, until: float, diskseq: int | None) -> None:
-        # Opens are not counted, so each lease counts as used.
+    def grant(
+        self, number: kernel.Number, until: float, diskseq: int | None, grace: float = 0.0
+    ) -> None:
+        # Opens are not counted, so each lease counts as used. All of it ends with the agent.
         self._leases[number] = kernel.Lease(until, 1, diskseq or 0)
         self._changed.set()
+
+    def beat(self) -> None:
+        pass
 
     def revoke(self, number: kernel.Number) -> kernel.Lease | None:
         self._changed.set()
@@ -216,8 +221,8 @@ class Fallback:
         await self._worker.close()
 
 
-def _event(refusal: exec_filter.Refusal) -> kernel.Event:
-    return kernel.Event(
+def _event(refusal: exec_filter.Refusal) -> events.Event:
+    return events.Event(
         time=time.monotonic(),
         cgroup=0,
         pid=refusal.tid,

@@ -18,6 +18,8 @@ enum { BY_LEASE, BY_NAME, BY_WORD, WOULD_DENY, DENIED, LOST, COUNTERS };
 #define PATH 128            // bytes of an argument; of a longer one the rest counts as the next
 #define WORDS 10            // arguments until the command is found
 #define ARGS 256            // bytes of the command line kept for the report
+#define SECOND 1000000000ull
+#define TOLD 16             // denials of one caller on one device in a second that are reported
 #define CANARY_MAJOR 4095   // no driver can have it: status opens such a node to prove the mode
 
 struct mm_struct { unsigned long arg_start, arg_end; } __attribute__((preserve_access_index));
@@ -29,9 +31,12 @@ struct task_struct {
 } __attribute__((preserve_access_index));
 
 struct device { __u32 major, minor; };
-struct lease { __u64 until_ns, opens, diskseq; };   // CLOCK_MONOTONIC; opens let pass; for the agent
+// CLOCK_MONOTONIC; opens let pass; for the agent; how long the lease holds without a beat of an agent, 0: to its end
+struct lease { __u64 until_ns, opens, diskseq, grace_ns; };
 struct backing_dev_info { char dev_name[64]; } __attribute__((preserve_access_index));
 struct word { char name[NAME], first[NAME]; };
+struct caller { struct device dev; __u64 cgroup; char name[NAME]; };
+struct heard { __u64 since_ns, told, held_back; };   // held_back: counted only, since it was first heard
 struct event {
 	__u64 time_ns, cgroup;
 	__u32 pid, ppid, major, minor, mode, args_len;
@@ -44,9 +49,11 @@ MAP(majors, BPF_MAP_TYPE_HASH, __u32, __u8, 4096);   // krbd without single_majo
 MAP(devices, BPF_MAP_TYPE_HASH, struct device, __u8, 4096);  // partitions, stacked
 MAP(config, BPF_MAP_TYPE_ARRAY, __u32, __u32, 1);
 MAP(leases, BPF_MAP_TYPE_HASH, struct device, struct lease, 4096);
+MAP(beats, BPF_MAP_TYPE_ARRAY, __u32, __u64, 1);   // when an agent was last alive
 MAP(openers, BPF_MAP_TYPE_HASH, char[NAME], __u8, 128);
 MAP(words, BPF_MAP_TYPE_HASH, struct word, __u8, 128);
 MAP(connecting, BPF_MAP_TYPE_LRU_HASH, __u32, __u8, 1024);   // processes that passed by rule 3
+MAP(callers, BPF_MAP_TYPE_LRU_HASH, struct caller, struct heard, 1024);
 MAP(counters, BPF_MAP_TYPE_PERCPU_ARRAY, __u32, __u64, COUNTERS);
 struct { __uint(type, BPF_MAP_TYPE_RINGBUF); __uint(max_entries, 256 * 1024); } events SEC(".maps");
 
@@ -81,10 +88,39 @@ static __always_inline int word_allowed(struct task_struct *task, const char *na
 	return 0;
 }
 
+// Whether to report this denial. One caller that tries again and again must not fill the buffer, in which
+// the denial of another one would then find no place.
+static __always_inline int is_told(struct device *dev, const char *name)
+{
+	struct caller key = { .dev = *dev, .cgroup = bpf_get_current_cgroup_id() };
+	struct heard fresh = { .since_ns = bpf_ktime_get_ns(), .told = 1 }, *heard;
+
+	__builtin_memcpy(key.name, name, NAME);
+	heard = bpf_map_lookup_elem(&callers, &key);
+	if (!heard) {
+		bpf_map_update_elem(&callers, &key, &fresh, BPF_ANY);
+		return 1;
+	}
+	if (fresh.since_ns - heard->since_ns >= SECOND) {
+		heard->since_ns = fresh.since_ns;
+		heard->told = 1;
+		return 1;
+	}
+	if (heard->told < TOLD) {
+		__sync_fetch_and_add(&heard->told, 1);
+		return 1;
+	}
+	__sync_fetch_and_add(&heard->held_back, 1);
+	return 0;
+}
+
 static __always_inline void report(struct device *dev, struct task_struct *task, char *name, __u32 mode)
 {
-	struct event *e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
+	struct event *e;
 
+	if (!is_told(dev, name))
+		return;
+	e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
 	if (!e)
 		return (void)count(LOST, 0);
 	e->time_ns = bpf_ktime_get_ns();
@@ -109,6 +145,17 @@ static __always_inline void report(struct device *dev, struct task_struct *task,
 	bpf_ringbuf_submit(e, 0);
 }
 
+static __always_inline int holds(struct lease *lease)
+{
+	__u64 now = bpf_ktime_get_ns(), *beat;
+	__u32 zero = 0;
+
+	if (now >= lease->until_ns)
+		return 0;
+	beat = bpf_map_lookup_elem(&beats, &zero);
+	return !lease->grace_ns || (beat && now < *beat + lease->grace_ns);
+}
+
 static __always_inline int decide(struct bpf_cgroup_dev_ctx *ctx, int know_task)
 {
 	struct device dev = { .major = ctx->major, .minor = ctx->minor };
@@ -129,7 +176,7 @@ static __always_inline int decide(struct bpf_cgroup_dev_ctx *ctx, int know_task)
 	if (!bpf_map_lookup_elem(&majors, &dev.major) && !bpf_map_lookup_elem(&devices, &dev))
 		return 1;
 	lease = bpf_map_lookup_elem(&leases, &dev);
-	if (lease && bpf_ktime_get_ns() < lease->until_ns) {
+	if (lease && holds(lease)) {
 		__sync_fetch_and_add(&lease->opens, 1);
 		return count(BY_LEASE, 1);
 	}

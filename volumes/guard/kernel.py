@@ -15,6 +15,7 @@ import math
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -33,8 +34,7 @@ OBJECT = Path(__file__).with_name("guard.bpf.o")
 FULL, PLAIN = "nodeagent_guard", "nodeagent_plain"  # the object's programs, the better one first
 COUNTERS = ("by_lease", "by_name", "by_word", "would_deny", "denied", "lost")
 NAME_BYTES = 16
-_EVENT = struct.Struct("=QQ6I16s16s256s")
-_LEASE = struct.Struct("=QQQ")
+_LEASE = struct.Struct("=QQQQ")
 _FOREVER = 2**63
 _LOCK_SECONDS = 10.0
 
@@ -60,12 +60,12 @@ def _number(key: bytes) -> Number:
     return major, minor
 
 
-def _name(text: str) -> bytes:
+def task_name(text: str) -> bytes:
     """As the kernel keeps a task's name: at most 15 bytes."""
     return text.encode()[: NAME_BYTES - 1].ljust(NAME_BYTES, b"\0")
 
 
-def _text(raw: bytes) -> str:
+def task_text(raw: bytes) -> str:
     return raw.split(b"\0")[0].decode(errors="replace")
 
 
@@ -74,54 +74,22 @@ class Lease:
     """``until``: CLOCK_MONOTONIC seconds; infinite: as long as the disk is there. ``opens``: checks
     that it let pass; the kernel checks one open twice, so 0 means that nothing was opened.
     ``diskseq``: the attachment it was given to; 0 where the kernel does not number attachments. The
-    program ignores it."""
+    program ignores it. ``grace``: seconds that it holds without a ``beat``; 0: to its end."""
 
     until: float
     opens: int
     diskseq: int = 0
+    grace: float = 0.0
 
     def pack(self) -> bytes:
         until = _FOREVER if self.until == math.inf else int(self.until * 1e9)
-        return _LEASE.pack(until, self.opens, self.diskseq)
+        return _LEASE.pack(until, self.opens, self.diskseq, int(self.grace * 1e9))
 
     @classmethod
     def unpack(cls, raw: bytes) -> "Lease":
-        # A map of a program before DISKSEQ was kept has shorter values.
-        until, opens, diskseq = _LEASE.unpack(raw.ljust(_LEASE.size, b"\0"))
-        return cls(math.inf if until >= _FOREVER else until / 1e9, opens, diskseq)
-
-
-@dataclass(frozen=True)
-class Event:
-    """A write open that the guard denied, or in dry-run would have denied."""
-
-    time: float  # CLOCK_MONOTONIC seconds
-    cgroup: int  # id in the cgroup v2 hierarchy: the directory's inode number
-    pid: int
-    parent_pid: int
-    number: Number
-    denied: bool
-    program: str  # the task's name
-    parent: str
-    arguments: tuple[str, ...]  # the first 256 bytes of the command line; may be empty
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> "Event":
-        time_ns, cgroup, pid, ppid, major, minor, mode, size, name, parent, args = _EVENT.unpack(
-            raw[: _EVENT.size]
-        )
-        words = args[: min(size, 256)].rstrip(b"\0").split(b"\0") if size else []
-        return cls(
-            time=time_ns / 1e9,
-            cgroup=cgroup,
-            pid=pid,
-            parent_pid=ppid,
-            number=(major, minor),
-            denied=mode == Mode.ENFORCE.number,
-            program=_text(name),
-            parent=_text(parent),
-            arguments=tuple(word.decode(errors="replace") for word in words),
-        )
+        # The map of an earlier program has shorter values.
+        until, opens, diskseq, grace = _LEASE.unpack(raw.ljust(_LEASE.size, b"\0"))
+        return cls(math.inf if until >= _FOREVER else until / 1e9, opens, diskseq, grace / 1e9)
 
 
 # --- what is wanted and what is there
@@ -150,8 +118,8 @@ def wanted(
         mode=mode,
         majors=frozenset(major for major, name in majors.items() if name in guard.drivers),
         devices=parts,
-        openers=frozenset(_text(_name(name)) for name in guard.openers),
-        words=frozenset((_text(_name(name)), word) for name, word in pairs),
+        openers=frozenset(task_text(task_name(name)) for name in guard.openers),
+        words=frozenset((task_text(task_name(name)), word) for name, word in pairs),
     )
 
 
@@ -279,8 +247,10 @@ class Kernel:
             mode=self._mode(),
             majors=frozenset(struct.unpack("=I", k)[0] for k in self.maps["majors"].snapshot()),
             devices=frozenset(_number(k) for k in self.maps["devices"].snapshot()),
-            openers=frozenset(_text(k) for k in self.maps["openers"].snapshot()),
-            words=frozenset((_text(k[:16]), _text(k[16:])) for k in self.maps["words"].snapshot()),
+            openers=frozenset(task_text(k) for k in self.maps["openers"].snapshot()),
+            words=frozenset(
+                (task_text(k[:16]), task_text(k[16:])) for k in self.maps["words"].snapshot()
+            ),
             leases=self.leases(),
             counters=self._counters(),
             pinned=(self.pins / "program").exists()
@@ -436,20 +406,30 @@ class Kernel:
                 _key(number), Lease(0.0, 0, diskseq or 0).pack(), bpf.IF_NEW
             )
 
-    def grant(self, number: Number, until: float, diskseq: int | None) -> None:
+    def grant(self, number: Number, until: float, diskseq: int | None, grace: float = 0.0) -> None:
         """Let write opens of the device pass until CLOCK_MONOTONIC ``until`` (seconds).
 
-        ``diskseq``: the attachment that the lease is given to. RefusedError when nothing is
-        attached, or when another disk has the number since ``reserve``.
+        ``diskseq``: the attachment that the lease is given to. ``grace``: see ``Lease``.
+        RefusedError when nothing is attached, or when another disk has the number since
+        ``reserve``.
         """
         with self._hold:
+            if grace:
+                self.beat()
             try:
-                new = Lease(until, 0, diskseq or 0).pack()
+                new = Lease(until, 0, diskseq or 0, grace).pack()
                 self._attached()["leases"].set(_key(number), new, bpf.IF_THERE)
             except FileNotFoundError:
                 raise kit.errors.RefusedError(
                     f"lease of {number[0]}:{number[1]}", "another disk has the number", "try again"
                 ) from None
+
+    def beat(self) -> None:
+        """An agent is alive, and hears when another medium comes to a device. OSError."""
+        with self._hold:
+            if "beats" in self.maps:
+                now = struct.pack("=Q", time.monotonic_ns())
+                self.maps["beats"].set(struct.pack("=I", 0), now)
 
     def _attached(self) -> dict[str, bpf.Map]:
         if "leases" not in self.maps:
@@ -468,6 +448,13 @@ class Kernel:
             self.maps["leases"].delete(key)
         return Lease.unpack(raw) if raw else None
 
+    def held_back(self, caller: bytes) -> int:
+        """Denials of this caller (a key of that map) that the kernel counted and did not report,
+        since it first heard of it."""
+        with self._hold:
+            raw = self.maps["callers"].get(caller) if "callers" in self.maps else None
+        return struct.unpack("=QQQ", raw)[2] if raw else 0
+
     def leases(self) -> dict[Number, Lease]:
         """All in the map, expired ones too."""
         found = {}
@@ -485,14 +472,15 @@ def fill(maps: Mapping[str, bpf.Map], wanted: Wanted) -> None:
     maps["majors"].replace({struct.pack("=I", n): one for n in wanted.majors})
     for number in wanted.devices:
         maps["devices"].set(_key(number), one)
-    maps["openers"].replace({_name(n): one for n in wanted.openers})
-    maps["words"].replace({_name(n) + _name(w): one for n, w in wanted.words})
+    maps["openers"].replace({task_name(n): one for n in wanted.openers})
+    maps["words"].replace({task_name(n) + task_name(w): one for n, w in wanted.words})
     maps["config"].set(struct.pack("=I", 0), struct.pack("=I", wanted.mode.number))
 
 
 def _copy(source: bpf.Map, target: bpf.Map) -> None:
-    if source.info.value_size == target.info.value_size:
+    """What a later program has at the end of its values begins as zeros."""
+    if source.info.value_size <= target.info.value_size:
         for key in source.snapshot():
             value = source.get(key)
             if value is not None:
-                target.set(key, value)
+                target.set(key, value.ljust(target.info.value_size, b"\0"))

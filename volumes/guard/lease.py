@@ -2,8 +2,8 @@
 
 The kernel program refuses every write open of a guarded device that has no lease. So a new volume
 can be formatted only after this module decided that it is blank. It takes every source of truth
-(two probes, the ledger, the image's metadata, the cluster's extents, the kernel's log) and refuses
-when one of them says "data" or does not answer.
+(two probes, the ledger, the image's metadata, the cluster's extents, the PersistentVolume, the
+kernel's log) and refuses when one of them says "data" or does not answer.
 
 ``LeaseManager`` collects the facts and executes the steps, one after the other, as they are listed
 here. Two invariants follow from the order, even when the agent is killed between two steps:
@@ -23,7 +23,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from linux import mountinfo
+from volumes.ledger import statement
 from volumes.ledger.store import Knowledge
 from volumes.probe.examine import Kind, Verdict
 
@@ -35,10 +35,12 @@ Attachment = tuple[tuple[int, int], int | None, int, str]  # number, DISKSEQ, si
 
 @dataclass(frozen=True)
 class Policy:
-    """``quiet``: seconds without an I/O error. ``require_extents``: see the settings."""
+    """``quiet``: seconds without an I/O error. The others: see the settings."""
 
     quiet: float = 60.0
     require_extents: bool = False
+    outage: float = 600.0
+    young: float = 86400.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Evidence:
     snapshot: bool = False
     cluster_size: int | None = None
     why_unknown: str = ""
+    witness: statement.Statement = statement.NO_CLUSTER  # the PersistentVolume
 
 
 @dataclass(frozen=True)
@@ -154,17 +157,6 @@ def _concerns(about: str, client: Mapped) -> bool:
     return about in ("", client.fsid) or not client.fsid
 
 
-def published_raw(table: bytes) -> frozenset[str]:
-    """Devices that kubelet publishes to pods as raw block volumes (volumeMode: Block).
-
-    kubelet then binds the device node, a file of devtmpfs, below a volumeDevices directory.
-    ``table``: the host's mountinfo; of thousands of lines few are worth parsing.
-    """
-    lines = (line for line in table.split(b"\n") if b" - devtmpfs " in line)
-    found = [mountinfo.parse_line(line) for line in lines if b"/volumeDevices/" in line]
-    return frozenset(each.root.lstrip("/") for each in found if "/volumeDevices/" in each.target)
-
-
 def raw_seconds(driver: str, ends_with_disk: bool) -> float:
     """How long a raw block volume may be written without an agent that renews it.
 
@@ -172,6 +164,14 @@ def raw_seconds(driver: str, ends_with_disk: bool) -> float:
     long as the attachment, except with drivers whose disks stay and are attached anew.
     """
     return math.inf if ends_with_disk and driver in NEW_DISKS else RAW_SECONDS
+
+
+def grace_seconds(driver: str, ends_with_disk: bool) -> float:
+    """How long a lease holds without an agent that is alive; 0: to its end.
+
+    Where disks stay, only an agent sees that another medium has come to the device.
+    """
+    return 0.0 if ends_with_disk and driver in NEW_DISKS else GRACE_SECONDS
 
 
 # --- the decision
@@ -271,6 +271,9 @@ def _of_memory(evidence: Evidence, policy: Policy) -> list[str]:
             reasons.append("no credentials for its cluster are configured (require_extents)")
     elif not no_extents:
         reasons.append(f"the cluster could not say what is allocated ({evidence.why_unknown})")
+    reasons += statement.refusals(
+        evidence.witness, no_extents=no_extents, outage=policy.outage, young=policy.young
+    )
     size = evidence.after[2] if evidence.after is not None else None
     if None not in (size, evidence.cluster_size) and size != evidence.cluster_size:
         reasons.append(
@@ -306,6 +309,8 @@ RENEWING = (Step.CONFIRM, Step.GRANT)
 
 NEW_DISKS = frozenset({"rbd", "device-mapper"})  # drivers that add a disk at each attach
 RAW_SECONDS = 120.0
+GRACE_SECONDS = 5.0
+BEAT_SECONDS = 1.0  # between signs of life of an agent
 
 
 def met(lease_diskseq: int | None, known: Attachment | None, now: Attachment) -> tuple[Step, ...]:

@@ -11,7 +11,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import structlog
 
@@ -19,16 +18,18 @@ import kit.errors
 from ceph.protocol import Extents
 from linux import blockdev
 from volumes import settings
-from volumes.guard import denials, doubt, lease, steps
+from volumes.guard import denials, doubt, lease, pace, raw_block, steps
 from volumes.guard.steps import Known, Leases, Turn
 from volumes.ledger import store
 from volumes.ledger.mirror import NOT_ASKED, Answer, Mirror
+from volumes.ledger.statement import NO_CLUSTER, Statement
+from volumes.ledger.witness import Witness
 from volumes.probe import prober, signature_offsets
 from volumes.probe.examine import Kind, Verdict
 
 log = structlog.get_logger("volumes")
 
-AGAIN_SECONDS = 0.3  # least time between two checks of a device
+AGAIN_SECONDS = pace.FIRST_SECONDS  # least time between two checks of a device
 LEASED_CHECK_SECONDS = 1.0  # between checks while a lease runs
 RAW_CHECK_SECONDS = 300.0  # between checks of a raw block volume, beside those after mounts
 MOST_DEVICES = 1024
@@ -46,8 +47,9 @@ class LeaseManager(steps.Executor):
         *,
         node: str,
         changed: Callable[[], None] = lambda: None,
+        witness: Witness | None = None,
     ) -> None:
-        super().__init__(wanted, leases, ledger, mirror, node)
+        super().__init__(wanted, leases, ledger, mirror, node, witness)
         self.errors = errors
         self.denials = refused
         self.prober = prober.Prober(wanted.probe_timeout)
@@ -56,8 +58,11 @@ class LeaseManager(steps.Executor):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, asyncio.Event] = {}
         self._identified: dict[str, blockdev.BlockDevice] = {}  # for the next check
+        self._checking: set[str] = set()
+        self._denied: set[str] = set()  # denied since their last check began
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # until the check of such a device
         self._chores: set[asyncio.Task[None]] = set()
-        self._published = lease.published_raw(host_table())
+        self.published = raw_block.Published(raw_block.host_table())
         self.verdicts: dict[str, int] = {}
 
     # --- one task per device
@@ -77,14 +82,53 @@ class LeaseManager(steps.Executor):
         if device is not None:
             self._identified[name] = device
 
+    def denied(self, name: str) -> None:
+        """Somebody tried to write to the device: check it as soon as its pace allows. A check that
+        is running began before that, so another one follows it."""
+        self._denied.add(name)
+        if name not in self._checking:
+            self._check_denied(name)
+
+    def _check_denied(self, name: str) -> None:
+        if name not in self._denied or name in self._timers:
+            return
+        known = self.known.get(name)
+        wait = known.pace.wait(time.monotonic()) if known is not None else 0.0
+        if wait > 0:
+            loop = asyncio.get_running_loop()
+            self._timers[name] = loop.call_later(wait, self._pace_allows, name)
+        else:
+            self.schedule(name)
+
+    def _pace_allows(self, name: str) -> None:
+        del self._timers[name]
+        self.schedule(name)
+
+    def _answered(self, name: str) -> None:
+        """A check begins, which is the answer to all denials so far."""
+        self._denied.discard(name)
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+
+    def _note_pace(self, name: str) -> None:
+        """A check of the device has ended."""
+        if (known := self.known.get(name)) is not None:
+            outcome = known.seen.verdict if known.seen is not None else None, bool(known.reasons)
+            known.pace = known.pace.after(outcome, time.monotonic())
+
     async def _work(self, name: str) -> None:
         again = self._again[name]
         asked = True  # False: only to see what became of a lease
         try:
             while True:
                 again.clear()
+                self._answered(name)
+                self._checking.add(name)
                 wait = await self._try_check(name, asked)
+                self._checking.discard(name)
+                self._note_pace(name)
                 self._changed()
+                self._check_denied(name)
                 if again.is_set():
                     await asyncio.sleep(AGAIN_SECONDS)
                 elif wait is None:
@@ -94,6 +138,7 @@ class LeaseManager(steps.Executor):
                         await asyncio.wait_for(again.wait(), wait)
                 asked = again.is_set()
         finally:
+            self._checking.discard(name)
             del self._tasks[name], self._again[name]
 
     async def _try_check(self, name: str, asked: bool) -> float | None:
@@ -117,13 +162,23 @@ class LeaseManager(steps.Executor):
         """Whether the device was checked, or is about to be."""
         return name in self.known or name in self._identified
 
+    def replaced(self, known: Known) -> None:
+        """Another medium is in the device. Nothing that was permitted before counts for it, even
+        while a check of the one before still waits for an answer."""
+        self.published.attached_anew(known.device.name)
+        self._revoke(known.device.number)
+
     def forget(self, name: str) -> None:
         """The device was detached: revoke its lease."""
         self._identified.pop(name, None)
+        self._answered(name)
+        self.published.attached_anew(name)
         known = self.known.pop(name, None)
         if known is not None:
             held = self._revoke(known.device.number)
-            if held is not None and known.device.volume:
+            # What a pod wrote itself is not counted, and may be invisible.
+            by_pod = self._entry(known.device).permitted_by.startswith(raw_block.BY)
+            if held is not None and known.device.volume and not by_pod:
                 chore = asyncio.create_task(self._detached(known, held.opens), name=f"close {name}")
                 self._chores.add(chore)
                 chore.add_done_callback(self._chores.discard)
@@ -155,8 +210,14 @@ class LeaseManager(steps.Executor):
                     self._revoke(number)
         except OSError as error:
             log.error("leases cannot be read", error=str(error))
+        else:
+            self._beat()  # what is left may hold again
 
     async def close(self) -> None:
+        for name in list(self._timers):
+            self._answered(name)
+        if self._beating is not None:
+            self._beating.cancel()
         tasks = [*self._tasks.values(), *self._chores]
         for task in tasks:
             task.cancel()
@@ -189,9 +250,7 @@ class LeaseManager(steps.Executor):
         )
         if reasons is None:
             evidence = await self._evidence(known, first)
-            reasons = lease.refusals(
-                evidence, lease.Policy(self.settings.quiet, self.settings.require_extents)
-            )
+            reasons = lease.refusals(evidence, self._policy())
             if not reasons:
                 await self._grant(known, f"automatic on {self.node}")
                 if known.lease_seconds is None:
@@ -217,8 +276,9 @@ class LeaseManager(steps.Executor):
         permission lasts as long as the publication. Seconds until it must be renewed; None: it is
         not published."""
         device, held = known.device, self._held(known.device)
-        if not (self.settings.raw_block and device.name in self._published):
-            if known.raw or (held is not None and held.until == math.inf):
+        by_publication = self._entry(device).permitted_by.startswith(raw_block.BY)
+        if not (self.settings.raw_block and device.name in self.published):
+            if known.raw or (held is not None and (held.until == math.inf or by_publication)):
                 self._revoke(device.number)  # of the pod that is gone, maybe of an earlier agent
             known.raw = False
             return None
@@ -226,8 +286,9 @@ class LeaseManager(steps.Executor):
         seconds = math.inf
         if self.leases is not None:
             seconds = lease.raw_seconds(device.driver, self.leases.ends_with_disk)
-            turn = Turn(known, None, by=f"raw block volume on {self.node}", seconds=seconds)
-            renewed = held is not None and self._entry(device).permitted > 0
+            by = raw_block.BY + self.node
+            turn = Turn(known, None, by=by, seconds=seconds, alone=True)
+            renewed = held is not None and by_publication
             await self.carry_out(lease.RENEWING if renewed else lease.PUBLISHING, turn)
         self._decided(known, ())
         return min(seconds / 4, RAW_CHECK_SECONDS)
@@ -274,9 +335,11 @@ class LeaseManager(steps.Executor):
         device's identity come last."""
         device = known.device
         asked: asyncio.Task[Answer] | None = None
+        told = asyncio.create_task(self._statement(device))
         image = device.lowest.image
         if image is not None:
-            places = [first.start + at for at, _ in signature_offsets.marks(device.size)]
+            marks = signature_offsets.marks(device.size)
+            places = [(first.start + at, length) for at, length in marks]
             asked = asyncio.create_task(
                 self.mirror.ask(image, Extents(first.start, tuple(places)), part=device.mapping)
             )
@@ -284,9 +347,11 @@ class LeaseManager(steps.Executor):
             await asyncio.sleep(self.settings.settle)
             second = await self._probe(device)
             answer = await asked if asked is not None else NOT_ASKED
+            known.witness = said = await told
         finally:
-            if asked is not None and not asked.done():
-                asked.cancel()
+            for task in (asked, told):
+                if task is not None and not task.done():
+                    task.cancel()
         if answer.known is not None:
             known.missing = _missing(known, store.merge(self._entry(device), answer.known))
         after = blockdev.identify(device.name)
@@ -312,7 +377,18 @@ class LeaseManager(steps.Executor):
             snapshot=bool(image and image.snapshot),
             cluster_size=None if answer.size is None else answer.size - first.start,
             why_unknown=answer.why,
+            witness=said,
         )
+
+    async def _statement(self, device: blockdev.BlockDevice) -> Statement:
+        return NO_CLUSTER if self.witness is None else await self.witness.ask(device)
+
+    def _policy(self) -> lease.Policy:
+        quiet, require = self.settings.quiet, self.settings.require_extents
+        if self.witness is None:
+            return lease.Policy(quiet, require)
+        asked = self.witness.settings
+        return lease.Policy(quiet, require, asked.outage, asked.young)
 
     def _decided(self, known: Known, reasons: tuple[str, ...]) -> None:
         if known.reasons != reasons:
@@ -324,10 +400,10 @@ class LeaseManager(steps.Executor):
         known.reasons = reasons
         self.denials.decided(known.device.name, str(known.seen), reasons)
 
-    def mounts_changed(self) -> None:
-        """Check the devices that kubelet published as raw block volumes, or no longer does."""
-        before, self._published = self._published, lease.published_raw(host_table())
-        for name in before ^ self._published:
+    def mounts_changed(self, table: bytes) -> None:
+        """Check the devices that kubelet published as raw block volumes, or no longer does.
+        ``table``: the host's mountinfo."""
+        for name in self.published.update(table):
             if name in self.known:
                 self.schedule(name)
 
@@ -378,14 +454,6 @@ class LeaseManager(steps.Executor):
         log.warning("changed content accepted", volume=volume, by=by)
         self._changed()
         return new
-
-
-def host_table() -> bytes:
-    """The host's mountinfo, as far as this process may see it."""
-    try:
-        return Path("/proc/1/mountinfo").read_bytes()
-    except OSError:
-        return Path("/proc/self/mountinfo").read_bytes()
 
 
 def _missing(known: Known, entry: store.Entry | None) -> str:

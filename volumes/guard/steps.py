@@ -17,8 +17,11 @@ from volumes import settings
 from volumes.guard import kernel, lease
 from volumes.guard.doubt import Doubt
 from volumes.guard.lease import Step
+from volumes.guard.pace import Pace
 from volumes.ledger import store
 from volumes.ledger.mirror import Mirror
+from volumes.ledger.statement import Statement
+from volumes.ledger.witness import Witness
 from volumes.probe.examine import Verdict
 
 log = structlog.get_logger("volumes")
@@ -31,7 +34,11 @@ class Leases(Protocol):
 
     def reserve(self, number: blockdev.Number, diskseq: int | None) -> None: ...
 
-    def grant(self, number: blockdev.Number, until: float, diskseq: int | None) -> None: ...
+    def grant(
+        self, number: blockdev.Number, until: float, diskseq: int | None, grace: float = 0.0
+    ) -> None: ...
+
+    def beat(self) -> None: ...
 
     def revoke(self, number: blockdev.Number) -> kernel.Lease | None: ...
 
@@ -55,11 +62,13 @@ class Known:
     checked: float = 0.0  # CLOCK_MONOTONIC
     raw: bool = False
     doubt: Doubt = field(default_factory=Doubt)
+    pace: Pace = field(default_factory=Pace)
     allowed_over: tuple[str, str] | None = None  # type and UUID that an operator gave up
     changed_from: str = ""  # the ledger's content, when other content is there now
     missing: str = ""  # the ledger's content, when nothing recognisable is there now
     lease_seconds: float | None = None  # from first sight to lease
     mirrored: tuple[str, str, str, float] | None = None  # what the image's metadata holds of ours
+    witness: Statement | None = None  # what its PersistentVolume said when it was last asked
 
 
 @dataclass
@@ -71,6 +80,7 @@ class Turn:
     seen: Verdict | None = None
     by: str = ""
     seconds: float | None = None  # of the lease; None: as the settings say
+    alone: bool = False  # the lease holds to its end without an agent, too
 
 
 class Executor:
@@ -83,15 +93,18 @@ class Executor:
         ledger: store.Store,
         mirror: Mirror,
         node: str,
+        witness: Witness | None = None,
     ) -> None:
         self.settings = wanted
         self.leases = leases
         self.ledger = ledger
         self.mirror = mirror
         self.node = node
+        self.witness = witness
         self.granted = 0
         self.mirror_failures = 0
         self._writing = asyncio.Lock()
+        self._beating: asyncio.TimerHandle | None = None
 
     async def carry_out(self, steps: Iterable[Step], turn: Turn) -> None:
         """Each step in order. RefusedError, OSError or TimeoutError from one ends it there."""
@@ -118,13 +131,16 @@ class Executor:
                 case Step.GRANT:
                     seconds = self.settings.lease if turn.seconds is None else turn.seconds
                     until = time.monotonic() + seconds
-                    self._holder().grant(device.number, until, device.diskseq)
+                    grace = 0.0 if turn.alone else self._grace(device)
+                    self._holder().grant(device.number, until, device.diskseq, grace)
+                    self._beat()
                     self.granted += 1
                 case Step.SHORTEN:
                     until = time.monotonic() + lease.LINGER_SECONDS
                     until = min(self._until(device) or 0.0, until)
                     if self.leases is not None:
-                        self.leases.grant(device.number, until, device.diskseq)
+                        grace = self._grace(device)
+                        self.leases.grant(device.number, until, device.diskseq, grace)
                 case Step.REVOKE:
                     self._revoke(device.number)
                 case Step.RECORD_CONTENT:
@@ -162,7 +178,10 @@ class Executor:
                 await asyncio.to_thread(self.ledger.put, new)
 
     async def _mirror(self, known: Known, new: store.Entry) -> None:
-        """Into the image's metadata, where credentials for its cluster are configured."""
+        """Into the image's metadata, where credentials for its cluster are configured; content
+        also onto its PersistentVolume, in a while."""
+        if self.witness is not None:
+            self.witness.saw(known.device, new)
         image = known.device.lowest.image
         state = (new.type, new.uuid, new.label, new.permitted)
         if image is None or image.snapshot or known.mirrored == state:
@@ -184,6 +203,23 @@ class Executor:
                 "a lease", "the guard is not attached", "see: nodeagent volume guard status"
             )
         return self.leases
+
+    def _grace(self, device: blockdev.BlockDevice) -> float:
+        return lease.grace_seconds(device.driver, self._holder().ends_with_disk)
+
+    def _beat(self) -> None:
+        """Say that an agent is alive, as long as a lease needs one."""
+        if self._beating is not None:
+            self._beating.cancel()
+            self._beating = None
+        try:
+            if self.leases is None or not any(x.grace for x in self.leases.leases().values()):
+                return
+            self.leases.beat()
+        except OSError as error:
+            log.warning("leases end early: no sign of life", error=str(error))
+        loop = asyncio.get_running_loop()
+        self._beating = loop.call_later(lease.BEAT_SECONDS, self._beat)
 
     def _revoke(self, number: blockdev.Number) -> kernel.Lease | None:
         return self.leases.revoke(number) if self.leases is not None else None

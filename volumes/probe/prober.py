@@ -2,8 +2,8 @@
 
 A child in an uninterruptible sleep does not die of SIGKILL until its device answers. At the
 deadline it is abandoned, and while it exists the device's verdict is TIMEOUT without another child,
-which would only hang beside it. A child that answered is kept for the next probe, and one is
-started ahead, because a start takes longer than a probe.
+which would only hang beside it. Children that answered are kept while other probes wait, then one,
+and one is started ahead, because a start takes longer than a probe.
 """
 
 import asyncio
@@ -34,7 +34,8 @@ class Prober:
         self._probes: dict[str, asyncio.Task[Verdict]] = {}
         self._slots = asyncio.Semaphore(at_once)
         self._late: set[str] = set()
-        self._spare: kit.line_worker.Worker[Verdict] | None = None
+        self._at_once = at_once
+        self._spares: list[kit.line_worker.Worker[Verdict]] = []
         self._closed = False
 
     @property
@@ -57,14 +58,14 @@ class Prober:
 
     async def warm(self) -> None:
         """Have a child ready that waits for its device."""
-        if self._spare is None and not self._closed:
-            self._spare = _worker()
-            await self._spare.start()
+        if not self._spares and not self._closed:
+            self._spares.append(_worker())
+            await self._spares[-1].start()
 
     async def _run(self, device: str, below: str) -> Verdict:
         async with self._slots:
             self.started += 1
-            worker, self._spare = self._spare or _worker(), None
+            worker = self._spares.pop() if self._spares else _worker()
             worker.about = _about(device)
             try:
                 request = Request(device, random.getrandbits(32), below)
@@ -81,12 +82,16 @@ class Prober:
                 found = Verdict(Kind.UNREADABLE, device, where=f"no probe: {error}", errno=5)
                 await worker.close()
             else:
-                if self._spare is None and not self._closed:
-                    self._spare = worker
-                else:
-                    await worker.close()
+                await self._keep(worker)
         await self.warm()
         return found
+
+    async def _keep(self, worker: kit.line_worker.Worker[Verdict]) -> None:
+        """For the next probe; as many as still wait for one, then one."""
+        most = 0 if self._closed else max(1, min(self._at_once, len(self._probes) - 1))
+        self._spares.append(worker)
+        while len(self._spares) > most:
+            await self._spares.pop().close()
 
     def _timeout(self, device: str) -> Verdict:
         return Verdict(Kind.TIMEOUT, device, where=_NO_ANSWER, seconds=self.deadline)
@@ -101,8 +106,8 @@ class Prober:
         # Their children were killed a moment ago; those that do not hang are reaped here.
         ends = (processes.settled(_about(each), processes.KILLED_SECONDS) for each in devices)
         await asyncio.gather(*ends)
-        if self._spare is not None:
-            await self._spare.close()
+        while self._spares:
+            await self._spares.pop().close()
 
 
 def _worker() -> kit.line_worker.Worker[Verdict]:

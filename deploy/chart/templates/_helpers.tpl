@@ -27,12 +27,19 @@ nodeagent/pool: {{ .pool }}
 {{- $audit := dict "kubelet" $host.kubelet -}}
 {{- if $runtime.bundles -}}{{- $_ := set $audit "containers" $runtime.bundles -}}{{- end -}}
 {{- $preheat := dict "runtime" $runtime.name "socket" (printf "%s/%s" $runtime.socketDir $runtime.socket) -}}
+{{- $_ := set $preheat "kubelet" (dict "root_dir" $host.kubelet) -}}
+{{- $_ := set $preheat "datasets" (printf "%s/views" $host.state) -}}
 {{- if $runtime.hosts -}}{{- $_ := set $preheat "hosts_dir" $runtime.hosts -}}{{- end -}}
 {{- if $runtime.dropIns -}}
 {{- $_ := set $preheat "crio" (dict "drop_in" (printf "%s/50-nodeagent-pinned-images.conf" $runtime.dropIns)) -}}
 {{- end -}}
+{{- $csi := dict "enabled" .root.Values.csi.enabled "kubelet" $host.kubelet -}}
+{{- $cache := dict "store" (printf "%s/store" $host.state) "views" (printf "%s/views" $host.state) "csi" $csi -}}
+{{- if kindIs "map" (($given).cache).kubelet -}}
+{{- $_ := set $cache "kubelet" (dict "root_dir" $host.kubelet "image_dir" $runtime.images) -}}
+{{- end -}}
 {{- $known := dict
-  "cache" (dict "store" (printf "%s/store" $host.state) "views" (printf "%s/views" $host.state))
+  "cache" $cache
   "volumes" (dict "audit" $audit)
   "preheat" $preheat -}}
 {{- $made := dict
@@ -41,6 +48,7 @@ nodeagent/pool: {{ .pool }}
 {{- range $section, $values := $known -}}
 {{- if index $given $section -}}{{- $_ := set $made $section $values -}}{{- end -}}
 {{- end -}}
+{{- if .root.Values.kubernetes.enabled -}}{{- $_ := set $made "kubernetes" dict -}}{{- end -}}
 {{- $all := mergeOverwrite $made $given -}}
 {{- range $section, $values := (.values.settings | default dict) -}}
 {{- if kindIs "invalid" $values -}}{{- $_ := unset $all $section -}}{{- end -}}
@@ -62,4 +70,36 @@ nodeagent/pool: {{ .pool }}
 {{- define "nodeagent.asks" -}}
 {{- $settings := include "nodeagent.settings" . | fromYaml -}}
 {{- if kindIs "map" ((($settings).admin).api).kubernetes -}}true{{- end -}}
+{{- end -}}
+
+{{/* "true" when the agents of a pool serve volumes. */}}
+{{- define "nodeagent.csi" -}}
+{{- $settings := include "nodeagent.settings" . | fromYaml -}}
+{{- if ((($settings).cache).csi).enabled -}}true{{- end -}}
+{{- end -}}
+
+{{/* "true" when the agents of a pool ask and mark PersistentVolumes (docs/guard.md). */}}
+{{- define "nodeagent.witnesses" -}}
+{{- $volumes := (include "nodeagent.settings" . | fromYaml).volumes -}}
+{{- if kindIs "map" $volumes -}}
+{{- $kubernetes := $volumes.kubernetes | default dict -}}
+{{- if and (ne (toString $kubernetes.enabled) "false") (not $kubernetes.kubeconfig) -}}true{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* "true" when the agents of a pool follow objects of the cluster with their own account. */}}
+{{- define "nodeagent.follows" -}}
+{{- $kubernetes := (include "nodeagent.settings" . | fromYaml).kubernetes -}}
+{{- if and (kindIs "map" $kubernetes) (not ($kubernetes | default dict).kubeconfig) -}}true{{- end -}}
+{{- end -}}
+
+{{/* "true" when the agents of a pool ask their kubelet for its configuration (docs/preheat.md, cache.md). */}}
+{{- define "nodeagent.configz" -}}
+{{- $settings := include "nodeagent.settings" . | fromYaml -}}
+{{- if or (kindIs "map" ((($settings).preheat).kubelet).api) (kindIs "map" ((($settings).cache).kubelet).api) -}}true{{- end -}}
+{{- end -}}
+
+{{/* "true" when the agents of a pool have an account of the cluster. */}}
+{{- define "nodeagent.account" -}}
+{{- if or (include "nodeagent.asks" .) (include "nodeagent.witnesses" .) (include "nodeagent.configz" .) (include "nodeagent.follows" .) -}}true{{- end -}}
 {{- end -}}

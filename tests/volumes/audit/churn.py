@@ -2,6 +2,7 @@
 taken down again all the time. Used by the test and by ``make soak``."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import random
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.testbed import blockdev
 from tests.volumes.audit import stage as stages
 from volumes.audit import status
 
@@ -67,11 +69,12 @@ class _Pods:
         self._devices = devices
         self.mounts = 0
 
-    async def run(self, until: float) -> None:
-        await asyncio.gather(*(self._one(device, until) for device in self._devices))
+    async def run(self, until: float, least: int) -> None:
+        """Go on until that moment, and on a slow machine until ``least`` mounts are made."""
+        await asyncio.gather(*(self._one(device, until, least) for device in self._devices))
 
-    async def _one(self, device: str, until: float) -> None:
-        while time.monotonic() < until:
+    async def _one(self, device: str, until: float, least: int) -> None:
+        while time.monotonic() < until or self.mounts < least:
             uid = str(uuid.uuid4())
             target, handle = await asyncio.to_thread(self._stage.staged, device, image=device)
             await asyncio.sleep(random.uniform(0.0, 1.5))
@@ -91,6 +94,14 @@ class _Pods:
         assert await process.wait() == 0, path
 
 
+def _session(pid: int) -> int:
+    """0 when the process has ended."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
 def cpu(pids: list[int]) -> float:
     """Seconds of CPU of these processes."""
     total = 0
@@ -101,13 +112,21 @@ def cpu(pids: list[int]) -> float:
 
 
 async def soak(
-    stage: stages.Stage, *, seconds: float, processes: int, spaces: int, idle: float = 0.0
+    stage: stages.Stage,
+    *,
+    seconds: float,
+    processes: int,
+    spaces: int,
+    mounts: int = 1,
+    idle: float = 0.0,
 ) -> Result:
-    """Run the churn and watch it; then, for ``idle`` seconds, nothing but the crowd."""
+    """Run the churn for ``seconds`` and at least ``mounts`` mounts, and watch it; then, for
+    ``idle`` seconds, nothing but the crowd."""
     stage.share_kubelet()
     devices = [stage.loop() for _ in range(4)]
+    apart = ("unshare", "--mount", str(blockdev.APART), str(stage.folder), "--")
     crowd = subprocess.Popen(
-        [sys.executable, "-c", CROWD, str(spaces), str(processes)],
+        [*apart, sys.executable, "-c", CROWD, str(spaces), str(processes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -123,16 +142,22 @@ async def soak(
             pods = _Pods(stage, devices)
             seen: dict[str, dict[str, Any]] = {}
 
-            async def look_on(until: float) -> None:
-                while time.monotonic() < until:
+            async def look_on() -> None:
+                while True:
                     for found in status.findings(watch.audit):
-                        if found["device"] in devices:
+                        own = not stage.is_foreign(found) or _session(found["pid"]) == crowd.pid
+                        if found["device"] in devices and own:
                             seen.setdefault(found["id"], found)
                     await asyncio.sleep(0.1)
 
             began, before = time.monotonic(), watch.audit.scanner.cpu_seconds
-            until = began + seconds
-            await asyncio.gather(pods.run(until), look_on(until))
+            looking = asyncio.create_task(look_on())
+            try:
+                await pods.run(began + seconds, mounts)
+            finally:
+                looking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await looking  # what it failed of, if it did
             result.seconds = time.monotonic() - began
             result.busy_cpu_percent = (
                 (watch.audit.scanner.cpu_seconds - before) / result.seconds * 100

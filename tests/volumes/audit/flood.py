@@ -54,13 +54,14 @@ def accounted(follower: followers.Follower) -> int:
     return counts.seen + counts.dropped
 
 
-async def flood(folder: Path, lines: int) -> dict[str, Any]:
-    """Write ``lines`` lines as fast as possible; every line must be accounted for."""
+async def flood(folder: Path, lines: int, **changes: Any) -> dict[str, Any]:
+    """Write ``lines`` lines as fast as possible; every line must be accounted for. ``changes``: of
+    the settings."""
     path = folder / "kubelet.log"
     path.touch()
     found: list[matcher.Hit] = []
     longest = 0.0
-    async with following(sources(path), found) as follower:
+    async with following(sources(path, **changes), found) as follower:
         await readable(follower)
         stop = asyncio.Event()
 

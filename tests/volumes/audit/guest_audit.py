@@ -17,9 +17,10 @@ from linux import kmsg
 from nodeagent import reporter as reporting
 from tests.testbed import waiting
 from volumes.audit import service, status
-from volumes.audit.logs import matcher, patterns
-from volumes.audit.settings import AuditSettings, ClusterSettings
+from volumes.audit.logs import follower, matcher, patterns
+from volumes.audit.settings import AuditSettings, ClusterSettings, RepairSettings
 from volumes.audit.types import GuardView
+from volumes.probe import prober
 
 CONF, MONITOR, SECRET, _ = sys.argv[1:]
 KUBELET = Path("/tmp/kubelet")
@@ -42,7 +43,7 @@ def rbd(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
 
 
 async def until(condition: Callable[[], Any], what: str) -> Any:
-    return await waiting.until_async(condition, 90, what)
+    return await waiting.until_async(condition, 90, what, pause=waiting.GUEST_PAUSE_SECONDS)
 
 
 async def main() -> None:
@@ -56,13 +57,14 @@ async def main() -> None:
     KUBELET.mkdir()
     LOG.touch()
     cluster = {"name": "c1", "monitors": [MONITOR], "user": "admin", "secret_file": SECRET}
+    verdicts: dict[str, str] = {}  # as the guard's probes say them
     audit = service.Audit(
         AuditSettings.model_validate(
             {
                 "kubelet": str(KUBELET),
                 "settle": "500ms",
-                "look_timeout": "60s",
-                "cluster_timeout": "60s",
+                "look_timeout": "120s",
+                "cluster_timeout": "120s",
                 "cluster_interval": "5s",
                 "logs": {"sources": [{"name": "ceph-csi", "files": str(LOG)}]},
                 "rules": {"audit-blind": {"enabled": False}},
@@ -72,12 +74,13 @@ async def main() -> None:
         drivers=("rbd",),
         state_dir=Path("/tmp/state"),
         reporter=reporting.Findings(),
-        guard=lambda: GuardView(enforcing=True),
+        guard=lambda: GuardView(enforcing=True, verdicts=verdicts),
     )
 
     def found(rule: str) -> list[dict[str, Any]]:
         return [f for f in status.findings(audit) if f["rule"] == rule]
 
+    follower.SILENCE_SECONDS = 120.0  # an emulated processor on a busy machine
     await audit.start()
     inventory = await until(lambda: audit.inventory, "the first scan")
     for name in names:
@@ -129,6 +132,7 @@ async def main() -> None:
     name = node.removeprefix("/dev/")
     run("mount", node, str(target))
     (target / "file").write_text("x" * 100)
+    run("sync", "-f", str(target))
     device = await until(
         lambda: audit.inventory and audit.inventory.device(name), "the new mapping"
     )
@@ -140,9 +144,17 @@ async def main() -> None:
     await until(lambda: run(*read, check=False).returncode, "a read that fails")
     await until(lambda: found("blocklisted-client"), "blocklisted-client")
     say("blocklisted-client found")
-    await until(lambda: found("log-rbd-io-error"), "log-rbd-io-error")
+    try:
+        await until(lambda: found("log-rbd-io-error"), "log-rbd-io-error")
+    except AssertionError:
+        if (logs := audit.follower) is not None:
+            say(f"log child: {logs.restarts} restarts, {logs.trouble}, {logs.counters()}")
+        for record in kernel.read(10_000):
+            say(f"kernel: {record.text}")
+        raise
     say(f"log-rbd-io-error {found('log-rbd-io-error')[0]['device'] == name}")
     holder.kill()
+    await _repaired(audit, name, target, verdicts)
     await audit.stop()
 
     each = matcher.Matcher(
@@ -155,6 +167,51 @@ async def main() -> None:
             print(f"kernel: {line}", flush=True)
     each.feed("".join(f"{line}\n" for line in lines).encode())
     say(f"patterns {json.dumps(sorted({hit.pattern for hit in each.flush()}))}")
+
+
+async def _repaired(
+    audit: service.Audit, name: str, target: Path, verdicts: dict[str, str]
+) -> None:
+    """The blocklisted mapping is taken away once it is unmounted; a new one reads what was there.
+    The two other mappings have the same client, and nothing holds them."""
+    audit.repairer.settings = RepairSettings(mode="on", settle=1.0)
+    audit.wake()
+
+    def waits() -> dict[str, Any] | None:
+        case = audit.repairer.shown.get(name)
+        return case if case and "in use" in case["why"] else None
+
+    case = await until(waits, "it waits")
+    say(f"same client {len(case['same_client'])}")
+    await until(lambda: len(list(Path("/sys/bus/rbd/devices").iterdir())) == 1, "the idle ones")
+    say(f"mounted one stays {Path('/sys/block', name).exists()}")
+    run("umount", str(target))
+    await until(lambda: not any(Path("/sys/bus/rbd/devices").iterdir()), "the unmap")
+    node = rbd("map", "-o", "noudev", "rbd/vol1").stdout.strip()
+    new = node.removeprefix("/dev/")
+    await until(lambda: audit.inventory and audit.inventory.device(new), "the new mapping")
+    probing = prober.Prober(120.0)
+    verdicts[new] = str((await probing.probe(node)).verdict)
+    await probing.close()
+    audit.wake()
+
+    def steps() -> list[str]:
+        return [
+            f"{e['step']} {e['outcome']}"
+            for e in audit.runner.last
+            if e["action"] == "repair" and e["volume"] == "rbd/vol1"
+        ]
+
+    say(f"probed {verdicts}")
+    try:
+        await until(lambda: "release done" in steps(), "the case is closed")
+    except AssertionError:
+        say(f"open {steps()} {audit.repairer.shown} {audit.repairer._cases} {verdicts}")
+        raise
+    say(f"repair {', '.join(steps())}")
+    run("mount", node, str(target))
+    say(f"data {(target / 'file').read_text() == 'x' * 100}")
+    run("umount", str(target))
 
 
 def _view(audit: service.Audit) -> Any:

@@ -6,8 +6,8 @@
     holder.py fd FILE | cwd DIR                   a file or working directory on the host
     holder.py map FILE                            a mapping, the file closed
 
-What is mounted of loop devices below other places than KEEP is dropped from the copy at once: a
-copy keeps what it holds busy, and other tests run on this machine.
+What is mounted of loop devices below other places than KEEP, and views of datasets, are dropped
+from the copy at once: a copy keeps what it holds busy, and other tests run on this machine.
 """
 
 import ctypes
@@ -37,10 +37,10 @@ def copy(propagation: int, keep: str, flags: int = NEWNS) -> None:
     mount("none", "/", None, REC | propagation)
     with open(f"/proc/self/task/{threading.get_native_id()}/mountinfo") as table:
         lines = [line.split() for line in table]
-    if propagation == SLAVE:
-        return  # unmounts of others still arrive by themselves
     for fields in reversed(lines):
-        if fields[2].startswith("7:") and not fields[4].startswith(keep):
+        # Of a shared mount the unmount of its own test arrives here by itself.
+        disk = fields[2].startswith("7:") and propagation != SLAVE
+        if "/views/" in fields[4] or (disk and not fields[4].startswith(keep)):
             libc.umount2(fields[4].encode(), 2)
 
 

@@ -104,7 +104,7 @@ def asking(stage: Stage, **changes: Any) -> AuditSettings:
     quick = {
         "cluster_interval": "1s",
         "cluster_wide_interval": "1s",
-        "cluster_timeout": "5s",
+        "cluster_timeout": "30s",  # its client may be starting
         "rules": {"mapped-elsewhere": {"patience": "0s"}, "audit-blind": {"patience": "0s"}},
     }
     return settings(stage, **(quick | changes))
@@ -219,6 +219,7 @@ async def test_a_frozen_cluster_makes_its_rules_unknown(
     doctored = cluster(ceph, secret, expected_version="17.2")
     async with watching(stage, asking(stage), clusters=doctored) as watch:
         found = await watch.finding("", "ceph-version-skew")
+        await watch.audit.reconcile(asking(stage, cluster_timeout="3s"))
         with ceph.frozen("mon"):
             await watch.until(
                 lambda: states(watch).get("ceph-version-skew") == "unknown", "unknown"
@@ -233,6 +234,7 @@ async def test_a_frozen_cluster_makes_its_rules_unknown(
             assert "c1" in still[0]["evidence"]["not_looked_at_again"]
             await watch.audit.round()  # the node itself is still scanned, at once
             assert watch.audit.inventory is not None
+        await watch.audit.reconcile(asking(stage))
         await watch.until(lambda: states(watch)["cluster-near-full"] == "ok", "back")
         await watch.until(lambda: not watch.found("", "audit-blind"), "sees again")
 
@@ -265,8 +267,7 @@ async def test_a_wrong_key_is_reported_but_not_shown(
     wrong = tmp_path / "wrong"
     key = "AQAVUCdhj8DLCBAAKA9WzcQG6u44EeNooNObug=="
     wrong.write_text(key)
-    patient = asking(stage, cluster_timeout="20s")
-    async with watching(stage, patient, clusters=cluster(ceph, wrong)) as watch:
+    async with watching(stage, asking(stage), clusters=cluster(ceph, wrong)) as watch:
         view = await watch.until(lambda: watch.audit.clusters.views.get("c1"), "asked")
         assert isinstance(view, str)
         assert "does not let us in" in view

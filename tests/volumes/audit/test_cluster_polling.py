@@ -3,11 +3,14 @@
 import asyncio
 import collections
 import contextlib
+import json
+import random
+from pathlib import Path
 
 import pytest
 
-from ceph import client
-from ceph.protocol import ClusterView
+from ceph import client, worker
+from ceph.protocol import ClusterView, Credentials
 from tests.volumes.audit.world import INVENTORY, view
 from volumes.audit import cluster_polling
 from volumes.audit.settings import AuditSettings, ClusterSettings
@@ -39,12 +42,13 @@ async def test_poller_asks_soon_about_new_mappings(monkeypatch: pytest.MonkeyPat
         asked.put_nowait(True)
 
     monkeypatch.setattr(cluster_polling, "soon", soon)
+    monkeypatch.setattr(cluster_polling, "first", lambda interval: 0.0)
     monkeypatch.setattr(cluster_polling.Poller, "ask", ask)
     settings = AuditSettings()
     poller = cluster_polling.Poller(lambda: None)
     task = asyncio.create_task(poller.run(lambda: settings, lambda: (CLUSTER,)))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await asked.get()
             assert drawn == []
             poller.want(INVENTORY)
@@ -100,3 +104,66 @@ async def test_what_is_the_same_for_every_node_is_asked_rarely(
     assert sorted(seen.denied) == ["df", "mon dump"]
     await poller.ask((CLUSTER,), 1.0, 0.0)
     assert asked[-1]
+
+
+# --- the load of many nodes, as docs/audit.md says it
+
+NODES = 7500
+HOURS = 6
+
+
+class _Monitors:
+    """Notes the commands of one question."""
+
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+
+    def mon_command(self, request: str, _: bytes, timeout: int) -> tuple[int, bytes, str]:
+        self.commands.append(json.loads(request)["prefix"])
+        return 0, b"", ""
+
+
+def _commands(wide: bool) -> int:
+    """Commands to the monitors for one question."""
+    connection = object.__new__(worker._Connection)
+    connection._cluster = monitors = _Monitors()
+    connection.credentials = Credentials("c1", (), "", "admin", "", 1.0)
+    connection._limit, connection._thing, connection._fsid = 1, "cluster c1", "f1"
+    connection._view((), wide)
+    return len(monitors.commands)
+
+
+def _load(seed: int, *, mapped: bool) -> tuple[float, float, int]:
+    """Questions and commands in a second, on average after the first hour, and the most commands in
+    a second of all. All nodes start in the same second and, if ``mapped``, find new images in the
+    middle of the time. The waits are the poller's own."""
+    settings, narrow, all_of_it = AuditSettings(), _commands(False), _commands(True)
+    random.seed(seed)
+    asked, seconds = collections.Counter[int](), collections.Counter[int]()
+    job = HOURS * 1800.0
+    for _ in range(NODES):
+        now, wide, woken = cluster_polling.first(settings.cluster_interval), None, not mapped
+        while now < HOURS * 3600:
+            due = wide is None or wide.is_due(now, settings.cluster_wide_interval)
+            if due:
+                wide = cluster_polling.Wide(view(), now)
+            asked[int(now)] += 1
+            seconds[int(now)] += all_of_it if due else narrow
+            after = now + cluster_polling.pause(settings.cluster_interval)
+            if not woken and after > job:
+                after, woken = job + cluster_polling.soon(settings.cluster_interval), True
+            now = after
+    span = range(3600, HOURS * 3600)
+    average = [sum(each[second] for second in span) / len(span) for each in (asked, seconds)]
+    return average[0], average[1], max(seconds.values())
+
+
+def test_the_load_of_7500_nodes_is_as_documented() -> None:
+    """The table in docs/audit.md, computed from the intervals of the settings and of the code."""
+    questions, commands, most = _load(1, mapped=False)
+    job = _load(1, mapped=True)[2]
+    row = (
+        f"| {NODES:,} | {questions:.0f} | {commands:.0f} | {round(most, -1):,} | "
+        f"{round(job, -1):,} |"
+    )
+    assert row in (Path(__file__).parents[3] / "docs/audit.md").read_text(), row

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 import kit.errors
+from linux import blockdev
 from tests.volumes.audit.stage import Stage
 from volumes.audit import executors
+from volumes.audit.inventory import holders
 
 pytestmark = pytest.mark.real
 
@@ -45,3 +47,21 @@ def test_unmap_of_nbd_refuses_a_claimed_or_opened_device(
     tool.write_text("#!/bin/sh\necho no such device >&2\nexit 3\n")
     with pytest.raises(kit.errors.HostError, match="ended with 3: no such device"):
         unmap()
+
+
+def test_who_serves_a_device_is_no_user_of_it(stage: Stage) -> None:
+    """rbd-nbd has its device open as long as it is mapped."""
+    device = stage.loop(fs=None)
+    status = os.stat(f"/dev/{device}").st_rdev
+    number = os.major(status), os.minor(status)
+    server = stage.holder("fd", f"/dev/{device}")
+    other = stage.holder("fd", f"/dev/{device}")
+
+    def users(servers: dict[blockdev.Number, int | None]) -> set[int]:
+        processes = holders.Processes("/proc", "")
+        return {
+            user.owner.pid for user in holders.users(processes, "/proc", {number}, set(), servers)
+        }
+
+    assert users({}) == {server, other}
+    assert users({number: server}) == {other}

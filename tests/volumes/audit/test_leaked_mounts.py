@@ -60,7 +60,8 @@ async def test_detach_action_frees_the_device_and_spares_the_holder(stage: Stage
         await watch.until(lambda: not watch.found(device, "leaked-mount"), "cleared")
         assert stage.is_alive(pid)
         done = [entry for entry in watch.audit.runner.last if entry["device"] == device]
-        assert [entry["outcome"] for entry in done] == ["begun", "done"]
+        outcomes = [entry["outcome"] for entry in done]  # a foreign copy is a case of its own
+        assert outcomes.count("begun") == outcomes.count("done") > 0
         journal = (stage.folder / "state/volumes/actions.jsonl").read_text()
         assert device in journal
         # Nobody else's mounts went: the holder still sees the host's root.

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import kit.room
+from linux import netlink
 from nodeagent import reporter as reporting
 from tests.volumes.audit import world
 from volumes import metrics
@@ -79,12 +80,78 @@ async def test_a_failed_visit_keeps_rules_unknown_until_one_succeeds(
     for _ in range(failures):
         assert await audit.round() is None
         assert {s.name: s.state for s in audit.states}["leaked-mount"] == "unknown"
-    assert looks == [False, True] * failures  # a quick look that works does not make it see
+    assert looks == [True] * failures
     assert await audit.round() is not None
     assert {s.name: s.state for s in audit.states}["leaked-mount"] == "ok"
     assert await audit.round() is not None
-    assert looks == [False, True] * (failures + 1) + [False]
+    assert looks == [True] * (failures + 1) + [False]
     assert status.overview(audit)["gaps"] == ["3 processes may not be read"]
+
+
+async def test_a_quick_look_that_works_does_not_make_up_for_a_failed_visit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[bool] = []
+    leaked = dataclasses.replace(world.DEVICE, active=("ext4",))
+
+    async def look(request: scan.Request, deadline: float) -> model.Inventory:
+        looks.append(request.deep)
+        if looks[1:] and request.deep:
+            raise scan.BlindError("volume audit", "no answer", "")
+        devices = (leaked,) if looks[1:] else ()
+        return dataclasses.replace(world.INVENTORY, deep=request.deep, devices=devices, host=())
+
+    audit = service.Audit(
+        world.scene().settings, drivers=("rbd",), state_dir=tmp_path, reporter=reporting.Findings()
+    )
+    monkeypatch.setattr(audit.scanner, "scan", look)
+    assert await audit.round() is not None
+    for _ in range(2):
+        assert await audit.round() is None
+        assert {s.name: s.state for s in audit.states}["leaked-mount"] == "unknown"
+    assert looks == [True, False, True, False, True]
+
+
+async def test_devices_that_uevents_name_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are read first, after a failed scan, after lost events, and before an action."""
+    asked: list[tuple[str, ...] | None] = []
+    waiting: list[list[str] | Exception] = []
+
+    class Uevents:
+        def read(self) -> list[netlink.Uevent]:
+            found = waiting.pop(0) if waiting else []
+            if isinstance(found, Exception):
+                raise found
+            return [netlink.Uevent("change", name, "disk") for name in found]
+
+    async def look(request: scan.Request, deadline: float) -> model.Inventory:
+        asked.append(request.changed)
+        if request.changed == ("rbd7",):
+            raise scan.BlindError("volume audit", "no answer", "")
+        return dataclasses.replace(world.INVENTORY, deep=request.deep, devices=())
+
+    audit = service.Audit(
+        world.scene().settings, drivers=("rbd",), state_dir=tmp_path, reporter=reporting.Findings()
+    )
+    audit._uevents = Uevents()  # type: ignore[assignment]
+    monkeypatch.setattr(audit.scanner, "scan", look)
+    await audit.round()
+    await audit.round()
+    assert asked == [None, ()]
+    waiting += [["rbd1", "rbd0"], ["rbd1"]]
+    await audit.round()
+    assert asked[2:] == [("rbd0", "rbd1")]
+    waiting += [["rbd7"]]
+    await audit.round()
+    await audit.round()
+    assert asked[3:] == [("rbd7",), None]
+    waiting += [netlink.Overflow()]
+    await audit.round()
+    await audit.round(full=True)
+    await audit._plans_afresh()
+    assert asked[5:] == [None, (), None]
 
 
 async def test_a_disabled_audit_does_nothing(tmp_path: Path) -> None:

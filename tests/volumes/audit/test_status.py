@@ -17,7 +17,7 @@ from tests.testbed.agent import Agent, ApiError
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage
 from tests.volumes.audit.world import DEVICE, INVENTORY, view
-from volumes.audit import status
+from volumes.audit import evaluate, status
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -133,7 +133,9 @@ def test_metrics(stage: Stage, agent: Agent) -> None:
     ours = [line for line in checked.stderr.splitlines() if "nodeagent_volume_" in line]
     assert ours == []
     series = [line for line in metrics.splitlines() if line.startswith("nodeagent_volume_")]
-    assert 50 < len(series) < 300
+    states = [line for line in series if line.startswith("nodeagent_volume_rule_state{")]
+    assert len(states) == len(evaluate.RULES)
+    assert len(series) < 100
     assert not any("loop" in line and "driver=" not in line for line in series)
 
 

@@ -21,7 +21,7 @@ from ceph.protocol import Extents
 from ceph.settings import ClusterSettings
 from linux import blockdev
 from tests.testbed import formatters, waiting
-from tests.volumes.guard import guest_luks, guest_raw
+from tests.volumes.guard import guest_luks, guest_nbd, guest_raw
 from volumes import settings
 from volumes import status as volume_status
 from volumes.guard import controller
@@ -59,7 +59,8 @@ def zeroed(device: str) -> None:
 
 
 async def until(what: str, condition: Callable[[], Any]) -> None:
-    await waiting.until_async(condition, 60, what, detail=lambda: findings)
+    pause = waiting.GUEST_PAUSE_SECONDS
+    await waiting.until_async(condition, 60, what, pause=pause, detail=lambda: findings)
 
 
 async def detach(device: str) -> None:
@@ -91,6 +92,9 @@ async def main() -> None:
     say(f"control mkfs {lost.mkfs} mounted {lost.mounted} {lost.error}".strip())
     run("umount", TARGET)
     await detach(device)
+    device = attach("nbd-other")
+    run("dd", "if=/dev/urandom", f"of={device}", "bs=1M", "count=8", "conv=fsync")
+    await detach(device)
 
     wanted = settings.GuardSettings(
         mode="enforce",
@@ -98,7 +102,6 @@ async def main() -> None:
         pins=Path("/sys/fs/bpf/nodeagent"),
         cluster_timeout=60,  # python starts slowly here
         probe_timeout=30,
-        lease=20,
     )
 
     def changed() -> None:
@@ -178,9 +181,12 @@ async def main() -> None:
     # Another node without memory of its own: the image's metadata tells it.
     answer = await guard.mirror.ask(identity.image, Extents())
     say(f"metadata {answer.mirror} extents {answer.extents}")
-    secret = attach("secret")
-    await guest_luks.encrypted(guard, secret, TARGET, run, say, until)
-    await detach(secret)
+    for kind in ("luks1", "luks2"):
+        secret = attach(f"secret-{kind}")
+        await guest_luks.encrypted(guard, secret, TARGET, run, say, until, kind=kind)
+        await detach(secret)
+    await guest_luks.another(run, say)
+    await guest_nbd.attached(guard, CONF, TARGET, run, say, until)
     await guest_raw.published(guard, attach, run, say, until)
     await detach(device)
 

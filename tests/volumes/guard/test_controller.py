@@ -1,68 +1,18 @@
 """The guard outlives its agent, is adopted by the next one, and is replaced without a gap."""
 
-import contextlib
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.testbed import blockdev, cell, waiting
+from tests.volumes.guard import hammer
 from volumes import settings
-from volumes.guard import kernel
+from volumes.guard import kernel, lease
 
 pytestmark = pytest.mark.real
-
-# Tries to open the device for writing as fast as it can, under a name of its choice, until told to
-# stop; says how often it was let in and refused.
-_HAMMER = """
-import os, sys
-device, name = sys.argv[1:3]
-open('/proc/self/comm', 'w').write(name)
-opened = refused = 0
-print('going', flush=True)
-os.set_blocking(0, False)
-while True:
-    try:
-        os.close(os.open(device, os.O_WRONLY)); opened += 1
-    except PermissionError:
-        refused += 1
-    if (opened + refused) % 64 == 0:
-        try:
-            if os.read(0, 1) == b'':
-                break
-        except BlockingIOError:
-            pass
-print(opened, refused)
-"""
-
-
-@contextlib.contextmanager
-def _hammer(where: cell.Cell, device: str, name: str) -> Iterator[Callable[[], tuple[int, int]]]:
-    process = subprocess.Popen(
-        ["sh", "-c", 'echo 0 > "$CELL/cgroup.procs" && exec "$@"', "sh",
-         sys.executable, "-c", _HAMMER, device, name],
-        env={**os.environ, "CELL": str(where.path)},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None and process.stdin is not None
-    assert process.stdout.readline() == "going\n"
-
-    def stop() -> tuple[int, int]:
-        assert process.stdout is not None and process.stdin is not None
-        process.stdin.close()
-        opened, refused = process.stdout.read().split()
-        return int(opened), int(refused)
-
-    try:
-        yield stop
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 @pytest.fixture
@@ -94,6 +44,63 @@ def test_guard_outlives_killed_agent_and_is_adopted(
         # What was refused while no agent ran is told now.
         told = waiting.until(lambda: agent.findings(), 10, "the refusal to be told")
         assert {f["rule"] for f in told} == {"format-denied"}
+
+
+def test_a_lease_of_a_disk_that_stays_ends_soon_after_its_agent(
+    where: cell.Cell, tmp_path: Path
+) -> None:
+    """nbd and loop: the kernel does not see that another medium came to the device."""
+    blank = blockdev.blank(tmp_path / "blank", 320 * blockdev.MiB)
+    other = blockdev.blank(tmp_path / "other", 320 * blockdev.MiB)
+    blockdev.run("mkfs.ext4", "-q", str(other))
+    before = blockdev.sha256(other)
+
+    def opens() -> bool:
+        return where.run("sh", "-c", f"exec 3<>{device}").returncode == 0
+
+    with cell.agent(tmp_path, where) as agent, blockdev.loop(blank) as device:
+        waiting.until(opens, 10, "the lease")
+        time.sleep(lease.GRACE_SECONDS + lease.BEAT_SECONDS)
+        assert opens(), "a living agent keeps it"
+        agent.kill()
+        blockdev.run("losetup", "-d", device)
+        blockdev.run("losetup", device, str(other))
+        waiting.until(lambda: not opens(), 2 * lease.GRACE_SECONDS, "the end of the lease")
+        guard = where.guard()
+        number = os.stat(device).st_rdev
+        held = guard.read().leases[os.major(number), os.minor(number)]
+        guard.close()
+        assert held.until > time.monotonic(), "it had not ended by itself"
+        agent.start()  # and does not have it again
+        waiting.until(lambda: agent.guarded(device).get("verdict"), 10, "a look")
+        assert where.run("mkfs.ext4", "-F", device).returncode != 0
+        guard = where.guard()
+        assert not guard.read().leases
+        guard.close()
+    assert blockdev.sha256(other) == before
+
+
+def test_a_partition_with_an_extended_major_stays_guarded_across_a_restart(
+    where: cell.Cell, tmp_path: Path
+) -> None:
+    """Its major is no driver's, so the kernel's table has its number."""
+    image = blockdev.blank(tmp_path / "image", 64 * blockdev.MiB)
+    with cell.agent(tmp_path, where) as agent, blockdev.loop(image) as device:
+        part = f"{device}p1"
+        blockdev.run("addpart", device, "1", "2048", "65536")
+        try:
+            assert os.major(os.stat(part).st_rdev) != os.major(os.stat(device).st_rdev)
+            waiting.until(
+                lambda: where.run("sh", "-c", f"exec 3<>{part}").returncode != 0, 10, "the guard"
+            )
+            with hammer.hammer(where, part, "mkfs.ext4") as stop:
+                for _ in range(2):
+                    agent.kill()
+                    agent.start()
+                opened, refused = stop()
+            assert (opened, refused > 100) == (0, True)
+        finally:
+            blockdev.run("delpart", device, "1")
 
 
 def test_guard_is_adopted_without_pins(where: cell.Cell, tmp_path: Path) -> None:
@@ -141,7 +148,10 @@ def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> No
     where_now.read()
     where_now.reserve(held, 1)
     where_now.grant(held, time.monotonic() + 600, 1)
-    with _hammer(where, device, "mkfs.ext4") as bad, _hammer(where, device, "mount") as good:
+    with (
+        hammer.hammer(where, device, "mkfs.ext4") as bad,
+        hammer.hammer(where, device, "mount") as good,
+    ):
         for _ in range(5):
             for version in (logic, maps, kernel.OBJECT):
                 guard = where.guard(version)

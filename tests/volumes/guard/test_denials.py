@@ -1,6 +1,11 @@
 """Denials: who was refused, and what becomes a finding."""
 
-from volumes.guard import denials
+import pytest
+import structlog.testing
+
+from tests.testbed import waiting
+from volumes.guard import denials, pace, windows
+from volumes.probe.examine import Kind
 
 
 def _denial(device: str = "rbd0", program: str = "mkfs.ext4", **more: object) -> denials.Denial:
@@ -26,15 +31,86 @@ def test_dry_run_says_what_it_could_not_check() -> None:
     assert (unchecked.rule, unchecked.severity) == ("format-unchecked", "info")
     kept.add(_denial(denied=False, early=False, program="dd"))
     kept.decided("rbd0", "unreadable", ("it is not blank",))
-    assert [f.rule for f in kept.findings(2.0)] == ["format-unchecked", "format-would-be-denied"]
+    unchecked, let = kept.findings(2.0)
+    assert (unchecked.rule, let.rule) == ("format-unchecked", "format-would-be-denied")
+    assert "was NOT stopped" in let.advice and "unchanged" not in let.advice
+
+
+def test_denial_says_that_the_volume_is_unchanged() -> None:
+    kept = denials.Denials()
+    kept.add(_denial())
+    kept.decided("rbd0", "unreadable", ("it is not blank",))
+    (found,) = kept.findings(2.0)
+    assert found.rule == "format-denied" and "the volume is unchanged" in found.advice
 
 
 def test_denials_are_bounded_and_expire() -> None:
     kept = denials.Denials()
     for number in range(1000):
-        kept.add(_denial(f"rbd{number}"))
+        kept.add(_denial(f"rbd{number}", volume=f"v{number}"))
         kept.decided(f"rbd{number}", "x", ("no",))
-        kept.add(_denial("rbd0", at=2.0))
+        kept.add(_denial("rbd0", at=2.0, program=f"p{number}"))
     assert len(kept.last) == denials.KEPT and len(kept.waiting["rbd0"]) == denials.KEPT
     assert len(kept.findings(2.0)) == denials.MOST_GROUPS
     assert kept.findings(2.0 + denials.FINDING_SECONDS + 1) == []
+
+
+def test_denials_of_one_caller_are_one_with_a_count() -> None:
+    kept = denials.Denials()
+    for pid in range(5):
+        kept.add(_denial(pid=pid))
+    kept.decided("rbd0", "has_fs", ("no",))
+    kept.more(_denial(), 1000)
+    kept.add(_denial(pid=5))
+    kept.decided("rbd0", "timeout", ("no",))
+    (last,) = kept.last
+    assert (last.pid, last.verdict, last.count) == (5, "timeout", 1006)
+    (found,) = kept.findings(2.0)
+    assert found.evidence["times"] == "1006"
+
+
+async def test_windows_are_bounded_and_tell_each_caller_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(windows, "WINDOW_SECONDS", 0.05)
+    more: list[tuple[str, int]] = []
+    counts = {b"rbd0": 7}
+
+    def held_back(caller: bytes) -> int:
+        counts[caller] = counts.get(caller, 0)
+        return counts[caller]
+
+    kept = windows.Windows(held_back, lambda denial, count: more.append((denial.device, count)))
+    with structlog.testing.capture_logs() as lines:
+        for number in range(2 * windows.MOST_WINDOWS):
+            name = f"rbd{number}"
+            if kept.joined(name) is None:
+                kept.open(name, _denial(name), name.encode())
+        assert len(lines) == windows.MOST_WINDOWS + 1  # the others share one
+        assert kept.joined("rbd0") == _denial("rbd0")
+        counts[b"rbd0"] += 100
+
+        def again() -> list[int]:
+            return sorted(each["times"] for each in lines if each["event"].endswith("again"))
+
+        await waiting.until_async(lambda: len(again()) >= 2, 5, "the ends of two windows")
+        assert again() == [108, windows.MOST_WINDOWS - 1] and ("rbd0", 107) in more
+        # Nothing followed in the next window: nobody is kept, and no timer runs.
+        await waiting.until_async(lambda: not kept._open, 5, "the windows to end")
+    kept.close()
+
+
+def test_pace_slows_down_for_what_stays_the_same_and_begins_anew_for_a_change() -> None:
+    now, kept = 0.0, pace.Pace()
+    assert kept.wait(now) == 0.0
+    waits = []
+    for _ in range(8):
+        kept = kept.after((Kind.HAS_FS, True), now)
+        waits.append(round(kept.wait(now), 6))
+        now += waits[-1]
+    assert waits == sorted(waits) and waits[0] == pace.FIRST_SECONDS
+    assert waits[-1] == pace.LONGEST_SECONDS
+    assert kept.wait(now + pace.LONGEST_SECONDS) == 0.0
+    assert kept.after((Kind.TIMEOUT, True), now).wait(now) == pytest.approx(pace.FIRST_SECONDS)
+    rested = now + 3 * pace.LONGEST_SECONDS
+    assert kept.after((Kind.HAS_FS, True), rested).wait(rested) == pytest.approx(pace.FIRST_SECONDS)

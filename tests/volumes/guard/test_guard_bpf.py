@@ -259,12 +259,15 @@ def test_lease_allows_format_and_expires(guarded: cell.Cell, tmp_path: Path) -> 
         guard.read()
         assert guarded.run("mkfs.ext4", "-q", device).returncode != 0
         guard.reserve(number, None)
-        guard.grant(number, time.monotonic() + 2, None)
-        assert guarded.run("mkfs.ext4", "-q", device).returncode == 0
+        guard.grant(number, time.monotonic() + 600, None)  # longer than any mkfs
+        assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode == 0
         assert guard.leases()[number].opens > 0
+        guard.grant(number, time.monotonic() + 1, None)  # and nobody touches it any more
         waiting.until(
-            lambda: guarded.run("mkfs.ext4", "-q", device).returncode != 0, 4, "the lease to end"
-        )
+            lambda: guarded.run("mkfs.ext4", "-q", "-F", device).returncode != 0,
+            10, "the lease to end",
+        )  # fmt: skip
+        assert number in guard.leases(), "it ended by itself"
         guard.revoke(number)
         guard.close()
 

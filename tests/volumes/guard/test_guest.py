@@ -14,7 +14,13 @@ _SCRIPT = Path(__file__).with_name("guest_replay.py")
 
 def test_the_accident_and_the_matrix_on_real_krbd(tmp_path: Path) -> None:
     result, fsid = guest.replay(
-        _SCRIPT, tmp_path, ("control", "blank", "secret", "raw", "raw2"), "320M"
+        _SCRIPT,
+        tmp_path,
+        (
+            *("control", "blank", "secret-luks1", "secret-luks2", "raw", "raw2"),
+            *("nbd-blank", "nbd-other"),
+        ),
+        "320M",
     )
     said = result.marked("check")
     assert result.exit == 0, result.text[-4000:]
@@ -33,13 +39,24 @@ def test_the_accident_and_the_matrix_on_real_krbd(tmp_path: Path) -> None:
     assert raw == [
         *("while published True", "without an agent True", "same number True", "next device False"),
     ]
-    luks = [line.removeprefix("luks ") for line in said if line.startswith("luks ")]
-    for expected in (
-        *("formatted after a refusal True", "opened 0", "guarded at once True", "mounted True"),
-        *("key rotation 0", "old key removed 0", "resize 0", "grown 0", "reformat denied True"),
-        *("luksFormat denied True", "accident EPERM True", "again 0", "data True"),
-        "another mapping formatted 0",
-    ):
-        assert expected in luks, (expected, luks)
-    assert any(line.startswith(f"volume rbd:{fsid}/") and "+CRYPT-LUKS2" in line for line in luks)
+    for kind in ("luks1", "luks2"):
+        luks = [line.removeprefix(f"{kind} ") for line in said if line.startswith(f"{kind} ")]
+        for expected in (
+            *("formatted after a refusal True", "opened 0", "guarded at once True"),
+            *("mounted True", "key rotation 0", "old key removed 0", "resize 0", "grown 0"),
+            *("reformat denied True", "luksFormat denied True", "accident EPERM True"),
+            *("again 0", "data True"),
+        ):
+            assert expected in luks, (kind, expected, luks)
+        of_mapping = [line for line in luks if line.startswith(f"volume rbd:{fsid}/")]
+        assert len(of_mapping) == 1 and f"+CRYPT-{kind.upper()}" in of_mapping[0], of_mapping
+    assert "another mapping formatted 0" in said
+    nbd = [line.removeprefix("nbd ") for line in said if line.startswith("nbd ")]
+    assert nbd == [
+        "blank mounted True",
+        "volume nbd:0001-0009-ceph-csi-0000000000000001-nbd-blank",
+        *("image nbd-blank", "unmap in use RefusedError"),
+        *("same device True", "other denied True", "other still denied True"),
+        *("reformat denied True", "mounted again 0"),
+    ]
     assert any(line.startswith(f"volume rbd:{fsid}/") for line in said)

@@ -493,13 +493,6 @@ def test_error_log_forgets_oldest_device_as_error_of_all() -> None:
     assert log.quiet_for("rbd0", None, 10_000.0) < 10_000.0  # type: ignore[operator]
 
 
-def test_published_raw_finds_kubelet_bind() -> None:
-    line = (b"1 2 0:5 /rbd0 /var/lib/kubelet/plugins/kubernetes.io/csi/volumeDevices/publish/pvc/u"
-            b" rw - devtmpfs udev rw")  # fmt: skip
-    elsewhere = line.replace(b"/rbd0 ", b"/rbd1 ").replace(b"/volumeDevices/", b"/devices/")
-    assert lease.published_raw(elsewhere + b"\n" + line + b"\n") == {"rbd0"}
-
-
 def test_raw_seconds_need_the_kernel_to_end_them() -> None:
     assert lease.raw_seconds("rbd", True) == math.inf
     assert lease.raw_seconds("rbd", False) == lease.raw_seconds("nbd", True) == 120

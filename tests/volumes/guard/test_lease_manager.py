@@ -20,7 +20,7 @@ from linux import blockdev
 from linux.rbd_sysfs import RbdImage
 from tests.testbed import waiting
 from volumes import explain, settings, status
-from volumes.guard import denials, doubt, kernel, lease, lease_manager, steps
+from volumes.guard import denials, doubt, kernel, lease, lease_manager, raw_block, steps
 from volumes.guard.lease import Step
 from volumes.ledger import mirror, store
 from volumes.probe.examine import Kind, Verdict
@@ -45,6 +45,7 @@ class World:
         self.verdict = BLANK
         self.raw = False
         self.ends_with_disk = True
+        self.beats = 0
         self.map: dict[blockdev.Number, kernel.Lease] = {}
         self.ledger = store.Store(folder)
         self.ledger.load()
@@ -52,7 +53,7 @@ class World:
         monkeypatch.setattr(
             blockdev, "name_of", lambda number: "rbd99" if number == (254, 99) else ""
         )
-        monkeypatch.setattr(lease_manager, "host_table", lambda: PUBLISHED if self.raw else b"")
+        monkeypatch.setattr(raw_block, "host_table", lambda: PUBLISHED if self.raw else b"")
         put = self.ledger.put
 
         def noted_put(entry: store.Entry) -> None:
@@ -100,11 +101,16 @@ class World:
         self.did.append("reserve")
         self.map.setdefault(number, kernel.Lease(0.0, 0, diskseq or 0))
 
-    def grant(self, number: blockdev.Number, until: float, diskseq: int | None) -> None:
+    def grant(
+        self, number: blockdev.Number, until: float, diskseq: int | None, grace: float = 0.0
+    ) -> None:
         self.did.append("grant")
         if number not in self.map:
             raise kit.errors.RefusedError("a lease", "another disk has the number", "try again")
-        self.map[number] = kernel.Lease(until, 0, diskseq or 0)
+        self.map[number] = kernel.Lease(until, 0, diskseq or 0, grace)
+
+    def beat(self) -> None:
+        self.beats += 1
 
     def revoke(self, number: blockdev.Number) -> kernel.Lease | None:
         self.did.append("revoke")
@@ -117,7 +123,7 @@ class World:
         """What is known after a check."""
         manager = manager or self.manager
         manager.schedule("rbd99", self.device)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (known := manager.known.get("rbd99")) is None or known.reasons is None:
                 await asyncio.sleep(0.01)
         return known
@@ -201,7 +207,7 @@ async def test_content_ends_the_lease_and_closes_the_permission(world: World) ->
     world.verdict = EXT4
     world.did.clear()
     world.manager.schedule("rbd99")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while "grant" not in world.did:
             await asyncio.sleep(0.01)
     assert world.did == ["identify", "probe", "record ext4", "mirror", "grant"]
@@ -221,9 +227,12 @@ async def test_detach_closes_only_an_unused_permission(
     world.manager.forget("rbd99")
     assert world.map == {}
     await asyncio.sleep(0.1)  # the ledger is written behind the uevent
-    entry = world.ledger.get(DEVICE.volume)
-    assert entry is not None
-    assert bool(entry.permitted) is open_after
+
+    def as_expected() -> bool:
+        entry = world.ledger.get(DEVICE.volume)
+        return entry is not None and bool(entry.permitted) is open_after
+
+    await waiting.until_async(as_expected, 5.0, "the ledger")
 
 
 async def test_grant_fails_when_another_disk_came_after_the_reservation(world: World) -> None:
@@ -239,8 +248,8 @@ async def test_grant_fails_when_another_disk_came_after_the_reservation(world: W
 async def published(world: World, raw: bool) -> None:
     """kubelet's bind mount comes or goes, and the agent looks."""
     world.raw = raw
-    world.manager.mounts_changed()
-    async with asyncio.timeout(5):
+    world.manager.mounts_changed(raw_block.host_table())
+    async with asyncio.timeout(30):
         while world.manager.known["rbd99"].raw is not raw:
             await asyncio.sleep(0.01)
 
@@ -260,7 +269,7 @@ async def test_raw_permission_lasts_as_long_as_the_publication(world: World) -> 
 
 async def test_raw_permission_of_a_dead_agent_is_kept_while_published(world: World) -> None:
     world.raw = True
-    world.manager.mounts_changed()
+    world.manager.mounts_changed(raw_block.host_table())
     await world.checked()
     restarted = world.new_manager()
     world.did.clear()
@@ -279,10 +288,57 @@ async def test_raw_permission_of_a_dead_agent_is_kept_while_published(world: Wor
         await each.close()
 
 
+async def test_raw_permission_of_a_dead_agent_ends_where_disks_stay_too(world: World) -> None:
+    world.ends_with_disk = False
+    await world.checked()
+    world.did.clear()
+    await published(world, True)
+    await waiting.until_async(lambda: "mirror" in world.did, 5.0)
+    world.raw = False
+    again = world.new_manager()  # the pod ended while no agent was there
+    world.verdict = Verdict(Kind.UNKNOWN_CONTENT, "/dev/rbd99", size=SIZE, diskseq=7)
+    await world.checked(again)
+    assert world.map == {}
+    await again.close()
+
+
+async def test_detach_of_a_raw_volume_does_not_close_its_permission(world: World) -> None:
+    """Renewals begin the kernel's count anew, so it does not say whether the pod wrote."""
+    await world.checked()
+    await published(world, True)
+    await waiting.until_async(lambda: world.map[254, 99].until == math.inf, 5.0)
+    world.manager.forget("rbd99")
+    await asyncio.sleep(0.1)
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None and entry.permitted
+
+
+async def test_a_lease_needs_a_living_agent_where_disks_stay(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
+    await world.checked()
+    assert world.map[254, 99].grace == 0 and not world.beats  # the kernel ends it with its disk
+    world.manager.forget("rbd99")
+    world.ends_with_disk = False
+    await world.checked()
+    assert world.map[254, 99].grace == lease.GRACE_SECONDS
+    await waiting.until_async(lambda: world.beats > 3, 5.0)
+    restarted = world.new_manager()
+    await world.manager.close()
+    world.beats = 0
+    restarted.revoke_unproven()  # of the same medium: it holds on
+    await waiting.until_async(lambda: world.beats > 3, 5.0)
+    world.device = dataclasses.replace(DEVICE, diskseq=8)
+    restarted.revoke_unproven()
+    assert world.map == {}
+    await restarted.close()
+
+
 async def test_raw_permission_is_short_where_disks_stay(world: World) -> None:
     world.ends_with_disk = False
     world.raw = True
-    world.manager.mounts_changed()
+    world.manager.mounts_changed(raw_block.host_table())
     await world.checked()
     assert 100 < world.map[254, 99].until - time.monotonic() <= lease.RAW_SECONDS
 
@@ -294,10 +350,11 @@ def content_findings(known: steps.Known) -> dict[str, str]:
 async def looked_again(world: World) -> steps.Known:
     before = world.manager.known["rbd99"].checked
     world.manager.schedule("rbd99")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (known := world.manager.known["rbd99"]).checked == before:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+        while "rbd99" in world.manager._checking:  # what follows from it is not known before
+            await asyncio.sleep(0.01)
     return known
 
 

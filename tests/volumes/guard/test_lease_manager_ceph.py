@@ -6,7 +6,6 @@ image (test_guest.py has real ones); everything that is asked of the cluster is 
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import linux.blockdev
 from ceph.protocol import Extents
 from ceph.settings import ClusterSettings
 from linux.rbd_sysfs import RbdImage
-from tests.testbed import blockdev, cell, ceph
+from tests.testbed import blockdev, cell, ceph, waiting
 from volumes import settings
 from volumes.guard import denials, kernel, lease, lease_manager, steps
 from volumes.ledger import mirror, store
@@ -24,6 +23,8 @@ from volumes.ledger import mirror, store
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
 SIZE = 64 * blockdev.MiB
+ANSWER_SECONDS = 60.0  # of a cluster that works, whose client may be starting
+HANG_SECONDS = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def _image(backend: ceph.CephCluster, name: str, namespace: str = "") -> RbdImag
 
 @pytest.fixture
 async def clusters(backend: ceph.CephCluster) -> AsyncIterator[mirror.Mirror]:
-    made = mirror.Mirror((_credentials(backend),), 10.0)
+    made = mirror.Mirror((_credentials(backend),), ANSWER_SECONDS)
     yield made
     await made.close()
 
@@ -89,17 +90,21 @@ async def test_hanging_cluster_is_unknown_in_time_and_recovers(
     backend: ceph.CephCluster,
 ) -> None:
     image = _image(backend, "hang")
-    made = mirror.Mirror((_credentials(backend),), 3.0)
+    made = mirror.Mirror((_credentials(backend),), ANSWER_SECONDS)
     try:
         assert (await made.ask(image, Extents())).extents is store.Knowledge.NONE
+        await made.apply((_credentials(backend),), HANG_SECONDS)
         with backend.frozen("mon", "osd"):
-            async with asyncio.timeout(8):
+            async with asyncio.timeout(20):
                 for _ in range(2):
                     answer = await made.ask(image, Extents())
                     assert answer.extents is answer.mirror is store.Knowledge.UNKNOWN
-        async with asyncio.timeout(60):
-            while (await made.ask(image, Extents())).extents is not store.Knowledge.NONE:
-                await asyncio.sleep(0.5)
+        await made.apply((_credentials(backend),), ANSWER_SECONDS)
+
+        async def answered() -> bool:
+            return (await made.ask(image, Extents())).extents is store.Knowledge.NONE
+
+        await waiting.until_async(answered, 60, "an answer", pause=0.5)
     finally:
         await made.close()
 
@@ -110,13 +115,16 @@ async def test_hanging_cluster_is_unknown_in_time_and_recovers(
 class Bench:
     """One agent's lease manager with a state directory of its own, over a guarded cell."""
 
-    def __init__(self, folder: Path, where: cell.Cell, backend: ceph.CephCluster) -> None:
+    def __init__(
+        self, folder: Path, where: cell.Cell, backend: ceph.CephCluster,
+        deadline: float = ANSWER_SECONDS,
+    ) -> None:  # fmt: skip
         self.guard = where.guard()
-        wanted = settings.GuardSettings(drivers=("loop",), lease=20.0, cluster_timeout=3.0)
+        wanted = settings.GuardSettings(drivers=("loop",), cluster_timeout=deadline)
         self.guard.apply(kernel.wanted(wanted, kernel.Mode.ENFORCE, {7: "loop"}))
         self.ledger = store.Store(folder)
         self.ledger.load()
-        self.clusters = mirror.Mirror((_credentials(backend),), 3.0)
+        self.clusters = mirror.Mirror((_credentials(backend),), deadline)
         errors = lease.ErrorLog()
         errors.readable = True
         self.manager = lease_manager.LeaseManager(
@@ -126,10 +134,10 @@ class Bench:
     async def decided(self, device: str) -> steps.Known:
         name = Path(device).name
         self.manager.schedule(name)
-        deadline = time.monotonic() + 20
-        while (known := self.manager.known.get(name)) is None or known.reasons is None:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
+        known: steps.Known = await waiting.until_async(
+            lambda: (k := self.manager.known.get(name)) and k.reasons is not None and k,
+            90, "a decision",
+        )  # fmt: skip
         return known
 
     async def close(self) -> None:
@@ -168,15 +176,15 @@ async def test_metadata_of_another_agent_refuses_lease(
             identities[device] = image
             known = await first.decided(device)
             assert known.reasons == ()
-            stored = (await second.clusters.ask(image)).known
-            assert stored is not None and stored.permitted  # written down before it was given
+            told = (await second.clusters.ask(image)).known
+            assert told is not None and told.permitted  # written down before it was given
             done = await asyncio.to_thread(where.run, "mkfs.ext4", "-q", device)
             assert done.returncode == 0
-            deadline = time.monotonic() + 10
-            while not first.manager.known[Path(device).name].seen.has_content:  # type: ignore[union-attr]
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.05)
-            await asyncio.sleep(0.5)
+
+            async def stored() -> bool:
+                return bool((known := (await second.clusters.ask(image)).known) and known.type)
+
+            await waiting.until_async(stored, 60, "the content in the image's metadata", pause=0.1)
             first.manager.forget(Path(device).name)
 
         # Another node: the image's metadata is all it has; its device reads as zeros. The cluster
@@ -215,7 +223,7 @@ async def test_cluster_down_refuses_lease(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     image = _image(backend, "down")
-    agent = Bench(tmp_path / "a", where, backend)
+    agent = Bench(tmp_path / "a", where, backend, HANG_SECONDS)
     try:
         with blockdev.loop(blockdev.blank(tmp_path / "zeros", SIZE)) as device:
             identities[device] = image

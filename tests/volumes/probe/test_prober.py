@@ -1,6 +1,7 @@
 """Verdicts on real block devices, healthy and failing."""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import blockdev
+from tests.testbed import blockdev, waiting
 from volumes.probe import prober
 from volumes.probe.examine import Kind
 
@@ -20,7 +21,7 @@ SIZE = 320 * MiB
 
 @pytest.fixture
 async def probes() -> AsyncIterator[prober.Prober]:
-    made = prober.Prober()
+    made = prober.Prober(deadline=60.0)  # a busy machine
     yield made
     await made.close()
 
@@ -131,11 +132,11 @@ async def test_probe_two_filesystems_are_ambivalent(probes: prober.Prober, tmp_p
     assert found.verdict is Kind.AMBIVALENT
 
 
-async def test_probe_without_device_is_no_media(probes: prober.Prober) -> None:
-    for path in ("/dev/loop7", "/dev/there-is-none"):
-        if path == "/dev/loop7" and Path("/sys/block/loop7/loop/backing_file").exists():
-            continue  # another session uses it
-        assert (await probes.probe(path)).verdict is Kind.NO_MEDIA
+async def test_probe_without_device_is_no_media(probes: prober.Prober, tmp_path: Path) -> None:
+    with blockdev.loop(blockdev.blank(tmp_path / "image", MiB)) as device:
+        blockdev.run("losetup", "-d", device)
+        for path in (device, "/dev/there-is-none"):
+            assert (await probes.probe(path)).verdict is Kind.NO_MEDIA
 
 
 async def test_probe_changes_nothing(probes: prober.Prober, tmp_path: Path) -> None:
@@ -190,10 +191,10 @@ async def test_hanging_device_has_one_child(
             answers += [await probes.probe(disk.device) for _ in range(20)]
             assert {a.verdict for a in answers} == {Kind.TIMEOUT}
             assert probes.started == 1 and probes.hanging == {disk.device}
-            probes.deadline = 5.0  # the machine may be busy; and the only slot is free again
+            probes.deadline = 60.0  # the machine may be busy; and the only slot is free again
             assert (await probes.probe(well)).verdict is Kind.BLANK_VERIFIED
             disk.clear()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while probes.hanging:
                     await asyncio.sleep(0.05)
             assert (await probes.probe(disk.device)).verdict is Kind.BLANK_VERIFIED
@@ -209,9 +210,46 @@ async def test_joined_probe_of_hanging_device_is_timeout(
     os.mkfifo(silent)  # opening it waits for a writer, until SIGKILL: as a buffered read does
     try:
         first = asyncio.create_task(probes.probe(str(silent)))
-        await asyncio.sleep(0.3)
+        while not probes.started:
+            await asyncio.sleep(0)
         answers = [await probes.probe(str(silent)), await first]
         assert [a.verdict for a in answers] == [Kind.TIMEOUT, Kind.TIMEOUT]
         assert probes.started == 1
     finally:
         await probes.close()
+
+
+async def test_children_are_kept_while_probes_wait_and_then_one(
+    probes: prober.Prober, tmp_path: Path
+) -> None:
+    """Starting one takes longer than a probe."""
+    before = set(_children())
+    with contextlib.ExitStack() as stack:
+        disks = [
+            stack.enter_context(blockdev.loop(blockdev.blank(tmp_path / f"{number}", SIZE)))
+            for number in range(12)
+        ]
+        answers = await asyncio.gather(*(probes.probe(disk) for disk in disks))
+        assert {each.verdict for each in answers} == {Kind.BLANK_VERIFIED}
+
+        def one() -> bool:
+            return len(set(_children()) - before) == 1
+
+        await waiting.until_async(one, 10, "the other children's end")
+        (kept,) = set(_children()) - before
+        assert (await probes.probe(disks[0])).verdict is Kind.BLANK_VERIFIED
+        assert set(_children()) - before == {kept}
+
+
+def _children() -> list[int]:
+    """Our children that probe."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        pids = ""
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            pids = (task / "children").read_text()
+        for pid in pids.split():
+            with contextlib.suppress(OSError):
+                if b"volumes.probe.examine" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(int(pid))
+    return found

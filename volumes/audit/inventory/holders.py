@@ -11,16 +11,14 @@ Invariant: a namespace is held open only while its own table is read, because a 
 its mounts, and so the devices, busy.
 """
 
-import ctypes
 import dataclasses
 import errno
 import json
 import os
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from linux import blockdev, mount_namespaces, mountinfo, procfs, syscalls
+from linux import blockdev, mount_namespaces, mountinfo, procfs, statx
 from volumes.audit.inventory.model import Owner, Place, Space, User
 
 _LARGEST_CONFIG = 1 << 20  # of a container's bundle
@@ -28,14 +26,6 @@ _MOST_PLACES = 512  # of one namespace
 _MOST_SPACES = 1024  # with relevant mounts in them
 _OWNERS_NAMED = 4
 _MOST_USERS = 256
-_AT_FDCWD = -100
-_DONT_SYNC = 0x4000
-_NO_AUTOMOUNT = 0x800
-_BLOCK = 0o060000
-_TYPE = 1  # STATX_TYPE, the cheapest request
-# struct statx: mode at 28; rdev and dev numbers at 128
-_MODE = struct.Struct("=28xH")
-_NUMBERS = struct.Struct("=128xIIII")
 
 
 # -- processes ---------------------------------------------------------------------------------
@@ -51,6 +41,7 @@ class Processes:
         self.count = 0
         self.hidden = 0  # not readable for us (CAP_SYS_PTRACE, a security module)
         self._names: dict[str, str] = {}
+        self._by_name: dict[str, list[int]] | None = None  # read when it is asked for
         for entry in os.listdir(proc):
             if not entry.isdigit():
                 continue
@@ -74,12 +65,12 @@ class Processes:
         return host_space(self._proc, [pids[0] for pids in self.by_space.values()])
 
     def named(self, comm: str) -> list[int]:
-        return [
-            pid
-            for pids in self.by_space.values()
-            for pid in pids
-            if self._read(pid, "comm") == comm
-        ]
+        if self._by_name is None:
+            self._by_name = {}
+            for pids in self.by_space.values():
+                for pid in pids:
+                    self._by_name.setdefault(self._read(pid, "comm"), []).append(pid)
+        return self._by_name.get(comm, [])
 
     def _read(self, pid: int, file: str) -> str:
         try:
@@ -227,6 +218,7 @@ class Visited:
 
 # Namespaces bound to files: inode -> where.
 Bound = dict[int, list[str]]
+_Found = tuple[list[Place], list[tuple[int, str]]]
 
 
 def _shows_kubelet(mount: mountinfo.Mount, kubelet: Place, inside: str) -> bool:
@@ -242,6 +234,52 @@ def _is_above(upper: str, path: str) -> bool:
     return path == upper or path.startswith(upper.rstrip("/") + "/")
 
 
+class Relevant:
+    """What matters in each namespace's mount table. The same table is not parsed again."""
+
+    def __init__(self) -> None:
+        self._for: object = None  # the devices and the directory that matter
+        self._wanted: set[bytes] = set()
+        self._kubelet: tuple[Place, str] | None = None
+        self._before: dict[int, tuple[int, _Found]] = {}  # by inode, with a hash of the table
+        self._now: dict[int, tuple[int, _Found]] = {}
+
+    def begin(self, watched: set[blockdev.Number], kubelet: tuple[Place, str] | None) -> None:
+        self._before, self._now = self._now, {}
+        if self._for != (watched, kubelet):
+            self._for, self._before = (watched, kubelet), {}
+            self._wanted = {b"%d:%d" % number for number in watched}
+            self._kubelet = kubelet
+
+    def of(self, inode: int, table: bytes) -> "_Found":
+        """The mounts of a namespace, and the namespaces that are bound to files in it."""
+        known, mark = self._before.get(inode), hash(table)
+        found = known[1] if known is not None and known[0] == mark else self._read(inode, table)
+        self._now[inode] = mark, found
+        return found
+
+    def _read(self, inode: int, table: bytes) -> "_Found":
+        places: list[Place] = []
+        bound: list[tuple[int, str]] = []
+        kubelet = b"%d:%d" % self._kubelet[0].device if self._kubelet else b""
+        for line in table.split(b"\n"):
+            fields = line.split(b" ", 4)
+            if len(fields) < 5:
+                continue
+            if fields[3].startswith(b"mnt:["):
+                mount = mountinfo.parse_line(line)
+                bound.append((int(mount.root[5:-1]), f"bind mount {mount.target}"))
+            elif fields[2] in self._wanted:
+                places.append(place(inode, mountinfo.parse_line(line)))
+            elif fields[2] == kubelet and self._kubelet is not None:
+                mount = mountinfo.parse_line(line)
+                if _shows_kubelet(mount, *self._kubelet):
+                    places.append(place(inode, mount))
+            if len(places) >= _MOST_PLACES:
+                break
+        return places, bound
+
+
 class Namespaces:
     """One visit to all mount namespaces."""
 
@@ -252,12 +290,13 @@ class Namespaces:
         host: set[int],
         watched: set[blockdev.Number],
         kubelet: tuple[Place, str] | None,
+        relevant: "Relevant | None" = None,
     ) -> None:
         self._processes = processes
         self._proc = proc
         self._host = host
-        self._watched = watched
-        self._kubelet = kubelet
+        self._relevant = relevant or Relevant()
+        self._relevant.begin(watched, kubelet)
         self._visitor = mount_namespaces.Visitor(proc)
         self._threads: dict[int, list[tuple[int, int]]] | None = None
 
@@ -270,10 +309,13 @@ class Namespaces:
         for inode, identity, descriptor in self._all(found):
             found.count += 1
             try:
-                places = self._read(inode, self._visitor.table(descriptor), bound)
+                table = self._visitor.table(descriptor)
+                places, files = self._relevant.of(inode, table)
             except OSError as error:
                 found.note(inode, error)
                 continue
+            for held, where in files:
+                bound.setdefault(held, []).append(where)
             if places and inode not in self._host:
                 spaces.append(Space(inode, identity, places=tuple(places)))
         seen = {p.device for space in spaces for p in space.places}
@@ -308,28 +350,6 @@ class Namespaces:
                         yield inode, 0, descriptor
             except OSError as error:
                 found.note(inode, error)
-
-    def _read(self, inode: int, table: bytes, bound: Bound) -> list[Place]:
-        """What is relevant of one namespace's mount table; ``bound`` gets what is bound in it."""
-        places: list[Place] = []
-        wanted = {b"%d:%d" % number for number in self._watched}
-        kubelet = b"%d:%d" % self._kubelet[0].device if self._kubelet else b""
-        for line in table.split(b"\n"):
-            fields = line.split(b" ", 4)
-            if len(fields) < 5:
-                continue
-            if fields[3].startswith(b"mnt:["):
-                mount = mountinfo.parse_line(line)
-                bound.setdefault(int(mount.root[5:-1]), []).append(f"bind mount {mount.target}")
-            elif fields[2] in wanted:
-                places.append(place(inode, mountinfo.parse_line(line)))
-            elif fields[2] == kubelet and self._kubelet is not None:
-                mount = mountinfo.parse_line(line)
-                if _shows_kubelet(mount, *self._kubelet):
-                    places.append(place(inode, mount))
-            if len(places) >= _MOST_PLACES:
-                break
-        return places
 
     def _hidden(self, numbers: set[blockdev.Number]) -> list[Space]:
         """Mounts below another mount on a namespace's root, which mountinfo leaves out."""
@@ -390,22 +410,32 @@ class Namespaces:
 
 
 def users(
-    processes: Processes, proc: str, wanted: set[blockdev.Number], host_spaces: set[int]
+    processes: Processes,
+    proc: str,
+    wanted: set[blockdev.Number],
+    host_spaces: set[int],
+    servers: Mapping[blockdev.Number, int | None] | None = None,
 ) -> list[User]:
-    """Every process with a file, directory or mapping on ``wanted``, or with the device open."""
-    statx = _Statx()
+    """Every process with a file, directory or mapping on ``wanted``, or with the device open.
+
+    ``servers``: who serves a device (rbd-nbd) has it open, too, and is no user of it.
+    """
+    if not wanted:
+        return []
+    servers = servers or {}
+    place = statx.Statx(statx.TYPE)
     found: list[User] = []
     for space, pids in processes.by_space.items():
         for pid in pids:
             ways: dict[blockdev.Number, list[str]] = {}
             for name, path in _paths(proc, pid):
-                answer = statx(path)
+                answer = place(path)
                 if answer is None:
                     continue
-                on, node = answer
+                on, node = answer.device, answer.node
                 if on in wanted:
                     ways.setdefault(on, []).append(name)
-                if node is not None and node in wanted:
+                if answer.is_block and node in wanted and servers.get(node) != pid:
                     ways.setdefault(node, []).append(f"device {name}")
             for number in _mapped(proc, pid, wanted):
                 ways.setdefault(number, []).append("map")
@@ -415,22 +445,6 @@ def users(
                 if len(found) >= _MOST_USERS:
                     return found
     return found
-
-
-class _Statx:
-    def __init__(self) -> None:
-        self._buffer = ctypes.create_string_buffer(256)
-        self._statx = syscalls.libc.statx
-
-    def __call__(self, path: str) -> tuple[blockdev.Number, blockdev.Number | None] | None:
-        """(device of the file system, number of a block device node or None)."""
-        flags = _DONT_SYNC | _NO_AUTOMOUNT
-        if self._statx(_AT_FDCWD, os.fsencode(path), flags, _TYPE, self._buffer) < 0:
-            return None
-        raw = self._buffer.raw
-        rmajor, rminor, major, minor = _NUMBERS.unpack_from(raw)
-        is_block = _MODE.unpack_from(raw)[0] & 0o170000 == _BLOCK
-        return (major, minor), ((rmajor, rminor) if is_block else None)
 
 
 def _paths(proc: str, pid: int) -> list[tuple[str, str]]:

@@ -4,11 +4,14 @@ Block devices, their images and Ceph clients are those of ``linux.blockdev``.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
+
+ThingT = TypeVar("ThingT")
 
 
 @dataclass(frozen=True)
@@ -149,23 +152,56 @@ class Inventory:
         layers = {number: device for device in self.devices for number in device.numbers}
         return layers | {device.number: device for device in self.devices}
 
+    @functools.cached_property
+    def _by_name(self) -> dict[str, blockdev.BlockDevice]:
+        return {device.name: device for device in self.devices}
+
+    @functools.cached_property
+    def _on_host(self) -> dict[blockdev.Number, list[Place]]:
+        return _grouped((place.device, place) for place in self.host)
+
+    @functools.cached_property
+    def _elsewhere(self) -> dict[blockdev.Number, list[tuple[Space, Place]]]:
+        pairs = ((space, place) for space in self.spaces for place in space.places)
+        return _grouped((place.device, (space, place)) for space, place in pairs)
+
+    @functools.cached_property
+    def _users(self) -> dict[blockdev.Number, list[User]]:
+        return _grouped((user.device, user) for user in self.users)
+
+    @functools.cached_property
+    def _volumes(self) -> dict[str, Volume]:
+        """The first volume of each device."""
+        return {volume.device: volume for volume in reversed(self.volumes)}
+
     def device(self, name: str) -> blockdev.BlockDevice | None:
-        return next((device for device in self.devices if device.name == name), None)
+        return self._by_name.get(name)
 
     def on_host(self, device: blockdev.BlockDevice) -> tuple[Place, ...]:
-        return tuple(place for place in self.host if place.device in device.numbers)
+        return tuple(_of(self._on_host, device))
 
     def elsewhere(self, device: blockdev.BlockDevice) -> list[tuple[Space, Place]]:
         """Mounts of the device outside the host's namespaces."""
-        return [
-            (space, place)
-            for space in self.spaces
-            for place in space.places
-            if place.device in device.numbers
-        ]
+        return _of(self._elsewhere, device)
 
     def users_on(self, device: blockdev.BlockDevice) -> tuple[User, ...]:
-        return tuple(user for user in self.users if user.device in device.numbers)
+        return tuple(_of(self._users, device))
 
     def volume_of(self, device: blockdev.BlockDevice) -> Volume | None:
-        return next((volume for volume in self.volumes if volume.device == device.name), None)
+        return self._volumes.get(device.name)
+
+
+def _grouped(
+    pairs: Iterable[tuple[blockdev.Number, ThingT]],
+) -> dict[blockdev.Number, list[ThingT]]:
+    found: dict[blockdev.Number, list[ThingT]] = {}
+    for number, thing in pairs:
+        found.setdefault(number, []).append(thing)
+    return found
+
+
+def _of(
+    grouped: Mapping[blockdev.Number, list[ThingT]], device: blockdev.BlockDevice
+) -> list[ThingT]:
+    """Of the device and its layers."""
+    return [thing for number in sorted(device.numbers) for thing in grouped.get(number, ())]

@@ -7,8 +7,11 @@ directory. Files inside a mounted volume are never read.
 
 import bisect
 import json
+import operator
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from linux import blockdev, mountinfo
@@ -17,6 +20,63 @@ from volumes.audit.inventory.model import Publish, Volume
 
 _MOST_VOLUMES = 2048
 _LARGEST_RECORD = 1 << 16
+# A file system's clock advances in steps: what changed less long ago is read again.
+_SETTLED_SECONDS = 2.0
+
+_Stamp = tuple[int, int, int, int, int]  # device, inode, size, times of change
+
+
+@dataclass(frozen=True)
+class _Pod:
+    """What kubelet gave to a pod, and what is mounted in its directory."""
+
+    mounts: tuple[mountinfo.Mount, ...]
+    publishes: Mapping[str, tuple[mountinfo.Mount | None, Publish]]  # by where they are mounted
+
+    def is_as(self, mounts: list[mountinfo.Mount]) -> bool:
+        """Nothing was mounted or unmounted, and everything that it was given is mounted. What
+        kubelet gives to it next shows as a mount, or at the next scan that is not quick."""
+        same = len(mounts) == len(self.mounts) > 0 and all(map(operator.is_, mounts, self.mounts))
+        return same and all(mount is not None for mount, _ in self.publishes.values())
+
+
+class Files:
+    """Files and directories, read again only when they may have changed. What is not asked for
+    between two ``begin`` is forgotten: a scan that asks for everything begins with it."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, tuple[_Stamp, Any]] = {}
+        self._before: dict[str, tuple[_Stamp, Any]] = {}
+
+        self.pods: dict[str, _Pod] = {}  # by uid
+
+    def begin(self) -> None:
+        self._before, self._now = self._now, {}
+
+    def json(self, path: str) -> dict[str, Any]:
+        """Empty when it is not there or no JSON object."""
+        value: dict[str, Any] = self._read(path, _json, {})
+        return value
+
+    def names(self, path: str) -> list[str]:
+        """Of a directory, sorted; empty when it is not there."""
+        value: list[str] = self._read(path, _names, [])
+        return value
+
+    def _read(self, path: str, read: Callable[[str], Any], missing: Any) -> Any:
+        try:
+            status = os.stat(path)
+        except OSError:
+            return missing
+        stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        kept = self._now.get(path) or self._before.get(path)
+        if kept is None or kept[0] != stamp:
+            began = time.time()
+            kept = stamp, read(path)
+            if not 0 <= status.st_ctime < began - _SETTLED_SECONDS:
+                return kept[1]  # a change of the same instant would not show
+        self._now[path] = kept
+        return kept[1]
 
 
 def _json(path: str) -> dict[str, Any]:
@@ -35,23 +95,15 @@ def _names(path: str) -> list[str]:
         return []
 
 
-def _staged(kubelet: str, root: str) -> Iterator[tuple[str, str]]:
+def _staged(kubelet: str, root: str, files: Files) -> Iterator[tuple[str, str]]:
     """(directory with vol_data.json, staging directory)."""
     base = f"{kubelet}/plugins/kubernetes.io/csi"
-    for driver in _names(root + base):
+    for driver in files.names(root + base):
         if driver == "volumeDevices":
             continue  # raw block volumes: the bind mount of their device node shows them
-        for volume in _names(f"{root}{base}/{driver}"):
+        for volume in files.names(f"{root}{base}/{driver}"):
             home = f"{base}/{driver}/{volume}"
             yield home, f"{home}/globalmount"
-
-
-def _published(kubelet: str, root: str) -> Iterator[tuple[str, str, str]]:
-    """(pod uid, volume name, directory)."""
-    for uid in _names(f"{root}{kubelet}/pods"):
-        base = f"{kubelet}/pods/{uid}/volumes/kubernetes.io~csi"
-        for name in _names(root + base):
-            yield uid, name, f"{base}/{name}"
 
 
 class _Devices:
@@ -75,27 +127,34 @@ def volumes(
     devices: list[blockdev.BlockDevice],
     *,
     root: str = "",
+    files: Files | None = None,
+    quick: bool = False,
 ) -> tuple[list[Volume], list[str]]:
     """Every staged volume with its publishes and its device; and what could not be read.
 
-    ``kubelet`` is its directory without symbolic links, ``root`` the directory to read it from.
+    ``kubelet`` is its directory without symbolic links, ``root`` the directory to read it from,
+    ``files`` what was read of it before. ``quick``: pods in whose directories nothing was mounted
+    or unmounted since then are not looked at.
     """
+    files = files or Files()
+    if not quick:
+        files.begin()
     by_target = {mount.target: mount for mount in host if _below(mount.target, kubelet)}
     targets = sorted(by_target)
-    publishes = _publishes(kubelet, root, by_target)
+    publishes = _publishes(kubelet, root, by_target, files, quick)
     known = _Devices(devices)
     found: list[Volume] = []
     gaps: list[str] = []
-    for home, staging in _staged(kubelet, root):
+    for home, staging in _staged(kubelet, root, files):
         if len(found) >= _MOST_VOLUMES:
             gaps.append(
                 f"{kubelet}: more than {_MOST_VOLUMES} staged volumes, the others are left out"
             )
             break
-        record = _json(f"{root}{home}/vol_data.json")
+        record = files.json(f"{root}{home}/vol_data.json")
         handle = str(record.get("volumeHandle", ""))
         mounts = _at_or_below(targets, staging)
-        meta = {} if staging in mounts else _json(f"{root}{staging}/image-meta.json")
+        meta = {} if staging in mounts else files.json(f"{root}{staging}/image-meta.json")
         image = _image(meta)
         device = _device(meta, image, [by_target[target] for target in mounts], known)
         published = publishes.get(handle, []) if handle else []
@@ -115,25 +174,62 @@ def volumes(
 
 
 def _publishes(
-    kubelet: str, root: str, by_target: dict[str, mountinfo.Mount]
+    kubelet: str, root: str, by_target: dict[str, mountinfo.Mount], files: Files, quick: bool
 ) -> dict[str, list[Publish]]:
     """The volumes that kubelet gave to pods, by their handle."""
+    base = f"{kubelet}/pods/"
+    mounted: dict[str, list[mountinfo.Mount]] = {}
+    for target, mount in by_target.items():
+        if target.startswith(base):
+            mounted.setdefault(target[len(base) :].partition("/")[0], []).append(mount)
+    before, files.pods = files.pods, {}
     found: dict[str, list[Publish]] = {}
-    for uid, name, home in _published(kubelet, root):
-        record = _json(f"{root}{home}/vol_data.json")
-        mount = by_target.get(f"{home}/mount")
-        handle = str(record.get("volumeHandle", ""))
-        found.setdefault(handle, []).append(
-            Publish(
-                pod_uid=uid,
-                path=f"{home}/mount",
-                volume=str(record.get("specVolID", name)),
-                mounted=mount is not None,
-                read_only=mount is not None and mount.read_only,
-                handle=handle,
+    for uid in files.names(root + base.rstrip("/")):
+        mounts = mounted.get(uid, [])
+        pod = before.get(uid)
+        if pod is None or not (quick and pod.is_as(mounts)):
+            pod = _Pod(
+                tuple(mounts), dict(_of_pod(f"{base}{uid}", uid, root, by_target, files, pod))
             )
-        )
+        files.pods[uid] = pod
+        for _, publish in pod.publishes.values():
+            found.setdefault(publish.handle, []).append(publish)
     return found
+
+
+def _of_pod(
+    pod: str,
+    uid: str,
+    root: str,
+    by_target: dict[str, mountinfo.Mount],
+    files: Files,
+    before: _Pod | None,
+) -> Iterator[tuple[str, tuple[mountinfo.Mount | None, Publish]]]:
+    """kubelet writes the record of a volume before it has it mounted, and never again: where the
+    same mount is there, so is the same record."""
+    base = f"{pod}/volumes/kubernetes.io~csi"
+    for name in files.names(root + base):
+        path = f"{base}/{name}/mount"
+        mount = by_target.get(path)
+        known = before.publishes.get(path) if before is not None else None
+        if known is not None and mount is not None and known[0] is mount:
+            yield path, known
+            continue
+        record = files.json(f"{root}{base}/{name}/vol_data.json")
+        yield (
+            path,
+            (
+                mount,
+                Publish(
+                    pod_uid=uid,
+                    path=path,
+                    volume=str(record.get("specVolID", name)),
+                    mounted=mount is not None,
+                    read_only=mount is not None and mount.read_only,
+                    handle=str(record.get("volumeHandle", "")),
+                ),
+            ),
+        )
 
 
 def _at_or_below(targets: list[str], upper: str) -> list[str]:

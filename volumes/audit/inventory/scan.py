@@ -11,13 +11,13 @@ import gc
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import kit.errors
 import kit.line_worker
 import kit.processes
 from linux import blockdev, mountinfo, rbd_sysfs
-from volumes.audit.inventory import holders, records
+from volumes.audit.inventory import changes, holders, records
 from volumes.audit.inventory.holders import Processes, host_space
 from volumes.audit.inventory.model import Inventory, Place, User, Volume
 
@@ -43,6 +43,8 @@ class Request:
     deep: bool  # visit every mount namespace
     users_of: tuple[str, ...] = ()  # devices whose open files are searched
     kubelet_set: bool = False  # the settings say where kubelet's directory is
+    changed: tuple[str, ...] | None = None  # devices named by uevents; None: read all
+    known: int = 0  # the number of the answer that the agent has; 0: none
 
 
 # -- the agent's end ---------------------------------------------------------------------------
@@ -58,11 +60,13 @@ class Scanner:
     def __init__(self) -> None:
         self._child = kit.line_worker.Worker(
             f"{__name__}:{main.__name__}",
-            Inventory,
+            changes.Changes,
             about=_ABOUT,
             largest=_LARGEST_ANSWER,
             backoff=kit.line_worker.Backoff(first=0.0),  # the scheduler decides when to try again
         )
+        self._last: Inventory | None = None
+        self._number = 0  # of the child's last answer
         self.scans = 0
         self.failures = 0
         self.cpu_seconds = 0.0
@@ -79,7 +83,10 @@ class Scanner:
                 raise kit.processes.DeadlineError(
                     _ABOUT, f"{self.stuck} earlier scans still hang in the kernel", ""
                 )
-            inventory = await self._child.ask(request, deadline)
+            known = dataclasses.replace(request, known=self._number)
+            answer = await self._child.ask(known, deadline)
+            inventory = changes.applied(self._last, answer)
+            self._last, self._number = inventory, answer.number
         except kit.processes.DeadlineError as error:
             self.failures += 1
             raise BlindError(
@@ -112,25 +119,55 @@ def main() -> None:
     except OSError:
         pass  # a limit forbids it
     gc.freeze()
-    kit.line_worker.serve(Request, scan)
+    child = _Child()
+    kit.line_worker.serve(Request, child.answer)
 
 
-def scan(request: Request) -> Inventory:
+class _Child:
+    """Answers with what changed since the answer that the agent has."""
+
+    def __init__(self) -> None:
+        self._kept = Kept()
+        self._last: Inventory | None = None
+        self._number = 0
+
+    def answer(self, request: Request) -> changes.Changes:
+        before = self._last if request.known == self._number else None
+        self._last = scan(request, self._kept)
+        self._number += 1
+        return changes.between(before, self._last, self._number)
+
+
+@dataclass
+class Kept:
+    """What was read before, so that a scan reads and parses only what is new."""
+
+    devices: blockdev.Scans = field(default_factory=blockdev.Scans)
+    files: records.Files = field(default_factory=records.Files)
+    tables: dict[int, mountinfo.Parser] = field(default_factory=dict)  # by namespace
+    places: dict[int, tuple[mountinfo.Mount, Place]] = field(default_factory=dict)  # by mount id
+    visited: holders.Relevant = field(default_factory=holders.Relevant)
+
+
+def scan(request: Request, kept: Kept | None = None) -> Inventory:
     """The node now. OSError only when /proc or /sys themselves cannot be read."""
     cpu = time.process_time()
-    devices = blockdev.scan(request.drivers, request.sys, request.proc)
+    kept = kept or Kept()
+    devices = kept.devices.scan(request.drivers, request.changed, request.sys, request.proc)
     watched = {number for device in devices for number in device.numbers}
     gaps: list[str] = []
     processes: Processes | None = None
     if request.deep or request.users_of:
         processes = Processes(request.proc, request.containers)
-    tables = _host_tables(request.proc, processes, gaps)
+    tables = _host_tables(request.proc, processes, gaps, kept)
     everything = [mount for table in tables.values() for mount in table]
-    host = _on(watched, tables)
-    root = _root(request.proc)
-    directory = _host_path(request.kubelet, root)
+    host = _on(watched, tables, kept)
+    root = host_root(request.proc)
+    directory = host_path(request.kubelet, root)
     kubelet = _kubelet(directory, root, tables)
-    volumes, missing = records.volumes(directory, everything, devices, root=root)
+    volumes, missing = records.volumes(
+        directory, everything, devices, root=root, files=kept.files, quick=not request.deep
+    )
     gaps += missing
     no_records = ""
     if kubelet is None and _needs_kubelet(request, processes):
@@ -144,14 +181,19 @@ def scan(request: Request) -> Inventory:
         if request.deep:
             unexplained = {n for d in devices for n in d.live} - {p.device for p in host}
             visited = holders.Namespaces(
-                processes, request.proc, set(tables), watched, kubelet
+                processes, request.proc, set(tables), watched, kubelet, kept.visited
             ).visit(unexplained)
             # What was mounted during the visit shows in the namespaces visited after it. Without
             # the host's own mount of it, it would look like one that the host has left behind.
-            again = _on(watched, _host_tables(request.proc, processes, []))
-            host = list(dict.fromkeys(host + again))
+            again = _on(watched, _host_tables(request.proc, processes, [], kept), kept)
+            same = {id(place) for place in host}
+            host += [place for place in again if id(place) not in same]
         numbers = [n for d in devices if d.name in request.users_of for n in sorted(d.numbers)]
-        users = holders.users(processes, request.proc, set(numbers), set(tables))
+        servers = {
+            d.number: rbd_sysfs.nbd_server(d.name, request.sys) for d in devices
+            if d.driver == "nbd"
+        }  # fmt: skip
+        users = holders.users(processes, request.proc, set(numbers), set(tables), servers)
     return Inventory(
         taken=time.time(),
         cpu=time.process_time() - cpu,
@@ -177,18 +219,23 @@ def scan(request: Request) -> Inventory:
     )
 
 
-def _on(watched: set[blockdev.Number], tables: Tables) -> list[Place]:
+def _on(watched: set[blockdev.Number], tables: Tables, kept: Kept) -> list[Place]:
     """The mounts of watched devices."""
-    return [
-        holders.place(inode, mount)
-        for inode, table in tables.items()
-        for mount in table
-        if mount.device in watched
-    ]
+    found: dict[int, tuple[mountinfo.Mount, Place]] = {}
+    for inode, table in tables.items():
+        for mount in table:
+            if mount.device in watched:
+                known = kept.places.get(mount.mount_id)
+                same = known is not None and known[0] is mount
+                found[mount.mount_id] = (
+                    known if known and same else (mount, holders.place(inode, mount))
+                )
+    kept.places = found
+    return [place for _, place in found.values()]
 
 
 def _host_tables(
-    proc: str, processes: Processes | None, gaps: list[str]
+    proc: str, processes: Processes | None, gaps: list[str], kept: Kept
 ) -> dict[int, list[mountinfo.Mount]]:
     """The mount tables of the host's namespaces: pid 1's, and kubelet's where it has its own."""
     if processes is None:
@@ -202,9 +249,11 @@ def _host_tables(
         tables[inode] = []
         try:
             with open(f"{proc}/{pid}/mountinfo", "rb") as stream:  # noqa: PTH123
-                tables[inode] = mountinfo.parse(stream.read())
+                parser = kept.tables.setdefault(inode, mountinfo.Parser())
+                tables[inode] = parser.parse(stream.read())
         except OSError as error:
             gaps.append(f"mount table of pid {pid}: {error.strerror}")
+    kept.tables = {inode: each for inode, each in kept.tables.items() if inode in tables}
     return tables
 
 
@@ -230,7 +279,7 @@ def _raw(
     return found
 
 
-def _root(proc: str) -> str:
+def host_root(proc: str) -> str:
     """The directory of the host's files; empty (the agent's own view) if pid 1's is forbidden."""
     try:
         os.stat(f"{proc}/1/root/.")
@@ -239,7 +288,7 @@ def _root(proc: str) -> str:
     return f"{proc}/1/root"
 
 
-def _host_path(path: str, root: str) -> str:
+def host_path(path: str, root: str) -> str:
     """``path`` without symbolic links, as the host's mount tables have it.
 
     realpath would follow the host's absolute links into the agent's own file system.

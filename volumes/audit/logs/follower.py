@@ -16,9 +16,12 @@ from volumes.audit.settings import LogSettings
 
 log = structlog.get_logger("audit.logs")
 
-# The child reports every half second; silence means a hung disk or a runaway regular expression.
+# The child reports several times in it; silence means a hung disk or a runaway regular expression.
 SILENCE_SECONDS = 30.0
 RESTART_SECONDS = 10.0
+# After so many children in a row that ended without a word, the next record of the kernel's log is
+# left out: they may fail at it.
+_SILENT_CHILDREN = 2
 _LARGEST_REPORT = 8 * 2**20
 
 # Kernel names of devices that are not named after their driver.
@@ -64,6 +67,8 @@ class Follower:
         self._past: dict[str, Counters] = {}  # of children that ended
         self._now: Mapping[str, sources.SourceReport] = {}
         self._states: dict[str, str] = {}
+        self._kernel_read: int | None = None
+        self._silent = 0  # children in a row that said nothing
         self.restarts = 0
         self.trouble = ""
 
@@ -95,6 +100,7 @@ class Follower:
             await asyncio.sleep(RESTART_SECONDS)
 
     async def _listen(self) -> None:
+        self._silent += 1
         child = kit.line_worker.Worker(
             f"{sources.__name__}:{sources.main.__name__}",
             sources.Report,
@@ -102,8 +108,14 @@ class Follower:
             largest=_LARGEST_REPORT,
         )
         try:
-            async for report in child.listen(self._configuration, SILENCE_SECONDS):
+            wanted = dataclasses.replace(
+                self._configuration,
+                heartbeat=SILENCE_SECONDS / 6,
+                kernel_after=self._kernel_read,
+            )
+            async for report in child.listen(wanted, SILENCE_SECONDS):
                 changed = self._take(report.sources)
+                self._kernel_read, self._silent = report.kernel_read, 0
                 self.trouble = ""
                 if report.hits or changed:
                     self._report(report.hits)
@@ -122,11 +134,17 @@ class Follower:
 
     def _count_gap(self) -> None:
         """The next child starts at the ends of the logs. What is written until then is lost, and
-        nobody knows how much: each source that was readable has lost one."""
+        nobody knows how much: each source that was readable has lost one. Of the kernel's log the
+        next child reads on where this one stopped, and counts itself what was overwritten."""
         past = self.counters()
-        for name in self._now:
-            if not self._states.get(name):
-                past[name] = _sum(past[name], Counters(lost=1))
+        losing = {name for name in self._now if not self._states.get(name)}
+        if self._kernel_read is not None:
+            losing.discard("kernel")
+            if self._silent >= _SILENT_CHILDREN:
+                self._kernel_read = None
+                losing.add("kernel")
+        for name in losing:
+            past[name] = _sum(past.get(name, Counters()), Counters(lost=1))
         self._past, self._now = past, {}
 
 

@@ -1,7 +1,8 @@
 """The log child: follows the kernel's log, files and journal units, and reports matches.
 
 It is a process of its own (``main``, started by ``follower``), so that a flood of lines or a hung
-disk does not touch the agent. It gets one Configuration and then says a Report every half second.
+disk does not touch the agent. It gets one Configuration and then says a Report within half a second
+of whatever is new, and its counters every five seconds.
 
 Files are followed by name across rotation. Their size is read twice a second and their names come
 from inotify on the directories, so a flood of writes does not become a flood of events. Journal
@@ -12,6 +13,7 @@ read; a source that fails is tried again.
 import asyncio
 import contextlib
 import glob
+import math
 import os
 import shutil
 import time
@@ -61,6 +63,8 @@ class Configuration:
     lines_per_second: int
     user_records: bool = False  # believe what processes wrote to the kernel's log (tests)
     journals: tuple[str, ...] = JOURNALS
+    heartbeat: float = 5.0  # seconds between two reports in which only counters are new
+    kernel_after: int | None = None  # the last record of the kernel's log that a child before read
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class SourceReport:
 class Report:
     hits: tuple[Hit, ...]
     sources: Mapping[str, SourceReport]
+    kernel_read: int | None = None  # the last record of the kernel's log that was matched
 
 
 def main() -> None:
@@ -88,6 +93,7 @@ class _Child:
         self._configuration = configuration
         self._matchers: dict[str, Matcher] = {}
         self._states: dict[str, str] = {}
+        self._kernel_read = configuration.kernel_after
 
     def _matcher(self, name: str, kind: str) -> Matcher:
         configuration = self._configuration
@@ -108,6 +114,9 @@ class _Child:
                 tasks.create_task(self._follow(source))
 
     async def _report(self) -> None:
+        """Counters alone are not worth a report twice a second."""
+        said: dict[str, str] = {}
+        at, beat = -math.inf, self._configuration.heartbeat
         while True:
             await asyncio.sleep(_REPORT_SECONDS)
             report = Report(
@@ -116,16 +125,27 @@ class _Child:
                     name: SourceReport(each.counters, self._states.get(name))
                     for name, each in self._matchers.items()
                 },
+                kernel_read=self._kernel_read,
             )
-            kit.line_worker.say(report)
+            if report.hits or self._states != said or time.monotonic() - at >= beat:
+                said, at = dict(self._states), time.monotonic()
+                kit.line_worker.say(report)
 
     async def _follow_kernel(self) -> None:
         matcher = self._matcher("kernel", "kernel")
         try:
-            log = kmsg.Kmsg(from_now=True, user=self._configuration.user_records)
+            log = kmsg.Kmsg(user=self._configuration.user_records, after=self._kernel_read)
         except OSError as error:
             self._states["kernel"] = f"/dev/kmsg: {error.strerror}"
             return
+        if self._kernel_read is None:
+            # Read, not seek: only a record tells its number.
+            before: int | None = -1
+            while log.last != before:
+                before = log.last
+                log.read(_RECORDS_AT_ONCE)
+                await asyncio.sleep(0)
+            self._kernel_read, log.lost = log.last, 0
         self._states["kernel"] = ""
         wake = asyncio.Event()
         asyncio.get_running_loop().add_reader(log.fd, wake.set)
@@ -136,6 +156,7 @@ class _Child:
             matcher.counters.lost = log.lost
             if records:
                 matcher.feed("".join(f"{r.text}\n" for r in records).encode())
+            self._kernel_read = log.last
             await asyncio.sleep(0.01)  # a flood is read in large steps
 
     async def _follow(self, source: Source) -> None:

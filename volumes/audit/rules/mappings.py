@@ -277,7 +277,7 @@ def _other_writers(
 def blocklisted_client(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
     for device in scene.devices_in(view):
         address = _address(scene, view, device)
-        hit = next((e for e in view.blocklist if address and _matches(address, e)), None)
+        hit = next((e for e in view.blocklist if address and is_listed(address, e)), None)
         if hit is None:
             continue
         yield Trouble(
@@ -286,8 +286,9 @@ def blocklisted_client(scene: Scene, view: protocol.ClusterView) -> Iterator[Tro
             device=device.name,
             message=f"the Ceph client of {device.label} is blocklisted ({hit}): its I/O fails",
             advice="another client broke its lock, most likely while this node was cut off. Do not "
-            "remove the entry: stop the pod, unmount and unmap, and let the volume be attached "
-            "again. A failed read looks like an empty volume to blkid, so format nothing now",
+            "remove the entry: end the pods of this client's volumes, let the kubelet unmount and "
+            "unmap them, and let them be attached again. A failed read looks like an empty volume "
+            "to blkid, so format nothing now",
             evidence={"cluster": view.name, "entry": hit},
         )
 
@@ -302,7 +303,7 @@ def _address(scene: Scene, view: protocol.ClusterView, device: blockdev.BlockDev
     return scene.watched_by.get((view.name, image.pool, image.namespace, image.name), "")
 
 
-def _matches(address: str, entry: str) -> bool:
+def is_listed(address: str, entry: str) -> bool:
     """Whether a blocklist entry is about the address.
 
     Entries are ip:port/nonce. With port 0 and nonce 0 an entry is about all clients of the ip; a

@@ -1,7 +1,12 @@
 """kubelet's records and their mounts, by index: as many comparisons as there are volumes."""
 
 import json
+import os
+import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from linux import blockdev, mountinfo
 from volumes.audit.inventory import records
@@ -35,3 +40,83 @@ def test_mount_at_the_staging_directory_itself_counts(tmp_path: Path) -> None:
     assert records._at_or_below(["/a", "/a-b", "/a/b", "/a0", "/b"], "/a") == ["/a", "/a/b"]
     assert records._at_or_below(["/a/b"], "/a") == ["/a/b"]
     assert records._at_or_below(["/b"], "/a") == []
+
+
+def _write(home: Path, handle: str, *, age: float = 60.0) -> None:
+    home.mkdir(parents=True, exist_ok=True)
+    record = home / "vol_data.json"
+    record.write_text(json.dumps({"volumeHandle": handle}))
+    for path in (record, *home.parents[:4], home):
+        os.utime(path, (time.time() - age,) * 2)
+
+
+def test_records_that_changed_are_read_again_and_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that was written a moment ago, whose next change would have the same time."""
+    kubelet = f"{tmp_path}/kubelet"
+    homes = [Path(kubelet, f"pods/{uid}/volumes/kubernetes.io~csi/pv") for uid in ("a", "b")]
+    for home in homes:
+        _write(home, f"handle of {home.parts[-4]}")
+    mounts = [_mount(1, f"{homes[0]}/mount")]
+    read: list[str] = []
+    real = records._json
+
+    def reading(path: str) -> dict[str, Any]:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(records, "_json", reading)
+    monkeypatch.setattr(records, "_SETTLED_SECONDS", -60.0)  # ctime is now, whatever utime says
+    files = records.Files()
+
+    def handles(*, quick: bool) -> set[str]:
+        if not quick:
+            files.begin()
+        by_target = {mount.target: mount for mount in mounts}
+        found = records._publishes(kubelet, "", by_target, files, quick)
+        return {publish.handle for each in found.values() for publish in each}
+
+    assert handles(quick=False) == {"handle of a", "handle of b"} and len(read) == 2
+    read.clear()
+    assert handles(quick=False) == handles(quick=True) == {"handle of a", "handle of b"}
+    assert not read
+    _write(homes[1], "other")  # not mounted yet
+    assert handles(quick=True) == {"handle of a", "other"} and len(read) == 1
+    _write(homes[0].with_name("pv-2"), "second")
+    assert handles(quick=True) == {"handle of a", "other"}  # it is not mounted
+    mounts.append(_mount(2, f"{homes[0].with_name('pv-2')}/mount"))
+    assert handles(quick=True) == {"handle of a", "other", "second"}
+    monkeypatch.setattr(records, "_SETTLED_SECONDS", 60.0)
+    _write(homes[1], "young")
+    read.clear()
+    assert "young" in handles(quick=True) and "young" in handles(quick=True) and len(read) == 2
+
+
+def test_quick_scan_forgets_nothing_of_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directories that did not change are listed once, however many quick scans lie between."""
+    home = tmp_path / "pods/a/volumes/kubernetes.io~csi/pv-1"
+    home.mkdir(parents=True)
+    _write(home, "handle")
+    listed: list[str] = []
+    real = records._names
+
+    def listing(path: str) -> list[str]:
+        listed.append(path)
+        return real(path)
+
+    monkeypatch.setattr(records, "_names", listing)
+    monkeypatch.setattr(records, "_SETTLED_SECONDS", -60.0)
+    files = records.Files()
+
+    def scan(*, quick: bool) -> int:
+        listed.clear()
+        records.volumes(str(tmp_path), [], [], files=files, quick=quick)
+        return len(listed)
+
+    assert scan(quick=False) >= 2
+    assert (scan(quick=True), scan(quick=True), scan(quick=False)) == (0, 0, 0)
+    (home.parent / "pv-2").mkdir()
+    assert scan(quick=False) == 1

@@ -137,7 +137,7 @@ def test_mount_that_appears_during_the_visit_is_on_the_host(
 ) -> None:
     """Namespaces visited after it show it; without the host's mount it would look leaked."""
     disk = dataclasses.replace(DEVICE, number=(8, 1))
-    monkeypatch.setattr(blockdev, "scan", lambda *_: [disk])
+    monkeypatch.setattr(blockdev.Scans, "scan", lambda *_: [disk])
     host.mounts()
     copy = place("/globalmount", device=(8, 1), propagation="slave")
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.testbed import blockdev, waiting
 from tests.volumes.audit.stage import UNIFIED
 
 MACHINE = "0123456789abcdef0123456789abcdef"
@@ -53,22 +54,23 @@ def running(folder: Path) -> Iterator[Journald]:
     cgroup = UNIFIED / "system.slice" / UNIT
     slice_was_there = cgroup.parent.exists()
     cgroup.mkdir(parents=True)
-    daemon = subprocess.Popen(["unshare", "-m", "sh", "-c", _SCRIPT, "sh", str(folder)])
+    apart = ("unshare", "--mount", str(blockdev.APART), str(folder), "--")
+    daemon = subprocess.Popen([*apart, "sh", "-c", _SCRIPT, "sh", str(folder)])
     sender: subprocess.Popen[str] | None = None
     try:
-        end = time.monotonic() + 30
-        while not ((socket / "socket").exists() and list(journal.glob("*/*.journal"))):
-            assert time.monotonic() < end and daemon.poll() is None, "journald did not start"
-            time.sleep(0.05)
+
+        def started() -> bool:
+            assert daemon.poll() is None, "journald ended"
+            return (socket / "socket").exists() and bool(list(journal.glob("*/*.journal")))
+
+        waiting.until(started, 30, "journald to start", pause=0.05)
         sender = subprocess.Popen(
             [sys.executable, "-c", _SENDER], stdin=subprocess.PIPE, text=True, cwd=socket
         )
         (cgroup / "cgroup.procs").write_text(str(sender.pid))
         running = Journald(journal, sender)
         running.write("a line from before the test")
-        while "before the test" not in running.read():
-            assert time.monotonic() < end + 30, "journald took no line"
-            time.sleep(0.05)
+        waiting.until(lambda: "before the test" in running.read(), 30, "a line", pause=0.05)
         yield running
     finally:
         for process in (sender, daemon):

@@ -1,0 +1,76 @@
+"""The driver as the cache runs it: on and off by the settings, with its troubles and figures."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+
+import kit.errors
+from cache.csi import node
+from cache.dataset import Dataset
+from cache.settings import CsiSettings
+from kit.metrics import counter, gauge
+
+if TYPE_CHECKING:
+    from cache.csi import server
+
+
+class Driver:
+    def __init__(self, datasets: Mapping[str, Dataset], state_dir: Path) -> None:
+        self.node = node.Node(datasets, state_dir)
+        self._server: server.Server | None = None
+        self._trouble = ""
+
+    async def adopt(self, settings: CsiSettings) -> None:
+        """Take over what an earlier agent mounted."""
+        await self.node.adopt(settings)
+
+    async def reconcile(self, settings: CsiSettings) -> None:
+        """Serve. A kubelet that is not there is tried again at the next call."""
+        self.node.settings = settings
+        if not settings.enabled:
+            await self.stop()
+            self._trouble = ""
+            return
+        if self._server is None:
+            from cache.csi import server  # gRPC takes memory, which an agent without volumes saves
+
+            self._server = server.Server(self.node)
+        try:
+            await self._server.serve(settings.kubelet)
+            self._trouble = ""
+        except kit.errors.HostError as error:
+            self._trouble = str(error)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop()
+
+    def leaving(self, dataset: str) -> AbstractContextManager[None]:
+        """While a dataset is removed. InUseError: which pods have it as a volume."""
+        return self.node.leaving(dataset)
+
+    def users(self, dataset: str) -> list[str]:
+        """Pods that have a dataset as a volume, a line each."""
+        return [str(each) for each in self.node.volumes.values() if each.dataset == dataset]
+
+    def has_volumes(self, dataset: str) -> bool:
+        return any(each.dataset == dataset for each in self.node.volumes.values())
+
+    def reasons(self) -> list[str]:
+        """Why pods get no volumes."""
+        if self._trouble:
+            return [self._trouble]
+        if self._server is not None and self._server.trouble:
+            return [f"kubelet refuses the CSI driver: {self._server.trouble}"]
+        return []
+
+    def metrics(self) -> Iterable[Metric]:
+        yield gauge("csi_volumes", "Volumes mounted for pods.", len(self.node.volumes))
+        if self._server is not None:
+            text = "Requests of the kubelet, by method and gRPC code."
+            yield counter("csi_requests", text, self._server.requests, "method", "code")
+            known = self._server.registered
+            yield gauge("csi_registered", "1 when the kubelet has taken the driver.", known)

@@ -1,0 +1,114 @@
+"""Mount and unmount volumes. The functions run in child processes: what they look at may hang.
+
+A volume is a copy of the view's mount, or of the directory above it with the view below. It is made
+apart and attached in one step, so a killed child leaves either nothing or all of it.
+
+``parent`` follows the view: it receives what is mounted and unmounted there, and sends nothing
+back. ``direct`` is private: a mount of its own that keeps the source, the overlay or the store that
+served when it was made. The kernel keeps these alive, whatever happens at the view.
+"""
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+import kit.errors
+import kit.files
+from cache.csi.volumes import Layout
+from cache.store import disk
+from linux import mountinfo, mounts, procfs
+
+VIEW = "data"
+MOST_TRIES = 5  # the view is swapped a few times in the life of a dataset
+MOST_STACKED = 16
+
+
+def publish(target: str, view: str, layout: str, record: str) -> bool:
+    """Mount at ``target`` what serves ``view``; False when something is mounted there already.
+
+    ``record``: nothing is mounted once this file has gone, for then the volume was unpublished
+    while this process hung. OSError, HostError, RefusedError.
+    """
+    place = mountinfo.containing(os.path.dirname(target), own := mountinfo.read())
+    if (place is None or place.shared is None) and disk.apart(own):
+        raise kit.errors.HostError(
+            os.path.dirname(target), "what is mounted here does not reach the kubelet",
+            "mount the kubelet's pods directory with mountPropagation: Bidirectional",
+        )  # fmt: skip
+    if mountinfo.at(target, own):
+        return False
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(target, 0o750)
+    for _ in range(MOST_TRIES):
+        _attach(target, view, Layout(layout), record)
+        if layout == Layout.DIRECT or _same(view, f"{target}/{VIEW}"):
+            return True
+        _detach(target)  # the view was swapped between the copy and its attachment
+    raise kit.errors.RefusedError(f"view {view}", "it changes all the time", "it is tried again")
+
+
+def _attach(target: str, view: str, layout: Layout, record: str) -> None:
+    if not mountinfo.stacked(view):
+        raise kit.errors.RefusedError(f"view {view}", "nothing is mounted", "it is tried again")
+    follows = layout is Layout.PARENT
+    tree = mounts.clone_tree(os.path.dirname(view) if follows else view, recursive=follows)
+    with kit.files.closing(tree):
+        if follows:
+            mounts.make_follower(tree)
+        else:
+            mounts.make_private(tree)
+        mounts.set_attributes(tree, mounts.READ_ONLY_DATA)
+        if not os.path.exists(record):
+            raise kit.errors.RefusedError(f"volume {target}", "it was unpublished meanwhile", "")
+        mounts.attach(tree, target)
+
+
+def _same(view: str, below: str) -> bool:
+    table = mountinfo.read()
+    shown = [mountinfo.at(path, table)[-1:] for path in (view, below)]
+    first, second = ([(each.device, each.root) for each in tops] for tops in shown)
+    return first == second
+
+
+def _detach(target: str) -> None:
+    for _ in range(MOST_STACKED):
+        try:
+            # Lazily: a mount whose source hangs, or that somebody uses, goes as well.
+            mounts.detach(target)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOENT):  # no mount point
+                return
+            raise
+    raise OSError(errno.EBUSY, "it is mounted again and again", target)
+
+
+def unpublish(target: str) -> None:
+    """Unmount what is at ``target`` and delete the directory, if they are there. OSError."""
+    _detach(target)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(target)
+
+
+def size(path: str) -> tuple[int, int]:
+    """Bytes and inodes that are used in the file system at ``path``. OSError."""
+    found = os.statvfs(path)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize, found.f_files - found.f_ffree
+
+
+def users(target: str) -> list[str]:
+    """Processes of the pod that has the volume, a line each."""
+    _, _, rest = target.partition("/pods/")
+    uid = rest.partition("/")[0]
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            cgroup = Path(f"/proc/{entry}/cgroup").read_text()
+            if uid and procfs.pod_and_container(cgroup)[0] == uid:
+                command = Path(f"/proc/{entry}/comm").read_text().strip()
+                found.append(f"pid {entry} ({command}, pod {uid}): has the volume {target}")
+        except OSError:
+            continue  # just ended
+    return found

@@ -1,0 +1,242 @@
+"""The node service: publish, unpublish and measure volumes. Knows nothing of gRPC.
+
+Kubelet asks again after every error and after its own restart, so each request is answered from
+what is there: the mount table, the records, the datasets. Nothing is kept only in memory.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import structlog
+
+import kit.child
+import kit.errors
+from cache.csi import mounts, records, volumes
+from cache.csi.volumes import Wanted
+from cache.dataset import Dataset
+from cache.settings import CsiSettings
+from cache.view import Stage
+from linux import mountinfo
+
+log = structlog.get_logger("csi")
+
+MOUNT_SECONDS = 15.0
+UNMOUNT_SECONDS = 20.0
+SIZE_SECONDS = 10.0
+LOOK_SECONDS = 0.2  # between two looks at a dataset that is waited for
+# Each is a process of 15 MB; many pods start at once.
+MOST_AT_ONCE = 4
+MOST_NAMED = 5  # pods in a message
+
+
+class BusyError(kit.errors.RefusedError):
+    """Another request for the same target is not finished."""
+
+
+class Node:
+    """``volumes``: what is mounted, by target."""
+
+    def __init__(self, datasets: Mapping[str, Dataset], state_dir: Path) -> None:
+        self.volumes: dict[str, records.Volume] = {}
+        self.settings = CsiSettings()
+        self._datasets = datasets
+        self._folder = records.folder_of(state_dir)
+        self._busy: set[str] = set()
+        self._leaving: Counter[str] = Counter()  # datasets that are being removed
+        # Of volumes of images, by target: the mount that was asked, its bytes and its inodes.
+        self._sizes: dict[str, tuple[tuple[int, int, int], tuple[int, int]]] = {}
+        self._slots = asyncio.Semaphore(MOST_AT_ONCE)
+
+    async def adopt(self, settings: CsiSettings) -> None:
+        """Take over what an earlier agent mounted: volumes hold their dataset, also disabled."""
+        self.settings = settings
+        self.volumes = await asyncio.to_thread(
+            lambda: records.load(self._folder, {each.target for each in mountinfo.read()})
+        )
+
+    # --- requests of the kubelet
+
+    async def publish(self, identity: str, path: str, wanted: Wanted, seconds: float) -> None:
+        """Mount a volume within about ``seconds``. AgentError with the reason why not, OSError."""
+        target = self._target(path)
+        with self._alone(target):
+            volume = records.Volume(
+                identity, target, wanted.dataset, str(wanted.layout), wanted.pod
+            )
+            before = self.volumes.get(target)
+            if await self._mounted(target):
+                if before is None:  # its record is lost: nobody knows what it shows
+                    await self._unmount(target)
+                elif (before.id, before.dataset, before.layout) == (
+                    identity, volume.dataset, volume.layout,
+                ):  # fmt: skip
+                    return
+                else:
+                    raise volumes.TakenError(
+                        f"target path {target}", f"volume {before.id} is mounted there",
+                        "unpublish it",
+                    )  # fmt: skip
+            dataset = await self._wait(wanted, min(seconds, self.settings.wait))
+            self.volumes[target] = volume
+            try:
+                await asyncio.to_thread(records.write, self._folder, volume)
+                async with self._slots:
+                    await kit.child.call(
+                        mounts.publish, target, dataset.view, volume.layout,
+                        str(records.file_of(self._folder, target)), deadline=MOUNT_SECONDS,
+                    )  # fmt: skip
+            except kit.child.DeadlineError:
+                raise  # it may be mounted yet; kubelet unpublishes before it gives up
+            except (kit.errors.AgentError, OSError, RuntimeError):
+                await self._unmount(target)
+                raise
+            log.info("volume mounted", dataset=volume.dataset, pod=volume.pod, target=target)
+
+    async def unpublish(self, identity: str, path: str) -> None:
+        """Unmount whatever is at the target, known or not. AgentError, OSError."""
+        target = self._target(path)
+        with self._alone(target):
+            await self._unmount(target)
+            log.info("volume unmounted", volume=identity, target=target)
+
+    async def stats(self, path: str) -> volumes.Stats:
+        """NotFoundError for a volume that is not ours. AgentError, OSError."""
+        try:
+            target = self._target(path)
+            volume = self.volumes[target]
+        except (KeyError, kit.errors.SettingsError):
+            raise kit.errors.NotFoundError(
+                f"volume at {path[: volumes.MOST_TEXT]}", "no volume is published there", ""
+            ) from None
+        dataset = self._datasets.get(volume.dataset)
+        found = None if dataset is None else shown(dataset)
+        table = await asyncio.to_thread(mountinfo.read)
+        return volumes.stats(
+            volume.dataset,
+            found,
+            mounted=bool(mountinfo.at(target, table)),
+            held=await self._size(volume, table) if found is not None and found.block else None,
+        )
+
+    async def _size(
+        self, volume: records.Volume, table: list[mountinfo.Mount]
+    ) -> tuple[int, int] | None:
+        """Bytes and files in an image. None when nothing is mounted.
+
+        It cannot change under one mount, so each is asked once: kubelet asks all volumes each
+        minute, and a question is a process.
+        """
+        data = volume.target
+        if volume.layout == volumes.Layout.PARENT:
+            data = f"{data}/{mounts.VIEW}"
+        stacked = mountinfo.at(data, table)
+        if not stacked:
+            return None
+        top = stacked[-1]
+        key = (top.mount_id, *top.device)
+        known = self._sizes.get(volume.target)
+        if known is None or known[0] != key:
+            async with self._slots:
+                size, files = await kit.child.call(mounts.size, data, deadline=SIZE_SECONDS)
+            known = key, (size, files)
+            if volume.target in self.volumes:
+                self._sizes[volume.target] = known
+        return known[1]
+
+    def _target(self, path: str) -> str:
+        """As the mount table has it: kubelet's root may be a link."""
+        root = str(self.settings.kubelet)
+        volumes.target_below(path, f"{root}/pods")
+        return os.path.realpath(root) + path[len(root) :]
+
+    @contextlib.contextmanager
+    def _alone(self, target: str) -> Iterator[None]:
+        if target in self._busy:
+            raise BusyError(f"target path {target}", "an earlier request is not finished", "")
+        self._busy.add(target)
+        try:
+            yield
+        finally:
+            self._busy.discard(target)
+
+    async def _wait(self, wanted: Wanted, seconds: float) -> Dataset:
+        """The dataset once the volume can be mounted. AgentError: why not, after ``seconds``."""
+        until = time.monotonic() + seconds
+        while True:
+            dataset = self._find(wanted.dataset)
+            last = time.monotonic() >= until
+            trouble = volumes.obstacle(shown(dataset), wanted, last=last)
+            if trouble is None:
+                return dataset
+            if last or dataset.removed:
+                raise trouble
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _find(self, name: str) -> Dataset:
+        if self._leaving[name]:
+            raise kit.errors.RefusedError(f"dataset {name}", "it is being removed", "")
+        try:
+            return self._datasets[name]
+        except KeyError:
+            names = ", ".join(sorted(self._datasets)[:MOST_NAMED]) or "none"
+            raise kit.errors.NotFoundError(
+                f"dataset {name[:volumes.MOST_TEXT]!r}", "this node does not have it",
+                f"its datasets are: {names}",
+            ) from None  # fmt: skip
+
+    async def _mounted(self, target: str) -> bool:
+        table = await asyncio.to_thread(mountinfo.read)
+        return bool(mountinfo.at(target, table))
+
+    async def _unmount(self, target: str) -> None:
+        """First the record goes, so that a hanging publish mounts nothing afterwards."""
+        records.forget(self._folder, target)
+        async with self._slots:
+            await kit.child.call(mounts.unpublish, target, deadline=UNMOUNT_SECONDS)
+        volume = self.volumes.pop(target, None)
+        self._sizes.pop(target, None)
+        if volume is not None and volume.dataset in self._datasets:
+            self._datasets[volume.dataset].wake()  # it may discard now what the volume held
+
+    # --- what volumes hold
+
+    @contextlib.contextmanager
+    def leaving(self, dataset: str) -> Iterator[None]:
+        """While a dataset is removed it is given to nobody. InUseError: who has it."""
+        using = [str(each) for each in self.volumes.values() if each.dataset == dataset]
+        if using:
+            more = f" and {len(using) - MOST_NAMED} more" if len(using) > MOST_NAMED else ""
+            raise kit.errors.InUseError(
+                f"dataset {dataset}", "in use: " + "; ".join(using[:MOST_NAMED]) + more,
+                "end these pods, then try again",
+            )  # fmt: skip
+        self._leaving[dataset] += 1
+        try:
+            yield
+        finally:
+            self._leaving[dataset] -= 1
+
+
+def shown(dataset: Dataset) -> volumes.Shown:
+    figures, reached = dataset.figures, dataset.reached
+    late = reached is not None and dataset.source.block and not reached.root
+    stage = dataset.stage
+    if stage is Stage.STORE and dataset.generation.state != "complete":
+        stage = Stage.UNKNOWN  # what was stored until now, or of another source: it is replaced
+    return volumes.Shown(
+        stage=stage,
+        state=dataset.state(),
+        why=dataset.why(),
+        reached=reached is not None,
+        files=figures.files,
+        bytes=figures.bytes,
+        done_files=figures.done_files,
+        done_bytes=figures.done_bytes,
+        block=dataset.source.block,
+        late=reached.note if late and reached is not None else "",
+    )

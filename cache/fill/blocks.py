@@ -1,0 +1,390 @@
+"""The passes over a block image: fill and verify its local copy, in one process.
+
+A fill reads what was ever written to the image's snapshot, whole chunks, many at once, and makes
+them durable in batches while more is read; what is durable is never read again, so a killed fill
+loses the batch that grows and the one before it. A verify reads the stored chunks against their
+checksums; a bad one is read anew from the source.
+
+A file system is of no use without the rest of its blocks. So a part of an image is only filled
+where jobs read the rest from the source (``BlockTask.partly``); elsewhere nothing is filled when
+the budget does not hold all of it.
+"""
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import kit.errors
+import kit.files
+from cache.fill import behind, control, earlier, protocol, space
+from cache.store import filesystem, image_copy, ranges, rows
+from ceph import image
+
+# A batch is made durable while the next one is read: a killed fill loses two of them at most.
+BATCH_CHUNKS = 32
+BATCH_SECONDS = 1.0
+PROGRESS_SECONDS = 0.5
+LOCK_SECONDS = 10.0
+
+
+class Ended(Exception):
+    """The pass is over; its text says why."""
+
+    def __init__(self, result: str, why: str = "") -> None:
+        super().__init__(why)
+        self.result = result
+
+
+class Pass:
+    """What both kinds share: limits, cancel, batches, progress. Commands are obeyed in between."""
+
+    def __init__(self, task: protocol.BlockTask, phase: str) -> None:
+        self.task = task
+        self.limits = task.limits
+        self.folder = Path(task.generation)
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # The pass of an agent that was killed may need a moment to end.
+        self._lock = kit.files.lock(self.folder / "lock", LOCK_SECONDS)
+        self.agent = protocol.AgentChannel()
+        self.phase = phase
+        self.total_bytes = self.total_chunks = 0
+        self.done_bytes = self.done_chunks = 0
+        self._page = control.Control.create()
+        self._throttle = control.Throttle(self._page, 0)
+        self._commits = 0
+        self._used = 0
+        self.proven = False  # what was read is of the snapshot
+        self._reported = self._committed = time.monotonic()
+        self.set_limits(task.limits)
+
+    def set_limits(self, limits: protocol.Limits) -> None:
+        self.limits = limits
+        self._page.set_limits(limits.bytes_per_second, 0)
+
+    def pause(self, size: int = 0) -> None:
+        """Between two chunks: obey, keep to the limits, report. Raises Ended."""
+        try:
+            self._throttle.step(bool(size), size)
+        except control.Cancelled:
+            raise Ended("cancelled") from None
+        self.obey()
+
+    def obey(self) -> None:
+        """What the agent said meanwhile. Raises Ended."""
+        commands = self.agent.commands()
+        if commands is None:
+            raise Ended("cancelled", "the agent has ended")
+        for command in commands:
+            if command.limits is not None:
+                self.set_limits(command.limits)
+            if command.cancel:
+                raise Ended("cancelled")
+        self.report()
+
+    def beat(self) -> None:
+        self._throttle.beat()
+        self.obey()
+
+    def commit(self, held: image_copy.Chunks | behind.Behind, *, force: bool = False) -> bool:
+        """Make durable what waits, or begin to, when that is due; whether it was."""
+        due = held.waiting >= BATCH_CHUNKS or time.monotonic() - self._committed > BATCH_SECONDS
+        if not held.waiting or not (due or force):
+            return False
+        self.report(syncing=True, force=True)
+        held.commit()
+        self._commits += 1
+        self._committed, self._used = time.monotonic(), image_copy.used(self.folder)
+        self.report(force=True)
+        return True
+
+    def room(self) -> space.Balance:
+        disk, used = os.statvfs(self.folder), image_copy.used(self.folder)
+        return space.balance(disk, self.limits, used=used, inodes=0)
+
+    def fitting(self, wanted: list[int]) -> list[int]:
+        """The chunks of ``wanted`` to store now; all of them, unless there is room for a part."""
+        if not self.task.partly or not self.lacks(len(wanted)):
+            return wanted
+        left, used = self.room(), image_copy.used(self.folder)
+        enough = left.inodes >= image_copy.INODES
+        return list(ranges.fitting(wanted, used, left.bytes)) if enough else []
+
+    def lacks(self, chunks: int, spare: int = 0) -> int:
+        """Bytes that budget and reserve lack for so many chunks; 0 when they are enough.
+
+        ``spare``: bytes that what grows beside the chunks may have taken.
+        """
+        needed, left = chunks * image_copy.CHUNK_BYTES, self.room()
+        fits = needed <= left.bytes + spare and left.inodes >= image_copy.INODES
+        return 0 if fits or not chunks else max(1, needed - left.bytes)
+
+    def lacks_now(self, left: int) -> int:
+        """After a commit: bytes that are lacking when the next batch does not fit any more.
+
+        Others fill the disk, a threshold rises, a budget is lowered. ``left``: chunks to come.
+        """
+        if not self.lacks(min(left, BATCH_CHUNKS), space.HEADROOM_BYTES):
+            return 0
+        return self.lacks(left)
+
+    @property
+    def counts(self) -> rows.Counts:
+        return rows.Counts(
+            files=self.total_chunks,
+            bytes=self.total_bytes,
+            done_files=self.done_chunks,
+            done_bytes=self.done_bytes,
+        )
+
+    def report(self, *, syncing: bool = False, force: bool = False) -> None:
+        now = time.monotonic()
+        if not force and now - self._reported < PROGRESS_SECONDS:
+            return
+        self._reported = now
+        copied_files, copied_bytes = self._page.counted()
+        self.agent.say(
+            protocol.Report(
+                progress=protocol.Progress(
+                    phase=self.phase, counts=self.counts, sealed=0, copied_files=copied_files,
+                    copied_bytes=copied_bytes, beats=self._page.beats(), commits=self._commits,
+                    used=self._used, syncing=syncing,
+                )
+            )
+        )  # fmt: skip
+
+    def copy(self, snapshot: image.Snapshot, held: image_copy.Chunks, wanted: list[int]) -> int:
+        """Read chunks from the source and store them, durable and proven.
+
+        Bytes that it began to lack meanwhile; 0 when all is stored. Ended when what was read is
+        not all of the snapshot.
+        """
+        lacking = 0
+        # Closed before the image is, also after an error: librbd answers reads into its buffers.
+        chunks = contextlib.closing(snapshot.read(map(held.span, wanted), self.beat))
+        with chunks as read, behind.Behind(held) as storing:
+            for stored, (offset, data) in enumerate(read, 1):
+                storing.put(offset // image_copy.CHUNK_BYTES, data)
+                self.done_chunks += 1
+                self.done_bytes += len(data)
+                if self.commit(storing) and (lacking := self.lacks_now(len(wanted) - stored)):
+                    break
+                self.pause(len(data))
+            self.commit(storing, force=True)
+            if not lacking or self.task.partly:  # what is stored is shown
+                self.prove(snapshot)  # while the disk syncs
+        return lacking
+
+    def prove(self, snapshot: image.Snapshot) -> None:
+        """The snapshot is still there, so all that was read is of it. Ended, SourceError otherwise.
+
+        Reads of a snapshot that is being deleted give the image's later bytes, without an error; an
+        open image does not hear of the deletion. Ids of snapshots are never used again.
+        """
+        if snapshot.facts_now() != snapshot.facts:
+            raise Ended("failed", f"{snapshot.thing}: the snapshot was deleted while it was copied")
+        self.proven = True
+
+
+def fill() -> None:
+    """The life of a process that fills."""
+    _serve("filling", _fill_all)
+
+
+def verify() -> None:
+    """The life of a process that verifies."""
+    _serve("verifying", _verify_all)
+
+
+def _serve(phase: str, run: Callable[[Pass, contextlib.ExitStack], protocol.End]) -> None:
+    task = protocol.first_task(protocol.BlockTask)
+    if task is None:
+        return
+    with contextlib.ExitStack() as source:
+        try:
+            done = Pass(task, phase)
+            end = run(done, source)
+            done.report(force=True)
+        except kit.errors.AgentError as error:
+            end = protocol.End("failed", str(error))
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                return  # the agent has ended
+            end = protocol.End("failed", error.strerror or str(error))
+        # The agent need not wait for a client of the cluster to end: it has only read.
+        protocol.AgentChannel.say(protocol.Report(end=end))
+
+
+def _fill_all(done: Pass, source: contextlib.ExitStack) -> protocol.End:
+    """``source``: what is closed after the end was told."""
+    access = done.task.access
+    assert access is not None
+    left, result, why = 0, "complete", ""
+    try:
+        snapshot = source.enter_context(image.opened(access))
+        with image_copy.opened(done.folder, snapshot.facts, access.partition) as held:
+            try:
+                left = _fill(done, snapshot, held)
+                if not done.proven and done.task.partly:  # what is stored is shown
+                    done.prove(snapshot)
+            finally:
+                done.commit(held, force=True)
+            if not left:
+                _replay(done, held)
+    except Ended as ended:
+        result, why = ended.result, str(ended)
+    if left:
+        result, why = "partial", f"{left} bytes more are needed than budget and reserve leave"
+        if done.task.partly:
+            why += "; the rest of the image is read from its source"
+        else:
+            why += "; a block image is stored as a whole or not at all without the device mapper"
+    return protocol.End(
+        result, why, protocol.FillEnd(image_copy.used(done.folder), int(left > 0), left)
+    )
+
+
+def _fill(done: Pass, snapshot: image.Snapshot, held: image_copy.Chunks) -> int:
+    """Bytes that do not fit; 0 when all is stored."""
+    common = _common(done, snapshot, held)
+    if common is not None and (lacking := _take(done, held, common)):
+        return lacking
+    written = sorted(set(image_copy.chunks_of(snapshot.extents(done.beat))))
+    wanted, present = [], 0
+    written_ones = iter(written)
+    next_written = next(written_ones, held.count)
+    for chunk, state in held.states():
+        has_data = chunk == next_written
+        if has_data:
+            next_written = next(written_ones, held.count)
+        if state is image_copy.State.STORED:
+            present += 1
+        elif has_data and state is image_copy.State.UNKNOWN:
+            wanted.append(chunk)
+        elif state is image_copy.State.UNKNOWN:
+            held.put_zeros(chunk)
+    done.total_chunks = len(wanted) + present
+    done.total_bytes = (len(wanted) + present) * image_copy.CHUNK_BYTES
+    done.done_chunks, done.done_bytes = present, present * image_copy.CHUNK_BYTES
+    now = done.fitting(wanted)
+    if now is wanted:
+        return done.lacks(len(wanted)) or done.copy(snapshot, held, wanted)
+    left = (len(wanted) - len(now)) * image_copy.CHUNK_BYTES
+    return left + done.copy(snapshot, held, now)
+
+
+def _take(done: Pass, held: image_copy.Chunks, common: earlier.Common) -> int:
+    """Have what an earlier copy gives; bytes that do not fit."""
+    own = 0 if common.shared else len(common.chunks)
+    if lacking := done.lacks(own):
+        return 0 if done.task.partly else lacking  # then the first ones are read from the source
+    for taken, wrong in enumerate(earlier.take(held, common), 1):
+        if wrong:
+            done.agent.say(protocol.Report(note=wrong))
+        if done.commit(held) and (lacking := done.lacks_now(max(0, own - taken))):
+            return lacking
+        done.beat()
+    done.commit(held, force=True)
+    return 0
+
+
+def _common(done: Pass, snapshot: image.Snapshot, held: image_copy.Chunks) -> earlier.Common | None:
+    """What an earlier copy gives. A trouble with it is no trouble of the fill."""
+    try:
+        return earlier.find(done.folder, snapshot, held, done.beat)
+    except (kit.errors.AgentError, OSError) as error:
+        done.agent.say(protocol.Report(note=f"all of it is read from the source: {error}"))
+        return None
+
+
+def _replay(done: Pass, held: image_copy.Chunks) -> None:
+    """Replay the copy's journal when a mount needs that. Ended when a chunk is bad.
+
+    What is marked begun and not done is done again: replaying a journal twice changes nothing. The
+    checksums are those of the copy from then on, so a bad chunk cannot be read anew alone.
+    """
+    copy, state = str(done.folder / image_copy.IMAGE), image_copy.replayed(done.folder)
+    thing = f"dataset of image {held.facts.image_id}"
+    partition = image_copy.partition_of(done.folder)
+    if state == "done" or (not state and filesystem.is_clean(copy, thing, partition)):
+        return
+    if not state:
+        if _check(done, held, protocol.VerifyEnd()):
+            raise Ended("failed", "the copy has bad chunks; they are read again")
+        image_copy.set_replayed(done.folder, "begun")
+    done.agent.say(protocol.Report(note="the journal of the file system is replayed on the copy"))
+    filesystem.replay(copy, thing, partition)
+    for chunk in range(held.count):
+        held.take_over(chunk)
+        done.beat()
+        done.commit(held)
+    done.commit(held, force=True)
+    image_copy.set_replayed(done.folder, "done")
+
+
+def _verify_all(done: Pass, _: contextlib.ExitStack) -> protocol.End:
+    found = protocol.VerifyEnd()
+    try:
+        with image_copy.opened(done.folder, image_copy.existing(done.folder)) as held:
+            bad = _check(done, held, found)
+            if bad:
+                _replace(done, held, bad, found)
+    except Ended as ended:
+        return protocol.End(ended.result, str(ended), verify=found)
+    return protocol.End("bad" if found.unreplaced else "good", verify=found)
+
+
+def _check(done: Pass, held: image_copy.Chunks, found: protocol.VerifyEnd) -> list[int]:
+    """The bad chunks."""
+    stored = [chunk for chunk, state in held.states() if state is image_copy.State.STORED]
+    done.total_chunks = len(stored)
+    done.total_bytes = sum(held.span(chunk)[1] for chunk in stored)
+    bad = []
+    for chunk in stored:
+        offset, length = held.span(chunk)
+        try:
+            good = held.is_good(chunk)
+        except OSError:  # a bad sector is a bad chunk
+            good = False
+        if not good:
+            bad.append(chunk)
+            done.agent.say(protocol.Report(note=f"chunk at {offset} is bad"))
+        found.checked_files += 1
+        found.checked_bytes += length
+        done.done_chunks += 1
+        done.done_bytes += length
+        done.pause(length)
+    found.bad = len(bad)
+    return bad
+
+
+def _replace(
+    done: Pass, held: image_copy.Chunks, bad: list[int], found: protocol.VerifyEnd
+) -> None:
+    """Read bad chunks anew. Their records are forgotten first, and made again when it is proven
+    that what was read is of the snapshot: a kill before that leaves none to be trusted."""
+    found.unreplaced = len(bad)
+    if image_copy.replayed(done.folder):
+        # The source has the blocks from before the journal's replay.
+        image_copy.discard(done.folder)
+        return
+    for chunk in bad:
+        held.forget(chunk)
+    held.commit()
+    if done.task.access is None:
+        return
+    with image.opened(done.task.access) as snapshot:
+        if snapshot.facts != held.facts:
+            return  # another snapshot by this name now: its bytes are not ours
+        with contextlib.closing(snapshot.read(map(held.span, bad), done.beat)) as read:
+            for offset, data in read:
+                held.put(offset // image_copy.CHUNK_BYTES, data)
+                done.pause(len(data))
+        try:
+            done.prove(snapshot)
+        except (Ended, kit.errors.SourceError):
+            return
+    done.commit(held, force=True)
+    found.replaced, found.unreplaced = len(bad), 0

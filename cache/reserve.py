@@ -1,0 +1,126 @@
+"""What the store's disk keeps free: the settings' share, and no less than the kubelet wants free.
+
+Below its thresholds the kubelet evicts pods, whoever filled the disk. Which of them count depends
+on the file system that the store lies on: ``nodefs`` where the kubelet's own directory is,
+``imagefs`` where the images are. A directory that cannot be seen may be there, so it counts.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import structlog
+
+import kit.child
+import kit.errors
+from cache.fill import space
+from cache.fill.floor import Least
+from cache.settings import CacheSettings, KubeletSettings
+from cache.store import disk, probe
+from cache.store.subset import Amount
+from kit.findings import Finding, Severity
+from kube import configz, kubelet
+
+log = structlog.get_logger("reserve")
+
+STORE_SECONDS = 30.0  # to look where the store lies: its disk may hang
+LOOK_SECONDS = 60.0  # between two looks at the kubelet's file; itself it is asked less often
+# Of a threshold, on top of it: the kubelet looks every 10 s, and others write meanwhile.
+MARGIN = 1 / 8
+
+
+def least(found: kubelet.Thresholds, *, nodefs: bool, imagefs: bool) -> Least:
+    """What is to stay free. Pure. ``nodefs``, ``imagefs``: the store lies on that file system."""
+    if found.assumed:
+        return Least()  # nobody has said what the kubelet has
+    free = [*(found.nodefs_free if nodefs else ()), *(found.free if imagefs else ())]
+    inodes = [*(found.nodefs_inodes if nodefs else ()), *(found.inodes if imagefs else ())]
+    share, size = _most(free)
+    inodes_share, number = _most(inodes)
+    return Least(share, size, inodes_share, number)
+
+
+def _most(limits: Iterable[kubelet.Limit]) -> tuple[float, int]:
+    """The largest share and amount, with the margin."""
+    share = amount = 0.0
+    for each in limits:
+        share, amount = max(share, each.share), max(amount, each.amount)
+    return min(1.0, share * (1 + MARGIN)), int(amount * (1 + MARGIN))
+
+
+class Reserve:
+    """Follows the kubelet's thresholds. ``changed`` is called when they are others."""
+
+    def __init__(self, settings: CacheSettings, changed: Callable[[], None]) -> None:
+        self.settings = settings
+        self.least = Least()
+        self.trouble = ""  # why the thresholds are not known
+        self._changed = changed
+        self._wake = asyncio.Event()
+        self._kubelet = configz.Kubelet(self._wake.set)
+
+    def now(self) -> Least:
+        return self.least
+
+    def take(self, settings: CacheSettings) -> None:
+        self.settings = settings
+        self._wake.set()
+
+    async def follow(self) -> None:
+        """Runs until it is cancelled."""
+        try:
+            while True:
+                self._wake.clear()
+                await self.look()
+                try:
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            await self._kubelet.close()
+
+    async def look(self) -> None:
+        """Take what the kubelet says now. While it says nothing, what it said last counts."""
+        section, store = self.settings.kubelet, str(self.settings.store)
+        found = Least()
+        if section is not None:
+            try:
+                limits = await self._kubelet.thresholds(section)
+                if limits.assumed:
+                    self._note(limits.origin)
+                    return
+                found = await _least_of(limits, section, store)
+            except (kit.errors.AgentError, OSError, RuntimeError) as error:
+                self._note(str(error) or repr(error))
+                return
+            self._note("")
+        if found != self.least:
+            log.info("reserve follows the kubelet", least=str(found))
+            self.least = found
+            self._changed()
+
+    def _note(self, trouble: str) -> None:
+        if trouble != self.trouble:
+            self.trouble = trouble
+            if trouble:
+                log.warning("thresholds of the kubelet are not known", why=trouble)
+            self._changed()
+
+    def short(self, seen: probe.Seen) -> Amount:
+        """What the disk lacks, as it was last seen."""
+        return space.short(seen, self.settings.reserve, self.least)
+
+    def findings(self) -> Iterable[Finding]:
+        if self.trouble and self.settings.kubelet is not None:
+            yield Finding(
+                "reserve-unknown", "reserve-unknown", Severity.WARNING, "cache.kubelet",
+                f"the kubelet's thresholds are not known: {self.trouble}",
+                "what it said last counts, or cache.reserve alone; correct cache.kubelet",
+            )  # fmt: skip
+
+
+async def _least_of(limits: kubelet.Thresholds, section: KubeletSettings, store: str) -> Least:
+    """AgentError, OSError or RuntimeError when it cannot be seen where the store lies."""
+    folders = [str(section.root_dir), str(section.image_dir)]
+    nodefs, imagefs = await kit.child.call(disk.shares_disk, store, folders, deadline=STORE_SECONDS)
+    return least(limits, nodefs=nodefs, imagefs=imagefs)

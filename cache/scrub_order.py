@@ -1,0 +1,76 @@
+"""Which generation is scrubbed next, why, and how fast. Pure.
+
+Doubted ones come first: their views show the source until they are verified. Then those of a node
+that went down uncleanly, then earlier ones with bad files, then the one whose last scrub is longest
+ago, once a period is over. For one reason current generations come before earlier ones, which need
+not read what they share with those.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cache.settings import ScrubSettings
+
+DOUBT, CRASH, MEND, ROUND = "doubt", "crash", "mend", "round"
+# No job reads a doubted store: as many readers as keep an SSD busy.
+DOUBT_WORKERS, WORKERS = 4, 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A generation with files, which no job works on and which may be read now."""
+
+    name: str
+    priority: int
+    doubted: bool
+    crashed: bool  # the node went down since its last scrub began
+    last: float  # Unix time when its files were last known to be good
+    earlier: str = ""  # id of an earlier generation; '' of the current one
+    damaged: bool = False  # an earlier one, and bad files of it can be put right now
+
+
+@dataclass(frozen=True)
+class Choice:
+    name: str
+    reason: str
+    earlier: str = ""
+
+
+@dataclass(frozen=True)
+class Pace:
+    workers: int
+    bytes_per_second: int  # 0: no limit
+
+
+def choose(candidates: Iterable[Candidate], settings: ScrubSettings, now: float) -> Choice | None:
+    """``now``: Unix time. A time in the future (the clock was set back) counts as long ago."""
+    found = list(candidates)
+    for reason, those in (
+        (DOUBT, [each for each in found if each.doubted]),
+        (CRASH, [each for each in found if each.crashed and settings.every > 0]),
+        (MEND, [each for each in found if each.damaged]),
+    ):
+        if those:
+            first = min(those, key=lambda c: (c.earlier != "", -c.priority, c.name, c.earlier))
+            return Choice(first.name, reason, first.earlier)
+    due = [c for c in found if settings.every > 0 and _age(c, now) >= settings.every]
+    if not due:
+        return None
+    chosen = max(due, key=lambda c: (_age(c, now), c.earlier == "", c.priority, c.name, c.earlier))
+    return Choice(chosen.name, ROUND, chosen.earlier)
+
+
+def _age(candidate: Candidate, now: float) -> float:
+    return now - candidate.last if candidate.last <= now else float("inf")
+
+
+def pace(choice: Choice, settings: ScrubSettings, *, filling: bool) -> Pace:
+    """``filling``: a fill runs, which needs the disk more than an ordinary scrub.
+
+    No view waits for an earlier generation, so a doubted one is not as fast as the disk.
+    """
+    if choice.reason == DOUBT and not choice.earlier:
+        return Pace(DOUBT_WORKERS, 0)
+    if choice.reason in (CRASH, DOUBT) and not filling:
+        return Pace(WORKERS, settings.crash_bytes_per_second)
+    return Pace(WORKERS, settings.bytes_per_second)

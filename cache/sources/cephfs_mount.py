@@ -1,0 +1,265 @@
+"""One mount of a CephFS: by the kernel's client or by ceph-fuse, in a folder of its own.
+
+The kernel client is used where the kernel has it, else ceph-fuse. ceph-fuse becomes a daemon and is
+moved out of the agent's cgroup, so that neither the end of the agent nor that of its service ends
+the mount: jobs read through it.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+import kit.child
+import kit.errors
+import kit.files
+import kit.processes
+from cache.settings import CephfsSource
+from ceph import monitors, secrets
+from ceph.monitors import Address
+from linux import mountinfo, mounts
+
+log = structlog.get_logger("source")
+
+# Inodes that ceph-fuse keeps, about 1.5 KiB each. With its default of 16,384 every walk over a
+# larger tree asks the MDS for each file again.
+CLIENT_CACHE_INODES = 400_000
+CGROUP = "nodeagent-sources"
+DETACH_SECONDS = 15.0
+SHOWN = "shows.json"
+
+_CONF = """\
+[global]
+mon host = {monitors}
+keyring = {keyring}
+log file =
+admin socket =
+[client]
+client cache size = {inodes}
+client mount timeout = {timeout}
+rados mon op timeout = {timeout}
+# The kernel checks modes itself (default permissions). Looking up the groups of every caller would
+# cost ceph-fuse a quarter of its CPU.
+fuse default permissions = true
+client permissions = false
+# Without this it lists the names of ACLs and refuses to give them: no file with one could be kept.
+client acl type = posix_acl
+fuse set user groups = false
+debug client = 0/0
+debug ms = 0/0
+debug objecter = 0/0
+debug objectcacher = 0/0
+"""
+
+POINT = "mount"
+
+
+class MayNotError(kit.errors.SourceError):
+    """The cluster refuses this mount: the key is wrong, or has no right to the directory."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a source's cluster is reached now."""
+
+    source: CephfsSource
+    addresses: Sequence[Address]
+    secret: str
+    thing: str  # what it is for, for operators
+
+    def error(self, cause: str, remedy: str) -> kit.errors.SourceError:
+        return kit.errors.SourceError(self.thing, cause, f"{remedy}; it is tried again")
+
+    def explain(self, number: str) -> kit.errors.SourceError:
+        """The error for a mount that failed. ``number``: its errno as text, or ''."""
+        source = self.source
+        match number:
+            case "1" | "13" | "22":
+                return MayNotError(
+                    self.thing,
+                    f"client.{source.user} is refused: wrong key, or no right to {source.path}",
+                    "correct user and secret_file, or the user's caps; it is tried again",
+                )
+            case "2":
+                return self.error(
+                    f"path {source.path} or file system {source.filesystem!r} does not exist",
+                    "create it, or correct the settings",
+                )
+            case "5" | "110" | "111" | "113":
+                return self.error(
+                    f"no monitor of {', '.join(source.monitors)} answers",
+                    "check the addresses and the network",
+                )
+        return self.error(f"mounting failed ({number or 'no reason given'})", "see the log")
+
+
+async def way_to(source: CephfsSource, thing: str) -> Way:
+    """Read the key and find the monitors. SourceError."""
+    secret = secrets.read(source.secret_file, source.user, thing)
+    way = Way(source, await monitors.resolve(source.monitors), secret, thing)
+    if not way.addresses:
+        raise way.explain("110")
+    return way
+
+
+def configure(folder: Path, way: Way, deadline: float) -> Path:
+    """Write what ceph-fuse, and reads past any mount, connect with; the ceph.conf."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
+    keyring, conf = folder / "keyring", folder / "ceph.conf"
+    kit.files.save(keyring, f"[client.{way.source.user}]\nkey = {way.secret}\n".encode())
+    text = _CONF.format(
+        monitors=" ".join(map(str, way.addresses)), keyring=keyring, inodes=CLIENT_CACHE_INODES,
+        timeout=max(1, int(deadline) - 3),
+    )  # fmt: skip
+    kit.files.save(conf, text.encode())
+    return conf
+
+
+async def uses_kernel(way: Way) -> bool:
+    """Whether the kernel's client makes the mount. SourceError when it is to and cannot."""
+    kernel_has_it = await asyncio.to_thread(mounts.kernel_has, "ceph")
+    if way.source.client == "kernel" and not kernel_has_it:
+        why = "this kernel has no CephFS client (client: kernel)"
+        raise way.error(why, "load the ceph module, or set client: auto")
+    return kernel_has_it and way.source.client != "fuse"
+
+
+async def make(folder: Path, way: Way, root: str, deadline: float) -> None:
+    """Mount ``root``, a directory of the source's file system, in ``folder``. SourceError."""
+    source, target = way.source, folder / POINT
+    by_kernel = await uses_kernel(way)
+    conf = await asyncio.to_thread(configure, folder, way, deadline)
+    target.mkdir(exist_ok=True, mode=0o700)
+    if not by_kernel:
+        await _mount_fuse(target, way, root, conf, deadline)
+        return
+    try:
+        await kit.child.call(
+            mount_kernel, str(target), list(way.addresses), source.filesystem, root, source.user,
+            way.secret, deadline=deadline,
+        )  # fmt: skip
+    except kit.child.DeadlineError as error:
+        raise way.explain("110") from error
+    except OSError as error:
+        raise way.explain(str(error.errno)) from error
+
+
+async def _mount_fuse(target: Path, way: Way, root: str, conf: Path, deadline: float) -> None:
+    source = way.source
+    command = (
+        *("ceph-fuse", "-c", str(conf), "-n", f"client.{source.user}", str(target)),
+        *(f"--client_mountpoint={root}", f"--client_fs={source.filesystem}"),
+        *("-o", "ro"),
+    )
+    # The agent's environment may have Ceph settings or secrets.
+    environment = {"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")}
+    try:
+        ended = await kit.processes.run(
+            command, about=way.thing, deadline=deadline + 5, environment=environment,
+            outlives=True,
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        why = "this host has neither a CephFS kernel client nor ceph-fuse"
+        raise way.error(why, "load the ceph module or install ceph-fuse") from error
+    except kit.processes.DeadlineError as error:
+        raise way.explain("110") from error
+    if ended.code or mountinfo.top(target) is None:
+        said = (ended.out + ended.err).decode(errors="replace")
+        number = re.findall(r"\((\d+)\)", said)
+        # A monitor answered but did not send its settings: the user is not authorized.
+        refused = "13" if "failed to fetch mon config" in said else ""
+        failure = way.explain(number[-1] if number else refused)
+        # A narrower directory may be tried after a refusal, and is no trouble then.
+        tell = log.info if isinstance(failure, MayNotError) else log.error
+        tell("ceph-fuse failed", dataset=way.thing, root=root, said=said.strip()[-200:])
+        raise failure
+    await asyncio.to_thread(_move_out_of_our_cgroup, target)
+
+
+def _move_out_of_our_cgroup(target: Path) -> None:
+    """A service manager kills everything in the agent's cgroup; the mount must outlive that."""
+    for pid in _daemons(str(target)):
+        for root in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")):
+            if (root / "cgroup.procs").exists():
+                try:
+                    (root / CGROUP).mkdir(exist_ok=True)
+                    (root / CGROUP / "cgroup.procs").write_text(str(pid))
+                except OSError as error:
+                    log.warning("ceph-fuse stays in the agent's cgroup", error=str(error))
+
+
+async def detach(target: Path) -> bool:
+    """Detach the uppermost mount at ``target``; who reads through it goes on. Whether it left.
+
+    It leaves the tree at once; the child may wait for the cluster after that.
+    """
+    before = mountinfo.top(target)
+    with contextlib.suppress(OSError, kit.child.DeadlineError):
+        await kit.child.call(mounts.detach, str(target), deadline=DETACH_SECONDS)
+    now = mountinfo.top(target)
+    return now is None or before is None or now.mount_id != before.mount_id
+
+
+async def release(folder: Path) -> bool:
+    """Unmount what is mounted in ``folder`` and delete its key; whether anything was mounted.
+
+    InUseError while it is used: nothing is deleted then.
+    """
+    target = folder / POINT
+    unmounted = False
+    try:
+        while mountinfo.top(target) is not None:  # several mounts may be stacked
+            await kit.child.call(mounts.unmount, str(target), deadline=DETACH_SECONDS)
+            unmounted = True
+    except OSError as error:
+        raise kit.errors.InUseError(
+            f"source mount {target}", f"it cannot be unmounted ({error.strerror})",
+            "end the processes that use it; it is tried again",
+        ) from error  # fmt: skip
+    for name in ("keyring", "ceph.conf", SHOWN):
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        target.rmdir()
+        folder.rmdir()
+    return unmounted
+
+
+def _daemons(target: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if words[0].endswith(b"ceph-fuse") and os.fsencode(target) in words:
+                found.append(int(entry.name))
+    return found
+
+
+def mount_kernel(
+    target: str, given: list[list[Any]], filesystem: str, path: str, user: str, secret: str
+) -> None:
+    """Mount with the kernel client. The key goes through fsconfig, which no process list shows."""
+    protocol, hosts = monitors.one_protocol(Address(*each) for each in given)
+    strings = {
+        "source": f"{','.join(hosts)}:{path}",
+        "name": user,
+        "secret": secret,
+        "mds_namespace": filesystem,
+        "mount_timeout": "10",
+        # A client that the cluster shut out would answer EACCES until somebody unmounts it.
+        "recover_session": "clean",
+    }
+    if protocol == "v2":
+        strings["ms_mode"] = "prefer-crc"
+    tree = mounts.new_filesystem("ceph", strings, ("ro",), mounts.READ_ONLY_DATA)
+    with kit.files.closing(tree):
+        mounts.attach(tree, target)

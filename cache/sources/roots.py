@@ -1,0 +1,94 @@
+"""A source's root directory: what it says of itself, its snapshots, a part of it shown elsewhere.
+
+In child processes: a source may hang.
+"""
+
+import contextlib
+import errno
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import kit.files
+from cache.store import identity, tree
+from linux import mountinfo, mounts
+
+# Of one directory; CephFS allows 100 by default.
+MOST_SNAPSHOTS = 4096
+
+
+@dataclass(frozen=True)
+class Root:
+    """What a source's root directory says of itself."""
+
+    stamp: str
+    empty: bool
+    files: int | None
+    bytes: int | None
+    marks: dict[str, str]
+
+
+def look(root: str) -> dict[str, Any]:
+    """The fields of ``Root``. OSError."""
+    counts: dict[str, int | None] = {"files": None, "bytes": None}
+    with tree.opened_root(root) as descriptor:
+        with os.scandir(descriptor) as entries:
+            empty = next(entries, None) is None
+        for key in counts:
+            with contextlib.suppress(OSError, ValueError):  # not a CephFS
+                counts[key] = int(os.getxattr(descriptor, f"ceph.dir.r{key}"))
+        marks = {
+            key: value
+            for key, xattr in ((identity.CLUSTER, tree.FSID), (identity.MADE, tree.SNAPSHOT_MADE))
+            if (value := tree.virtual(descriptor, xattr))
+        }
+        return {"stamp": tree.stamp(descriptor), "empty": empty, "marks": marks, **counts}
+
+
+def show_part(mounted: str, part: str, target: str) -> None:
+    """Have ``target`` show a directory of what is mounted at ``mounted``.
+
+    ``part``: its path there. No symbolic link on it is followed: who may write to the source must
+    not choose what of this host is shown. OSError; ENOTCONN while nothing is mounted.
+    """
+    try:
+        made = _part(mounted, [name for name in part.split("/") if name not in ("", ".")])
+    except FileNotFoundError:
+        try:
+            look(mounted)
+        except OSError as error:
+            raise OSError(errno.ENOTCONN, "its root cannot be read", mounted) from error
+        raise
+    with kit.files.closing(made):
+        mounts.make_private(made)  # what is mounted here concerns no other dataset
+        mounts.set_attributes(made, mounts.READ_ONLY_DATA)
+        mounts.attach(made, target)
+
+
+def _part(mounted: str, names: list[str]) -> int:
+    """A detached mount of a directory. OSError."""
+    if ".." in names:
+        raise OSError(errno.EINVAL, "it is not below", mounted)
+    with tree.opened_root(mounted) as root:
+        top = mountinfo.top(mounted)
+        if top is None or os.fstat(root).st_dev != os.makedev(*top.device):
+            raise OSError(errno.ENOTCONN, "it is not mounted", mounted)
+        with tree.opened(root, names) as directory:
+            return mounts.clone_tree(f"/proc/self/fd/{directory}")
+
+
+def snapshots(directory: str) -> dict[str, float]:
+    """The snapshots of a directory, and when each was made. OSError.
+
+    Where ``ceph.snap.btime`` does not tell, the change of the snapshot's root does.
+    """
+    found = {}
+    with tree.opened_root(f"{directory}/.snap") as descriptor:
+        for name in os.listdir(descriptor)[:MOST_SNAPSHOTS]:
+            try:
+                with tree.opened(descriptor, [name]) as root:
+                    made = tree.virtual(root, tree.SNAPSHOT_MADE)
+                    found[name] = float(made) if made else os.fstat(root).st_ctime
+            except (FileNotFoundError, NotADirectoryError, ValueError):
+                continue  # just deleted
+    return found

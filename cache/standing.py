@@ -1,0 +1,130 @@
+"""How a dataset stands, in one word and one line."""
+
+from collections.abc import Awaitable, Callable
+
+import kit.errors
+from cache.figures import Eviction, Figures, Job, Scrubs, Totals, Use
+from cache.hits import Hits
+from cache.sources import base
+from cache.store import generations, identity, sample
+from cache.view import Stage
+
+
+class Standing:
+    """What is known of a dataset, as ``cache.dataset`` keeps it."""
+
+    removed: bool
+    newer: kit.errors.HostError | None
+    no_store: kit.errors.AgentError | None
+    trouble: kit.errors.AgentError | None
+    job: Job | None
+    stage: Stage
+    fill_queued: bool
+    update_queued: bool
+    evicted: int
+    scrubs: Scrubs
+    leaving = False  # it is about to be removed
+    gave_way = False  # its last fill stopped for another dataset
+    # For whom the dataset of this name waits when it is queued, as "b (priority 5)".
+    ahead: Callable[[str], str] = staticmethod(lambda _: "")
+    use = Use()
+    comparing = False  # with its source, which is to stay mounted for it
+    mending = False  # a generation beside the current one, from its source
+    compared = sample.Seen()
+    not_compared = ""  # why the last round did not end
+    hits: Hits
+    eviction = Eviction()
+    # Whom to tell before complete files go, once ``whole`` is False.
+    tell: Callable[[], Awaitable[None]] | None = None
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def generation(self) -> generations.Generation:
+        raise NotImplementedError
+
+    @property
+    def doubted(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def reached(self) -> base.Reached | None:
+        raise NotImplementedError
+
+    @property
+    def figures(self) -> Figures:
+        raise NotImplementedError
+
+    def listed(self) -> bool:
+        """Whether an overlay can be shown: every directory is in the tree. Of a block image: there
+        is a copy, and one device can show it and the source."""
+        mixes = self.reached is not None and self.reached.mixes and self.figures.done_files > 0
+        return self.generation.skeleton or (mixes and not self.generation.evicting)
+
+    def snapshot_made(self) -> float:
+        """When the snapshot that is served was made, Unix time; 0 when it is not known."""
+        return float(self.generation.marks.get(identity.MADE, "0"))
+
+    def totals(self) -> Totals:
+        return Totals(self.evicted, self.scrubs.bytes)
+
+    def state(self) -> str:
+        """One word; docs/cache.md lists them."""
+        generation = self.generation
+        if self.removed:
+            return "removed"
+        if self.newer is not None:
+            return "failed"
+        if self.no_store is not None and generation.state == "complete":
+            return "failed"
+        if self.job is not None and self.job.kind != "update":
+            if self.job.kind == "verify":
+                return "verifying"
+            return "paused" if generation.held == "paused" else self.job.phase or "queued"
+        if self.doubted and self.no_store is None:
+            return "verifying"
+        if generation.held and generation.state != "complete":
+            return generation.held
+        if generation.state == "complete" and self.stage is not Stage.STORE:
+            return "failed" if self.trouble is not None else "queued"
+        if generation.state in ("complete", "partial"):
+            return generation.state
+        if self.reached is None:
+            return "waiting"
+        if self.fill_queued:
+            return "queued"
+        return "failed" if generation.why else "cold"
+
+    def whole(self) -> bool:
+        """Whether jobs here read all of it from the SSD, and will go on to."""
+        usable = self.newer is None and self.no_store is None and not self.doubted
+        there = self.generation.state == "complete" and self.stage is Stage.STORE
+        return there and usable and not (self.removed or self.leaving)
+
+    async def tell_loss(self) -> None:
+        """Before complete files go, and after ``whole`` has become False. Bounded in time."""
+        if self.tell is not None:
+            await self.tell()
+
+    def refused(self, cause: str, remedy: str) -> kit.errors.RefusedError:
+        """The error of a request that makes no sense for it now."""
+        return kit.errors.RefusedError(f"dataset {self.name}", cause, remedy)
+
+    def waits_for(self) -> str:
+        """For whom its fill waits, and that dataset's priority; '' when it does not."""
+        queued = (self.fill_queued or self.update_queued) and self.job is None
+        return self.ahead(self.name) if queued else ""
+
+    def why(self) -> str:
+        """Why its state is not better, in one line."""
+        if self.trouble is not None and self.state() != "complete":
+            return str(self.trouble)
+        if self.no_store is not None:
+            return str(self.no_store)
+        if self.doubted:
+            return "the SSD had errors: stored files are verified before they are used again"
+        if self.state() == "queued" and (other := self.waits_for()):
+            return f"waits for {other}"
+        return self.generation.why

@@ -1,0 +1,90 @@
+"""Which generation of a dataset follows the one that serves: one pure decision, asked again.
+
+A dataset has one current generation, at most one that comes, and earlier ones that are kept to go
+back to. What is wanted is named by the id of its folder.
+
+The one that comes serves when it is complete. When it lacks room, and all that may give some gave
+it, it serves as far as it is stored: what is missing is read from its source.
+"""
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+# The state of one that comes which is partial: no more of it can be stored now.
+FITS = "fits"
+
+
+class Step(Enum):
+    NOTHING = auto()
+    TAKE = auto()  # the current one holds nothing yet: it is replaced by the wanted one
+    BEGIN = auto()  # make the generation that comes
+    REACH = auto()  # its source
+    QUEUE = auto()  # its fill
+    SWITCH = auto()  # it serves from now on
+    BACK = auto()  # an earlier generation is wanted, and serves from now on
+    DROP = auto()  # another one is wanted than the one that comes
+    SHOW = auto()  # mount what is complete by its id
+    RETIRE = auto()  # discard the oldest of the earlier ones, if nobody uses it
+
+
+@dataclass(frozen=True)
+class Facts:
+    wanted: str  # id; '' while it is not known
+    insists: bool  # an operator chose it: what is under way is given up for it
+    current: str
+    current_empty: bool  # nothing of it is stored
+    current_busy: bool  # it is being filled
+    coming: str  # '' when none comes
+    coming_state: str  # as in generation.json, or FITS
+    reached: bool  # the source of the one that comes answered
+    lost: bool  # it did not when it was asked last
+    reach_due: bool
+    fill_due: bool
+    job_there: bool  # a fill of the one that comes is queued or runs
+    earlier: tuple[str, ...]  # complete ones, the latest first
+    keep: int  # how many of them are kept
+    cramped: bool  # the one that comes lacks room, or the current one does
+    retire_due: bool
+    left: bool  # generations that are neither complete nor wanted wait for their end
+    shown: bool  # everything that is to be mounted by its id is
+
+
+def next_step(facts: Facts) -> Step:
+    """The most urgent step. Pure."""
+    another = facts.wanted not in ("", facts.coming)
+    if facts.coming and another and (facts.insists or (facts.lost and not facts.job_there)):
+        return Step.DROP
+    if facts.coming and facts.coming_state in ("complete", FITS):
+        return Step.SWITCH
+    if facts.wanted and facts.wanted != facts.current and not facts.coming:
+        if facts.wanted in facts.earlier:
+            return Step.BACK
+        if facts.current_empty:
+            return Step.TAKE
+        # A snapshot that comes during a fill waits, unless an operator chose it.
+        if facts.insists or not facts.current_busy:
+            return Step.BEGIN
+    if not facts.shown:
+        return Step.SHOW
+    most = 0 if facts.cramped else facts.keep
+    if facts.retire_due and (facts.left or len(facts.earlier) > most):
+        return Step.RETIRE
+    if facts.coming:
+        return _fill(facts)
+    return Step.NOTHING
+
+
+def _fill(facts: Facts) -> Step:
+    if not facts.reached:
+        return Step.REACH if facts.reach_due else Step.NOTHING
+    return Step.QUEUE if facts.fill_due and not facts.job_there else Step.NOTHING
+
+
+def newest(found: Mapping[str, float], matching: Container[str], since: float) -> str:
+    """The newest of the matching snapshots that is newer than ``since``; '' when there is none.
+
+    ``found``: when each was made, in Unix time. Of two of the same moment the last by name counts.
+    """
+    newer = [(made, name) for name, made in found.items() if name in matching and made > since]
+    return max(newer)[1] if newer else ""

@@ -1,0 +1,105 @@
+"""Read-only loop devices that end by themselves (linux/loop.h). All functions can hang.
+
+A device that ``attached`` makes is detached by the kernel when nobody has it open or mounted any
+more (LO_FLAGS_AUTOCLEAR), so that a killed agent leaves no loop device behind.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import kit.files
+from linux import rbd_sysfs
+
+_LOOP_SET_DIRECT_IO, _LOOP_CONFIGURE, _LOOP_CTL_GET_FREE = 0x4C08, 0x4C0A, 0x4C82
+_BLKRASET = 0x1262  # linux/fs.h
+_READ_ONLY, _AUTOCLEAR = 1, 4
+_MAJOR = 7
+# struct loop_config: fd, block_size, struct loop_info64 (232 bytes: offset at 24, sizelimit at 32,
+# flags at 52), 64 reserved.
+_CONFIG = struct.Struct("II24xQQ12xI176x64x")
+_ATTEMPTS = 50  # another process may take the free number first
+
+
+@contextlib.contextmanager
+def attached(file: str, *, read_only: bool = True, offset: int = 0, size: int = 0) -> Iterator[str]:
+    """The path of a loop device over ``file`` while the block runs; a mount of it keeps it.
+
+    ``offset`` and ``size`` in bytes: of the part that it shows; 0 and 0: all of it.
+
+    Reads go past the page cache of the file system below where that can do it: the file system on
+    the device has a cache of its own. It reads ahead as on the disk below. OSError.
+    """
+    flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC
+    with kit.files.closing(os.open(file, flags)) as backing, tempfile.TemporaryDirectory() as own:
+        for _ in range(_ATTEMPTS):
+            number = _free()
+            node = _node(number, Path(own))
+            with kit.files.closing(os.open(node, flags)) as device:
+                try:
+                    wanted = _AUTOCLEAR | (_READ_ONLY if read_only else 0)
+                    fcntl.ioctl(
+                        device, _LOOP_CONFIGURE, _CONFIG.pack(backing, 0, offset, size, wanted)
+                    )
+                except OSError as error:
+                    if error.errno != errno.EBUSY:
+                        raise
+                    continue
+                with contextlib.suppress(OSError):  # a file system without O_DIRECT
+                    fcntl.ioctl(device, _LOOP_SET_DIRECT_IO, 1)
+                _read_ahead_as(os.fstat(backing).st_dev, device)
+                yield node
+                return
+    raise OSError(errno.EBUSY, "no loop device is free", file)
+
+
+def _read_ahead_as(disk: int, device: int) -> None:
+    """A free device has what the kernel, or who had it before, gave it: too little for large files.
+
+    Where the disk below is not known by its number (btrfs) it keeps that.
+    """
+    home = f"/sys/dev/block/{os.major(disk)}:{os.minor(disk)}"
+    if os.path.exists(f"{home}/partition"):
+        home = os.path.dirname(os.path.realpath(home))
+    sectors = rbd_sysfs.integer(rbd_sysfs.text(f"{home}/queue/read_ahead_kb")) * 2
+    if sectors:
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(device, _BLKRASET, sectors)
+
+
+@contextlib.contextmanager
+def held(number: int, file: str) -> Iterator[bool]:
+    """Keep a device while the block runs; whether it shows ``file``. OSError."""
+    with tempfile.TemporaryDirectory() as own:
+        node = _node(number, Path(own))
+        with kit.files.closing(os.open(node, os.O_RDONLY | os.O_CLOEXEC)):
+            yield rbd_sysfs.text(f"/sys/block/loop{number}/loop/backing_file") == file
+
+
+def over(file: str) -> list[str]:
+    """The loop devices that show ``file``, for example loop3; it is named as the kernel does."""
+    found = Path("/sys/block").glob("loop*/loop/backing_file")
+    return sorted(each.parts[3] for each in found if rbd_sysfs.text(str(each)) == file)
+
+
+def _free() -> int:
+    with kit.files.closing(os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)) as control:
+        return fcntl.ioctl(control, _LOOP_CTL_GET_FREE)
+
+
+def _node(number: int, own: Path) -> str:
+    """The device's node: a container's /dev does not get the nodes of new devices."""
+    path = f"/dev/loop{number}"
+    with contextlib.suppress(FileNotFoundError):
+        if os.stat(path).st_rdev == os.makedev(_MAJOR, number):
+            return path
+    made = own / f"loop{number}"
+    made.unlink(missing_ok=True)
+    os.mknod(made, stat.S_IFBLK | 0o600, os.makedev(_MAJOR, number))
+    return str(made)

@@ -1,0 +1,180 @@
+"""The process's own routes: probes, figures, what is wrong, what happened, the status page.
+
+They work when no room does. ``nodeagent.api.server`` decides who may call them.
+"""
+
+import asyncio
+import importlib.metadata
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+
+import prometheus_client
+from aiohttp import web
+from prometheus_client.aiohttp import make_aiohttp_handler
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from kit.metrics import counter, gauge
+from kit.metrics import state as state_of
+from kit.room import HEARTBEAT_SECONDS, Stream
+from nodeagent import overview, page, runbooks
+from nodeagent.api import access, openapi
+from nodeagent.state import State
+
+LOOK_SECONDS = 1.0  # how often a live page is compared with what it shows
+WRITE_SECONDS = 20.0  # one message to a live page
+_HEADERS = {
+    "Content-Security-Policy": page.POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+Send = Callable[[web.Request, Stream], Awaitable[web.StreamResponse]]
+
+
+class Figures(Collector):
+    """Asks every component when Prometheus asks us."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def collect(self) -> Iterable[Metric]:
+        for each in self._state.running:
+            yield from each.component.metrics()
+        version = importlib.metadata.version("nodeagent")
+        text = "The agent's version, as a label; the value is 1."
+        yield state_of("build_info", text, {(): version}, "version")
+        ready = {each.room.name: each.health().ready for each in self._state.running}
+        yield gauge("component_ready", "1 while the component is ready.", ready, "component")
+        failures = {each.room.name: each.failures for each in self._state.running}
+        yield counter("component_failures", "Failed starts and reconciles.", failures, "component")
+        yield from self._state.findings.metrics()
+        for figures in self._state.metrics:
+            yield from figures()
+
+
+def registry(state: State) -> prometheus_client.CollectorRegistry:
+    """Every series of this agent."""
+    made = prometheus_client.CollectorRegistry()
+    made.register(Figures(state))
+    prometheus_client.ProcessCollector(registry=made)
+    prometheus_client.PlatformCollector(registry=made)
+    return made
+
+
+def routes(
+    state: State, streams: access.Streams, send: Send, held: overview.Held | None = None
+) -> list[web.RouteDef]:
+    """``send`` answers with a stream of JSON lines."""
+    held = held or overview.Held(state)
+    rendered = _Rendered(held)
+
+    async def healthz(_: web.Request) -> web.Response:
+        """200 while the process's own loop runs: a stuck one answers nothing.
+
+        A sick room is a matter of /readyz: a restart of the process would not heal it.
+        """
+        return web.json_response({"alive": True, "reasons": []})
+
+    async def readyz(_: web.Request) -> web.Response:
+        """200 when every component does its work, else 503 with the reasons."""
+        states = {each.room.name: each.health() for each in state.running}
+        reasons = [f"{name}: {reason}" for name, h in states.items() for reason in h.reasons]
+        if state.config_error:
+            reasons.append(f"settings: {state.config_error}")
+        reasons += [f"{part}: {why}" for part, found in state.degraded.items() for why in found]
+        ready = all(h.ready for h in states.values())
+        body = {
+            "ready": ready,
+            "degraded": bool(reasons),
+            "reasons": reasons,
+            "needs_restart": state.refused,
+        }
+        return web.json_response(body, status=200 if ready else 503)
+
+    async def findings(_: web.Request) -> web.Response:
+        found = [overview.finding_json(each) for each in state.findings.current()]
+        return web.json_response({"findings": found})
+
+    async def status(_: web.Request) -> web.Response:
+        return web.Response(body=held.answer(), content_type="application/json")
+
+    async def events(_: web.Request) -> web.Response:
+        known = [each.as_json() for each in state.findings.journal.after()]
+        return web.json_response({"events": known})
+
+    async def follow_events(request: web.Request) -> web.StreamResponse:
+        return await send(request, Stream(state.findings.journal.follow()))
+
+    async def openapi_json(_: web.Request) -> web.Response:
+        return web.json_response(openapi.document())
+
+    def html(text: str) -> web.Response:
+        return web.Response(text=text, content_type="text/html", headers=_HEADERS)
+
+    async def status_page(_: web.Request) -> web.Response:
+        return html(rendered.text())
+
+    async def runbook_page(_: web.Request) -> web.Response:
+        return html(page.runbook(runbooks.entries()))
+
+    async def live(request: web.Request) -> web.StreamResponse:
+        """Server-sent events: the page's content whenever it has changed."""
+        with streams.one(f"live page {request.remote}") as refused:
+            if refused:
+                raise web.HTTPTooManyRequests(reason=refused, headers={"Retry-After": "5"})
+            response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            async for message in _messages(held):
+                try:
+                    async with asyncio.timeout(WRITE_SECONDS):
+                        await response.write(message)
+                except (ConnectionResetError, TimeoutError):
+                    break  # the reader has left, or does not read
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+
+    return [
+        web.get("/", status_page),
+        web.get("/live", live),
+        web.get("/runbook", runbook_page),
+        web.get("/openapi.json", openapi_json),
+        web.get("/metrics", make_aiohttp_handler(registry(state))),
+        web.get("/healthz", healthz),
+        web.get("/readyz", readyz),
+        web.get("/v1/status", status),
+        web.get("/v1/events", events),
+        web.get("/v1/events/follow", follow_events),
+        web.get("/v1/findings", findings),
+    ]
+
+
+class _Rendered:
+    """The page, made once of each overview."""
+
+    def __init__(self, held: overview.Held) -> None:
+        self._held = held
+        self._of: overview.Overview | None = None
+        self._text = ""
+
+    def text(self) -> str:
+        now = self._held.now()
+        if now is not self._of:
+            self._of, self._text = now, page.render(now)
+        return self._text
+
+
+async def _messages(held: overview.Held) -> AsyncIterator[bytes]:
+    last, idle = "", 0.0
+    while True:
+        content = page.content(held.now())
+        if content != last:
+            last, idle = content, 0.0
+            yield b"data: " + json.dumps(content).encode() + b"\n\n"
+        elif idle >= HEARTBEAT_SECONDS:
+            idle = 0.0
+            yield b": alive\n\n"  # a comment; finds out that the reader has left
+        await asyncio.sleep(LOOK_SECONDS)
+        idle += LOOK_SECONDS

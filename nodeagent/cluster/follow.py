@@ -1,0 +1,301 @@
+"""Follows the objects of the cluster and hands what they add to the process.
+
+One watch of each kind and one of this node's own Node. What is in force is remembered on disk: an
+agent that starts while no API server answers goes on as before.
+"""
+
+import asyncio
+import base64
+import contextlib
+import functools
+import hashlib
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+import kit.errors
+import kit.files
+import kit.findings
+from kube import client, watching
+from nodeagent.cluster import intent, kinds, requests
+from nodeagent.settings import ClusterSettings, Settings
+from nodeagent.state import State
+
+log = structlog.get_logger("cluster")
+
+FILE = "cluster.json"  # in the state directory
+SETTLE_SECONDS = 0.2  # objects that come together are taken over together
+CHECK_SECONDS = 5.0  # for what is to be given up, and for what is over
+SECRET_SECONDS = 600.0
+SECRET_AGAIN_SECONDS = 20.0  # when nobody answered
+RELEASE_SECONDS = 180.0
+ORIGIN = "agent.kubernetes"
+
+
+class Follower:
+    """``apply`` is called when ``merged`` may give something else. ``verdicts``: the latest."""
+
+    def __init__(self, asked: ClusterSettings, settings: Settings) -> None:
+        self.asked = asked
+        self.server = client.ApiServer(asked)
+        self.verdicts: list[intent.Verdict] = []
+        self._waits: dict[intent.Key, str] = {}  # what could not be given up yet, and why
+        self.name, self.namespace = asked.node_name, asked.own_namespace
+        self._secrets = settings.admin.socket.parent / "secrets"
+        self._file = settings.state_dir / FILE
+        self._known = _load(self._file)
+        self._changed = asyncio.Event()
+        self.requests = requests.Requests(settings.state_dir, self._changed.set)
+        self._read: dict[tuple[str, str], float] = {}  # Secrets, and when they are due again
+        self.watches = {
+            each.kind: watching.Watch[intent.Wish](
+                self.server,
+                f"{kinds.API}/{each.plural}",
+                about=each.plural,
+                keep=functools.partial(intent.wish, each.kind),
+                changed=self._changed.set,
+            )
+            for _, each in kinds.intents()
+        }
+        self.node = watching.Watch[dict[str, Any]](
+            self.server,
+            "/api/v1/nodes",
+            about=f"Node {asked.node_name}",
+            keep=_node,
+            changed=self._changed.set,
+            query={"fieldSelector": f"metadata.name={asked.node_name}"},
+        )
+
+    # --- what others ask
+
+    def merged(self, settings: Settings) -> Settings:
+        """The settings of the file with what the cluster adds."""
+        made, self.verdicts = intent.merge(settings, self._known.wishes.values(), self._secrets)
+        return made
+
+    @property
+    def observed(self) -> str:
+        """A digest of all objects that this node knows, whether they select it or not."""
+        found = sorted(
+            (each.uid, each.generation)
+            for watch in self.watches.values()
+            for each in watch.objects.values()
+        )
+        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+
+    @property
+    def candidates(self) -> dict[intent.Key, intent.Wish]:
+        """Objects that this node may have to keep, though not all nodes do."""
+        labels = self._known.labels
+        return {
+            each.key: each
+            for watch in self.watches.values()
+            for each in watch.objects.values()
+            if each.spread and each.selects(labels)
+        }
+
+    @property
+    def leaving(self) -> dict[intent.Key, str]:
+        """What is not given up yet, and what it waits for. "": nothing, it is about to go."""
+        kept = {found.kind for _, found in kinds.intents() if found.release is None}
+        found = (key for key in sorted(self._known.releasing) if key[0] not in kept)
+        return {key: self._waits.get(key, "") for key in found}
+
+    @property
+    def epoch(self) -> int:
+        """Changes when the cluster may have forgotten what this agent wrote there."""
+        return self.server.epoch
+
+    @property
+    def synced(self) -> bool:
+        return self.node.synced and all(each.synced for each in self.watches.values())
+
+    # --- work
+
+    async def follow(self, state: State, apply: Callable[[], None]) -> None:
+        """Never ends."""
+        tasks = [
+            asyncio.create_task(each.follow(), name=name) for name, each in self.watches.items()
+        ]
+        tasks.append(asyncio.create_task(self.node.follow(), name="Node"))
+        working = asyncio.create_task(self._work(state, apply), name="objects")
+        try:
+            done, _ = await asyncio.wait((*tasks, working), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (*tasks, working):
+                task.cancel()
+            await asyncio.gather(*tasks, working, return_exceptions=True)
+            await self.server.close()
+
+    async def _work(self, state: State, apply: Callable[[], None]) -> None:
+        while True:
+            self._changed.clear()
+            before = self._known
+            self._known = self._step()
+            await self._read_secrets()
+            if self._known != before:
+                await self._save()
+                apply()
+            await self._release(state)
+            await self.requests.step(state, self.verdicts)
+            state.findings.report(ORIGIN, self._findings())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CHECK_SECONDS):
+                    await self._changed.wait()
+                    await asyncio.sleep(SETTLE_SECONDS)
+
+    def _step(self) -> intent.Known:
+        labels = self._known.labels
+        if self.node.synced and self.name in self.node.objects:
+            ours = kinds.label_prefixes()  # must select nothing, or it would select itself
+            labels = {
+                key: value
+                for key, value in self.node.objects[self.name]["labels"].items()
+                if not key.startswith(ours)
+            }
+        elif not self.node.synced and not labels:
+            return self._known  # whom objects select is not known yet
+        deleted = []
+        for kind, watch in self.watches.items():
+            deleted += [(kind, name) for name in watch.deleted]
+            watch.deleted.clear()
+        seen = {kind: dict(w.objects) for kind, w in self.watches.items() if w.synced}
+        return intent.step(
+            self._known, seen, deleted, labels, time.time(), self.asked.drop_after, self.name
+        )
+
+    async def _save(self) -> None:
+        text = json.dumps(intent.to_json(self._known)).encode()
+        try:
+            await asyncio.to_thread(kit.files.save, self._file, text)
+        except OSError as error:
+            log.warning("what the cluster wants cannot be remembered", why=str(error))
+
+    async def _release(self, state: State) -> None:
+        """Give up what deleted objects asked for, once nobody uses it."""
+        running = {each.room.name: each for each in state.running if each.started}
+        waits: dict[intent.Key, str] = {}
+        for kind, key in sorted(self._known.releasing):
+            room, found = next((r, i) for r, i in kinds.intents() if i.kind == kind)
+            section = getattr(state.settings, room.name)
+            done = section is None or found.release is None
+            if not done:
+                assert found.release is not None
+                if any(getattr(e, found.key) == key for e in getattr(section, found.field)):
+                    done = True  # wanted again
+                elif room.name in running:
+                    try:
+                        async with asyncio.timeout(RELEASE_SECONDS):
+                            await found.release(running[room.name].component, key)
+                        done = True
+                        log.info("given up", kind=kind, name=key)
+                    except kit.errors.AgentError as error:
+                        waits[kind, key] = str(error)
+                    except (TimeoutError, OSError, RuntimeError) as error:
+                        waits[kind, key] = str(error) or "it takes longer than expected"
+            if done:
+                self._known = intent.released(self._known, (kind, key))
+                await self._save()
+        self._waits = waits
+
+    # --- Secrets: by name, never listed or watched
+
+    async def _read_secrets(self) -> None:
+        wanted = {each.secret for each in self._known.wishes.values()} - {None}
+        now, silent = time.monotonic(), 0.0
+        for name, key in sorted(each for each in wanted if each is not None):
+            if self._read.get((name, key), 0.0) > now:
+                continue
+            if silent:  # or each of them would hold up everything else
+                self._read[name, key] = now + silent
+                continue
+            pause = SECRET_SECONDS
+            try:
+                await self._read_secret(name, key)
+            except (client.KubeError, OSError, ValueError) as error:
+                pause = SECRET_SECONDS / 10
+                if isinstance(error, client.KubeError) and error.status in (0, 401, 429):
+                    pause = silent = SECRET_AGAIN_SECONDS
+                log.warning("Secret cannot be read", secret=name, key=key, why=str(error))
+            self._read[name, key] = now + pause * random.uniform(0.75, 1.0)
+        for old in self._read.keys() - wanted:
+            del self._read[old]
+            intent.secret_file(self._secrets, *old).unlink(missing_ok=True)
+
+    async def _read_secret(self, name: str, key: str) -> None:
+        path = f"/api/v1/namespaces/{self.namespace}/secrets/{name}"
+        about = f"Secret {self.namespace}/{name}"
+        found = await self.server.request(
+            "GET", path, about=about, deadline=watching.ANSWER_SECONDS
+        )
+        entry = (found.get("data") or {}).get(key)
+        if entry is None:
+            raise client.KubeError(about, f"it has no entry {key!r}")
+        content = base64.b64decode(str(entry), validate=True)
+        await asyncio.to_thread(_put, intent.secret_file(self._secrets, name, key), content)
+
+    # --- findings
+
+    def _findings(self) -> list[kit.findings.Finding]:
+        found = []
+        for each in self.verdicts:
+            if each.accepted and not each.collides:
+                continue
+            rule = "intent-collision" if each.collides else "intent-refused"
+            found.append(
+                _finding(
+                    rule, each.wish.key, each.message,
+                    "take it out of one of them" if each.collides else "correct the object",
+                )
+            )  # fmt: skip
+        for key, why in self._waits.items():
+            message = f"the object was deleted, what it asked for is not given up yet: {why}"
+            found.append(_finding("intent-in-use", key, message, "it is tried again by itself"))
+        troubles = [each.trouble for each in self.watches.values()] + [self.node.trouble]
+        if trouble := next(filter(None, troubles), ""):
+            found.append(
+                kit.findings.Finding(
+                    id="cluster-unreachable",
+                    rule="cluster-unreachable",
+                    severity=kit.findings.Severity.WARNING,
+                    subject="Kubernetes API",
+                    message=f"objects of the cluster are not followed: {trouble}",
+                    advice="the agent goes on with what it knows; see docs/kubernetes.md",
+                )
+            )
+        return found
+
+
+def _node(thing: dict[str, Any]) -> dict[str, Any]:
+    meta = thing["metadata"]
+    return {"uid": meta["uid"], "labels": dict(meta.get("labels") or {})}
+
+
+def _finding(rule: str, key: intent.Key, message: str, advice: str) -> kit.findings.Finding:
+    subject = " ".join(key)
+    return kit.findings.Finding(
+        f"{rule}/{subject}", rule, kit.findings.Severity.WARNING, subject, message, advice
+    )
+
+
+def _load(file: Path) -> intent.Known:
+    try:
+        return intent.from_json(json.loads(file.read_bytes()))
+    except FileNotFoundError:
+        return intent.Known()
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        log.warning("what the cluster wanted is forgotten", file=str(file), why=str(error))
+        return intent.Known()
+
+
+def _put(file: Path, content: bytes) -> None:
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not file.exists() or file.read_bytes() != content:
+        kit.files.save(file, content, 0o600)

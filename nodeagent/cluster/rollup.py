@@ -1,0 +1,203 @@
+"""What all nodes together say of one object: ready and wanted nodes, percent, size. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import kit.units
+from nodeagent.cluster import intent, kinds, placement, storage
+
+# A node that has not written for so long counts as not ready: agents write every 10 minutes.
+SILENT_SECONDS = 1800.0
+SETTLE_SECONDS = 120.0
+MOST_NAMED = 3
+CONDITIONS = {"warm": "Warmed", "verify": "Verified", "pause": "Paused", "rescan": "Rescanned"}
+
+
+@dataclass(frozen=True)
+class View:
+    """One NodeStorage, as far as it matters here. ``written``: RFC 3339."""
+
+    node: str
+    observed: str
+    written: str
+    objects: Mapping[intent.Key, kinds.ObjectStatus]
+
+
+def view(thing: Mapping[str, Any]) -> View:
+    """Of a NodeStorage as the API server gives it."""
+    status = thing.get("status") or {}
+    objects = [kinds.ObjectStatus.model_validate(each) for each in status.get("objects") or ()]
+    return View(
+        node=str(thing["metadata"]["name"]),
+        observed=str(status.get("observed") or ""),
+        written=str(status.get("written") or ""),
+        objects={(each.kind, each.name): each for each in objects},
+    )
+
+
+def of_object(
+    asked: intent.Wish,
+    before: Mapping[str, Any],
+    nodes: Iterable[View],
+    observed: str,
+    now: float,
+    *,
+    patient: bool = False,
+) -> dict[str, Any]:
+    """The status of one object. ``before``: the status that it has. ``observed``: the digest of
+    nodes that know all objects. ``patient``: nobody could write until a moment ago, so nothing is
+    moved away from a node that is silent (and nothing to one, ever).
+
+    Invariant: Ready becomes True only when every node that wrote lately knows this generation, so
+    that 'kubectl wait' never ends before a node has even looked.
+    """
+    oldest = storage.rfc3339(now - SILENT_SECONDS)
+    wanted = ready = refused = percent = size = behind = 0
+    selected: list[tuple[str, kinds.ObjectStatus]] = []
+    waiting: list[str] = []
+    refusing: list[str] = []
+    nodes = list(nodes)
+    chosen = _chosen(asked, before, nodes, observed, now, patient)
+    for each in nodes:
+        fresh = each.written >= oldest
+        behind += fresh and each.observed != observed
+        mine = each.objects.get(asked.key)
+        if mine is None or (asked.spread and each.node not in chosen):
+            continue
+        wanted += 1
+        selected.append((each.node, mine))
+        current = fresh and mine.observed_generation == asked.generation
+        percent += mine.percent
+        size = max(size, mine.bytes)
+        if mine.ready and current:
+            ready += 1
+        elif not mine.accepted:
+            refused += 1
+            refusing.append(f"{each.node}: {mine.message}")
+        else:
+            why = mine.message or f"{mine.percent} %"
+            waiting.append(f"{each.node}: {why if fresh else 'its agent is silent'}")
+    reason, message = _reason(wanted, ready, behind, waiting, refusing)
+    complete = wanted > 0 and ready == wanted
+    was = _condition(before, "Ready")
+    if complete and behind and was.get("observedGeneration") == asked.generation:
+        complete = was.get("status") == "True"
+    elif behind:
+        complete = False
+    if complete:
+        reason, message = "Complete", f"on {ready} nodes"
+    conditions = (
+        _made("Ready", complete, reason, message, asked, before, now),
+        _made(
+            "Accepted", refused == 0, "Refused" if refused else "Accepted",
+            _some(refusing), asked, before, now,
+        ),
+    )  # fmt: skip
+    told, carried_out = _requests(asked, before, selected, behind, now)
+    return kinds.IntentStatus(
+        observed_generation=asked.generation,
+        nodes=kinds.NodesStatus(wanted=wanted, ready=ready, refused=refused),
+        ready=f"{ready}/{wanted}",
+        percent=percent // wanted if wanted else 0,
+        bytes=size,
+        size=kit.units.format_size(size),
+        conditions=conditions + told,
+        chosen=chosen,
+        carried_out=carried_out,
+    ).model_dump(mode="json", by_alias=True)
+
+
+def patch(before: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """The merge patch that makes ``made`` of ``before``: such a patch takes no key out of a map by
+    leaving it out, and a value whose annotation is gone would count as carried out for ever."""
+    gone = dict.fromkeys((before.get("carriedOut") or {}).keys() - made["carriedOut"].keys())
+    return {**made, "carriedOut": {**gone, **made["carriedOut"]}}
+
+
+def _chosen(
+    asked: intent.Wish, before: Mapping[str, Any], nodes: list[View], observed: str, now: float,
+    patient: bool,
+) -> tuple[str, ...]:  # fmt: skip
+    """Of the nodes that write and may keep it. Of a new object only once all have looked, or it
+    would begin on one node and end on another."""
+    if not asked.spread:
+        return ()
+    oldest = storage.rfc3339(now - SILENT_SECONDS)
+    kept = set(before.get("chosen") or ()) if patient else set()
+    fresh = [each for each in nodes if each.written >= oldest or each.node in kept]
+    young = asked.created > storage.rfc3339(now - SETTLE_SECONDS)
+    if young and any(each.observed != observed for each in fresh):
+        return tuple(before.get("chosen") or ())
+    may = (e.node for e in fresh if (mine := e.objects.get(asked.key)) and mine.candidate)
+    return placement.choose(asked.name, may, asked.spread)
+
+
+def _requests(
+    asked: intent.Wish,
+    before: Mapping[str, Any],
+    selected: list[tuple[str, kinds.ObjectStatus]],
+    behind: int,
+    now: float,
+) -> tuple[tuple[kinds.Condition, ...], dict[str, str]]:
+    """A condition for each annotation, and the values that all nodes carried out."""
+    was = before.get("carriedOut") or {}
+    told, carried_out = [], {}
+    for verb, value in sorted(asked.asks.items()):
+        waiting, failed = [], []
+        for node, mine in selected:
+            one = next((r for r in mine.requests if (r.verb, r.value) == (verb, value)), None)
+            text = f"{node}: {one.message or one.state}" if one else f"{node}: has not seen it"
+            if one is None or one.state == "pending":
+                waiting.append(text)
+            elif one.state == "failed":
+                failed.append(text)
+        over = bool(selected) and not waiting and (not behind or was.get(verb) == value)
+        if over:
+            carried_out[verb] = value
+        elif verb in was:
+            carried_out[verb] = str(was[verb])
+        reason = ("Failed" if failed else "CarriedOut") if over else "Pending"
+        message = f"{value}: {_some(failed or waiting) or f'on {len(selected)} nodes'}"
+        kind = CONDITIONS.get(verb, verb.title())
+        told.append(_made(kind, over and not failed, reason, message, asked, before, now))
+    return tuple(told), carried_out
+
+
+def _reason(
+    wanted: int, ready: int, behind: int, waiting: list[str], refusing: list[str]
+) -> tuple[str, str]:
+    if refusing:
+        return "Refused", _some(refusing)
+    if waiting:
+        return "Filling", _some(waiting)
+    if behind:
+        return "Unknown", f"{behind} nodes have not said yet whether they have it"
+    return "NoNodes", "no node is selected, or no agent runs there"
+
+
+def _some(texts: list[str]) -> str:
+    more = f" and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
+    return ("; ".join(sorted(texts)[:MOST_NAMED]) + more)[: storage.LONGEST_TEXT * 2]
+
+
+def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    found = (each for each in status.get("conditions") or () if each.get("type") == kind)
+    return next(found, {})
+
+
+def _made(
+    kind: str, holds: bool, reason: str, message: str, asked: intent.Wish,
+    before: Mapping[str, Any], now: float,
+) -> kinds.Condition:  # fmt: skip
+    status: Literal["True", "False"] = "True" if holds else "False"
+    was = _condition(before, kind)
+    same = was.get("status") == status
+    return kinds.Condition(
+        type=kind,
+        status=status,
+        reason=reason,
+        message=message,
+        last_transition_time=str(was["lastTransitionTime"]) if same else storage.rfc3339(now),
+        observed_generation=asked.generation,
+    )

@@ -1,0 +1,167 @@
+"""What this node's NodeStorage says. Pure: made of what the rooms report."""
+
+import datetime
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import kit.findings
+import kit.room
+from nodeagent.cluster import intent, kinds, requests
+from nodeagent.state import State
+
+MOST_ENTRIES = 500
+MOST_FINDINGS = 30
+LONGEST_TEXT = 500
+LEAVING = "leaving"  # in the summary: how many deleted objects are not given up yet
+
+
+def rfc3339(when: float) -> str:
+    return datetime.datetime.fromtimestamp(when, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def reports(state: State) -> dict[str, tuple[kit.room.Report, Any]]:
+    """What each room that works reports, by its field."""
+    found = {}
+    for running in state.running:
+        report = running.room.report
+        if report is None or not running.started:
+            continue
+        shown = report.read(running.component)
+        found[report.field] = report, shown[:MOST_ENTRIES] if report.many else shown
+    return found
+
+
+def of_objects(
+    verdicts: Sequence[intent.Verdict],
+    leaving: Mapping[intent.Key, str],
+    reported: Mapping[str, tuple[kit.room.Report, Any]],
+    asked_of: Callable[[intent.Key], Mapping[str, requests.Asked]] = lambda _: {},
+    candidates: Mapping[intent.Key, intent.Wish] = MappingProxyType({}),
+) -> list[kinds.ObjectStatus]:
+    """How far this node is with each object, MOST_ENTRIES at most: those that it has, and then
+    those that it might have to keep, the oldest first. ``leaving``: deleted ones that
+    are not given up yet, and what they wait for ("": nothing). ``asked_of``: what annotations of an
+    object asked for, by verb. ``candidates``: objects with ``spread`` that select this node."""
+    found = []
+    for verdict in verdicts:
+        asked = verdict.wish
+        made = next(each for _, each in kinds.intents() if each.kind == asked.kind)
+        _, shown = reported.get(made.field, (None, ()))
+        by_key = {str(getattr(each, made.key)): each for each in shown}
+        mine = [by_key.get(key) for key in verdict.keys]
+        there = [each for each in mine if each is not None]
+        size = sum(each.bytes for each in there)
+        ready = bool(mine) and all(each is not None and each.percent == 100 for each in mine)
+        share = sum(each.percent for each in there) // len(mine) if mine else 0
+        why = next((f"{each.state}: {each.message}" for each in there if each.message), "")
+        found.append(
+            kinds.ObjectStatus(
+                kind=asked.kind,
+                name=asked.name,
+                observed_generation=asked.generation,
+                accepted=verdict.accepted,
+                ready=ready and verdict.accepted,
+                percent=share,
+                bytes=size,
+                message=(verdict.message or ("" if ready else why))[:LONGEST_TEXT],
+                candidate=asked.key in candidates,
+                requests=tuple(
+                    kinds.RequestStatus(
+                        verb=verb, value=one.value, state=one.state, message=one.message
+                    )
+                    for verb, one in sorted(asked_of(asked.key).items())
+                ),
+            )
+        )
+    known = {each.wish.key for each in verdicts}
+    for (kind, name), why in leaving.items():
+        if (kind, name) in known:
+            continue  # made anew meanwhile
+        text = (f"deleted, and waits: {why}" if why else "deleted, and about to go")[:LONGEST_TEXT]
+        found.append(kinds.ObjectStatus(kind=kind, name=name, accepted=False, message=text))
+    # All selected nodes say so of all such objects, and one agent reads that of all nodes: no more
+    # than what the choice needs.
+    found += [
+        kinds.ObjectStatus(kind=asked.kind, name=asked.name, candidate=True)
+        for asked in sorted(candidates.values(), key=lambda each: (each.created, each.key))
+        if asked.key not in known
+    ]
+    return found[:MOST_ENTRIES]
+
+
+def left_out(
+    verdicts: Sequence[intent.Verdict],
+    leaving: Mapping[intent.Key, str],
+    candidates: Mapping[intent.Key, intent.Wish],
+) -> list[kit.findings.Finding]:
+    """What ``of_objects`` has no room for."""
+    wanted = len({each.wish.key for each in verdicts} | candidates.keys()) + len(leaving)
+    if wanted <= MOST_ENTRIES:
+        return []
+    return [
+        kit.findings.Finding(
+            id="objects-left-out",
+            rule="objects-left-out",
+            severity=kit.findings.Severity.WARNING,
+            subject="NodeStorage",
+            message=f"{wanted} objects select this node, {wanted - MOST_ENTRIES} of them are left "
+            f"out of its NodeStorage: their status is incomplete, with spread they are not placed",
+            advice="have fewer objects, or select fewer nodes with nodeSelector",
+        )
+    ]
+
+
+def plain(entry: kinds.ObjectStatus) -> dict[str, Any]:
+    """One that this node only might have to keep says no more than that."""
+    short = entry.candidate and not entry.observed_generation
+    return entry.model_dump(mode="json", by_alias=True, exclude_defaults=short)
+
+
+def of_findings(
+    found: Sequence[kit.findings.Finding],
+) -> tuple[tuple[kinds.FindingStatus, ...], kinds.FindingCounts]:
+    shown = tuple(
+        kinds.FindingStatus(
+            rule=each.rule,
+            severity=str(each.severity),
+            subject=each.subject[:LONGEST_TEXT],
+            message=each.message[:LONGEST_TEXT],
+            advice=each.advice[:LONGEST_TEXT],
+            since=rfc3339(each.since),
+        )
+        for each in found[:MOST_FINDINGS]
+    )
+    counts = {str(s): sum(each.severity is s for each in found) for s in kit.findings.Severity}
+    return shown, kinds.FindingCounts(**counts)
+
+
+def status(
+    state: State,
+    verdicts: Sequence[intent.Verdict],
+    leaving: Mapping[intent.Key, str],
+    observed: str,
+    asked_of: Callable[[intent.Key], Mapping[str, requests.Asked]] = lambda _: {},
+    candidates: Mapping[intent.Key, intent.Wish] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """All of the status but when it is written."""
+    reported = reports(state)
+    shown, counts = of_findings(state.findings.current())
+    made = kinds.NodeStatus(
+        observed=observed,
+        summary={field: report.brief(each) for field, (report, each) in reported.items()}
+        | {LEAVING: str(len(leaving))},
+        findings=shown,
+        finding_counts=counts,
+        versions=kinds.Versions(
+            agent=importlib.metadata.version("nodeagent"), kernel=os.uname().release
+        ),
+    ).model_dump(mode="json", by_alias=True, exclude={"written", "objects"})
+    objects = of_objects(verdicts, leaving, reported, asked_of, candidates)
+    made["objects"] = [plain(each) for each in objects]
+    for field, (report, each) in reported.items():
+        many = [one.model_dump(mode="json", by_alias=True) for one in each] if report.many else []
+        made[field] = many if report.many else each.model_dump(mode="json", by_alias=True)
+    return made

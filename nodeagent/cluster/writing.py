@@ -1,0 +1,217 @@
+"""Writes this node's NodeStorage, and on one node of all the roll-up of every object.
+
+What it costs the API server: a node writes only what changed, at most once in ``interval`` and else
+every ``BEAT_SECONDS``. One agent, which holds a Lease, reads all NodeStorages by one watch and
+writes the roll-ups; each such write goes to all agents' watches, so with more nodes it comes less
+often.
+"""
+
+import asyncio
+import contextlib
+import random
+import time
+from typing import Any
+
+import structlog
+
+from kube import client, leases, watching
+from nodeagent.cluster import follow, kinds, labels, rollup, storage, telling
+from nodeagent.state import State
+
+log = structlog.get_logger("cluster")
+
+BEAT_SECONDS = 600.0
+ANSWER_SECONDS = 15.0
+LEASE = "nodeagent-rollup"
+LEASE_SECONDS = 30.0
+NODES = "nodeagent.io/nodes"  # the leader's note: how many nodes there are
+# Seconds for each node between two looks at the Lease by those that do not hold it (7,500 nodes: 25
+# looks a second), and between two roll-ups (75 s).
+LOOK_EACH = 0.04
+ROLL_EACH = 0.01
+MOST_AT_ONCE = 50  # roll-ups written in one round
+# NodeStorages in one answer: with many datasets one has some kilobytes, and all of 7,500 nodes
+# would be more than an answer may have.
+PAGE = 500
+ORIGIN = "agent.objects"
+
+
+class Writer:
+    """``writes``: of this node's object. ``rolls``: of roll-ups."""
+
+    def __init__(self, follower: follow.Follower) -> None:
+        self.writes = 0
+        self.rolls = 0
+        self._follower = follower
+        self.server = client.ApiServer(follower.asked)
+        self._interval = follower.asked.interval
+        self._written: dict[str, Any] = {}
+        self._epoch = 0
+        self._beat = 0.0
+        self._lease = leases.Lease(
+            self.server, follower.namespace, LEASE, follower.name, LEASE_SECONDS
+        )
+        self._rolled: dict[tuple[str, str], dict[str, Any]] = {}
+        self._rolled_epoch = 0
+        self._nodes = watching.Watch[rollup.View](
+            self.server,
+            f"{kinds.API}/{kinds.NODE_STORAGES}",
+            about=kinds.NODE_STORAGES,
+            keep=rollup.view,
+            changed=lambda: None,
+            page=PAGE,
+        )
+
+    async def follow(self, state: State) -> None:
+        """Never ends."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._report(state), name="NodeStorage")
+                tasks.create_task(self._lead(), name="roll-up")
+                labeller = labels.Labeller(self._follower, self.server)
+                tasks.create_task(labeller.follow(state), name="labels")
+                if self._follower.asked.conditions:
+                    teller = telling.Teller(self._follower, self.server)
+                    tasks.create_task(teller.follow(state), name="trouble")
+        finally:
+            await self.server.close()
+
+    # --- this node's object
+
+    async def _report(self, state: State) -> None:
+        pauses = client.Pauses(self._interval)
+        while True:
+            pause = self._interval * random.uniform(1.0, 1.25)
+            try:
+                if self._follower.synced:
+                    await self._write(state)
+                pauses.reset()
+            except client.KubeError as error:
+                if not pauses.attempts:
+                    log.warning("NodeStorage cannot be written", why=str(error))
+                pause = pauses.after(error)
+            await asyncio.sleep(pause)
+
+    async def _write(self, state: State) -> None:
+        follower = self._follower
+        candidates = follower.candidates  # looks through all objects
+        left_out = storage.left_out(follower.verdicts, follower.leaving, candidates)
+        state.findings.report(ORIGIN, left_out)
+        now = storage.status(
+            state,
+            follower.verdicts,
+            follower.leaving,
+            follower.observed,
+            follower.requests.of,
+            candidates,
+        )
+        epoch = follower.epoch
+        if now == self._written and epoch == self._epoch and time.monotonic() < self._beat:
+            return
+        body = {"status": {**now, "written": storage.rfc3339(time.time())}}
+        path = f"{kinds.API}/{kinds.NODE_STORAGES}/{follower.name}/status"
+        try:
+            await self._patch(path, body, f"NodeStorage {follower.name}")
+        except client.KubeError as error:
+            if error.status != 404:
+                raise
+            await self._create()
+            await self._patch(path, body, f"NodeStorage {follower.name}")
+        self.writes += 1
+        self._written, self._epoch = now, epoch
+        self._beat = time.monotonic() + BEAT_SECONDS * random.uniform(0.75, 1.0)
+
+    async def _create(self) -> None:
+        """It goes when the Node goes."""
+        name = self._follower.name
+        node = self._follower.node.objects.get(name)
+        if node is None:
+            raise client.KubeError(f"Node {name}", "there is no such node; see kubernetes.node")
+        owner = {"apiVersion": "v1", "kind": "Node", "name": name, "uid": node["uid"]}
+        body = {
+            "apiVersion": f"{kinds.GROUP}/{kinds.VERSION}",
+            "kind": kinds.NODE_STORAGE,
+            "metadata": {"name": name, "ownerReferences": [owner]},
+        }
+        await self.server.request(
+            "POST", f"{kinds.API}/{kinds.NODE_STORAGES}", body,
+            about=f"NodeStorage {name}", deadline=ANSWER_SECONDS,
+        )  # fmt: skip
+
+    async def _patch(self, path: str, body: dict[str, Any], about: str) -> dict[str, Any]:
+        return await self.server.request(
+            "PATCH", path, body, about=about, deadline=ANSWER_SECONDS, kind=client.MERGE_PATCH,
+            largest=watching.LARGEST_LIST,
+        )  # fmt: skip
+
+    # --- the roll-up, on one node
+
+    async def _lead(self) -> None:
+        while True:
+            try:
+                if await self._lease.hold(self._lease.note):
+                    log.info("this agent rolls up for all")
+                    await self._roll()
+                    log.info("another agent rolls up")
+            except client.KubeError as error:
+                log.info("the Lease of the roll-up cannot be asked for", why=str(error))
+            nodes = self._lease.note.get(NODES, "")
+            pause = max(self._interval, LOOK_EACH * int(nodes if nodes.isdigit() else 0))
+            await asyncio.sleep(pause * random.uniform(0.75, 1.25))
+
+    async def _roll(self) -> None:
+        """Until the Lease is lost."""
+        self._rolled.clear()
+        watch = self._nodes
+        following = asyncio.create_task(watch.follow(), name="NodeStorages")
+        due, began = 0.0, time.monotonic()
+        try:
+            while self._lease.held:
+                with contextlib.suppress(client.KubeError):
+                    await self._lease.hold({NODES: str(len(watch.objects))})
+                if watch.synced and self._follower.synced and time.monotonic() >= due:
+                    # After an hour without an API server all nodes are silent for a moment.
+                    patient = time.monotonic() < began + rollup.SETTLE_SECONDS
+                    await self._write_rolls(watch, patient)
+                    pause = max(self._interval, ROLL_EACH * len(watch.objects))
+                    due = time.monotonic() + pause
+                await asyncio.sleep(min(self._interval, LEASE_SECONDS / 6))
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            watch.forget()
+
+    async def _write_rolls(self, watch: watching.Watch[rollup.View], patient: bool) -> None:
+        if self._rolled_epoch != self._follower.epoch:
+            self._rolled.clear()
+            self._rolled_epoch = self._follower.epoch
+        left = MOST_AT_ONCE
+        observed, now = self._follower.observed, time.time()
+        for kind, objects in self._follower.watches.items():
+            plural = next(each.plural for _, each in kinds.intents() if each.kind == kind)
+            for asked in list(objects.objects.values()):
+                await asyncio.sleep(0)  # with many nodes each takes a while, and others want a turn
+                path = f"{kinds.API}/{plural}/{asked.name}"
+                about = f"{kind} {asked.name}"
+                try:
+                    before = self._rolled.get(asked.key)
+                    if before is None:
+                        found = await self.server.request(
+                            "GET", path, about=about, deadline=ANSWER_SECONDS
+                        )
+                        before = dict(found.get("status") or {})
+                    made = rollup.of_object(
+                        asked, before, watch.objects.values(), observed, now, patient=patient
+                    )
+                    if made != before:
+                        if not left or not self._lease.held:
+                            return
+                        left -= 1
+                        body = {"status": rollup.patch(before, made)}
+                        await self._patch(f"{path}/status", body, about)
+                        self.rolls += 1
+                    self._rolled[asked.key] = made
+                except client.KubeError as error:
+                    log.info("roll-up cannot be written", object=about, why=str(error))
+                    if error.status not in (404, 409):
+                        return

@@ -1,0 +1,213 @@
+"""Commands about the whole node: how it is, what happened, everything for whoever helps."""
+
+import asyncio
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from click import shell_completion
+
+import kit.errors
+import kit.findings
+import kit.room
+import kit.units
+from kit import terminal
+
+# Codes that no error of ours has (docs/cli.md).
+EXIT_CODES = {"well": 0, "attention": 12, "critical": 13}
+_COLOURS = {"well": "green", "attention": "yellow", "critical": "red"}
+_WORDS = {"well": "WELL", "attention": "NEEDS A LOOK", "critical": "NEEDS A PERSON NOW"}
+_TONES = {"good": "green", "mid": "yellow", "bad": "red"}
+_SEVERITIES = {"critical": "red", "warning": "yellow"}
+MOST_EVENTS = 5  # of the status
+LONGEST_CELL = 60  # of its tables, unless they are wide
+
+
+@click.command()
+@terminal.output_option
+@terminal.json_option
+@click.pass_obj
+def status(ctx: kit.room.CommandContext, as_json: bool, output: str | None) -> None:
+    """Say whether this node is well, what it holds, and what is wrong. Ends with 0 when all is
+    well, 12 when somebody should look, 13 when somebody must look now."""
+    answer = terminal.call(ctx, "GET", "/v1/status")
+    plain = {name: said for name, said in answer.items() if name != "sections"}
+    shown = answer if not as_json and output in (None, "table", "wide") else plain
+    terminal.show((shown, _lines, _wide), as_json=as_json, output=output)
+    sys.exit(EXIT_CODES.get(answer["verdict"], EXIT_CODES["critical"]))
+
+
+def _wide(answer: Mapping[str, Any]) -> Iterable[str]:
+    return _lines(answer, wide=True)
+
+
+def _lines(answer: Mapping[str, Any], *, wide: bool = False) -> Iterable[str]:
+    """The screen of ``nodeagent status``; ``wide``: also what is smaller on the page."""
+    verdict = answer["verdict"]
+    up = kit.units.format_duration(answer["uptime_seconds"])
+    word = _coloured(_WORDS.get(verdict, verdict), _COLOURS.get(verdict))
+    yield f"{word}  {terminal.plain(answer['headline'])}"
+    yield f"node {answer['node']}, nodeagent {answer['version']}, up {up}"
+    yield ""
+    rows = [
+        (c["name"], _ready(c), c["brief"] or "-", _cut("; ".join(c["reasons"]), wide))
+        for c in answer["components"]
+    ]
+    yield from _table(("COMPONENT", "STATE", "HOLDS", "WHY"), rows)
+    yield from (f"! {terminal.plain(each)}" for each in answer["trouble"])
+    for section in answer["sections"]:
+        yield ""
+        yield f"{section['title'].upper()}  {terminal.plain(section['summary'])}"
+        if section["rows"]:
+            head = [name.upper() for name in section["head"]]
+            yield from _table(head, [[_cell(c, wide) for c in row] for row in section["rows"]])
+        elif section["empty"]:
+            yield terminal.plain(section["empty"])
+    yield ""
+    yield f"FINDINGS  {answer['findings_total'] or 'none'}"
+    for each in answer["findings"]:
+        severity = _coloured(each["severity"], _SEVERITIES.get(each["severity"]))
+        said = terminal.plain(kit.findings.said(each["subject"], each["message"]))
+        yield f"{severity}  {said}"
+        yield f"    {each['rule']}, since {kit.units.format_time(each['since'])}"
+        yield f"    to do: {terminal.plain(each['advice'])}"
+    if answer["events"]:
+        yield ""
+        yield "LAST EVENTS"
+        yield from map(_event, reversed(answer["events"][: None if wide else MOST_EVENTS]))
+
+
+def _ready(component: Mapping[str, Any]) -> str:
+    return "ready" if component["ready"] else "starting" if component["starting"] else "NOT READY"
+
+
+def _cell(cell: Mapping[str, Any], wide: bool) -> str:
+    """One line of a page's cell: its text, else the first line below; all of them when wide."""
+    texts = [text for text in (cell["text"], *(below["text"] for below in cell["below"])) if text]
+    said = "; ".join(texts) if wide else (texts or [""])[0]
+    if cell["progress"] is not None:
+        done, total = cell["progress"]
+        said = f"{int(100 * done / total) if total else 100:3d}% {said}"
+    return _cut(terminal.plain(said), wide)
+
+
+def _cut(said: str, wide: bool) -> str:
+    return said if wide or len(said) <= LONGEST_CELL else f"{said[: LONGEST_CELL - 1]}…"
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterable[str]:
+    return terminal.table(list(head), [[terminal.plain(cell) for cell in row] for row in rows])
+
+
+def _coloured(text: str, colour: str | None) -> str:
+    """click takes the colours out again where nobody watches; $NO_COLOR does everywhere."""
+    return text if colour is None or os.environ.get("NO_COLOR") else click.style(text, colour)
+
+
+@click.command()
+@click.option("--once", is_flag=True, help="Print one frame and end, as without a terminal.")
+@click.option(
+    "--interval",
+    type=click.IntRange(1, 60),
+    default=2,
+    metavar="SECONDS",
+    show_default=True,
+    help="Time between two looks.",
+)
+@click.pass_obj
+def top(ctx: kit.room.CommandContext, once: bool, interval: int) -> None:
+    """Watch the whole node live: datasets, images, volumes, findings. Ends with q or Ctrl-C."""
+    from nodeagent import top as screen  # rich takes longer to import than all else
+
+    if once or not sys.stdout.isatty():
+        screen.once(terminal.call(ctx, "GET", "/v1/status"))
+    else:
+        asyncio.run(screen.follow(ctx.client(), interval))
+
+
+# --- events
+
+
+@click.command()
+@click.option("-f", "--follow", is_flag=True, help="Go on until interrupted.")
+@terminal.json_option
+@click.pass_obj
+def events(ctx: kit.room.CommandContext, follow: bool, as_json: bool) -> None:
+    """List what happened lately: findings that came and cleared, states that changed."""
+    show = terminal.print_line if as_json else (lambda event: click.echo(_event(event)))
+    if follow:
+        asyncio.run(_follow(ctx, show))
+        return
+    for event in terminal.call(ctx, "GET", "/v1/events")["events"]:
+        show(event)
+
+
+async def _follow(ctx: kit.room.CommandContext, show: Any) -> None:
+    async for event in ctx.client().lines("/v1/events/follow"):
+        if event["kind"] != "alive":
+            show(event)
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    when = datetime.datetime.fromtimestamp(event["at"], datetime.UTC).strftime("%m-%d %H:%M:%S")
+    tone = _SEVERITIES.get(event["severity"]) if event["kind"] == "raised" else None
+    kind = _coloured(f"{event['kind']:8}", tone)
+    return f"{when}  {kind} {terminal.plain(event['subject'])}: {terminal.plain(event['text'])}"
+
+
+# --- completion, support bundle
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print the script that completes commands and options. For bash: add
+    'source <(nodeagent completion bash)' to ~/.bashrc."""
+    made = shell_completion.get_completion_class(shell)
+    assert made is not None
+    root = context.find_root().command
+    click.echo(made(root, {}, "nodeagent", "_NODEAGENT_COMPLETE").source())
+
+
+@click.command("support-bundle")
+@terminal.file_option(
+    "--file",
+    "target",
+    help="Where to write it; default nodeagent-support-HOST-TIME.tar.gz in this directory.",
+)
+@terminal.file_option(
+    "--log",
+    "logs",
+    multiple=True,
+    help="A log file to take along; by default the journal of nodeagent.service.",
+)
+@terminal.json_option
+@click.pass_obj
+def support_bundle(ctx: Any, target: Path | None, logs: tuple[Path, ...], as_json: bool) -> None:
+    """Put everything that helps to find a fault into one archive, secrets taken out.
+
+    Works without an agent too; what could not be had is named in the index."""
+    from nodeagent import bundle
+
+    now = datetime.datetime.now(datetime.UTC)
+    stem = f"nodeagent-support-{platform.node()}-{now:%Y%m%dT%H%M%SZ}"
+    target = target or Path(f"{stem}.tar.gz")
+    index = asyncio.run(bundle.make(target, stem, ctx.config, ctx.client, logs))
+    if as_json:
+        terminal.print_json({"file": str(target), **index})
+        return
+    lacking = [f"{each['name']}: {each['error']}" for each in index["files"] if each["error"]]
+    click.echo(
+        f"{target}: {len(index['files'])} files, {kit.units.format_size(target.stat().st_size)}"
+    )
+    for each in lacking:
+        click.echo(f"not there: {each}", err=True)
+
+
+COMMANDS = (status, top, events, support_bundle, completion)

@@ -1,0 +1,88 @@
+"""Whether the GPUs wait for data: how busy they are, and how long tasks wait for I/O.
+
+GPUs are optional: they are asked where the extra ``nodeagent[gpu]`` is installed. Where that finds
+none there are no series of them, and one line in the log says why.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import structlog
+from prometheus_client.core import Metric
+
+import kit.errors
+import kit.line_worker
+import kit.processes
+from kit.metrics import counter, gauge
+from linux import nvml, pressure
+
+log = structlog.get_logger("agent")
+
+ABOUT = "GPUs"
+LOOK_SECONDS = 5.0
+ANSWER_SECONDS = 10.0  # of one look; the first one loads the driver's library
+KEPT = 12  # looks: a minute, so that a scrape every half minute misses nothing
+FIRST_PAUSE, LONGEST_PAUSE = 60.0, 1800.0  # after a look that failed
+
+
+def stalls(read: Callable[[], float | None] = pressure.io_stalled) -> Iterable[Metric]:
+    """What the whole node waits for its disks and network file systems; on nodes without a GPU too.
+    Nothing where the kernel does not count it."""
+    if (seconds := read()) is not None:
+        text = (
+            "Seconds in which a task of this node waited for I/O, jobs included (the kernel's PSI)."
+        )
+        yield counter("node_io_stalled_seconds", text, seconds)
+
+
+class Gpus:
+    def __init__(self) -> None:
+        backoff = kit.line_worker.Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        self._worker = nvml.worker(ABOUT, backoff)
+        self._looks: deque[float] = deque(maxlen=KEPT)
+        self._count = 0
+        self.reason = ""  # why nothing is known
+
+    async def follow(self) -> None:
+        """Runs until it is cancelled."""
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            await asyncio.shield(self._worker.close())
+
+    async def look(self) -> None:
+        """Ask once. While a child of before hangs there is no other: it would hang beside it."""
+        if kit.processes.hanging(ABOUT):
+            return
+        if not nvml.driver():
+            self._note(f"NVIDIA's driver is not loaded here: no {nvml.DEVICE}")
+            return
+        try:
+            found = await self._worker.ask(None, ANSWER_SECONDS)
+        except (kit.errors.AgentError, kit.line_worker.ChildError, OSError, ValueError) as error:
+            self._note(str(error))
+            return
+        self._count = found.gpus
+        if not found.busy:
+            self._note("no GPU tells how busy it is" if found.gpus else "there is none")
+            return
+        self._note("")
+        self._looks.append(sum(found.busy) / len(found.busy))
+
+    def _note(self, why: str) -> None:
+        if why:
+            self._looks.clear()
+        if why != self.reason:
+            log.info("gpu figures", gpus=self._count, absent=why)
+        self.reason = why
+
+    def metrics(self) -> Iterable[Metric]:
+        """Nothing while nothing is known."""
+        if not self._looks:
+            return
+        yield gauge("gpus", "GPUs of this node.", self._count)
+        text = "How busy the node's GPUs were in the last minute, from 0 to 1: their mean."
+        yield gauge("gpu_busy_ratio", text, sum(self._looks) / len(self._looks))

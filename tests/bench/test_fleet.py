@@ -1,0 +1,45 @@
+"""The simulated fleet: what the docs say of it, and what no change of the scheduler may exceed."""
+
+import math
+
+import pytest
+
+from preheat import schedule
+from tests.bench import fleet
+
+NODES, PER_REGISTRY = 1000, 10
+BY_NAME = dict(fleet.SETTINGS)
+
+
+def test_docs_have_the_figures_of_the_simulation() -> None:
+    """All lines are there; two that take the shortest are made anew."""
+    _, written, _ = fleet.in_docs()
+    keys = [row.split("|")[1:3] for row in written.splitlines()[2:]]
+    wanted = [[f" {case.name} ", f" {name} "] for case in fleet.CASES for name in BY_NAME]
+
+    assert keys == wanted
+    for name in ("`spread: 0`", "default"):
+        made = fleet.line(fleet.CASES[0], name, BY_NAME[name])
+        assert made in written, "run python -m tests.bench.fleet --write"
+
+
+@pytest.mark.parametrize("case", fleet.CASES, ids=lambda case: case.name)
+def test_fleet_stays_below_what_its_settings_say(case: fleet.Case) -> None:
+    more = {"nodes": NODES, "per_registry": PER_REGISTRY}
+    result = fleet.simulate(case, NODES, fleet=more)
+    pulls = PER_REGISTRY * schedule.PULL_PART
+
+    assert len(result.done) == NODES
+    assert result.most_at_once() <= pulls + 6 * math.sqrt(pulls)
+    # Each node's pull is one burst of requests; some nodes begin in the same second.
+    assert result.rates(case.begins)[-1] <= 6 * fleet.PULL
+    assert max(result.done) - case.begins <= 3 * NODES * fleet.SIZE / fleet.RATE / pulls
+
+
+@pytest.mark.parametrize("case", [fleet.CASES[0], fleet.CASES[3]], ids=lambda case: case.name)
+def test_default_spread_is_no_herd_and_none_is_one(case: fleet.Case) -> None:
+    """The control: without turns the simulation sees the herd."""
+    spread, none = (fleet.simulate(case, NODES, spread=seconds) for seconds in (300, 0))
+
+    assert none.rates(case.begins)[-1] > 2 * spread.rates(case.begins)[-1]
+    assert none.most_at_once() > 2 * spread.most_at_once()

@@ -1,0 +1,137 @@
+"""Which generation follows: the decision, over every combination of facts."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cache.settings import DirSource, at_snapshot, same_place, snapshot_of
+from cache.versions import FITS, Facts, Step, newest, next_step
+
+IDLE = Facts(
+    wanted="a", insists=False, current="a", current_empty=False, current_busy=False, coming="",
+    coming_state="", reached=False, lost=False, reach_due=True, fill_due=True, job_there=False,
+    earlier=(), keep=1, cramped=False, retire_due=True, left=False, shown=True,
+)  # fmt: skip
+FLAGS = [name for name, value in vars(IDLE).items() if isinstance(value, bool)]
+EVERY = [
+    Facts(**(vars(IDLE) | dict(zip(FLAGS, flags, strict=True))
+             | {"wanted": wanted, "coming": coming, "coming_state": state, "earlier": earlier}))
+    for wanted in ("", "a", "b", "c")
+    for coming, state in (("", ""), ("b", "new"), ("b", FITS), ("b", "complete"))
+    for earlier in ((), ("c",), ("c", "d"))
+    for flags in itertools.product((False, True), repeat=len(FLAGS))
+]  # fmt: skip
+
+
+def done(facts: Facts, step: Step) -> Facts:
+    """The facts after ``step`` succeeded."""
+    match step:
+        case Step.TAKE:
+            return replace(facts, current=facts.wanted, current_empty=False)
+        case Step.BEGIN:
+            return replace(
+                facts, coming=facts.wanted, coming_state="new", reached=False, lost=False,
+                reach_due=True,
+            )  # fmt: skip
+        case Step.REACH:
+            return replace(facts, reached=True)
+        case Step.QUEUE:
+            return replace(facts, job_there=True)
+        case Step.SWITCH | Step.BACK:
+            new = facts.coming if step is Step.SWITCH else facts.wanted
+            earlier = (facts.current, *(each for each in facts.earlier if each != new))
+            coming = "" if step is Step.SWITCH else facts.coming
+            return replace(
+                facts, current=new, earlier=earlier, coming=coming, insists=False,
+                current_busy=False, current_empty=False, shown=False,
+            )  # fmt: skip
+        case Step.DROP:
+            return replace(facts, coming="", coming_state="", job_there=False)
+        case Step.SHOW:
+            return replace(facts, shown=True)
+        case Step.RETIRE:
+            if facts.left:
+                return replace(facts, left=False)
+            return replace(facts, earlier=facts.earlier[:-1])
+    return facts
+
+
+def test_only_what_is_complete_or_cannot_grow_serves() -> None:
+    for facts in EVERY:
+        match next_step(facts):
+            case Step.SWITCH:
+                assert facts.coming_state in ("complete", FITS)
+                assert not facts.insists or facts.wanted in ("", facts.coming)
+            case Step.BACK:
+                assert facts.wanted in facts.earlier
+            case Step.TAKE:
+                assert facts.current_empty
+
+
+def test_one_at_a_time_is_filled() -> None:
+    for facts in EVERY:
+        step = next_step(facts)
+        if step is Step.BEGIN:
+            assert not facts.coming
+            assert facts.insists or not facts.current_busy
+        if step is Step.QUEUE:
+            assert facts.coming
+            assert facts.reached
+            assert not facts.job_there
+
+
+def test_snapshot_that_comes_during_a_fill_waits() -> None:
+    fills = replace(IDLE, wanted="c", coming="b", coming_state="filling", reached=True,
+                    job_there=True)  # fmt: skip
+    assert next_step(fills) is Step.NOTHING
+    assert next_step(replace(fills, insists=True)) is Step.DROP
+    assert next_step(replace(fills, lost=True, reached=False, job_there=False)) is Step.DROP
+    assert next_step(replace(fills, coming_state="complete")) is Step.SWITCH
+    served = done(replace(fills, coming_state="complete"), Step.SWITCH)
+    assert next_step(replace(served, shown=True, job_there=False)) is Step.BEGIN
+
+
+def test_no_more_than_kept_is_discarded() -> None:
+    for facts in EVERY:
+        if next_step(facts) is Step.RETIRE:
+            assert facts.left or facts.cramped or len(facts.earlier) > facts.keep
+
+
+def test_steps_come_to_an_end() -> None:
+    for facts in EVERY:
+        now = facts
+        for _ in range(12):
+            step = next_step(now)
+            if step is Step.NOTHING:
+                break
+            after = done(now, step)
+            assert after != now, f"{step} again and again from {facts}"
+            now = after
+        assert next_step(now) is Step.NOTHING, facts
+
+
+def test_newest_is_by_time_and_never_older() -> None:
+    found = {"z-old": 1.0, "b": 5.0, "a": 5.0, "other": 9.0}
+    matching = {"z-old", "b", "a"}
+    assert newest(found, matching, 0.0) == "b"
+    assert newest(found, matching, 4.9) == "b"
+    assert newest(found, matching, 5.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "snapshot", "other"),
+    [
+        ("/m/.snap/s1", "s1", "/m/.snap/s2"),
+        ("/m/.snap/s1/below/x", "s1", "/m/.snap/s2/below/x"),
+        ("/m", "", "/m/.snap/s2"),
+    ],
+)
+def test_directory_in_another_snapshot(path: str, snapshot: str, other: str) -> None:
+    source = DirSource(kind="dir", path=Path(path))
+    assert snapshot_of(source) == snapshot
+    moved = at_snapshot(source, "s2")
+    assert isinstance(moved, DirSource)
+    assert str(moved.path) == other
+    assert same_place(source, moved) == bool(snapshot)

@@ -1,0 +1,41 @@
+"""What the chart renders, by kind."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.testbed import control_plane, kubernetes
+
+POLICIES = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+CHART = Path(__file__).parents[2] / "deploy" / "chart"
+
+
+def chart(*words: str) -> list[dict[str, Any]]:
+    done = kubernetes.helm(
+        "template", "nodeagent", str(CHART), "--namespace", control_plane.NAMESPACE,
+        "--kube-version", kubernetes.VERSION, *words,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [each for each in yaml.safe_load_all(done.stdout) if each]
+
+
+def rights() -> list[dict[str, Any]]:
+    """The agents' account and what it may do, with the policy for one node each."""
+    found = chart(
+        "--set", "kubernetes.secrets={ceph}", "--set", "policies.hostPaths.mode=off",
+        "--set", "policies.readOnlyVolumes.mode=off",
+    )  # fmt: skip
+    kinds = (
+        "ServiceAccount",
+        "Role",
+        "RoleBinding",
+        "ClusterRole",
+        "ClusterRoleBinding",
+        *POLICIES,
+    )
+    return of_kind(found, *kinds)
+
+
+def of_kind(documents: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
+    return [each for each in documents if each["kind"] in kinds]

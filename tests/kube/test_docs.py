@@ -1,0 +1,57 @@
+"""Objects in the docs: a real API server takes each of them."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.testbed import docpages, waiting
+from tests.testbed.control_plane import ControlPlane
+
+# Of the kinds that the docs show without a version.
+VERSIONS = {"Role": "rbac.authorization.k8s.io/v1"}
+
+
+def objects() -> list[dict[str, Any]]:
+    return [
+        whole(document)
+        for block in docpages.all_blocks()
+        if block.language == "yaml"
+        for document in yaml.safe_load_all(block.text)
+        if docpages.is_object(document)
+    ]
+
+
+def whole(shown: dict[str, Any]) -> dict[str, Any]:
+    """What the docs leave out: the reader's own container, or a version. What has no kind is of a
+    pod."""
+    made = {**shown, "metadata": {"name": "shown", **shown.get("metadata", {})}}
+    made["metadata"].pop("namespace", None)  # the reader's, not there
+    if "kind" in shown:
+        return {"apiVersion": VERSIONS.get(shown["kind"]), **made}
+    spec = made.pop("spec", None)
+    if spec is None:
+        spec = {key: made.pop(key) for key in ("volumes", "containers") if key in made}
+    container = {"name": "train", "image": "registry.example/train:1"}
+    spec["containers"] = [{**container, **each} for each in spec.get("containers", [{}])]
+    mounted = {m["name"] for each in spec["containers"] for m in each.get("volumeMounts", ())}
+    named = {each["name"] for each in spec.get("volumes", ())}
+    # The policy of the annotation adds them; test_pods.py compares what it adds.
+    added = [{"name": name, "emptyDir": {}} for name in sorted(mounted - named)]
+    if added:
+        assert "nodeagent.io/dataset" in made["metadata"]["annotations"]
+        spec["volumes"] = [*spec.get("volumes", ()), *added]
+    return {"apiVersion": "v1", "kind": "Pod", **made, "spec": spec}
+
+
+@pytest.mark.real
+def test_server_takes_the_objects_of_the_docs(plane: ControlPlane) -> None:
+    shown = objects()
+    kinds = {each["kind"] for each in shown}
+    assert kinds >= {"CachedDataset", "ImageSet", "Pod", "PersistentVolume", "Role", "ClusterRole"}
+    for number, each in enumerate(shown):
+        each["metadata"]["name"] += f"-{number}"  # several have one name
+    waiting.until(lambda: plane._ask("get", "serviceaccount", "default"), 30, "the account of pods")
+    taken = plane.said_of(*shown, words=("--validate=strict",))
+    assert taken.count("created (server dry run)") == len(shown), taken
+    assert "Warning" not in taken, taken

@@ -1,0 +1,167 @@
+"""A dataset on some of the nodes that its selector matches: which ones, and who moves."""
+
+import contextlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from nodeagent.cluster import intent, kinds, placement, rollup, storage
+from tests.kube import agents
+from tests.kube.test_crds import dataset
+from tests.testbed import waiting
+from tests.testbed.control_plane import ControlPlane, unique
+
+NOW = 1_800_000_000.0
+NODES = st.sets(st.from_regex(r"[a-z0-9-]{1,12}", fullmatch=True), max_size=30)
+SPREADS = st.integers(1, 12)
+
+
+@given(NODES, SPREADS)
+def test_as_many_nodes_as_wished_and_in_any_order_the_same(nodes: set[str], spread: int) -> None:
+    chosen = placement.choose("coco", nodes, spread)
+    assert len(chosen) == min(spread, len(nodes)) and set(chosen) <= nodes
+    assert chosen == placement.choose("coco", sorted(nodes, reverse=True) * 2, spread)
+
+
+@given(NODES.filter(bool), SPREADS, st.data())
+def test_node_that_leaves_or_comes_moves_only_its_share(
+    nodes: set[str], spread: int, data: st.DataObject
+) -> None:
+    gone = data.draw(st.sampled_from(sorted(nodes)))
+    before = set(placement.choose("coco", nodes, spread))
+    after = set(placement.choose("coco", nodes - {gone}, spread))
+    assert before - {gone} <= after
+    assert len(after - before) == (1 if gone in before and len(nodes) > spread else 0)
+
+
+def test_datasets_are_spread_evenly() -> None:
+    nodes = [f"gpu-{number:04}" for number in range(50)]
+    held = Counter(
+        node for number in range(500) for node in placement.choose(f"set-{number}", nodes, 5)
+    )
+    assert len(held) == 50 and max(held.values()) < 2 * 50 and min(held.values()) > 50 / 2
+
+
+def wish(spread: int = 2, chosen: tuple[str, ...] = (), created: str = "2026-01-01T00:00:00Z",
+         **labels: str) -> intent.Wish:  # fmt: skip
+    spec = {"source": {"kind": "dir", "path": "/a"}, "freshness": "frozen", "spread": spread}
+    return intent.Wish(
+        "CachedDataset", "coco", "u", 3, created, {**spec, "nodeSelector": labels}, chosen=chosen
+    )
+
+
+def test_node_keeps_what_it_is_chosen_for_and_gives_it_up_later() -> None:
+    labels = {"pool": "a"}
+
+    def step(known: intent.Known, asked: intent.Wish, now: float) -> intent.Known:
+        return intent.step(known, {asked.kind: {asked.name: asked}}, (), labels, now, 60.0, "n1")
+
+    assert not step(intent.Known(), wish(pool="a"), NOW).wishes
+    assert not step(intent.Known(), wish(chosen=("n1",), pool="b"), NOW).wishes
+    mine = step(intent.Known(), wish(chosen=("n1", "n2"), pool="a"), NOW)
+    assert mine.wishes
+    assert intent.from_json(intent.to_json(mine)) == mine
+    other = step(mine, wish(chosen=("n2",), pool="a"), NOW)
+    assert other.wishes and not other.releasing  # a node that was away for a moment keeps it
+    assert step(other, wish(chosen=("n2",), pool="a"), NOW + 60).releasing
+
+
+def node(name: str, observed: str = "now", age: float = 0.0, ready: bool = True) -> rollup.View:
+    mine = kinds.ObjectStatus(
+        kind="CachedDataset", name="coco", observed_generation=3, ready=ready, candidate=True,
+        percent=100 if ready else 0,
+    )  # fmt: skip
+    return rollup.View(
+        name, observed, storage.rfc3339(NOW - age), {("CachedDataset", "coco"): mine}
+    )
+
+
+def roll(asked: intent.Wish, *nodes: rollup.View, **before: Any) -> tuple[Any, str, str]:
+    made = rollup.of_object(asked, before, nodes, "now", NOW)
+    (ready,) = [each for each in made["conditions"] if each["type"] == "Ready"]
+    return made["chosen"], made["ready"], ready["status"]
+
+
+def test_only_chosen_nodes_count() -> None:
+    names = [f"n{number}" for number in range(6)]
+    chosen = placement.choose("coco", names, 2)
+    there = [node(name, ready=name in chosen) for name in names]
+    assert roll(wish(), *there) == (list(chosen), "2/2", "True")
+    # One that is silent for half an hour is replaced; the other stays.
+    silent = [node(n, age=3600.0 if n == chosen[0] else 0.0, ready=n == chosen[1]) for n in names]
+    moved, ready, status = roll(wish(), *silent)
+    assert chosen[1] in moved and chosen[0] not in moved
+    assert (ready, status) == ("1/2", "False")
+
+
+def test_nothing_moves_when_all_were_silent_because_nobody_could_write() -> None:
+    names = [f"n{number}" for number in range(6)]
+    chosen = list(placement.choose("coco", names, 2))
+    first = next(name for name in names if name not in chosen)  # it writes before the others
+    back = [node(name, age=0.0 if name == first else 3600.0) for name in names]
+    made = rollup.of_object(wish(), {"chosen": chosen}, back, "now", NOW, patient=True)
+    assert made["chosen"] == chosen
+    assert rollup.of_object(wish(), {"chosen": chosen}, back, "now", NOW)["chosen"] == [first]
+
+
+def test_new_leader_moves_nothing_to_a_silent_node() -> None:
+    names = [f"n{number}" for number in range(6)]
+    dead, *others = placement.choose("coco", names, 3)
+    there = [node(name, age=3600.0 if name == dead else 0.0) for name in names]
+    before = {"chosen": list(placement.choose("coco", set(names) - {dead}, 3))}
+    assert set(others) < set(before["chosen"])
+    for patient in (False, True):
+        made = rollup.of_object(wish(spread=3), before, there, "now", NOW, patient=patient)
+        assert made["chosen"] == before["chosen"], patient
+
+
+def test_new_object_is_placed_once_all_nodes_have_seen_it() -> None:
+    fresh = wish(created=storage.rfc3339(NOW - 5))
+    late = [node("n1"), node("n2", observed="before")]
+    assert roll(fresh, *late)[0] == []
+    assert roll(fresh, *late, chosen=["n1"])[0] == ["n1"]
+    assert roll(wish(), *late)[0] == ["n1", "n2"]  # nobody waits for ever
+    assert roll(fresh, node("n1"), node("n2"))[0] == ["n1", "n2"]
+
+
+@pytest.mark.real
+@pytest.mark.timeout(200)
+def test_dataset_is_kept_on_as_many_nodes_as_it_says_and_moves_with_a_node(
+    plane: ControlPlane, area: Path
+) -> None:
+    files = area / "files"
+    files.mkdir()
+    (files / "a").write_text("data of a")
+    name = unique("spread")
+    names = ("gpu-s1", "gpu-s2", "gpu-s3")
+    with contextlib.ExitStack() as stack:
+        nodes = {
+            each: stack.enter_context(
+                agents.made(plane, area / each, each, {"pool": "spread"}, drop_after="1s")
+            )
+            for each in names
+        }
+        for made in nodes.values():
+            made.start()
+
+        def holders() -> set[str]:
+            return {each for each, made in nodes.items() if (made.view(name) / "a").exists()}
+
+        def chosen() -> set[str]:
+            return set((plane.get("cds", name).get("status") or {}).get("chosen") or ())
+
+        source = {"kind": "dir", "path": str(files)}
+        plane.apply(dataset(name, source=source, nodeSelector={"pool": "spread"}, spread=2))
+        plane.kubectl("wait", "--for=condition=Ready", f"cds/{name}", "--timeout=240s", seconds=250)
+        first = set(placement.choose(name, names, 2))
+        assert chosen() == holders() == first
+        assert plane.get("cds", name)["status"]["ready"] == "2/2"
+
+        gone = min(first)
+        plane.kubectl("label", "node", gone, "pool-")
+        waiting.until(lambda: chosen() == set(names) - {gone}, 60, "another choice", detail=chosen)
+        waiting.until(lambda: holders() == set(names) - {gone}, 60, "the move", detail=holders)

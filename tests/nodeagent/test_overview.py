@@ -1,0 +1,132 @@
+"""Is the node well: the judgement, the headline, and that all who show it agree."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from kit.findings import Finding, Severity
+from nodeagent import app, commands, overview
+from nodeagent.overview import Part, Verdict
+from nodeagent.state import State
+from tests.nodeagent import served as api
+from tests.testbed import census
+
+WELL = Part("cache", True, brief="datasets 1/1")
+SICK = Part("cache", False, reasons=("no store",))
+STARTING = Part("cache", False, starting=True, reasons=("it is starting",))
+
+
+def finding(severity: Severity, name: str = "a") -> Finding:
+    return Finding(name, "rule", severity, f"disk {name}", f"{name} is gone", "look")
+
+
+INFO, WARNING, CRITICAL = (finding(each, str(each)) for each in Severity)
+
+
+@pytest.mark.parametrize(
+    ("parts", "findings", "trouble", "verdict"),
+    [
+        ([WELL], [], [], Verdict.WELL),
+        ([WELL], [INFO], [], Verdict.WELL),
+        ([WELL], [WARNING], [], Verdict.ATTENTION),
+        ([WELL], [], ["settings"], Verdict.ATTENTION),
+        ([STARTING], [], [], Verdict.ATTENTION),
+        ([], [], [], Verdict.ATTENTION),
+        ([SICK], [], [], Verdict.CRITICAL),
+        ([WELL], [WARNING, CRITICAL], [], Verdict.CRITICAL),
+        ([WELL, SICK], [], [], Verdict.CRITICAL),
+    ],
+)
+def test_judgement(
+    parts: list[Part], findings: list[Finding], trouble: list[str], verdict: Verdict
+) -> None:
+    assert overview.judge(parts, findings, trouble) is verdict
+
+
+def test_headline_is_one_sentence_that_begins_with_the_worst() -> None:
+    def said(parts: list[Part], findings: list[Finding], trouble: list[str]) -> str:
+        verdict = overview.judge(parts, findings, trouble)
+        return overview.headline(verdict, parts, findings, trouble)
+
+    assert said([WELL], [], []) == "This node is well: datasets 1/1."
+    assert said([WELL], [WARNING, CRITICAL], []) == (
+        "This node needs a person now: disk critical: critical is gone. And 1 more."
+    )
+    assert said([SICK], [WARNING], []) == (
+        "This node needs a person now: cache does not work fully: no store. And 1 more."
+    )
+    assert said([WELL], [], ["setting x needs a restart"]) == (
+        "This node works, but setting x needs a restart."
+    )
+    assert "its settings have no section" in said([], [], [])
+
+
+def test_headline_exists_for_every_state() -> None:
+    """Whatever is wrong, there is a sentence, and it is not that all is well."""
+    choices = itertools.product(
+        ([], [WELL], [SICK], [STARTING], [WELL, SICK, STARTING]),
+        ([], [INFO], [WARNING], [CRITICAL], [INFO, WARNING, CRITICAL]),
+        ([], ["t" * 2000]),
+    )
+    for parts, findings, trouble in choices:
+        verdict = overview.judge(parts, findings, trouble)
+        said = overview.headline(verdict, parts, findings, trouble)
+        assert said.endswith(".")
+        assert len(said) < 2 * overview.LONGEST_HEADLINE + 40
+        assert ("is well" in said) is (verdict is Verdict.WELL)
+
+
+async def test_api_shows_the_whole_node(whole: app.Agent) -> None:
+    whole.state.findings.report("x", [CRITICAL])
+    async with api.served(whole.state) as client:
+        answer = await client.get("/v1/status")
+        shown = await answer.json()
+    assert shown["verdict"] == "critical"
+    assert "critical is gone" in shown["headline"]
+    assert [each["rule"] for each in shown["findings"]] == ["rule"]
+    assert [each["name"] for each in shown["components"]] == [
+        each.room.name for each in whole.state.running
+    ]
+    reported = {each.room.report.field for each in whole.state.running if each.room.report}
+    assert set(shown["reports"]) == reported
+    assert {each["subject"] for each in shown["events"]} == {"disk critical"}
+    for wide in (False, True):
+        lines = list(commands._lines(shown, wide=wide))
+        assert "critical is gone" in lines[0]
+        assert sum("to do: look" in line for line in lines) == 1
+
+
+def test_a_crowd_costs_one_look(agent: app.Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = overview.Held(agent.state)
+    looks: list[float] = []
+    made = overview.of
+
+    def of(state: State, now: float) -> overview.Overview:
+        looks.append(now)
+        return made(state, now)
+
+    monkeypatch.setattr(overview, "of", of)
+    monkeypatch.setattr(overview, "HELD_SECONDS", 3600.0)
+    answers = {held.answer() for _ in range(1000)}
+    assert len(looks) == len(answers) == 1
+    monkeypatch.setattr(overview, "HELD_SECONDS", 0.0)
+    agent.state.findings.report("x", [WARNING])
+    assert json.loads(held.answer())["verdict"] in ("attention", "critical")
+
+
+def test_sections_are_told_with_every_field(tmp_path: Path) -> None:
+    now = overview.of(census.agent(tmp_path).state, 0.0)
+    assert len(now.sections) == 3
+    whole = [dataclasses.asdict(each) for each in now.sections]
+    assert json.dumps(now.as_json()["sections"]) == json.dumps(whole)
+
+
+def test_a_room_that_cannot_be_shown_hides_nothing_else(whole: app.Agent) -> None:
+    sick = whole.state.running[0]
+    sick.component = api.Fake()  # has nothing of what the room's page and report ask for
+    now = overview.of(whole.state, 0.0)
+    assert "cannot be shown now" in now.sections[0].summary
+    assert len(now.sections) == len(whole.state.running)

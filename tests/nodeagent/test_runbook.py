@@ -1,0 +1,167 @@
+"""The runbook has every finding and every alert; alert rules fire, clear and name their entry."""
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import kit.findings
+from nodeagent import app, rooms, runbooks
+from tests.nodeagent import served as api
+from tests.testbed import scripts
+from volumes.audit import evaluate
+
+ROOT = Path(__file__).parents[2]
+ALERTS = ROOT / "deploy" / "alerts"
+FILES = sorted(file.name.removesuffix(".rules.yaml") for file in ALERTS.glob("*.rules.yaml"))
+_RULE = re.compile(r"[a-z]+(-[a-z]+)*")
+
+
+def rules_in(tree: ast.AST) -> Iterator[str]:
+    """Rules that code gives to findings: arguments of what makes one, or the variable ``rule``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            name = node.func.id if isinstance(node.func, ast.Name) else name
+            if name.lower().lstrip("_") in ("finding", "find"):
+                given = [*node.args[:3], *(k.value for k in node.keywords if k.arg == "rule")]
+                yield from _texts(given)
+        elif isinstance(node, ast.Assign):
+            target = node.targets[0]
+            first = target.elts[0] if isinstance(target, ast.Tuple) else target
+            if isinstance(first, ast.Name) and first.id == "rule":
+                yield from _texts(ast.walk(node.value))
+
+
+def _texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for each in nodes:
+        if isinstance(each, ast.Constant) and isinstance(each.value, str):
+            yield each.value
+
+
+def every_rule() -> set[str]:
+    found = {rule.name for rule in evaluate.RULES} | {evaluate.BLIND}
+    for folder in ("nodeagent", *(room.name for room in rooms.ROOMS)):
+        for file in (ROOT / folder).rglob("*.py"):
+            prefix = "preheat-" if folder == "preheat" else ""
+            for rule in rules_in(ast.parse(file.read_text())):
+                if _RULE.fullmatch(rule) and ("-" in rule or prefix):
+                    found.add(prefix + rule)
+    return found
+
+
+def alerts() -> dict[str, dict[str, Any]]:
+    return {
+        rule["alert"]: rule
+        for name in FILES
+        for group in yaml.safe_load((ALERTS / f"{name}.rules.yaml").read_text())["groups"]
+        for rule in group["rules"]
+    }
+
+
+def test_scan_finds_the_rules_of_every_room() -> None:
+    found = every_rule()
+    assert {"component-degraded", "cluster-unreachable", "unusable-file", "dataset-partial",
+            "store-orphan", "store-damage", "preheat-runtime", "preheat-pull-failed",
+            "format-would-be-denied", "format-unchecked", "leaked-mount"} <= found  # fmt: skip
+
+
+def test_no_finding_and_no_alert_is_missing() -> None:
+    wanted = every_rule() | alerts().keys()
+    assert {name for name in wanted if runbooks.find(name) is None} == set()
+
+
+def test_no_entry_is_of_something_that_is_not_there() -> None:
+    there = every_rule() | alerts().keys() | {runbooks.LOG_LINES}
+    assert {each.name for each in runbooks.entries()} - there == set()
+
+
+def severities_in(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Rule and severity of findings that are made of both as constants."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            given = [*node.args[:4], *(k.value for k in node.keywords)]
+            named = [each.attr.lower() for each in given if isinstance(each, ast.Attribute)]
+            for severity in {"info", "warning", "critical"}.intersection(named):
+                yield from ((rule, severity) for rule in _texts(given) if _RULE.fullmatch(rule))
+
+
+def test_severities_are_those_of_the_code() -> None:
+    made = scripts.load("runbook_doc").severities()
+    assert {each.name for each in runbooks.entries()} == made.keys()
+    checked = set()
+    for folder in ("nodeagent", *(room.name for room in rooms.ROOMS)):
+        prefix = "preheat-" if folder == "preheat" else ""
+        for file in (ROOT / folder).rglob("*.py"):
+            for rule, severity in severities_in(ast.parse(file.read_text())):
+                if prefix + rule in made and "-" in prefix + rule:
+                    assert severity in made[prefix + rule], rule
+                    checked.add(prefix + rule)
+    assert len(checked) > 30
+
+
+def test_entries_are_whole_and_unique() -> None:
+    names = [each.name for each in runbooks.entries()]
+    assert len(names) == len(set(names))
+    for each in runbooks.entries():
+        assert all(text.endswith((".", ")")) for text in (each.means, each.look, each.do)), each
+    assert runbooks.find("log-anything") is runbooks.find(runbooks.LOG_LINES)
+    assert runbooks.find("no-such-rule") is None
+
+
+def test_document_is_current() -> None:
+    made = scripts.load("runbook_doc")
+    document = (ROOT / "docs" / "runbook.md").read_text()
+    assert document == made.document(), "run scripts/runbook_doc.py"
+    for each in runbooks.entries():
+        assert f"\n### {each.name}\n" in document
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_alerts_fire_and_clear(name: str) -> None:
+    for command in ("check", "test"):
+        file = f"{name}.{'rules' if command == 'check' else 'test'}.yaml"
+        done = subprocess.run(
+            ["promtool", command, "rules", file], capture_output=True, text=True, cwd=ALERTS,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    (group,) = yaml.safe_load((ALERTS / f"{name}.rules.yaml").read_text())["groups"]
+    tested = yaml.safe_load((ALERTS / f"{name}.test.yaml").read_text())["tests"]
+    for rule in group["rules"]:
+        cases = [
+            bool(case["exp_alerts"])
+            for test in tested
+            for case in test["alert_rule_test"]
+            if case["alertname"] == rule["alert"]
+        ]
+        assert True in cases, f"{rule['alert']} is never seen to fire"
+        assert False in cases, f"{rule['alert']} is never seen to be silent"
+
+
+def test_runbook_links_of_alerts_lead_somewhere() -> None:
+    for name, rule in alerts().items():
+        file, _, anchor = rule["annotations"]["runbook"].partition("#")
+        text = (ROOT / file).read_text()
+        heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", head).strip().lower().replace(" ", "-") for head in heads}
+        assert not anchor or anchor in anchors, f"{name}: {file}#{anchor}"
+
+
+async def test_alerts_of_agent_and_cache_ask_for_series_that_exist(whole: app.Agent) -> None:
+    whole.state.findings.report(
+        "x", [kit.findings.Finding("a", "b", kit.findings.Severity.CRITICAL, "c", "d", "e")]
+    )
+    async with api.served(whole.state) as client:
+        shown = await (await client.get("/metrics")).text()
+    there = set(re.findall(r"^# TYPE (\w+) ", shown, re.MULTILINE))
+    for name in ("agent", "cache"):
+        text = (ALERTS / f"{name}.rules.yaml").read_text()
+        asked = set(re.findall(r"nodeagent_\w+", text))
+        assert asked
+        assert asked - there == set()

@@ -1,0 +1,182 @@
+"""Raw block volumes on the kernel's own program: who may write, with and without an agent.
+
+Loop devices stand for both kinds of drivers: as they are, disks stay and get other media (nbd);
+removed and added, and taken for a driver that does so, each attachment has a disk of its own (krbd,
+which the guest of test_guest.py has for real).
+"""
+
+import asyncio
+import contextlib
+import math
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.testbed import blockdev, cell, waiting
+from volumes import settings
+from volumes.guard import controller, kernel, lease, raw_block
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+
+SIZE = 64 * blockdev.MiB
+_LINE = (
+    b"%d 2 0:5 /%s /var/lib/kubelet/plugins/kubernetes.io/csi/volumeDevices/publish/pvc/u"
+    b" rw - devtmpfs udev rw"
+)
+
+
+def _line(name: str, mount: int = 7) -> bytes:
+    return _LINE % (mount, name.encode())
+
+
+def test_published_finds_kubelets_bind() -> None:
+    elsewhere = _line("rbd1").replace(b"/volumeDevices/", b"/devices/")
+    table = b"\n".join((elsewhere, _line("rbd0"), b""))
+    assert raw_block.published(table) == {"rbd0": {7}}
+
+
+def test_a_bind_mount_of_an_earlier_medium_permits_nothing_of_the_next() -> None:
+    kept = raw_block.Published(_line("nbd0"))
+    assert "nbd0" in kept
+    kept.attached_anew("nbd0")
+    assert "nbd0" not in kept
+    both = b"\n".join((_line("nbd0"), _line("nbd0", 8)))
+    assert kept.update(both) == {"nbd0"} and "nbd0" in kept  # the next pod's
+    assert kept.update(_line("nbd0")) == {"nbd0"} and "nbd0" not in kept
+    assert kept.update(b"") == {"nbd0"} and "nbd0" not in kept
+    assert kept.update(_line("nbd0")) == {"nbd0"} and "nbd0" in kept  # its number is used again
+
+
+@contextlib.contextmanager
+def _published(device: str, folder: Path) -> Iterator[None]:
+    """kubelet's bind mount of the device node."""
+    target = folder / "plugins/kubernetes.io/csi/volumeDevices/publish/pvc/pod"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.touch()
+    blockdev.run("mount", "--bind", device, str(target))
+    try:
+        yield
+    finally:
+        blockdev.run("umount", str(target))
+
+
+def _content(path: Path) -> Path:
+    """What a pod may have there: nothing that anybody recognises."""
+    blockdev.blank(path, SIZE)
+    with path.open("r+b") as stream:
+        stream.write(os.urandom(2**20))
+    return path
+
+
+def _writes(where: cell.Cell, device: str) -> bool:
+    return where.run("dd", "if=/dev/zero", f"of={device}", "count=1").returncode == 0
+
+
+def test_the_permission_follows_the_publication(where: cell.Cell, tmp_path: Path) -> None:
+    """Where disks stay: granted, kept by a killed agent, renewed by the next one, ended."""
+    images = [_content(tmp_path / name) for name in ("first", "second")]
+    with cell.agent(tmp_path / "agent", where) as agent, blockdev.loop(images[0]) as device:
+
+        def may(yes: bool, what: str) -> Any:
+            return waiting.until(lambda: _writes(where, device) is yes, 20, what)
+
+        def until() -> float:
+            held = agent.get("/v1/volumes/guard")["leases"]
+            return max((each["until_monotonic"] for each in held), default=0.0)
+
+        may(False, "a refusal before anything is published")
+        with _published(device, tmp_path):
+            may(True, "the permission")
+            before = until()
+            agent.kill()
+            assert _writes(where, device)
+            agent.start()
+            waiting.until(lambda: until() > before, 20, "the renewal by the next agent")
+            assert _writes(where, device)
+        may(False, "a refusal after the unpublish")
+
+        with _published(device, tmp_path):
+            may(True, "the permission again")
+            agent.kill()
+        agent.start()  # the pod ended while no agent was there
+        may(False, "a refusal by the next agent")
+
+        with _published(device, tmp_path):
+            may(True, "the permission a third time")
+            blockdev.run("losetup", "-d", device)
+            blockdev.run("losetup", device, str(images[1]))
+            # The first pod's bind mount is still there, and is none of the second volume.
+            may(False, "a refusal for the next volume on this number")
+            with _published(device, tmp_path / "next pod"):
+                may(True, "the permission of the next pod")
+            may(False, "its end")
+
+
+@contextlib.asynccontextmanager
+async def _controller(folder: Path, where: cell.Cell) -> AsyncIterator[controller.Controller]:
+    """An agent's guard in this process; at the end it is gone like a killed one: nothing is taken
+    back."""
+    wanted = settings.GuardSettings(**cell.settings(where, lease="2s"))
+    made = controller.Controller(wanted, (), state_dir=folder)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+async def _held(guard: controller.Controller, device: str) -> kernel.Lease:
+    """Its lease, once there is one."""
+    status = os.stat(device)
+    number = os.major(status.st_rdev), os.minor(status.st_rdev)
+    assert guard.guard is not None
+    kernels = guard.guard
+
+    async with asyncio.timeout(60):
+        while (held := kernels.leases().get(number)) is None or not held.until:  # reserved
+            guard.manager.mounts_changed(raw_block.host_table())
+            await asyncio.sleep(0.05)
+    return held
+
+
+@pytest.mark.parametrize("disks", ["stay", "are new"])
+async def test_an_agent_dead_for_longer_than_any_lease(
+    where: cell.Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disks: str
+) -> None:
+    monkeypatch.setattr(lease, "RAW_SECONDS", 2.0)
+    if disks == "are new":
+        monkeypatch.setattr(lease, "NEW_DISKS", frozenset({"loop"}))
+    blank = blockdev.blank(tmp_path / "blank", SIZE)
+    with (
+        blockdev.loop(_content(tmp_path / "raw")) as device,
+        blockdev.loop(blank) as other,
+        _published(device, tmp_path),
+    ):
+        async with _controller(tmp_path / "state", where) as guard:
+            held = await _held(guard, device)
+            assert (held.until == math.inf) is (disks == "are new")
+            await _held(guard, other)
+        # No agent: a lease beside it ends, and so does the permission where disks stay.
+        await waiting.until_async(lambda: not _writes(where, other), 10, "the lease to end")
+        if disks == "are new":
+            await asyncio.sleep(lease.RAW_SECONDS)
+            assert _writes(where, device)
+        else:
+            await waiting.until_async(lambda: not _writes(where, device), 10, "its end")
+        async with _controller(tmp_path / "state", where) as guard:
+            await _held(guard, device)
+            # In a thread: the agent, which renews it all the time, is this loop.
+            await waiting.until_async(
+                lambda: asyncio.to_thread(_writes, where, device), 10, "the renewal"
+            )
+    if disks == "are new":  # the disk of that number is gone; the next pod's gets its number
+        with blockdev.loop(_content(tmp_path / "next"), number=_number(device)) as again:
+            assert again == device
+            assert not _writes(where, again)
+
+
+def _number(device: str) -> int:
+    return int(device.removeprefix("/dev/loop"))

@@ -1,0 +1,61 @@
+"""What the status page says of the guard and of a device."""
+
+from typing import Any
+
+import pytest
+
+from volumes import page
+
+GUARD = {"wanted_mode": "enforce", "in_force": True, "reasons": [], "denials": [], "leases": []}
+DEVICE: dict[str, Any] = {
+    "title": "pool/img", "device": "/dev/rbd0", "size": 2**30, "looked_seconds_ago": 3.0,
+    "verdict": {"verdict": "has_fs", "type": "ext4"}, "may_be_formatted": False,
+    "reasons": ["it holds data"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({}, "refuses every format"),
+        ({"wanted_mode": "dry-run"}, "reports formats and refuses none"),
+        ({"wanted_mode": "off"}, "nothing keeps a volume with data"),
+        (
+            {"in_force": False, "reasons": ["no cgroup"]},
+            "not in force, although its mode is enforce",
+        ),
+        ({"leases": [1, 2]}, "2 permits to format are open"),
+        ({"denials": [1]}, "1 refusals are remembered"),
+    ],
+)
+def test_guard_in_a_sentence(more: dict[str, Any], text: str) -> None:
+    assert text in page.said(GUARD | more)
+
+
+@pytest.mark.parametrize(
+    ("does", "may", "text", "tone"),
+    [
+        ("enforce", False, "refused", "good"),
+        ("dry-run", False, "reported, not refused", "mid"),
+        ("off", False, "not refused", "bad"),
+        ("not in force", False, "not refused", "bad"),
+        ("enforce", True, "permitted: it is blank", "mid"),
+    ],
+)
+def test_a_format_is_called_refused_only_when_it_is(
+    does: str, may: bool, text: str, tone: str
+) -> None:
+    _, _, _, answer, _ = page._row(DEVICE | {"may_be_formatted": may}, does, [])
+    assert (answer.text, answer.tone) == (text, tone)
+
+
+def test_device_shows_what_it_holds_and_what_is_found() -> None:
+    name, holds, size, _, found = page._row(DEVICE, "enforce", ["leaked-mount"])
+    assert (name.text, name.below[0].text) == ("pool/img", "/dev/rbd0")
+    assert (holds.text, holds.tone, holds.below[0].text) == ("a file system", "good", "ext4")
+    assert (size.text, size.number) == ("1.0 GiB", True)
+    assert (found.text, found.tone) == ("leaked-mount", "bad")
+    old = page._row(DEVICE | {"looked_seconds_ago": 600.0}, "enforce", [])[1]
+    assert "looked at 10m00s ago" in [each.text for each in old.below]
+    unseen = page._row(DEVICE | {"verdict": None}, "enforce", [])[1]
+    assert unseen.text == "not looked at yet"

@@ -1,0 +1,55 @@
+"""How soon a device is looked at again: after somebody tried to write to it (``Pace``), and because
+its content may have changed unnoticed (``due``). Pure.
+
+Each attempt that is denied asks for a look: the device may have changed. A process that tries again
+and again must not have the device read each time. So looks that see the same follow one another
+more and more slowly. None is left out, it only comes later; and another attachment has a pace of
+its own, which begins anew.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from volumes.probe.examine import Kind
+
+FIRST_SECONDS = 0.3
+LONGEST_SECONDS = 5.0
+CHECK_AGAIN_SECONDS = 600.0  # a device whose content may have changed unnoticed
+CHECK_IN_USE_SECONDS = 4 * 3600.0  # the same while a file system on it is live
+
+Outcome = tuple[Kind | None, bool]  # the verdict, and whether a format was refused
+
+
+@dataclass(frozen=True)
+class Pace:
+    """``same``: looks in a row with this outcome. ``last``: CLOCK_MONOTONIC of the last one."""
+
+    outcome: Outcome | None = None
+    same: int = 0
+    last: float = -math.inf
+
+    def after(self, outcome: Outcome, now: float) -> "Pace":
+        """A device at which nobody tried to write for a while begins anew."""
+        rested = now - self.last > 2 * LONGEST_SECONDS
+        same = self.same + 1 if outcome == self.outcome and not rested else 1
+        return Pace(outcome, same, now)
+
+    def wait(self, now: float) -> float:
+        """Seconds until the next look; 0: now."""
+        pause = min(FIRST_SECONDS * 2 ** min(self.same - 1, 10), LONGEST_SECONDS)
+        return max(0.0, self.last + pause - now) if self.same else 0.0
+
+
+def due(
+    checked: Mapping[str, float], in_use: Collection[str], now: float, interval: float
+) -> list[str]:
+    """The devices whose turn it is, the oldest first. ``checked``: CLOCK_MONOTONIC of their last
+    checks; ``interval``: seconds until this is asked again. Those that were attached together do
+    not stay together."""
+    waits = {
+        name: CHECK_IN_USE_SECONDS if name in in_use else CHECK_AGAIN_SECONDS for name in checked
+    }
+    found = sorted((at, name) for name, at in checked.items() if now - at >= waits[name])
+    most = math.ceil(len(checked) * interval / CHECK_AGAIN_SECONDS)
+    return [name for _, name in found[:most]]
