@@ -14,7 +14,6 @@ What changes while a job runs goes through the control page instead (``cache.fil
 import contextlib
 import os
 import signal
-import sqlite3
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -467,6 +466,8 @@ def next_job() -> Job | None:
 
 def serve_alone(kind: type[TaskT], run: Callable[[TaskT], End]) -> None:
     """The life of a process whose pass needs no workers: read the task, run it, report its end."""
+    import sqlite3  # not at the top: the fill of an image has no index, and starts without it
+
     task = first_task(kind)
     if task is None:
         return
