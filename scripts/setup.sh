@@ -7,7 +7,7 @@
 cd "$(dirname "$0")/.."
 . scripts/steps.sh
 what=${1:-base}
-case $what in base | full | gate | long) ;; *) say "unknown: $what (base, full, gate or long)"; exit 2 ;; esac
+if [[ " base full gate long " != *" $what "* ]]; then say "unknown: $what (base, full, gate or long)"; exit 2; fi
 
 # packages NAME...: install what is missing of Debian's packages.
 packages() {
@@ -77,10 +77,8 @@ ceph_bindings
 if [ "$what" != base ] || command -v clang >/dev/null; then scripts/bpf.sh; fi
 # Made here and not by the first test that needs them, whose limit they would take.
 images() { .venv/bin/python scripts/image.py prepare "$@"; }
-case $what in
-  gate) step images bookworm ;;
-  long)
-    step images bookworm trixie
-    step scripts/guest.sh build/guest
-    ;;
-esac
+if [ "$what" = gate ]; then step images bookworm; fi
+if [ "$what" = long ]; then
+  step images bookworm trixie
+  step scripts/guest.sh build/guest
+fi

@@ -8,7 +8,7 @@ make run >"$log" 2>&1 &
 run=$!
 trap 'kill -INT "$run" 2>/dev/null || true; scripts/stop.sh; rm -f "$log"' EXIT
 ask() { .venv/bin/nodeagent --config build/run/nodeagent.yaml "$@"; }
-for ((i = 0; i < 120; i++)); do
+for _ in $(seq 120); do
   kill -0 "$run" 2>/dev/null || { tail -n 20 "$log"; say "make run ended early"; exit 1; }
   if ask dataset list 2>/dev/null | grep -q complete; then break; fi
   sleep 1
