@@ -6,7 +6,7 @@ export NODEAGENT_PORT=${NODEAGENT_PORT:-19470}
 log=$(mktemp)
 make run >"$log" 2>&1 &
 run=$!
-trap 'kill -INT "$run" 2>/dev/null || true; scripts/stop.sh; rm -f "$log"' EXIT
+trap 'kill -TERM "$run" 2>/dev/null || true; wait "$run" || true; scripts/stop.sh; rm -f "$log"' EXIT
 ask() { .venv/bin/nodeagent --config build/run/nodeagent.yaml "$@"; }
 for _ in $(seq 120); do
   kill -0 "$run" 2>/dev/null || { tail -n 20 "$log"; say "make run ended early"; exit 1; }
