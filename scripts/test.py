@@ -6,7 +6,7 @@ test.py long [PYTEST ARGUMENT...]   the other real ones, and at full size those 
 A test that failed is run again, alone, after all others, at most twice. When it passes, the run is
 green, and the test is named at its end and in build/report/unsteady.json. The run is red when a
 test fails each time, when more than MOST needed a second look, and without one when a test found
-bytes that are lost or wrong or a denial that is missing (tests/testbed/judging.py).
+bytes that are lost or wrong or a denial that is missing (tests/testbed/grave.py).
 
 In build/report: JUnit of each pass, and a folder for each failed test with its logs.
 """
