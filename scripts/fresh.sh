@@ -19,7 +19,7 @@ done
 
 # clear: what a run before left. Its mounts went with its namespace.
 clear() {
-  if findmnt --list --noheadings --output TARGET | grep -qF "$root/"; then
+  if grep -qF " $root/" /proc/self/mountinfo; then
     say "something is still mounted below $root: unmount it first"
     return 1
   fi
@@ -29,8 +29,10 @@ clear() {
 # The machine's own ways to packages, and nothing else of it.
 base() {
   say "making an empty Debian 12 (about a minute)"
+  local site; site=$(mirror)
+  [ -n "$site" ] || { say "apt on this machine names no Debian archive to make a Debian 12 from"; return 1; }
   quietly mmdebstrap --quiet --mode=root --variant=minbase \
-    --include=ca-certificates,git,make,python3 --skip=cleanup/apt bookworm "$root" "$(mirror)"
+    --include=ca-certificates,git,make,python3 --skip=cleanup/apt bookworm "$root" "$site"
   rm -rf "$root/etc/apt"
   cp -a /etc/apt "$root/etc/apt"
   local file
@@ -49,7 +51,7 @@ base() {
 inside() {
   local name=$1 where=$2
   shift 2
-  unshare --mount --pid --fork --kill-child --propagation private bash -euc '
+  timeout --foreground --kill-after 10 2400 unshare --mount --pid --fork --kill-child --propagation private bash -euc '
     root=$1 go=$2 cache=$3 where=$4; shift 4
     mount --bind "$root" "$root"
     for each in dev sys; do mount --rbind "/$each" "$root/$each"; done

@@ -24,7 +24,7 @@ work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 export CGO_ENABLED=0 GOFLAGS=-mod=mod GOWORK=off
 
 # module FOLDER: an empty module to build programs of other modules from.
-module() { mkdir -p "$work/$1"; cd "$work/$1"; [ -f go.mod ] || go mod init scratch 2>/dev/null; }
+module() { mkdir -p "$work/$1"; cd "$work/$1"; [ -f go.mod ] || quietly go mod init scratch; }
 
 # build PROGRAM PACKAGE [LINKER FLAGS]: there only when it is whole.
 build() {
@@ -38,6 +38,7 @@ build() {
 # depends on it does not inherit. Their published versions are v0.MINOR.PATCH.
 staging() {
   local home name
+  download "the Go module proxy (GOPROXY)" go mod download "k8s.io/kubernetes@v$kubernetes"
   home=$(go mod download -json "k8s.io/kubernetes@v$kubernetes" | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')
   while read -r name _; do go mod edit -replace "$name=$name@v0.${kubernetes#1.}"; done \
     < <(grep -oE '^\s*k8s\.io/\S+ => \./staging' "$home/go.mod")

@@ -70,6 +70,7 @@ ceph_bindings() {
 step environment
 if [ "$what" != base ]; then
   mapfile -t names < <(grep -v '^#' scripts/packages.txt)
+  [ ${#names[@]} -gt 0 ] || { say "scripts/packages.txt names no package"; exit 1; }
   step packages "${names[@]}"
   step scripts/runtimes.sh  # containerds and a registry, unpacked and not installed
   step scripts/kubernetes.sh  # Kubernetes, etcd and helm, built once into a cache folder
@@ -79,7 +80,7 @@ ceph_bindings
 # An environment that forbids writing bytecode would compile every module at each start.
 .venv/bin/python -m compileall -q cache ceph kit kube linux nodeagent preheat volumes tests
 # The format guard's kernel program; tests need it, an agent without it says so in its status.
-if [ "$what" != base ] || command -v clang >/dev/null; then scripts/bpf.sh; fi
+if [ "$what" != base ] || { command -v clang >/dev/null && [ -e /usr/include/bpf/bpf_helpers.h ]; }; then scripts/bpf.sh; fi
 # Made here and not by the first test that needs them, whose limit they would take.
 images() { .venv/bin/python scripts/image.py prepare "$@"; }
 if [ "$what" = gate ]; then step images bookworm; fi

@@ -22,7 +22,7 @@ work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 cd "$work"
 export CGO_ENABLED=0 GOFLAGS=-mod=mod GOWORK=off
 say "building $program into $bin, once: about a minute"
-go mod init scratch 2>/dev/null
+quietly go mod init scratch
 go mod edit -require "github.com/containerd/stargz-snapshotter@v$stargz"
 download "the Go module proxy (GOPROXY)" nice go build -trimpath -ldflags '-s -w' -o "$program" \
   "github.com/containerd/stargz-snapshotter/cmd/$program"

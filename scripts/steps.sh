@@ -4,13 +4,16 @@ set -Eeuo pipefail
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
-_failed() { say "${0##*/} ended with $1 in line $2, at: ${3%%$'\n'*}"; }
-trap '_failed "$?" "$LINENO" "$BASH_COMMAND"' ERR
+step=  # the words of the step that is under way
+_failed() { say "${0##*/} ended with $1${step:+ in the step \"$step\"}, ${2##*/} line $3: ${4%%$'\n'*}"; }
+trap '_failed "$?" "${BASH_SOURCE[0]:-$0}" "$LINENO" "$BASH_COMMAND"' ERR
 
 # step WORDS...: run them; say how long they took when there was something to do.
 step() {
   local begin=$SECONDS
+  step=$*
   "$@"
+  step=
   [ $((SECONDS - begin)) -lt 2 ] || say "${1#scripts/} took $((SECONDS - begin)) s"
 }
 

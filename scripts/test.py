@@ -11,6 +11,7 @@ bytes that are lost or wrong or a denial that is missing (tests/testbed/grave.py
 In build/report: JUnit of each pass, and a folder for each failed test with its logs.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -31,11 +32,11 @@ PASS_SECONDS = {"gate": 60 * 60, "long": 8 * 60 * 60}
 # xdist only where it was proved steady: tests that look at the whole machine meet one another.
 UNIT = ("-m", "not real", "--numprocesses", "2", "--dist", "loadgroup")
 LARGE = ("tests/e2e/test_promises.py", "tests/deploy/test_node_rounds.py")
-SETS = {
+SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "gate": {"unit": UNIT, "gate": ("-m", "gate")},
     "long": {"long": ("-m", "real and not gate"), "large": LARGE},
 }
-SIZES = {
+SIZES: dict[str, dict[str, str]] = {
     "gate": {},
     "long": {
         "PROMISE_FILES": "50000",
@@ -91,8 +92,8 @@ def read(junit: Path) -> tuple[int, int, tuple[Failure, ...]]:
         known = failures.get(test)
         failures[test] = Failure(
             test,
-            bad[0].get("message", ""),
-            (bad[0].text or "")[-8000:],
+            known.message if known else bad[0].get("message", ""),
+            known.text if known else (bad[0].text or "")[-8000:],
             noted.get("logs", ""),
             noted.get("fixture", "") or (known.fixture if known else ""),
             noted.get("grave", "") or (known.grave if known else ""),
@@ -100,8 +101,11 @@ def read(junit: Path) -> tuple[int, int, tuple[Failure, ...]]:
     return passed, skipped, tuple(failures.values())
 
 
-def verdict(passes: Sequence[Pass], most: int = MOST) -> tuple[str, bool]:
-    """Why the run is red, "" while it is not; and whether a second look is due."""
+def verdict(passes: Sequence[Pass], *, picked: bool = False) -> tuple[str, bool]:
+    """Why the run is red, "" while it is not; and whether a second look is due.
+
+    ``picked``: by arguments of the caller, so that a pass may have nothing to run.
+    """
     for each in passes:
         if each.broken:
             return f"pytest itself failed in the pass '{each.name}': {each.broken}", False
@@ -110,14 +114,14 @@ def verdict(passes: Sequence[Pass], most: int = MOST) -> tuple[str, bool]:
     failures = [failure for each in first for failure in each.failures]
     if bad := [failure for each in passes for failure in each.failures if failure.grave]:
         return f"{bad[0].grave}: {bad[0].test}", False
-    if not sum(each.passed for each in first) and not failures:
-        return "no test was run", False
-    if len({failure.cause for failure in failures}) > most:
-        return f"more than {most} tests failed: that is no noise", False
+    if not picked and (idle := [p.name for p in first if not p.passed and not p.failures]):
+        return f"no test was run in the pass '{idle[0]}'", False
+    if len({failure.cause for failure in failures}) > MOST:
+        return f"more than {MOST} tests failed: that is no noise", False
     left = tuple(failures)
     for each in again:
-        if each.passed + each.skipped + len(each.failures) < len(left):
-            return "a test that failed was not found again", False
+        if each.passed + len(each.failures) != len(left):  # a test that is skipped has not passed
+            return "a second look was not at the tests that failed", False
         left = each.failures
     if left and len(again) >= LOOKS:
         return f"failed again, alone: {', '.join(sorted(f.test for f in left))}", False
@@ -141,7 +145,10 @@ def run(name: str, words: Sequence[str], seconds: float) -> Pass:
         try:
             process.wait(120)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            pass  # it is killed
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
@@ -206,17 +213,19 @@ def main(chosen: str, *words: str) -> int:
     REPORT.mkdir(parents=True)
     limit = PASS_SECONDS[chosen]
     os.environ.update({name: os.environ.get(name, size) for name, size in SIZES[chosen].items()})
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: pytest ends what it started
+        signal.signal(number, lambda which, _: sys.exit(128 + which))
     passes: list[Pass] = []
     for name, of in SETS[chosen].items():
         passes.append(run(name, [*of, *words], limit))
         if passes[-1].broken:
             break
-    red, again = verdict(passes)
+    red, again = verdict(passes, picked=bool(words))
     while again:
         name = f"again-{sum(each.name.startswith('again') for each in passes) + 1}"
         look = ("--last-failed", "--last-failed-no-failures", "none")
         passes.append(run(name, look, limit))
-        red, again = verdict(passes)
+        red, again = verdict(passes, picked=bool(words))
     tell(passes, red)
     return 1 if red else 0
 

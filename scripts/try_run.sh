@@ -15,4 +15,8 @@ for _ in $(seq 120); do
 done
 ask dataset list | grep complete || { tail -n 20 "$log"; say "the dataset was not complete after two minutes"; exit 1; }
 diff -r build/run/source build/run/views/demo/data
-say "make run: $(find build/run/views/demo/data -type f | wc -l) files read, each as in the source"
+files=$(find build/run/views/demo/data -type f | wc -l)
+kill -TERM "$run"; wait "$run" || true
+scripts/stop.sh
+if grep -q "/build/run/views/" /proc/self/mountinfo; then say "make stop left the view mounted"; exit 1; fi
+say "make run: $files files read, each as in the source"

@@ -20,6 +20,7 @@ from tests.testbed import (
     bigset,
     ceph,
     gate,
+    kept,
     kubernetes,
     leftovers,
     origins,
@@ -123,9 +124,10 @@ def fresh_machine() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def run_folder() -> Iterator[Path]:
+def run_folder(request: pytest.FixtureRequest) -> Iterator[Path]:
     """build/test-<pid>; gone at the end, with all that lives below it."""
     with leftovers.run_folder(TESTS.parent / "build") as folder:
+        request.config.stash[kept.RUN_FOLDER] = folder
         yield folder
 
 

@@ -9,6 +9,8 @@ scripts/test.py is red at once when one of them fails (tests/testbed/judging.py)
 import contextlib
 from collections.abc import Iterator
 
+import pytest
+
 PREFIX = "grave: "
 
 
@@ -16,7 +18,7 @@ PREFIX = "grave: "
 def _grave(what: str) -> Iterator[None]:
     try:
         yield
-    except AssertionError as error:
+    except (AssertionError, pytest.fail.Exception) as error:
         error.add_note(PREFIX + what)
         raise
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from tests.testbed import agent, blockdev, cell, image, kubernetes, registry, waiting
+from tests.testbed import agent, blockdev, cell, grave, image, kubernetes, registry, waiting
 
 REPO = Path(__file__).parents[2]
 CHART = REPO / "deploy" / "chart"
@@ -370,8 +370,12 @@ def attempts(where: cell.Cell, device: str) -> Iterator[Attempts]:
     process = where.popen(sys.executable, "-c", _TRY, device)
     try:
         yield made
-        out, _ = process.communicate(timeout=30)  # its input ends, and so does it
-        made.outcomes = json.loads(out)
-    finally:
-        process.kill()
-        process.wait()
+    finally:  # whatever else failed: an open that was let through is worse
+        try:
+            out, _ = process.communicate(timeout=30)  # its input ends, and so does it
+            made.outcomes = json.loads(out)
+        finally:
+            process.kill()
+            process.wait()
+        with grave.missing_denial():
+            assert "let through" not in made.outcomes, made.outcomes

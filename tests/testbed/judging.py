@@ -8,6 +8,7 @@ A plugin of pytest. The record is JUnit's, as properties of the test:
 * ``logs``: the folder below build/report that has the logs of the test's own processes.
 """
 
+import os
 import re
 from collections.abc import Generator
 from typing import Any
@@ -17,7 +18,12 @@ import pytest
 from tests.testbed import grave, kept
 
 _FIXTURE = "shared fixture: "
-_GROUP = re.compile(r"@(cluster|guest|host|kube|preheat|/.*\.py)$")
+
+
+def without_group(nodeid: str) -> str:
+    """As pytest writes it: xdist adds ``@GROUP``, under which ``--last-failed`` finds nothing."""
+    found = re.fullmatch(r"(.*(?:\]|::\w+))@[^\]]+", nodeid, re.DOTALL)
+    return found[1] if found else nodeid
 
 
 @pytest.hookimpl(wrapper=True)
@@ -27,7 +33,7 @@ def pytest_fixture_setup(
     """pytest keeps the error of a fixture and raises it for each test that wants it."""
     try:
         return (yield)
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:
         if fixturedef.scope != "function" and not any(grave.notes(error, _FIXTURE)):
             error.add_note(f"{_FIXTURE}{fixturedef.argname} ({fixturedef.scope})")
         raise
@@ -40,7 +46,7 @@ def pytest_runtest_makereport(
     error = None if call.excinfo is None else call.excinfo.value
     if error is not None and not isinstance(error, pytest.skip.Exception):
         folder = kept.folder(item)
-        item.user_properties += [("nodeid", _GROUP.sub("", item.nodeid)), ("logs", str(folder))]
+        item.user_properties += [("nodeid", without_group(item.nodeid)), ("logs", str(folder))]
         item.user_properties += [("grave", each) for each in grave.notes(error, grave.PREFIX)]
         item.user_properties += [("fixture", each) for each in grave.notes(error, _FIXTURE)]
         kept.keep(item, folder)
@@ -49,5 +55,6 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """xdist adds the group to the id; ``--last-failed`` would not find the test under it."""
-    report.nodeid = _GROUP.sub("", report.nodeid)
+    """In the main process, which keeps what failed last; a worker's ids are compared by xdist."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        report.nodeid = without_group(report.nodeid)

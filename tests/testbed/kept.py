@@ -19,7 +19,8 @@ from linux import mountinfo
 
 MOST_BYTES = 5 * 1024 * 1024  # a test
 MOST_FILE_BYTES = 512 * 1024  # the last of each
-MOST_FILES = 500
+MOST_FILES = 5000  # looked at
+RUN_FOLDER = pytest.StashKey[Path]()  # set by the fixture run_folder
 _KEPT = re.compile(r"(^|[.-])(log|json|jsonl|ya?ml|conf|stderr|stdout)$|^(console|ledger|actions)")
 _SECRET = re.compile(r"keyring|secret|password|token|\.key$|pki|kubeconfig")
 _LOOKS = {
@@ -44,9 +45,9 @@ def keep(item: pytest.Item, target: Path) -> None:
         for name, command in _LOOKS.items():
             with (target / name).open("wb") as out:
                 subprocess.run(command, stdout=out, stderr=out, timeout=10, check=False)
-        run_folder = getattr(item, "funcargs", {}).get("run_folder")
+        run_folder = item.config.stash.get(RUN_FOLDER, None)
         if run_folder is not None:
-            _copy(Path(run_folder), target)
+            _copy(run_folder, target)
 
 
 def _copy(source: Path, target: Path) -> None:

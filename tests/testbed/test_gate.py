@@ -10,10 +10,11 @@ IDS = [
 ]
 
 
-def test_an_entry_is_a_file_a_test_or_a_case() -> None:
+def test_an_entry_is_a_folder_a_file_a_test_or_a_case() -> None:
     def named(entry: str) -> list[str]:
         return [each for each in IDS if gate.names(entry, each)]
 
+    assert named("tests") == IDS
     assert named("tests/a.py") == IDS[:3]
     assert named("tests/a.py::test_x") == IDS[:2]
     assert named("tests/a.py::test_x[2]") == [IDS[1]]
@@ -25,3 +26,4 @@ def test_comments_are_no_entries_and_a_wrong_name_is_found() -> None:
     )
     assert entries == ["tests/a.py::test_x[2]", "tests/a.py::test_gone", "tests/c.py"]
     assert gate.unknown(entries, IDS) == ["tests/a.py::test_gone"]
+    assert gate.unknown(["tests", "tests/linux"], IDS) == []

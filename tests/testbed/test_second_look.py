@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from scripts import test as runner
+from tests.testbed import judging
 
 REPO = Path(__file__).parents[2]
 
@@ -24,10 +25,14 @@ def first(name):
     mark.touch()
     return not here
 
+def test_unit():
+    pass
+
 @pytest.mark.gate
 @pytest.mark.real
 def test_good():
-    assert True == bool(1)
+    pass
+
 """
 INI = "[pytest]\nmarkers =\n    gate\n    real\nfilterwarnings = error\n"
 
@@ -67,7 +72,7 @@ def test_red_once_is_green_and_named_with_its_first_failure(tmp_path: Path) -> N
     code, said, report = run(tmp_path, body)
     assert code == 0, said
     assert "UNSTEADY: failed, and passed alone: 1" in said and "assert not True" in said
-    assert said.splitlines()[-1] == "tests: 2 passed, 0 failed, 0 skipped"
+    assert said.splitlines()[-1] == "tests: 3 passed, 0 failed, 0 skipped"
     (told,) = report["tests"]
     assert (told["test"], told["passed_in"]) == ("test_sample.py::test_odd", "look 2")
     assert Path(told["failures"][0]["logs"], "mountinfo").exists()
@@ -92,7 +97,7 @@ def test_shared_fixture_is_one_failure_and_all_its_tests_are_run_again(tmp_path:
     code, said, report = run(tmp_path, body)
     assert code == 0, said
     assert len(report["tests"]) == 9
-    assert said.splitlines()[-1] == "tests: 10 passed, 0 failed, 0 skipped"
+    assert said.splitlines()[-1] == "tests: 11 passed, 0 failed, 0 skipped"
 
 
 FAILED = runner.Failure("t", "m", "")
@@ -113,8 +118,9 @@ def test_more_than_five_are_no_noise() -> None:
     ("passes", "why"),
     [
         ([passed("unit", broken="exit code 3")], "pytest itself failed"),
-        ([passed("unit", number=0)], "no test was run"),
-        ([passed("unit", FAILED), passed("again-1", number=0)], "not found again"),
+        ([passed("unit"), passed("gate", number=0)], "no test was run in the pass 'gate'"),
+        ([passed("unit", FAILED), passed("again-1", number=0)], "not at the tests that failed"),
+        ([passed("unit", FAILED), passed("again-1", number=7)], "not at the tests that failed"),
     ],
 )
 def test_what_ran_no_test_is_never_green(passes: list[runner.Pass], why: str) -> None:
@@ -126,3 +132,16 @@ def test_denial_that_was_missing_in_a_second_look_is_red() -> None:
     grave = runner.Failure("t", "m", "", grave="a denial was missing")
     red, _ = runner.verdict([passed("unit", FAILED), passed("again-1", grave)])
     assert red == "a denial was missing: t"
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ("tests/a.py::t@host", "tests/a.py::t"),
+        ("tests/a.py::t[x]@/w/a.py", "tests/a.py::t[x]"),
+        ("tests/a.py::t[a@host]", "tests/a.py::t[a@host]"),
+        ("tests/a.py::t[@/x]@kept", "tests/a.py::t[@/x]"),
+    ],
+)
+def test_group_of_xdist_is_no_part_of_a_tests_id(given: str, plain: str) -> None:
+    assert judging.without_group(given) == plain

@@ -131,10 +131,10 @@ def test_accident_with_guard_keeps_data(
 
     outcome = _replay(where.run, way, disk, fstype, fault, tmp_path)
 
-    assert outcome.found == ""
+    may_be_formatted = agent.guarded(disk.device)["may_be_formatted"]
+    with grave.wrong_bytes():
+        assert _intact(disk, tmp_path, originals[fstype])
     with grave.missing_denial():
         assert outcome.mkfs not in (0, None)
     assert "Operation not permitted" in outcome.mkfs_error
-    assert not agent.guarded(disk.device)["may_be_formatted"]
-    with grave.wrong_bytes():
-        assert _intact(disk, tmp_path, originals[fstype])
+    assert outcome.found == "" and not may_be_formatted
