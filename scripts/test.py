@@ -213,7 +213,8 @@ def main(chosen: str, *words: str) -> int:
     REPORT.mkdir(parents=True)
     limit = PASS_SECONDS[chosen]
     os.environ.update({name: os.environ.get(name, size) for name, size in SIZES[chosen].items()})
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: pytest ends what it started
+    # A shell has its background ignore Ctrl-C; pytest does not inherit that from us then.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda which, _: sys.exit(128 + which))
     passes: list[Pass] = []
     for name, of in SETS[chosen].items():
