@@ -197,7 +197,9 @@ async def to_the_end(
     """
     task = asyncio.create_task(talk)
     try:
-        return await asyncio.wait_for(asyncio.shield(task), seconds)
+        # Not wait_for: until Python 3.12 it loses a cancel that comes as the task ends.
+        async with asyncio.timeout(seconds):
+            return await asyncio.shield(task)
     except BaseException:
         abandon(process, about, task)
         raise

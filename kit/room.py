@@ -209,6 +209,20 @@ class Api(Protocol):
         """Each line of a stream, decoded, until the agent ends it."""
 
 
+@dataclass(frozen=True)
+class Section:
+    """A room's section of the settings file, for commands that must know whether it counts.
+
+    ``settings``: None without the section, and without a file that can be used; then ``error`` says
+    why. ``off``: the file says ``ROOM: null``, which is more than leaving the section out.
+    """
+
+    settings: Any
+    state_dir: Path
+    error: kit.errors.SettingsError | None = None
+    off: bool = False
+
+
 class CommandContext(Protocol):
     """``ctx.obj`` of every command."""
 
@@ -225,6 +239,10 @@ class CommandContext(Protocol):
         Defaults, with a warning, where the settings file cannot be used: a kill switch must not
         depend on it.
         """
+
+    def section(self, room: str, last_good: Path | None = None) -> Section:
+        """The room's section as the settings file has it. ``last_good``: keeps a copy of a file
+        that can be used, and is read instead, with a warning, of one that cannot."""
 
 
 @dataclass(frozen=True)

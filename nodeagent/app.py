@@ -16,12 +16,14 @@ import errno
 import itertools
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
+from prometheus_client.core import GaugeMetricFamily, Metric
 
+import kit.child
 import kit.errors
 import kit.files
 from linux import nvml
@@ -31,6 +33,8 @@ from nodeagent.cluster import service
 from nodeagent.settings import Process, Settings
 
 log = structlog.get_logger("agent")
+
+KEEP_SECONDS = 5.0  # to copy the settings file to the disk of the state
 
 
 @contextlib.contextmanager
@@ -56,14 +60,27 @@ def _only_one(state_dir: Path) -> Iterator[None]:
 
 
 class Agent:
-    """Runs the components of one settings file until a signal ends it."""
+    """Runs the components of one settings file until a signal ends it.
 
-    def __init__(self, config: Path, settings: Settings) -> None:
+    ``last_good``: where a copy of good settings is kept. ``problem``: why the file's own settings
+    are not those that are given.
+    """
+
+    def __init__(
+        self,
+        config: Path,
+        settings: Settings,
+        last_good: Path | None = None,
+        problem: str = "",
+    ) -> None:
         self.config = config
+        self._last_good = last_good
         self._file = settings
         asked = settings.kubernetes
         self._cluster = None if asked is None else service.Cluster(asked, settings)
         self.state = state.build(self._merged())
+        self.state.config_error = problem
+        self.state.metrics.append(self._figures)
         self._supervisors: list[supervisor.Supervisor] = []
         self._stopping = asyncio.Event()
 
@@ -131,7 +148,20 @@ class Agent:
             log.warning("setting needs a restart of the agent to change", setting=setting)
         self.state.refused = now
 
+    async def _keep(self) -> None:
+        """Keep a copy of the settings in force."""
+        if self._last_good is None or self.state.config_error:
+            return
+        paths = str(self.config), str(self._last_good)
+        try:
+            missed = await kit.child.call(configfile.keep, *paths, deadline=KEEP_SECONDS)
+        except (kit.errors.AgentError, OSError, RuntimeError) as error:
+            missed = f"no copy of the settings is kept at {self._last_good} ({error})"
+        if missed:
+            log.warning(missed)
+
     async def _follow_settings(self) -> None:
+        await self._keep()
         async for _ in configwatch.changes(self.config):
             try:
                 new = configfile.load(self.config)
@@ -143,7 +173,15 @@ class Agent:
                 continue
             self.state.config_error = ""
             self._file = new
+            await self._keep()
             self._apply(self._merged())
+
+    def _figures(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "nodeagent_settings_in_force",
+            "1 while the settings file's latest content is in force, 0 while it cannot be used.",
+            value=0.0 if self.state.config_error else 1.0,
+        )
 
     def _merged(self) -> Settings:
         """The settings file with what objects of the cluster add."""

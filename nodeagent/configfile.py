@@ -6,6 +6,7 @@ pydantic refuses is looked up there afterwards.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import pydantic_core
 import yaml
 
 import kit.errors
+import kit.files
 from nodeagent.settings import Settings
 
 DEFAULT_PATH = Path("/etc/nodeagent/nodeagent.yaml")
 ENVIRONMENT = "NODEAGENT_CONFIG"
+# The line of a file that is no YAML any more.
+_STATE_DIR = re.compile(r"""^state_dir: *(["']?)(?P<path>/[^"'#\n]*?)\1 *(#.*)?$""", re.MULTILINE)
 
 
 def locate(given: Path | None) -> Path:
@@ -40,6 +44,58 @@ def load(path: Path) -> Settings:
             str(path), f"cannot be read ({error})", "make it a readable UTF-8 file"
         ) from error
     return parse(text, str(path))
+
+
+def load_or_last(path: Path, last_good: Path | None) -> tuple[Settings, str]:
+    """The settings in ``path`` and an empty text. When they cannot be used: those in ``last_good``,
+    and why. SettingsError when neither can be used."""
+    try:
+        settings = load(path)
+    except kit.errors.SettingsError as error:
+        if last_good is None:
+            raise
+        try:
+            return load(last_good), str(error)
+        except kit.errors.SettingsError:
+            raise error from None
+    return settings, ""
+
+
+def keep(path: str, last_good: str) -> str:
+    """Copy settings that were found good. Returns why no copy could be made, or nothing."""
+    try:
+        data, copy = Path(path).read_bytes(), Path(last_good)
+        if not copy.exists() or copy.read_bytes() != data:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            kit.files.save(copy, data)
+    except OSError as error:
+        return f"no copy of the settings is kept at {last_good} ({error.strerror})"
+    return ""
+
+
+def glean(path: Path, room: str) -> tuple[Path | None, bool]:
+    """What even a file with mistakes says: its state_dir, and whether it names ``room`` as off.
+
+    An empty value is no word: ``room:`` with nothing behind it may be what a slip left.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None, False
+    try:
+        root = yaml.SafeLoader(text).get_single_node()
+    except (ValueError, yaml.YAMLError, RecursionError):
+        line = _STATE_DIR.search(text)
+        return (Path(line["path"]) if line else None), False
+    pairs = root.value if isinstance(root, yaml.MappingNode) else []
+    plain = {
+        key.value: value.value
+        for key, value in pairs
+        if isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode)
+    }
+    state_dir = Path(plain.get("state_dir", ""))
+    off = plain.get(room, "").lower() in ("null", "~")
+    return (state_dir if state_dir.is_absolute() else None), off
 
 
 class _Loader(yaml.SafeLoader):

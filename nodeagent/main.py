@@ -47,11 +47,28 @@ class Context:
         except kit.errors.SettingsError as error:
             if self.config.exists():
                 click.echo(f"nodeagent: {error}; using the defaults", err=True)
-            settings = Settings()
+            state_dir, _ = configfile.glean(self.config, room)
+            settings = Settings() if state_dir is None else Settings(state_dir=state_dir)
         section = getattr(settings, room)
         if section is None:
             section = next(r.settings() for r in rooms.ROOMS if r.name == room)
         return section, settings.state_dir
+
+    def section(self, room: str, last_good: Path | None = None) -> kit.room.Section:
+        try:
+            settings, problem = configfile.load_or_last(self.config, last_good)
+        except kit.errors.SettingsError as error:
+            state_dir, _ = configfile.glean(self.config, room)
+            return kit.room.Section(None, state_dir or Settings().state_dir, error)
+        used = self.config
+        if problem and last_good is not None:
+            click.echo(f"nodeagent: {problem}; {last_good} is used instead", err=True)
+            used = last_good
+        elif last_good and (missed := configfile.keep(str(self.config), str(last_good))):
+            click.echo(f"nodeagent: {missed}", err=True)
+        found = getattr(settings, room)
+        off = found is None and configfile.glean(used, room)[1]
+        return kit.room.Section(found, settings.state_dir, None, off)
 
 
 class _Room(click.Group):
@@ -96,12 +113,16 @@ def cli(
 
 
 @cli.command()
+@terminal.file_option(
+    "--last-good",
+    help="Keeps a copy of settings that can be used, and is used while they cannot.",
+)
 @click.pass_obj
-def run(ctx: Context) -> None:
+def run(ctx: Context, last_good: Path | None) -> None:
     """Run the agent in the foreground until SIGTERM or SIGINT."""
     from nodeagent import app, logs  # clients of the API do not pay for the server
 
-    settings = configfile.load(ctx.config)
+    settings, problem = configfile.load_or_last(ctx.config, last_good)
     if os.geteuid() != 0:
         raise kit.errors.HostError(
             "nodeagent run",
@@ -109,7 +130,7 @@ def run(ctx: Context) -> None:
             "run it as root, or in a privileged container",
         )
     logs.configure()
-    asyncio.run(app.Agent(ctx.config, settings).run())
+    asyncio.run(app.Agent(ctx.config, settings, last_good, problem).run())
 
 
 @cli.command()

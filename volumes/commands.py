@@ -21,10 +21,10 @@ from kit import terminal
 from kit.room import CommandContext
 from kit.terminal import Shown
 from linux import blockdev
+from volumes import attaching, settings
 from volumes import explain as explain_device
-from volumes import settings
 from volumes import status as volume_status
-from volumes.guard import kernel, override
+from volumes.guard import override
 from volumes.ledger import store
 from volumes.probe import prober
 
@@ -81,12 +81,23 @@ def _ask(
 
 def _offline(ctx: CommandContext) -> tuple[settings.GuardSettings, Path]:
     """Guard settings and state directory of this node, for work without the agent."""
+    _as_root()
+    section, state_dir = ctx.offline("volumes")
+    return section.guard, state_dir
+
+
+def _as_root() -> None:
     if os.geteuid() != 0:
         raise kit.errors.HostError(
             "the agent", "does not answer, and only root can do without it", "run this as root"
         )
-    section, state_dir = ctx.offline("volumes")
-    return section.guard, state_dir
+
+
+def _usable(ctx: CommandContext) -> None:
+    """SettingsError unless the settings file says what the guard's mode is to be."""
+    section = ctx.section("volumes")
+    if section.error is not None:
+        raise section.error
 
 
 def _status_now(wanted: settings.GuardSettings, state_dir: Path) -> dict[str, Any]:
@@ -107,6 +118,8 @@ def _status_lines(s: dict[str, Any]) -> Iterator[str]:
     yield f"agent:    {s['agent']}"
     if s.get("override"):
         yield f"override: {s['override']['by']}: {s['override']['reason']}"
+    for warning in s.get("warnings", ()):
+        yield f"warning:  {warning}"
     if s.get("unsupported"):
         yield f"problem:  {s['unsupported']}"
     if s.get("fallback"):
@@ -129,7 +142,7 @@ def status(ctx: CommandContext, direct: bool) -> Shown:
 
     def here() -> Any:
         wanted, state_dir = _offline(ctx)
-        return _status_now(wanted, state_dir) | {"operator_log": override.noted(state_dir)}
+        return _status_now(wanted, state_dir)
 
     answer = here() if direct else _ask(ctx, ("GET", "/v1/volumes/guard", None), here, 10.0)
     return answer, _status_lines
@@ -143,10 +156,17 @@ def set_mode(ctx: CommandContext, mode: str, reason: str, direct: bool) -> Shown
     """Change the mode now, over the settings file; 'settings' returns to the file."""
 
     def here() -> Any:
+        if mode == "settings":
+            _usable(ctx)
         wanted, state_dir = _offline(ctx)
-        override.note(state_dir, "set-mode", _who(), reason, mode=mode)
-        override.set_mode(wanted, state_dir, mode, _who(), reason)
-        return _status_now(wanted, state_dir)
+        done = asyncio.run(override.set_mode(wanted, state_dir, mode, _who(), reason))
+        if not done.attached and mode in ("dry-run", "enforce"):
+            raise kit.errors.RefusedError(
+                "format guard",
+                "is not attached, so nothing was changed in the kernel",
+                f"attach it: nodeagent volume guard attach; it comes in mode {mode}",
+            )
+        return _status_now(wanted, state_dir) | {"warnings": list(done.warnings)}
 
     body = {"mode": mode, "by": _who(), "reason": reason}
     request = ("PUT", "/v1/volumes/guard/mode", body)
@@ -161,25 +181,33 @@ def detach(ctx: CommandContext, reason: str, direct: bool) -> Shown:
 
     def here() -> Any:
         wanted, state_dir = _offline(ctx)
-        override.detach(wanted, state_dir, _who(), reason)
-        override.note(state_dir, "detach", _who(), reason)
-        return _status_now(wanted, state_dir)
+        done = asyncio.run(override.detach(wanted, state_dir, _who(), reason))
+        return _status_now(wanted, state_dir) | {"warnings": list(done.warnings)}
 
     request = ("POST", "/v1/volumes/guard/detach", {"by": _who(), "reason": reason})
     return here() if direct else _ask(ctx, request, here, _KILL_SECONDS), _status_lines
 
 
 @terminal.command(guard, "attach")
-def attach(ctx: CommandContext) -> Shown:
-    """Attach as the settings say, without an agent: at boot, before kubelet starts."""
-    wanted, state_dir = _offline(ctx)
-    handle = override.handle(wanted)
-    mode = override.wanted_mode(wanted, state_dir)
-    handle.apply(kernel.wanted(wanted, mode, blockdev.majors()))
-    handle.close()
-    if mode is kernel.Mode.OFF:
-        click.echo("nodeagent: mode is off: nothing attached", err=True)
-    return _status_now(wanted, state_dir), _status_lines
+@terminal.file_option(
+    "--last-good",
+    help="Keeps a copy of settings that can be used, and is used while they cannot.",
+)
+def attach(ctx: CommandContext, last_good: Path | None) -> Shown:
+    """Attach as the settings say, without an agent: at boot, before kubelet starts.
+
+    Settings that cannot be used change nothing in the kernel: what is attached stays as it is, and
+    the exit code is 3. After a boot, when nothing is attached, the settings that were last in force
+    count instead.
+    """
+    _as_root()
+    section = ctx.section("volumes", last_good)
+    status = asyncio.run(attaching.attach(section))
+    if section.error is not None:
+        click.echo(
+            f"nodeagent: {section.error}; the settings that were last in force count", err=True
+        )
+    return status, _status_lines
 
 
 def _probe_lines(v: dict[str, Any]) -> Iterator[str]:

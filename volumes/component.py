@@ -112,25 +112,24 @@ class Volumes:
         return tuple(self._found)
 
     def guard_status(self) -> dict[str, Any]:
-        return status.describe(self.guard) | {"operator_log": override.noted(self._state_dir)}
+        return status.describe(self.guard) | {"operator_log": list(self.guard.memory.noted)}
 
     async def set_mode(self, mode: str, by: str, reason: str) -> dict[str, Any]:
-        """``mode``: ``settings`` or a mode. It is in the kernel when this returns."""
-        await self._note("set-mode", by, reason, mode=mode)
+        """``mode``: ``settings`` or a mode. It is in the kernel when this returns, whatever the
+        state directory's disk does; ``warnings`` of the answer say what could not be written."""
         guard = self._settings.guard
-        try:
-            await asyncio.to_thread(override.set_mode, guard, self._state_dir, mode, by, reason)
-        except kit.errors.RefusedError:
-            pass  # nothing is attached: the mode is remembered, and apply attaches the guard
-        await self.guard.apply(guard)
-        return self.guard_status()
+        return await self._acted(await override.set_mode(guard, self._state_dir, mode, by, reason))
 
     async def detach(self, by: str, reason: str) -> dict[str, Any]:
         guard = self._settings.guard
-        await asyncio.to_thread(override.detach, guard, self._state_dir, by, reason)
-        await self._note("detach", by, reason)
-        await self.guard.apply(guard)
-        return self.guard_status()
+        return await self._acted(await override.detach(guard, self._state_dir, by, reason))
+
+    async def _acted(self, done: override.Done) -> dict[str, Any]:
+        """Nothing attached: the mode is remembered, and apply attaches the guard."""
+        if not done.kept:
+            self.guard.memory.hold(done.override)
+        await self.guard.apply(self._settings.guard)
+        return self.guard_status() | {"warnings": list(done.warnings)}
 
     async def probe(self, path: str) -> dict[str, Any]:
         """The verdict on any block device, with what the ledger knows of its volume."""
@@ -155,12 +154,7 @@ class Volumes:
 
     async def _note(self, action: str, by: str, reason: str, **fields: Any) -> None:
         """An action that cannot be written down is not done."""
-        try:
-            await asyncio.to_thread(override.note, self._state_dir, action, by, reason, **fields)
-        except OSError as error:
-            raise kit.errors.HostError(
-                str(override.log(self._state_dir)), str(error.strerror), "make it writable"
-            ) from error
+        await override.note(self._state_dir, action, by, reason, **fields)
 
 
 def guard_view(guard: controller.Controller) -> GuardView:

@@ -63,13 +63,13 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             + (f" ({guard.guard.no_watch})" if guard.guard is not None else ""),
             "ceph-csi's wait looks for them; mount the host's /sys/fs/bpf into the pod",
         )
-    if (change := guard.override) is not None:
+    if (change := guard.memory.override) is not None:
         yield finding(
             "guard-overridden",
             "guard-overridden",
             Severity.WARNING,
-            f"{change.by} set mode {change.mode} over the settings' {guard.settings.mode}: "
-            f"{change.reason}",
+            f"{change.by} set mode {change.mode} over the settings' "
+            f"{guard.memory.settings_mode(guard.settings)}: {change.reason}",
             "Return to the settings: nodeagent volume guard set-mode settings",
         )
     if guard.manager.witness is not None:
@@ -77,7 +77,7 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
     damaged = sorted(guard.ledger.unreadable.items())[:20]
     newer = sorted(f"image {e.image_id}: {why}" for (e, _), why in guard.mirror.newer.items())[:20]
     files = [f"ledger file {name}: {why}" for name, why in damaged]
-    for text in (guard.override_error, *files, *newer):
+    for text in (guard.memory.error, guard.memory.unwritten, *files, *newer):
         if text:
             yield finding(
                 f"guard-state-damaged:{text[:60]}",
@@ -195,12 +195,14 @@ async def without_agent(wanted: settings.GuardSettings, state_dir: Path) -> dict
     finally:
         guard.close()
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = override.load(state_dir)
+    recalled = await override.recall(wanted, state_dir)
+    found, from_file = recalled.override, override.settings_mode(wanted, recalled.last)
     return describe_kernel(present) | {
         "proof": await canary.prove(guard.cgroup, present.whole_node, state_dir),
-        "wanted_mode": str(found.mode if found else wanted.mode),
-        "settings_mode": wanted.mode,
+        "wanted_mode": str(found.mode if found else from_file),
+        "settings_mode": str(from_file),
         "override": None if found is None else found.as_json(),
+        "operator_log": list(recalled.noted),
         "agent": "not running",
     }
 
@@ -208,7 +210,7 @@ async def without_agent(wanted: settings.GuardSettings, state_dir: Path) -> dict
 def describe(guard: controller.Controller) -> dict[str, Any]:
     """The guard's status as JSON."""
     now = time.monotonic()
-    present, found = guard.present, guard.override
+    present, found = guard.present, guard.memory.override
     program = present.programs[0] if present and present.programs else None
     return {
         "attached": False,
@@ -216,7 +218,7 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
         **(describe_kernel(present) if present is not None else {}),
         "proof": guard.proof,
         "wanted_mode": str(guard.wanted_mode()),
-        "settings_mode": guard.settings.mode,
+        "settings_mode": str(guard.memory.settings_mode(guard.settings)),
         "override": None if found is None else found.as_json(),
         "agent": "running",
         "unsupported": guard.unsupported,

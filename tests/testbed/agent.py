@@ -64,6 +64,7 @@ class Agent:
         weakref.finalize(self, shutil.rmtree, home, ignore_errors=True)
         self.socket = home / "admin.sock"
         self.config = folder / "nodeagent.yaml"
+        self.arguments: tuple[str, ...] = ()  # of 'nodeagent run'
         self.log = folder / "log"
         self.store = folder / "store"
         self.views = folder / "views"
@@ -128,7 +129,7 @@ class Agent:
         before = self.said().count(_STARTED)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*within, COMMAND, "--config", str(self.config), "run"],
+                [*within, COMMAND, "--config", str(self.config), "run", *self.arguments],
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,

@@ -35,6 +35,7 @@ from volumes.guard import (
     kernel,
     lease,
     lease_manager,
+    memory,
     override,
     pace,
     raw_block,
@@ -78,8 +79,7 @@ class Controller:
         self.unsupported = ""  # why this kernel does not take the program
         self.proof = "unknown: not tried yet"
         self.proof_tried = False
-        self.override: override.Override | None = None
-        self.override_error = ""
+        self.memory = memory.Memory(state_dir)
         self.errors = lease.ErrorLog()
         self.denials = denials.Denials()
         self._devices = blockdev.Known()
@@ -169,20 +169,26 @@ class Controller:
     # --- the kernel
 
     def wanted_mode(self) -> kernel.Mode:
-        return self.override.mode if self.override else kernel.Mode(self.settings.mode)
+        return self.memory.mode(self.settings)
 
     def problems(self) -> list[str]:
         """Why the guard is not in force as wanted; empty: it is."""
+        found = self._of_kernel()
+        wanted = self.wanted_mode()
+        expected = "enforced" if wanted is kernel.Mode.ENFORCE else "let through"
+        proved = self.proof == expected or self.proof.startswith("unknown")
+        if not self.unsupported and not proved:
+            found.append(f"an attempt in the guarded cgroup was {self.proof}, not {expected}")
+        return found
+
+    def _of_kernel(self) -> list[str]:
+        """Why the kernel does not have what is wanted; no attempt proves it."""
         found = []
         wanted = self.wanted_mode()
         if self.unsupported and wanted is not kernel.Mode.OFF:
             found.append(f"the guard is not attached: {self.unsupported}")
         elif self.present is None or self.present.mode is not wanted:
             found.append(f"the guard is not in mode {wanted}")
-        expected = "enforced" if wanted is kernel.Mode.ENFORCE else "let through"
-        proved = self.proof == expected or self.proof.startswith("unknown")
-        if not self.unsupported and not proved:
-            found.append(f"an attempt in the guarded cgroup was {self.proof}, not {expected}")
         return found
 
     async def apply(
@@ -193,16 +199,14 @@ class Controller:
             await self.mirror.apply(clusters, new.cluster_timeout)
         self.settings = self.manager.settings = new
         self.manager.prober.deadline = new.probe_timeout
-        try:
-            self.override = override.load(self.state_dir)
-            self.override_error = ""
-        except kit.errors.HostError as error:
-            self.override_error = str(error)  # the last one known stays in force
+        await self.memory.refresh(new, self._found_mode if self.present is None else None)
         if self.present is None:  # what came while there was no agent
             self._majors = self._wanted().majors
             there = await asyncio.to_thread(self._devices.all)
             self._guarded_parts = self._stacked(there)
         await self._attach()
+        if not self._of_kernel():
+            await self.memory.keep(new)
         now = time.monotonic()
         if now - self._looked >= ROUND_SECONDS or self._scanned < 0:
             self._looked = now
@@ -248,6 +252,14 @@ class Controller:
                 "format guard", mode=str(self.present.mode), attached=self.present.attached,
                 programs=[p.id for p in self.present.programs], majors=sorted(self.present.majors),
             )  # fmt: skip
+
+    async def _found_mode(self) -> kernel.Mode:
+        """What an earlier agent left attached."""
+        left = None
+        with contextlib.suppress(kit.errors.HostError):
+            self.guard = self.guard or override.handle(self.settings)
+            left = await self._what_is_left()
+        return left.mode if left is not None else kernel.Mode.OFF
 
     async def _what_is_left(self) -> kernel.Present | None:
         """After a failure: an earlier program that is still attached keeps guarding."""

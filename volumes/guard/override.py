@@ -1,24 +1,33 @@
 """Mode and kill switch, straight at the kernel: they work whether or not an agent runs.
 
-An operator in an incident must be able to stop the guard although the agent hangs or its settings
-file is wrong. So ``set_mode`` and ``detach`` change the kernel themselves, and write an *override*
-into the state directory, which the agent respects from then on, also after a restart, until
-``set-mode settings`` clears it. Each action is a line in the operator log (``note``).
+An operator in an incident must be able to stop the guard although the agent hangs, its settings
+file is wrong or its disk takes nothing. So ``set_mode`` and ``detach`` change the kernel first.
+Then they write an *override* into the state directory, which the agent respects from then on, also
+after a restart, until ``set-mode settings`` clears it. Each action is a line in the operator log.
+
+Where the state directory cannot be written within ``WRITE_SECONDS``, a symbolic link beside the
+guard's pins holds the override instead: a bpf file system is memory that host and pods share, until
+the next boot. The agent moves it to the disk as soon as the disk takes it.
 """
 
+import asyncio
+import contextlib
 import json
+import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import kit.errors
-import kit.files
-import kit.formats
-from volumes import settings
-from volumes.guard import cgroups, kernel
+import pydantic
 
-FORMAT = 1
+import kit.child
+import kit.errors
+from volumes import settings
+from volumes.guard import cgroups, kernel, pins, record
+
+READ_SECONDS = 3.0
+WRITE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -33,61 +42,39 @@ class Override:
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "mode": str(self.mode)}
 
-
-def path(state_dir: Path) -> Path:
-    return state_dir / "volumes" / "guard-override.json"
-
-
-def load(state_dir: Path) -> Override | None:
-    """None without an override. HostError when the file is damaged, or of a newer agent."""
-    file = path(state_dir)
-    try:
-        data = json.loads(file.read_text())
-        kit.formats.check(str(file), data, FORMAT)
-        return Override(
-            kernel.Mode(data["mode"]), str(data["by"]), str(data["reason"]), float(data["at"])
-        )
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise kit.errors.HostError(
-            str(file), f"cannot be used ({error})", "set the mode again, or remove the file"
-        ) from error
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "Override":
+        """ValueError, KeyError or TypeError when ``fields`` are damaged."""
+        mode, at = kernel.Mode(fields["mode"]), float(fields["at"])
+        return cls(mode, str(fields["by"]), str(fields["reason"]), at)
 
 
-def store(state_dir: Path, mode: kernel.Mode, by: str, reason: str) -> Override:
-    """Durable when it returns. HostError when it cannot be written."""
-    new = Override(mode, by, reason, time.time())
-    file = path(state_dir)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        text = json.dumps({kit.formats.KEY: FORMAT, **new.as_json()})
-        kit.files.save(file, text.encode())
-    except OSError as error:
-        raise kit.errors.HostError(
-            str(file), str(error.strerror), "make the state directory writable"
-        ) from error
-    return new
+@dataclass(frozen=True)
+class Recalled:
+    """What is remembered of the guard. ``error``: why the override is not known; empty: it is.
+
+    ``last``: the guard's settings that were last in force, None when unknown. ``unsaved``: the
+    override is in memory alone. ``noted``: the newest lines of the operator log.
+    """
+
+    override: Override | None = None
+    error: str = ""
+    last: settings.GuardSettings | None = None
+    unsaved: bool = False
+    noted: tuple[dict[str, Any], ...] = ()
 
 
-def clear(state_dir: Path) -> None:
-    path(state_dir).unlink(missing_ok=True)
+@dataclass(frozen=True)
+class Done:
+    """What an action did. ``warnings``: what could not be written down, and what that means.
 
+    ``kept``: the next agent knows of ``override`` too.
+    """
 
-def log(state_dir: Path) -> Path:
-    """What operators did to the guard past the agent's own decisions: JSON lines."""
-    return state_dir / "volumes" / "operator.log"
-
-
-def note(state_dir: Path, action: str, by: str, reason: str, **fields: Any) -> None:
-    """On disk when it returns. OSError otherwise: what cannot be written down must not be done."""
-    line = {"at": time.time(), "action": action, "by": by, "reason": reason, **fields}
-    kit.files.append(log(state_dir), line)
-
-
-def noted(state_dir: Path) -> list[dict[str, Any]]:
-    """The newest lines of the operator log, the oldest of them first."""
-    return kit.files.last_entries(log(state_dir), 20)
+    attached: bool
+    override: Override | None
+    kept: bool = True
+    warnings: tuple[str, ...] = ()
 
 
 def handle(wanted: settings.GuardSettings) -> kernel.Kernel:
@@ -97,48 +84,202 @@ def handle(wanted: settings.GuardSettings) -> kernel.Kernel:
     )
 
 
-def wanted_mode(wanted: settings.GuardSettings, state_dir: Path) -> kernel.Mode:
-    """The mode that must be in force: an operator's override, else the settings."""
-    found = load(state_dir)
-    return found.mode if found else kernel.Mode(wanted.mode)
+# --- what is remembered
 
 
-def set_mode(
-    wanted: settings.GuardSettings, state_dir: Path, mode: str, by: str, reason: str
+async def recall(wanted: settings.GuardSettings, state_dir: Path) -> Recalled:
+    """What operators and earlier settings said. Never raises: the disk may hang or be damaged."""
+    held = _held(wanted, state_dir)
+    try:
+        found = await kit.child.call(record.read, str(state_dir), deadline=READ_SECONDS)
+    except (kit.errors.AgentError, OSError, RuntimeError) as error:
+        errors = {"override": str(error)}
+        found = {"override": None, "wanted": None, "errors": errors, "noted": []}
+    last, noted = _settings(found["wanted"]), tuple(found["noted"])
+    if held is not None:
+        return Recalled(held[0], "", last, True, noted)
+    problem = found["errors"].get("override", "")
+    try:
+        override = None if found["override"] is None else Override.of(found["override"])
+    except (ValueError, KeyError, TypeError) as error:
+        override, problem = None, f"{record.override_file(state_dir)} cannot be used ({error})"
+    if problem:
+        problem += "; set the mode again, or remove the file"
+    return Recalled(override, problem, last, noted=noted)
+
+
+def _settings(fields: dict[str, Any] | None) -> settings.GuardSettings | None:
+    """What another version wrote and this one does not know is left out."""
+    known = {
+        name: value
+        for name, value in (fields or {}).items()
+        if name in settings.GuardSettings.model_fields
+    }
+    for given in (known, {"mode": known.get("mode")}):
+        with contextlib.suppress(pydantic.ValidationError):
+            return settings.GuardSettings.model_validate(given) if known else None
+    return None
+
+
+def settings_mode(
+    wanted: settings.GuardSettings, last: settings.GuardSettings | None
 ) -> kernel.Mode:
-    """Change the kernel at once, and remember the mode for the agent.
+    """The mode of the settings. One that they leave out never lowers the mode of the last ones: a
+    line that is lost from a file is no word of anybody's."""
+    mode = kernel.Mode(wanted.mode)
+    if "mode" in wanted.model_fields_set or last is None:
+        return mode
+    return stronger(mode, kernel.Mode(last.mode))
 
-    ``settings`` returns to the settings file; ``off`` detaches. RefusedError when nothing is
-    attached that could be changed; the mode is remembered all the same.
+
+def stronger(*modes: kernel.Mode) -> kernel.Mode:
+    return max(modes, key=lambda mode: mode.number)
+
+
+async def remember(
+    wanted: settings.GuardSettings, mode: kernel.Mode, recalled: Recalled, state_dir: Path
+) -> str:
+    """Keep the settings that are in force. Returns why they could not be kept, or nothing."""
+    now = wanted.model_copy(update={"mode": str(mode)})
+    if recalled.last == now:
+        return ""
+    fields = now.model_dump(mode="json")
+    return await _write(record.write_wanted, str(state_dir), fields)
+
+
+async def forget_settings(state_dir: Path) -> str:
+    """The settings name the guard as switched off. Returns why that could not be written."""
+    return await _write(record.write_wanted, str(state_dir), None)
+
+
+async def note(state_dir: Path, action: str, by: str, reason: str, **fields: Any) -> None:
+    """On disk when it returns. HostError otherwise: for what must not be done unless it is written
+    down."""
+    line = {"at": time.time(), "action": action, "by": by, "reason": reason, **fields}
+    if problem := await _write(record.write_line, str(state_dir), line):
+        raise kit.errors.HostError(str(record.log(state_dir)), problem, "make it writable")
+
+
+async def save(
+    wanted: settings.GuardSettings, state_dir: Path, new: Override | None
+) -> tuple[bool, str]:
+    """Keep ``new`` (None: there is no override) on disk, else in memory. Returns whether one of
+    them has it, and a warning unless the disk has."""
+    fields = None if new is None else new.as_json()
+    problem = await _write(record.write_override, str(state_dir), fields)
+    link = _link(wanted)
+    if not problem:
+        if _held(wanted, state_dir) is not None:
+            link.unlink(missing_ok=True)
+        return True, ""
+    kept, where = True, "is kept in memory until the next boot"
+    try:
+        pins.file_system(wanted.pins)
+        text = json.dumps({"state_dir": str(state_dir), "override": fields})
+        other = link.with_name(f"{link.name}-new")
+        other.unlink(missing_ok=True)
+        other.symlink_to(text)
+        other.rename(link)
+    except OSError as error:
+        kept, where = False, f"ends with the agent that runs now ({link}: {error.strerror})"
+    return kept, f"the mode {where}: {problem}"
+
+
+def _link(wanted: settings.GuardSettings) -> Path:
+    return wanted.pins.with_name(f"{wanted.pins.name}-override")
+
+
+def _held(wanted: settings.GuardSettings, state_dir: Path) -> tuple[Override | None] | None:
+    """What memory holds of this state directory; None when it holds nothing."""
+    try:
+        fields = json.loads(os.readlink(_link(wanted)))
+        if fields["state_dir"] != str(state_dir):
+            return None
+        given = fields["override"]
+        return (None if given is None else Override.of(given),)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def forget(wanted: settings.GuardSettings) -> None:
+    """Remove what memory holds."""
+    _link(wanted).unlink(missing_ok=True)
+
+
+def held_at(wanted: settings.GuardSettings) -> Path | None:
+    """The link, when it is there."""
+    link = _link(wanted)
+    return link if link.is_symlink() else None
+
+
+async def _write(function: Any, state_dir: str, fields: Any) -> str:
+    """Why it could not be written, or nothing."""
+    try:
+        await kit.child.call(function, state_dir, fields, deadline=WRITE_SECONDS)
+    except OSError as error:
+        return f"{state_dir}: {error.strerror or error}"
+    except (kit.errors.AgentError, RuntimeError) as error:
+        return f"{state_dir}: {error}"
+    return ""
+
+
+# --- actions
+
+
+async def set_mode(
+    wanted: settings.GuardSettings, state_dir: Path, mode: str, by: str, reason: str
+) -> Done:
+    """Change the kernel at once, then remember the mode and write it down.
+
+    ``settings`` returns to the settings file; ``off`` detaches. When nothing is attached that could
+    be changed, the mode is remembered all the same.
     """
     if mode == "settings":
-        clear(state_dir)
-        new = kernel.Mode(wanted.mode)
+        kept = await recall(wanted, state_dir)
+        new, override = settings_mode(wanted, kept.last), None
     else:
         new = kernel.Mode(mode)
+        override = Override(new, by, reason, time.time())
+    line = {"action": "set-mode", "by": by, "reason": reason, "mode": mode}
+    return await _act(wanted, state_dir, new, override, line)
+
+
+async def detach(wanted: settings.GuardSettings, state_dir: Path, by: str, reason: str) -> Done:
+    """The kill switch: detach first, then remember it and write it down."""
+    override = Override(kernel.Mode.OFF, by, reason, time.time())
+    line = {"action": "detach", "by": by, "reason": reason}
+    return await _act(wanted, state_dir, override.mode, override, line)
+
+
+async def _act(
+    wanted: settings.GuardSettings,
+    state_dir: Path,
+    mode: kernel.Mode,
+    override: Override | None,
+    line: dict[str, str],
+) -> Done:
+    await asyncio.to_thread(_to_kernel, wanted, mode)
+    kept, warning = await save(wanted, state_dir, override)
+    # Between the two an agent may have brought back what it knew.
+    attached = await asyncio.to_thread(_to_kernel, wanted, mode)
+    try:
+        await note(state_dir, **line)
+        missed = ""
+    except kit.errors.HostError as error:
+        missed = f"the action is not in the operator log: {error}"
+    return Done(attached, override, kept, tuple(filter(None, (warning, missed))))
+
+
+def _to_kernel(wanted: settings.GuardSettings, mode: kernel.Mode) -> bool:
+    """In a thread: nothing but short calls to the kernel. Whether a guard is attached now."""
     guard = handle(wanted)
     try:
-        if new is kernel.Mode.OFF:
+        if mode is kernel.Mode.OFF:
             guard.detach()
-        elif guard.read().attached:
-            guard.set_mode(new)
-        elif mode != "settings":
-            store(state_dir, new, by, reason)
-            raise kit.errors.RefusedError(
-                f"guard of {guard.cgroup}",
-                "is not attached, so nothing was changed in the kernel",
-                f"the agent will attach it in mode {new} when it starts",
-            )
+            return False
+        attached = guard.read().attached
+        if attached:
+            guard.set_mode(mode)
+        return attached
     finally:
         guard.close()
-    if mode != "settings":
-        store(state_dir, new, by, reason)
-    return new
-
-
-def detach(wanted: settings.GuardSettings, state_dir: Path, by: str, reason: str) -> int:
-    """The kill switch: detach first, then remember it. Returns the number of programs."""
-    guard = handle(wanted)
-    count = guard.detach()
-    store(state_dir, kernel.Mode.OFF, by, reason)
-    return count

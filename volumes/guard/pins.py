@@ -15,13 +15,18 @@ DISKS = "nodeagent_disks"  # that program's name, and its pin's
 
 def keep(pins: Path, program: bpf.Program, maps: Mapping[str, bpf.Map]) -> None:
     """Pin them; the file system is mounted when missing. OSError when that is not possible."""
+    file_system(pins)
+    pins.mkdir(mode=0o700, exist_ok=True)
+    for name, each in {"program": program, **maps}.items():
+        _pin(each, pins / name)
+
+
+def file_system(pins: Path) -> None:
+    """Mount a bpf file system where ``pins`` are to be, when there is none. OSError."""
     mounted = mountinfo.containing(str(pins.parent), mountinfo.read())
     if mounted is None or mounted.fstype != "bpf":
         pins.parent.mkdir(parents=True, exist_ok=True)
         mounts.mount("bpf", pins.parent, "bpf", 0)
-    pins.mkdir(mode=0o700, exist_ok=True)
-    for name, each in {"program": program, **maps}.items():
-        _pin(each, pins / name)
 
 
 def watch_disks(pins: Path, object_file: Path, maps: Mapping[str, bpf.Map]) -> None:

@@ -53,6 +53,10 @@ nodeagent/pool: {{ .pool }}
 {{- range $section, $values := (.values.settings | default dict) -}}
 {{- if kindIs "invalid" $values -}}{{- $_ := unset $all $section -}}{{- end -}}
 {{- end -}}
+{{- range $room := list "cache" "volumes" "preheat" -}}
+{{/* A room is left out because somebody set it to null; the guard asks for that word (docs/guard.md). */}}
+{{- if not (hasKey $all $room) -}}{{- $_ := set $all $room nil -}}{{- end -}}
+{{- end -}}
 {{- toYaml $all -}}
 {{- end -}}
 
@@ -60,7 +64,7 @@ nodeagent/pool: {{ .pool }}
 {{- define "nodeagent.paths" -}}
 {{- $paths := .root.Values.host.paths -}}
 {{- $settings := include "nodeagent.settings" . | fromYaml -}}
-{{- range (dig "cache" "datasets" list $settings) -}}
+{{- range ((($settings).cache).datasets | default list) -}}
 {{- if eq .source.kind "dir" -}}{{- $paths = append $paths .source.path -}}{{- end -}}
 {{- end -}}
 {{- $paths | uniq | sortAlpha | toJson -}}

@@ -1,40 +1,110 @@
-"""The operator's override and log."""
+"""The operator's override and log: on disk, else in memory."""
 
 from pathlib import Path
 
 import pytest
 
 import kit.errors
-from volumes.guard import kernel, override
+from volumes import settings
+from volumes.guard import kernel, override, pins, record
+
+ME = override.Override(kernel.Mode.DRY_RUN, "me", "why", 1.5)
 
 
-def test_override_survives_and_damaged_file_is_error(tmp_path: Path) -> None:
-    assert override.load(tmp_path) is None
-    override.store(tmp_path, kernel.Mode.DRY_RUN, "me", "why")
-    found = override.load(tmp_path)
-    assert found is not None and (found.mode, found.reason) == (kernel.Mode.DRY_RUN, "why")
-    override.path(tmp_path).write_text("{")
-    with pytest.raises(kit.errors.HostError, match="set the mode again"):
-        override.load(tmp_path)
-    override.clear(tmp_path)
-    assert override.load(tmp_path) is None
+def wanted(tmp_path: Path, **given: str) -> settings.GuardSettings:
+    return settings.GuardSettings(pins=tmp_path / "bpf" / "nodeagent", **given)
 
 
-def test_override_of_a_newer_agent_is_left_alone(tmp_path: Path) -> None:
-    override.store(tmp_path, kernel.Mode.OFF, "me", "why")
-    file = override.path(tmp_path)
+async def test_override_survives_and_damaged_file_is_told(tmp_path: Path) -> None:
+    guard = wanted(tmp_path)
+    assert await override.recall(guard, tmp_path) == override.Recalled()
+    assert await override.save(guard, tmp_path, ME) == (True, "")
+    assert (await override.recall(guard, tmp_path)).override == ME
+    record.override_file(tmp_path).write_text("{")
+    found = await override.recall(guard, tmp_path)
+    assert found.override is None
+    assert "set the mode again" in found.error
+    assert await override.save(guard, tmp_path, None) == (True, "")
+    assert await override.recall(guard, tmp_path) == override.Recalled()
+
+
+async def test_override_of_a_newer_agent_is_left_alone(tmp_path: Path) -> None:
+    guard = wanted(tmp_path)
+    await override.save(guard, tmp_path, ME)
+    file = record.override_file(tmp_path)
     newer = file.read_text().replace('"format": 1', '"format": 2')
     assert newer != file.read_text()
     file.write_text(newer)
-    with pytest.raises(kit.errors.HostError, match="newer agent wrote it"):
-        override.load(tmp_path)
+    assert "newer agent wrote it" in (await override.recall(guard, tmp_path)).error
     assert file.read_text() == newer
 
 
-def test_note_is_shown_by_noted(tmp_path: Path) -> None:
-    assert override.noted(tmp_path) == []
-    override.note(tmp_path, "detach", "me", "why", mode="off")
-    (line,) = override.noted(tmp_path)
+async def test_note_is_recalled(tmp_path: Path) -> None:
+    assert (await override.recall(wanted(tmp_path), tmp_path)).noted == ()
+    await override.note(tmp_path, "detach", "me", "why", mode="off")
+    (line,) = (await override.recall(wanted(tmp_path), tmp_path)).noted
     assert (line["action"], line["by"], line["reason"], line["mode"]) == (
         *("detach", "me", "why", "off"),
     )
+
+
+async def test_what_the_disk_does_not_take_is_held_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bpf").mkdir()
+    monkeypatch.setattr(pins, "file_system", lambda _: None)
+    guard, state = wanted(tmp_path), tmp_path / "state"
+    state.write_text("no directory")  # as a disk that is full or read-only
+    kept, warning = await override.save(guard, state, ME)
+    assert kept
+    assert "until the next boot" in warning
+    with pytest.raises(kit.errors.HostError, match=r"operator\.log"):
+        await override.note(state, "detach", "me", "why")
+    found = await override.recall(guard, state)
+    assert (found.override, found.unsaved) == (ME, True)
+    # Another agent's directory is no concern of this override.
+    assert (await override.recall(guard, tmp_path / "other")).override is None
+    # 'set-mode settings' clears it there, too.
+    assert (await override.save(guard, state, None))[0]
+    found = await override.recall(guard, state)
+    assert (found.override, found.unsaved, found.error) == (None, True, "")
+    # As soon as the disk takes it, memory holds nothing more.
+    state.unlink()
+    assert await override.save(guard, state, ME) == (True, "")
+    assert override.held_at(guard) is None
+    assert (await override.recall(guard, state)).override == ME
+
+
+async def test_without_disk_and_memory_only_the_running_agent_knows(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    guard = settings.GuardSettings(pins=tmp_path / "file" / "bpf" / "nodeagent")
+    kept, warning = await override.save(guard, tmp_path / "file" / "state", ME)
+    assert not kept
+    assert "ends with the agent that runs now" in warning
+
+
+async def test_mode_that_the_settings_leave_out_lowers_nothing(tmp_path: Path) -> None:
+    enforcing = wanted(tmp_path, mode="enforce")
+    recalled = await override.recall(enforcing, tmp_path)
+    assert await override.remember(enforcing, kernel.Mode.ENFORCE, recalled, tmp_path) == ""
+    last = (await override.recall(enforcing, tmp_path)).last
+    assert last is not None
+    assert last.mode == "enforce"
+    assert override.settings_mode(wanted(tmp_path), last) is kernel.Mode.ENFORCE
+    assert override.settings_mode(wanted(tmp_path), None) is kernel.Mode.DRY_RUN
+    for mode in ("off", "dry-run", "enforce"):  # said by name
+        assert override.settings_mode(wanted(tmp_path, mode=mode), last) == mode
+
+
+async def test_settings_of_a_newer_agent_are_taken_as_far_as_they_are_known(
+    tmp_path: Path,
+) -> None:
+    fields = {"mode": "enforce", "drivers": ["loop"], "a_setting_of_later": 1}
+    record.write_wanted(str(tmp_path), fields)
+    last = (await override.recall(wanted(tmp_path), tmp_path)).last
+    assert last is not None
+    assert (last.mode, last.drivers) == ("enforce", ("loop",))
+    record.write_wanted(str(tmp_path), {"mode": "enforce", "drivers": "none of ours"})
+    last = (await override.recall(wanted(tmp_path), tmp_path)).last
+    assert last is not None
+    assert (last.mode, last.drivers) == ("enforce", settings.GuardSettings().drivers)

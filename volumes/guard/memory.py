@@ -1,0 +1,63 @@
+"""What a running agent knows of the mode that was asked for, whatever the disk does."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from volumes import settings
+from volumes.guard import kernel, override
+
+
+class Memory:
+    """``override``: the last one that was read or given. ``error``: why it is not known whether
+    there is one. ``unwritten``: why what is in force is not on disk."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir = state_dir
+        self.override: override.Override | None = None
+        self.error = ""
+        self.unwritten = ""
+        self.noted: Sequence[dict[str, Any]] = ()  # the operator log's newest lines
+        self._recalled = override.Recalled()
+        self._held: override.Recalled | None = None  # what neither disk nor kernel could take
+        self._last: settings.GuardSettings | None = None  # the settings that were last in force
+        self._floor = kernel.Mode.OFF  # not weaker than this while an override may be unread
+
+    def mode(self, wanted: settings.GuardSettings) -> kernel.Mode:
+        """The mode that must be in force: an operator's, else that of the settings."""
+        if self.override is not None:
+            return self.override.mode
+        return override.stronger(self.settings_mode(wanted), self._floor)
+
+    def settings_mode(self, wanted: settings.GuardSettings) -> kernel.Mode:
+        return override.settings_mode(wanted, self._last)
+
+    def hold(self, new: override.Override | None) -> None:
+        """An operator's word that could be kept nowhere else."""
+        self._held = override.Recalled(new, last=self._last, unsaved=True, noted=tuple(self.noted))
+
+    async def refresh(
+        self,
+        wanted: settings.GuardSettings,
+        left: Callable[[], Awaitable[kernel.Mode]] | None = None,
+    ) -> None:
+        """Read what commands may have written. ``left``: asks for the mode that an earlier agent
+        left in the kernel; only before this one has changed it."""
+        found = self._held or await override.recall(wanted, self._state_dir)
+        self._recalled, self.error = found, found.error
+        if not found.error:  # else the last one known stays in force
+            self.override, self._floor = found.override, kernel.Mode.OFF
+        elif left is not None:
+            self._floor = await left()
+        self._last = found.last or self._last
+        self.noted = found.noted
+
+    async def keep(self, wanted: settings.GuardSettings) -> None:
+        """Bring to disk what is in force."""
+        found, self.unwritten = self._recalled, ""
+        if found.unsaved:
+            kept, self.unwritten = await override.save(wanted, self._state_dir, found.override)
+            self._held = None if kept else found
+        if not self.unwritten:
+            mode = self.settings_mode(wanted)
+            self.unwritten = await override.remember(wanted, mode, found, self._state_dir)

@@ -1,0 +1,75 @@
+"""What the guard keeps in the state directory: three files.
+
+* ``guard-override.json``: the mode that an operator set over the settings, until it is cleared.
+* ``guard-wanted.json``: the guard's settings that were last in force. Settings that cannot be used,
+  or that name no mode, never make the guard weaker than these.
+* ``operator.log``: what operators did to the guard past the agent's own decisions, as JSON lines.
+
+The disk may hang, so agents and commands call all this in child processes (``kit.child``).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import kit.errors
+import kit.files
+import kit.formats
+
+FORMAT = 1
+MOST_NOTED = 20
+
+
+def override_file(state_dir: Path) -> Path:
+    return state_dir / "volumes" / "guard-override.json"
+
+
+def wanted_file(state_dir: Path) -> Path:
+    return state_dir / "volumes" / "guard-wanted.json"
+
+
+def log(state_dir: Path) -> Path:
+    return state_dir / "volumes" / "operator.log"
+
+
+def read(state_dir: str) -> dict[str, Any]:
+    """``override`` and ``wanted``: the files' fields, None without the file. ``errors``: by the
+    same names, why a file cannot be used. ``noted``: the newest lines of the operator log, the
+    oldest of them first."""
+    noted = kit.files.last_entries(log(Path(state_dir)), MOST_NOTED)
+    found: dict[str, Any] = {"override": None, "wanted": None, "errors": {}, "noted": noted}
+    files = {"override": override_file(Path(state_dir)), "wanted": wanted_file(Path(state_dir))}
+    for name, file in files.items():
+        try:
+            fields = json.loads(file.read_text())
+            kit.formats.check(str(file), fields, FORMAT)
+            found[name] = fields
+        except FileNotFoundError:
+            continue
+        except kit.errors.HostError as error:
+            found["errors"][name] = str(error)
+        except (OSError, ValueError, AttributeError) as error:
+            found["errors"][name] = f"{file} cannot be used ({error})"
+    return found
+
+
+def write_override(state_dir: str, fields: dict[str, Any] | None) -> None:
+    """Durable when it returns; None removes the file. OSError."""
+    _write(override_file(Path(state_dir)), fields)
+
+
+def write_wanted(state_dir: str, fields: dict[str, Any] | None) -> None:
+    """Durable when it returns; None removes the file. OSError."""
+    _write(wanted_file(Path(state_dir)), fields)
+
+
+def _write(file: Path, fields: dict[str, Any] | None) -> None:
+    if fields is None:
+        file.unlink(missing_ok=True)
+    else:
+        kit.formats.save(str(file), fields, FORMAT)
+
+
+def write_line(state_dir: str, line: dict[str, Any]) -> None:
+    """Durable when it returns. OSError."""
+    kit.files.append(log(Path(state_dir)), line)
