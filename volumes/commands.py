@@ -21,7 +21,7 @@ from kit import terminal
 from kit.room import CommandContext
 from kit.terminal import Shown
 from linux import blockdev
-from volumes import attaching, settings
+from volumes import attaching, settings, without_agent
 from volumes import explain as explain_device
 from volumes import status as volume_status
 from volumes.guard import override
@@ -79,18 +79,22 @@ def _ask(
     return direct()
 
 
-def _offline(ctx: CommandContext) -> tuple[settings.GuardSettings, Path]:
-    """Guard settings and state directory of this node, for work without the agent."""
-    _as_root()
-    section, state_dir = ctx.offline("volumes")
-    return section.guard, state_dir
-
-
 def _as_root() -> None:
     if os.geteuid() != 0:
         raise kit.errors.HostError(
             "the agent", "does not answer, and only root can do without it", "run this as root"
         )
+
+
+def _section(ctx: CommandContext) -> tuple[settings.VolumesSettings, Path]:
+    """Settings and state directory of this node, for work without the agent."""
+    _as_root()
+    return ctx.offline("volumes")
+
+
+def _offline(ctx: CommandContext) -> tuple[settings.GuardSettings, Path]:
+    section, state_dir = _section(ctx)
+    return section.guard, state_dir
 
 
 def _usable(ctx: CommandContext) -> None:
@@ -255,28 +259,56 @@ def probe(ctx: CommandContext, device: str) -> Shown:
 
 @terminal.command(volume, "explain")
 @_DEVICE
-def explain(ctx: CommandContext, device: str) -> Shown:
+@_DIRECT
+def explain(ctx: CommandContext, device: str, direct: bool) -> Shown:
     """What is known of DEVICE, what was refused and why, and the next safe step."""
     name = os.path.realpath(device)
-    status = terminal.call(ctx, "GET", "/v1/volumes/guard")
-    known = next((each for each in status["devices"] if each["device"] == name), None)
-    if known is None:
-        raise kit.errors.NotFoundError(
-            device, "the guard knows no such device", "see: nodeagent volume guard status"
-        )
-    entries = terminal.call(ctx, "GET", "/v1/volumes/ledger")["volumes"]
-    entry = next((each for each in entries if each["volume"] == known["volume"]), None)
+
+    def here() -> Any:
+        section, state_dir = _section(ctx)
+        return asyncio.run(without_agent.explained(name, section, state_dir))
+
+    def none() -> None:
+        return None
+
+    status = None if direct else _ask(ctx, ("GET", "/v1/volumes/guard", None), none, 10.0)
+    answer = here() if status is None else _explained(ctx, name, status)
+    return answer, lambda a: explain_device.page(**a)
+
+
+def _explained(ctx: CommandContext, name: str, status: dict[str, Any]) -> dict[str, Any]:
+    """What the agent knows of the device."""
     denied = [each for each in status["denials"] if f"/dev/{each['device']}" == name]
+    known = next((each for each in status["devices"] if each["device"] == name), None)
+    entry = None
+    if known is None:
+        known = _unwatched(ctx, name, denied)
+    else:
+        entries = terminal.call(ctx, "GET", "/v1/volumes/ledger")["volumes"]
+        entry = next((each for each in entries if each["volume"] == known["volume"]), None)
     try:
         repairs = terminal.call(ctx, "GET", "/v1/audit")["repairs"]
     except kit.errors.AgentError:
         repairs = []  # the audit is off: nothing is repaired
     repair = next((each for each in repairs if f"/dev/{each['device']}" == name), None)
-    answer = {
+    return {
         "device": known, "ledger": entry, "denials": denied, "mode": status["mode"],
-        "repair": repair,
+        "repair": repair, "agent": True,
     }  # fmt: skip
-    return answer, lambda a: explain_device.page(**a)
+
+
+def _unwatched(ctx: CommandContext, name: str, denied: list[dict[str, Any]]) -> dict[str, Any]:
+    """A partition, or a device that the settings leave out: guarded, but never examined."""
+    if not denied:
+        raise kit.errors.NotFoundError(
+            name, "the guard knows no such device and refused nobody there",
+            "see: nodeagent volume guard status, or look without the agent: --direct",
+        )  # fmt: skip
+    try:
+        seen = terminal.call(ctx, "POST", "/v1/volumes/probe", {"device": name})
+    except kit.errors.AgentError as error:
+        return explain_device.gone(name, f"it cannot be looked at: {error.cause}", denied)
+    return explain_device.unwatched(seen, denied)
 
 
 def _ledger_lines(answer: dict[str, Any]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Settings of the volumes room."""
 
+import fnmatch
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -85,6 +86,11 @@ class GuardSettings(kit.settings.Section):
                     f"{pair!r} is not 'PROGRAM ARGUMENT' with an argument of at most 15 bytes"
                 )
         return value
+
+    def examines(self, driver: str, name: str) -> bool:
+        """Whether the agent looks at the device at all, and may give it a lease."""
+        matches = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
+        return driver in self.drivers and matches
 
 
 class VolumesSettings(kit.settings.Section):

@@ -12,6 +12,7 @@ from linux import blockdev
 from volumes import settings
 from volumes.guard import canary, controller, kernel, override, steps
 from volumes.ledger import store
+from volumes.ledger.mirror import Answer
 from volumes.ledger.witness import Witness
 from volumes.probe.examine import Kind, Verdict
 
@@ -229,7 +230,7 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
         "drivers_not_loaded": sorted(set(guard.settings.drivers) - guard.driver_names()),
         "kernel_log": guard.errors.readable,
         "kubernetes": guard.manager.witness.status() if guard.manager.witness else None,
-        "devices": [_device(each, now) for _, each in sorted(guard.manager.known.items())],
+        "devices": [describe_device(each, now) for _, each in sorted(guard.manager.known.items())],
         "denials": [dataclasses.asdict(each) for each in guard.denials.last],
         "denied_then_leased": guard.denials.delayed,
         "probes_hanging": sorted(guard.manager.prober.hanging),
@@ -238,7 +239,8 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
     }
 
 
-def _device(known: steps.Known, now: float) -> dict[str, Any]:
+def describe_device(known: steps.Known, now: float) -> dict[str, Any]:
+    """What is known of one device as JSON."""
     device = known.device
     return {
         "device": device.path,
@@ -251,11 +253,25 @@ def _device(known: steps.Known, now: float) -> dict[str, Any]:
         "verdict": None if known.seen is None else known.seen.as_json(),
         "looked_seconds_ago": round(now - known.checked, 1),
         "looks_without_answer": known.doubt.looks,
+        "looks_agree": known.doubt.agreed,
+        "missing": known.missing,
+        "changed_from": known.changed_from,
+        "cluster": None if known.cluster is None else _cluster(known.cluster),
         "may_be_formatted": known.reasons == (),
         "reasons": list(known.reasons or ()),
         "raw_block": known.raw,
         "lease_after_seconds": known.lease_seconds,
         "persistent_volume": None if known.witness is None else known.witness.as_json(),
+    }
+
+
+def _cluster(said: Answer) -> dict[str, Any]:
+    """``entry``: the image's metadata, which other nodes wrote too."""
+    return {
+        "metadata": str(said.mirror),
+        "entry": None if said.known is None else dataclasses.asdict(said.known),
+        "extents": str(said.extents),
+        "why_unknown": said.why,
     }
 
 
@@ -269,5 +285,6 @@ def describe_probe(
         "driver": device.driver,
         "volume": device.volume,
         "title": device.title,
+        "partition_of": device.parent,
         "ledger": None if known is None else dataclasses.asdict(known),
     }

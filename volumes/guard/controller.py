@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import fnmatch
 import os
 import socket
 import time
@@ -410,9 +409,7 @@ class Controller:
         return not device.parent and bool(device.size) and self._is_watched(device)
 
     def _is_watched(self, device: blockdev.BlockDevice) -> bool:
-        return device.lowest.driver in self.settings.drivers and any(
-            fnmatch.fnmatchcase(device.lowest.name, pattern) for pattern in self.settings.names
-        )
+        return self.settings.examines(device.lowest.driver, device.lowest.name)
 
     def _is_guarded(self, device: blockdev.BlockDevice) -> bool:
         """By its driver, or because it lies on such a device."""

@@ -306,7 +306,7 @@ class LeaseManager(steps.Executor):
         entry = self._entry(device)
         image = device.lowest.image
         if not blank and image is not None and device.volume:  # what other nodes have seen
-            answer = await self.mirror.ask(image, part=device.mapping)
+            known.cluster = answer = await self.mirror.ask(image, part=device.mapping)
             there = answer.known
             # A clone carries its parent's entry until it has its own: it says what to expect, but
             # other content than the parent's is no change.
@@ -325,7 +325,7 @@ class LeaseManager(steps.Executor):
             permitted=entry.permitted > 0,
         )
         await self.carry_out(steps, turn)
-        known.missing = _missing(known, turn.entry)
+        known.missing = missing(known, turn.entry)
         if held is None or expired:
             return None
         return max(0.2, min(LEASED_CHECK_SECONDS, held.until - now + 1.1))
@@ -346,14 +346,14 @@ class LeaseManager(steps.Executor):
         try:
             await asyncio.sleep(self.settings.settle)
             second = await self._probe(device)
-            answer = await asked if asked is not None else NOT_ASKED
+            known.cluster = answer = await asked if asked is not None else NOT_ASKED
             known.witness = said = await told
         finally:
             for task in (asked, told):
                 if task is not None and not task.done():
                     task.cancel()
         if answer.known is not None:
-            known.missing = _missing(known, store.merge(self._entry(device), answer.known))
+            known.missing = missing(known, store.merge(self._entry(device), answer.known))
         after = blockdev.identify(device.name)
         is_rbd = device.lowest.driver == "rbd"
         now = time.monotonic()
@@ -456,7 +456,7 @@ class LeaseManager(steps.Executor):
         return new
 
 
-def _missing(known: Known, entry: store.Entry | None) -> str:
+def missing(known: Known, entry: store.Entry | None) -> str:
     """The content that the ledger knows and that certainly cannot be seen."""
     if entry is None or entry.permitted or known.seen is None:
         return ""

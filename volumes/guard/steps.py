@@ -19,7 +19,7 @@ from volumes.guard.doubt import Doubt
 from volumes.guard.lease import Step
 from volumes.guard.pace import Pace
 from volumes.ledger import store
-from volumes.ledger.mirror import Mirror
+from volumes.ledger.mirror import Answer, Mirror
 from volumes.ledger.statement import Statement
 from volumes.ledger.witness import Witness
 from volumes.probe.examine import Verdict
@@ -69,6 +69,7 @@ class Known:
     lease_seconds: float | None = None  # from first sight to lease
     mirrored: tuple[str, str, str, float] | None = None  # what the image's metadata holds of ours
     witness: Statement | None = None  # what its PersistentVolume said when it was last asked
+    cluster: Answer | None = None  # what the image's cluster said when it was last asked
 
 
 @dataclass

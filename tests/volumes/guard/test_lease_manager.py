@@ -403,6 +403,25 @@ async def test_clone_has_an_entry_of_its_own(world: World, monkeypatch: pytest.M
     assert known.missing == "ext4 of the parent"
 
 
+async def test_accident_on_a_node_that_never_saw_the_volume_is_explained(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = store.Entry(volume=DEVICE.volume, type="ext4", uuid="u1", last_seen=5, node="other")
+
+    async def ask(
+        image: RbdImage, extents: Extents | None = None, *, part: str = ""
+    ) -> mirror.Answer:
+        return mirror.Answer(store.Knowledge.CONTENT, store.Knowledge.CONTENT, entry, SIZE)
+
+    monkeypatch.setattr(world, "ask", ask)
+    known = await world.checked()
+    row = json.loads(json.dumps(status.describe_device(known, time.monotonic())))
+    assert row["cluster"]["entry"]["node"] == "other"
+    step = list(explain.page(row, None, [], "enforce"))[-1]
+    assert "held ext4 u1, its cluster says that something was written" in step
+    assert "Do not format it" in step and "asks again" not in step
+
+
 async def test_operators_permission_lasts_while_the_old_content_is_there(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,7 +458,7 @@ async def test_explained_ends_with_the_next_safe_step(
     assert entry is not None
     page = list(
         explain.page(
-            json.loads(json.dumps(status._device(known, time.monotonic()))),
+            json.loads(json.dumps(status.describe_device(known, time.monotonic()))),
             dataclasses.asdict(entry), [], "enforce",
         )
     )  # fmt: skip
