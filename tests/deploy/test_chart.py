@@ -191,7 +191,7 @@ def test_pools_have_daemonsets_and_settings_of_their_own(tmp_path: Path) -> None
     }
     assert set(daemonsets) == set(settings) == {"nodeagent-a100", "nodeagent-cpu"}
     assert settings["nodeagent-a100"]["cache"]["budget"] == "1TiB"
-    assert "preheat" not in settings["nodeagent-cpu"]
+    assert settings["nodeagent-cpu"]["preheat"] is None
     assert "budget" not in settings["nodeagent-cpu"]["cache"]
     selectors = [each["spec"]["selector"]["matchLabels"] for each in daemonsets.values()]
     assert selectors[0] != selectors[1]

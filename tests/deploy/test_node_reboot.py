@@ -19,6 +19,7 @@ from tests.testbed import blockdev, installed, kubernetes, waiting
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
+WANTED = "state/volumes/guard-wanted.json"  # of a node that once had a guard in force
 GUARD = installed.REPO / "deploy" / "guard"
 UNIT = GUARD / "nodeagent-guard.service"
 SETTINGS = f"/{installed.STATE}/settings.yaml"
@@ -209,11 +210,11 @@ def test_boot_unit_attaches_the_guard_before_anything_runs(
 @pytest.mark.parametrize(
     ("files", "wait", "says"),
     [
-        ({"settings.yaml"}, "2", "no format guard after 2 s: volumes are staged unguarded\n"),
-        (set(), "100000", ""),  # no agent has run here
-        ({"settings.yaml", "unguarded"}, "100000", ""),  # the emergency file
+        ({WANTED}, "2", "no format guard after 2 s: volumes are staged unguarded\n"),
+        (set(), "100000", ""),  # no guard was ever in force here
+        ({WANTED, "unguarded"}, "100000", ""),  # the emergency file
     ],
-    ids=["never longer than said", "only where an agent runs", "emergency file"],
+    ids=["never longer than said", "only where a guard is wanted", "emergency file"],
 )
 def test_wait_for_the_guard_ends_without_one(
     node: installed.Node, files: set[str], wait: str, says: str
@@ -224,6 +225,7 @@ def test_wait_for_the_guard_ends_without_one(
     state = f"mnt/state-{len(files)}-{wait}"
     (node.kube.root / state).mkdir()
     for name in files:
+        (node.kube.root / state / name).parent.mkdir(parents=True, exist_ok=True)
         (node.kube.root / state / name).touch()
     places = {"guard-state": f"/{state}", "guard-bpf": "/mnt"}
     for each in spec["volumes"]:
