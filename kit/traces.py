@@ -17,11 +17,13 @@ import kit.files
 
 @dataclass(frozen=True)
 class Trace:
-    """``kind`` and ``name`` say what it is; ``users``: who uses it now, a line each."""
+    """``kind`` and ``name`` say what it is; ``users``: who uses it now, a line each; ``stays``: why
+    it is not removed, when it is only listed."""
 
     kind: str
     name: str
     users: tuple[str, ...] = ()
+    stays: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

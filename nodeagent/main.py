@@ -156,9 +156,15 @@ def doctor(ctx: Context, as_json: bool) -> None:
 
 @cli.command()
 @click.option("--yes", is_flag=True, help="Remove it; without this it is only listed.")
+@click.option(
+    "--forget-volumes",
+    is_flag=True,
+    help="Also remove the memory of what volumes hold. An agent that is installed later then takes "
+    "a volume whose backend answers zeros for a new one.",
+)
 @terminal.json_option
 @click.pass_obj
-def uninstall(ctx: Context, yes: bool, as_json: bool) -> None:
+def uninstall(ctx: Context, yes: bool, forget_volumes: bool, as_json: bool) -> None:
     """List everything of ours on this node; with --yes take it off. No agent may run."""
     from nodeagent import uninstall
 
@@ -167,9 +173,11 @@ def uninstall(ctx: Context, yes: bool, as_json: bool) -> None:
         raise kit.errors.HostError("nodeagent uninstall", "not root", "run it as root")
 
     def say(each: uninstall.Found) -> None:
-        click.echo(f"removed {each.room}: {each.trace.kind} {each.trace.name}", err=as_json)
+        what = f"{each.room}: {each.trace.kind} {each.trace.name}"
+        why = f": {each.trace.stays}" if each.trace.stays else ""
+        click.echo(f"{'stays' if why else 'removed'} {what}{why}", err=as_json)
 
-    report = asyncio.run(uninstall.run(settings, yes, say))
+    report = asyncio.run(uninstall.run(settings, yes, say, forget_volumes))
     if as_json:
         found = [
             {"room": each.room, **each.trace.as_json(), "removed": each.removed}
@@ -180,9 +188,17 @@ def uninstall(ctx: Context, yes: bool, as_json: bool) -> None:
         rows = [
             (f.room, f.trace.kind, terminal.plain(f.trace.name), "; ".join(f.trace.users))
             for f in report.found
+            if not f.trace.stays
         ]
         click.echo("\n".join(terminal.table(("ROOM", "WHAT", "NAME", "USED BY"), rows)))
-        click.echo(f"\n{len(report.found)} in all; --yes removes them.")
+        for each in report.found:
+            if each.trace.stays:
+                say(each)
+        click.echo(f"\n{len(rows)} in all; --yes removes them.")
+    if any(each.removed and each.trace.name.endswith(".service") for each in report.found):
+        click.echo(
+            "systemd forgets the units at the next boot, or now: systemctl daemon-reload", err=True
+        )
     for trouble in report.troubles:
         click.echo(f"nodeagent: {trouble}", err=True)
     if report.troubles:

@@ -15,19 +15,11 @@ from typing import Any
 import kit.child
 import kit.errors
 import kit.traces
-from nodeagent import rooms
+from nodeagent import rooms, units
 from nodeagent.settings import Settings
 
 FIND_SECONDS = 60.0
 REMOVE_SECONDS = 6 * 3600.0  # a store holds millions of files
-_UNITS = (
-    "/etc/systemd/system/nodeagent.service",
-    "/etc/systemd/system/nodeagent-guard.service",
-    "/etc/systemd/system/nodeagent.service.d",
-    "/etc/systemd/system/nodeagent-guard.service.d",
-    "/etc/modules-load.d/nodeagent-guard.conf",
-)
-_LINKS = ("multi-user.target.wants", "kubelet.service.requires")
 _STATE = (
     *("api.log", "api.log.1", "api-refused.log", "api-refused.log.1", "cluster.json", "lock"),
     "requests.json",
@@ -56,13 +48,12 @@ class Report:
 def find(settings: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     """The process's own traces."""
     socket = Path(settings["socket"])
-    paths = [*map(Path, _UNITS)]
-    paths += [Path(unit).parent / link / Path(unit).name for link in _LINKS for unit in _UNITS[:2]]
-    paths += [Path(state_dir) / name for name in _STATE]
+    paths = [Path(state_dir) / name for name in _STATE]
     if Path(state_dir).name == "state":
         paths += [Path(state_dir).parent / name for name in _BESIDE]
     paths += [socket, socket.parent / "secrets"]  # keys that objects of the cluster refer to
-    found = [kit.traces.Trace("file", str(path)) for path in paths if os.path.lexists(path)]
+    found = units.find()
+    found += [kit.traces.Trace("file", str(path)) for path in paths if os.path.lexists(path)]
     folders = [Path(state_dir), Path(state_dir).parent, socket.parent]
     found += [
         kit.traces.Trace("folder", str(path))
@@ -75,10 +66,8 @@ def find(settings: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
 def remove(settings: dict[str, Any], state_dir: str, kind: str, name: str) -> None:
     path = Path(name)
     with contextlib.suppress(FileNotFoundError):
-        if kind == "file" and path.is_dir() and not path.is_symlink():  # drop-ins of a unit
-            for each in path.iterdir():
-                each.unlink()
-            path.rmdir()
+        if kind == "link":
+            units.remove_link(path)
         elif kind == "file":
             path.unlink()
         else:
@@ -119,19 +108,27 @@ async def _look(settings: Settings) -> Report:
                 troubles.append(f"{part.name}: {error}")
             continue
         found += [
-            Found(part.name, kit.traces.Trace(one["kind"], one["name"], tuple(one["users"])))
+            Found(part.name, kit.traces.Trace(**{**one, "users": tuple(one["users"])}))
             for one in listed
         ]
     return Report(tuple(found), tuple(troubles))
 
 
-async def run(settings: Settings, yes: bool, say: Callable[[Found], None]) -> Report:
-    """List the traces; with ``yes`` remove them and tell ``say`` of each. InUseError: by whom."""
+async def run(
+    settings: Settings, yes: bool, say: Callable[[Found], None], forget_volumes: bool = False
+) -> Report:
+    """List the traces; with ``yes`` remove them and tell ``say`` of each, and of each that stays.
+
+    ``forget_volumes``: what the node knows of volumes goes too. InUseError: by whom.
+    """
     with kit.traces.without_agent(settings.state_dir) if yes else contextlib.nullcontext():
         report = await _look(settings)
+        if forget_volumes:
+            report = replace(report, found=tuple(map(_forgotten, report.found)))
         if not yes:
             return report
-        if users := [user for each in report.found for user in each.trace.users]:
+        going = [each.trace for each in report.found if not each.trace.stays]
+        if users := [user for trace in going for user in trace.users]:
             more = f" and {len(users) - 5} more" if len(users) > 5 else ""
             raise kit.errors.InUseError(
                 "what is to be removed", "in use by " + "; ".join(users[:5]) + more,
@@ -144,6 +141,10 @@ async def run(settings: Settings, yes: bool, say: Callable[[Found], None]) -> Re
             part = parts[each.room]
             if blocked and each.room == "agent":
                 break  # the state directory stays for the next attempt
+            if each.trace.stays:
+                done.append(each)
+                say(each)
+                continue
             try:
                 await kit.child.call(
                     part.traces.remove, part.section, str(settings.state_dir),
@@ -153,6 +154,14 @@ async def run(settings: Settings, yes: bool, say: Callable[[Found], None]) -> Re
                 troubles.append(f"{each.room}: {each.trace.kind} {each.trace.name}: {error}")
                 blocked.add(each.room)
                 continue
+            if part.name == "agent" and os.path.lexists(each.trace.name):
+                continue  # a folder that others, or what stays, have files in
             done.append(replace(each, removed=True))
             say(done[-1])
         return Report(tuple(done), tuple(troubles))
+
+
+def _forgotten(each: Found) -> Found:
+    if (each.room, each.trace.kind) != ("volumes", "ledger"):
+        return each
+    return replace(each, trace=replace(each.trace, stays=""))

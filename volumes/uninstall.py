@@ -1,16 +1,20 @@
 """What the guard leaves in the kernel and on disk, and how it is taken off. In child processes.
 
-The ledger's copy in the clusters (metadata of images) is the clusters' and stays.
+The ledger stays unless somebody asks for its removal by name: without it the next agent takes a
+volume that reads as zeros for a new one. Its copy in the clusters (metadata of images) is theirs.
 """
 
+import asyncio
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
 
+import kit.errors
 from kit.traces import Trace
 from linux import mountinfo, mounts
 from volumes import settings
-from volumes.guard import override
+from volumes.guard import fallback, override
 
 _BPF = "/sys/fs/bpf"
 
@@ -30,7 +34,15 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
         found.append(Trace("pinned maps", str(wanted.pins)))
     if _own_mount(wanted.pins.parent):
         found.append(Trace("bpf file system", str(wanted.pins.parent)))
-    if (state := Path(state_dir) / "volumes").exists():
+    state = Path(state_dir) / "volumes"
+    if flagged := _flags(state).attachments:
+        found.append(Trace("read-only flags", ", ".join(sorted(flagged))))
+    if held := override.held_at(wanted):
+        found.append(Trace("mode given by an operator", str(held)))
+    if entries := _entries(state):
+        text = f"what {entries} volumes hold; uninstall --yes --forget-volumes removes it"
+        found.append(Trace("ledger", str(state / "ledger"), stays=text))
+    if state.exists() and (not entries or any(each.name != "ledger" for each in state.iterdir())):
         found.append(Trace("state", str(state)))
     return [trace.as_json() for trace in found]
 
@@ -55,5 +67,37 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
             kernels = {"maps.debug", "progs.debug"}
             if _own_mount(Path(name)) and {each.name for each in Path(name).iterdir()} <= kernels:
                 mounts.unmount(name)
+        case "read-only flags":
+            asyncio.run(_take_back(_flags(Path(state_dir) / "volumes")))
+        case "mode given by an operator":
+            override.forget(wanted)
+        case "ledger":
+            shutil.rmtree(name)
         case "state":
-            shutil.rmtree(name, ignore_errors=False)
+            kept = "ledger" if _entries(Path(name)) else ""
+            for each in Path(name).iterdir():
+                if each.name == kept:
+                    continue
+                if each.is_dir() and not each.is_symlink():
+                    shutil.rmtree(each)
+                else:
+                    each.unlink()
+            with contextlib.suppress(OSError):  # the ledger is in it
+                Path(name).rmdir()
+
+
+def _entries(state: Path) -> int:
+    ledger = state / "ledger"
+    return sum(each.is_file() for each in ledger.iterdir()) if ledger.is_dir() else 0
+
+
+def _flags(state: Path) -> fallback.Flags:
+    return fallback.Flags(state / "read-only-flags.json")
+
+
+async def _take_back(flags: fallback.Flags) -> None:
+    await flags.clear()
+    if left := sorted(flags.attachments):
+        raise kit.errors.HostError(
+            ", ".join(left), "cannot be made writable again", "blockdev --setrw, then try again"
+        )

@@ -1,0 +1,82 @@
+"""What an uninstall takes of the guard's, and the memory that it leaves."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from linux import blockdev as devices
+from tests.testbed import blockdev, cell
+from volumes import uninstall
+from volumes.guard import fallback, override
+from volumes.ledger import store
+from volumes.settings import VolumesSettings
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture
+def section(tmp_path: Path) -> Iterator[dict[str, object]]:
+    with cell.cell(tmp_path) as where:
+        yield {"guard": cell.settings(where)}
+
+
+def kinds(section: dict[str, object], state: Path) -> dict[str, dict[str, object]]:
+    return {each["kind"]: each for each in uninstall.find(section, str(state))}
+
+
+def test_flagged_device_is_writable_afterwards(section: dict[str, object], tmp_path: Path) -> None:
+    image = blockdev.blank(tmp_path / "image", blockdev.MiB)
+    with blockdev.loop(image) as path:
+        device = devices.identify(Path(path).name)
+        assert device is not None
+        (tmp_path / "volumes").mkdir()
+        flags = fallback.Flags(tmp_path / "volumes" / "read-only-flags.json")
+        asyncio.run(flags.set(device))
+        assert blockdev.run("blockdev", "--getro", path).stdout == "1\n"
+        trace = kinds(section, tmp_path)["read-only flags"]
+        assert trace["name"] == device.name
+
+        uninstall.remove(section, str(tmp_path), "read-only flags", device.name)
+
+        assert blockdev.run("blockdev", "--getro", path).stdout == "0\n"
+        assert "read-only flags" not in kinds(section, tmp_path)
+
+
+def test_memory_of_volumes_stays_and_the_rest_goes(
+    section: dict[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "volumes" / "ledger").mkdir(parents=True)
+    ledger = store.Store(tmp_path / "volumes" / "ledger")
+    entry = store.Entry("volume").saw("ext4", "uuid", "", 1.0, "node")
+    ledger.put(entry)
+    (tmp_path / "volumes" / "operator.log").write_text("a line\n")
+    found = kinds(section, tmp_path)
+    assert "what 1 volumes hold" in str(found["ledger"]["stays"])
+
+    uninstall.remove(section, str(tmp_path), "state", str(tmp_path / "volumes"))
+
+    assert [each.name for each in (tmp_path / "volumes").iterdir()] == ["ledger"]
+    again = store.Store(tmp_path / "volumes" / "ledger")
+    again.load()
+    assert again.get("volume") == entry
+    assert set(kinds(section, tmp_path)) == {"ledger"}
+
+    uninstall.remove(section, str(tmp_path), "ledger", str(tmp_path / "volumes" / "ledger"))
+    uninstall.remove(section, str(tmp_path), "state", str(tmp_path / "volumes"))
+
+    assert not (tmp_path / "volumes").exists()
+
+
+def test_word_that_is_held_in_memory_goes(section: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "volumes").write_text("no folder, so the disk takes nothing")
+    wanted = VolumesSettings.model_validate(section).guard
+    new = override.Override.of({"mode": "off", "by": "me", "reason": "test", "at": 1.0})
+    kept, warning = asyncio.run(override.save(wanted, tmp_path, new))
+    assert kept and warning
+    trace = kinds(section, tmp_path)["mode given by an operator"]
+
+    uninstall.remove(section, str(tmp_path), str(trace["kind"]), str(trace["name"]))
+
+    assert override.held_at(wanted) is None
