@@ -154,7 +154,7 @@ class Volumes:
 
     async def _note(self, action: str, by: str, reason: str, **fields: Any) -> None:
         """An action that cannot be written down is not done."""
-        await override.note(self._state_dir, action, by, reason, **fields)
+        self.guard.memory.add(await override.note(self._state_dir, action, by, reason, **fields))
 
 
 def guard_view(guard: controller.Controller) -> GuardView:

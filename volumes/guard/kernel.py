@@ -409,16 +409,24 @@ class Kernel:
     def grant(self, number: Number, until: float, diskseq: int | None, grace: float = 0.0) -> None:
         """Let write opens of the device pass until CLOCK_MONOTONIC ``until`` (seconds).
 
-        ``diskseq``: the attachment that the lease is given to. ``grace``: see ``Lease``.
+        ``diskseq``: the attachment that the lease is given to. ``grace``: see ``Lease``. The count
+        of opens under a lease that this one replaces is carried over. One that the kernel counts
+        meanwhile would be lost, so a lease that still held counts as used.
         RefusedError when nothing is attached, or when another disk has the number since
         ``reserve``.
         """
         with self._hold:
             if grace:
                 self.beat()
+            leases = self._attached()["leases"]
+            opens = 0
+            if raw := leases.get(_key(number)):
+                old = Lease.unpack(raw)
+                if old.diskseq == (diskseq or 0):
+                    opens = max(old.opens, int(old.until > time.monotonic()))
             try:
-                new = Lease(until, 0, diskseq or 0, grace).pack()
-                self._attached()["leases"].set(_key(number), new, bpf.IF_THERE)
+                new = Lease(until, opens, diskseq or 0, grace).pack()
+                leases.set(_key(number), new, bpf.IF_THERE)
             except FileNotFoundError:
                 raise kit.errors.RefusedError(
                     f"lease of {number[0]}:{number[1]}", "another disk has the number", "try again"

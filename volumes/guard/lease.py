@@ -327,25 +327,35 @@ def met(lease_diskseq: int | None, known: Attachment | None, now: Attachment) ->
 
 
 def conclude(
-    *, has_content: bool, blank: bool, leased: bool, expired: bool, opens: int, permitted: bool
+    *,
+    has_content: bool,
+    blank: bool,
+    leased: bool,
+    expired: bool,
+    opens: int,
+    permitted: bool,
+    by_pod: bool = False,
 ) -> tuple[Step, ...]:
     """What to do after a probe.
 
     ``leased``: the kernel has a lease for the device; ``expired``: it has ended; ``opens``: write
     opens under it; ``permitted``: the ledger has an open permission. Only the kernel's own count
     under an expired lease closes a permission as unused: without the lease (after a reboot) nobody
-    knows the count, and the permission stays open.
+    knows the count, and the permission stays open. ``by_pod``: it is of a raw block volume, which
+    no count closes: a pod that opened the device once may go on writing without another open.
     """
+    closable = permitted and not by_pod
     if has_content:
         end = (Step.REVOKE if expired else Step.SHORTEN,) if leased else ()
         return (Step.RECORD_CONTENT, Step.MIRROR, *end)
     if not leased or not expired:
         return ()
-    if opens == 0 and permitted and blank:
+    if opens == 0 and closable and blank:
         return (Step.CLOSE_PERMISSION, Step.MIRROR, Step.REVOKE)
-    return (Step.REVOKE,) if opens or not permitted else ()
+    return (Step.REVOKE,) if opens or not closable else ()
 
 
-def detached(opens: int, permitted: bool) -> tuple[Step, ...]:
+def detached(opens: int, permitted: bool, by_pod: bool = False) -> tuple[Step, ...]:
     """What to do after a device was detached and its lease revoked, which let ``opens`` pass."""
-    return (Step.CLOSE_PERMISSION, Step.MIRROR) if opens == 0 and permitted else ()
+    unused = opens == 0 and permitted and not by_pod
+    return (Step.CLOSE_PERMISSION, Step.MIRROR) if unused else ()

@@ -33,6 +33,7 @@ AGAIN_SECONDS = pace.FIRST_SECONDS  # least time between two checks of a device
 LEASED_CHECK_SECONDS = 1.0  # between checks while a lease runs
 RAW_CHECK_SECONDS = 300.0  # between checks of a raw block volume, beside those after mounts
 MOST_DEVICES = 1024
+ALLOW_SECONDS = 30.0  # an operator's wait for a check that is running
 
 
 class LeaseManager(steps.Executor):
@@ -176,9 +177,7 @@ class LeaseManager(steps.Executor):
         known = self.known.pop(name, None)
         if known is not None:
             held = self._revoke(known.device.number)
-            # What a pod wrote itself is not counted, and may be invisible.
-            by_pod = self._entry(known.device).permitted_by.startswith(raw_block.BY)
-            if held is not None and known.device.volume and not by_pod:
+            if held is not None and known.device.volume:
                 chore = asyncio.create_task(self._detached(known, held.opens), name=f"close {name}")
                 self._chores.add(chore)
                 chore.add_done_callback(self._chores.discard)
@@ -188,7 +187,7 @@ class LeaseManager(steps.Executor):
     async def _detached(self, known: Known, opens: int) -> None:
         entry = self._entry(known.device)
         try:
-            steps = lease.detached(opens, permitted=entry.permitted > 0)
+            steps = lease.detached(opens, entry.permitted > 0, raw_block.gave(entry.permitted_by))
             await self.carry_out(steps, Turn(known, entry))
         except (OSError, TimeoutError) as error:
             log.warning("unused permission stays open", volume=known.device.title, error=str(error))
@@ -228,8 +227,13 @@ class LeaseManager(steps.Executor):
 
     async def _check(self, device: blockdev.BlockDevice, asked: bool) -> float | None:
         """Seconds until the next check, while there is a lease."""
-        began = time.monotonic()
         known = self._meet(device)
+        async with known.order:
+            return await self._check_known(known, asked)
+
+    async def _check_known(self, known: Known, asked: bool) -> float | None:
+        began = time.monotonic()
+        device = known.device
         if (renew := await self._raw_block(known)) is not None:
             return renew
         known.seen = first = await self._probe(device)
@@ -276,7 +280,7 @@ class LeaseManager(steps.Executor):
         permission lasts as long as the publication. Seconds until it must be renewed; None: it is
         not published."""
         device, held = known.device, self._held(known.device)
-        by_publication = self._entry(device).permitted_by.startswith(raw_block.BY)
+        by_publication = raw_block.gave(self._entry(device).permitted_by)
         if not (self.settings.raw_block and device.name in self.published):
             if known.raw or (held is not None and (held.until == math.inf or by_publication)):
                 self._revoke(device.number)  # of the pod that is gone, maybe of an earlier agent
@@ -323,6 +327,7 @@ class LeaseManager(steps.Executor):
             expired=expired,
             opens=held.opens if held else 0,
             permitted=entry.permitted > 0,
+            by_pod=raw_block.gave(entry.permitted_by),
         )
         await self.carry_out(steps, turn)
         known.missing = missing(known, turn.entry)
@@ -416,7 +421,8 @@ class LeaseManager(steps.Executor):
         log.info("format permitted", device=device.name, volume=device.title, by=by)
 
     async def allow(self, path: str, volume: str, reason: str, by: str) -> blockdev.BlockDevice:
-        """A lease whatever the device holds. NotFoundError, RefusedError, InUseError."""
+        """A lease whatever the device holds, after a check that is running: that one has seen the
+        device as it was. NotFoundError, RefusedError, InUseError."""
         device = blockdev.by_path(path)
         if device.volume != volume:
             raise kit.errors.RefusedError(
@@ -431,9 +437,19 @@ class LeaseManager(steps.Executor):
         log.warning("format permitted by an operator", device=device.name, volume=volume, by=by,
                     reason=reason)  # fmt: skip
         known = self._meet(device)
-        seen = await self._probe(device)
-        known.allowed_over = (seen.type, seen.uuid) if seen.has_content else None
-        await self._grant(known, f"{by}: {reason}")
+        try:
+            async with asyncio.timeout(ALLOW_SECONDS):
+                await known.order.acquire()
+        except TimeoutError:
+            raise kit.errors.InUseError(
+                path, f"a check of it has not ended for {ALLOW_SECONDS:.0f} s", "try again"
+            ) from None
+        try:
+            seen = await self._probe(device)
+            known.allowed_over = (seen.type, seen.uuid) if seen.has_content else None
+            await self._grant(known, f"{by}: {reason}")
+        finally:
+            known.order.release()
         self.schedule(device.name)
         return device
 

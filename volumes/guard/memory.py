@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from volumes import settings
-from volumes.guard import kernel, override
+from volumes.guard import kernel, override, record
 
 
 class Memory:
@@ -31,6 +31,10 @@ class Memory:
 
     def settings_mode(self, wanted: settings.GuardSettings) -> kernel.Mode:
         return override.settings_mode(wanted, self._last)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """A line that has just come to the operator log."""
+        self.noted = (*self.noted, line)[-record.MOST_NOTED :]
 
     def hold(self, new: override.Override | None) -> None:
         """An operator's word that could be kept nowhere else."""

@@ -152,12 +152,13 @@ async def forget_settings(state_dir: Path) -> str:
     return await _write(record.write_wanted, str(state_dir), None)
 
 
-async def note(state_dir: Path, action: str, by: str, reason: str, **fields: Any) -> None:
-    """On disk when it returns. HostError otherwise: for what must not be done unless it is written
-    down."""
+async def note(state_dir: Path, action: str, by: str, reason: str, **fields: Any) -> dict[str, Any]:
+    """The line, on disk when it returns. HostError otherwise: for what must not be done unless it
+    is written down."""
     line = {"at": time.time(), "action": action, "by": by, "reason": reason, **fields}
     if problem := await _write(record.write_line, str(state_dir), line):
         raise kit.errors.HostError(str(record.log(state_dir)), problem, "make it writable")
+    return line
 
 
 async def save(

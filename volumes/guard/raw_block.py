@@ -15,6 +15,12 @@ MOUNT_SECONDS = 0.2  # from a mount to the look at what kubelet published
 
 BY = "raw block volume on "  # who permitted, in the ledger; the node follows
 
+
+def gave(permitted_by: str) -> bool:
+    """Whether this permission is of a publication."""
+    return permitted_by.startswith(BY)
+
+
 Table = Mapping[str, frozenset[int]]  # device name -> ids of its bind mounts
 
 

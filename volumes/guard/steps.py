@@ -70,6 +70,7 @@ class Known:
     mirrored: tuple[str, str, str, float] | None = None  # what the image's metadata holds of ours
     witness: Statement | None = None  # what its PersistentVolume said when it was last asked
     cluster: Answer | None = None  # what the image's cluster said when it was last asked
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of checks and an operator's word
 
 
 @dataclass

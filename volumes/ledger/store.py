@@ -46,7 +46,8 @@ class Entry:
     """What is known of one volume. Times are Unix seconds.
 
     ``type`` is empty while no content was seen. ``permitted``: when a format was last permitted
-    whose outcome is not known; 0: there is no such permission.
+    whose outcome is not known; 0: there is no such permission. ``earlier_by``: who gave the one
+    before it, when that one's outcome is not known either.
     """
 
     volume: str
@@ -59,6 +60,7 @@ class Entry:
     node: str = ""
     permitted: float = 0.0
     permitted_by: str = ""
+    earlier_by: str = ""
     previous: tuple[str, ...] = ()  # earlier contents, the newest first
     version: int = VERSION
 
@@ -90,16 +92,20 @@ class Entry:
             node=node,
             permitted=0.0,
             permitted_by="",
+            earlier_by="",
             previous=previous,
         )
 
     def permit(self, by: str, now: float) -> "Entry":
         """With a permission to format, to be saved before the permission is given."""
-        return replace(self, permitted=now, permitted_by=by[:200])
+        earlier = (self.earlier_by or self.permitted_by) if self.permitted else ""
+        return replace(self, permitted=now, permitted_by=by[:200], earlier_by=earlier)
 
     def unused(self) -> "Entry":
-        """Without the permission: nothing opened the device for writing under it."""
-        return replace(self, permitted=0.0, permitted_by="")
+        """Without the last permission: nothing opened the device for writing under it. An earlier
+        one stays open."""
+        permitted = self.permitted if self.earlier_by else 0.0
+        return replace(self, permitted=permitted, permitted_by=self.earlier_by, earlier_by="")
 
     def dump(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -141,6 +147,7 @@ def merge(here: Entry, there: Entry) -> Entry:
         title=newer.title or older.title,
         permitted=permitted.permitted if permitted else 0.0,
         permitted_by=permitted.permitted_by if permitted else "",
+        earlier_by=permitted.earlier_by if permitted else "",
         previous=newer.previous or older.previous,
     )
 
@@ -208,9 +215,12 @@ class Store:
         )
 
     def _prune(self) -> None:
-        """Drop the RBD images not seen for longest: their own metadata keeps their entries."""
+        """Drop the RBD images not seen and not permitted for longest: where a cluster is
+        configured, their own metadata keeps their entries."""
         images = [e for e in self._entries.values() if e.volume.startswith("rbd:")]
-        for old in sorted(images, key=lambda e: e.last_seen)[: len(self._entries) - MOST_ENTRIES]:
+        for old in sorted(images, key=lambda e: max(e.last_seen, e.permitted))[
+            : len(self._entries) - MOST_ENTRIES
+        ]:
             self._file(old.volume).unlink(missing_ok=True)
             del self._entries[old.volume]
 

@@ -261,7 +261,10 @@ def test_lease_allows_format_and_expires(guarded: cell.Cell, tmp_path: Path) -> 
         guard.reserve(number, None)
         guard.grant(number, time.monotonic() + 600, None)  # longer than any mkfs
         assert guarded.run("mkfs.ext4", "-q", "-F", device).returncode == 0
-        assert guard.leases()[number].opens > 0
+        used = guard.leases()[number].opens
+        assert used > 0
+        guard.grant(number, time.monotonic() + 600, None)
+        assert guard.leases()[number].opens >= used, "a renewal keeps what the kernel counted"
         guard.grant(number, time.monotonic() + 1, None)  # and nobody touches it any more
         waiting.until(
             lambda: guarded.run("mkfs.ext4", "-q", "-F", device).returncode != 0,
@@ -270,6 +273,22 @@ def test_lease_allows_format_and_expires(guarded: cell.Cell, tmp_path: Path) -> 
         assert number in guard.leases(), "it ended by itself"
         guard.revoke(number)
         guard.close()
+
+
+def test_lease_that_replaces_a_live_one_counts_as_used(guarded: cell.Cell) -> None:
+    """An open that the kernel counts while the agent writes the new value would be lost."""
+    guard = guarded.guard()
+    guard.read()
+    number = 7, 999_999
+    guard.reserve(number, 5)
+    guard.grant(number, time.monotonic() + 60, 5)
+    assert guard.leases()[number].opens == 0
+    guard.grant(number, time.monotonic() + 60, 5)
+    assert guard.leases()[number].opens == 1
+    guard.grant(number, time.monotonic() + 60, 6)
+    assert guard.leases()[number].opens == 0, "of another attachment"
+    guard.revoke(number)
+    guard.close()
 
 
 def test_plain_program_denies_too(guarded: cell.Cell, device: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from volumes.guard import kernel, lease
+from volumes.guard import kernel, lease, raw_block
 from volumes.guard.lease import Step
 from volumes.ledger.store import Entry, Knowledge, merge
 from volumes.probe.examine import Kind, Verdict
@@ -177,6 +177,8 @@ class World:
     which knows the number only. The agent is killed and started at any time.
 
     ``known``: the attachment that the running agent has seen; ``agent`` False: none is running.
+    ``published``: kubelet gave the volume to a pod as a raw block volume; ``pod_open``: the pod has
+    it open, and writes without another open.
     """
 
     choose: random.Random
@@ -188,6 +190,10 @@ class World:
     agent: bool = True
     watched: bool = False  # the kernel's second program runs when a disk appears
     known: lease.Attachment | None = None
+    published: bool = False
+    pod_open: bool = False
+    raw: bool = False  # as the running agent knows it
+    by_pods: int = 0  # writes of pods
     granted: int = 0
     revoked_stale: int = 0
     adopted: int = 0
@@ -217,6 +223,7 @@ class World:
         disks, the map of leases stays as it is."""
         self.volume = self.choose.choice(self.volumes)
         self.diskseq += 1
+        self.published = self.pod_open = False
         if self.watched:
             self.held = None
 
@@ -236,14 +243,21 @@ class World:
 
     # --- the agent: what LeaseManager does, with the product's decisions and steps
 
-    def carry_out(self, steps: Iterable[Step], volume: Volume, seen: lease.Attachment) -> None:
+    def carry_out(
+        self,
+        steps: Iterable[Step],
+        volume: Volume,
+        seen: lease.Attachment,
+        by: str = "auto",
+        seconds: float = 90,
+    ) -> None:
         for step in steps:
             if self.choose.random() < 0.08:
-                self.agent, self.known = False, None
+                self.agent, self.known, self.raw = False, None, False
                 raise Killed
             match step:
                 case Step.RECORD_PERMISSION:
-                    volume.entry = volume.entry.permit("auto", self.now)
+                    volume.entry = volume.entry.permit(by, self.now)
                 case Step.MIRROR:
                     if self.cluster and self.cluster_up:
                         volume.mirror = volume.entry
@@ -255,14 +269,15 @@ class World:
                     self.held = self.held or kernel.Lease(0.0, 0, seen[1] or 0)
                 case Step.GRANT:
                     # What may hold data by the world's own truth must never get a lease.
-                    assert not volume.written, self
+                    assert by != "auto" or not volume.written, self
                     if self.held is None:  # a new disk took the reservation away
                         return
-                    self.held = kernel.Lease(self.now + 90, 0, seen[1] or 0)
+                    self.held = kernel.Lease(self.now + seconds, self.held.opens, seen[1] or 0)
                     self.granted += 1
                 case Step.SHORTEN:
                     until = min(self.held.until if self.held else 0, self.now + 5)
-                    self.held = kernel.Lease(until, 0, seen[1] or 0)
+                    opens = self.held.opens if self.held else 0
+                    self.held = kernel.Lease(until, opens, seen[1] or 0)
                 case Step.REVOKE:
                     self.held = None
                 case Step.RECORD_CONTENT:
@@ -285,6 +300,8 @@ class World:
 
     def check(self) -> None:
         self.meet()
+        if self.publishes():
+            return
         volume, seen, attachment = self.volume, self.probe(), self.attachment
         if seen.has_content and volume.mirror and self.cluster_up:
             volume.entry = merge(volume.entry, volume.mirror)
@@ -293,6 +310,7 @@ class World:
             leased=self.held is not None,
             expired=self.held is not None and self.now > self.held.until + 1,
             opens=self.held.opens if self.held else 0, permitted=volume.entry.permitted > 0,
+            by_pod=raw_block.gave(volume.entry.permitted_by),
         ), volume, attachment)  # fmt: skip
         if lease.undisputed(seen, leased=self.leased, attached=True, asked=True) is not None:
             return
@@ -305,12 +323,28 @@ class World:
         if not lease.refusals(evidence, lease.Policy()):
             self.carry_out(lease.GRANTING, volume, attachment)
 
+    def publishes(self) -> bool:
+        """The permission of a raw block volume, as long as it is published."""
+        by_pod = raw_block.gave(self.volume.entry.permitted_by)
+        if not self.published:
+            if self.raw or (self.held is not None and (self.held.until == math.inf or by_pod)):
+                self.held = None
+            self.raw = False
+            return False
+        self.raw = True
+        steps = lease.RENEWING if self.held is not None and by_pod else lease.PUBLISHING
+        seconds = math.inf if self.watched else lease.RAW_SECONDS
+        self.carry_out(steps, self.volume, self.attachment, raw_block.BY + "n", seconds)
+        return True
+
     def detach(self) -> None:
         """A uevent of the running agent."""
         volume, held, attachment = self.volume, self.held, self.attachment
         self.held = self.known = None
         if held is not None and held.diskseq == self.diskseq:
-            steps = lease.detached(held.opens, volume.entry.permitted > 0)
+            entry = volume.entry
+            by_pod = raw_block.gave(entry.permitted_by)
+            steps = lease.detached(held.opens, entry.permitted > 0, by_pod)
             self.carry_out(steps, volume, attachment)
 
     def heard(self) -> None:
@@ -332,6 +366,16 @@ class World:
         self.volume.written = self.volume.written or self.choose.random() < 0.8
         return True
 
+    def pod(self) -> None:
+        """A pod with the volume opens it once, and writes whenever it likes."""
+        if self.published and self.leased and not self.stale and not self.pod_open:
+            assert self.held is not None
+            self.held = dataclasses.replace(self.held, opens=self.held.opens + 1)
+            self.pod_open = True
+        elif self.pod_open:
+            self.volume.written = True
+            self.by_pods += 1
+
     def reattach(self) -> None:
         if self.agent:
             self.detach()
@@ -342,6 +386,7 @@ class World:
     def move(self) -> None:
         """The volume goes to a node that has never seen it; only its cluster remembers."""
         self.held, self.known, self.agent = None, None, True
+        self.published = self.pod_open = self.raw = False
         self.diskseq += 1
         for volume in self.volumes:
             volume.entry = Entry(volume.name)
@@ -349,7 +394,7 @@ class World:
     def event(self) -> bool:
         """False: the world ends, because what a dead agent cannot prevent has happened."""
         try:
-            match self.choose.randrange(10):
+            match self.choose.randrange(14):
                 case 0 | 1 | 2:
                     if self.agent:
                         self.check()
@@ -366,10 +411,16 @@ class World:
                 case 8 if self.cluster and self.choose.random() < 0.3:
                     self.move()
                 case 8:
-                    self.agent, self.known = False, None
+                    self.agent, self.known, self.raw = False, None, False
                 case 9:
-                    self.agent, self.known = True, None
+                    self.agent, self.known, self.raw = True, None, False
                     self.meet()
+                case 10:
+                    self.published, self.pod_open = not self.published, False
+                    if self.agent:
+                        self.check()
+                case 11 | 12 | 13:
+                    self.pod()
             self.heard()
         except Killed:
             pass
@@ -386,7 +437,7 @@ def test_no_written_volume_gets_a_lease_in_20000_lives() -> None:
     is outside the promise (docs/guard.md, Limits): a number that passes to another volume while no
     agent runs keeps its lease until the agent starts or the lease ends.
     """
-    granted = revoked = adopted = beyond = 0
+    granted = revoked = adopted = beyond = by_pods = 0
     for seed in range(20_000):
         choose = random.Random(seed)
         world = World(choose, cluster=choose.random() < 0.5, watched=choose.random() < 0.5)
@@ -396,9 +447,10 @@ def test_no_written_volume_gets_a_lease_in_20000_lives() -> None:
         granted += world.granted
         revoked += world.revoked_stale
         adopted += world.adopted
+        by_pods += world.by_pods
     # Without these in the lives, they would prove nothing.
     assert granted > 10_000 and revoked > 500 and adopted > 500, (granted, revoked, adopted)
-    assert 0 < beyond < 2_000
+    assert 0 < beyond < 2_000 and by_pods > 1_000, (beyond, by_pods)
 
 
 def test_met_keeps_only_a_lease_of_the_same_attachment() -> None:

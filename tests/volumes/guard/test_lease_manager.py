@@ -313,6 +313,46 @@ async def test_detach_of_a_raw_volume_does_not_close_its_permission(world: World
     assert entry is not None and entry.permitted
 
 
+async def test_count_of_opens_never_closes_a_permission_of_a_pod(world: World) -> None:
+    """The pod opened it once, maybe before the count began."""
+    await world.checked()
+    await published(world, True)
+    await waiting.until_async(lambda: world.map[254, 99].until == math.inf, 5.0)
+    world.raw = False
+    world.map[254, 99] = kernel.Lease(time.monotonic() - 5, 0, 7)  # of 120 s, and it has ended
+    again = world.new_manager()
+    await world.checked(again)
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None and entry.permitted
+    await again.close()
+
+
+async def test_operators_word_waits_for_a_check_that_saw_the_device_before(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That check would end the lease in 5 s, because there is content."""
+    world.verdict = EXT4
+    await world.checked()
+    at_last, probe = asyncio.Event(), world.probe
+
+    async def slow(path: str, below: str = "") -> Verdict:
+        await at_last.wait()
+        return await probe(path, below)
+
+    monkeypatch.setattr(world, "probe", slow)
+    monkeypatch.setattr(blockdev, "by_path", lambda _: world.device)
+    monkeypatch.setattr(blockdev, "in_use", lambda _: False)
+    world.manager.schedule("rbd99")
+    await waiting.until_async(lambda: world.manager.known["rbd99"].order.locked(), 5.0)
+    volume = DEVICE.volume
+    allowed = asyncio.create_task(world.manager.allow("/dev/rbd99", volume, "scratch", "me"))
+    await asyncio.sleep(0)
+    at_last.set()
+    await allowed
+    await waiting.until_async(lambda: "rbd99" not in world.manager._checking, 5.0)
+    assert world.map[254, 99].until - time.monotonic() > lease.LINGER_SECONDS
+
+
 async def test_a_lease_needs_a_living_agent_where_disks_stay(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

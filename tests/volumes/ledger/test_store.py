@@ -130,3 +130,24 @@ def test_entry_of_a_newer_agent_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="newer agent"):
         known.put(entry)
     assert file.read_text() == newer
+
+
+def test_unused_permission_leaves_the_one_before_it_open() -> None:
+    """A pod's, say, which may have written; an operator's lease on top of it was not used."""
+    first = Entry("v").permit("raw block volume on n1", 100.0)
+    again = first.permit("operator: format it", 200.0).permit("operator: once more", 300.0)
+    left = store.parse(again.unused().dump())
+    assert left.knowledge is Knowledge.MAYBE and left.permitted_by == "raw block volume on n1"
+    assert left.unused().knowledge is Knowledge.NONE
+    assert again.saw("xfs", "u", "", 400.0, "n").permit("auto", 500.0).earlier_by == ""
+
+
+def test_permissions_without_content_are_not_the_first_to_be_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MOST_ENTRIES", 2)
+    ledger = store.Store(tmp_path)
+    ledger.put(Entry("rbd:a").saw("ext4", "u", "", 100.0, "n"))
+    ledger.put(Entry("rbd:raw").permit("raw block volume on n", 200.0))
+    ledger.put(Entry("rbd:b").saw("ext4", "u", "", 300.0, "n"))
+    assert [each.volume for each in ledger.entries()] == ["rbd:b", "rbd:raw"]
