@@ -18,12 +18,14 @@ import kit.files
 @dataclass(frozen=True)
 class Trace:
     """``kind`` and ``name`` say what it is; ``users``: who uses it now, a line each; ``stays``: why
-    it is not removed, when it is only listed."""
+    it is only listed; ``memory``: what no later agent can learn again, which
+    goes only when somebody asks for that."""
 
     kind: str
     name: str
     users: tuple[str, ...] = ()
     stays: str = ""
+    memory: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

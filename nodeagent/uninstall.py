@@ -115,15 +115,15 @@ async def _look(settings: Settings) -> Report:
 
 
 async def run(
-    settings: Settings, yes: bool, say: Callable[[Found], None], forget_volumes: bool = False
+    settings: Settings, yes: bool, say: Callable[[Found], None], forget: bool = False
 ) -> Report:
     """List the traces; with ``yes`` remove them and tell ``say`` of each, and of each that stays.
 
-    ``forget_volumes``: what the node knows of volumes goes too. InUseError: by whom.
+    ``forget``: traces that are a memory go too. InUseError: by whom.
     """
     with kit.traces.without_agent(settings.state_dir) if yes else contextlib.nullcontext():
         report = await _look(settings)
-        if forget_volumes:
+        if forget:
             report = replace(report, found=tuple(map(_forgotten, report.found)))
         if not yes:
             return report
@@ -162,6 +162,4 @@ async def run(
 
 
 def _forgotten(each: Found) -> Found:
-    if (each.room, each.trace.kind) != ("volumes", "ledger"):
-        return each
-    return replace(each, trace=replace(each.trace, stays=""))
+    return replace(each, trace=replace(each.trace, stays="")) if each.trace.memory else each

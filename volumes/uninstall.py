@@ -41,7 +41,7 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
         found.append(Trace("mode given by an operator", str(held)))
     if entries := _entries(state):
         text = f"what {entries} volumes hold; uninstall --yes --forget-volumes removes it"
-        found.append(Trace("ledger", str(state / "ledger"), stays=text))
+        found.append(Trace("ledger", str(state / "ledger"), stays=text, memory=True))
     if state.exists() and (not entries or any(each.name != "ledger" for each in state.iterdir())):
         found.append(Trace("state", str(state)))
     return [trace.as_json() for trace in found]

@@ -13,7 +13,7 @@ import kit.errors
 import kit.files
 import kit.room
 from kit.checks import Check
-from nodeagent import configfile, doctor, rooms, uninstall
+from nodeagent import configfile, doctor, rooms, uninstall, units
 
 FULL = {
     "cache": {
@@ -124,7 +124,7 @@ async def test_uninstall_is_refused_while_an_agent_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rooms, "ROOMS", ())
-    monkeypatch.setattr(uninstall, "_UNITS", ())
+    monkeypatch.setattr(units, "find", list)
     state = tmp_path / "state"
     state.mkdir()
     (tmp_path / "settings.yaml").write_text("")
