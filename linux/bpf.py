@@ -328,12 +328,18 @@ def _shape(item: int) -> tuple[int, int, int, int]:
 
 
 class Ring:
-    """A ring buffer map's only reader. ``fd`` becomes readable when records wait."""
+    """A ring buffer map's only reader. ``fd`` is readable while records wait. Records may arrive
+    faster than they are read, so ``consume`` passes ``most`` at most."""
 
-    def __init__(self, events: Map, sink: Callable[[bytes], None]) -> None:
+    def __init__(self, events: Map, sink: Callable[[bytes], None], most: int = 64) -> None:
+        self._left = 0
+
         def sample(_: int, data: int, size: int) -> int:
             sink(ctypes.string_at(data, size))
-            return 0
+            self._left -= 1
+            return 0 if self._left > 0 else -errno.ECANCELED  # libbpf has passed this one, and ends
+
+        self._most = most
 
         self._callback = _Sample(sample)  # libbpf keeps the pointer, so this must live as long
         self._ring = _library().ring_buffer__new(events.fd, self._callback, None, None)
@@ -342,8 +348,12 @@ class Ring:
         self.fd: int = _library().ring_buffer__epoll_fd(self._ring)
 
     def consume(self) -> int:
-        """Pass every waiting record to the sink; returns their number."""
-        return _checked(_library().ring_buffer__consume(self._ring), "ring buffer")
+        """Pass waiting records to the sink; returns their number. More may wait."""
+        self._left = self._most
+        done = _library().ring_buffer__consume(self._ring)
+        if done != -errno.ECANCELED:
+            _checked(done, "ring buffer")
+        return self._most - self._left
 
     def close(self) -> None:
         if self._ring:

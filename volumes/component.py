@@ -22,6 +22,7 @@ from volumes.guard import controller, kernel, override
 from volumes.ledger.witness import Claim, Witness
 from volumes.probe.examine import Kind
 
+_REPORT_SECONDS = 0.2
 _ALIVE_SECONDS = 120.0  # a reconcile takes milliseconds; a loop that stands still so long is dead
 _RECORDS_SECONDS = 5.0  # those of 500 volumes took 0.5 s on two busy cores
 # What the guard was built from; a change needs a restart.
@@ -43,7 +44,7 @@ class Volumes:
         self._found: list[kit.findings.Finding] = []  # the guard's
         self.witness = Witness(wanted.kubernetes, self._claim, controller.node_name())
         self.guard = controller.Controller(
-            wanted.guard, wanted.clusters, state_dir=state_dir, changed=self._report_guard,
+            wanted.guard, wanted.clusters, state_dir=state_dir, changed=self._guard_changed,
             witness=self.witness,
         )  # fmt: skip
         self.audit = service.Audit(
@@ -58,6 +59,8 @@ class Volumes:
             taint=self.witness.taint,
         )
         self._advanced = time.monotonic()
+        self._reported = -1e9  # time.monotonic()
+        self._report_due: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         await self.guard.start()
@@ -78,6 +81,8 @@ class Volumes:
     async def stop(self) -> None:
         await self.audit.stop()
         await self.guard.stop()
+        if self._report_due is not None:
+            self._report_due.cancel()
 
     def health(self) -> kit.room.Health:
         reasons = self.guard.problems()
@@ -101,7 +106,16 @@ class Volumes:
             raise kit.errors.HostError("kubelet's records", str(error), "") from error
         return Claim(*found) if found else None
 
+    def _guard_changed(self) -> None:
+        """Report now, or soon: under a flood of denials it changes thousands of times a second."""
+        if self._report_due is None:
+            wait = self._reported + _REPORT_SECONDS - time.monotonic()
+            self._report_due = asyncio.get_running_loop().call_later(
+                max(0.0, wait), self._report_guard
+            )
+
     def _report_guard(self) -> None:
+        self._reported, self._report_due = time.monotonic(), None
         self._found = status.findings(self.guard, time.time())
         self._reporter.report("volumes.guard", self._found)
 

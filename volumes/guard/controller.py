@@ -11,7 +11,6 @@ What is attached stays attached when the agent stops; expiring leases expire by 
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import os
 import socket
@@ -23,13 +22,12 @@ import structlog
 
 import kit.errors
 from ceph.settings import ClusterSettings
-from linux import blockdev, bpf, kmsg, netlink
+from linux import blockdev, kmsg, netlink
 from volumes import settings
 from volumes.guard import (
     canary,
     cgroups,
     denials,
-    events,
     fallback,
     kernel,
     lease,
@@ -38,7 +36,7 @@ from volumes.guard import (
     override,
     pace,
     raw_block,
-    windows,
+    reports,
 )
 from volumes.ledger import store
 from volumes.ledger.mirror import Mirror
@@ -82,13 +80,15 @@ class Controller:
         self.errors = lease.ErrorLog()
         self.denials = denials.Denials()
         self._devices = blockdev.Known()
-        self._windows = windows.Windows(self._held_back, self._denied_more)
         self.ledger = store.Store(state_dir / "volumes" / "ledger")
         self.mirror = Mirror(clusters, wanted.cluster_timeout)
         self.manager = lease_manager.LeaseManager(
             wanted, None, self.ledger, self.mirror, self.errors, self.denials,
             node=node_name(), changed=changed, witness=witness,
         )  # fmt: skip
+        self._reports = reports.Reports(
+            self.manager, self.denials, self.ledger, is_watched=self._is_watched, changed=changed
+        )
         self.fallback: fallback.Fallback | None = None
         self._flags = fallback.Flags(state_dir / "volumes" / "read-only-flags.json")
         self.came_late = 0  # devices that were there before anything guarded them
@@ -98,9 +98,6 @@ class Controller:
         self._uevents: netlink.Uevents | None = None
         self._mounts: raw_block.Watch | None = None
         self._kmsg: kmsg.Kmsg | None = None
-        self._ring: bpf.Ring | None = None
-        self._ring_map = 0
-        self._mount: int | None = None
         self._looked = self._scanned = self._proved = -1e9
         self._names: list[str] = []  # of all devices, at the last scan
         self._majors: frozenset[int] = frozenset()
@@ -150,8 +147,7 @@ class Controller:
             await self.manager.witness.close()
         if self.fallback is not None:
             await self.fallback.close()
-        self._drop_ring()
-        self._windows.close()
+        self._reports.close()
         for source in (self._kmsg, self._uevents):
             if source is not None:
                 loop.remove_reader(source.fd)
@@ -159,9 +155,6 @@ class Controller:
         if self._mounts is not None:
             await self._mounts.close()
         self._kmsg = self._uevents = self._mounts = None
-        if self._mount is not None:
-            os.close(self._mount)
-            self._mount = None
         if self.guard is not None:
             self.guard.close()
 
@@ -236,10 +229,10 @@ class Controller:
         self.manager.leases = self.guard if attached else None
         if adopted:
             self.manager.revoke_unproven()
-        if attached:
-            self._take_ring()
+        if attached and self.guard is not None:
+            self._reports.take(self.guard)
         else:
-            self._drop_ring()
+            self._reports.drop()
         await self._fall_back(attached)
         if self.present is not None and (
             before is None
@@ -304,74 +297,13 @@ class Controller:
             return
         if self.fallback is None:
             below = cgroups.below_root(self.settings.cgroup)
-            self.fallback = fallback.Fallback(self._denied, below, self._flags)
+            self.fallback = fallback.Fallback(self._reports.denied, below, self._flags)
         self.manager.leases = self.fallback
         await self.fallback.apply(
             self.wanted_mode(), self._majors, list(self.manager.known.values())
         )
 
     # --- events
-
-    def _take_ring(self) -> None:
-        assert self.guard is not None
-        events = self.guard.maps["events"]
-        if self._ring is not None and self._ring_map == events.info.id:
-            return
-        self._drop_ring()
-        self._ring = bpf.Ring(events, self._on_event)
-        self._ring_map = events.info.id
-        asyncio.get_running_loop().add_reader(self._ring.fd, self._ring.consume)
-        self._ring.consume()  # what came while no agent listened
-
-    def _drop_ring(self) -> None:
-        if self._ring is not None:
-            asyncio.get_running_loop().remove_reader(self._ring.fd)
-            self._ring.close()
-            self._ring = None
-
-    def _on_event(self, raw: bytes) -> None:
-        event = events.Event.unpack(raw)
-        if self._mount is None and self.guard is not None:
-            with contextlib.suppress(OSError):
-                self._mount = os.open(self.guard.cgroup, os.O_RDONLY | os.O_DIRECTORY)
-        self._denied(event, self._mount)
-
-    def _denied(self, event: events.Event, mount: int | None) -> None:
-        """``mount``: the cgroup hierarchy, open; None where only /proc tells who it was."""
-        name = blockdev.name_of(event.number) or f"{event.number[0]}:{event.number[1]}"
-        known = self.manager.known.get(name)
-        device = blockdev.identify(name)
-        volume, title = (device.volume, device.title) if device else ("", "")
-        undecided = known is None or known.reasons is None
-        remembered = self.ledger.get(volume)
-        early = undecided and not (remembered and remembered.type)
-        attachment = device.attachment if device else None
-        key = event.caller, event.denied, early, attachment
-        denial = self._windows.joined(key)
-        if denial is None:
-            found = denials.resolve(event, mount, name, volume, title)
-            denial = dataclasses.replace(found, early=early)
-            self._windows.open(key, denial, event.caller)
-        else:
-            denial = dataclasses.replace(denial, at=time.time(), pid=event.pid)
-        self.denials.add(denial)
-        if device is None or device.parent or not self._is_watched(device):
-            self.denials.decided(name, "", ("this device never gets an automatic lease",))
-            self._changed()
-        elif known is not None and known.device.attachment != attachment:
-            self.manager.schedule(name, device)
-        else:
-            self.manager.denied(name)
-
-    def _held_back(self, caller: bytes) -> int:
-        try:
-            return self.guard.held_back(caller) if self.guard is not None else 0
-        except OSError:  # the program was detached
-            return 0
-
-    def _denied_more(self, denial: denials.Denial, count: int) -> None:
-        self.denials.more(denial, count)
-        self._changed()
 
     def _on_kmsg(self) -> None:
         assert self._kmsg is not None

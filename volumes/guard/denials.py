@@ -7,7 +7,7 @@ that is a refusal. Those of one caller are kept together, with a count.
 """
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,9 +17,11 @@ import kit.findings
 from linux import procfs
 from volumes.guard import events
 
-KeyT = TypeVar("KeyT", bound=Hashable)
+KeyT = TypeVar("KeyT", bound=tuple[Hashable, ...])
 KEPT = 256  # newest denials, for the status
 MOST_GROUPS = 128  # (volume, program) pairs with a finding of their own
+MOST_CALLERS = 16  # of one device that are kept apart; a program may change its name each time
+OTHERS = "other programs"  # all further ones of that device
 FINDING_SECONDS = 3600.0  # a finding clears this long after the last denial
 
 
@@ -50,8 +52,8 @@ class Denial:
     count: int = 1
 
     @property
-    def caller(self) -> Hashable:
-        """Equal for denials that are kept together."""
+    def caller(self) -> tuple[Hashable, ...]:
+        """Equal for denials that are kept together. The device comes first."""
         return self.device, self.volume, self.program, self.cgroup, self.denied, self.early
 
     @property
@@ -110,9 +112,11 @@ def resolve(event: events.Event, mount: int | None, device: str, volume: str, ti
 class Denials:
     """The newest denials by caller, and one finding per volume and program. All bounded."""
 
-    waiting: dict[str, dict[Hashable, Denial]] = field(default_factory=dict)  # by device: undecided
+    waiting: dict[str, dict[tuple[Hashable, ...], Denial]] = field(
+        default_factory=dict
+    )  # by device: undecided
     delayed: int = 0  # denied once, then leased, as with every new volume
-    _last: OrderedDict[Hashable, Denial] = field(default_factory=OrderedDict)
+    _last: OrderedDict[tuple[Hashable, ...], Denial] = field(default_factory=OrderedDict)
     _groups: OrderedDict[tuple[str, str], Denial] = field(default_factory=OrderedDict)
 
     @property
@@ -123,12 +127,20 @@ class Denials:
     def add(self, denial: Denial) -> None:
         """Keep a denial until the decision on its device."""
         waiting = self.waiting.setdefault(denial.device, {})
-        before = waiting.get(denial.caller)
-        if before is not None or len(waiting) < KEPT:
-            waiting[denial.caller] = _joined(before, denial)
+        denial = self._known(denial)
+        waiting[denial.caller] = _joined(waiting.get(denial.caller), denial)
+
+    def _known(self, denial: Denial) -> Denial:
+        """Itself, or as one of the others."""
+        callers = {key for key in self._last if key[0] == denial.device}
+        callers |= self.waiting.get(denial.device, {}).keys()
+        if denial.caller in callers or len(callers) < MOST_CALLERS:
+            return denial
+        return replace(denial, program=OTHERS, cgroup="")
 
     def more(self, denial: Denial, count: int) -> None:
         """The kernel denied it so many times more, and did not report each."""
+        denial = self._known(denial)
         group = denial.group
         if denial.caller in self._last:
             last = self._last[denial.caller]
@@ -167,9 +179,12 @@ def _joined(before: Denial | None, new: Denial) -> Denial:
 
 
 def _keep(kept: OrderedDict[KeyT, Denial], key: KeyT, new: Denial, most: int) -> None:
+    """Where there are too many the oldest one goes of the device or volume that has most."""
     kept[key] = _joined(kept.pop(key, None), new)
     if len(kept) > most:
-        kept.popitem(last=False)
+        shares = Counter(each[0] for each in kept)
+        largest = max(shares.values())
+        del kept[next(each for each in kept if shares[each[0]] == largest)]
 
 
 def _advice(denial: Denial) -> str:

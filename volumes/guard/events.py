@@ -1,7 +1,7 @@
 """What the guard program reports: a write open that it denied, or in dry-run would have denied.
 
-Of one caller (a program's name in one cgroup, on one device) it reports 16 denials in a second, and
-counts the rest.
+Of one caller (a program's name in one cgroup, on one device) it reports 16 denials in a second, of
+all callers on one device 64, and counts the rest.
 """
 
 import struct
@@ -50,3 +50,9 @@ class Event:
     def caller(self) -> bytes:
         """Its key in the kernel's map of callers."""
         return _CALLER.pack(*self.number, self.cgroup, kernel.task_name(self.program))
+
+
+def whole_device(caller: bytes) -> bytes:
+    """The key in the kernel's map of callers for all of the caller's device."""
+    major, minor, *_ = _CALLER.unpack(caller)
+    return _CALLER.pack(major, minor, 0, b"")

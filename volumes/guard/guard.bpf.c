@@ -20,6 +20,7 @@ enum { BY_LEASE, BY_NAME, BY_WORD, WOULD_DENY, DENIED, LOST, COUNTERS };
 #define ARGS 256            // bytes of the command line kept for the report
 #define SECOND 1000000000ull
 #define TOLD 16             // denials of one caller on one device in a second that are reported
+#define TOLD_OF_DEVICE 64   // of all callers on one device
 #define CANARY_MAJOR 4095   // no driver can have it: status opens such a node to prove the mode
 
 struct mm_struct { unsigned long arg_start, arg_end; } __attribute__((preserve_access_index));
@@ -88,30 +89,38 @@ static __always_inline int word_allowed(struct task_struct *task, const char *na
 	return 0;
 }
 
-// Whether to report this denial. One caller that tries again and again must not fill the buffer, in which
-// the denial of another one would then find no place.
+static __always_inline int is_within(struct heard *heard, __u64 now, __u64 most)
+{
+	int within = now - heard->since_ns >= SECOND;
+
+	if (within) {
+		heard->since_ns = now;
+		heard->told = 0;
+	}
+	within = within || heard->told < most;
+	__sync_fetch_and_add(within ? &heard->told : &heard->held_back, 1);
+	return within;
+}
+
+// Whether to report this denial. One caller that tries again and again, or under a new name each time, must not
+// fill the buffer, in which others would find no place. A caller without cgroup and name is the whole device.
 static __always_inline int is_told(struct device *dev, const char *name)
 {
-	struct caller key = { .dev = *dev, .cgroup = bpf_get_current_cgroup_id() };
-	struct heard fresh = { .since_ns = bpf_ktime_get_ns(), .told = 1 }, *heard;
+	struct caller key = { .dev = *dev, .cgroup = bpf_get_current_cgroup_id() }, all = { .dev = *dev };
+	struct heard fresh = { .since_ns = bpf_ktime_get_ns(), .told = 1 }, *heard, *whole;
 
 	__builtin_memcpy(key.name, name, NAME);
 	heard = bpf_map_lookup_elem(&callers, &key);
-	if (!heard) {
+	if (heard && !is_within(heard, fresh.since_ns, TOLD))
+		return 0;
+	whole = bpf_map_lookup_elem(&callers, &all);
+	if (whole && !is_within(whole, fresh.since_ns, TOLD_OF_DEVICE))
+		return 0;
+	if (!heard)
 		bpf_map_update_elem(&callers, &key, &fresh, BPF_ANY);
-		return 1;
-	}
-	if (fresh.since_ns - heard->since_ns >= SECOND) {
-		heard->since_ns = fresh.since_ns;
-		heard->told = 1;
-		return 1;
-	}
-	if (heard->told < TOLD) {
-		__sync_fetch_and_add(&heard->told, 1);
-		return 1;
-	}
-	__sync_fetch_and_add(&heard->held_back, 1);
-	return 0;
+	if (!whole)
+		bpf_map_update_elem(&callers, &all, &fresh, BPF_ANY);
+	return 1;
 }
 
 static __always_inline void report(struct device *dev, struct task_struct *task, char *name, __u32 mode)

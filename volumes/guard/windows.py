@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from volumes.guard import events
 from volumes.guard.denials import Denial
 
 log = structlog.get_logger("volumes")
@@ -23,17 +24,18 @@ MOST_COUNTED = 1024  # as the kernel's map of callers
 
 @dataclass
 class Window:
-    """``first``: what was told when it was opened. ``joined``: denials since then that were not."""
+    """``first``: what was told when it was opened. ``joined``: denials since then that were not.
+    ``callers``: who made them, with a denial of each; many only in the window that others share."""
 
     first: Denial
-    caller: bytes
+    callers: dict[bytes, Denial]
     timer: asyncio.TimerHandle
     joined: int = 0
 
 
 class Windows:
-    """``held_back``: the kernel's count for a caller. ``more``: called at a window's end with how
-    many denials the kernel kept to itself, when any followed the first."""
+    """``held_back``: the kernel's count for a caller, or for a whole device. ``more``: called at a
+    window's end with how many denials the kernel kept to itself, when any followed the first."""
 
     def __init__(
         self, held_back: Callable[[bytes], int], more: Callable[[Denial, int], None]
@@ -47,29 +49,42 @@ class Windows:
 
     def joined(self, key: Hashable) -> Denial | None:
         """The denial that was told, when this one joins it; None: ``open`` a window with it."""
-        window = self._open.get(self._key(key))
+        window = self._open.get(key)
         if window is None:
             return None
         window.joined += 1
         return window.first
 
     def open(self, key: Hashable, first: Denial, caller: bytes) -> None:
-        """Tell it now. ``key``: equal for denials that are told together."""
+        """Tell it now, or with the others that find no window of their own. ``key``: equal for
+        denials that are told together."""
+        own = key if len(self._open) < MOST_WINDOWS else None
+        if own in self._open:
+            shared = self._open[own]
+            shared.joined += 1
+            if len(shared.callers) < MOST_COUNTED:
+                shared.callers[caller] = first
+            return
         _tell(first)
-        self._start(self._key(key), first, caller)
+        self._start(own, first, {caller: first})
 
-    def _start(self, key: Hashable, first: Denial, caller: bytes) -> None:
+    def _start(self, key: Hashable, first: Denial, callers: dict[bytes, Denial]) -> None:
         timer = asyncio.get_running_loop().call_later(WINDOW_SECONDS, self._end, key)
-        self._open[key] = Window(first, caller, timer)
+        self._open[key] = Window(first, callers, timer)
 
     def _end(self, key: Hashable) -> None:
         """Where denials joined it, another window follows."""
         window = self._open.pop(key)
-        held_back = self._count(window.caller)
-        if window.joined or held_back:
-            _tell(window.first, window.joined + held_back)
-            self._start(key, window.first, window.caller)
-            self._more(window.first, held_back)
+        held_back = {
+            caller: self._count(caller) + self._count(events.whole_device(caller))
+            for caller in window.callers
+        }
+        if window.joined or any(held_back.values()):
+            _tell(window.first, window.joined + sum(held_back.values()))
+            counted = {caller: window.callers[caller] for caller in held_back if held_back[caller]}
+            self._start(key, window.first, counted or window.callers)
+            for caller, count in held_back.items():
+                self._more(window.callers[caller], count)
 
     def _count(self, caller: bytes) -> int:
         """Denials that the kernel kept to itself since they were counted last."""
@@ -79,9 +94,6 @@ class Windows:
         if len(self._counted) > MOST_COUNTED:
             self._counted.popitem(last=False)
         return max(0, now - before)
-
-    def _key(self, key: Hashable) -> Hashable:
-        return key if key in self._open or len(self._open) < MOST_WINDOWS else None
 
     def close(self) -> None:
         for window in self._open.values():

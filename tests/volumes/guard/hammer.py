@@ -13,11 +13,14 @@ from tests.testbed import cell
 _PROGRAM = """
 import os, sys
 device, name = sys.argv[1:3]
-open('/proc/self/comm', 'w').write(name)
+comm = os.open('/proc/self/comm', os.O_WRONLY)
+os.write(comm, name.replace('*', '').encode())
 opened = refused = 0
 print('going', flush=True)
 os.set_blocking(0, False)
 while True:
+    if '*' in name:
+        os.write(comm, name.replace('*', str(opened + refused)).encode())
     try:
         os.close(os.open(device, os.O_WRONLY)); opened += 1
     except PermissionError:
@@ -34,7 +37,8 @@ print(opened, refused)
 
 @contextlib.contextmanager
 def hammer(where: cell.Cell, device: str, name: str) -> Iterator[Callable[[], tuple[int, int]]]:
-    """A process of the cell called ``name`` at work; ends it and returns (opened, refused)."""
+    """A process of the cell called ``name`` at work (with ``*`` in it: called otherwise at each
+    attempt); ends it and returns (opened, refused)."""
     process = subprocess.Popen(
         ["sh", "-c", 'echo 0 > "$CELL/cgroup.procs" && exec "$@"', "sh",
          sys.executable, "-c", _PROGRAM, device, name],

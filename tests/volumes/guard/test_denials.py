@@ -4,7 +4,7 @@ import pytest
 import structlog.testing
 
 from tests.testbed import waiting
-from volumes.guard import denials, pace, windows
+from volumes.guard import denials, events, pace, windows
 from volumes.probe.examine import Kind
 
 
@@ -14,6 +14,11 @@ def _denial(device: str = "rbd0", program: str = "mkfs.ext4", **more: object) ->
         "program": program, "parent": "", "command": "", "cgroup": "", "pod": "", "container": "",
     }  # fmt: skip
     return denials.Denial(**{**values, **more})  # type: ignore[arg-type]
+
+
+def _caller(minor: int) -> bytes:
+    """A key of the kernel's map."""
+    return events.Event(1.0, 9, 1, 0, (252, minor), True, "mkfs.ext4", "", ()).caller
 
 
 def test_denial_followed_by_lease_is_not_reported() -> None:
@@ -50,7 +55,9 @@ def test_denials_are_bounded_and_expire() -> None:
         kept.add(_denial(f"rbd{number}", volume=f"v{number}"))
         kept.decided(f"rbd{number}", "x", ("no",))
         kept.add(_denial("rbd0", at=2.0, program=f"p{number}"))
-    assert len(kept.last) == denials.KEPT and len(kept.waiting["rbd0"]) == denials.KEPT
+    assert len(kept.last) == denials.KEPT
+    assert len(kept.waiting["rbd0"]) <= denials.MOST_CALLERS + 1
+    assert sum(each.count for each in kept.waiting["rbd0"].values()) >= 999
     assert len(kept.findings(2.0)) == denials.MOST_GROUPS
     assert kept.findings(2.0 + denials.FINDING_SECONDS + 1) == []
 
@@ -69,12 +76,44 @@ def test_denials_of_one_caller_are_one_with_a_count() -> None:
     assert found.evidence["times"] == "1006"
 
 
+def test_callers_of_one_device_do_not_push_out_those_of_others() -> None:
+    """A program may take another name for each attempt."""
+    kept = denials.Denials()
+    kept.add(_denial("rbd1", volume="rbd1"))
+    kept.decided("rbd1", "has_fs", ("no",))
+    for number in range(2 * denials.KEPT):
+        kept.add(_denial("rbd0", f"name{number}", cgroup=f"{number}"))
+        if number % 8 == 0:
+            kept.decided("rbd0", "has_fs", ("no",))
+    kept.more(_denial("rbd0", "unseen"), 1000)
+    assert len(kept.waiting["rbd0"]) <= denials.MOST_CALLERS + 1
+    kept.decided("rbd0", "has_fs", ("no",))
+    assert {each.device for each in kept.last} == {"rbd0", "rbd1"}
+    assert sum(each.count for each in kept.last if each.device == "rbd0") == 2 * denials.KEPT + 1000
+    found = kept.findings(2.0)
+    assert len(found) == denials.MOST_CALLERS + 2
+    assert sum(int(each.evidence["times"]) for each in found) == 2 * denials.KEPT + 1001
+
+
+def test_where_all_are_too_many_the_largest_share_gives_room() -> None:
+    kept = denials.Denials()
+    kept.add(_denial("rbd999", volume="rbd999"))
+    kept.decided("rbd999", "has_fs", ("no",))
+    for number in range(denials.KEPT):
+        name = f"rbd{number % 20}"
+        kept.add(_denial(name, f"name{number}", volume=name))
+        kept.decided(name, "has_fs", ("no",))
+    assert "rbd999" in {each.device for each in kept.last}
+    assert len(kept.findings(2.0)) == denials.MOST_GROUPS
+    assert any("rbd999" in each.message for each in kept.findings(2.0))
+
+
 async def test_windows_are_bounded_and_tell_each_caller_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(windows, "WINDOW_SECONDS", 0.05)
     more: list[tuple[str, int]] = []
-    counts = {b"rbd0": 7}
+    counts = {_caller(0): 7}
 
     def held_back(caller: bytes) -> int:
         counts[caller] = counts.get(caller, 0)
@@ -85,16 +124,20 @@ async def test_windows_are_bounded_and_tell_each_caller_once(
         for number in range(2 * windows.MOST_WINDOWS):
             name = f"rbd{number}"
             if kept.joined(name) is None:
-                kept.open(name, _denial(name), name.encode())
+                kept.open(name, _denial(name), _caller(number))
         assert len(lines) == windows.MOST_WINDOWS + 1  # the others share one
         assert kept.joined("rbd0") == _denial("rbd0")
-        counts[b"rbd0"] += 100
+        counts[_caller(0)] += 100
+        counts[_caller(2 * windows.MOST_WINDOWS - 1)] = 5  # one that shares a window
+        counts[events.whole_device(_caller(1))] = 20  # of callers that were not told at all
 
         def again() -> list[int]:
             return sorted(each["times"] for each in lines if each["event"].endswith("again"))
 
-        await waiting.until_async(lambda: len(again()) >= 2, 5, "the ends of two windows")
-        assert again() == [108, windows.MOST_WINDOWS - 1] and ("rbd0", 107) in more
+        await waiting.until_async(lambda: len(again()) >= 3, 5, "the ends of three windows")
+        assert again() == [20, 108, windows.MOST_WINDOWS - 1 + 5]
+        last = f"rbd{2 * windows.MOST_WINDOWS - 1}"
+        assert {("rbd0", 107), ("rbd1", 20), (last, 5)} <= set(more)
         # Nothing followed in the next window: nobody is kept, and no timer runs.
         await waiting.until_async(lambda: not kept._open, 5, "the windows to end")
     kept.close()

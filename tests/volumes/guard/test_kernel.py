@@ -22,7 +22,7 @@ def test_layouts_match_program_source() -> None:
     assert "enum { MODE_OFF, MODE_DRY_RUN, MODE_ENFORCE };" in text
     names = ", ".join(name.upper() for name in kernel.COUNTERS)
     assert f"enum {{ {names}, COUNTERS }};" in text
-    assert len(text.splitlines()) < 240
+    assert len(text.splitlines()) < 250
 
 
 def test_wanted_counts_per_device_majors_as_rbd(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from volumes.probe.examine import Kind
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
 SIZE = 320 * blockdev.MiB
+FLOOD_SECONDS = 12
 RULES = {"enforce": "format-denied", "dry-run": "format-would-be-denied"}
 OUTCOMES = {"enforce": "denied", "dry-run": "would_deny"}
 
@@ -124,6 +125,57 @@ def test_one_caller_is_told_with_a_count_and_hides_nothing(tmp_path: Path, mode:
 
         waiting.until(counted, 30, "every denial to be counted", detail=node.lines)
         assert node.metric("guard_events_lost_total") == 0
+
+
+def test_flood_under_changing_names_hides_no_other_device(tmp_path: Path) -> None:
+    """Each attempt is another caller's, so no limit of a caller holds it."""
+    with _node(tmp_path / "node", "enforce") as node, contextlib.ExitStack() as stack:
+        others = []
+        for number in range(3):
+            image = blockdev.blank(tmp_path / f"other{number}", SIZE)
+            blockdev.run("mkfs.ext4", "-q", str(image))
+            others.append(stack.enter_context(blockdev.loop(image)))
+        waiting.until(
+            lambda: all(node.agent.guarded(device).get("verdict") for device in others), 20, "looks"
+        )
+        slowest = 0.0
+        with (
+            hammer.hammer(node.where, node.disk.device, "n*") as names,
+            hammer.hammer(node.where, node.disk.device, "mkfs.ext4") as same,
+        ):
+            end = time.monotonic() + FLOOD_SECONDS
+            attempts = 0
+            while time.monotonic() < end:
+                for device in others:
+                    done = node.where.run("tune2fs", "-L", "x", device)
+                    assert done.returncode != 0
+                attempts += 1
+                began = time.monotonic()
+                assert node.agent.get("/healthz")["alive"]
+                slowest = max(slowest, time.monotonic() - began)
+                time.sleep(1)
+            tried = sum(sum(stop()) for stop in (names, same))
+        assert tried > 5000 * FLOOD_SECONDS
+
+        def seen(subject: str) -> int:
+            return int(node.finding(subject).get("evidence", {}).get("times", 0))
+
+        waiting.until(
+            lambda: min(seen(f"/other{number}") for number in range(3)) >= attempts,
+            20, "each denial to be seen",
+        )  # fmt: skip
+
+        def told() -> list[int]:
+            found = [
+                int(each["evidence"]["times"])
+                for each in node.agent.findings()
+                if each["rule"] == "format-denied"
+            ]
+            return [sum(found), node.metric('guard_checks_total{outcome="denied"}')]
+
+        waiting.until(lambda: len(set(told())) == 1, 40, "all to be told", detail=told)
+        assert node.metric("guard_events_lost_total") == 0
+        print(f"{tried} attempts in {FLOOD_SECONDS} s; slowest answer {slowest:.3f} s")
 
 
 def test_another_medium_on_the_same_number_is_looked_at_at_once(tmp_path: Path) -> None:
