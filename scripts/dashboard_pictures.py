@@ -26,7 +26,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import kit.units
-from nodeagent.api import own
+from nodeagent.api import figures
 from tests.testbed import busy_node, census, leftovers, ports
 from tests.testbed.prometheus import Prometheus
 
@@ -237,7 +237,7 @@ def main() -> None:
         node = stack.enter_context(busy_node.busy(folder / "busy", NODE))
         targets = {NODE: f"127.0.0.1:{node.agent.port}"}
         for name in OTHERS:
-            registry = own.registry(census.agent(folder / name).state)
+            registry = figures.registry(census.agent(folder / name).state)
             port = ports.free(1)[0]
             server, _ = prometheus_client.start_http_server(port, "127.0.0.1", registry=registry)
             stack.callback(server.shutdown)

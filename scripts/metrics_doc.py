@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from nodeagent.api import own
+from nodeagent.api import figures
 from tests.testbed import census
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +69,7 @@ def families() -> list[Metric]:
     """Everything that ``/metrics`` shows of the agent in ``tests/testbed/census.py``."""
     with tempfile.TemporaryDirectory() as folder:
         agent = census.agent(Path(folder), with_gpus=True)
-        return list(own.registry(agent.state).collect())
+        return list(figures.registry(agent.state).collect())
 
 
 def unit(family: Metric) -> str:

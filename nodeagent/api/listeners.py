@@ -3,7 +3,9 @@
 We accept connections ourselves, because neither asyncio nor aiohttp limits their number: whoever
 opens enough of them would take the file descriptors that the rooms need. A listener that is full
 closes the connection that has waited longest without a request. So a crowd of idle connections
-keeps neither a probe nor an operator out.
+keeps neither a probe nor an operator out. On the metrics listener, where no answer takes long, it
+closes the one that has asked most when none is idle: a crowd that asks without a pause
+(``server.Pace`` slows it down) does not keep a probe out either.
 
 On the unix socket a connection begins with ``nodeagent.api.quick``, which answers status requests.
 
@@ -22,6 +24,7 @@ import socket
 import ssl
 import stat
 import struct
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +47,9 @@ BACKLOG = 128
 IDLE_SECONDS = 15.0  # without a complete request: at the start and between two
 HANDSHAKE_SECONDS = 5.0
 STOP_SECONDS = 2.0
+NEW_SECONDS = 1.0  # so long a connection may wait with its first request
 ACCEPT_RETRY_SECONDS = 0.5
+HANDSHAKES_PER_SECOND = 100.0  # each takes the event loop 1 to 2 ms; more of them wait
 LONGEST_LINE = 8190  # of the request line
 LONGEST_HEADER = 4096
 MOST_HEADERS = 64
@@ -73,16 +78,24 @@ class _Listener:
         listening: socket.socket,
         tls: rotation.Certificate | None = None,
         quickly: Quickly | None = None,
+        short: bool = False,
     ) -> None:
-        """``quickly``: the body of a status, for connections of callers who may read it."""
+        """``quickly``: the body of a status, for connections of callers who may read it.
+
+        ``short``: no request here takes long, so that a busy connection may be closed, too.
+        """
         self._name = name
         self._socket = listening
         self._tls = tls
+        self._short = short
         self._may_read, self._quick = None, None
         if quickly is not None:
             self._may_read, status = quickly
             self._quick = quick.Door(status, IDLE_SECONDS, server.WRITE_SECONDS)
-        self._busy: set[object] = set()  # connections with a request
+        self._busy: dict[object, None] = {}  # with a request, the longest one first
+        self._asked: dict[object, int] = {}  # how many requests each has had
+        self._rested: dict[object, float] = {}  # since when each waits for a request
+        self._handshake_rate = access.Rate(HANDSHAKES_PER_SECOND, int(HANDSHAKES_PER_SECOND))
         self._aborted: set[object] = set()
         self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
         app.middlewares.insert(0, self._note_busy())
@@ -100,11 +113,13 @@ class _Listener:
     def _note_busy(self) -> Middleware:
         @web.middleware
         async def note_busy(request: web.Request, handler: server.Handler) -> web.StreamResponse:
-            self._busy.add(request.protocol)
+            self._busy[request.protocol] = None
+            self._asked[request.protocol] = self._asked.get(request.protocol, 0) + 1
             try:
                 return await handler(request)
             finally:
-                self._busy.discard(request.protocol)
+                self._busy.pop(request.protocol, None)
+                self._rested[request.protocol] = time.monotonic()
 
         return note_busy
 
@@ -127,6 +142,10 @@ class _Listener:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            # A socket with waiting connections gives one at once: others have their turn between.
+            await asyncio.sleep(0)
+            if self._tls is not None and not self._handshake_rate.admits(""):
+                await asyncio.sleep(1 / HANDSHAKES_PER_SECOND)
             try:
                 connection, _ = await loop.sock_accept(self._socket)
             except OSError as error:  # no descriptors, no memory, or the client has left already
@@ -146,6 +165,9 @@ class _Listener:
         assert self._runner.server is not None
         known = self._runner.server.connections
         self._aborted &= set(known)
+        now = time.monotonic()
+        self._rested = {each: self._rested.get(each, now) for each in known}
+        self._asked = {each: self._asked[each] for each in known if each in self._asked}
         open_now = [each for each in known if each not in self._aborted]
         silent = 0 if self._quick is None else len(self._quick.silent)
         if len(open_now) + silent + len(self._handshakes) < MOST_CONNECTIONS:
@@ -155,12 +177,25 @@ class _Listener:
             oldest.cancel()
             del self._handshakes[oldest]
             return True
-        for each in open_now:
-            if each not in self._busy and each.transport is not None:
-                self._aborted.add(each)
-                each.transport.abort()
-                return True
-        return self._quick is not None and self._quick.drop_oldest()
+        idle = [each for each in open_now if each not in self._busy]
+        idle.sort(key=self._rested.__getitem__)
+        # In a crowd that is always busy the one that is idle has come just now, to ask.
+        if idle and now - self._rested[idle[0]] >= NEW_SECONDS:
+            self._abort(idle[0])
+            return True
+        if self._quick is not None and self._quick.drop_oldest():
+            return True
+        there = set(open_now)
+        busy = [each for each in self._busy if each in there] if self._short else []
+        busy.sort(key=lambda each: -self._asked.get(each, 0))  # a probe asks once
+        for each in (busy + idle)[:1]:
+            self._abort(each)
+        return bool(busy or idle)
+
+    def _abort(self, connection: Any) -> None:
+        self._aborted.add(connection)
+        if connection.transport is not None:
+            connection.transport.abort()
 
     async def _begin(self, connection: socket.socket) -> None:
         assert self._runner.server is not None
@@ -173,12 +208,13 @@ class _Listener:
         if self._quick is not None and self._may_read is not None and self._may_read(connection):
             begin = functools.partial(quick.Connection, self._quick, library)
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
+            _, protocol = await asyncio.get_running_loop().connect_accepted_socket(
                 begin,
                 connection,
                 ssl=tls,
                 ssl_handshake_timeout=None if tls is None else HANDSHAKE_SECONDS,
             )
+            self._rested[protocol] = time.monotonic()
         except (OSError, ssl.SSLError):
             connection.close()
         except asyncio.CancelledError:
@@ -356,7 +392,7 @@ async def serving(state: State) -> AsyncIterator[None]:
             app = server.metrics_application(state, hosts, with_page=local, held=held)
             listening = await _bind_tcp("admin.metrics", admin.metrics)
             stack.callback(listening.close)
-            listeners.append(_Listener("metrics", app, listening))
+            listeners.append(_Listener("metrics", app, listening, short=True))
         if admin.api is not None:
             host, _ = address(admin.api.listen)
             certificate = rotation.Certificate(admin.api)

@@ -4,21 +4,15 @@ They work when no room does. ``nodeagent.api.server`` decides who may call them.
 """
 
 import asyncio
-import importlib.metadata
+import functools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
-import prometheus_client
 from aiohttp import web
-from prometheus_client.aiohttp import make_aiohttp_handler
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
-from kit.metrics import counter, gauge
-from kit.metrics import state as state_of
 from kit.room import HEARTBEAT_SECONDS, Stream
 from nodeagent import overview, page, runbooks
-from nodeagent.api import access, openapi
+from nodeagent.api import access, figures, openapi
 from nodeagent.state import State
 
 LOOK_SECONDS = 1.0  # how often a live page is compared with what it shows
@@ -33,42 +27,25 @@ _HEADERS = {
 Send = Callable[[web.Request, Stream], Awaitable[web.StreamResponse]]
 
 
-class Figures(Collector):
-    """Asks every component when Prometheus asks us."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def collect(self) -> Iterable[Metric]:
-        for each in self._state.running:
-            yield from each.component.metrics()
-        version = importlib.metadata.version("nodeagent")
-        text = "The agent's version, as a label; the value is 1."
-        yield state_of("build_info", text, {(): version}, "version")
-        ready = {each.room.name: each.health().ready for each in self._state.running}
-        yield gauge("component_ready", "1 while the component is ready.", ready, "component")
-        failures = {each.room.name: each.failures for each in self._state.running}
-        yield counter("component_failures", "Failed starts and reconciles.", failures, "component")
-        yield from self._state.findings.metrics()
-        for figures in self._state.metrics:
-            yield from figures()
-
-
-def registry(state: State) -> prometheus_client.CollectorRegistry:
-    """Every series of this agent."""
-    made = prometheus_client.CollectorRegistry()
-    made.register(Figures(state))
-    prometheus_client.ProcessCollector(registry=made)
-    prometheus_client.PlatformCollector(registry=made)
-    return made
-
-
 def routes(
     state: State, streams: access.Streams, send: Send, held: overview.Held | None = None
 ) -> list[web.RouteDef]:
     """``send`` answers with a stream of JSON lines."""
     held = held or overview.Held(state)
     rendered = _Rendered(held)
+
+    series = figures.Held(figures.registry(state))
+
+    async def metrics(request: web.Request) -> web.Response:
+        asked = {
+            name: ",".join(request.headers.getall(name, []))
+            for name in ("Accept", "Accept-Encoding")
+        }
+        text = series.text(asked["Accept"], asked["Accept-Encoding"])
+        headers = {"Content-Type": text.content_type, "Vary": "Accept, Accept-Encoding"}
+        if text.zipped:
+            headers["Content-Encoding"] = "gzip"
+        return web.Response(body=text.body, headers=headers)
 
     async def healthz(_: web.Request) -> web.Response:
         """200 while the process's own loop runs: a stuck one answers nothing.
@@ -116,8 +93,12 @@ def routes(
     async def status_page(_: web.Request) -> web.Response:
         return html(rendered.text())
 
+    @functools.cache
+    def runbook() -> str:  # it stays as it is while the agent runs
+        return page.runbook(runbooks.entries())
+
     async def runbook_page(_: web.Request) -> web.Response:
-        return html(page.runbook(runbooks.entries()))
+        return html(runbook())
 
     async def live(request: web.Request) -> web.StreamResponse:
         """Server-sent events: the page's content whenever it has changed."""
@@ -141,7 +122,7 @@ def routes(
         web.get("/live", live),
         web.get("/runbook", runbook_page),
         web.get("/openapi.json", openapi_json),
-        web.get("/metrics", make_aiohttp_handler(registry(state))),
+        web.get("/metrics", metrics),
         web.get("/healthz", healthz),
         web.get("/readyz", readyz),
         web.get("/v1/status", status),

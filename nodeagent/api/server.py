@@ -38,6 +38,13 @@ HANDLER_SECONDS = 55.0
 WRITE_SECONDS = 20.0  # one answer, or one line of a stream
 LONGEST_NOTE = 300  # of a path or a text in the record of calls
 
+# A listener that anybody reaches answers so many requests a second at once; each one more waits.
+# That bounds what a crowd of connections can take of the event loop, and refuses nobody.
+REQUESTS_PER_SECOND = 200.0
+REQUESTS_AT_ONCE = 400
+WAIT_SECONDS = 0.5
+PROBES = ("/healthz", "/readyz")
+
 _CALLER = web.RequestKey("caller", access.Caller)
 _SENT = web.RequestKey("sent", dict)  # what the record of calls shows of the body
 
@@ -65,6 +72,17 @@ class Door:
 
 
 # --- errors, limits, and who may call what
+
+
+class Pace:
+    """Makes the requests of a crowd wait. Those of another kind do not wait for them."""
+
+    def __init__(self) -> None:
+        self._rate = access.Rate(REQUESTS_PER_SECOND, REQUESTS_AT_ONCE)
+
+    async def keep(self, kind: str) -> None:
+        if not self._rate.admits(kind):
+            await asyncio.sleep(WAIT_SECONDS)
 
 
 def _error_body(error: kit.errors.AgentError) -> dict[str, Any]:
@@ -129,7 +147,7 @@ def _plain(text: str) -> str:
 
 def _guard(door: Door, roles: dict[Any, Role]) -> Any:
     """Refuses who may not; limits and records changing calls."""
-    rate = access.Rate()
+    rate, pace = access.Rate(), Pace()
 
     def role(request: web.Request) -> Role:
         # A path that does not exist is judged by its method.
@@ -172,6 +190,8 @@ def _guard(door: Door, roles: dict[Any, Role]) -> Any:
             check(request, caller, needed)
             return await handler(request)
 
+        if caller.role is None:
+            await pace.keep("strangers")
         response = await _errors_as_json(request, call)
         if needed is not Role.READ or caller.role is None:
             door.calls.note(
@@ -372,6 +392,7 @@ def metrics_application(
     state: State, hosts: access.Hosts | None, with_page: bool, held: overview.Held | None = None
 ) -> web.Application:
     """Figures and probes for whoever reaches the metrics listener. It cannot change anything."""
+    pace = Pace()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -381,11 +402,16 @@ def metrics_application(
             )
         return await handler(request)
 
+    @web.middleware
+    async def keep_pace(request: web.Request, handler: Handler) -> web.StreamResponse:
+        await pace.keep("probes" if request.path in PROBES else "others")
+        return await handler(request)
+
     served = {"/metrics", "/healthz", "/readyz"}
     if with_page:
         served |= {"/", "/live", "/runbook"}
     app = web.Application(
-        middlewares=[_send_in_time, _errors_as_json, check], client_max_size=LONGEST_BODY
+        middlewares=[_send_in_time, keep_pace, _errors_as_json, check], client_max_size=LONGEST_BODY
     )
     found = own.routes(state, access.Streams(), _write_lines, held)
     app.add_routes([route for route in found if route.path in served])

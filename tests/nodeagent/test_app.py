@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import os
+import re
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,7 +17,7 @@ import kit.errors
 import kit.processes
 import kit.room
 import kit.settings
-from nodeagent import app, configfile, supervisor, watchdog
+from nodeagent import app, configfile, logs, supervisor, watchdog
 from nodeagent.state import Running
 
 
@@ -232,3 +235,79 @@ async def test_stuck_loop_ends_the_process_and_says_where(tmp_path: Path) -> Non
     assert done.code == watchdog.EXIT_CODE
     assert b"the event loop has been stuck" in done.err
     assert b"in main" in done.err
+
+
+UNREAD = """
+import asyncio, os, sys
+import structlog
+from nodeagent import logs, watchdog
+watchdog.ROUND_SECONDS, watchdog.ROUNDS, watchdog.LAST_WORDS_SECONDS = 0.1, 30, 0.2
+
+async def main():
+    logs.configure()
+    log = structlog.get_logger("agent")
+    async with watchdog.watching():
+        for number in range(10_000):
+            log.info("a line", number=number, text="x" * 200)
+        await asyncio.sleep(0.5)
+        print("still here", flush=True)
+        open("{fifo}").read()  # nobody writes: the loop is blocked for ever
+
+asyncio.run(main())
+"""
+
+
+async def test_a_log_that_nobody_reads_stops_neither_the_loop_nor_its_watchdog(
+    tmp_path: Path,
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    unread, full = os.pipe()
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", UNREAD.format(fifo=fifo), stdout=asyncio.subprocess.PIPE, stderr=full,
+        env={**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[1])},
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(60):
+            out, _ = await child.communicate()
+    finally:
+        os.close(unread)
+        os.close(full)
+        if child.returncode is None:
+            child.kill()
+    assert out == b"still here\n"
+    assert child.returncode == watchdog.EXIT_CODE
+
+
+async def test_systemd_hears_that_the_loop_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.setblocking(False)
+        systemd.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        async with watchdog.watching(), asyncio.timeout(30):
+            said = await asyncio.get_running_loop().sock_recv(systemd, 100)
+    assert said == b"WATCHDOG=1"
+
+
+async def test_what_the_log_lost_is_counted_and_the_rest_is_whole() -> None:
+    unread, full = os.pipe()
+    drain = logs.Drain(full, most=10)
+    for number in range(3000):
+        drain.write(f"line {number} " + "x" * 100 + "\n")
+    written, read = 3000, b""
+    lost, lines = 0, list[str]()
+    while lost + len(lines) < written:
+        drain.write(f"line {written} " + "x" * 100 + "\n")
+        written += 1
+        read += await asyncio.to_thread(os.read, unread, 65536)
+        *whole, read = read.split(b"\n")
+        for line in whole:
+            if line.startswith(b"{"):
+                lost += json.loads(line)["lines"]
+            else:
+                lines.append(line.decode())
+    assert lost >= 3000 - 65536 // 100 - 20
+    assert all(re.fullmatch("line [0-9]+ x{100}", line) for line in lines)
+    assert lost + len(lines) == written

@@ -12,7 +12,7 @@ import prometheus_client
 import pytest
 import yaml
 
-from nodeagent.api import own
+from nodeagent.api import figures
 from tests.testbed import agent, census, ports, trees, waiting
 from tests.testbed.prometheus import SCRAPE_SECONDS, Prometheus
 
@@ -105,7 +105,7 @@ def test_promtool_takes_every_query(tmp_path: Path) -> None:
 
 
 def test_queries_ask_for_series_that_the_agent_has(tmp_path: Path) -> None:
-    families = own.registry(census.agent(tmp_path, with_gpus=True).state).collect()
+    families = figures.registry(census.agent(tmp_path, with_gpus=True).state).collect()
     there = {sample.name: set(sample.labels) for f in families for sample in f.samples}
     for title, text in queries("n1"):
         names = set(re.findall(r"\b(?:nodeagent|process)_\w+", text))
@@ -125,7 +125,7 @@ def test_every_query_returns_series_of_a_running_agent(area: Path, node: agent.A
     node.add_dir("a", area / "source")
     node.start()
     node.wait_state("a", "complete")
-    registry = own.registry(census.agent(area / "census", with_gpus=True).state)
+    registry = figures.registry(census.agent(area / "census", with_gpus=True).state)
     port = ports.free(1)[0]
     server, _ = prometheus_client.start_http_server(port, "127.0.0.1", registry=registry)
     targets = {"node": f"127.0.0.1:{node.port}", "busy": f"127.0.0.1:{port}"}

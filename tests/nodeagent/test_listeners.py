@@ -8,6 +8,7 @@ import re
 import socket
 import ssl
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from nodeagent.api import listeners, openapi, rotation, server
 from nodeagent.settings import ApiSettings
 from tests.testbed import ports, waiting
 
+CROWD = str(Path(__file__).with_name("crowd.py"))
 TOKENS = {role: f"{role}-token-long-enough" for role in Role}
 ALL_METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "BREW")
 
@@ -185,6 +187,53 @@ async def test_a_thousand_idle_connections_keep_nobody_out(agent: app.Agent, por
             for _ in range(3):
                 assert (await session.get(f"http://127.0.0.1:{port}/metrics")).status == 200
                 assert (await api.get("/v1/datasets")).status == 200
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("path", ["/metrics", "/"])
+async def test_probes_are_answered_beside_a_crowd_that_never_pauses(
+    agent: app.Agent, port: int, path: str
+) -> None:
+    """CROWD_SECONDS=300 is what docs/security.md tells."""
+    with_admin(agent, metrics=f"127.0.0.1:{port}")
+    seconds = int(os.environ.get("CROWD_SECONDS", "5"))
+    most = listeners.MOST_CONNECTIONS
+    limit = aiohttp.ClientTimeout(total=10)  # timeoutSeconds of the chart's probes
+    async with listeners.serving(agent.state), aiohttp.ClientSession(timeout=limit) as session:
+        crowd = await asyncio.create_subprocess_exec(
+            sys.executable, CROWD, str(port), str(most), str(seconds), path,
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert crowd.stdout is not None
+        assert await crowd.stdout.readline() == b"all have come\n"
+        probes = 0
+        while crowd.returncode is None:
+            headers = {"Connection": "close"}
+            answer = await session.get(f"http://127.0.0.1:{port}/healthz", headers=headers)
+            assert answer.status == 200, f"probe {probes}"
+            probes += 1
+            await asyncio.sleep(0.5)
+        answers = int(await crowd.stdout.read())
+    assert probes >= 3
+    assert answers > server.REQUESTS_AT_ONCE  # the crowd was one
+    # All requests of which each waits, and those that need not.
+    assert answers < seconds * (server.REQUESTS_PER_SECOND + 2 * most / server.WAIT_SECONDS)
+
+
+async def test_strangers_with_requests_wait_where_operators_do_not(
+    agent: app.Agent, tcp: ApiSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "REQUESTS_PER_SECOND", 0.0)
+    monkeypatch.setattr(server, "REQUESTS_AT_ONCE", 1)
+    monkeypatch.setattr(server, "WAIT_SECONDS", 3600.0)
+    async with listeners.serving(agent.state):
+        ask = Asker(tcp).status
+        assert await ask("GET", "/healthz") == 401
+        stranger = asyncio.create_task(ask("GET", "/healthz"))
+        for _ in range(3):
+            assert await ask("GET", "/healthz", TOKENS[Role.READ]) == 200
+        assert not stranger.done()
+        stranger.cancel()
 
 
 async def test_connection_without_a_whole_request_is_closed(

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.core import Metric
 
 from kit.metrics import state
-from nodeagent.api import own
+from nodeagent.api import figures
 from tests.testbed import census, scripts
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ def made() -> ModuleType:
 
 @pytest.fixture
 def registry(tmp_path: Path) -> prometheus_client.CollectorRegistry:
-    return own.registry(census.agent(tmp_path).state)
+    return figures.registry(census.agent(tmp_path).state)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_full_node_has_at_most_320_series(made: ModuleType, families: list[Met
 
 
 def test_a_gpu_node_has_two_more(made: ModuleType, families: list[Metric], tmp_path: Path) -> None:
-    more = list(own.registry(census.agent(tmp_path / "gpus", with_gpus=True).state).collect())
+    more = list(figures.registry(census.agent(tmp_path / "gpus", with_gpus=True).state).collect())
     there = {family.name for family in families}
     assert {f.name: len(f.samples) for f in more if f.name not in there} == dict.fromkeys(
         made.OF_GPUS, 1
