@@ -5,7 +5,7 @@ program that runs when a disk appears is traced, and without its pin it would en
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 from linux import bpf, mountinfo, mounts
@@ -35,12 +35,27 @@ def watch_disks(pins: Path, object_file: Path, maps: Mapping[str, bpf.Map]) -> N
     with bpf.loaded(object_file, DISKS, dict(maps)) as (program, made), contextlib.ExitStack() as s:
         for each in (program, *made.values()):
             s.callback(each.close)
-        if not _watches(pins / DISKS, program.info().tag, maps["leases"].info.id):
+        info = program.info()
+        used = {each.info.id for each in made.values()} & set(info.map_ids)
+        if not _watches(pins / DISKS, info.tag, used):
             _pin(s.enter_context(contextlib.closing(program.trace())), pins / DISKS)
 
 
-def _watches(pin: Path, tag: str, leases: int) -> bool:
-    """Whether the program pinned there is that one, and ends leases of that map."""
+@contextlib.contextmanager
+def watched(pins: Path) -> Iterator[None]:
+    """What watches disks now goes on until the end, also when another program gets its pin."""
+    try:
+        link = bpf.Link.at(pins / DISKS)
+    except OSError:
+        yield
+        return
+    with contextlib.closing(link):
+        yield
+
+
+def _watches(pin: Path, tag: str, used: Set[int]) -> bool:
+    """Whether the program pinned there is that one, with these maps: the tag says nothing about
+    them."""
     try:
         with (
             contextlib.closing(bpf.Link.at(pin)) as link,
@@ -49,7 +64,7 @@ def _watches(pin: Path, tag: str, leases: int) -> bool:
             info = program.info()
     except OSError:
         return False
-    return info.tag == tag and leases in info.map_ids
+    return info.tag == tag and used <= set(info.map_ids)
 
 
 def _pin(what: bpf.Descriptor, path: Path) -> None:
