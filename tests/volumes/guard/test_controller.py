@@ -149,7 +149,7 @@ _SHAPES = {
     "beats": ("__u32, __u64, 1)", "__u32, __u64, 2)"),
     "openers": ("char[NAME], __u8, 128)", "char[NAME], __u8, 64)"),
     "words": ("struct word, __u8, 128)", "struct word, __u8, 64)"),
-    "connecting": ("LRU_HASH, __u32, __u8, 1024)", "LRU_HASH, __u32, __u8, 512)"),
+    "connecting": ("LRU_HASH, __u32, __u64, 1024)", "LRU_HASH, __u32, __u64, 512)"),
     "callers": ("struct heard, 1024)", "struct heard, 512)"),
     "counters": ("__u64, COUNTERS)", "__u64, COUNTERS + 1)"),
     "events": ("256 * 1024)", "512 * 1024)"),
@@ -174,7 +174,7 @@ def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> No
     where_now.grant(held, time.monotonic() + 600, 1)
     where_now.maps["devices"].set(struct.pack("=II", *stacked), b"\1")
     connects = where_now.maps["connecting"]  # as if this process had run cryptsetup luksOpen
-    connects.set(struct.pack("=I", os.getpid()), b"\1")
+    connects.set(struct.pack("=I", os.getpid()), struct.pack("=Q", time.monotonic_ns()))
     with (
         hammer.hammer(where, device, "mkfs.ext4") as bad,
         hammer.hammer(where, device, "mount") as good,

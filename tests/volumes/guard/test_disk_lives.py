@@ -8,6 +8,7 @@ import fcntl
 import math
 import os
 import random
+import struct
 import subprocess
 import sys
 import time
@@ -164,6 +165,21 @@ def test_no_write_open_of_another_disk_in_200_lives(
                 opened, refused = opened + passed, refused + (not passed)
     assert opened > 100 and refused > 300 and ended > 30, (opened, refused, ended)
     guard = guard or where.guard()
+    guard.detach()
+
+
+@pytest.mark.parametrize(("ago", "guarded"), [(0, True), (50, True), (61, False)])
+def test_a_pid_that_is_used_again_guards_no_disk(
+    where: cell.Cell, disk: tuple[int, Callable[[], None]], ago: int, guarded: bool
+) -> None:
+    number, anew = disk
+    guard = where.guard()
+    guard.apply(_ENFORCE)
+    connecting = guard.maps["connecting"]
+    opened = time.monotonic_ns() - ago * 10**9
+    connecting.set(struct.pack("=I", os.getpid()), struct.pack("=Q", opened))
+    anew()
+    assert ((7, number) in guard.read().devices) is guarded
     guard.detach()
 
 
