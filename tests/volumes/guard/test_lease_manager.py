@@ -16,6 +16,7 @@ import pytest
 
 import kit.errors
 from ceph.protocol import Extents
+from kit import processes
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
 from tests.testbed import waiting
@@ -44,6 +45,7 @@ class World:
         self.device: blockdev.BlockDevice | None = DEVICE
         self.verdict = BLANK
         self.raw = False
+        self.too_many_hang = 0
         self.ends_with_disk = True
         self.beats = 0
         self.map: dict[blockdev.Number, kernel.Lease] = {}
@@ -80,8 +82,11 @@ class World:
 
     # --- the prober, the mirror, the kernel
 
-    async def probe(self, path: str, below: str = "") -> Verdict:
+    async def probe(self, path: str, below: str = "", cluster: str = "") -> Verdict:
         self.did.append("probe")
+        if self.too_many_hang:
+            self.too_many_hang -= 1
+            raise processes.TooManyHangError("the agent", "32 of its child processes hang", "look")
         return self.verdict
 
     async def ask(
@@ -335,7 +340,7 @@ async def test_operators_word_waits_for_a_check_that_saw_the_device_before(
     await world.checked()
     at_last, probe = asyncio.Event(), world.probe
 
-    async def slow(path: str, below: str = "") -> Verdict:
+    async def slow(path: str, below: str = "", cluster: str = "") -> Verdict:
         await at_last.wait()
         return await probe(path, below)
 
@@ -504,3 +509,16 @@ async def test_explained_ends_with_the_next_safe_step(
     )  # fmt: skip
     assert step in page[-1]
     assert "ext4 u1, seen on n" in "".join(page)
+
+
+async def test_a_probe_that_was_refused_a_child_is_made_soon(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_manager, "NO_CHILD_SECONDS", 0.01)
+    world.too_many_hang = 3
+    known = await world.checked()
+    assert known.reasons == (
+        "the decision failed: the agent: 32 of its child processes hang; look",
+    )
+    assert not known.doubt.looks, "nothing was asked"
+    await waiting.until_async(lambda: bool(world.map), 30, "the lease of the new volume")
