@@ -396,7 +396,9 @@ class Kernel:
         try:
             pins.keep(self.pins, program, maps)
             pins.watch_disks(self.pins, self.object_file, maps)
-            self.ends_with_disk, self.no_watch = True, ""
+            self.ends_with_disk, self.no_watch = pins.outlive_us(self.pins), ""
+            if not self.ends_with_disk:
+                self.no_watch = f"the host does not have the bpf file system of {self.pins} mounted"
         except OSError as error:
             self.ends_with_disk, self.no_watch = False, str(error.strerror or error)
 

@@ -5,11 +5,13 @@ program that runs when a disk appears is traced, and without its pin it would en
 """
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 from linux import bpf, mountinfo, mounts
 
+_HOST = Path("/proc/1/mountinfo")
 DISKS = "nodeagent_disks"  # that program's name, and its pin's
 
 
@@ -27,6 +29,14 @@ def file_system(pins: Path) -> None:
     if mounted is None or mounted.fstype != "bpf":
         pins.parent.mkdir(parents=True, exist_ok=True)
         mounts.mount("bpf", pins.parent, "bpf", 0)
+
+
+def outlive_us(pins: Path, host: Path = _HOST) -> bool:
+    """Whether pid 1 has that bpf file system mounted. Where only our own container has it, pins end
+    with the container. OSError."""
+    number = pins.stat().st_dev
+    own = os.major(number), os.minor(number)
+    return any(mount.device == own for mount in mountinfo.read(host) if mount.fstype == "bpf")
 
 
 def watch_disks(pins: Path, object_file: Path, maps: Mapping[str, bpf.Map]) -> None:
