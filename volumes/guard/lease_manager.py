@@ -376,9 +376,7 @@ class LeaseManager(steps.Executor):
         is_rbd = device.lowest.driver == "rbd"
         now = time.monotonic()
         names = {each.parent or each.name for each in (device, device.lowest)}
-        client = device.lowest.client
-        monitors = frozenset(client.config.split(" ")[0].split(",")) if client else frozenset()
-        mapped = lease.Mapped(image.fsid if image else "", monitors) if is_rbd else None
+        mapped = self._mapped(device) if is_rbd else None
         quiet = [self.errors.quiet_for(name, mapped, now) for name in names]
         return lease.Evidence(
             is_rbd=is_rbd,
@@ -397,6 +395,12 @@ class LeaseManager(steps.Executor):
             why_unknown=answer.why,
             witness=said,
         )
+
+    def _mapped(self, device: blockdev.BlockDevice) -> lease.Mapped:
+        image = device.lowest.image
+        others = (_monitors(known.device) for known in self.known.values())
+        fsid = image.fsid if image else ""
+        return lease.Mapped(fsid, _monitors(device), frozenset[str]().union(*others))
 
     async def _statement(self, device: blockdev.BlockDevice) -> Statement:
         return NO_CLUSTER if self.witness is None else await self.witness.ask(device)
@@ -483,6 +487,12 @@ class LeaseManager(steps.Executor):
         log.warning("changed content accepted", volume=volume, by=by)
         self._changed()
         return new
+
+
+def _monitors(device: blockdev.BlockDevice) -> frozenset[str]:
+    """The addresses that its client was given when it was mapped."""
+    client = device.lowest.client
+    return frozenset(client.config.split(" ")[0].split(",")) if client else frozenset()
 
 
 def missing(known: Known, entry: store.Entry | None) -> str:

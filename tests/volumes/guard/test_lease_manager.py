@@ -18,7 +18,7 @@ import kit.errors
 from ceph.protocol import Extents
 from kit import processes
 from linux import blockdev
-from linux.rbd_sysfs import RbdImage
+from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.testbed import waiting
 from volumes import explain, settings, status
 from volumes.guard import denials, doubt, kernel, lease, lease_manager, raw_block, steps
@@ -522,3 +522,25 @@ async def test_a_probe_that_was_refused_a_child_is_made_soon(
     )
     assert not known.doubt.looks, "nothing was asked"
     await waiting.until_async(lambda: bool(world.map), 30, "the lease of the new volume")
+
+
+async def test_monitor_that_no_mapping_was_given_concerns_every_device(world: World) -> None:
+    """After a failover to a new address the kernel's lines are about one that nobody named."""
+    mapped = [("rbd98", "10.0.0.9:6789,10.0.0.8:6789"), ("rbd99", "10.0.0.1:6789")]
+    for name, monitors in mapped:
+        client = RbdClient("0", "", "", config=f"{monitors} name=x,key=client.x rbd a -")
+        device = dataclasses.replace(DEVICE, name=name, client=client)
+        world.manager.known[name] = steps.Known(device)
+    now, errors = time.monotonic(), world.manager.errors
+    errors.note("libceph: mon0 (1)10.0.0.8:6789 session lost, hunting for new mon", now - 1)
+    world.device = world.manager.known["rbd99"].device
+    assert (await world.checked()).reasons == (), "of the other device's monitor"
+    errors.note("libceph: mon2 (1)10.7.7.7:6789 session lost, hunting for new mon", now)
+    world.map.clear()
+    again = world.new_manager()
+    again.errors, again.known = errors, {"rbd98": world.manager.known["rbd98"]}
+    try:
+        (reason,) = (await world.checked(again)).reasons
+        assert "the kernel logged an I/O error" in reason
+    finally:
+        await again.close()
