@@ -323,7 +323,9 @@ class LeaseManager(steps.Executor):
         entry = self._entry(device)
         image = device.lowest.image
         if not blank and image is not None and device.volume:  # what other nodes have seen
-            known.cluster = answer = await self.mirror.ask(image, part=device.mapping)
+            known.cluster = answer = await self.mirror.ask(
+                image, part=device.part, named=device.named_part
+            )
             there = answer.known
             # A clone carries its parent's entry until it has its own: it says what to expect, but
             # other content than the parent's is no change.
@@ -357,9 +359,10 @@ class LeaseManager(steps.Executor):
         image = device.lowest.image
         if image is not None:
             marks = signature_offsets.marks(device.size)
-            places = [(first.start + at, length) for at, length in marks]
+            places = tuple((first.start + at, length) for at, length in marks)
+            extents = Extents(first.start, places)
             asked = asyncio.create_task(
-                self.mirror.ask(image, Extents(first.start, tuple(places)), part=device.mapping)
+                self.mirror.ask(image, extents, part=device.part, named=device.named_part)
             )
         try:
             await asyncio.sleep(self.settings.settle)
@@ -384,7 +387,7 @@ class LeaseManager(steps.Executor):
             after=after.attachment if after else None,
             first=first,
             second=second,
-            ledger=self.ledger.knowledge(device.volume),
+            ledger=self.ledger.knowledge(device.volume, device.named_volume),
             mirror=answer.mirror,
             extents=answer.extents,
             quiet_for=None if None in quiet else min(each for each in quiet if each is not None),

@@ -90,7 +90,7 @@ class World:
         return self.verdict
 
     async def ask(
-        self, image: RbdImage, extents: Extents | None = None, *, part: str = ""
+        self, image: RbdImage, extents: Extents | None = None, *, part: str = "", named: str = ""
     ) -> mirror.Answer:
         extent = store.Knowledge.NONE if extents else store.Knowledge.NOT_ASKED
         return mirror.Answer(store.Knowledge.NONE, extent, size=SIZE)
@@ -431,7 +431,7 @@ async def test_clone_has_an_entry_of_its_own(world: World, monkeypatch: pytest.M
     parent = store.Entry(volume="rbd:f1/3//parent", type="ext4", uuid="of the parent", last_seen=5)
 
     async def ask(
-        image: RbdImage, extents: Extents | None = None, *, part: str = ""
+        image: RbdImage, extents: Extents | None = None, *, part: str = "", named: str = ""
     ) -> mirror.Answer:
         return mirror.Answer(store.Knowledge.CONTENT, store.Knowledge.CONTENT, parent, SIZE)
 
@@ -454,7 +454,7 @@ async def test_accident_on_a_node_that_never_saw_the_volume_is_explained(
     entry = store.Entry(volume=DEVICE.volume, type="ext4", uuid="u1", last_seen=5, node="other")
 
     async def ask(
-        image: RbdImage, extents: Extents | None = None, *, part: str = ""
+        image: RbdImage, extents: Extents | None = None, *, part: str = "", named: str = ""
     ) -> mirror.Answer:
         return mirror.Answer(store.Knowledge.CONTENT, store.Knowledge.CONTENT, entry, SIZE)
 
