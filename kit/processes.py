@@ -5,14 +5,17 @@ Calls and some workers are started by way of ``kit.forks``.
 A process in an uninterruptible sleep (a dead disk, a dead Ceph cluster) does not die of SIGKILL
 until the kernel lets it. Waiting for it would hang the agent, so it is abandoned: killed, counted,
 never waited for again. Each costs memory, so their number is limited for the whole agent and not
-for each caller: 200 dead devices must not fill the agent's memory limit.
+for each caller: 200 dead devices must not fill the agent's memory limit. A part of that number is
+kept for each room (``in_share``), so that what hangs in one room does not stop the others.
 
 Invariants: every process that ``start`` returns dies with the agent, except with ``outlives``; no
 process starts while ``MOST_HANGING`` abandoned ones exist.
 """
 
 import asyncio
+import collections
 import contextlib
+import contextvars
 import os
 import signal
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -24,6 +27,7 @@ from kit import child_main, forks
 
 # Some MB each; more would only hang beside them.
 MOST_HANGING = 32
+_KEPT = 8  # of these parts of them one is kept for each room
 # A fork, and before the first one of a kind its modules from a slow disk.
 START_SECONDS = 60.0
 # A killed process that does not hang has ended within this.
@@ -34,12 +38,24 @@ _DEVNULL = asyncio.subprocess.DEVNULL
 Process = asyncio.subprocess.Process
 ResultT = TypeVar("ResultT")
 
-# Waits for abandoned processes, each with what its process is about.
-_hanging: dict["asyncio.Task[None]", str] = {}
+# Waits for abandoned processes, each with what its process is about and whose share it is of.
+_hanging: dict["asyncio.Task[None]", tuple[str, str]] = {}
+_share: contextvars.ContextVar[str] = contextvars.ContextVar("share", default="")
+_shares = {""}  # empty: of no room
 
 
 class DeadlineError(kit.errors.AgentError):
     """A process did not answer in time, could not be started, or too many hang already."""
+
+
+class TooManyHangError(DeadlineError):
+    """Too many processes hang already, so this one was not started: nothing was asked."""
+
+
+def in_share(name: str) -> None:
+    """From now on this task, and what it starts, has a share of its own of what may hang."""
+    _shares.add(name)
+    _share.set(name)
 
 
 @dataclass(frozen=True)
@@ -59,7 +75,7 @@ def hanging(about: str | None = None) -> int:
 def _waits(about: str | None) -> "list[asyncio.Task[None]]":
     for task in [each for each in _hanging if each.get_loop().is_closed()]:
         del _hanging[task]  # nobody waits any more
-    return [task for task, each in _hanging.items() if about in (None, each)]
+    return [task for task, (each, _) in _hanging.items() if about in (None, each)]
 
 
 async def settled(about: str, seconds: float) -> bool:
@@ -73,10 +89,14 @@ async def settled(about: str, seconds: float) -> bool:
 
 
 def _refuse_when_too_many_hang() -> None:
-    if hanging() >= MOST_HANGING:
-        raise DeadlineError(
+    found, ours, kept = hanging(), _share.get(), MOST_HANGING // _KEPT
+    of = collections.Counter(share for _, share in _hanging.values())
+    for_others = sum(max(0, kept - of[share]) for share in _shares - {ours})
+    if of[ours] >= kept and found >= MOST_HANGING - for_others:
+        raise TooManyHangError(
             "the agent",
-            f"{hanging()} of its child processes hang in the kernel",
+            f"{found} of its child processes hang in the kernel"
+            + (f", {of[ours]} of them of {ours}" if ours else ""),
             "a disk, a mount or a cluster does not answer; see the findings and the kernel log",
         )
 
@@ -178,7 +198,7 @@ def abandon(
         await process.wait()
 
     task = asyncio.create_task(ended(), name=f"abandoned {about}")
-    _hanging[task] = about
+    _hanging[task] = about, _share.get()
     task.add_done_callback(lambda done: _hanging.pop(done, None))
 
 

@@ -39,6 +39,9 @@ _STATE = ("dev", "size", "diskseq", "backend", "loop/backing_file")
 # File systems that list in /sys/fs/<name> the devices with a superblock in use.
 _FILE_SYSTEMS = ("ext4", "xfs", "f2fs")
 
+# The uuid of a LUKS mapping ends with its name.
+_LUKS_NAME = re.compile(r"(CRYPT-LUKS\d+-[0-9a-f]+)-[^+]*")
+
 Number = tuple[int, int]  # major, minor
 _Root = str | Path
 
@@ -89,11 +92,21 @@ class BlockDevice:
         return f"/dev/{self.name}"
 
     @property
+    def part(self) -> str:
+        """Device mapper: what it is of the device below, whatever name the mapping was given."""
+        return unnamed(self.mapping)
+
+    @property
+    def named_part(self) -> str:
+        """``part`` as earlier agents knew it; empty where it is the same."""
+        return self.mapping if self.mapping != self.part else ""
+
+    @property
     def volume(self) -> str:
         """The volume's identity, the same on every node; empty when nothing names it."""
         if self.below:
             lower = self.below[0].volume if len(self.below) == 1 else ""
-            return f"{lower}+{self.mapping}" if lower and self.mapping else ""
+            return f"{lower}+{self.part}" if lower and self.part else ""
         image = self.image
         if image is not None and image.fsid and image.image_id:
             at = f"@{image.snapshot}" if image.snapshot else ""
@@ -101,6 +114,12 @@ class BlockDevice:
         if self.backing and not self.parent:
             return f"{self.driver}:{self.backing}"
         return ""
+
+    @property
+    def named_volume(self) -> str:
+        """``volume`` as earlier agents knew it; empty where it is the same."""
+        named = self.volume and self.named_part
+        return f"{self.below[0].volume}+{named}" if named else ""
 
     @property
     def attachment(self) -> tuple[Number, int | None, int, str]:
@@ -152,6 +171,11 @@ class BlockDevice:
     def name_of(self, number: Number) -> str:
         """Name of the device or layer with that number."""
         return next((each.name for each in self.layers if each.number == number), self.name)
+
+
+def unnamed(identity: str) -> str:
+    """An identity of a volume, or the uuid of a mapping, without the names of LUKS mappings."""
+    return _LUKS_NAME.sub(r"\1", identity)
 
 
 def majors(proc: _Root = PROC) -> dict[int, str]:

@@ -14,6 +14,7 @@ import structlog
 
 import kit.errors
 import kit.findings
+from kit import processes
 from kit.line_worker import Backoff
 from nodeagent.state import Running, State
 
@@ -56,6 +57,7 @@ class Supervisor:
 
     async def follow(self, before: "Supervisor | None" = None) -> None:
         """Never ends. The first start waits for ``before``'s, at most ``ORDER_SECONDS``."""
+        processes.in_share(self.name)
         if before is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(before.tried.wait(), ORDER_SECONDS)

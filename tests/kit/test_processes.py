@@ -1,6 +1,7 @@
 """Programs run to their end: output, deadlines, the cap on those that hang."""
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -81,3 +82,47 @@ async def test_start_refuses_when_too_many_hang(
         (tmp_path / str(number)).touch()
         assert await processes.settled(f"device {number}", 60)
     assert (await processes.run(["true"], about="x", deadline=20)).code == 0
+
+
+async def _abandoned(stack: contextlib.AsyncExitStack, free: Path, share: str) -> None:
+    """A process of that share hangs until the end of ``stack``."""
+
+    async def hang() -> None:
+        processes.in_share(share)
+        process = await processes.start_call("tests.kit.called:hang_until", 20)
+        end = asyncio.create_task(process.communicate(json.dumps([str(free)]).encode()))
+        while not Path(f"{free}.hangs").exists():
+            await asyncio.sleep(0.01)
+        processes.abandon(process, str(free), end)
+
+    async def released() -> None:
+        free.touch()
+        assert await processes.settled(str(free), 60)
+
+    await asyncio.create_task(hang())
+    stack.push_async_callback(released)
+
+
+async def test_each_share_is_kept_for_its_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "MOST_HANGING", 5)
+    monkeypatch.setattr(processes, "_KEPT", 5)  # one for each
+    monkeypatch.setattr(processes, "_shares", {""})
+
+    async def code(share: str) -> int:
+        processes.in_share(share)
+        return (await processes.run(["true"], about="x", deadline=20)).code
+
+    async with contextlib.AsyncExitStack() as stack:
+        assert await asyncio.create_task(code("well")) == 0
+        for number in range(3):
+            await _abandoned(stack, tmp_path / str(number), "ill")
+        with pytest.raises(processes.TooManyHangError, match="3 of its .*, 3 of them of ill"):
+            await asyncio.create_task(code("ill"))
+        assert await asyncio.create_task(code("well")) == 0
+        assert (await processes.run(["true"], about="x", deadline=20)).code == 0
+        await _abandoned(stack, tmp_path / "3", "well")
+        with pytest.raises(processes.TooManyHangError, match="4 of its .*, 1 of them of well"):
+            await asyncio.create_task(code("well"))
+        assert (await processes.run(["true"], about="x", deadline=20)).code == 0, "of no room"

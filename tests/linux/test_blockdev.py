@@ -393,3 +393,22 @@ def test_scans_read_what_uevents_name_and_all_where_that_is_not_enough(
     for odd in ("rbd0p1", "dm-0"):  # nobody says which devices it is about
         assert scan(odd) == (every[:2], every[:2])
     assert scan(everything=True) == (every[:2], every[:2])
+
+
+@pytest.mark.parametrize(("mapping", "part"), [
+    ("CRYPT-LUKS2-0123456789abcdef-luks-rbd-1", "CRYPT-LUKS2-0123456789abcdef"),
+    ("CRYPT-LUKS1-0123abcd-rescue", "CRYPT-LUKS1-0123abcd"),
+    ("CRYPT-PLAIN-a", "CRYPT-PLAIN-a"),  # nothing but its name
+    ("LVM-0123-abcd", "LVM-0123-abcd"),
+])  # fmt: skip
+def test_name_of_a_luks_mapping_is_no_part_of_its_volume(mapping: str, part: str) -> None:
+    image = RbdImage("rbd", "a", "", "", "101d", "f1", 3)
+    below = blockdev.BlockDevice("rbd0", (252, 0), "rbd", 8, False, image=image)
+    device = blockdev.BlockDevice(
+        "dm-0", (253, 0), "device-mapper", 8, False, mapping=mapping, below=(below,)
+    )
+    assert device.volume == f"{below.volume}+{part}"
+    assert blockdev.unnamed(f"{below.volume}+{mapping}") == device.volume
+    same = mapping == part
+    assert device.named_volume == ("" if same else f"{below.volume}+{mapping}")
+    assert (below.part, below.named_part, below.named_volume) == ("", "", "")

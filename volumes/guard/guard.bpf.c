@@ -53,7 +53,7 @@ MAP(leases, BPF_MAP_TYPE_HASH, struct device, struct lease, 4096);
 MAP(beats, BPF_MAP_TYPE_ARRAY, __u32, __u64, 1);   // when an agent was last alive
 MAP(openers, BPF_MAP_TYPE_HASH, char[NAME], __u8, 128);
 MAP(words, BPF_MAP_TYPE_HASH, struct word, __u8, 128);
-MAP(connecting, BPF_MAP_TYPE_LRU_HASH, __u32, __u8, 1024);   // processes that passed by rule 3
+MAP(connecting, BPF_MAP_TYPE_LRU_HASH, __u32, __u64, 1024);  // processes that passed by rule 3, and when
 MAP(callers, BPF_MAP_TYPE_LRU_HASH, struct caller, struct heard, 1024);
 MAP(counters, BPF_MAP_TYPE_PERCPU_ARRAY, __u32, __u64, COUNTERS);
 struct { __uint(type, BPF_MAP_TYPE_RINGBUF); __uint(max_entries, 256 * 1024); } events SEC(".maps");
@@ -172,7 +172,7 @@ static __always_inline int decide(struct bpf_cgroup_dev_ctx *ctx, int know_task)
 	char name[NAME] = {};
 	__u32 zero = 0, pid, *mode;
 	struct lease *lease;
-	__u8 yes = 1;
+	__u64 now;
 
 	if ((ctx->access_type & 0xffff) != BPF_DEVCG_DEV_BLOCK ||
 	    !((ctx->access_type >> 16) & BPF_DEVCG_ACC_WRITE))
@@ -199,7 +199,8 @@ static __always_inline int decide(struct bpf_cgroup_dev_ctx *ctx, int know_task)
 		return count(BY_NAME, 1);
 	if (task && word_allowed(task, name)) {
 		pid = bpf_get_current_pid_tgid() >> 32;
-		bpf_map_update_elem(&connecting, &pid, &yes, BPF_ANY);
+		now = bpf_ktime_get_ns();
+		bpf_map_update_elem(&connecting, &pid, &now, BPF_ANY);
 		return count(BY_WORD, 1);
 	}
 	report(&dev, task, name, *mode);
@@ -212,13 +213,14 @@ SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx) { return d
 // Without it: names only. Needs bpf_get_current_comm for this program type (about Linux 6.1).
 SEC("cgroup/dev") int nodeagent_plain(struct bpf_cgroup_dev_ctx *ctx) { return decide(ctx, 0); }
 
-// A disk appears: what its number had was given to an earlier one. A disk made by a process that just
-// opened a guarded one (cryptsetup luksOpen) lies on top of that. dev_name is "MAJOR:MINOR".
+// A disk appears: what its number had was given to an earlier one. A disk made by a process that just opened a guarded
+// one (cryptsetup luksOpen) lies on top of that; a minute later another process may have its pid. dev_name is "MAJOR:MINOR".
 SEC("tp_btf/writeback_bdi_register") int nodeagent_disks(__u64 *ctx)
 {
 	struct backing_dev_info *disk = (void *)ctx[0];
 	__u32 number[2] = {}, colons = 0, pid = bpf_get_current_pid_tgid() >> 32;
 	char name[NAME] = {};
+	__u64 *opened;
 	__u8 yes = 1;
 	int at;
 
@@ -236,7 +238,8 @@ SEC("tp_btf/writeback_bdi_register") int nodeagent_disks(__u64 *ctx)
 	if (colons != 1)
 		return 0;
 	bpf_map_delete_elem(&leases, number);
-	if (bpf_map_lookup_elem(&connecting, &pid))
+	opened = bpf_map_lookup_elem(&connecting, &pid);
+	if (opened && bpf_ktime_get_ns() - *opened < 60 * SECOND)
 		bpf_map_update_elem(&devices, number, &yes, BPF_ANY);
 	else
 		bpf_map_delete_elem(&devices, number);

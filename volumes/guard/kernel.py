@@ -303,10 +303,14 @@ class Kernel:
                 self._keep(ours[0][0], self.maps)
             else:
                 fill(maps, wanted)
-                self._keep(program, maps)
-                if "leases" in self.maps and not kept:
-                    _copy(self.maps["leases"], maps["leases"])
-                program.attach(fd)
+                with pins.watched(self.pins):
+                    self._keep(program, maps)
+                    _take_over(self.maps.get("leases"), maps["leases"])
+                    program.attach(fd)
+                    # Both programs guard, and both keep their maps. So what only the earlier one
+                    # has came from an open, or is a disk, that the later one did not see.
+                    for name in ("connecting", "devices"):
+                        _take_over(self.maps.get(name), maps[name])
                 keep = program.info().id
             for old, info in ours:
                 if info.id != keep:
@@ -392,7 +396,9 @@ class Kernel:
         try:
             pins.keep(self.pins, program, maps)
             pins.watch_disks(self.pins, self.object_file, maps)
-            self.ends_with_disk, self.no_watch = True, ""
+            self.ends_with_disk, self.no_watch = pins.outlive_us(self.pins), ""
+            if not self.ends_with_disk:
+                self.no_watch = f"the host does not have the bpf file system of {self.pins} mounted"
         except OSError as error:
             self.ends_with_disk, self.no_watch = False, str(error.strerror or error)
 
@@ -485,10 +491,24 @@ def fill(maps: Mapping[str, bpf.Map], wanted: Wanted) -> None:
     maps["config"].set(struct.pack("=I", 0), struct.pack("=I", wanted.mode.number))
 
 
-def _copy(source: bpf.Map, target: bpf.Map) -> None:
-    """What a later program has at the end of its values begins as zeros."""
-    if source.info.value_size <= target.info.value_size:
-        for key in source.snapshot():
-            value = source.get(key)
-            if value is not None:
-                target.set(key, value.ljust(target.info.value_size, b"\0"))
+def _take_over(source: bpf.Map | None, target: bpf.Map) -> None:
+    """Copy what an earlier program's map has, unless it is the same map. What that one loses
+    meanwhile is not kept: another disk got the number."""
+    if source is None or source.info.id == target.info.id:
+        return
+    for key in _copy(source, target):
+        if source.get(key) is None:
+            target.delete(key)
+
+
+def _copy(source: bpf.Map, target: bpf.Map) -> list[bytes]:
+    """What a later program has at the end of its values begins as zeros. Returns the keys."""
+    if source.info.value_size > target.info.value_size:
+        return []
+    keys = []
+    for key in source.snapshot():
+        value = source.get(key)
+        if value is not None:
+            target.set(key, value.ljust(target.info.value_size, b"\0"))
+            keys.append(key)
+    return keys

@@ -72,10 +72,12 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Mapped:
-    """The Ceph client of a device: its cluster, and the monitors' addresses that it was given."""
+    """The Ceph client of a device: its cluster, and the monitors' addresses that it was given.
+    ``others``: those that the clients of other devices were given."""
 
     fsid: str = ""
     monitors: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
 
 
 class ErrorLog:
@@ -151,9 +153,10 @@ class ErrorLog:
 
 
 def _concerns(about: str, client: Mapped) -> bool:
-    """Whether a line about this cluster or monitor is about the client; in doubt it is."""
+    """Whether a line about this cluster or monitor is about the client; in doubt it is. A monitor
+    that nobody was given was learnt later, by any of them."""
     if ":" in about:  # an address
-        return about in client.monitors or not client.monitors
+        return about in client.monitors or not client.monitors or about not in client.others
     return about in ("", client.fsid) or not client.fsid
 
 

@@ -9,6 +9,7 @@ module collects the facts and executes the steps. A check that fails is a refusa
 import asyncio
 import contextlib
 import math
+import random
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ import structlog
 
 import kit.errors
 from ceph.protocol import Extents
+from kit import processes
 from linux import blockdev
 from volumes import settings
 from volumes.guard import denials, doubt, lease, pace, raw_block, steps
@@ -32,6 +34,7 @@ log = structlog.get_logger("volumes")
 AGAIN_SECONDS = pace.FIRST_SECONDS  # least time between two checks of a device
 LEASED_CHECK_SECONDS = 1.0  # between checks while a lease runs
 RAW_CHECK_SECONDS = 300.0  # between checks of a raw block volume, beside those after mounts
+NO_CHILD_SECONDS = 5.0  # until a check for which no child could be started is tried again
 MOST_DEVICES = 1024
 ALLOW_SECONDS = 30.0  # an operator's wait for a check that is running
 
@@ -125,7 +128,7 @@ class LeaseManager(steps.Executor):
                 again.clear()
                 self._answered(name)
                 self._checking.add(name)
-                wait = await self._try_check(name, asked)
+                wait, answered = await self._try_check(name, asked)
                 self._checking.discard(name)
                 self._note_pace(name)
                 self._changed()
@@ -137,27 +140,35 @@ class LeaseManager(steps.Executor):
                 else:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(again.wait(), wait)
-                asked = again.is_set()
+                asked = again.is_set() or (asked and not answered)
         finally:
             self._checking.discard(name)
             del self._tasks[name], self._again[name]
 
-    async def _try_check(self, name: str, asked: bool) -> float | None:
-        """A check whose failure is a refusal. Seconds until the next one; None: when asked."""
+    async def _try_check(self, name: str, asked: bool) -> tuple[float | None, bool]:
+        """A check whose failure is a refusal. Seconds until the next one (None: when asked), and
+        whether this one was made."""
         try:
             device = self._identified.pop(name, None) or blockdev.identify(name)
             if device is None or device.size == 0:
                 self.forget(name)
-                return None
-            return await self._check(device, asked)
+                return None, True
+            return await self._check(device, asked), True
+        except processes.TooManyHangError as error:
+            self._check_failed(name, error)
+            return NO_CHILD_SECONDS * random.uniform(1.0, 2.0), False
         except (kit.errors.AgentError, OSError, TimeoutError) as error:
-            reason = f"the decision failed: {error or type(error).__name__}"
+            self._check_failed(name, error)
+            return None, True
+
+    def _check_failed(self, name: str, error: Exception) -> None:
+        reason = f"the decision failed: {error or type(error).__name__}"
+        known = self.known.get(name)
+        if known is None or known.reasons != (reason,):
             log.error("check of device failed", device=name, error=reason)
-            known = self.known.get(name)
-            if known is not None:
-                known.reasons = (reason,)
-            self.denials.decided(name, "", (reason,))
-            return None
+        if known is not None:
+            known.reasons = (reason,)
+        self.denials.decided(name, "", (reason,))
 
     def knows(self, name: str) -> bool:
         """Whether the device was checked, or is about to be."""
@@ -298,7 +309,9 @@ class LeaseManager(steps.Executor):
         return min(seconds / 4, RAW_CHECK_SECONDS)
 
     async def _probe(self, device: blockdev.BlockDevice) -> Verdict:
-        found = await self.prober.probe(device.path, device.encrypts)
+        image = device.lowest.image
+        cluster = image.fsid if image is not None else ""
+        found = await self.prober.probe(device.path, device.encrypts, cluster)
         self.verdicts[found.verdict] = self.verdicts.get(found.verdict, 0) + 1
         return found
 
@@ -310,7 +323,9 @@ class LeaseManager(steps.Executor):
         entry = self._entry(device)
         image = device.lowest.image
         if not blank and image is not None and device.volume:  # what other nodes have seen
-            known.cluster = answer = await self.mirror.ask(image, part=device.mapping)
+            known.cluster = answer = await self.mirror.ask(
+                image, part=device.part, named=device.named_part
+            )
             there = answer.known
             # A clone carries its parent's entry until it has its own: it says what to expect, but
             # other content than the parent's is no change.
@@ -344,9 +359,10 @@ class LeaseManager(steps.Executor):
         image = device.lowest.image
         if image is not None:
             marks = signature_offsets.marks(device.size)
-            places = [(first.start + at, length) for at, length in marks]
+            places = tuple((first.start + at, length) for at, length in marks)
+            extents = Extents(first.start, places)
             asked = asyncio.create_task(
-                self.mirror.ask(image, Extents(first.start, tuple(places)), part=device.mapping)
+                self.mirror.ask(image, extents, part=device.part, named=device.named_part)
             )
         try:
             await asyncio.sleep(self.settings.settle)
@@ -363,9 +379,7 @@ class LeaseManager(steps.Executor):
         is_rbd = device.lowest.driver == "rbd"
         now = time.monotonic()
         names = {each.parent or each.name for each in (device, device.lowest)}
-        client = device.lowest.client
-        monitors = frozenset(client.config.split(" ")[0].split(",")) if client else frozenset()
-        mapped = lease.Mapped(image.fsid if image else "", monitors) if is_rbd else None
+        mapped = self._mapped(device) if is_rbd else None
         quiet = [self.errors.quiet_for(name, mapped, now) for name in names]
         return lease.Evidence(
             is_rbd=is_rbd,
@@ -373,7 +387,7 @@ class LeaseManager(steps.Executor):
             after=after.attachment if after else None,
             first=first,
             second=second,
-            ledger=self.ledger.knowledge(device.volume),
+            ledger=self.ledger.knowledge(device.volume, device.named_volume),
             mirror=answer.mirror,
             extents=answer.extents,
             quiet_for=None if None in quiet else min(each for each in quiet if each is not None),
@@ -384,6 +398,12 @@ class LeaseManager(steps.Executor):
             why_unknown=answer.why,
             witness=said,
         )
+
+    def _mapped(self, device: blockdev.BlockDevice) -> lease.Mapped:
+        image = device.lowest.image
+        others = (_monitors(known.device) for known in self.known.values())
+        fsid = image.fsid if image else ""
+        return lease.Mapped(fsid, _monitors(device), frozenset[str]().union(*others))
 
     async def _statement(self, device: blockdev.BlockDevice) -> Statement:
         return NO_CLUSTER if self.witness is None else await self.witness.ask(device)
@@ -470,6 +490,12 @@ class LeaseManager(steps.Executor):
         log.warning("changed content accepted", volume=volume, by=by)
         self._changed()
         return new
+
+
+def _monitors(device: blockdev.BlockDevice) -> frozenset[str]:
+    """The addresses that its client was given when it was mapped."""
+    client = device.lowest.client
+    return frozenset(client.config.split(" ")[0].split(",")) if client else frozenset()
 
 
 def missing(known: Known, entry: store.Entry | None) -> str:

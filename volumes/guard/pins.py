@@ -5,11 +5,13 @@ program that runs when a disk appears is traced, and without its pin it would en
 """
 
 import contextlib
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 from linux import bpf, mountinfo, mounts
 
+_HOST = Path("/proc/1/mountinfo")
 DISKS = "nodeagent_disks"  # that program's name, and its pin's
 
 
@@ -29,18 +31,41 @@ def file_system(pins: Path) -> None:
         mounts.mount("bpf", pins.parent, "bpf", 0)
 
 
+def outlive_us(pins: Path, host: Path = _HOST) -> bool:
+    """Whether pid 1 has that bpf file system mounted. Where only our own container has it, pins end
+    with the container. OSError."""
+    number = pins.stat().st_dev
+    own = os.major(number), os.minor(number)
+    return any(mount.device == own for mount in mountinfo.read(host) if mount.fstype == "bpf")
+
+
 def watch_disks(pins: Path, object_file: Path, maps: Mapping[str, bpf.Map]) -> None:
     """Have the kernel end a lease when a new disk gets its number, from now on and also without an
     agent. OSError where it cannot: the program needs BTF, and its pin ``keep``."""
     with bpf.loaded(object_file, DISKS, dict(maps)) as (program, made), contextlib.ExitStack() as s:
         for each in (program, *made.values()):
             s.callback(each.close)
-        if not _watches(pins / DISKS, program.info().tag, maps["leases"].info.id):
+        info = program.info()
+        used = {each.info.id for each in made.values()} & set(info.map_ids)
+        if not _watches(pins / DISKS, info.tag, used):
             _pin(s.enter_context(contextlib.closing(program.trace())), pins / DISKS)
 
 
-def _watches(pin: Path, tag: str, leases: int) -> bool:
-    """Whether the program pinned there is that one, and ends leases of that map."""
+@contextlib.contextmanager
+def watched(pins: Path) -> Iterator[None]:
+    """What watches disks now goes on until the end, also when another program gets its pin."""
+    try:
+        link = bpf.Link.at(pins / DISKS)
+    except OSError:
+        yield
+        return
+    with contextlib.closing(link):
+        yield
+
+
+def _watches(pin: Path, tag: str, used: Set[int]) -> bool:
+    """Whether the program pinned there is that one, with these maps: the tag says nothing about
+    them."""
     try:
         with (
             contextlib.closing(bpf.Link.at(pin)) as link,
@@ -49,7 +74,7 @@ def _watches(pin: Path, tag: str, leases: int) -> bool:
             info = program.info()
     except OSError:
         return False
-    return info.tag == tag and leases in info.map_ids
+    return info.tag == tag and used <= set(info.map_ids)
 
 
 def _pin(what: bpf.Descriptor, path: Path) -> None:

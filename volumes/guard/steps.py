@@ -189,7 +189,7 @@ class Executor:
         if image is None or image.snapshot or known.mirrored == state:
             return
         try:
-            if await self.mirror.write(image, new, known.device.mapping):
+            if await self.mirror.write(image, new, known.device.part):
                 known.mirrored = state
         except kit.errors.AgentError as error:
             self.mirror_failures += 1

@@ -8,12 +8,13 @@ Whatever a cluster cannot answer in time is UNKNOWN, and no lease follows from i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import kit.errors
 from ceph.client import Cluster
 from ceph.protocol import Extents, ImageId
 from ceph.settings import ClusterSettings
+from linux import blockdev
 from linux.rbd_sysfs import RbdImage
 from volumes.ledger.store import Entry, Knowledge, NewerError, parse
 
@@ -80,11 +81,12 @@ class Mirror:
         return None
 
     async def ask(
-        self, image: RbdImage, extents: Extents | None = None, *, part: str = ""
+        self, image: RbdImage, extents: Extents | None = None, *, part: str = "", named: str = ""
     ) -> Answer:
         """NOT_ASKED when no credentials for the image's cluster are configured.
 
-        ``part``: names what lies in the image and has an entry of its own.
+        ``part``: names what lies in the image and has an entry of its own. ``named``: how earlier
+        agents named it, if that is another name; what they wrote counts until there is an entry.
         """
         if not image.fsid:
             return unknown("this kernel does not say which cluster the image belongs to")
@@ -93,21 +95,25 @@ class Mirror:
             if cluster is None:
                 return NOT_ASKED
             content = await cluster.content(_id(image), _key(part), extents)
+            text = content.metadata
+            if text is None and named:
+                text = (await cluster.content(_id(image), _key(named))).metadata
         except kit.errors.AgentError as error:
             return unknown(str(error))
         allocated = Knowledge.NOT_ASKED
         if extents is not None:
             allocated = Knowledge.CONTENT if content.extent else Knowledge.NONE
         self.newer.pop((_id(image), part), None)
-        if content.metadata is None:
+        if text is None:
             return Answer(Knowledge.NONE, allocated, size=content.size)
         try:
-            known = parse(content.metadata)
+            known = parse(text)
         except (ValueError, TypeError) as error:
             why = f"the image's metadata: {error}"
             if isinstance(error, NewerError):
                 self.newer[_id(image), part] = why
             return Answer(Knowledge.UNKNOWN, allocated, size=content.size, why=why)
+        known = replace(known, volume=blockdev.unnamed(known.volume))
         return Answer(known.knowledge, allocated, known, content.size)
 
     async def write(self, image: RbdImage, new: Entry, part: str = "") -> bool:

@@ -10,6 +10,7 @@ be understood is kept, and its volume's knowledge is UNKNOWN, never NONE. What a
 wrote is never replaced.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -18,6 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import kit.files
+from linux import blockdev
 
 VERSION = 1
 MOST_PREVIOUS = 5
@@ -160,6 +162,8 @@ class Store:
         self._entries: dict[str, Entry] = {}
         self.unreadable: dict[str, str] = {}  # file name -> error
         self._newer: set[str] = set()  # of these files, those that a newer agent wrote
+        # Files under the names that earlier agents gave a volume, which its next entry replaces.
+        self._former: dict[str, list[Path]] = {}
 
     def load(self) -> None:
         """Read all files. OSError when the folder cannot be made or listed."""
@@ -167,6 +171,7 @@ class Store:
         self._entries.clear()
         self.unreadable.clear()
         self._newer.clear()
+        self._former.clear()
         for file in sorted(self.folder.glob("*.json")):
             try:
                 found = parse(file.read_text(encoding="utf-8"))
@@ -177,7 +182,15 @@ class Store:
                 if isinstance(error, NewerError):
                     self._newer.add(file.name)
             else:
-                self._entries[found.volume] = found
+                self._take(found, file)
+
+    def _take(self, found: Entry, file: Path) -> None:
+        volume = blockdev.unnamed(found.volume)
+        if volume != found.volume:
+            self._former.setdefault(volume, []).append(file)
+            found = replace(found, volume=volume)
+        before = self._entries.get(volume)
+        self._entries[volume] = merge(before, found) if before else found
 
     def _file(self, volume: str) -> Path:
         return self.folder / f"{hashlib.sha256(volume.encode()).hexdigest()[:32]}.json"
@@ -185,9 +198,11 @@ class Store:
     def get(self, volume: str) -> Entry | None:
         return self._entries.get(volume)
 
-    def knowledge(self, volume: str) -> Knowledge:
-        """UNKNOWN when the volume's file is damaged or the device has no volume identity."""
-        if not volume or self._file(volume).name in self.unreadable:
+    def knowledge(self, volume: str, named: str = "") -> Knowledge:
+        """UNKNOWN when the volume's file is damaged or the device has no volume identity.
+        ``named``: the identity by which earlier agents knew it, if that is another."""
+        files = [self._file(each).name for each in (volume, named) if each]
+        if not volume or any(name in self.unreadable for name in files):
             return Knowledge.UNKNOWN
         found = self._entries.get(volume)
         return found.knowledge if found else Knowledge.NONE
@@ -200,8 +215,14 @@ class Store:
         kit.files.save(file, new.dump().encode())
         self.unreadable.pop(file.name, None)
         self._entries[new.volume] = new
+        self._drop_former(new.volume)
         if len(self._entries) > MOST_ENTRIES:
             self._prune()
+
+    def _drop_former(self, volume: str) -> None:
+        with contextlib.suppress(OSError):  # they are read again, and say nothing new
+            for file in self._former.pop(volume, ()):
+                file.unlink(missing_ok=True)
 
     def needs(self, new: Entry) -> bool:
         """Whether ``new`` differs enough from the stored entry to be worth an fsync."""
@@ -222,6 +243,7 @@ class Store:
             : len(self._entries) - MOST_ENTRIES
         ]:
             self._file(old.volume).unlink(missing_ok=True)
+            self._drop_former(old.volume)
             del self._entries[old.volume]
 
     def entries(self) -> list[Entry]:

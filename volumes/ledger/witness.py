@@ -161,7 +161,9 @@ class Witness:
         self._since.pop(volume, None)
         if found is None:
             return Statement(Knowledge.NOT_ASKED, text="no record names a PersistentVolume")
-        said = self._said[volume] = statement.read(found, device.mapping, time.time())
+        said = self._said[volume] = statement.read(
+            found, device.part, time.time(), device.named_part
+        )
         return said
 
     async def _persistent_volume(
@@ -310,7 +312,7 @@ class Witness:
         found = await self._persistent_volume(device, keep)
         if found is None:
             return False
-        key = statement.annotation(device.mapping)
+        key = statement.annotation(device.part)
         if not statement.is_stale(found.annotations.get(key), entry):
             return True
         seen = datetime.datetime.fromtimestamp(entry.last_seen, datetime.UTC)

@@ -9,11 +9,16 @@ and one is started ahead, because a start takes longer than a probe.
 import asyncio
 import random
 
+import structlog
+
 import kit.errors
 import kit.line_worker
 from kit import processes
 from volumes.probe.examine import Kind, Request, Verdict
 
+log = structlog.get_logger("volumes")
+
+MOST_OF_CLUSTER = 8  # devices of one cluster whose children hang
 _NO_ANSWER = "no answer"
 
 
@@ -33,7 +38,7 @@ class Prober:
         self.started = 0
         self._probes: dict[str, asyncio.Task[Verdict]] = {}
         self._slots = asyncio.Semaphore(at_once)
-        self._late: set[str] = set()
+        self._late: dict[str, str] = {}  # with their clusters
         self._at_once = at_once
         self._spares: list[kit.line_worker.Worker[Verdict]] = []
         self._closed = False
@@ -41,28 +46,49 @@ class Prober:
     @property
     def hanging(self) -> frozenset[str]:
         """Devices whose child was abandoned and still exists."""
-        self._late = {device for device in self._late if processes.hanging(_about(device))}
+        for device in [each for each in self._late if not processes.hanging(_about(each))]:
+            del self._late[device]
         return frozenset(self._late)
 
-    async def probe(self, device: str, below: str = "") -> Verdict:
+    async def probe(self, device: str, below: str = "", cluster: str = "") -> Verdict:
         """The verdict on the device node ``device`` (see ``Request`` for ``below``), at the latest
-        ``deadline`` seconds after its child may start. Calls for one device share one child."""
+        ``deadline`` seconds after its child may start. Calls for one device share one child.
+
+        ``cluster``: what does not answer together. TooManyHangError, which says nothing about the
+        device, where too many children hang, of all or of its cluster.
+        """
         task = self._probes.get(device)
         if task is None:
             if device in self.hanging:
                 return self._timeout(device)
-            task = asyncio.create_task(self._run(device, below), name=_about(device))
+            self._refuse_dead(cluster)
+            task = asyncio.create_task(self._run(device, below, cluster), name=_about(device))
             self._probes[device] = task
             task.add_done_callback(lambda _: self._probes.pop(device, None))
         return await asyncio.shield(task)
 
-    async def warm(self) -> None:
-        """Have a child ready that waits for its device."""
-        if not self._spares and not self._closed:
-            self._spares.append(_worker())
-            await self._spares[-1].start()
+    def _refuse_dead(self, cluster: str) -> None:
+        """One dead cluster must not take the children that others need."""
+        late = sum(each == cluster for each in self._late.values())
+        if cluster and late >= MOST_OF_CLUSTER:
+            raise processes.TooManyHangError(
+                f"cluster {cluster}", f"probes of {late} of its devices hang", "see its health"
+            )
 
-    async def _run(self, device: str, below: str) -> Verdict:
+    async def warm(self) -> None:
+        """Have a child ready that waits for its device, where one can be started."""
+        if self._spares or self._closed:
+            return
+        spare = _worker()
+        self._spares.append(spare)
+        try:
+            await spare.start()
+        except (kit.errors.AgentError, OSError) as error:
+            log.warning("no child is ready for the next probe", error=str(error))
+            if spare in self._spares:
+                self._spares.remove(spare)
+
+    async def _run(self, device: str, below: str, cluster: str) -> Verdict:
         async with self._slots:
             self.started += 1
             worker = self._spares.pop() if self._spares else _worker()
@@ -70,8 +96,10 @@ class Prober:
             try:
                 request = Request(device, random.getrandbits(32), below)
                 found = await worker.ask(request, self.deadline)
+            except processes.TooManyHangError:
+                raise
             except processes.DeadlineError:  # the worker has abandoned its child
-                self._late.add(device)
+                self._late[device] = cluster
                 found = self._timeout(device)
             except (
                 kit.errors.AgentError,

@@ -1,6 +1,10 @@
 """The guard outlives its agent, is adopted by the next one, and is replaced without a gap."""
 
+import contextlib
+import fcntl
 import os
+import random
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,38 +140,72 @@ def _rebuilt(folder: Path, name: str, *changes: tuple[str, str]) -> Path:
     return folder / f"{name}.o"
 
 
+# Each map in another shape, with which an upgrade cannot use the one that is there.
+_SHAPES = {
+    "majors": ("__u32, __u8, 4096)", "__u32, __u8, 2048)"),
+    "devices": ("struct device, __u8, 4096)", "struct device, __u8, 8192)"),
+    "config": ("__u32, __u32, 1)", "__u32, __u32, 2)"),
+    "leases": ("struct lease, 4096)", "struct lease, 2048)"),
+    "beats": ("__u32, __u64, 1)", "__u32, __u64, 2)"),
+    "openers": ("char[NAME], __u8, 128)", "char[NAME], __u8, 64)"),
+    "words": ("struct word, __u8, 128)", "struct word, __u8, 64)"),
+    "connecting": ("LRU_HASH, __u32, __u64, 1024)", "LRU_HASH, __u32, __u64, 512)"),
+    "callers": ("struct heard, 1024)", "struct heard, 512)"),
+    "counters": ("__u64, COUNTERS)", "__u64, COUNTERS + 1)"),
+    "events": ("256 * 1024)", "512 * 1024)"),
+}
+
+
 def test_upgrade_has_no_gap(where: cell.Cell, device: str, tmp_path: Path) -> None:
-    """Same maps, then other maps, then back, again and again under constant attempts."""
+    """Another program, then each map in another shape, and back, under constant attempts."""
     enforce = kernel.wanted(
         settings.GuardSettings(drivers=("loop",)), kernel.Mode.ENFORCE, {7: "loop"}
     )
     logic = _rebuilt(tmp_path, "logic", ("CANARY_MAJOR 4095", "CANARY_MAJOR 4094"))
-    maps = _rebuilt(tmp_path, "maps", ("struct lease, 4096", "struct lease, 2048"))
+    shapes = {name: _rebuilt(tmp_path, name, change) for name, change in _SHAPES.items()}
     where.guard().apply(enforce)
     seen = set()
     held = (7, 1_000_003)  # no other test adds that disk
+    stacked = (4094, 3)  # as the kernel notes a mapping on top of a guarded device
     where_now = where.guard()
     where_now.read()
+    assert set(where_now.maps) == set(shapes)
     where_now.reserve(held, 1)
     where_now.grant(held, time.monotonic() + 600, 1)
+    where_now.maps["devices"].set(struct.pack("=II", *stacked), b"\1")
+    connects = where_now.maps["connecting"]  # as if this process had run cryptsetup luksOpen
+    connects.set(struct.pack("=I", os.getpid()), struct.pack("=Q", time.monotonic_ns()))
     with (
         hammer.hammer(where, device, "mkfs.ext4") as bad,
         hammer.hammer(where, device, "mount") as good,
     ):
-        for _ in range(5):
-            for version in (logic, maps, kernel.OBJECT):
-                guard = where.guard(version)
-                present = guard.apply(enforce)
-                assert len(present.programs) == 1
-                assert held in present.leases
-                seen.add(present.programs[0].id)
-                guard.close()
+        for version in (logic, *shapes.values(), kernel.OBJECT) * 2:
+            guard = where.guard(version)
+            present = guard.apply(enforce)
+            assert len(present.programs) == 1 and guard.ends_with_disk
+            assert {held} == set(present.leases), version
+            with _new_disk() as number:
+                assert {stacked, number} <= guard.read().devices, version
+            seen.add(present.programs[0].id)
+            guard.close()
         bad_opened, bad_refused = bad()
         good_opened, good_refused = good()
     where_now.close()
-    assert len(seen) == 15, "every step replaced the program"
+    assert len(seen) == 2 * (len(shapes) + 2), "every step replaced the program"
     assert (bad_opened, good_refused) == (0, 0)
     assert bad_refused > 1000 and good_opened > 1000
+
+
+@contextlib.contextmanager
+def _new_disk() -> Iterator[kernel.Number]:
+    """This process adds a loop disk; its number."""
+    minor = random.randrange(900_000, 1_000_000)
+    with open("/dev/loop-control", "rb+", buffering=0) as control:
+        fcntl.ioctl(control, 0x4C80, minor)
+        try:
+            yield 7, minor
+        finally:
+            fcntl.ioctl(control, 0x4C81, minor)
 
 
 def test_detach_lasts_until_set_mode_settings(

@@ -8,6 +8,7 @@ import fcntl
 import math
 import os
 import random
+import struct
 import subprocess
 import sys
 import time
@@ -167,6 +168,21 @@ def test_no_write_open_of_another_disk_in_200_lives(
     guard.detach()
 
 
+@pytest.mark.parametrize(("ago", "guarded"), [(0, True), (50, True), (61, False)])
+def test_a_pid_that_is_used_again_guards_no_disk(
+    where: cell.Cell, disk: tuple[int, Callable[[], None]], ago: int, guarded: bool
+) -> None:
+    number, anew = disk
+    guard = where.guard()
+    guard.apply(_ENFORCE)
+    connecting = guard.maps["connecting"]
+    opened = time.monotonic_ns() - ago * 10**9
+    connecting.set(struct.pack("=I", os.getpid()), struct.pack("=Q", opened))
+    anew()
+    assert ((7, number) in guard.read().devices) is guarded
+    guard.detach()
+
+
 def test_lost_pins_are_made_again(where: cell.Cell) -> None:
     guard = where.guard()
     guard.apply(_ENFORCE)
@@ -175,4 +191,31 @@ def test_lost_pins_are_made_again(where: cell.Cell) -> None:
     assert not guard.read().pinned
     guard.repin()
     assert guard.read().pinned and guard.ends_with_disk
+    guard.detach()
+
+
+# A guard with a bpf file system that nobody else sees, as of a container without the host's.
+_ALONE = """
+import sys
+from pathlib import Path
+from tests.volumes.guard import test_disk_lives
+from volumes.guard import kernel
+guard = kernel.Kernel(Path(sys.argv[1]), Path(sys.argv[2]))
+present = guard.apply(test_disk_lives._ENFORCE)
+print(present.attached, present.pinned, guard.ends_with_disk, guard.no_watch)
+"""
+
+
+def test_a_watch_that_the_host_does_not_see_is_none(where: cell.Cell, tmp_path: Path) -> None:
+    pin_folder = tmp_path / "bpf" / "nodeagent"
+    done = subprocess.run(
+        ["unshare", "--mount", sys.executable, "-c", _ALONE, str(where.path), str(pin_folder)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == (
+        f"True True False the host does not have the bpf file system of {pin_folder} mounted\n"
+    ), done.stderr
+    guard = where.guard()
+    guard.apply(_ENFORCE)
+    assert guard.ends_with_disk, guard.no_watch
     guard.detach()

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import struct
 import subprocess
 import time
 from collections.abc import Iterator
@@ -217,8 +218,11 @@ def test_words_allow_luks_open_and_deny_format(guarded: cell.Cell, tmp_path: Pat
         blockdev.run(*("cryptsetup", "-q", "--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"),
                      *("--key-file", str(key), "luksFormat", device))  # fmt: skip
         guard = guarded.guard()
-        before = guard.read().counters
+        before, began = guard.read().counters, time.monotonic_ns()
         opened = _writes_as(guarded, tmp_path, "cryptsetup", "luksOpen", device)
+        connecting = guard.maps["connecting"]
+        times = [struct.unpack("=Q", connecting.get(k) or b"")[0] for k in connecting.snapshot()]
+        assert sum(began <= each <= time.monotonic_ns() for each in times) == 1
         formatted = _writes_as(guarded, tmp_path, "cryptsetup", "luksFormat", device)
         after = guard.read().counters
         guard.close()

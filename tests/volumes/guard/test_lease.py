@@ -514,6 +514,7 @@ def test_error_log_ignores_normal_lines_and_other_devices(line: str) -> None:
     ("libceph: mon0 (1)10.0.0.1:6789 session lost, hunting for new mon", True),
     ("libceph: mon0 (1)10.9.9.9:6789 session lost, hunting for new mon", False),
     ("libceph: mon1 (1)10.9.9.9:6789 socket closed (con state CONNECTING)", False),
+    ("libceph: mon2 (1)10.7.7.7:6789 session lost, hunting for new mon", True),  # learnt later
     ("libceph (f1 4711): osd1 down", True),
     ("libceph (f2 4711): osd1 down", False),
     ("libceph (f2 4711): mon0 (1)10.0.0.1:6789 session lost, hunting for new mon", False),
@@ -523,7 +524,8 @@ def test_error_log_counts_lines_of_the_devices_own_cluster(line: str, ours: bool
     log = lease.ErrorLog()
     log.readable = True
     log.note(line, 90.0)
-    mapped = lease.Mapped("f1", frozenset({"10.0.0.1:6789", "10.0.0.2:6789"}))
+    given, others = {"10.0.0.1:6789", "10.0.0.2:6789"}, {"10.0.0.1:6789", "10.9.9.9:6789"}
+    mapped = lease.Mapped("f1", frozenset(given), frozenset(others))
     assert log.quiet_for("rbd0", mapped, 100.0) == (10.0 if ours else math.inf)
     assert log.quiet_for("rbd0", lease.Mapped(), 100.0) == 10.0  # in doubt it is ours
     assert log.quiet_for("nbd0", None, 100.0) == math.inf

@@ -16,8 +16,9 @@ import pytest
 
 import kit.errors
 from ceph.protocol import Extents
+from kit import processes
 from linux import blockdev
-from linux.rbd_sysfs import RbdImage
+from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.testbed import waiting
 from volumes import explain, settings, status
 from volumes.guard import denials, doubt, kernel, lease, lease_manager, raw_block, steps
@@ -44,6 +45,7 @@ class World:
         self.device: blockdev.BlockDevice | None = DEVICE
         self.verdict = BLANK
         self.raw = False
+        self.too_many_hang = 0
         self.ends_with_disk = True
         self.beats = 0
         self.map: dict[blockdev.Number, kernel.Lease] = {}
@@ -80,12 +82,15 @@ class World:
 
     # --- the prober, the mirror, the kernel
 
-    async def probe(self, path: str, below: str = "") -> Verdict:
+    async def probe(self, path: str, below: str = "", cluster: str = "") -> Verdict:
         self.did.append("probe")
+        if self.too_many_hang:
+            self.too_many_hang -= 1
+            raise processes.TooManyHangError("the agent", "32 of its child processes hang", "look")
         return self.verdict
 
     async def ask(
-        self, image: RbdImage, extents: Extents | None = None, *, part: str = ""
+        self, image: RbdImage, extents: Extents | None = None, *, part: str = "", named: str = ""
     ) -> mirror.Answer:
         extent = store.Knowledge.NONE if extents else store.Knowledge.NOT_ASKED
         return mirror.Answer(store.Knowledge.NONE, extent, size=SIZE)
@@ -335,7 +340,7 @@ async def test_operators_word_waits_for_a_check_that_saw_the_device_before(
     await world.checked()
     at_last, probe = asyncio.Event(), world.probe
 
-    async def slow(path: str, below: str = "") -> Verdict:
+    async def slow(path: str, below: str = "", cluster: str = "") -> Verdict:
         await at_last.wait()
         return await probe(path, below)
 
@@ -426,7 +431,7 @@ async def test_clone_has_an_entry_of_its_own(world: World, monkeypatch: pytest.M
     parent = store.Entry(volume="rbd:f1/3//parent", type="ext4", uuid="of the parent", last_seen=5)
 
     async def ask(
-        image: RbdImage, extents: Extents | None = None, *, part: str = ""
+        image: RbdImage, extents: Extents | None = None, *, part: str = "", named: str = ""
     ) -> mirror.Answer:
         return mirror.Answer(store.Knowledge.CONTENT, store.Knowledge.CONTENT, parent, SIZE)
 
@@ -449,7 +454,7 @@ async def test_accident_on_a_node_that_never_saw_the_volume_is_explained(
     entry = store.Entry(volume=DEVICE.volume, type="ext4", uuid="u1", last_seen=5, node="other")
 
     async def ask(
-        image: RbdImage, extents: Extents | None = None, *, part: str = ""
+        image: RbdImage, extents: Extents | None = None, *, part: str = "", named: str = ""
     ) -> mirror.Answer:
         return mirror.Answer(store.Knowledge.CONTENT, store.Knowledge.CONTENT, entry, SIZE)
 
@@ -504,3 +509,38 @@ async def test_explained_ends_with_the_next_safe_step(
     )  # fmt: skip
     assert step in page[-1]
     assert "ext4 u1, seen on n" in "".join(page)
+
+
+async def test_a_probe_that_was_refused_a_child_is_made_soon(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_manager, "NO_CHILD_SECONDS", 0.01)
+    world.too_many_hang = 3
+    known = await world.checked()
+    assert known.reasons == (
+        "the decision failed: the agent: 32 of its child processes hang; look",
+    )
+    assert not known.doubt.looks, "nothing was asked"
+    await waiting.until_async(lambda: bool(world.map), 30, "the lease of the new volume")
+
+
+async def test_monitor_that_no_mapping_was_given_concerns_every_device(world: World) -> None:
+    """After a failover to a new address the kernel's lines are about one that nobody named."""
+    mapped = [("rbd98", "10.0.0.9:6789,10.0.0.8:6789"), ("rbd99", "10.0.0.1:6789")]
+    for name, monitors in mapped:
+        client = RbdClient("0", "", "", config=f"{monitors} name=x,key=client.x rbd a -")
+        device = dataclasses.replace(DEVICE, name=name, client=client)
+        world.manager.known[name] = steps.Known(device)
+    now, errors = time.monotonic(), world.manager.errors
+    errors.note("libceph: mon0 (1)10.0.0.8:6789 session lost, hunting for new mon", now - 1)
+    world.device = world.manager.known["rbd99"].device
+    assert (await world.checked()).reasons == (), "of the other device's monitor"
+    errors.note("libceph: mon2 (1)10.7.7.7:6789 session lost, hunting for new mon", now)
+    world.map.clear()
+    again = world.new_manager()
+    again.errors, again.known = errors, {"rbd98": world.manager.known["rbd98"]}
+    try:
+        (reason,) = (await world.checked(again)).reasons
+        assert "the kernel logged an I/O error" in reason
+    finally:
+        await again.close()

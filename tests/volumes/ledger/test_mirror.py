@@ -1,5 +1,6 @@
 """What the clusters' answers mean for the ledger; the cluster is a stand-in (tests/ceph has it)."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -26,6 +27,7 @@ class Stand:
     failures: int = 0
     closed: bool = False
     written: str = ""
+    key: str = "nodeagent.volume"
 
     async def connect(self) -> str:
         if not self.up:
@@ -35,11 +37,12 @@ class Stand:
         return self.fsid
 
     async def content(
-        self, image: ImageId, metadata_key: str, extents: Extents | None
+        self, image: ImageId, metadata_key: str, extents: Extents | None = None
     ) -> ImageContent:
-        assert metadata_key == "nodeagent.volume"
         if isinstance(self.content_, kit.errors.AgentError):
             raise self.content_
+        if metadata_key != self.key:
+            return dataclasses.replace(self.content_, metadata=None)
         return self.content_
 
     async def set_metadata(self, image: ImageId, metadata_key: str, value: str) -> None:
@@ -146,3 +149,20 @@ async def test_apply_replaces_changed_clusters(monkeypatch: pytest.MonkeyPatch) 
     assert made.failures == 1  # a counter never goes back
     await made.apply((settings,), 5.0)
     assert not second.closed
+
+
+async def test_entry_under_a_mappings_name_counts_until_there_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = "CRYPT-LUKS2-0123456789abcdef"
+    named = f"{part}-luks-rbd-1"
+    old = dataclasses.replace(ENTRY, volume=f"{ENTRY.volume}+{named}")
+    stand = Stand("f1", ImageContent(old.dump()), key=f"nodeagent.volume.{named}")
+    made = _mirror(monkeypatch, stand)
+    answer = await made.ask(_image(), part=part, named=named)
+    assert answer.known == dataclasses.replace(ENTRY, volume=f"{ENTRY.volume}+{part}")
+    assert answer.mirror is Knowledge.CONTENT
+    assert (await made.ask(_image(), part=part)).mirror is Knowledge.NONE
+    new = dataclasses.replace(ENTRY, type="xfs", volume=f"{ENTRY.volume}+{part}")
+    stand.key, stand.content_ = f"nodeagent.volume.{part}", ImageContent(new.dump())
+    assert (await made.ask(_image(), part=part, named=named)).known == new

@@ -151,3 +151,41 @@ def test_permissions_without_content_are_not_the_first_to_be_forgotten(
     ledger.put(Entry("rbd:raw").permit("raw block volume on n", 200.0))
     ledger.put(Entry("rbd:b").saw("ext4", "u", "", 300.0, "n"))
     assert [each.volume for each in ledger.entries()] == ["rbd:b", "rbd:raw"]
+
+
+LUKS = f"{VOLUME}+CRYPT-LUKS2-0123456789abcdef0123456789abcdef"
+NAMED = f"{LUKS}-luks-rbd-0001"
+
+
+def _agent_before(folder: Path, *entries: Entry) -> None:
+    """Entries of mappings under the names that they had."""
+    before = store.Store(folder)
+    before.load()
+    for each in entries:
+        before.put(each)
+
+
+def test_entries_under_a_mappings_name_are_read_once(tmp_path: Path) -> None:
+    _agent_before(tmp_path, Entry(NAMED).saw("ext4", "u1", "", 100.0, "n1"),
+                  Entry(f"{LUKS}-rescue").permit("me", 200.0))  # fmt: skip
+    ledger = store.Store(tmp_path)
+    ledger.load()
+    found = ledger.get(LUKS)
+    assert found is not None and (found.volume, found.content) == (LUKS, "ext4 u1")
+    assert found.permitted == 200.0, "the two are one volume"
+    assert ledger.entries() == [found] and ledger.knowledge(LUKS, NAMED) is Knowledge.CONTENT
+    ledger.put(found.saw("xfs", "u2", "", 300.0, "n1"))
+    assert len(list(tmp_path.glob("*.json"))) == 1
+    again = store.Store(tmp_path)
+    again.load()
+    assert (again.get(LUKS), again.get(NAMED)) == (ledger.get(LUKS), None)
+
+
+def test_damaged_entry_under_a_mappings_name_is_unknown(tmp_path: Path) -> None:
+    _agent_before(tmp_path, Entry(NAMED).saw("ext4", "u1", "", 100.0, "n1"))
+    (file,) = tmp_path.glob("*.json")
+    file.write_text("{")
+    ledger = store.Store(tmp_path)
+    ledger.load()
+    assert ledger.knowledge(LUKS, NAMED) is Knowledge.UNKNOWN
+    assert ledger.knowledge(LUKS, f"{LUKS}-rescue") is Knowledge.NONE
