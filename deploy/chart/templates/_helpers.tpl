@@ -57,6 +57,15 @@ nodeagent/pool: {{ .pool }}
 {{/* A room is left out because somebody set it to null; the guard asks for that word (docs/guard.md). */}}
 {{- if not (hasKey $all $room) -}}{{- $_ := set $all $room nil -}}{{- end -}}
 {{- end -}}
+{{- $port := .root.Values.port -}}
+{{- $admin := $all.admin | default dict -}}
+{{- $metrics := toString ($admin.metrics | default "null") -}}
+{{- if not (has $metrics (list (printf "127.0.0.1:%v" $port) (printf "0.0.0.0:%v" $port))) -}}
+{{- fail (printf "pool %s: settings.admin.metrics is %s, and the probes ask 127.0.0.1:%v ('port'). They would find nobody, and kubelet would kill each agent again and again. Leave admin.metrics out, or set it to 0.0.0.0:%v; another port is set by 'port'" .pool $metrics $port $port) -}}
+{{- end -}}
+{{- if hasSuffix (printf ":%v" $port) (toString ($admin.api | default dict).listen) -}}
+{{- fail (printf "pool %s: settings.admin.api.listen has the port %v of metrics and probes ('port'): no agent could start. Choose another port" .pool $port) -}}
+{{- end -}}
 {{- toYaml $all -}}
 {{- end -}}
 
