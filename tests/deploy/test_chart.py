@@ -206,6 +206,32 @@ def test_probes_find_every_door_that_renders(door: str, where: str, tmp_path: Pa
         assert host in (asked["host"], "0.0.0.0")
 
 
+def _annotations(*words: str) -> dict[str, str]:
+    daemonset = _one(_render(*words), "DaemonSet")
+    found: dict[str, str] = daemonset["spec"]["template"]["metadata"]["annotations"]
+    return found
+
+
+@pytest.mark.real
+def test_settings_that_need_a_restart_make_new_pods() -> None:
+    given = ("--set", "podAnnotations.a=b")
+    before = _annotations(*given)
+    assert before["a"] == "b"
+    assert _annotations(*given, "--set", "settings.cache.budget=1TiB") == before
+    for changed in (
+        "settings.admin.names={node.example}",
+        "settings.admin.group_role=read",
+        "pools.default.settings.admin.metrics=0.0.0.0:9470",
+        "host.state=/mnt/ssd/nodeagent",
+        "settings.kubernetes.interval=20s",
+        "kubernetes.enabled=false",
+        "settings.preheat=null",
+    ):
+        after = _annotations(*given, "--set", changed)
+        assert after.keys() == before.keys()
+        assert after != before, changed
+
+
 @pytest.mark.real
 def test_door_follows_the_port() -> None:
     moved = _render("--set", "port=9999")

@@ -69,6 +69,16 @@ nodeagent/pool: {{ .pool }}
 {{- toYaml $all -}}
 {{- end -}}
 
+{{/* The settings that an agent takes over by a restart alone: of the process itself, and which rooms there are. */}}
+{{- define "nodeagent.restart" -}}
+{{- $settings := include "nodeagent.settings" . | fromYaml -}}
+{{- $fixed := pick $settings "admin" "kubernetes" "state_dir" -}}
+{{- range $room := list "cache" "volumes" "preheat" -}}
+{{- if kindIs "map" (index $settings $room) -}}{{- $_ := set $fixed $room true -}}{{- end -}}
+{{- end -}}
+{{- $fixed | toJson -}}
+{{- end -}}
+
 {{/* Directories of the host that the settings of a pool name: sources of kind 'dir', and host.paths. */}}
 {{- define "nodeagent.paths" -}}
 {{- $paths := .root.Values.host.paths -}}
