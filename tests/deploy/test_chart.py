@@ -233,6 +233,25 @@ def test_settings_that_need_a_restart_make_new_pods() -> None:
 
 
 @pytest.mark.real
+@pytest.mark.parametrize("where", ["settings", "pools.default.settings"])
+@pytest.mark.parametrize("name", ["store", "views"])
+def test_store_and_views_are_the_hosts(name: str, where: str) -> None:
+    for path, state, good in (
+        ("/mnt/nvme/store", "/var/lib/nodeagent", False),
+        ("/var/lib/nodeagent-2/store", "/var/lib/nodeagent", False),
+        ("/var/lib/nodeagent/../store", "/var/lib/nodeagent", False),
+        ("/var/lib/nodeagent", "/var/lib/nodeagent", False),
+        ("/var/lib/nodeagent/nvme/it", "/var/lib/nodeagent", True),
+        ("/mnt/nvme/nodeagent/it", "/mnt/nvme/nodeagent", True),
+    ):
+        words = ("--set", f"{where}.cache.{name}={path},host.state={state}")
+        done = kubernetes.helm("template", "nodeagent", str(CHART), *words)
+        assert (done.returncode == 0) is good, path
+        assert good or f"settings.cache.{name} is {path}" in done.stderr
+    _render("--set", "settings.cache=null")
+
+
+@pytest.mark.real
 def test_door_follows_the_port() -> None:
     moved = _render("--set", "port=9999")
     settings = yaml.safe_load(_one(moved, "ConfigMap")["data"]["nodeagent.yaml"])

@@ -57,6 +57,12 @@ nodeagent/pool: {{ .pool }}
 {{/* A room is left out because somebody set it to null; the guard asks for that word (docs/guard.md). */}}
 {{- if not (hasKey $all $room) -}}{{- $_ := set $all $room nil -}}{{- end -}}
 {{- end -}}
+{{- range $name := list "store" "views" -}}
+{{- $path := toString ((($all.cache) | default dict) | dig $name "") -}}
+{{- if and $path (not (hasPrefix (printf "%s/" $host.state) (clean $path))) -}}
+{{- fail (printf "pool %s: settings.cache.%s is %s, which the pod does not have from the host: only host.state (%s) is mounted. It would lie in the container's own layer. Set host.state to a directory of that disk, or mount the disk on the host below %s and name a path there" $.pool $name $path $host.state $host.state) -}}
+{{- end -}}
+{{- end -}}
 {{- $port := .root.Values.port -}}
 {{- $admin := $all.admin | default dict -}}
 {{- $metrics := toString ($admin.metrics | default "null") -}}
