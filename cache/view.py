@@ -24,7 +24,7 @@ from typing import Any
 
 import kit.errors
 import kit.files
-from cache.store import filesystem, image_copy, mixed
+from cache.store import disk, filesystem, image_copy, mixed
 from kit import child_main
 from linux import detached, mountinfo, mounts, procfs
 
@@ -41,6 +41,13 @@ class Stage(StrEnum):
 
 def prepare(views: str) -> None:
     """Make ``views`` a shared mount, from which mounts propagate to pods. HostError."""
+    table = mountinfo.read()
+    if disk.in_container(os.path.realpath(views), table, disk.apart(table)):
+        raise kit.errors.HostError(
+            f"cache.views {views}",
+            "it is in the container's own layer: neither the host nor pods would see the views",
+            "mount that directory of the host with mountPropagation: Bidirectional",
+        )
     try:
         if not Path(views).is_dir():
             Path(views).mkdir(parents=True, mode=0o755)

@@ -26,6 +26,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 import kit.child
 import kit.errors
 import kit.files
+import kit.findings
 from linux import nvml
 from nodeagent import configfile, configwatch, events, gpus, state, supervisor, watchdog
 from nodeagent.api import listeners
@@ -57,6 +58,17 @@ def _only_one(state_dir: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _unapplied(setting: str) -> kit.findings.Finding:
+    return kit.findings.Finding(
+        id=f"needs-restart/{setting}",
+        rule="needs-restart",
+        severity=kit.findings.Severity.WARNING,
+        subject=setting,
+        message=f"{setting}: the settings file has changed it, and the value of before is in force",
+        advice="restart the agent, or undo the change; jobs do not notice a restart",
+    )
 
 
 class Agent:
@@ -143,10 +155,13 @@ class Agent:
 
     def _note_refused(self, name: str, refused: Sequence[str]) -> None:
         others = [r for r in self.state.refused if not r.startswith(f"{name}.")]
-        now = others + [f"{name}.{r}" for r in refused]
-        for setting in set(now) - set(self.state.refused):
-            log.warning("setting needs a restart of the agent to change", setting=setting)
-        self.state.refused = now
+        self._refuse(others + [f"{name}.{r}" for r in refused])
+
+    def _refuse(self, names: Sequence[str]) -> None:
+        """Say which changed settings are not in force. What a door no longer should admit is one
+        of them, so a list in /readyz is not enough."""
+        self.state.refused = list(names)
+        self.state.findings.report("settings", [_unapplied(name) for name in names])
 
     async def _keep(self) -> None:
         """Keep a copy of the settings in force."""
@@ -207,7 +222,7 @@ class Agent:
                 refused.append(name)
                 keep[name] = getattr(self.state.settings, name)
         self.state.settings = new.model_copy(update=keep)
-        self.state.refused = [r for r in self.state.refused if "." in r] + refused
+        self._refuse([r for r in self.state.refused if "." in r] + refused)
         log.info("settings reloaded", needs_restart=refused)
         for each in self._supervisors:
             each.wake()

@@ -42,6 +42,32 @@ def apart(own: Sequence[mountinfo.Mount]) -> list[mountinfo.Mount]:
     return [] if {m.mount_id for m in host} & {m.mount_id for m in own} else host
 
 
+def in_container(
+    path: str, own: Sequence[mountinfo.Mount], host: Sequence[mountinfo.Mount]
+) -> bool:
+    """Whether ``path`` lies in a container's own layer. ``host``: what ``apart`` gave; without it
+    nobody can tell.
+
+    A pod sees the host's directories as mounts below its root. Its root is a whole file system that
+    is not the host's root. A directory that systemd or chroot made a root is the host's own.
+    """
+    mount = mountinfo.containing(path, own)
+    root = mountinfo.containing("/", host)
+    if mount is None or root is None or mount.target != "/":
+        return False
+    return mount.root == "/" and mount.device != root.device
+
+
+def fleeting(path: str, own: Sequence[mountinfo.Mount], host: Sequence[mountinfo.Mount]) -> str:
+    """Why what is stored at ``path`` does not stay on the host's disk; '' when nothing says so."""
+    mount = mountinfo.containing(path, own)
+    if mount is not None and mount.fstype in ("tmpfs", "ramfs"):
+        return f"it is on {mount.fstype} mounted at {mount.target}: that is memory, not a disk"
+    if in_container(path, own, host):
+        return "it is in the container's own layer: that fills the runtime's disk and goes with it"
+    return ""
+
+
 def place(store: str) -> str:
     """The mount point of the file system that the store lies on, as the host sees it.
 
@@ -102,7 +128,13 @@ def uuid_of(store: str) -> str:
 
 
 def check(store: str, disk: Path | None, state_dir: Path) -> None:
-    """HostError unless the store's disk is mounted."""
+    """HostError unless the store's disk is mounted, and is a disk of the host."""
+    own = mountinfo.read()
+    if why := fleeting(store, own, apart(own)):
+        raise kit.errors.HostError(
+            f"cache.store {store}", why,
+            "put it on an ext4 or XFS of the SSD; in a pod mount that directory of the host",
+        )  # fmt: skip
     wanted = _remembered(state_dir, store) if disk is None else os.path.realpath(disk)
     if why := problem(place(store), wanted):
         remedy = f"mount the SSD at {wanted}"

@@ -34,6 +34,7 @@ from aiohttp import http_exceptions, web
 from aiohttp.typedefs import Middleware
 
 import kit.errors
+import kit.findings
 from kit.room import Role
 from nodeagent import overview
 from nodeagent.api import access, quick, reviews, rotation, server
@@ -264,18 +265,40 @@ def _living(path: Path) -> bool:
     return True
 
 
-def bind_unix(path: Path, group: str | None) -> socket.socket:
-    """A listening socket at ``path``, for root alone or also for ``group``.
+def _admitted(state: State) -> tuple[AdminSettings, int | None]:
+    """The settings, and the group's number. A group that is not there is left out of both.
+
+    That harms its members alone: root keeps the socket, and a node keeps its agent.
+    """
+    admin, found = state.settings.admin, []
+    try:
+        gid = None if admin.group is None else grp.getgrnam(admin.group).gr_gid
+    except KeyError:
+        gid = None
+        found.append(
+            kit.findings.Finding(
+                id="admin.group",
+                rule="unknown-group",
+                severity=kit.findings.Severity.WARNING,
+                subject=str(admin.group),
+                message=f"admin.group {admin.group}: there is no such group here; the socket is "
+                "for root alone",
+                advice="make the group, or correct the name, then restart the agent; in a pod "
+                "groups are the image's: leave admin.group out (docs/security.md)",
+            )
+        )
+        admin = admin.model_copy(update={"group": None})
+    state.findings.report("admin.group", found)
+    state.degraded["admin.group"] = [each.message for each in found]
+    return admin, gid
+
+
+def bind_unix(path: Path, gid: int | None) -> socket.socket:
+    """A listening socket at ``path``, for root alone or also for the group ``gid``.
 
     Replaces the socket of an agent that has ended. HostError or RefusedError says why not.
     """
     what = f"admin.socket {path}"
-    try:
-        gid = None if group is None else grp.getgrnam(group).gr_gid
-    except KeyError:
-        raise kit.errors.HostError(
-            f"admin.group {group}", "this host has no such group", "make it, or correct the name"
-        ) from None
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
@@ -310,8 +333,8 @@ def bind_unix(path: Path, group: str | None) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _unix(path: Path, group: str | None) -> Iterator[socket.socket]:
-    listening = bind_unix(path, group)
+def _unix(path: Path, gid: int | None) -> Iterator[socket.socket]:
+    listening = bind_unix(path, gid)
     ours = path.lstat().st_ino
     try:
         yield listening
@@ -371,12 +394,12 @@ def _token_caller(
 @contextlib.asynccontextmanager
 async def serving(state: State) -> AsyncIterator[None]:
     """Listen while the block runs. HostError when an address cannot be had."""
-    admin = state.settings.admin
+    admin, gid = _admitted(state)
     calls = access.CallLog(state.settings.state_dir)
     async with contextlib.AsyncExitStack() as stack:
         streams = access.Streams()
         door = server.Door(_socket_caller(admin), calls, streams=streams)
-        listening = stack.enter_context(_unix(admin.socket, admin.group))
+        listening = stack.enter_context(_unix(admin.socket, gid))
         held = overview.Held(state)
         app = server.application(state, door, held)
 

@@ -163,6 +163,102 @@ def test_schema_refuses(odd: str) -> None:
     assert "values don't meet the specifications of the schema" in done.stderr, done.stderr
 
 
+API = '"cert_file": "/c", "key_file": "/k", "tokens_file": "/t"'
+# Settings of the door, and whether the probes would find somebody.
+DOORS = {
+    "{}": True,
+    '{"socket": "/run/other/admin.sock"}': True,
+    '{"group": "operators"}': True,  # it degrades: tests/nodeagent/test_listeners.py
+    '{"group_role": "read"}': True,
+    '{"names": ["node.example"]}': True,
+    '{"metrics": "127.0.0.1:9470"}': True,
+    '{"metrics": "0.0.0.0:9470"}': True,
+    f'{{"api": {{"listen": "0.0.0.0:9471", {API}}}}}': True,
+    '{"metrics": null}': False,
+    '{"metrics": ""}': False,
+    '{"metrics": "0.0.0.0:9999"}': False,
+    '{"metrics": "10.0.0.17:9470"}': False,
+    '{"metrics": "[::]:9470"}': False,  # IPv6 alone
+    '{"metrics": "localhost:9470"}': False,  # which may be ::1
+    f'{{"api": {{"listen": "0.0.0.0:9470", {API}}}}}': False,
+    "null": False,
+}  # fmt: skip
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("where", ["settings", "pools.default.settings"])
+@pytest.mark.parametrize("door", DOORS)
+def test_probes_find_every_door_that_renders(door: str, where: str, tmp_path: Path) -> None:
+    words = ("--set-json", f"{where}.admin={door}")
+    done = kubernetes.helm("template", "nodeagent", str(CHART), *words)
+    assert (done.returncode == 0) is DOORS[door], done.stderr
+    if not DOORS[door]:
+        assert "admin" in done.stderr
+        return
+    documents = [each for each in yaml.safe_load_all(done.stdout) if each]
+    _check_settings(tmp_path, _one(documents, "ConfigMap"))
+    settings = yaml.safe_load(_one(documents, "ConfigMap")["data"]["nodeagent.yaml"])
+    (container,) = _pod(_one(documents, "DaemonSet"))["containers"]
+    host, _, port = settings["admin"]["metrics"].rpartition(":")
+    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+        asked = container[name]["httpGet"]
+        assert asked["port"] == container["ports"][0]["hostPort"] == int(port)
+        assert host in (asked["host"], "0.0.0.0")
+
+
+def _annotations(*words: str) -> dict[str, str]:
+    daemonset = _one(_render(*words), "DaemonSet")
+    found: dict[str, str] = daemonset["spec"]["template"]["metadata"]["annotations"]
+    return found
+
+
+@pytest.mark.real
+def test_settings_that_need_a_restart_make_new_pods() -> None:
+    given = ("--set", "podAnnotations.a=b")
+    before = _annotations(*given)
+    assert before["a"] == "b"
+    assert _annotations(*given, "--set", "settings.cache.budget=1TiB") == before
+    for changed in (
+        "settings.admin.names={node.example}",
+        "settings.admin.group_role=read",
+        "pools.default.settings.admin.metrics=0.0.0.0:9470",
+        "host.state=/mnt/ssd/nodeagent",
+        "settings.kubernetes.interval=20s",
+        "kubernetes.enabled=false",
+        "settings.preheat=null",
+    ):
+        after = _annotations(*given, "--set", changed)
+        assert after.keys() == before.keys()
+        assert after != before, changed
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("where", ["settings", "pools.default.settings"])
+@pytest.mark.parametrize("name", ["store", "views"])
+def test_store_and_views_are_the_hosts(name: str, where: str) -> None:
+    for path, state, good in (
+        ("/mnt/nvme/store", "/var/lib/nodeagent", False),
+        ("/var/lib/nodeagent-2/store", "/var/lib/nodeagent", False),
+        ("/var/lib/nodeagent/../store", "/var/lib/nodeagent", False),
+        ("/var/lib/nodeagent", "/var/lib/nodeagent", False),
+        ("/var/lib/nodeagent/nvme/it", "/var/lib/nodeagent", True),
+        ("/mnt/nvme/nodeagent/it", "/mnt/nvme/nodeagent", True),
+    ):
+        words = ("--set", f"{where}.cache.{name}={path},host.state={state}")
+        done = kubernetes.helm("template", "nodeagent", str(CHART), *words)
+        assert (done.returncode == 0) is good, path
+        assert good or f"settings.cache.{name} is {path}" in done.stderr
+    _render("--set", "settings.cache=null")
+
+
+@pytest.mark.real
+def test_door_follows_the_port() -> None:
+    moved = _render("--set", "port=9999")
+    settings = yaml.safe_load(_one(moved, "ConfigMap")["data"]["nodeagent.yaml"])
+    assert settings["admin"]["metrics"] == "127.0.0.1:9999"
+    _render("--set", "port=9999", "--set", "settings.admin.metrics=0.0.0.0:9999")
+
+
 @pytest.mark.real
 def test_sources_of_kind_dir_are_mounted(tmp_path: Path) -> None:
     documents = _render("--set-json", DATASETS, "--set", "host.paths[0]=/mnt/more")

@@ -37,8 +37,12 @@ def test_apply_keeps_settings_that_need_a_restart(agent: app.Agent) -> None:
     assert agent.state.settings.admin == old.admin
     assert agent.state.settings.state_dir == old.state_dir
     assert sorted(agent.state.refused) == ["admin", "state_dir"]
+    found = agent.state.findings.current()
+    assert sorted(each.subject for each in found) == ["admin", "state_dir"]
+    assert {each.rule for each in found} == {"needs-restart"}
     agent._apply(old)
     assert agent.state.refused == []
+    assert agent.state.findings.current() == []
 
 
 def test_apply_refuses_a_new_or_lost_section(agent: app.Agent) -> None:

@@ -91,9 +91,20 @@ for ask in ("GET /v1/datasets", "POST /v1/datasets/a/warm"):
         assert "PermissionError" in await ask(gid - 1)
 
 
-def test_unknown_group_is_refused(short: Path) -> None:
-    with pytest.raises(kit.errors.HostError, match="no such group"):
-        listeners.bind_unix(short / "s", "no-such-group")
+async def test_unknown_group_leaves_the_socket_to_root_alone(
+    agent: app.Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_admin(agent, group="no-such-group", group_role=Role.DANGEROUS)
+    path, state = agent.state.settings.admin.socket, agent.state
+    async with listeners.serving(state), unix(agent) as session:
+        assert path.stat().st_mode & 0o777 == 0o600
+        reasons = (await (await session.get("/readyz")).json())["reasons"]
+        assert [each for each in reasons if each.startswith("admin.group: ")]
+        assert [each.rule for each in state.findings.current()] == ["unknown-group"]
+        # Whoever inherited a descriptor of root's has no role: no group admits it.
+        monkeypatch.setattr(listeners, "_peer", lambda _: (1, 65534))
+        for path_of in ("/v1/datasets", "/v1/status"):
+            assert (await session.get(path_of)).status == 401
 
 
 def test_stale_socket_is_replaced_a_living_one_and_a_file_are_not(short: Path) -> None:

@@ -57,7 +57,32 @@ nodeagent/pool: {{ .pool }}
 {{/* A room is left out because somebody set it to null; the guard asks for that word (docs/guard.md). */}}
 {{- if not (hasKey $all $room) -}}{{- $_ := set $all $room nil -}}{{- end -}}
 {{- end -}}
+{{- range $name := list "store" "views" -}}
+{{- $path := toString ((($all.cache) | default dict) | dig $name "") -}}
+{{- if and $path (not (hasPrefix (printf "%s/" $host.state) (clean $path))) -}}
+{{- fail (printf "pool %s: settings.cache.%s is %s, which the pod does not have from the host: only host.state (%s) is mounted. It would lie in the container's own layer. Set host.state to a directory of that disk, or mount the disk on the host below %s and name a path there" $.pool $name $path $host.state $host.state) -}}
+{{- end -}}
+{{- end -}}
+{{- $port := .root.Values.port -}}
+{{- $admin := $all.admin | default dict -}}
+{{- $metrics := toString ($admin.metrics | default "null") -}}
+{{- if not (has $metrics (list (printf "127.0.0.1:%v" $port) (printf "0.0.0.0:%v" $port))) -}}
+{{- fail (printf "pool %s: settings.admin.metrics is %s, and the probes ask 127.0.0.1:%v ('port'). They would find nobody, and kubelet would kill each agent again and again. Leave admin.metrics out, or set it to 0.0.0.0:%v; another port is set by 'port'" .pool $metrics $port $port) -}}
+{{- end -}}
+{{- if hasSuffix (printf ":%v" $port) (toString ($admin.api | default dict).listen) -}}
+{{- fail (printf "pool %s: settings.admin.api.listen has the port %v of metrics and probes ('port'): no agent could start. Choose another port" .pool $port) -}}
+{{- end -}}
 {{- toYaml $all -}}
+{{- end -}}
+
+{{/* The settings that an agent takes over by a restart alone: of the process itself, and which rooms there are. */}}
+{{- define "nodeagent.restart" -}}
+{{- $settings := include "nodeagent.settings" . | fromYaml -}}
+{{- $fixed := pick $settings "admin" "kubernetes" "state_dir" -}}
+{{- range $room := list "cache" "volumes" "preheat" -}}
+{{- if kindIs "map" (index $settings $room) -}}{{- $_ := set $fixed $room true -}}{{- end -}}
+{{- end -}}
+{{- $fixed | toJson -}}
 {{- end -}}
 
 {{/* Directories of the host that the settings of a pool name: sources of kind 'dir', and host.paths. */}}
