@@ -134,7 +134,7 @@ def _details(d: dict[str, Any]) -> Iterator[str]:
     for note in d["notes"]:
         yield f"note       {note}"
     for failure in d.get("failures", ()):
-        yield f"  {terminal.plain(failure['path'])}: {failure['reason']}"
+        yield f"  {failure['path']}: {failure['reason']}"
 
 
 def _coming_name(coming: dict[str, Any]) -> str:
@@ -160,7 +160,7 @@ def _compare_text(found: dict[str, Any]) -> str:
     if found["at"] is None:
         return f"not yet: {found['why']}"
     text = f"with the source {_ago(found['at'])}, {found['entries']} entries: "
-    differ = f"{found['differing']} differ, {terminal.plain(found['path'])}: {found['what']}"
+    differ = f"{found['differing']} differ, {found['path']}: {found['what']}"
     return text + (differ if found["differing"] else "none differs")
 
 
@@ -201,10 +201,10 @@ def warm(ctx: CommandContext, name: str, wait: bool, now: bool, as_json: bool) -
     if as_json:
         terminal.print_json(shown)
     elif shown["state"] == "complete":
-        click.echo(f"{name} is complete: {shown['files']['done']} files, read at {shown['view']}")
+        terminal.say(f"{name} is complete: {shown['files']['done']} files, read at {shown['view']}")
     elif not wait:
         follow = f"nodeagent dataset warm {name} --wait"
-        click.echo(f"{name} is {shown['state']}; follow it with '{follow}'")
+        terminal.say(f"{name} is {shown['state']}; follow it with '{follow}'")
     if wait:
         _judge(shown)
 
@@ -246,7 +246,7 @@ async def _with_lines(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
         now = time.monotonic()
         if now - said >= _PLAIN_LINE_SECONDS or shown["state"] != state:
             said, state = now, shown["state"]
-            click.echo(_progress_text(shown), err=True)
+            terminal.say(_progress_text(shown), error=True)
         yield shown
 
 
@@ -257,14 +257,14 @@ async def _with_bar(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
     with bars.Progress(
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
-        bars.TextColumn("{task.fields[text]}"),
+        bars.TextColumn("{task.fields[text]}", markup=False),
         console=Console(stderr=True),
         transient=True,
     ) as bar:
         task = bar.add_task("", total=None, text="")
         async for shown in stream:
             done, total = shown["files"]["done"], shown["files"]["total"]
-            text = _progress_text(shown).partition(" ")[2]
+            text = terminal.plain(_progress_text(shown).partition(" ")[2])
             bar.update(
                 task, completed=done, total=total or None, description=shown["state"], text=text
             )
@@ -465,4 +465,4 @@ def remove(ctx: CommandContext, name: str, as_json: bool) -> None:
     terminal.show((answer, lambda _: [f"{name} is removed"]), as_json=as_json)
     if answer["in_settings"] and not as_json:
         again = f"nodeagent dataset warm {name}"
-        click.echo(f"it is still in the settings; it stays removed until '{again}'", err=True)
+        terminal.say(f"it is still in the settings; it stays removed until '{again}'", error=True)

@@ -1,10 +1,17 @@
-"""How commands ask the agent and print its answer: JSON on request, plain columns for people."""
+"""How commands ask the agent and print its answer: JSON on request, plain columns for people.
+
+``say`` is the only way to a terminal (ruff refuses click.echo elsewhere). What is said holds text
+of others: names of files, of processes, messages of clusters. A job that names its process with
+control characters must not move the operator's cursor, so ``say`` escapes them.
+"""
 
 import asyncio
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +19,17 @@ import click
 
 import kit.room
 
-Lines = Callable[[Any], Iterable[str]]
+
+@dataclass(frozen=True)
+class Coloured:
+    """A part of a line; without a colour it is as the rest."""
+
+    text: str
+    colour: str | None
+
+
+Line = str | tuple[str | Coloured, ...]
+Lines = Callable[[Any], Iterable[Line]]
 # What a command shows: a value, a function that puts it in lines of text, and one for wide lines.
 Shown = tuple[Any, Lines] | tuple[Any, Lines, Lines]
 
@@ -34,13 +51,45 @@ def call(
     return asyncio.run(ctx.client().call(method, path, body, **query))
 
 
+def say(line: Line = "", *, error: bool = False) -> None:
+    """Print one line, each control character of it escaped. ``error``: to standard error."""
+    parts = (line,) if isinstance(line, str) else line
+    # click takes the colours out again where nobody watches.
+    click.echo("".join(map(_part, parts)), err=error)
+
+
+def _part(part: str | Coloured) -> str:
+    if isinstance(part, str):
+        return plain(part)
+    if part.colour is None or os.environ.get("NO_COLOR"):
+        return plain(part.text)
+    return click.style(plain(part.text), part.colour)
+
+
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
+    for line in json.dumps(value, indent=2).split("\n"):
+        say(_ascii(line))
 
 
 def print_line(value: Any) -> None:
     """One line of JSON, for a stream that others read."""
-    click.echo(json.dumps(value))
+    say(_ascii(json.dumps(value)))
+
+
+def _ascii(text: str) -> str:
+    return text.replace("\x7f", "\\u007f")  # the one control character that json leaves
+
+
+def print_yaml(value: Any) -> None:
+    import yaml  # only where it is asked for
+
+    for readable in (True, False):
+        text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=readable)
+        lines = text.removesuffix("\n").split("\n")
+        if lines == [plain(line) for line in lines]:
+            break  # else all that is not ASCII is escaped as YAML has it
+    for line in lines:
+        say(line)
 
 
 def show(shown: Shown, *, as_json: bool = False, output: str | None = None) -> None:
@@ -49,12 +98,10 @@ def show(shown: Shown, *, as_json: bool = False, output: str | None = None) -> N
         print_json(value)
         return
     if output == "yaml":
-        import yaml  # only where it is asked for
-
-        click.echo(yaml.safe_dump(value, sort_keys=False, allow_unicode=True), nl=False)
+        print_yaml(value)
         return
     for line in lines(value):
-        click.echo(line)
+        say(line)
 
 
 def command(group: click.Group, name: str) -> Callable[[Callable[..., Shown]], click.Command]:
@@ -74,8 +121,9 @@ def command(group: click.Group, name: str) -> Callable[[Callable[..., Shown]], c
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Columns as wide as their content; plain text, so that it can be cut and grepped."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    for row in (head, *rows):
+    shown = [[plain(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(len(row[i]) for row in shown) for i in range(len(head))]
+    for row in shown:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         yield "  ".join(cells).rstrip()
 

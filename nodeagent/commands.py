@@ -2,7 +2,6 @@
 
 import asyncio
 import datetime
-import os
 import platform
 import sys
 from collections.abc import Iterable, Mapping
@@ -42,40 +41,41 @@ def status(ctx: kit.room.CommandContext, as_json: bool, output: str | None) -> N
     sys.exit(EXIT_CODES.get(answer["verdict"], EXIT_CODES["critical"]))
 
 
-def _wide(answer: Mapping[str, Any]) -> Iterable[str]:
+def _wide(answer: Mapping[str, Any]) -> Iterable[terminal.Line]:
     return _lines(answer, wide=True)
 
 
-def _lines(answer: Mapping[str, Any], *, wide: bool = False) -> Iterable[str]:
+def _lines(answer: Mapping[str, Any], *, wide: bool = False) -> Iterable[terminal.Line]:
     """The screen of ``nodeagent status``; ``wide``: also what is smaller on the page."""
     verdict = answer["verdict"]
     up = kit.units.format_duration(answer["uptime_seconds"])
-    word = _coloured(_WORDS.get(verdict, verdict), _COLOURS.get(verdict))
-    yield f"{word}  {terminal.plain(answer['headline'])}"
+    word = terminal.Coloured(_WORDS.get(verdict, verdict), _COLOURS.get(verdict))
+    yield word, f"  {answer['headline']}"
     yield f"node {answer['node']}, nodeagent {answer['version']}, up {up}"
     yield ""
     rows = [
         (c["name"], _ready(c), c["brief"] or "-", _cut("; ".join(c["reasons"]), wide))
         for c in answer["components"]
     ]
-    yield from _table(("COMPONENT", "STATE", "HOLDS", "WHY"), rows)
-    yield from (f"! {terminal.plain(each)}" for each in answer["trouble"])
+    yield from terminal.table(("COMPONENT", "STATE", "HOLDS", "WHY"), rows)
+    yield from (f"! {each}" for each in answer["trouble"])
     for section in answer["sections"]:
         yield ""
-        yield f"{section['title'].upper()}  {terminal.plain(section['summary'])}"
+        yield f"{section['title'].upper()}  {section['summary']}"
         if section["rows"]:
             head = [name.upper() for name in section["head"]]
-            yield from _table(head, [[_cell(c, wide) for c in row] for row in section["rows"]])
+            yield from terminal.table(
+                head, [[_cell(c, wide) for c in row] for row in section["rows"]]
+            )
         elif section["empty"]:
-            yield terminal.plain(section["empty"])
+            yield str(section["empty"])
     yield ""
     yield f"FINDINGS  {answer['findings_total'] or 'none'}"
     for each in answer["findings"]:
-        severity = _coloured(each["severity"], _SEVERITIES.get(each["severity"]))
-        said = terminal.plain(kit.findings.said(each["subject"], each["message"]))
-        yield f"{severity}  {said}"
+        severity = terminal.Coloured(each["severity"], _SEVERITIES.get(each["severity"]))
+        yield severity, f"  {kit.findings.said(each['subject'], each['message'])}"
         yield f"    {each['rule']}, since {kit.units.format_time(each['since'])}"
-        yield f"    to do: {terminal.plain(each['advice'])}"
+        yield f"    to do: {each['advice']}"
     if answer["events"]:
         yield ""
         yield "LAST EVENTS"
@@ -98,15 +98,6 @@ def _cell(cell: Mapping[str, Any], wide: bool) -> str:
 
 def _cut(said: str, wide: bool) -> str:
     return said if wide or len(said) <= LONGEST_CELL else f"{said[: LONGEST_CELL - 1]}…"
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterable[str]:
-    return terminal.table(list(head), [[terminal.plain(cell) for cell in row] for row in rows])
-
-
-def _coloured(text: str, colour: str | None) -> str:
-    """click takes the colours out again where nobody watches; $NO_COLOR does everywhere."""
-    return text if colour is None or os.environ.get("NO_COLOR") else click.style(text, colour)
 
 
 @click.command()
@@ -139,7 +130,7 @@ def top(ctx: kit.room.CommandContext, once: bool, interval: int) -> None:
 @click.pass_obj
 def events(ctx: kit.room.CommandContext, follow: bool, as_json: bool) -> None:
     """List what happened lately: findings that came and cleared, states that changed."""
-    show = terminal.print_line if as_json else (lambda event: click.echo(_event(event)))
+    show = terminal.print_line if as_json else (lambda event: terminal.say(_event(event)))
     if follow:
         asyncio.run(_follow(ctx, show))
         return
@@ -153,11 +144,11 @@ async def _follow(ctx: kit.room.CommandContext, show: Any) -> None:
             show(event)
 
 
-def _event(event: Mapping[str, Any]) -> str:
+def _event(event: Mapping[str, Any]) -> terminal.Line:
     when = datetime.datetime.fromtimestamp(event["at"], datetime.UTC).strftime("%m-%d %H:%M:%S")
     tone = _SEVERITIES.get(event["severity"]) if event["kind"] == "raised" else None
-    kind = _coloured(f"{event['kind']:8}", tone)
-    return f"{when}  {kind} {terminal.plain(event['subject'])}: {terminal.plain(event['text'])}"
+    kind = terminal.Coloured(f"{event['kind']:8}", tone)
+    return f"{when}  ", kind, f" {event['subject']}: {event['text']}"
 
 
 # --- completion, support bundle
@@ -172,7 +163,8 @@ def completion(context: click.Context, shell: str) -> None:
     made = shell_completion.get_completion_class(shell)
     assert made is not None
     root = context.find_root().command
-    click.echo(made(root, {}, "nodeagent", "_NODEAGENT_COMPLETE").source())
+    script = made(root, {}, "nodeagent", "_NODEAGENT_COMPLETE").source()
+    click.echo(script)  # noqa: TID251  a program, nobody's text
 
 
 @click.command("support-bundle")
@@ -203,11 +195,10 @@ def support_bundle(ctx: Any, target: Path | None, logs: tuple[Path, ...], as_jso
         terminal.print_json({"file": str(target), **index})
         return
     lacking = [f"{each['name']}: {each['error']}" for each in index["files"] if each["error"]]
-    click.echo(
-        f"{target}: {len(index['files'])} files, {kit.units.format_size(target.stat().st_size)}"
-    )
+    size = kit.units.format_size(target.stat().st_size)
+    terminal.say(f"{target}: {len(index['files'])} files, {size}")
     for each in lacking:
-        click.echo(f"not there: {each}", err=True)
+        terminal.say(f"not there: {each}", error=True)
 
 
 COMMANDS = (status, top, events, support_bundle, completion)

@@ -221,6 +221,6 @@ def _find(root: yaml.Node, location: tuple[int | str, ...]) -> tuple[int, str]:
 
 
 def dump(settings: Settings) -> str:
-    """The effective settings, defaults included, as YAML that reads back to the same."""
+    """The effective settings, defaults included, as YAML in ASCII that reads back to the same."""
     plain: dict[str, Any] = settings.model_dump(mode="json", exclude_none=True)
-    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+    return str(yaml.safe_dump(plain, sort_keys=False))

@@ -46,7 +46,7 @@ class Context:
             settings = configfile.load(self.config)
         except kit.errors.SettingsError as error:
             if self.config.exists():
-                click.echo(f"nodeagent: {error}; using the defaults", err=True)
+                terminal.say(f"nodeagent: {error}; using the defaults", error=True)
             state_dir, _ = configfile.glean(self.config, room)
             settings = Settings() if state_dir is None else Settings(state_dir=state_dir)
         section = getattr(settings, room)
@@ -62,10 +62,10 @@ class Context:
             return kit.room.Section(None, state_dir or Settings().state_dir, error)
         used = self.config
         if problem and last_good is not None:
-            click.echo(f"nodeagent: {problem}; {last_good} is used instead", err=True)
+            terminal.say(f"nodeagent: {problem}; {last_good} is used instead", error=True)
             used = last_good
         elif last_good and (missed := configfile.keep(str(self.config), str(last_good))):
-            click.echo(f"nodeagent: {missed}", err=True)
+            terminal.say(f"nodeagent: {missed}", error=True)
         found = getattr(settings, room)
         off = found is None and configfile.glean(used, room)[1]
         return kit.room.Section(found, settings.state_dir, None, off)
@@ -144,12 +144,15 @@ def doctor(ctx: Context, as_json: bool) -> None:
     if as_json:
         terminal.print_json([vars(each) for each in found])
     else:
-        rows = [(each.word, each.room, each.name, terminal.plain(each.said)) for each in found]
-        click.echo("\n".join(terminal.table(("", "ROOM", "CHECK", "FOUND"), rows)))
+        rows = [(each.word, each.room, each.name, each.said) for each in found]
+        for line in terminal.table(("", "ROOM", "CHECK", "FOUND"), rows):
+            terminal.say(line)
         for each in found:
             if not each.well:
-                click.echo(f"\n{each.word} {each.room} {each.name}: {terminal.plain(each.said)}")
-                click.echo(f"  costs: {each.cost}\n  to do: {each.remedy}")
+                terminal.say()
+                terminal.say(f"{each.word} {each.room} {each.name}: {each.said}")
+                terminal.say(f"  costs: {each.cost}")
+                terminal.say(f"  to do: {each.remedy}")
     if any(each.wanted and not each.well for each in found):
         sys.exit(1)
 
@@ -175,7 +178,7 @@ def uninstall(ctx: Context, yes: bool, forget_volumes: bool, as_json: bool) -> N
     def say(each: uninstall.Found) -> None:
         what = f"{each.room}: {each.trace.kind} {each.trace.name}"
         why = f": {each.trace.stays}" if each.trace.stays else ""
-        click.echo(f"{'stays' if why else 'removed'} {what}{why}", err=as_json)
+        terminal.say(f"{'stays' if why else 'removed'} {what}{why}", error=as_json)
 
     report = asyncio.run(uninstall.run(settings, yes, say, forget_volumes))
     if as_json:
@@ -186,21 +189,24 @@ def uninstall(ctx: Context, yes: bool, forget_volumes: bool, as_json: bool) -> N
         terminal.print_json({"found": found, "troubles": report.troubles})
     elif not yes:
         rows = [
-            (f.room, f.trace.kind, terminal.plain(f.trace.name), "; ".join(f.trace.users))
+            (f.room, f.trace.kind, f.trace.name, "; ".join(f.trace.users))
             for f in report.found
             if not f.trace.stays
         ]
-        click.echo("\n".join(terminal.table(("ROOM", "WHAT", "NAME", "USED BY"), rows)))
+        for line in terminal.table(("ROOM", "WHAT", "NAME", "USED BY"), rows):
+            terminal.say(line)
         for each in report.found:
             if each.trace.stays:
                 say(each)
-        click.echo(f"\n{len(rows)} in all; --yes removes them.")
+        terminal.say()
+        terminal.say(f"{len(rows)} in all; --yes removes them.")
     if any(each.removed and each.trace.name.endswith(".service") for each in report.found):
-        click.echo(
-            "systemd forgets the units at the next boot, or now: systemctl daemon-reload", err=True
+        terminal.say(
+            "systemd forgets the units at the next boot, or now: systemctl daemon-reload",
+            error=True,
         )
     for trouble in report.troubles:
-        click.echo(f"nodeagent: {trouble}", err=True)
+        terminal.say(f"nodeagent: {trouble}", error=True)
     if report.troubles:
         sys.exit(10)
 
@@ -219,7 +225,8 @@ def check(file: Path, as_json: bool) -> None:
     if as_json:
         terminal.print_json(settings.model_dump(mode="json", exclude_none=True))
     else:
-        click.echo(configfile.dump(settings), nl=False)
+        for line in configfile.dump(settings).splitlines():
+            terminal.say(line)
 
 
 for _whole in commands.COMMANDS:
@@ -234,13 +241,14 @@ def main() -> None:
     try:
         cli(standalone_mode=False)
     except kit.errors.AgentError as error:
-        click.echo(f"nodeagent: {error}", err=True)
+        terminal.say(f"nodeagent: {error}", error=True)
         sys.exit(error.exit_code)
     except click.ClickException as error:
+        error.message = terminal.plain(error.message)  # it repeats the words that were given
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("nodeagent: interrupted", err=True)
+        terminal.say("nodeagent: interrupted", error=True)
         sys.exit(130)
     except BrokenPipeError:
         sys.stdout = None  # the reader of our output is gone; nothing is left to print

@@ -225,11 +225,10 @@ def _trace_lines(shown: dict[str, Any]) -> Iterator[str]:
     if not found:
         yield "Nothing of ours is in the container runtime."
         return
-    rows = [(each["kind"], terminal.plain(each["name"])) for each in found]
+    rows = [(each["kind"], each["name"]) for each in found]
     yield from terminal.table(("WHAT", "NAME"), rows)
-    yield f"\n{len(found)} in all; " + (
-        "released." if shown["released"] else "--yes releases them."
-    )
+    yield ""
+    yield f"{len(found)} in all; " + ("released." if shown["released"] else "--yes releases them.")
 
 
 @terminal.command(image, "plan")
@@ -243,7 +242,7 @@ def _plan_lines(found: dict[str, Any]) -> Iterator[str]:
     disk = found["disk"]
     room = f"{size(max(0, disk['room']))} before the kubelet's thresholds"
     yield f"disk: {size(disk['free'])} free of {size(disk['capacity'])}, {room}"
-    yield f"thresholds: {terminal.plain(disk['thresholds'])}"
+    yield f"thresholds: {disk['thresholds']}"
     yield f"pins: {size(found['pinned_bytes'])} of {size(found['pin_budget'])}"
     if found["pause"]:
         yield f"paused: {found['pause']}"

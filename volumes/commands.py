@@ -208,8 +208,8 @@ def attach(ctx: CommandContext, last_good: Path | None) -> Shown:
     section = ctx.section("volumes", last_good)
     status = asyncio.run(attaching.attach(section))
     if section.error is not None:
-        click.echo(
-            f"nodeagent: {section.error}; the settings that were last in force count", err=True
+        terminal.say(
+            f"nodeagent: {section.error}; the settings that were last in force count", error=True
         )
     return status, _status_lines
 

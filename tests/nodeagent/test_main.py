@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from nodeagent import main
+import kit.errors
+import kit.traces
+from kit import terminal
+from nodeagent import main, uninstall
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -28,6 +31,41 @@ def test_local_errors_have_exit_codes(
     assert run(monkeypatch, "--config", "/no/such", "run") == 3
     assert run(monkeypatch, "dataset", "lisst") == 2
     assert run(monkeypatch, "datasset") == 2
+
+
+EVIL = "\x1b[2J\x1b[31m ok"  # what a job may call its process
+
+
+def test_errors_and_words_that_were_given_do_not_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise kit.errors.InUseError("view /v", f"in use by pid 7 ({EVIL}): its root", "end it")
+
+    monkeypatch.setattr(terminal, "call", fails)
+    assert run(monkeypatch, "dataset", "remove", "a") == kit.errors.InUseError.exit_code
+    assert run(monkeypatch, f"data{EVIL}") == 2
+    said = capsys.readouterr().err
+    assert said.count("\\x1b[2J\\x1b[31m ok") == 2
+    assert "\x1b" not in said
+
+
+def test_uninstall_lists_users_whose_names_do_not_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = kit.traces.Trace("mount", "/v/a", users=(f"pid 7 ({EVIL}): its root",))
+    stays = kit.traces.Trace("file", "/v/b", stays=EVIL)
+    found = [uninstall.Found("cache", each) for each in (trace, stays)]
+
+    async def report(*_: object) -> uninstall.Report:
+        return uninstall.Report(tuple(found), (EVIL,))
+
+    monkeypatch.setattr(uninstall, "run", report)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert run(monkeypatch, "--config", str(tmp_path / "none"), "uninstall") == 10
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("\\x1b[2J") == 3
+    assert "\x1b" not in said.out + said.err
 
 
 def test_help_of_each_group_lists_its_commands(

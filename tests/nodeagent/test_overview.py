@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import terminal
 from kit.findings import Finding, Severity
 from nodeagent import app, commands, overview
 from nodeagent.overview import Part, Verdict
@@ -79,7 +80,9 @@ def test_headline_exists_for_every_state() -> None:
         assert ("is well" in said) is (verdict is Verdict.WELL)
 
 
-async def test_api_shows_the_whole_node(whole: app.Agent) -> None:
+async def test_api_shows_the_whole_node(
+    whole: app.Agent, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole.state.findings.report("x", [CRITICAL])
     async with api.served(whole.state) as client:
         answer = await client.get("/v1/status")
@@ -94,7 +97,9 @@ async def test_api_shows_the_whole_node(whole: app.Agent) -> None:
     assert set(shown["reports"]) == reported
     assert {each["subject"] for each in shown["events"]} == {"disk critical"}
     for wide in (False, True):
-        lines = list(commands._lines(shown, wide=wide))
+        for line in commands._lines(shown, wide=wide):
+            terminal.say(line)
+        lines = capsys.readouterr().out.splitlines()
         assert "critical is gone" in lines[0]
         assert sum("to do: look" in line for line in lines) == 1
 

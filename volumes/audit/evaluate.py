@@ -29,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     clusters.mtu_mismatch,
     clusters.messenger_mode,
     agent.unread_log,
+    agent.flooding_log,
 )
 STATES = ("ok", "found", "unknown", "off")
 BLIND = "audit-blind"

@@ -386,6 +386,7 @@ class Audit:
             guard=self._guard(),
             clock=clock,
             unread_logs=self.follower.states() if self.follower else {},
+            flooding_logs={name: patterns.quota(name) for name in sorted(self._hits.flooding)},
             logs=patterns.join(patterns.frequent(self._hits, self._patterns), self.inventory),
             former=self._mounted_before(),
         )

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 import ceph.settings
 import kit.settings
@@ -14,6 +14,7 @@ _name = kit.settings.matching(
     r"[a-z0-9][a-z0-9-]{0,62}", "a name: use lower-case letters, digits and '-'"
 )
 _unit = kit.settings.matching(r"[\w@.:-]{1,255}", "a unit name")
+_namespace = kit.settings.matching(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "a namespace's name")
 
 
 class ClusterSettings(ceph.settings.ClusterSettings):
@@ -61,6 +62,18 @@ class LogSettings(kit.settings.Section):
         max_length=32,
     )
     """Logs other than the kernel's. A missing source is tried again."""
+    namespaces: tuple[Annotated[str, AfterValidator(_namespace)], ...] = Field(
+        default=(
+            "kube-system",
+            "rook-ceph",
+            "ceph-csi",
+            "ceph-csi-rbd",
+            "ceph-csi-operator-system",
+        ),
+        max_length=32,
+    )
+    """Namespaces of the cluster whose containers' logs are believed: of files in a directory named
+    'containers' only those of pods in them are read. Anybody can name a pod like ceph-csi's."""
     patterns: kit.settings.AbsolutePath | None = None
     """A YAML file with more patterns; the id of a built-in one replaces that one."""
     lines_per_second: int = Field(default=20_000, ge=100, le=100_000)
@@ -68,6 +81,15 @@ class LogSettings(kit.settings.Section):
     % of a core while they last."""
     hold: kit.units.Seconds = Field(default=900.0, ge=1)
     """A finding from a log line clears when the line stays away for so long."""
+
+    @field_validator("sources")
+    @classmethod
+    def _names_differ(cls, value: tuple[LogSource, ...]) -> tuple[LogSource, ...]:
+        names = ["kernel", *(source.name for source in value)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two logs have the name {name!r}: give each its own")
+        return value
 
 
 Mode = Literal["off", "dry-run", "on"]

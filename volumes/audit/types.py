@@ -15,6 +15,7 @@ from volumes.audit.inventory.model import Inventory
 from volumes.audit.settings import AuditSettings
 
 Severity = kit.findings.Severity
+KERNEL = "kernel"  # the name of the kernel's log among the log sources
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Scene:
     clock: ClockState | None = None
     logs: tuple[LogHit, ...] = ()
     unread_logs: Mapping[str, str] = field(default_factory=dict)  # source -> why
+    # Source -> the most different lines that are kept of it; it had more.
+    flooding_logs: Mapping[str, int] = field(default_factory=dict)
     # Device name -> where the host had it mounted: tells a copy of a host mount from a
     # container's own mount.
     former: Mapping[str, frozenset[str]] = field(default_factory=dict)

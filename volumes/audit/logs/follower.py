@@ -52,6 +52,7 @@ def configuration(
         expressions=expressions(patterns),
         devices=device_names(drivers),
         lines_per_second=settings.lines_per_second,
+        namespaces=settings.namespaces,
     )
 
 

@@ -1,7 +1,8 @@
 """Which lines of the logs matter: the pattern file, and the recent hits of its patterns.
 
-Hits are counted, joined to devices, and forgotten after ``hold``. Invariant: at most ``MOST``
-different hits are kept; beyond that the oldest are dropped.
+Hits are counted, joined to devices, and forgotten after ``hold``. Invariant: of each log at most
+``quota`` different hits are kept: the graver ones, then those that came first, so that a flood does
+not change them all the time. A log that has more is flooding. No log's hits cost another's.
 """
 
 import dataclasses
@@ -20,12 +21,14 @@ import kit.errors
 import kit.settings
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.logs.matcher import Expression, Hit
-from volumes.audit.types import LogHit, Severity
+from volumes.audit.types import KERNEL, LogHit, Severity
 
 _MOST_PATTERNS = 200
 _LONGEST_REGEX = 2000
-MOST = 300
+_MOST_OF_KERNEL = 200
+_MOST_OF_A_LOG = 25  # with all 32 sources of the settings no more than the reporter takes
 _MOST_TIMES = 1000  # of one hit
+_WEIGHT = {severity: weight for weight, severity in enumerate(Severity)}
 _KEY = ("device", "image", "pod", "volume", "path")
 
 Key = tuple[str, ...]
@@ -137,6 +140,13 @@ class Hits:
     recent: Mapping[Key, LogHit] = field(default_factory=dict)
     # When lines came, and how many: for patterns that must match often to count.
     times: Mapping[Key, tuple[tuple[float, int], ...]] = field(default_factory=dict)
+    # Source -> when it last had more different hits than are kept.
+    flooding: Mapping[str, float] = field(default_factory=dict)
+
+
+def quota(source: str) -> int:
+    """The most different hits that are kept of a log."""
+    return _MOST_OF_KERNEL if source == KERNEL else _MOST_OF_A_LOG
 
 
 def note(
@@ -178,10 +188,15 @@ def note(
             hint=pattern.hint,
         )
         times[key] = (*times.get(key, ()), (now, each.count))[-_MOST_TIMES:]
+    flooding = {source: at for source, at in hits.flooding.items() if now - at < hold}
+    for source in {hit.source for hit in recent.values()}:
+        keys = [key for key, hit in recent.items() if hit.source == source]
+        keys.sort(key=lambda k: (-_WEIGHT[recent[k].severity], recent[k].first))
+        for key in keys[quota(source) :]:
+            del recent[key]
+            flooding[source] = now
     times = {key: seen for key, seen in times.items() if seen and key in recent}
-    for key in sorted(recent, key=lambda k: recent[k].last)[: max(0, len(recent) - MOST)]:
-        del recent[key]
-    return Hits(recent, times)
+    return Hits(recent, times, flooding)
 
 
 def frequent(hits: Hits, patterns: Mapping[str, Pattern]) -> tuple[LogHit, ...]:

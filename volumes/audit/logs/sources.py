@@ -8,6 +8,9 @@ Files are followed by name across rotation. Their size is read twice a second an
 from inotify on the directories, so a flood of writes does not become a flood of events. Journal
 units are followed by journalctl. Of each source the child reports counters and whether it can be
 read; a source that fails is tried again.
+
+Of containers' logs only those of the configured namespaces are read: who may make a pod chooses its
+name and what it logs, but not its namespace.
 """
 
 import asyncio
@@ -15,9 +18,10 @@ import contextlib
 import glob
 import math
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncinotify import Inotify, Mask
@@ -61,6 +65,7 @@ class Configuration:
     expressions: tuple[Expression, ...]
     devices: str  # regex of the names of watched devices
     lines_per_second: int
+    namespaces: tuple[str, ...] = ()  # whose containers' logs are believed
     user_records: bool = False  # believe what processes wrote to the kernel's log (tests)
     journals: tuple[str, ...] = JOURNALS
     heartbeat: float = 5.0  # seconds between two reports in which only counters are new
@@ -170,7 +175,10 @@ class _Child:
 
         log: Files | Unit
         if source.files is not None:
-            log, what = Files(source.files, matcher.feed, lose, state), source.files
+            log, what = (
+                Files(source.files, matcher.feed, lose, state, self._configuration.namespaces),
+                source.files,
+            )
         else:
             assert source.unit is not None
             log = Unit(source.unit, matcher.feed, state, self._configuration.journals)
@@ -183,6 +191,20 @@ class _Child:
             except kit.errors.AgentError as error:
                 state(f"{what}: {error.cause}")
             await asyncio.sleep(_RETRY_SECONDS)
+
+
+# kubelet's name of a container's log: POD_NAMESPACE_CONTAINER-ID.log. It cuts longer ones off at
+# 255 bytes, and what is left may lack the namespace: such a log is nobody's.
+_CONTAINER_LOG = re.compile(r"[^_/]+_(?P<namespace>[^_/]+)_[^_/]+-[0-9a-f]{64}\.log")
+
+
+def believed(path: str, namespaces: Collection[str]) -> bool:
+    """Whether a file is no container's log, or that of a pod in one of the namespaces."""
+    directory, name = os.path.split(path)
+    if os.path.basename(directory) != "containers":
+        return True
+    match = _CONTAINER_LOG.fullmatch(name)
+    return match is not None and match["namespace"] in namespaces
 
 
 @dataclass
@@ -212,6 +234,7 @@ class Files:
     feed: Callable[[bytes, bytes], bytes]
     lose: Callable[[int], None]
     state: Callable[[str], None]
+    namespaces: Collection[str] = ()
     files: dict[str, _File] = field(default_factory=dict)
     # Renamed files, read until nothing comes for a while: their writer may still have them open.
     old: list[tuple[_File, int]] = field(default_factory=list)
@@ -273,7 +296,9 @@ class Files:
 
     def _open_new(self) -> None:
         """Open files that are new under the pattern; those of the first call from their end."""
-        paths = sorted(glob.glob(self.pattern))[:_MOST_FILES]
+        named = sorted(glob.glob(self.pattern))
+        # Limited after this, or many pods of others keep the believed ones out.
+        paths = [path for path in named if believed(path, self.namespaces)][:_MOST_FILES]
         refused = ""
         for path in paths:
             try:
@@ -293,10 +318,15 @@ class Files:
         for path in self.files.keys() - set(paths):
             self.old.append((self.files.pop(path), _ROUNDS_AFTER_RENAME))
         self._first = False
-        self._unread = "" if self.files else refused or self._missing()
+        self._unread = "" if self.files else refused or self._missing(named)
 
-    def _missing(self) -> str:
+    def _missing(self, named: Sequence[str]) -> str:
         """What does not exist. A directory without matching files is fine: they may come."""
+        if named:
+            return (
+                f"no file of {self.pattern} is of a namespace in volumes.audit.logs.namespaces "
+                f"(the first is {os.path.basename(named[0])})"
+            )
         if "*" not in self.pattern:
             return f"{self.pattern} does not exist"
         directory = os.path.dirname(self.pattern)

@@ -1,11 +1,11 @@
 """Rules about what the agent's own parts report: guard-not-enforcing, ledger-mismatch, unread-log,
-and the findings that come straight from log lines (log-<pattern id>).
+flooding-log, and the findings that come straight from log lines (log-<pattern id>).
 """
 
 from collections.abc import Iterator
 
 from volumes.audit.rules.base import Outcome, rule
-from volumes.audit.types import GuardView, LogHit, Scene, Severity, Trouble
+from volumes.audit.types import KERNEL, GuardView, LogHit, Scene, Severity, Trouble
 
 LOG_PREFIX = "log-"
 _NO_GUARD = "the guard does not report its state"
@@ -74,13 +74,32 @@ def _unread(scene: Scene) -> Iterator[Trouble]:
     for source, why in scene.unread_logs.items():
         yield Trouble(
             subject=source,
-            severity=Severity.WARNING if chosen or source == "kernel" else Severity.INFO,
+            severity=Severity.WARNING if chosen or source == KERNEL else Severity.INFO,
             message=f"log source {source} is not readable: {why}",
             advice="its lines can announce trouble and nobody reads them: mount the log where the "
             "agent expects it, or list this node's logs in volumes.audit.logs.sources (without the "
             "sources that it does not have)",
             evidence={"source": source, "cause": why},
         )
+
+
+@rule(
+    "flooding-log", "a log has more different lines of trouble than are kept", Severity.WARNING, 0.0
+)
+def flooding_log(scene: Scene) -> Outcome:
+    return Outcome(
+        tuple(
+            Trouble(
+                subject=source,
+                message=f"log source {source} floods: more than {most} different lines of trouble; "
+                "findings are made of the gravest ones, then of those that came first",
+                advice="look at the log itself: one cause can make them all, or somebody writes "
+                "them. The findings of other logs are not touched",
+                evidence={"source": source, "kept": str(most)},
+            )
+            for source, most in scene.flooding_logs.items()
+        )
+    )
 
 
 def from_logs(scene: Scene) -> Iterator[tuple[str, LogHit, Trouble]]:

@@ -20,6 +20,7 @@ from volumes.audit.logs.matcher import Hit
 
 pytestmark = pytest.mark.real
 
+CONTAINER_LOG = f"csi-rbdplugin-x7_rook-ceph_csi-rbdplugin-{'0a' * 32}.log"
 CHILD = "volumes.audit.logs.sources"
 
 
@@ -52,7 +53,7 @@ async def test_files_are_followed_across_rotation(tmp_path: Path, how: str) -> N
     real.write_text(line(0))  # from before: not read
     path = real
     if how == "link":
-        path = tmp_path / "containers" / "csi-rbdplugin-1.log"
+        path = tmp_path / "containers" / CONTAINER_LOG
         path.parent.mkdir()
         path.symlink_to(real)
     found: list[Hit] = []

@@ -3,6 +3,7 @@
 from tests.volumes.audit.world import place, scene, volume
 from volumes.audit.inventory.model import Publish
 from volumes.audit.logs import matcher, patterns
+from volumes.audit.types import Severity
 
 PATTERNS = patterns.built_in()
 
@@ -24,13 +25,49 @@ def test_frequent_waits_for_at_least() -> None:
     assert patterns.frequent(late, by_id()) == ()
 
 
-def test_note_forgets_old_hits_and_keeps_at_most_300() -> None:
+def test_note_forgets_old_hits() -> None:
     state = patterns.note(patterns.Hits(), [raw("rbd-in-use", image="a/b")], by_id(), 100.0, 900.0)
     assert patterns.frequent(patterns.note(state, [], by_id(), 999.0, 900.0), by_id())
     assert not patterns.frequent(patterns.note(state, [], by_id(), 1001.0, 900.0), by_id())
-    many = [raw("rbd-in-use", image=f"a/{n}") for n in range(1000)]
-    state = patterns.note(patterns.Hits(), many, by_id(), 100.0, 900.0)
-    assert len(state.recent) == patterns.MOST
+
+
+def flood(source: str, pattern: str = "rbd-in-use") -> list[matcher.Hit]:
+    return [matcher.Hit(pattern, source, "t", {"image": f"a/{n}"}) for n in range(400)]
+
+
+def test_a_flood_of_one_log_hides_no_line_of_another() -> None:
+    kernel = [
+        matcher.Hit("block-io-error", "kernel", "t", {"device": "rbd0"}),
+        matcher.Hit("ext4-error", "kernel", "t", {"device": "rbd0"}),
+    ]
+    state = patterns.note(patterns.Hits(), kernel, by_id(), 100.0, 900.0)
+    for now in (101.0, 102.0):
+        found = [*flood("ceph-csi"), *flood("kubelet")]
+        state = patterns.note(state, found, by_id(), now, 900.0)
+    kept = [hit.source for hit in patterns.frequent(state, by_id())]
+    assert {hit.pattern for hit in state.recent.values() if hit.source == "kernel"} == {
+        "block-io-error", "ext4-error",
+    }  # fmt: skip
+    assert kept.count("ceph-csi") == kept.count("kubelet") == patterns.quota("kubelet")
+    assert set(state.flooding) == {"ceph-csi", "kubelet"}
+
+
+def test_a_flooding_log_keeps_the_graver_lines_then_the_first() -> None:
+    state = patterns.note(patterns.Hits(), flood("kubelet"), by_id(), 100.0, 900.0)
+    before = set(state.recent)
+    state = patterns.note(state, flood("kubelet")[::-1], by_id(), 101.0, 900.0)
+    assert set(state.recent) == before  # no finding clears and none is raised
+    grave = by_id()["rbd-in-use"].model_copy(update={"id": "grave", "severity": Severity.CRITICAL})
+    known = by_id() | {"grave": grave}
+    state = patterns.note(state, [matcher.Hit("grave", "kubelet", "t", {})], known, 102.0, 900.0)
+    assert len(state.recent) == patterns.quota("kubelet")
+    assert "grave" in {hit.pattern for hit in patterns.frequent(state, known)}
+
+
+def test_a_log_that_stopped_flooding_is_no_longer_one_after_hold() -> None:
+    state = patterns.note(patterns.Hits(), flood("kubelet"), by_id(), 100.0, 900.0)
+    assert patterns.note(state, [], by_id(), 999.0, 900.0).flooding
+    assert not patterns.note(state, [], by_id(), 1000.0, 900.0).flooding
 
 
 def test_join_finds_the_device_by_volume_path_pod_or_image() -> None:

@@ -35,6 +35,11 @@ def test_unread_log_of_a_default_source_is_an_info() -> None:
     assert only(rule, kernel).severity is Severity.WARNING
 
 
+def test_flooding_log_names_the_source_and_is_one_finding() -> None:
+    found = only(agent.flooding_log, scene(flooding_logs={"ceph-csi": 25}))
+    assert found.subject == "ceph-csi" and "more than 25" in found.message
+
+
 def test_from_logs_adds_the_volume_of_the_device() -> None:
     published = volume(name="pvc-1", publishes=(Publish("uid", "/p", "pvc-1", True, False),))
     at = scene(volumes=(published,), logs=(log_hit(pattern="x", device="rbd0"),))
