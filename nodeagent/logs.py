@@ -11,10 +11,9 @@ import json
 import logging
 import os
 import queue
-import sys
 import threading
 import time
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -78,14 +77,14 @@ def _redact(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typ
     return {name: kit.redact.value(said, name) for name, said in event.items()}
 
 
-def configure() -> None:
-    """Log to standard error, from level INFO."""
+def configure(descriptor: int = 2) -> Drain:
+    """Log from level INFO, to standard error unless told otherwise."""
     renderer: structlog.typing.Processor
-    if sys.stderr.isatty():
+    if os.isatty(descriptor):
         renderer = structlog.dev.ConsoleRenderer()
     else:
         renderer = structlog.processors.JSONRenderer()
-    drain: Any = Drain(sys.stderr.fileno())
+    drain = Drain(descriptor)
     atexit.register(drain.close)
     structlog.configure(
         processors=[
@@ -97,9 +96,10 @@ def configure() -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.WriteLoggerFactory(drain),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, drain)),
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(drain)
     handler.setFormatter(_Plain())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    return drain

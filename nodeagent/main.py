@@ -6,6 +6,7 @@ called, so that ``nodeagent --help`` and the agent itself do not load what only 
 """
 
 import asyncio
+import io
 import os
 import sys
 from dataclasses import dataclass
@@ -244,8 +245,10 @@ def main() -> None:
         terminal.say(f"nodeagent: {error}", error=True)
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        error.message = terminal.plain(error.message)  # it repeats the words that were given
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        for line in shown.getvalue().splitlines():  # they repeat the words that were given
+            terminal.say(line, error=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         terminal.say("nodeagent: interrupted", error=True)

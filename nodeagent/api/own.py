@@ -93,7 +93,7 @@ def routes(
     async def status_page(_: web.Request) -> web.Response:
         return html(rendered.text())
 
-    @functools.cache
+    @functools.lru_cache(maxsize=1)
     def runbook() -> str:  # it stays as it is while the agent runs
         return page.runbook(runbooks.entries())
 

@@ -1,12 +1,12 @@
 """No secret comes through, whatever is around it; what helps to understand an error does."""
 
 import base64
-import io
 import json
 import logging
+import os
 import string
-import sys
 import urllib.parse
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,23 +144,23 @@ def test_errors_and_findings_hold_none() -> None:
         assert "bucket.example" in shown
 
 
-def test_log_holds_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
+def test_log_holds_none(tmp_path: Path) -> None:
     root, before = logging.getLogger(), logging.getLogger().handlers[:]
     root.handlers.clear()
     kept = structlog.get_config()
+    file = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     try:
-        logs.configure()
+        drain = logs.configure(file)
         log: Any = structlog.get_logger("test")
         try:
             raise OSError(URL)
         except OSError:
             log.exception("failed", why=URL, deep={"a": [URL], "password": SECRET}, token=SECRET)
         logging.getLogger("library").error("failed: %s", URL)
+        drain.close(60)
     finally:
         structlog.configure(**kept)
         root.handlers[:] = before
-    said = stream.getvalue()
+    said = (tmp_path / "log").read_text()
     assert said.count("bucket.example") == 4
     assert SECRET not in said
