@@ -73,6 +73,7 @@ async def _evict(cache: Cache, request: Request) -> Answer:
 
 
 async def _remove(cache: Cache, request: Request) -> Json:
+    request.fields()
     name = request.path["name"]
     await cache.remove(name)
     return {"removed": name, "in_settings": name in cache.datasets}

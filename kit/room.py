@@ -100,16 +100,21 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """One API request. ``path`` holds the decoded placeholders of the route's path."""
+    """One API request. ``path`` holds the decoded placeholders of the route's path.
+
+    ``caller``: who asks, as the listener knows it; nothing that the caller wrote.
+    """
 
     path: Mapping[str, str] = field(default_factory=dict)
     query: Mapping[str, str] = field(default_factory=dict)
     body: Mapping[str, Any] = field(default_factory=dict)
+    caller: str = ""
 
     def fields(self, **types: type) -> dict[str, Any]:
         """The body's fields, each of its type. SettingsError for another field or type.
 
-        A field may be absent; the caller decides what that means.
+        A field may be absent; the handler decides what that means. ``object``: of any type. Every
+        handler of a changing call asks, so that what the record shows of a body is what it meant.
         """
         for name, value in self.body.items():
             if name not in types:
@@ -117,7 +122,7 @@ class Request:
                     "request", f"unknown field {name!r}", "see /openapi.json"
                 )
             # Exactly: for Python, not for JSON, a truth value is a number too.
-            if type(value) is not types[name]:
+            if types[name] not in (object, type(value)):
                 raise kit.errors.SettingsError(
                     "request", f"field {name!r} must be {types[name].__name__}", "see /openapi.json"
                 )

@@ -84,14 +84,15 @@ def _is_final(row: Json) -> bool:
 
 
 async def _preheat(preheat: Preheat, request: Request) -> Answer:
-    keep = _keep(request.body.get("pin", "always"))
-    row = await preheat.preheat(_ref(request.body), keep, _source(request.body.get("source", "")))
+    body = request.fields(ref=object, pin=object, source=object)
+    keep = _keep(body.get("pin", "always"))
+    row = await preheat.preheat(_ref(body), keep, _source(body.get("source", "")))
     return Answer(row.as_json(), 202)
 
 
 def _change(method: Change) -> Callable[[Preheat, Request], Awaitable[Json]]:
     async def handler(preheat: Preheat, request: Request) -> Json:
-        row = await method(preheat, _ref(request.body))
+        row = await method(preheat, _ref(request.fields(ref=object)))
         return {} if row is None else row.as_json()
 
     return handler

@@ -16,16 +16,20 @@ _LONGEST_TEXT = 4096
 
 
 def _texts(request: Request, *names: str) -> list[str]:
-    """The body's fields of these names; SettingsError names one that is missing or not a text."""
+    """The body's fields of these names and no others; SettingsError names one that is missing, not
+    known or not a text. ``by`` becomes who called, with what the caller says beside it."""
+    body = request.fields(**dict.fromkeys(names, str))
     for name in names:
-        value = request.body.get(name)
-        if not isinstance(value, str) or len(value) > _LONGEST_TEXT or "\0" in value:
+        value = body.get(name)
+        if value is None or len(value) > _LONGEST_TEXT or "\0" in value:
             raise kit.errors.SettingsError(
                 f"request field {name!r}",
                 f"is missing or not a text of at most {_LONGEST_TEXT} characters",
                 "see /openapi.json",
             )
-    return [request.body[name] for name in names]
+    if "by" in body and request.caller:
+        body["by"] = f"{request.caller} (says {body['by']})" if body["by"] else request.caller
+    return [body[name] for name in names]
 
 
 # --- guard, probe, ledger
@@ -86,7 +90,8 @@ async def _overview(volumes: Volumes, _: Request) -> Json:
     return status.overview(_audit(volumes))
 
 
-async def _scan_now(volumes: Volumes, _: Request) -> Json:
+async def _scan_now(volumes: Volumes, request: Request) -> Json:
+    request.fields()
     audit = _audit(volumes)
     await audit.audit_now()
     return status.overview(audit)
@@ -116,13 +121,10 @@ async def _findings(volumes: Volumes, _: Request) -> Json:
 
 
 async def _act(volumes: Volumes, request: Request) -> Json:
-    audit = _audit(volumes)
-    identity, dry_run = request.body.get("finding"), request.body.get("dry_run", True)
-    if not isinstance(identity, str) or not isinstance(dry_run, bool):
-        raise kit.errors.SettingsError(
-            "request", "finding must be a text and dry_run true or false", "see /openapi.json"
-        )
-    return await audit.act(identity, dry_run=dry_run)
+    body = request.fields(finding=str, dry_run=bool)
+    if "finding" not in body:
+        raise kit.errors.SettingsError("request", "it names no finding", "see /openapi.json")
+    return await _audit(volumes).act(body["finding"], dry_run=body.get("dry_run", True))
 
 
 ROUTES = (

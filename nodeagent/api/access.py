@@ -2,8 +2,8 @@
 
 Nothing here knows HTTP. ``Caller`` is what a listener makes of a connection: the peer's uid on the
 unix socket, a token's name over TCP. ``CallLog`` writes one line for each changing call. Lines
-about callers that nobody knows go to a file of their own: whoever can only knock must not be able
-to push the record of real changes out.
+about calls that changed nothing go to a file of their own: whoever can only knock, or holds a token
+that may only read, must not be able to push the record of real changes out.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import contextlib
 import ipaddress
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,11 @@ log = structlog.get_logger("agent")
 
 CHANGES_PER_SECOND = 50.0  # of one caller
 CHANGES_AT_ONCE = 200
-STRANGERS_PER_SECOND = 5.0  # lines about callers that nobody knows; the next one counts the rest
-STRANGERS_AT_ONCE = 50
+# Lines about calls that changed nothing, of one caller (all strangers are one). The next line
+# counts the rest.
+REFUSED_PER_SECOND = 5.0
+REFUSED_AT_ONCE = 50
+LARGEST_RECORD = 8 * 2**20  # bytes of changes, twice
 MOST_CALLERS = 4096
 MOST_WAITING_LINES = 1000
 CLOSE_SECONDS = 2.0
@@ -135,31 +138,37 @@ class CallLog:
     """
 
     def __init__(self, state_dir: Path) -> None:
-        self._files: Mapping[bool, Path] = {
-            True: state_dir / "api.log",
-            False: state_dir / "api-refused.log",
-        }
-        self._strangers, self._skipped = Rate(STRANGERS_PER_SECOND, STRANGERS_AT_ONCE), 0
+        self._file, self._refused = state_dir / "api.log", state_dir / "api-refused.log"
+        self._rate, self._skipped = Rate(REFUSED_PER_SECOND, REFUSED_AT_ONCE), 0
+        self._lost = 0
         self._lines: asyncio.Queue[tuple[Path, dict[str, Any]]] = asyncio.Queue(MOST_WAITING_LINES)
 
-    def note(self, *, known: bool, **entry: Any) -> None:
-        if not known:
-            if not self._strangers.admits(""):
+    def note(self, caller: Caller, *, changed: bool, **entry: Any) -> None:
+        """``changed``: the call was made, or may have been; else it was refused."""
+        if not changed:
+            if not self._rate.admits("" if caller.role is None else caller.key):
                 self._skipped += 1
                 return
             if self._skipped:
                 entry["skipped"], self._skipped = self._skipped, 0
-        entry = kit.redact.value(entry)
+        entry = kit.redact.value({"who": caller.name, **entry})
         log.info("api call", **entry)
-        with contextlib.suppress(asyncio.QueueFull):  # the event above is there
-            self._lines.put_nowait((self._files[known], {"at": time.time(), **entry}))
+        if self._lost:
+            entry["lost"] = self._lost
+        try:
+            file = self._file if changed else self._refused
+            self._lines.put_nowait((file, {"at": time.time(), **entry}))
+            self._lost = 0
+        except asyncio.QueueFull:  # the event above is there
+            self._lost += 1
 
     async def write(self) -> None:
         """Never returns."""
         while True:
             path, entry = await self._lines.get()
+            largest = LARGEST_RECORD if path == self._file else kit.files.LARGEST_LOG
             try:
-                await asyncio.to_thread(kit.files.append, path, entry)
+                await asyncio.to_thread(kit.files.append, path, entry, largest)
             except OSError as error:
                 log.error("api call not recorded", file=str(path), error=str(error))
             finally:

@@ -36,6 +36,8 @@ BODY_SECONDS = 10.0
 # Below the command line's own limit (nodeagent.api_client.ANSWER_SECONDS).
 HANDLER_SECONDS = 55.0
 WRITE_SECONDS = 20.0  # one answer, or one line of a stream
+# Streams send something at least every five seconds (``kit.room.HEARTBEAT_SECONDS``).
+ASK_AGAIN_SECONDS = 5.0  # whether the caller of a stream may still read
 LONGEST_NOTE = 300  # of a path or a text in the record of calls
 
 # A listener that anybody reaches answers so many requests a second at once; each one more waits.
@@ -171,13 +173,14 @@ def _guard(door: Door, roles: dict[Any, Role]) -> Any:
             raise web.HTTPForbidden(reason=f"role {needed} is needed, {caller.name} has no role")
         if caller.role is None:
             raise web.HTTPUnauthorized(reason="a bearer token is needed (admin.api)")
-        if not caller.role.includes(needed):
-            raise web.HTTPForbidden(
-                reason=f"role {needed} is needed, {caller.name} is {caller.role}"
-            )
+        # Before the role: calls that a caller may not make cost as much as others.
         if needed is not Role.READ and not rate.admits(caller.key):
             raise web.HTTPTooManyRequests(
                 reason="too many changing calls", headers={"Retry-After": "1"}
+            )
+        if not caller.role.includes(needed):
+            raise web.HTTPForbidden(
+                reason=f"role {needed} is needed, {caller.name} is {caller.role}"
             )
 
     @web.middleware
@@ -193,10 +196,13 @@ def _guard(door: Door, roles: dict[Any, Role]) -> Any:
         if caller.role is None:
             await pace.keep("strangers")
         response = await _errors_as_json(request, call)
+        if response.status == web.HTTPTooManyRequests.status_code:
+            await pace.keep(caller.key)
         if needed is not Role.READ or caller.role is None:
             door.calls.note(
-                known=caller.role is not None,
-                who=caller.name,
+                caller,
+                # A handler that refuses has changed nothing; one that failed may have.
+                changed=not 400 <= response.status < 500,
                 method=_plain(request.method),
                 path=_plain(request.path),
                 role=str(needed),
@@ -310,13 +316,15 @@ def _note_late_end(task: asyncio.Future[Any], what: str) -> None:
     log.info("api call ended late", call=what, error=str(error or ""), cancelled=task.cancelled())
 
 
-def _handler(route: Route, running: Running, streams: access.Streams) -> Handler:
+def _handler(route: Route, running: Running, door: Door) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         if running.trouble is not None and not running.started:
             raise kit.errors.DegradedError(
                 running.room.name, f"it does not run ({running.trouble})", "it is tried again"
             )
-        asked = Request(_names(request), _query(request), await _body(request))
+        asked = Request(
+            _names(request), _query(request), await _body(request), request[_CALLER].name
+        )
         changes = route.role is not Role.READ
         try:
             what = f"{route.method} {_plain(request.path)}"
@@ -328,7 +336,7 @@ def _handler(route: Route, running: Running, streams: access.Streams) -> Handler
                 ) from error
             raise
         if isinstance(answer, Stream):
-            return await _send(request, answer, streams)
+            return await _send(request, answer, door)
         if isinstance(answer, Answer):
             return web.json_response(dict(answer.body), status=answer.status)
         return web.json_response(dict(answer))
@@ -336,21 +344,27 @@ def _handler(route: Route, running: Running, streams: access.Streams) -> Handler
     return handle
 
 
-async def _send(
-    request: web.Request, stream: Stream, streams: access.Streams
-) -> web.StreamResponse:
-    with streams.one(request[_CALLER].key) as refused:
+async def _send(request: web.Request, stream: Stream, door: Door) -> web.StreamResponse:
+    with door.streams.one(request[_CALLER].key) as refused:
         if refused:
             await stream.items.aclose()
             raise web.HTTPTooManyRequests(reason=refused, headers={"Retry-After": "5"})
-        return await _write_lines(request, stream)
+        return await _write_lines(request, stream, door.caller)
 
 
-async def _write_lines(request: web.Request, stream: Stream) -> web.StreamResponse:
+async def _write_lines(
+    request: web.Request, stream: Stream, identify: Identify | None = None
+) -> web.StreamResponse:
+    """Ends when ``identify`` does not know the caller any more, or not as one who may read."""
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
     await response.prepare(request)
+    asked = time.monotonic()
     async with contextlib.aclosing(stream.items) as items:
         async for item in items:
+            if identify is not None and time.monotonic() - asked >= ASK_AGAIN_SECONDS:
+                role, asked = (await identify(request)).role, time.monotonic()
+                if role is None or not role.includes(Role.READ):
+                    break
             try:
                 async with asyncio.timeout(WRITE_SECONDS):
                     await response.write(json.dumps(item).encode() + b"\n")
@@ -373,13 +387,13 @@ def application(state: State, door: Door, held: overview.Held | None = None) -> 
     )
 
     async def send(request: web.Request, stream: Stream) -> web.StreamResponse:
-        return await _send(request, stream, door.streams)
+        return await _send(request, stream, door)
 
     # A live page is for browsers, which the API refuses.
     app.add_routes([r for r in own.routes(state, door.streams, send, held) if r.path != "/live"])
     for running in state.running:
         for route in running.room.routes():
-            handler = _handler(route, running, door.streams)
+            handler = _handler(route, running, door)
             roles[handler] = route.role
             if route.method == "GET":
                 app.router.add_get(route.path, handler)  # answers HEAD too

@@ -1,6 +1,7 @@
 """The admin API served without a node or a listener, with routes of a test's own."""
 
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -57,9 +58,14 @@ class Fake:
 
 @contextlib.asynccontextmanager
 async def serving(
-    agent: app.Agent, *routes: Route, unsettled: bool = False
+    agent: app.Agent,
+    *routes: Route,
+    unsettled: bool = False,
+    caller: server.Identify | None = None,
 ) -> AsyncIterator[TestClient[Any, Any]]:
     room = kit.room.Room("fake", "", kit.settings.Section, lambda *_: Fake(), routes=lambda: routes)
     running = Running(room, Fake(), started=True, unsettled=unsettled)
-    async with served(State(agent.state.settings, running=[running])) as client:
+    state = State(agent.state.settings, running=[running])
+    known = door(state) if caller is None else dataclasses.replace(door(state), caller=caller)
+    async with TestClient(TestServer(server.application(state, known))) as client:
         yield client

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 import kit.files
+from kit.room import Role
 from nodeagent.api import access
+
+ALICE = access.Caller("alice", Role.DANGEROUS, "alice")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +49,7 @@ async def test_record_of_calls_holds_no_secret(tmp_path: Path) -> None:
     calls = access.CallLog(tmp_path)
     writer = asyncio.create_task(calls.write())
     sent = {"reason": "see https://h.example/?sig=s3cretS3cret", "password": "s3cretS3cret", "n": 1}
-    calls.note(known=True, who="a", path="/v1/x?token=s3cretS3cret", sent=sent)
+    calls.note(ALICE, changed=True, path="/v1/x?token=s3cretS3cret", sent=sent)
     await calls.flush()
     writer.cancel()
     (entry,) = kit.files.last_entries(tmp_path / "api.log", 9)
@@ -62,9 +65,39 @@ async def test_strangers_cannot_fill_the_log(
     calls, logged = access.CallLog(tmp_path), []
     monkeypatch.setattr(access.log, "info", lambda _, **entry: logged.append(entry))
     for number in range(1000):
-        calls.note(known=False, who=number)
-    calls.note(known=True, who="alice")
-    assert len(logged) == access.STRANGERS_AT_ONCE + 1
+        calls.note(access.Caller(f"{number}", None, f"unknown {number}"), changed=False)
+    calls.note(ALICE, changed=True)
+    assert len(logged) == access.REFUSED_AT_ONCE + 1
     now = 1.0
-    calls.note(known=False, who="later")
-    assert logged[-1] == {"who": "later", "skipped": 1000 - access.STRANGERS_AT_ONCE}
+    calls.note(access.Caller("later", None, "unknown"), changed=False)
+    assert logged[-1] == {"who": "later", "skipped": 1000 - access.REFUSED_AT_ONCE}
+
+
+async def test_calls_that_changed_nothing_push_no_change_out_of_the_record(tmp_path: Path) -> None:
+    calls = access.CallLog(tmp_path)
+    calls.note(ALICE, changed=True, path="/v1/datasets/a")
+    reader = access.Caller("prometheus", Role.READ, "prometheus")
+    for _ in range(10 * access.MOST_WAITING_LINES):
+        calls.note(reader, changed=False)
+    calls.note(ALICE, changed=True, path="/v1/datasets/b")
+    writer = asyncio.create_task(calls.write())
+    await calls.flush()
+    writer.cancel()
+    record = kit.files.last_entries(tmp_path / "api.log", 9)
+    assert [(e["who"], e["path"]) for e in record] == [
+        ("alice", "/v1/datasets/a"), ("alice", "/v1/datasets/b"),
+    ]  # fmt: skip
+    refused = kit.files.last_entries(tmp_path / "api-refused.log", 999)
+    assert len(refused) < 2 * access.REFUSED_AT_ONCE
+
+
+async def test_the_record_says_how_many_lines_it_lost(tmp_path: Path) -> None:
+    calls = access.CallLog(tmp_path)
+    for _ in range(access.MOST_WAITING_LINES + 7):
+        calls.note(ALICE, changed=True)
+    writer = asyncio.create_task(calls.write())
+    await calls._lines.join()
+    calls.note(ALICE, changed=True, path="after")
+    await calls.flush()
+    writer.cancel()
+    assert kit.files.last_entries(tmp_path / "api.log", 1)[0]["lost"] == 7

@@ -57,7 +57,7 @@ async def test_socket_is_for_root_alone_and_goes_at_the_end(agent: app.Agent) ->
         answer = await session.post("/v1/datasets/a/warm")
         assert answer.status == 404  # not refused
     assert not path.exists()
-    (entry,) = kit.files.last_entries(agent.state.settings.state_dir / "api.log", 9)
+    (entry,) = kit.files.last_entries(agent.state.settings.state_dir / "api-refused.log", 9)
     assert entry["who"].endswith(f"pid {os.getpid()}")
 
 

@@ -319,6 +319,6 @@ async def test_real_api_server_decides(
         assert await ask("GET", "/v1/datasets", held) == 403  # a role that was taken away
         own.write_text(elsewhere)  # the agent itself is nobody now
         assert await ask("GET", "/v1/datasets", held) == 503
-        record = (agent.state.settings.state_dir / "api.log").read_text()
+        record = (agent.state.settings.state_dir / "api-refused.log").read_text()
     assert "system:serviceaccount:default:may-operate" in record
     assert held not in record

@@ -3,8 +3,10 @@
 import asyncio
 import dataclasses
 import functools
+import itertools
+import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import pytest
@@ -16,8 +18,8 @@ import kit.errors
 import kit.files
 import kit.room
 import kit.settings
-from kit.room import Request, Role, Route
-from nodeagent import app
+from kit.room import Request, Role, Route, Stream
+from nodeagent import app, rooms
 from nodeagent.api import access, openapi, server
 from nodeagent.state import Running, State
 from tests.nodeagent import served as api
@@ -324,8 +326,9 @@ async def test_changing_calls_are_recorded_also_refused_ones(agent: app.Agent) -
             await client.get("/v1/datasets")
     await calls.flush()
     writer.cancel()
-    entries = kit.files.last_entries(log, 10)
-    assert [(e["who"], e["result"]) for e in entries] == [
+    assert not log.exists()  # nothing was changed
+    entries = kit.files.last_entries(log.with_name("api-refused.log"), 10)
+    assert [(e["who"], e["result"]) for e in entries[:2]] == [
         ("somebody who may operate", 404), ("somebody who may read", 403),
     ]  # fmt: skip
     assert entries[0].items() >= {
@@ -333,8 +336,57 @@ async def test_changing_calls_are_recorded_also_refused_ones(agent: app.Agent) -
         "sent": {"source": True},
     }.items()  # fmt: skip
     assert entries[0]["milliseconds"] >= 0
-    strangers = kit.files.last_entries(log.with_name("api-refused.log"), 10)
-    assert [(e["method"], e["result"]) for e in strangers] == [("POST", 401), ("GET", 401)]
+    assert [(e["method"], e["result"]) for e in entries[2:]] == [("POST", 401), ("GET", 401)]
+
+
+async def test_calls_that_a_caller_may_not_make_are_limited_too(
+    agent: app.Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access.Rate.__init__, "__defaults__", (0.001, 3))
+    monkeypatch.setattr(server, "WAIT_SECONDS", 0.0)
+    door = api.door(agent.state, Role.READ)
+    async with TestClient(TestServer(server.application(agent.state, door))) as client:
+        seen = [(await client.post("/v1/datasets/a/warm")).status for _ in range(5)]
+    assert seen == [403, 403, 403, 429, 429]
+
+
+def changing_routes() -> list[Route]:
+    routes = [route for room in rooms.ROOMS for route in room.routes()]
+    return [route for route in routes if route.role is not Role.READ]
+
+
+@pytest.mark.parametrize("route", changing_routes(), ids=lambda r: f"{r.method} {r.path}")
+async def test_every_changing_call_refuses_a_field_that_it_does_not_know(route: Route) -> None:
+    """Else a few such fields keep what the call did out of the record."""
+    asked = Request({"name": "a", "device": "a"}, {}, {"x0": "-"})
+    with pytest.raises(kit.errors.SettingsError, match="unknown field 'x0'"):
+        await route.handler(None, asked)
+
+
+async def test_a_stream_ends_with_the_role_of_its_caller(
+    agent: app.Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "ASK_AGAIN_SECONDS", 0.0)
+    asked = 0
+
+    async def caller(_: Any) -> access.Caller:
+        nonlocal asked
+        asked += 1
+        return access.Caller("alice", Role.READ if asked < 4 else None, "alice")
+
+    async def handler(_: Any, __: Any) -> Stream:
+        async def items() -> AsyncGenerator[Any, None]:
+            for number in itertools.count():
+                yield {"number": number}
+                await asyncio.sleep(0)
+
+        return Stream(items())
+
+    async with api.serving(agent, Route("GET", "/v1/x", handler), caller=caller) as client:
+        answer = await client.get("/v1/x")
+        assert answer.status == 200
+        lines = (await answer.text()).splitlines()
+    assert [json.loads(line)["number"] for line in lines] == [0, 1]
 
 
 async def test_own_routes_answer(client: TestClient[Any, Any]) -> None:
