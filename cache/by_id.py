@@ -10,11 +10,10 @@ import contextlib
 import errno
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import kit.errors
 import kit.files
-from cache import view
+from cache import places, view
 from kit import child_main
 from linux import mountinfo, mounts, tree_users
 
@@ -49,20 +48,20 @@ def _shows(mount: mountinfo.Mount, layer: str, table: Sequence[mountinfo.Mount])
 
 
 def show(data: str, name: str, layer: str) -> None:
-    """Mount the tree of a complete generation. OSError."""
-    target = Path(folder_of(data)) / name
-    target.parent.mkdir(mode=0o755, exist_ok=True)
-    target.parent.chmod(0o755)  # whatever the umask is; who may pass is decided above
-    target.mkdir(mode=0o755, exist_ok=True)
-    now = mountinfo.top(target)
-    if now is not None and _shows(now, layer, mountinfo.read()):
-        return
-    with kit.files.closing(mounts.clone_tree(layer)) as tree:
-        mounts.set_attributes(tree, mounts.READ_ONLY_DATA)
-        if now is None:
-            mounts.attach(tree, target)
-        else:
-            mounts.swap(tree, target)
+    """Mount the tree of a complete generation. HostError, OSError."""
+    path, target = folder_of(data), f"{folder_of(data)}/{name}"
+    with places.parent(data) as above, places.folder(above, FOLDER, path) as folder:
+        os.fchmod(folder, 0o755)  # whatever the umask is; who may pass is decided above
+        at = places.mount_point(folder, name, target)
+        now = mountinfo.top(target)
+        if now is not None and _shows(now, layer, mountinfo.read()):
+            return
+        with kit.files.closing(mounts.clone_tree(layer)) as tree:
+            mounts.set_attributes(tree, mounts.READ_ONLY_DATA)
+            if now is None:
+                mounts.attach(tree, at)
+            else:
+                mounts.swap(tree, target)
 
 
 def fall_back(data: str, name: str) -> bool:
@@ -118,8 +117,8 @@ def hide(data: str, name: str) -> bool:
             mounts.unmount(target)
         except OSError:
             return False
+    places.remove(target)
     with contextlib.suppress(OSError):
-        os.rmdir(target)
         os.rmdir(folder_of(data))
     return True
 
@@ -128,8 +127,14 @@ def drop_others(data: str, names: list[str]) -> None:
     """Detach what is mounted by ids other than ``names``: their trees have gone."""
     for each in set(shown(data)) - set(names):
         mounts.detach(f"{folder_of(data)}/{each}")
-        with contextlib.suppress(OSError):
-            os.rmdir(f"{folder_of(data)}/{each}")
+    _remove_places(data, names)
+
+
+def _remove_places(data: str, names: Sequence[str] = ()) -> None:
+    """Mount points of generations other than ``names``, also those that a reboot has left."""
+    with contextlib.suppress(OSError):
+        for each in set(os.listdir(folder_of(data))) - {*names, *shown(data)}:
+            places.remove(f"{folder_of(data)}/{each}")
 
 
 def all_users(data: str) -> list[str]:
@@ -153,5 +158,6 @@ def take_down_all(data: str) -> None:
             raise kit.errors.InUseError(
                 f"generation {each} at {folder}", "a process uses it", "end it, then try again"
             )
+    _remove_places(data)
     with contextlib.suppress(OSError):
         os.rmdir(folder)

@@ -24,6 +24,7 @@ from typing import Any
 
 import kit.errors
 import kit.files
+from cache import places
 from cache.store import disk, filesystem, image_copy, mixed
 from kit import child_main
 from linux import detached, mountinfo, mounts, procfs
@@ -130,22 +131,21 @@ def _is_overlay(mount: mountinfo.Mount) -> bool:
 
 
 def allow(view: str, owner: int, group: int, mode: str | None, source: str) -> None:
-    """Set who may enter the view's parent. OSError. The umask of the agent has no say.
+    """Set who may enter the view's parent. HostError, OSError. The umask of the agent has no say.
 
     ``mode`` None: all users, unless one of the directories above ``source`` keeps them out: the
     view must not show what its place has hidden. ``source`` is '' where those cannot be seen.
     """
-    parent = Path(view).parent
-    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     bits = int(mode, 8) if mode is not None else 0o755
     if mode is None and source and not _all_may_pass(source):
         bits = 0o700
-    status = parent.stat()
-    if (status.st_uid, status.st_gid) != (owner, group):
-        parent.chmod(stat.S_IMODE(status.st_mode) & bits)  # never more open in between
-        os.chown(parent, owner, group)
-    if stat.S_IMODE(parent.stat().st_mode) != bits:
-        parent.chmod(bits)
+    with places.parent(view) as parent:
+        status = os.fstat(parent)
+        if (status.st_uid, status.st_gid) != (owner, group):
+            os.fchmod(parent, stat.S_IMODE(status.st_mode) & bits)  # never more open in between
+            os.fchown(parent, owner, group)
+        if stat.S_IMODE(os.fstat(parent).st_mode) != bits:
+            os.fchmod(parent, bits)
 
 
 def is_allowed(view: str, owner: int, group: int, mode: str | None, source: str) -> bool:
@@ -153,8 +153,10 @@ def is_allowed(view: str, owner: int, group: int, mode: str | None, source: str)
     if mode is None and source:
         return False  # the directories above a source may hang
     try:
-        status = Path(view).parent.stat()
+        status = Path(view).parent.lstat()
     except OSError:
+        return False
+    if not stat.S_ISDIR(status.st_mode):
         return False
     found = status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)
     return found == (owner, group, int(mode or "755", 8))
@@ -168,18 +170,17 @@ def _all_may_pass(source: str) -> bool:
 def publish(
     view: str, stage: str, source: str, layer: str, scratch: str, before: str = ""
 ) -> dict[str, Any]:
-    """Mount ``stage`` at ``view``, in place of ``before``, the stage that is there. OSError.
+    """Mount ``stage`` at ``view``, in place of ``before``, the stage that is there. HostError,
+    OSError.
 
     The fields of ``Shown``, and ``clean``: False when the old mount stays below it (kernels before
     6.5).
     """
-    target = Path(view)
-    # Only ``allow`` opens the parent to jobs.
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    target.mkdir(exist_ok=True, mode=0o755)
-    clean = _changed(view, stage, source, layer, before) or _mount(
-        view, stage, source, layer, scratch
-    )
+    with places.parent(view) as parent:
+        at = places.mount_point(parent, Path(view).name, view)
+        clean = _changed(view, stage, source, layer, before) or _mount(
+            view, at, stage, source, layer, scratch
+        )
     top = mountinfo.stacked(view)[-1]
     return {
         "clean": clean,
@@ -213,7 +214,7 @@ def _changed(view: str, stage: str, source: str, layer: str, before: str) -> boo
     return shown == mixed.at(source)
 
 
-def _mount(view: str, stage: str, source: str, layer: str, scratch: str) -> bool:
+def _mount(view: str, at: str, stage: str, source: str, layer: str, scratch: str) -> bool:
     """Mount ``stage`` at ``view``; False when the old mount stays below it."""
     match Stage(stage):
         case Stage.OVERLAY if not mixed.at(source):
@@ -229,7 +230,7 @@ def _mount(view: str, stage: str, source: str, layer: str, scratch: str) -> bool
     with kit.files.closing(tree):
         if mountinfo.stacked(view):
             return mounts.swap(tree, view)
-        mounts.attach(tree, view)
+        mounts.attach(tree, at)
     return True
 
 
@@ -281,8 +282,8 @@ def left_behind(view: str, layer: str) -> list[str]:
 def take_down(view: str) -> None:
     """Unmount the view and delete its place. InUseError names who uses it."""
     take_off(view)
+    places.remove(view)
     with contextlib.suppress(OSError):
-        Path(view).rmdir()
         Path(view).parent.rmdir()
 
 

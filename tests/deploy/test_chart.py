@@ -322,6 +322,49 @@ def test_uninstall_is_off_by_default_and_one_job_a_node(manifests: list[dict[str
 
 
 @pytest.mark.real
+def test_any_other_value_makes_another_uninstall_job() -> None:
+    """A Job cannot change: one of the same name would make 'helm upgrade' fail."""
+
+    def job(*words: str) -> tuple[str, str]:
+        found = _one(_render("--set", "uninstall.nodes={gpu-1}", *words), "Job")
+        name: str = found["metadata"]["name"]
+        assert len(name) <= 63
+        return name, str(found["spec"])
+
+    before, spec = job()
+    assert job() == (before, spec)
+    for changed in (
+        "uninstall.confirm=true",
+        "uninstall.forgetVolumes=true",
+        "image.tag=9.9.9",
+        "image.pullPolicy=Always",
+        "resources.limits.memory=1Gi",
+        "host.state=/mnt/ssd/nodeagent",
+        "host.runtime.dropIns=/etc/crio/crio.conf.d",
+        "csi.enabled=false",
+        "imagePullSecrets[0].name=login",
+    ):
+        name, other = job("--set", changed)
+        assert other != spec, changed
+        assert name != before, changed
+    same, _ = job("--set", "settings.cache.budget=1TiB")  # of the ConfigMap alone
+    assert same == before
+
+
+@pytest.mark.real
+def test_uninstall_of_a_pool_that_is_not_there_is_refused() -> None:
+    nodes = ("--set", "uninstall.nodes={gpu-1}")
+    for words in (("--set", "uninstall.pool=big"), POOLS):
+        done = kubernetes.helm("template", "nodeagent", str(CHART), *nodes, *words)
+        assert done.returncode != 0
+        assert "uninstall.pool: there is no pool" in done.stderr
+    _render(*POOLS)  # nothing is to be uninstalled
+    job = _one(_render(*nodes, *POOLS, "--set", "uninstall.pool=a100"), "Job")
+    config = next(each for each in _pod(job)["volumes"] if each["name"] == "config")
+    assert config["configMap"]["name"] == "nodeagent-a100"
+
+
+@pytest.mark.real
 def test_account_and_its_right_to_ask_are_there_when_callers_are_the_clusters() -> None:
     words = (
         "--set", "pools.a.nodeSelector.gpu=a,csi.driver=false,policies.hostPaths.mode=off",

@@ -127,7 +127,11 @@ def clear(folder: Path, *, keep: bool = False) -> None:
     end(folder)
     if not keep and folder.exists():
         shutil.rmtree(folder, ignore_errors=True)
-        if folder.exists():  # paths too long for rmtree, immutable files
+        if folder.exists():  # paths too long for rmtree, immutable places of views
+            subprocess.run(
+                ["chattr", "-R", "-f", "-i", str(folder)],
+                check=False, capture_output=True, timeout=300,
+            )  # fmt: skip
             subprocess.run(["rm", "-rf", str(folder)], check=False, timeout=300)
 
 
