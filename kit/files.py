@@ -70,13 +70,13 @@ def existing(path: str) -> str:
     return path
 
 
-def append(path: Path, entry: Mapping[str, Any], largest: int = LARGEST_LOG) -> None:
+def append(path: Path, entry: Mapping[str, Any], largest: int | None = None) -> None:
     """Append one JSON line; it is on disk when this returns. OSError: it may not be.
 
-    Bounded: two files of ``largest`` bytes. The directory is made when it is missing.
+    Bounded: two files of ``largest`` bytes, else ``LARGEST_LOG``. The directory is made when it is missing.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if path.exists() and path.stat().st_size > largest:
+    if path.exists() and path.stat().st_size > (largest or LARGEST_LOG):
         os.replace(path, path.with_name(f"{path.name}.1"))
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     with closing(os.open(path, flags, 0o600)) as descriptor:

@@ -166,7 +166,7 @@ class CallLog:
         """Never returns."""
         while True:
             path, entry = await self._lines.get()
-            largest = LARGEST_RECORD if path == self._file else kit.files.LARGEST_LOG
+            largest = LARGEST_RECORD if path == self._file else None
             try:
                 await asyncio.to_thread(kit.files.append, path, entry, largest)
             except OSError as error:

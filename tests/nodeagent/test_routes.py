@@ -30,7 +30,11 @@ async def test_handler_gets_path_query_and_body(agent: app.Agent) -> None:
         answer = await client.post("/v1/x/a%20b?q=1&q=2", json={"k": True})
         assert (answer.status, await answer.json()) == (202, {"a": 1})
         await client.post("/v1/x/c")
-    assert seen == [Request({"name": "a b"}, {"q": "1"}, {"k": True}), Request({"name": "c"})]
+    who = "somebody who may dangerous"
+    assert seen == [
+        Request({"name": "a b"}, {"q": "1"}, {"k": True}, who),
+        Request({"name": "c"}, caller=who),
+    ]
 
 
 @pytest.mark.parametrize(
