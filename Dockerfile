@@ -7,11 +7,11 @@ ARG BASE=debian@sha256:3783cc01769c7b2b1b83a5c5ad96c815348e28ed7da68e2e3687004fa
 
 # The Python libraries, stripped, in the environment that the agent runs in.
 FROM ${BASE} AS libraries
-ARG APT_SOURCES=
 # A pip configuration file that is mounted into the build: an index of your own.
 ARG PIP_CONFIG_FILE=
 COPY deploy/image/apt.sh /image/
-RUN . /image/apt.sh \
+# A secret, and no argument: its lines may hold a login, and arguments stay in the image's history.
+RUN --mount=type=secret,id=apt_sources . /image/apt.sh \
     && apt-get install -y python3 python3-venv clang llvm libbpf-dev
 COPY locks/runtime.txt locks/build.txt /src/locks/
 RUN python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/nodeagent \
@@ -28,11 +28,10 @@ RUN cd /src && /opt/pip/bin/pip wheel --no-deps --no-build-isolation --no-index 
         --no-deps --no-index --no-cache-dir --root /agent /wheel/*.whl
 
 FROM ${BASE} AS complete
-ARG APT_SOURCES=
 ARG DEBIAN_LOCK=required
 ARG CEPH_RELEASE=
 COPY deploy/image/ locks/debian-*.txt /image/
-RUN sh /image/install.sh && rm -r /image
+RUN --mount=type=secret,id=apt_sources sh /image/install.sh && rm -r /image
 COPY --from=libraries /opt/nodeagent /opt/nodeagent
 RUN for module in rados rbd cephfs; do \
         ln -s /usr/lib/python3/dist-packages/$module.cpython-*.so \

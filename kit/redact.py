@@ -17,13 +17,27 @@ _HARMLESS = {"service", "scope", "ns", "ref", "tag", "digest", "n", "last", "lim
 _NAME = (
     r"x-(?:amz|goog|oss|cos|obs|ms)-[\w-]{1,60}|q-(?:ak|signature)|sig|jwt|pwd|auth|policy|"
     r"(?:[\w-]{0,40}?)(?:token|secret|password|passwd|passphrase|signature|credentials?|"
-    r"authorization|api[_-]?key|secret[_-]?key|access[_-]?key(?:[_-]?id)?|accessid|key-pair-id)"
+    r"authorization|api[_-]?key|secret[_-]?key|access[_-]?key(?:[_-]?id)?|accessid|key-pair-id|"
+    r"account[_-]?key|private[_-]?key|client-key-data)"
+)
+# Names that stand before a secret in plain text too: 'NAME: value', '--NAME value'. Of these few,
+# because any sentence can follow a colon.
+_PLAIN = (
+    r"[\w-]{0,40}?(?:token|secret|password|passwd|passphrase|api[_-]?key|secret[_-]?key|"
+    r"access[_-]?key|account[_-]?key|private[_-]?key|client-key-data)"
+)
+_SHOWN = r"\*\*\*"
+_WORD = r"[^\s\"']*[^\s\"',;]"
+# A word that no sentence has: with a digit or a sign in it. No path, nothing in brackets.
+_ODD = (
+    rf"(?!/[\w.-]+/|[<(\[{{]|{_SHOWN})"
+    rf"(?=[^\s\"']*(?:\d|[+=_$!@#%^&~*]|\w[./:]\w)){_WORD}"
 )
 _SCHEME = r"(?:(?:bearer|basic|digest|negotiate) +)?"
 _FIELD = re.compile(_NAME, re.IGNORECASE)
 _URL = re.compile(r'(?<=://)[^\s"<>]+')
 _RULES = [
-    (re.compile(pattern, re.IGNORECASE | re.DOTALL | re.ASCII), shown)
+    (re.compile(pattern, re.IGNORECASE | re.DOTALL | re.MULTILINE | re.ASCII), shown)
     for pattern, shown in (
         (r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END[A-Z ]{0,40}-----|\Z)", HIDDEN),
         # Headers, with or without a scheme before the secret.
@@ -39,6 +53,31 @@ _RULES = [
             rf"\1\2\3{HIDDEN}",
         ),
         (rf"(?<![\w-])({_NAME})(\s?=\s?|%3D)[^\s&\"']+", rf"\1\2{HIDDEN}"),
+        # YAML, headers that we do not know, options of a command line.
+        (rf"(?<![\w-])({_PLAIN}: +){_ODD}", rf"\1{HIDDEN}"),
+        (
+            rf"(?<![\w-])([\w-]{{0,40}}?(?:password|passwd|passphrase|pwd): +)(?!{_SHOWN}){_WORD}"
+            r"(?=[,;]|[^\S\n]*$)",
+            rf"\1{HIDDEN}",
+        ),
+        (
+            rf"(?<![\w-])(--?{_PLAIN} +)(?!-|{_SHOWN}|(?-i:[A-Z_]{{1,20}}(?:[\s.,;)\]'\"]|\Z))){_WORD}",
+            rf"\1{HIDDEN}",
+        ),
+        # A login before a host, without a scheme. Digests and snapshots of images are none.
+        (
+            rf"(?<![\w/@.%+-])([\w.%+-]{{1,64}}):(?!{_SHOWN}@)[^\s/@\"'<>:,]{{1,200}}@"
+            r"(?!sha\d)(?=[\w-]{1,60}(?:[/:]|\.[a-z\d]))",
+            rf"\1:{HIDDEN}@",
+        ),
+        # Tokens that name their kind: GitHub, GitLab, Hugging Face, Docker, Vault, npm, AWS, Slack.
+        (
+            r"(?<![\w-])(gh[pousr]_|github_pat_|glpat-|hf_|dckr_[po]at_|hvs\.|npm_|"
+            r"xox[abeprs]-)[\w-]{8,}",
+            rf"\1{HIDDEN}",
+        ),
+        (r"(?<!\w)(?-i:A[KS]IA[0-9A-Z]{16})(?!\w)", HIDDEN),
+        (r"(?<!\w)(?-i:LS0tLS1CRUdJTi)[\w+/=]*", HIDDEN),  # PEM in base64
         # What 'ceph auth print-key' shows.
         (r"(?<![A-Za-z0-9+/])A[Qg][A-Za-z0-9+/]{36,62}={0,2}(?![A-Za-z0-9+/=])", HIDDEN),
     )

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+import kit.slips
 from kube.settings import AccessSettings
 
 _LARGEST_FILE = 1 << 20
@@ -98,12 +97,12 @@ def _kubeconfig(file: Path) -> tuple[str, str, _Trust]:
     with file.open("rb") as stream:
         text = stream.read(_LARGEST_FILE)
     try:
-        whole = yaml.safe_load(text)
+        whole = kit.slips.load_yaml(text)
         context = _named(whole["contexts"], whole["current-context"])["context"]
         cluster = _named(whole["clusters"], context["cluster"])["cluster"]
         user = _named(whole["users"], context["user"])["user"]
         server = str(cluster["server"])
-    except (yaml.YAMLError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise AccessError(f"{file}: not a kubeconfig with a current context ({error})") from None
     if not server.startswith("https://"):
         raise AccessError(f"{file}: the server {server!r} is not https://")

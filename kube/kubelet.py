@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 
 import kit.errors
+import kit.slips
 from kube import settings
 
 AVAILABLE, INODES = "imagefs.available", "imagefs.inodesFree"
@@ -22,7 +22,7 @@ NODEFS_AVAILABLE, NODEFS_INODES = "nodefs.available", "nodefs.inodesFree"
 _DEFAULTS = {AVAILABLE: "15%", INODES: "5%", NODEFS_AVAILABLE: "10%", NODEFS_INODES: "5%"}
 LARGEST_FILE = 1024**2
 MOST_DROP_INS = 100
-# Errors of a text that is not a KubeletConfiguration, beside OSError and YAMLError.
+# Errors of a text that is not a KubeletConfiguration, beside OSError.
 NO_CONFIGURATION = (
     ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
@@ -89,7 +89,7 @@ def thresholds(section: settings.KubeletSource) -> Thresholds:
         for path in _drop_ins(section.config_dir):
             content = _merged(content, _read(path))
         return _of(content, str(section.config))
-    except (OSError, yaml.YAMLError, *NO_CONFIGURATION) as error:
+    except (OSError, *NO_CONFIGURATION) as error:
         raise kit.errors.SettingsError(
             f"{section.named}.config {path}",
             f"cannot be used ({error})",
@@ -142,7 +142,7 @@ def _read(path: Path) -> dict[str, Any]:
         data = stream.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
         raise ValueError(f"it has more than {LARGEST_FILE} bytes")
-    content = yaml.safe_load(data) or {}
+    content = kit.slips.load_yaml(data) or {}
     if not isinstance(content, dict):
         raise ValueError("it is not a mapping")
     return content

@@ -16,6 +16,7 @@ import yaml
 
 import kit.errors
 import kit.files
+import kit.slips
 from nodeagent.settings import Settings
 
 DEFAULT_PATH = Path("/etc/nodeagent/nodeagent.yaml")
@@ -106,8 +107,8 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise yaml.constructor.ConstructorError(
-                None, None, f"{node.value!r} is malformed: {error}", node.start_mark
-            ) from error
+                None, None, f"a value is malformed: {kit.slips.problem(error)}", node.start_mark
+            ) from None
 
 
 def parse(text: str, origin: str) -> Settings:
@@ -120,15 +121,16 @@ def parse(text: str, origin: str) -> Settings:
         _refuse_duplicates(root, origin)
         plain = loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark else ""
+        number = kit.slips.line(error)
         raise kit.errors.SettingsError(
-            f"{origin}{line}", f"is not valid YAML ({error.problem})", "correct the line"
-        ) from error
+            f"{origin}:{number}" if number else origin,
+            f"is not valid YAML ({kit.slips.problem(error)})",
+            "correct the line",
+        ) from None
     except (yaml.YAMLError, ValueError) as error:
         raise kit.errors.SettingsError(
-            origin, f"is not valid YAML ({error})", "correct the file"
-        ) from error
+            origin, f"is not valid YAML ({kit.slips.problem(error)})", "correct the file"
+        ) from None
     except RecursionError as error:
         raise kit.errors.SettingsError(
             origin, "is nested too deeply", "write it out in fewer levels"

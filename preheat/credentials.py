@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from cachetools import TLRUCache
 
 import kit.errors
 import kit.processes
+import kit.slips
 from kube import client
 from preheat import account, hub, keyring, manifest, settings
 from preheat.failure import Kind, PullError
@@ -64,7 +64,7 @@ class Found:
 
 def read_providers(data: bytes) -> tuple[Provider, ...]:
     """The plugins in a CredentialProviderConfig. Raises ValueError."""
-    content = yaml.safe_load(data)
+    content = kit.slips.load_yaml(data)
     listed = content.get("providers") if isinstance(content, dict) else None
     if not isinstance(listed, list):
         raise ValueError("it has no 'providers'")
@@ -251,7 +251,7 @@ class Credentials:
             return ()
         try:
             return read_providers(await self._file(where.provider_config))
-        except (ValueError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise self._unusable(where.provider_config, str(error)[:200]) from None
 
     async def _plugged(

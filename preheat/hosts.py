@@ -10,13 +10,13 @@ import dataclasses
 import os
 import re
 import ssl
-import tomllib
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kit.slips
 from preheat import hub
 
 _LOOPBACK = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(?::(\d+))?")
@@ -58,7 +58,7 @@ def of(directories: Iterable[Path], name: str) -> list[Host]:
     file = folder / "hosts.toml"
     try:
         text = file.read_text(encoding="utf-8")
-        content = tomllib.loads(text)
+        content = kit.slips.load_toml(text)
     except FileNotFoundError:
         text, content = "", {}
     except (OSError, ValueError) as error:

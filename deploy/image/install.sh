@@ -54,7 +54,7 @@ case $found in
   "${CEPH_RELEASE:-$found}" | "${CEPH_RELEASE:-$found}".*) ;;
   *)
     echo "image: CEPH_RELEASE is $CEPH_RELEASE, but the package sources have Ceph $found;" \
-      "name a BASE or APT_SOURCES that has it, with DEBIAN_LOCK=off" >&2
+      "name a BASE or the secret apt_sources that has it, with DEBIAN_LOCK=off" >&2
     exit 1
     ;;
 esac

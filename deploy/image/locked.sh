@@ -21,6 +21,6 @@ gone=$(comm -23 "$work/wanted" "$work/there")
 [ -z "$gone" ] && exit 0
 echo "$gone"
 echo "image: the package archive no longer has these versions of ${file##*/}:" $gone >&2
-echo "image: make the lock anew with 'make image-lock', build with APT_SOURCES of a snapshot of the archive that" \
+echo "image: make the lock anew with 'make image-lock', build with the secret apt_sources naming a snapshot of the archive that" \
   "has them, or with DEBIAN_LOCK=preferred" >&2
 exit 1

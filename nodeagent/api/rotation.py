@@ -18,10 +18,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import pydantic
 import structlog
-import yaml
 
 import kit.findings
 import kit.settings
+import kit.slips
 from kit.room import Role
 from nodeagent.api import access
 from nodeagent.settings import ApiSettings
@@ -162,7 +162,7 @@ def _tokens(path: Path) -> Known:
     if len(content) > LARGEST_FILE:
         raise ValueError(f"has more than {LARGEST_FILE} bytes")
     try:
-        plain = yaml.safe_load(content.decode("utf-8"))
+        plain = kit.slips.load_yaml(content.decode("utf-8"))
         if plain is None:
             raise ValueError("is empty; {} admits nobody")
         entries = _File.validate_python(plain)
@@ -170,9 +170,7 @@ def _tokens(path: Path) -> Known:
         # Not str(error): it repeats the value, and that may be a token.
         problems = (f"{'.'.join(map(str, e['loc'][:2]))}: {e['msg']}" for e in error.errors())
         raise ValueError("; ".join(problems)) from None
-    except yaml.YAMLError:
-        raise ValueError("is not valid YAML") from None  # its text may quote a token
-    except (UnicodeDecodeError, RecursionError):
+    except UnicodeDecodeError:
         raise ValueError("is not a text file") from None
     return tuple(
         (

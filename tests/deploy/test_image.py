@@ -164,3 +164,17 @@ def test_image_holds_nothing_of_the_build_and_of_this_machine(container: image.C
     files = [p for p in (root / "etc/apt").rglob("*") if p.is_file()]
     assert not [p for p in files if "://" in p.read_text(errors="replace")]
     assert not (root / "etc/apt/machine").exists()
+
+
+def test_package_sources_stay_out_of_the_image_and_its_history(
+    container: image.Container,
+) -> None:
+    """They may hold a login. The build had them: /etc/apt names no mirror."""
+    said = container.inspected()
+    assert "apt_sources" in said  # the history does show how each layer was made
+    assert image.SOURCES_CANARY not in said
+    found = subprocess.run(
+        ["grep", "-rlF", image.SOURCES_CANARY, str(container.root)],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert (found.returncode, found.stdout) == (1, "")  # 1: read all, nothing found

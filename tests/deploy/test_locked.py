@@ -28,7 +28,7 @@ def test_versions_that_are_gone_are_named_with_what_to_do(tmp_path: Path) -> Non
     done = run(lock)
     assert done.returncode == 1
     assert done.stdout.split() == ["dpkg=0.0", "no-such-package=1"]
-    for words in ("dpkg=0.0", "debian-x.txt", "make image-lock", "APT_SOURCES", "DEBIAN_LOCK"):
+    for words in ("dpkg=0.0", "debian-x.txt", "make image-lock", "apt_sources", "DEBIAN_LOCK"):
         assert words in done.stderr
     assert "bash" not in done.stderr
 

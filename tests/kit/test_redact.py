@@ -7,6 +7,7 @@ import logging
 import string
 import sys
 import urllib.parse
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from nodeagent import logs
 _SAID = (
     "authorization identitytoken registrytoken refresh_token private password signature "
     "awsaccesskeyid x-amz-credential x-amz-security-token access_token key-pair-id q-signature "
-    "unknown-to-us eyjhbgcioijiuzi1nij9 bucket.example https://h.example registry.example service"
+    "unknown-to-us eyjhbgcioijiuzi1nij9 bucket.example https://h.example registry.example service "
+    "x-vault-token client-key-data accountkey endpointsuffix defaultendpointsprotocol --password"
 )
 
 
@@ -48,6 +50,12 @@ def _url(name: str, secret: str) -> str:
     query = f"service=x&{name}={urllib.parse.quote(secret, '')}"
     return f"https://bucket.example/v2/a/blobs/sha256:0?{query}"
 
+
+# With what no word of a sentence has: after 'NAME: ' a plain word may be the sentence's.
+_ODD = st.builds(lambda s, odd, at: s[:at] + odd + s[at:], _WORDS, st.sampled_from("7_+$"),
+                 st.integers(0, 8))  # fmt: skip
+_PLAIN = ["password", "token", "X-Vault-Token", "client-key-data", "db_password", "apiKey"]
+_KINDS = ["ghp_", "github_pat_", "glpat-", "hf_", "dckr_pat_", "hvs.", "xoxb-"]
 
 _KEYS = st.binary(min_size=26, max_size=26).map(
     lambda noise: base64.b64encode(b"\1\0" + noise).decode()
@@ -78,6 +86,13 @@ _SECRETS = st.one_of(
     st.builds(lambda n, s: (s, json.dumps(json.dumps({n: s}))), st.sampled_from(_FIELDS), _WORDS),
     st.builds(lambda n, s: (s, f"{{'{n}': '{s}'}}"), st.sampled_from(_FIELDS), _WORDS),
     st.builds(lambda s: (s, f"eyJhbGciOiJIUzI1NiJ9.{s}.{s}"), _WORDS),
+    st.builds(lambda n, s: (s, f"{n}: {s}"), st.sampled_from(_PLAIN), _ODD),
+    st.builds(lambda s: (s, f"a: b\npassword: {s}\nc: d"), _WORDS),
+    st.builds(lambda n, s: (s, f"--{n} {s}"), st.sampled_from(["password", "auth-token"]), _ODD),
+    st.builds(lambda s: (s, f"AccountName=a;AccountKey={s};EndpointSuffix=x"), _WORDS),
+    st.builds(lambda s: (s, f"user:{s}@registry.example:5000/v2"), _WORDS),
+    st.builds(lambda s: (s, f"user:{s}@mirror/debian"), _WORDS),
+    st.builds(lambda kind, s: (s, f"{kind}{s}"), st.sampled_from(_KINDS), _WORDS),
     st.builds(
         lambda s: (s, f"-----BEGIN PRIVATE KEY-----\n{s}\n{s}\n-----END PRIVATE KEY-----"), _WORDS
     ),
@@ -111,16 +126,49 @@ def test_any_text_is_taken(said: str) -> None:
         "monitors 10.0.0.1:6789,[fd00::1]:6789",
         "tokens.yaml: a.token: the token is shorter than 16 characters",
         "dataset coco: cephfs 10.0.0.1:6789:/datasets/coco@v1",
+        "app:v1@sha256:" + "0" * 64,
+        "rbd:csi-vol-1@snap-7",
+        "admin.api.tokens_file: a.token: expired",
+        "volumes.guard.token: Field required",
+        "password: is not set",
+        "of a Secret: defaultMode 0400",
+        "token: /etc/nodeagent/token cannot be read",
+        "use --token-file FILE, or --token TOKEN",
+        "mail root@node.example",
+        "at 12:30:45 pid 7 (python3): has 3 files open below /v/a",
+        "provider config.yaml: it is not valid YAML (found unexpected end of stream, line 3)",
+        "disk-0123456789abcdef0123 has no hf_model",
     ],
 )
 def test_what_is_no_secret_stays(said: str) -> None:
     assert kit.redact.text(said) == said
 
 
+@pytest.mark.parametrize("file", ["nodeagent/runbook.yaml", "volumes/audit/logs/patterns.yaml"])
+def test_our_own_advice_and_lines_of_other_programs_stay(file: str) -> None:
+    text = (Path(kit.__file__).parents[1] / file).read_text()
+    assert kit.redact.text(text) == text
+
+
+@pytest.mark.parametrize(("said", "shown"), [
+    ("login failed, password: hunter2", "login failed, password: ***"),
+    ("passwd: hunter", "passwd: ***"),
+    ("token: 3f1c09aa, expired", "token: ***, expired"),
+    ("X-Vault-Token: s.abc", "X-Vault-Token: ***"),
+    ("client-key-data: LS0tLS1CRUdJTiBSU0E=", "client-key-data: ***"),
+    ("AccountName=a;AccountKey=a/b+==", "AccountName=a;AccountKey=***"),
+    ("pull user:pw@host/app: refused", "pull user:***@host/app: refused"),
+    ("mount.cifs --password x //a", "mount.cifs --password *** //a"),
+    ("git said ghp_0123456789abcdef", "git said ghp_***"),
+])  # fmt: skip
+def test_only_the_secret_goes(said: str, shown: str) -> None:
+    assert kit.redact.text(said) == shown
+
+
 @pytest.mark.parametrize(
     "piece",
     ["a", "://", "://?", "token", "x-amz-", "eyJ", "eyJ.", "a=", "AQ", "'auth': '", "?&", "\\",
-     "bearer ", "-----BEGIN PRIVATE KEY-----", "token=", "-", "auth\\'"],
+     "bearer ", "a:", "a:b@", "password: ", "--token ", "token: a", "-----BEGIN PRIVATE KEY-----", "token=", "-", "auth\\'"],
 )  # fmt: skip
 def test_long_text_takes_no_longer_than_its_length(piece: str) -> None:
     """Work that grows with the square of the length would end at the test's time limit."""

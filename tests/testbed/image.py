@@ -4,8 +4,9 @@ buildah builds it on a base made by Debian's mmdebstrap, because a machine of th
 reach a registry. Base, layers and finished images live in the cache folder outside the clone, so a
 fresh clone builds only what it changed. A hash of the files it is built from is an image's tag.
 
-The machine's own package settings (mirrors, proxies, certificate authorities) reach the build as a
-folder mounted over /etc/apt, read-only: nothing of it is in the image.
+The machine's own package settings (proxies, certificate authorities) reach the build as a folder
+mounted over /etc/apt, read-only, and its mirrors as the build's secret: nothing of it is in the
+image.
 scripts/image.py builds it by hand.
 """
 
@@ -45,6 +46,8 @@ _BASE = (
 SBOM = "usr/share/nodeagent/sbom.cdx.json"
 _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _MOUNTED = "/etc/apt"
+# In the secret of every build; no image may hold it.
+SOURCES_CANARY = "canary-of-the-package-sources-7f3a"
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,10 @@ class Container:
     def config(self) -> Any:
         return json.loads(_buildah(self.home, "inspect", self.name))["OCIv1"]["config"]
 
+    def inspected(self) -> str:
+        """All that buildah says of the image, its history included."""
+        return _buildah(self.home, "inspect", "--type", "image", self.image.reference)
+
 
 def version() -> str:
     project: dict[str, str] = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
@@ -150,7 +157,8 @@ def build(release: str = RELEASE, ceph: str = "", lock: str = "preferred") -> Im
             os.utime(archive)
             return made
         with _folder(home / "work") as work:
-            settings = _package_settings(work / "apt", release)
+            settings = _package_settings(work / "apt")
+            (work / "sources.list").write_text(_sources(release))
             arguments |= {
                 "BASE": _need_base(home, work, release),
                 "PIP_CONFIG_FILE": f"{_MOUNTED}/machine/pip.conf",
@@ -164,6 +172,7 @@ def build(release: str = RELEASE, ceph: str = "", lock: str = "preferred") -> Im
             _buildah(
                 home, "bud", "--layers", "--isolation", "chroot", "--network", "host",
                 "--pull-never", "--volume", f"{settings}:{_MOUNTED}:ro",
+                "--secret", f"id=apt_sources,src={work / 'sources.list'}",
                 *(f"--build-arg={name}={value}" for name, value in arguments.items()),
                 "--tag", made.reference, str(context),
             )  # fmt: skip
@@ -211,16 +220,21 @@ def _hash(files: list[str], *more: str) -> str:
     return found.hexdigest()[:12]
 
 
-def _package_settings(folder: Path, release: str) -> Path:
-    """What replaces /etc/apt during the build: this machine's Debian mirrors, its ways to them."""
-    (folder / "machine").mkdir(parents=True)
-    for name in ("apt.conf.d", "sources.list.d", "preferences.d", "trusted.gpg.d"):
-        (folder / name).mkdir()
+def _sources(release: str) -> str:
+    """This machine's Debian mirrors, as a sources.list. /etc/apt has none during the build, so it
+    works only where the secret is used."""
     lines = [
         f"deb [signed-by={_KEYRING}] {site} {suite.replace(RELEASE, release)} main"
         for site, suite in _archives()
     ]
-    (folder / "sources.list").write_text("\n".join(dict.fromkeys(lines)) + "\n")
+    return "\n".join([f"# {SOURCES_CANARY}", *dict.fromkeys(lines)]) + "\n"
+
+
+def _package_settings(folder: Path) -> Path:
+    """What replaces /etc/apt during the build: this machine's ways to Debian's mirrors."""
+    (folder / "machine").mkdir(parents=True)
+    for name in ("apt.conf.d", "sources.list.d", "preferences.d", "trusted.gpg.d"):
+        (folder / name).mkdir()
     authority = Path("/etc/ssl/certs/ca-certificates.crt")
     # Which indexes apt fetches is the image's own affair.
     acquire = "".join(

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pydantic
-import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 import kit.errors
 import kit.settings
+import kit.slips
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.logs.matcher import Expression, Hit
 from volumes.audit.types import KERNEL, LogHit, Severity
@@ -104,11 +104,9 @@ def load(own: Path | None) -> tuple[Pattern, ...]:
 
 def _parse(text: str, origin: str) -> tuple[Pattern, ...]:
     try:
-        entries = yaml.safe_load(text) or []
-    except yaml.YAMLError as error:
-        raise kit.errors.SettingsError(
-            origin, f"it is not valid YAML ({error})", "correct it"
-        ) from error
+        entries = kit.slips.load_yaml(text) or []
+    except ValueError as error:
+        raise kit.errors.SettingsError(origin, str(error), "correct it") from error
     if not isinstance(entries, list):
         raise kit.errors.SettingsError(origin, "it is not a list of patterns", "see docs/audit.md")
     found = []
