@@ -28,10 +28,10 @@ _PLAIN = (
 )
 _SHOWN = r"\*\*\*"
 _WORD = r"[^\s\"']*[^\s\"',;]"
-# A word that no sentence has: with a digit, a sign or a capital in it. No path, nothing in brackets.
+# A word that no sentence has: with a digit or a sign in it. No path, nothing in brackets.
 _ODD = (
     rf"(?!/[\w.-]+/|[<(\[{{]|{_SHOWN})"
-    rf"(?=[^\s\"']*(?:\d|[+=_$!@#%^&~*]|(?-i:[a-z][A-Z])|\w[./:]\w)){_WORD}"
+    rf"(?=[^\s\"']*(?:\d|[+=_$!@#%^&~*]|\w[./:]\w)){_WORD}"
 )
 _SCHEME = r"(?:(?:bearer|basic|digest|negotiate) +)?"
 _FIELD = re.compile(_NAME, re.IGNORECASE)

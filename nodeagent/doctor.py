@@ -15,7 +15,7 @@ import kit.errors
 import kit.files
 from kit.checks import Check
 from linux import syscalls
-from nodeagent import configfile, rooms
+from nodeagent import configfile, door, rooms
 from nodeagent.settings import Settings
 
 AT_ONCE = 4
@@ -72,6 +72,7 @@ def _own(settings: Settings) -> Sequence[Check]:
         Check("root", root, (), "the agent does not start"),
         Check("state", state, (str(settings.state_dir),), "the agent does not start"),
         Check("clock", clock, (), "Ceph may refuse its keys; times in findings are wrong"),
+        *door.checks(settings.admin),
     )
 
 

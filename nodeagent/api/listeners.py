@@ -252,7 +252,7 @@ def _socket_caller(admin: AdminSettings) -> server.Identify:
     return caller
 
 
-def _living(path: Path) -> bool:
+def living(path: Path) -> bool:
     """Whether somebody listens on the socket ``path``."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
@@ -307,7 +307,7 @@ def bind_unix(path: Path, gid: int | None) -> socket.socket:
                 raise kit.errors.HostError(
                     what, "something that is not a socket is there", "remove it, or name another"
                 )
-            if _living(path):
+            if living(path):
                 raise kit.errors.RefusedError(
                     what, "another agent listens there", "stop that agent, or name another"
                 )

@@ -3,13 +3,18 @@
 A file that cannot be used changes nothing: what was good last stays in force, the trouble is a
 finding and a reason in /readyz. Before the first good file nobody is admitted. The files are looked
 at by a task of its own; a disk that hangs holds up no request.
+
+A file that others may read or write, and a certificate that expires soon, are used all the same:
+they are findings.
 """
 
 import asyncio
 import contextlib
 import hashlib
 import hmac
+import os
 import ssl
+import stat
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +27,7 @@ import structlog
 import kit.findings
 import kit.settings
 import kit.slips
+import kit.units
 from kit.room import Role
 from nodeagent.api import access
 from nodeagent.settings import ApiSettings
@@ -33,38 +39,100 @@ RECHECK_SECONDS = 1.0  # how often a file is looked at again
 FIRST_LOOK_SECONDS = 5.0  # for which the start waits
 SHORTEST_TOKEN = 16
 LARGEST_FILE = 1024 * 1024
+# A certificate is told of when less is left, and less than a share of its life: those of a day are
+# renewed every day.
+EXPIRY_SECONDS = 14 * 86400.0
+EXPIRY_SHARE = 0.2
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """A file that others may read or write."""
+
+    path: Path
+    what: str
+    written: bool  # others may write it
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.what}"
+
+
+def exposure(path: Path, *, secret: bool) -> Exposure | None:
+    """Whether anybody but root, and for reading a group of the operator's choice, gets at a file.
+
+    ``secret``: it matters who reads it. None for a file that is not there.
+    """
+    try:
+        found, folder = path.stat(), path.resolve().parent.stat()
+    except OSError:
+        return None
+    written, read = _written(found), secret and bool(found.st_mode & stat.S_IROTH)
+    what = []
+    if found.st_uid not in (0, os.geteuid()):
+        written = True
+        what.append(f"belongs to uid {found.st_uid}")
+    if written or read:
+        verbs = [word for word, may in (("read", read), ("written", written)) if may]
+        what.append(f"may be {' and '.join(verbs)} by others (mode {found.st_mode & 0o7777:04o})")
+    if _written(folder) and not folder.st_mode & stat.S_ISVTX:
+        written = True
+        what.append("lies in a directory that others may write")
+    return Exposure(path, ", ".join(what), written) if what else None
+
+
+def _written(found: os.stat_result) -> bool:
+    mode = found.st_mode
+    return bool(mode & stat.S_IWOTH or (mode & stat.S_IWGRP and found.st_gid != 0))
+
+
+def attempt(read: Callable[[], T]) -> tuple[T | None, str]:
+    """What ``read`` gives, or None and what is wrong with the file."""
+    try:
+        return read(), ""
+    except ssl.SSLError as error:
+        return None, f"cannot be used ({error.reason or error})"
+    except OSError as error:
+        return None, f"cannot be read ({error.strerror or error})"
+    except ValueError as error:
+        return None, str(error)
 
 
 class Held(Generic[T]):
     """What the files ``paths`` last were when they could be used; None before that.
 
-    ``read`` raises OSError or ValueError; the text of a ValueError is shown.
+    ``read`` raises OSError or ValueError; the text of a ValueError is shown. ``secret``: those of
+    the files that nobody else may read.
     """
 
-    def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], T]) -> None:
+    def __init__(
+        self,
+        name: str,
+        paths: Sequence[Path],
+        read: Callable[[], T],
+        secret: Sequence[Path] = (),
+    ) -> None:
         self.name = name  # a setting
         self.value: T | None = None
         self.problem = ""
+        self.exposures: tuple[Exposure, ...] = ()
         self._paths = paths
+        self._secret = secret
         self._read = read
         self._seen: object = None
 
     def look(self) -> None:
         """Blocking."""
+        found = [exposure(path, secret=path in self._secret) for path in self._paths]
+        self.exposures = tuple(each for each in found if each)
         now = [self._stamp(path) for path in self._paths]
         if now == self._seen:
             return
         self._seen = now
-        try:
-            self.value, self.problem = self._read(), ""
-        except ssl.SSLError as error:
-            self.problem = f"cannot be used ({error.reason or error})"
-        except OSError as error:
-            self.problem = f"cannot be read ({error.strerror or error})"
-        except ValueError as error:
-            self.problem = str(error)
+        value, self.problem = attempt(self._read)
+        if not self.problem:
+            self.value = value
         if self.problem:
             log.error("file is unusable", setting=self.name, why=self.problem, then=self.then)
         else:
@@ -88,6 +156,22 @@ class Held(Generic[T]):
             advice="correct the file; it is read again within a second (docs/security.md)",
         )
 
+    def warnings(self) -> list[kit.findings.Finding]:
+        """What should be better about files that are used all the same."""
+        return [
+            kit.findings.Finding(
+                id=f"{self.name}:exposed:{each.path.name}",
+                rule="exposed-file",
+                severity=kit.findings.Severity.CRITICAL
+                if each.written
+                else kit.findings.Severity.WARNING,
+                subject=str(each.path),
+                message=f"{self.name}: {each}",
+                advice=EXPOSED_REMEDY,
+            )
+            for each in self.exposures
+        ]
+
     @staticmethod
     def _stamp(path: Path) -> object:
         try:
@@ -95,6 +179,12 @@ class Held(Generic[T]):
         except OSError as error:
             return error.errno
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+EXPOSED_REMEDY = (
+    "give it to root with mode 0400 (of a Kubernetes Secret by defaultMode), then replace its tokens or key: "
+    "others may have them (docs/security.md)"
+)
 
 
 class Asked(Protocol):
@@ -114,7 +204,8 @@ async def following(
             for each in held:
                 await asyncio.to_thread(each.look)
             found = [finding for each in parts if (finding := each.finding())]
-            state.findings.report("admin", found)
+            warnings = [warning for each in held for warning in each.warnings()]
+            state.findings.report("admin", [*found, *warnings])
             state.degraded["admin"] = [finding.message for finding in found]
             looked.set()
             await asyncio.sleep(RECHECK_SECONDS)
@@ -153,10 +244,11 @@ Known = tuple[tuple[bytes, access.Caller], ...]
 
 def tokens(path: Path) -> Held[Known]:
     """The callers of a tokens file, each with the digest of its token. ``{}`` admits nobody."""
-    return Held("admin.api.tokens_file", [path], lambda: _tokens(path))
+    return Held("admin.api.tokens_file", [path], lambda: read_tokens(path), secret=[path])
 
 
-def _tokens(path: Path) -> Known:
+def read_tokens(path: Path) -> Known:
+    """Raises OSError or ValueError."""
     with path.open("rb") as stream:
         content = stream.read(LARGEST_FILE + 1)
     if len(content) > LARGEST_FILE:
@@ -206,7 +298,14 @@ def whose(known: Known | None, token: str) -> access.Caller | None:
 @dataclass(frozen=True)
 class Pair:
     context: ssl.SSLContext
+    since: float  # Unix time
     until: float  # Unix time
+
+    def expires_soon(self, now: float) -> bool:
+        return self.until - now < min(EXPIRY_SECONDS, (self.until - self.since) * EXPIRY_SHARE)
+
+    def left(self, now: float) -> str:
+        return kit.units.format_duration(max(0.0, self.until - now))
 
 
 class Certificate(Held[Pair]):
@@ -214,24 +313,42 @@ class Certificate(Held[Pair]):
 
     def __init__(self, api: ApiSettings) -> None:
         files = (api.cert_file, api.key_file)
-        super().__init__("admin.api.cert_file", files, lambda: _pair(*files))
+        super().__init__(
+            "admin.api.cert_file", files, lambda: read_pair(*files), secret=[api.key_file]
+        )
 
     def look(self) -> None:
         super().look()
         if not self.problem and self.value is not None and self.value.until < time.time():
             self.problem = "has expired"
 
+    def warnings(self) -> list[kit.findings.Finding]:
+        found, now = super().warnings(), time.time()
+        if self.value is not None and not self.problem and self.value.expires_soon(now):
+            found.append(
+                kit.findings.Finding(
+                    id=f"{self.name}:expires",
+                    rule="certificate-expires",
+                    severity=kit.findings.Severity.WARNING,
+                    subject=str(self._paths[0]),
+                    message=f"{self.name} {self._paths[0]} expires in {self.value.left(now)}",
+                    advice="renew it, and find out why nobody did; the new one is taken within a second",
+                )
+            )
+        return found
 
-def _pair(cert: Path, key: Path) -> Pair:
+
+def read_pair(cert: Path, key: Path) -> Pair:
+    """Raises OSError (SSLError too) or ValueError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # No password is asked for on a terminal: an encrypted key is an error.
     context.load_cert_chain(cert, key, password=lambda: "")
-    return Pair(context, _until(context, cert))
+    return Pair(context, *_valid(context, cert))
 
 
-def _until(context: ssl.SSLContext, cert: Path) -> float:
-    """When the certificate expires. ValueError when no client would take it now.
+def _valid(context: ssl.SSLContext, cert: Path) -> tuple[float, float]:
+    """From when to when the certificate is valid. ValueError when no client would take it now.
 
     Shown in a handshake with itself; the standard library reads certificates in no other way.
     """
@@ -252,4 +369,5 @@ def _until(context: ssl.SSLContext, cert: Path) -> float:
                 raise ValueError(f"cannot be used ({error.verify_message})") from None
     found = ours.getpeercert()
     assert found is not None
-    return ssl.cert_time_to_seconds(str(found["notAfter"]))
+    since, until = (ssl.cert_time_to_seconds(str(found[n])) for n in ("notBefore", "notAfter"))
+    return since, until

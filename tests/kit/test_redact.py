@@ -130,6 +130,7 @@ def test_any_text_is_taken(said: str) -> None:
         "admin.api.tokens_file: a.token: expired",
         "volumes.guard.token: Field required",
         "password: is not set",
+        "of a Secret: defaultMode 0400",
         "token: /etc/nodeagent/token cannot be read",
         "use --token-file FILE, or --token TOKEN",
         "mail root@node.example",

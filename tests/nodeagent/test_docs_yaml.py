@@ -40,6 +40,6 @@ def test_file_of_tokens_in_the_docs_is_taken(tmp_path: Path) -> None:
     (block,) = [each for each in written() if is_tokens(each)]
     file = tmp_path / "tokens.yaml"
     file.write_text(re.sub(r"(\w+)…", lambda cut: cut[1].ljust(64, "0"), block.text))
-    assert {caller.name for _, caller in rotation._tokens(file)} == {
+    assert {caller.name for _, caller in rotation.read_tokens(file)} == {
         "token prometheus", "token alice",
     }  # fmt: skip

@@ -318,6 +318,7 @@ def certify(folder: Path, name: str) -> None:
 def over_tcp(agent: app.Agent, folder: Path) -> ApiSettings:
     """Settings of an API over TCP with ``TOKENS``, in force for ``agent``."""
     certify(folder, "first")
+    (folder / "tokens").touch(mode=0o600)
     (folder / "tokens").write_text(
         "".join(f"{role}: {{role: {role}, token: {token}}}\n" for role, token in TOKENS.items())
     )

@@ -1,7 +1,9 @@
 """Files that rotate: what was good last stays, the rest is a finding and admits nobody."""
 
+import datetime
 import hashlib
 import os
+import ssl
 import subprocess
 from pathlib import Path
 
@@ -187,6 +189,89 @@ def test_bad_pair_is_never_taken_and_leaves_the_earlier_one(
         made.look()
         assert made.finding() is None
         assert made.value is not before
+
+
+def expose(path: Path, how: str) -> None:
+    """As its words say; else nobody gets at it."""
+    path.chmod({"read": 0o644, "written": 0o622, "a group's to read": 0o440}.get(how, 0o400))
+    if how == "of another":
+        os.chown(path, 65534, -1)
+    if how == "a group's to read":
+        os.chown(path, -1, 65534)
+    if how == "a group's to write":
+        os.chown(path, -1, 65534)
+        path.chmod(0o620)
+    if how == "in an open directory":
+        path.parent.chmod(0o777)
+    if how == "in a directory like /tmp":
+        path.parent.chmod(0o1777)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
+@pytest.mark.parametrize(("how", "severity"), [
+    ("private", None), ("a group's to read", None), ("in a directory like /tmp", None),
+    ("read", kit.findings.Severity.WARNING),
+    ("written", kit.findings.Severity.CRITICAL), ("of another", kit.findings.Severity.CRITICAL),
+    ("a group's to write", kit.findings.Severity.CRITICAL),
+    ("in an open directory", kit.findings.Severity.CRITICAL),
+])  # fmt: skip
+def test_file_that_others_may_read_or_write_is_used_and_is_a_finding(
+    tmp_path: Path, how: str, severity: kit.findings.Severity | None
+) -> None:
+    made = held(tmp_path, GOOD)
+    expose(tmp_path / "tokens", how)
+    made.look()  # nothing else has changed than the mode
+    found = made.warnings()
+    assert [each.severity for each in found] == ([severity] if severity else [])
+    assert made.finding() is None
+    assert whose(made, f"Bearer {SECRET}") is not None
+    if severity:
+        assert str(tmp_path / "tokens") in found[0].message
+        expose(tmp_path / "tokens", "private")
+        tmp_path.chmod(0o755)
+        os.chown(tmp_path / "tokens", 0, 0)
+        made.look()
+        assert made.warnings() == []
+
+
+def test_key_is_private_and_the_certificate_is_not(tmp_path: Path) -> None:
+    certify(tmp_path)
+    for name, mode, exposed in (
+        ("tls.crt", 0o644, []), ("tls.key", 0o644, ["tls.key"]), ("tls.key", 0o600, []),
+        ("tls.crt", 0o666, ["tls.crt"]),
+    ):  # fmt: skip
+        (tmp_path / name).chmod(mode)
+        made = certificate(tmp_path)
+        assert [Path(each.subject).name for each in made.warnings()] == exposed
+
+
+DAY = 86400.0
+UNTIL = 2_840_140_800.0  # 20600101000000Z
+
+
+@pytest.mark.parametrize(("start", "left", "soon"), [
+    ("20250101000000Z", 15 * DAY, False), ("20250101000000Z", 13 * DAY, True),
+    ("20591231000000Z", DAY / 3, False), ("20591231000000Z", DAY / 6, True),
+])  # fmt: skip
+def test_certificate_that_expires_soon_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, left: float, soon: bool
+) -> None:
+    pair = rotation.Pair(ssl.create_default_context(), calendar(start), UNTIL)
+    assert pair.expires_soon(UNTIL - left) is soon
+    certify(tmp_path)
+    (tmp_path / "tls.key").chmod(0o400)
+    made = certificate(tmp_path)
+    assert made.value is not None
+    assert made.value.until == UNTIL
+    monkeypatch.setattr(made, "value", pair)
+    monkeypatch.setattr("time.time", lambda: UNTIL - left)
+    assert [each.rule for each in made.warnings()] == (["certificate-expires"] if soon else [])
+    assert made.finding() is None
+
+
+def calendar(text: str) -> float:
+    form = "%Y%m%d%H%M%SZ%z"
+    return datetime.datetime.strptime(f"{text}+0000", form).timestamp()
 
 
 def test_certificate_that_expires_in_force_is_a_finding(
