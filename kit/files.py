@@ -73,7 +73,8 @@ def existing(path: str) -> str:
 def append(path: Path, entry: Mapping[str, Any], largest: int | None = None) -> None:
     """Append one JSON line; it is on disk when this returns. OSError: it may not be.
 
-    Bounded: two files of ``largest`` bytes, else ``LARGEST_LOG``. The directory is made when it is missing.
+    Bounded: two files of ``largest`` bytes, or of ``LARGEST_LOG``. The directory is made when it is
+    missing.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if path.exists() and path.stat().st_size > (largest or LARGEST_LOG):

@@ -29,6 +29,7 @@ _PLAIN = (
 _SHOWN = r"\*\*\*"
 _WORD = r"[^\s\"']*[^\s\"',;]"
 # A word that no sentence has: with a digit or a sign in it. No path, nothing in brackets.
+_STANDS_FOR = r"(?-i:[A-Z_]{1,20}(?:[\s.,;)\]'\"]|\Z))"  # FILE, in a help text
 _ODD = (
     rf"(?!/[\w.-]+/|[<(\[{{]|{_SHOWN})"
     rf"(?=[^\s\"']*(?:\d|[+=_$!@#%^&~*]|\w[./:]\w)){_WORD}"
@@ -56,24 +57,30 @@ _RULES = [
         # YAML, headers that we do not know, options of a command line.
         (rf"(?<![\w-])({_PLAIN}: +){_ODD}", rf"\1{HIDDEN}"),
         (
-            rf"(?<![\w-])([\w-]{{0,40}}?(?:password|passwd|passphrase|pwd): +)(?!{_SHOWN}){_WORD}"
-            r"(?=[,;]|[^\S\n]*$)",
+            (
+                rf"(?<![\w-])([\w-]{{0,40}}?(?:password|passwd|passphrase|pwd): +)(?!{_SHOWN})"
+                rf"{_WORD}(?=[,;]|[^\S\n]*$)"
+            ),
             rf"\1{HIDDEN}",
         ),
         (
-            rf"(?<![\w-])(--?{_PLAIN} +)(?!-|{_SHOWN}|(?-i:[A-Z_]{{1,20}}(?:[\s.,;)\]'\"]|\Z))){_WORD}",
+            rf"(?<![\w-])(--?{_PLAIN} +)(?!-|{_SHOWN}|{_STANDS_FOR}){_WORD}",
             rf"\1{HIDDEN}",
         ),
         # A login before a host, without a scheme. Digests and snapshots of images are none.
         (
-            rf"(?<![\w/@.%+-])([\w.%+-]{{1,64}}):(?!{_SHOWN}@)[^\s/@\"'<>:,]{{1,200}}@"
-            r"(?!sha\d)(?=[\w-]{1,60}(?:[/:]|\.[a-z\d]))",
+            (
+                rf"(?<![\w/@.%+-])([\w.%+-]{{1,64}}):(?!{_SHOWN}@)[^\s/@\"'<>:,]{{1,200}}@"
+                r"(?!sha\d)(?=[\w-]{1,60}(?:[/:]|\.[a-z\d]))"
+            ),
             rf"\1:{HIDDEN}@",
         ),
         # Tokens that name their kind: GitHub, GitLab, Hugging Face, Docker, Vault, npm, AWS, Slack.
         (
-            r"(?<![\w-])(gh[pousr]_|github_pat_|glpat-|hf_|dckr_[po]at_|hvs\.|npm_|"
-            r"xox[abeprs]-)[\w-]{8,}",
+            (
+                r"(?<![\w-])(gh[pousr]_|github_pat_|glpat-|hf_|dckr_[po]at_|hvs\.|npm_|"
+                r"xox[abeprs]-)[\w-]{8,}"
+            ),
             rf"\1{HIDDEN}",
         ),
         (r"(?<!\w)(?-i:A[KS]IA[0-9A-Z]{16})(?!\w)", HIDDEN),

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 import kit.errors
 import kit.slips
 from kube import settings

@@ -182,8 +182,8 @@ class Held(Generic[T]):
 
 
 EXPOSED_REMEDY = (
-    "give it to root with mode 0400 (of a Kubernetes Secret by defaultMode), then replace its tokens or key: "
-    "others may have them (docs/security.md)"
+    "give it to root with mode 0400 (of a Kubernetes Secret by defaultMode), then replace its "
+    "tokens or key: others may have them (docs/security.md)"
 )
 
 
@@ -332,7 +332,8 @@ class Certificate(Held[Pair]):
                     severity=kit.findings.Severity.WARNING,
                     subject=str(self._paths[0]),
                     message=f"{self.name} {self._paths[0]} expires in {self.value.left(now)}",
-                    advice="renew it, and find out why nobody did; the new one is taken within a second",
+                    advice="renew it, and find out why nobody did; "
+                    "the new one is taken within a second",
                 )
             )
         return found

@@ -167,7 +167,8 @@ def test_only_the_secret_goes(said: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "piece",
     ["a", "://", "://?", "token", "x-amz-", "eyJ", "eyJ.", "a=", "AQ", "'auth': '", "?&", "\\",
-     "bearer ", "a:", "a:b@", "password: ", "--token ", "token: a", "-----BEGIN PRIVATE KEY-----", "token=", "-", "auth\\'"],
+     "bearer ", "a:", "a:b@", "password: ", "--token ", "token: a",
+     "-----BEGIN PRIVATE KEY-----", "token=", "-", "auth\\'"],
 )  # fmt: skip
 def test_long_text_takes_no_longer_than_its_length(piece: str) -> None:
     """Work that grows with the square of the length would end at the test's time limit."""
