@@ -39,7 +39,8 @@ def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
     for name, source in sources.items():
         cost = f"dataset {name} is not served"
         if isinstance(source, DirSource):
-            found.append(Check(f"source {name}", directory, (str(source.path),), cost))
+            where = str(source.path), str(state_dir)
+            found.append(Check(f"source {name}", directory, where, cost))
             continue
         key = (str(source.secret_file), source.user)
         found.append(Check(f"key {name}", ceph.doctor.key, key, cost))
@@ -135,9 +136,9 @@ def kubelet(root: str) -> str:
     return f"{pods} and {registry} can be used"
 
 
-def directory(path: str) -> str:
+def directory(path: str, state_dir: str) -> str:
     try:
-        root = roots.look(path)
+        root = roots.look_in_place(path, state_dir)
     except OSError as error:
         raise base.explain(f"directory {path}", error) from error
     if root["empty"]:

@@ -1,5 +1,6 @@
 """Settings of the dataset cache."""
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -10,6 +11,7 @@ import ceph.settings
 import kit.settings
 import kit.units
 import kube.settings
+from cache import closed
 
 _NAME = re.compile(r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")
 
@@ -373,6 +375,7 @@ class CacheSettings(kit.settings.Section):
         for dataset in self.datasets:
             if isinstance(dataset.source, DirSource):
                 roots[f"the source of dataset {dataset.name!r}"] = dataset.source.path
+        self._refuse_closed()
         for key in ("store", "views"):
             for other, path in roots.items():
                 if other != key and (path == roots[key] or roots[key] in path.parents):
@@ -380,3 +383,14 @@ class CacheSettings(kit.settings.Section):
                 if other != key and path in roots[key].parents and other != "store":
                     raise ValueError(f"{key} ({roots[key]}) lies inside {other} ({path})")
         return self
+
+    def _refuse_closed(self) -> None:
+        folders = {**closed.ALWAYS, str(self.csi.kubelet): closed.KUBELET}
+        if self.kubelet is not None:
+            folders[str(self.kubelet.root_dir)] = closed.KUBELET
+            folders[str(self.kubelet.image_dir)] = closed.RUNTIME
+        for dataset in self.datasets:
+            if isinstance(dataset.source, DirSource):
+                path = str(dataset.source.path)
+                if why := closed.why(os.path.normpath(path), folders):
+                    raise ValueError(f"the source of dataset {dataset.name!r} ({path}): {why}")

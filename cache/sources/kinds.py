@@ -52,7 +52,7 @@ def source_of(settings: DatasetSettings, state_dir: Path) -> base.Source:
         return cephfs.Cephfs(settings, settings.source, folder_of(state_dir, settings.name))
     if isinstance(settings.source, RbdSource):
         return rbd.Rbd(settings, settings.source, folder_of(state_dir, settings.name))
-    return Directory(settings, settings.source)
+    return Directory(settings, settings.source, state_dir)
 
 
 async def release(folder: Path) -> None:
@@ -66,7 +66,8 @@ class Directory:
 
     block = False
 
-    def __init__(self, dataset: DatasetSettings, source: DirSource) -> None:
+    def __init__(self, dataset: DatasetSettings, source: DirSource, state_dir: Path) -> None:
+        self._state_dir = str(state_dir)
         self._path = self.place = str(source.path)
         self._thing = f"dataset {dataset.name}: source {source.path}"
         self.immutable = self.replaceable = dataset.freshness != "frozen"
@@ -77,7 +78,10 @@ class Directory:
 
     async def reach(self, deadline: float, *, serve: bool = True) -> base.Reached:
         try:
-            root = roots.Root(**await kit.child.call(roots.look, self._path, deadline=deadline))
+            found = await kit.child.call(
+                roots.look_in_place, self._path, self._state_dir, deadline=deadline
+            )
+            root = roots.Root(**found)
         except kit.child.DeadlineError as error:
             raise kit.errors.SourceError(
                 self._thing, f"it did not answer within {deadline:g}s", "it is tried again"

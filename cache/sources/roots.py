@@ -9,7 +9,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import kit.errors
 import kit.files
+from cache import closed
 from cache.store import identity, tree
 from linux import mountinfo, mounts
 
@@ -43,6 +45,16 @@ def look(root: str) -> dict[str, Any]:
             if (value := tree.virtual(descriptor, xattr))
         }
         return {"stamp": tree.stamp(descriptor), "empty": empty, "marks": marks, **counts}
+
+
+def look_in_place(root: str, state_dir: str) -> dict[str, Any]:
+    """As ``look``, of a directory of this host. SourceError when no dataset may show it: links may
+    lead to where the settings' check of names cannot see."""
+    folders = {os.path.realpath(path): whose for path, whose in closed.ALWAYS.items()}
+    folders[os.path.realpath(state_dir)] = closed.AGENT
+    if why := closed.why(os.path.realpath(root), folders):
+        raise kit.errors.SourceError(f"directory {root}", why, "name another directory")
+    return look(root)
 
 
 def show_part(mounted: str, part: str, target: str) -> None:

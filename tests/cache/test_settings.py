@@ -1,9 +1,12 @@
 """Settings of the cache, as mistakes in a settings file show them."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 import kit.errors
+from cache.sources import roots
 from nodeagent import configfile
 
 
@@ -107,3 +110,50 @@ def test_overlapping_roots_are_refused(store: str, views: str, source: str) -> N
     dataset = f"{{name: x, {FROZEN}, source: {{kind: dir, path: {source}}}}}"
     text = f"cache:\n  store: {store}\n  views: {views}\n  datasets:\n    - {dataset}\n"
     assert "lies inside" in refused(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "whose"),
+    [
+        ("/var/lib/kubelet", "the kubelet's"),
+        ("/var/lib/kubelet/pods/1/volumes", "the kubelet's"),
+        ("/mnt/x/../../var/lib/kubelet/pods", "the kubelet's"),
+        ("/data/kubelet/pods", "the kubelet's"),
+        ("/data", "the kubelet's"),
+        ("/var/log/pods", "the kubelet's"),
+        ("/var/lib/containerd/io.containerd.content.v1.content", "the container runtime's"),
+        ("/data/images/overlay", "the container runtime's"),
+        ("/run/containerd", "the container runtime's"),
+        ("/etc/nodeagent", "the host's configuration"),
+        ("/proc/1/root/etc", "the kernel's"),
+        ("/", "lies in it"),
+        ("/var/lib", "lies in it"),
+        ("/mnt/imagenet", ""),
+        ("/var/lib/kubelet2/x", ""),
+        ("/etcetera", ""),
+    ],
+)
+def test_no_source_shows_what_is_the_nodes_own(path: str, whose: str) -> None:
+    dataset = f"{{name: x, {FROZEN}, source: {{kind: dir, path: {path}}}}}"
+    text = (
+        "cache:\n  kubelet: {root_dir: /data/kubelet, image_dir: /data/images}\n"
+        f"  datasets:\n    - {dataset}\n"
+    )
+    if whose:
+        assert whose in refused(text)
+    else:
+        configfile.parse(text, "test")
+
+
+def test_no_link_leads_a_source_to_what_is_the_nodes_own(tmp_path: Path) -> None:
+    state, link = tmp_path / "state", tmp_path / "link"
+    (state / "sources").mkdir(parents=True)
+    for target, whose in ((state / "sources", "the agent's"), (Path("/proc/1"), "the kernel's")):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        with pytest.raises(kit.errors.SourceError, match=whose):
+            roots.look_in_place(str(link), str(state))
+    (tmp_path / "data").mkdir()
+    link.unlink()
+    link.symlink_to(tmp_path / "data")
+    assert roots.look_in_place(str(link), str(state))["empty"]

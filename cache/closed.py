@@ -1,0 +1,43 @@
+"""Directories of this host that no dataset may show.
+
+Who may name a source (the settings file, a ConfigMap, an object of the cluster) has all pods of the
+node read it. So a directory with other pods' volumes and images, or with keys, is no source.
+"""
+
+from collections.abc import Mapping
+from pathlib import PurePath
+
+KUBELET, RUNTIME, AGENT = "the kubelet's", "the container runtime's", "the agent's"
+ALWAYS: Mapping[str, str] = {
+    "/var/lib/kubelet": KUBELET,
+    "/var/log/pods": KUBELET,
+    "/var/log/containers": KUBELET,
+    "/var/lib/containerd": RUNTIME,
+    "/var/lib/containers": RUNTIME,
+    "/var/lib/docker": RUNTIME,
+    "/var/lib/rancher": RUNTIME,
+    "/run/containerd": RUNTIME,
+    "/run/containers": RUNTIME,
+    "/run/crio": RUNTIME,
+    "/run/docker": RUNTIME,
+    "/run/k3s": RUNTIME,
+    "/run/nodeagent": AGENT,
+    "/etc": "the host's configuration",
+    "/proc": "the kernel's",
+    "/sys": "the kernel's",
+}
+
+
+def why(path: str, folders: Mapping[str, str]) -> str:
+    """Why ``path`` is no source; '' when it lies neither in one of ``folders`` nor above one.
+
+    Paths are absolute and without '..'; links are not followed.
+    """
+    wanted = PurePath(path)
+    for folder, whose in folders.items():
+        other = PurePath(folder)
+        if wanted == other or other in wanted.parents:
+            return f"it lies in {folder}, which is {whose}: pods would read it"
+        if wanted in other.parents:
+            return f"{folder}, which is {whose}, lies in it: pods would read that too"
+    return ""
