@@ -1,5 +1,5 @@
-"""What a round does grows with the volumes, not with their square: each tuple is walked as often for
-a few of them as for many."""
+"""What a round does grows with the volumes, not with their square: each tuple is walked as often
+for a few of them as for many."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +38,7 @@ def _walks(count: int) -> dict[str, int]:
     ]
     # Mounted by the host, in another namespace, and in use without a mount.
     inside = world.space(*(world.place(namespace=99, device=each) for each in numbers[1::4]))
-    walked = {
+    walked: dict[str, Any] = {
         "host": _Counted(world.place(f"/m{n[1]}", device=n) for n in numbers[::2]),
         "spaces": _Counted([inside]),
         "users": _Counted(User(world.OWNER, number, (), 99) for number in numbers[3::4]),
