@@ -5,6 +5,7 @@
 Nothing here loads the bindings.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -270,7 +271,12 @@ class ClusterView:
         return [f"cluster {self.name}: {refusal(c)}" for c in commands if c in self.denied]
 
     def image(self, pool: str, namespace: str, name: str) -> ImageView | None:
-        return next((i for i in self.images if i.key == (pool, namespace, name)), None)
+        return self._images.get((pool, namespace, name))
+
+    @functools.cached_property
+    def _images(self) -> dict[tuple[str, str, str], ImageView]:
+        """The first of each key."""
+        return {image.key: image for image in reversed(self.images)}
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,23 @@
 its content may have changed unnoticed (``due``). Pure.
 
 Each attempt that is denied asks for a look: the device may have changed. A process that tries again
-and again must not have the device read each time. So looks that see the same follow one another
-more and more slowly. None is left out, it only comes later; and another attachment has a pace of
-its own, which begins anew.
+and again must not have the device read each time: 8 MB where nothing is recognised. So after the
+first look that tells nothing new the next one waits until its verdict is ``AGAIN_SECONDS`` old, and
+further ones wait longer and longer. None is left out, it only comes later; and another attachment
+has a pace of its own, which begins anew. A device that does not answer costs no read, and is looked
+at sooner: it may answer again.
 """
 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from volumes.guard import doubt
 from volumes.probe.examine import Kind
 
 FIRST_SECONDS = 0.3
-LONGEST_SECONDS = 5.0
+AGAIN_SECONDS = 5.0
+LONGEST_SECONDS = 60.0
 CHECK_AGAIN_SECONDS = 600.0  # a device whose content may have changed unnoticed
 CHECK_IN_USE_SECONDS = 4 * 3600.0  # the same while a file system on it is live
 
@@ -31,14 +35,20 @@ class Pace:
 
     def after(self, outcome: Outcome, now: float) -> "Pace":
         """A device at which nobody tried to write for a while begins anew."""
+        if outcome != self.outcome:
+            return Pace(outcome, 1, now)
         rested = now - self.last > 2 * LONGEST_SECONDS
-        same = self.same + 1 if outcome == self.outcome and not rested else 1
-        return Pace(outcome, same, now)
+        return Pace(outcome, 2 if rested else self.same + 1, now)
 
     def wait(self, now: float) -> float:
         """Seconds until the next look; 0: now."""
-        pause = min(FIRST_SECONDS * 2 ** min(self.same - 1, 10), LONGEST_SECONDS)
-        return max(0.0, self.last + pause - now) if self.same else 0.0
+        return max(0.0, self.last + self._pause() - now) if self.same else 0.0
+
+    def _pause(self) -> float:
+        verdict = self.outcome[0] if self.outcome is not None else None
+        if self.same < 2 or verdict is None or verdict in doubt.SILENT:
+            return min(FIRST_SECONDS * 2.0 ** min(self.same - 1, 10), AGAIN_SECONDS)
+        return min(AGAIN_SECONDS * 2.0 ** min(self.same - 2, 10), LONGEST_SECONDS)
 
 
 def due(

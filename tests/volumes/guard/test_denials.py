@@ -143,17 +143,27 @@ async def test_windows_are_bounded_and_tell_each_caller_once(
     kept.close()
 
 
-def test_pace_slows_down_for_what_stays_the_same_and_begins_anew_for_a_change() -> None:
-    now, kept = 0.0, pace.Pace()
-    assert kept.wait(now) == 0.0
+def _waits(kept: pace.Pace, verdict: Kind, now: float) -> list[float]:
     waits = []
     for _ in range(8):
-        kept = kept.after((Kind.HAS_FS, True), now)
+        kept = kept.after((verdict, True), now)
         waits.append(round(kept.wait(now), 6))
         now += waits[-1]
-    assert waits == sorted(waits) and waits[0] == pace.FIRST_SECONDS
-    assert waits[-1] == pace.LONGEST_SECONDS
-    assert kept.wait(now + pace.LONGEST_SECONDS) == 0.0
-    assert kept.after((Kind.TIMEOUT, True), now).wait(now) == pytest.approx(pace.FIRST_SECONDS)
-    rested = now + 3 * pace.LONGEST_SECONDS
-    assert kept.after((Kind.HAS_FS, True), rested).wait(rested) == pytest.approx(pace.FIRST_SECONDS)
+    return waits
+
+
+def test_pace_slows_down_for_what_stays_the_same_and_begins_anew_for_a_change() -> None:
+    assert pace.Pace().wait(0.0) == 0.0
+    # The look at its attach, the one at the first denial, and further ones.
+    assert _waits(pace.Pace(), Kind.HAS_FS, 0.0) == [0.3, 5, 10, 20, 40, 60, 60, 60]
+    assert _waits(pace.Pace(), Kind.BLANK_VERIFIED, 0.0)[:3] == [0.3, 5, 10]
+    kept = pace.Pace((Kind.HAS_FS, True), 8, 1000.0)
+    assert (kept.wait(1001.0), kept.wait(1060.0)) == (59.0, 0.0)
+    assert kept.after((Kind.TIMEOUT, True), 1001.0).wait(1001.0) == pytest.approx(0.3)
+    assert kept.after((Kind.HAS_FS, False), 1001.0).wait(1001.0) == pytest.approx(0.3)
+    rested = 1000.0 + 3 * pace.LONGEST_SECONDS
+    assert kept.after((Kind.HAS_FS, True), rested).wait(rested) == pytest.approx(5.0)
+
+
+def test_pace_of_a_device_that_does_not_answer_is_quick() -> None:
+    assert _waits(pace.Pace(), Kind.TIMEOUT, 0.0) == [0.3, 0.6, 1.2, 2.4, 4.8, 5, 5, 5]

@@ -104,7 +104,7 @@ def test_one_caller_is_told_with_a_count_and_hides_nothing(tmp_path: Path, mode:
 
             # It begins to hang: looks of a moment ago say nothing about that.
             node.disk.fault({"offset": 0, "length": SIZE, "hang": True})
-            waiting.until(lambda: node.verdict().get("verdict") == "timeout", 30, "the stall")
+            waiting.until(lambda: node.verdict().get("verdict") == "timeout", 90, "the stall")
             node.disk.clear()
             waiting.until(lambda: node.verdict().get("type") == "ext4", 30, "its content again")
 
