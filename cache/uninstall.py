@@ -79,10 +79,11 @@ def _only_ours(cgroup: Path, state_dir: str) -> bool:
         pids = (cgroup / "cgroup.procs").read_text().split()
     except OSError:
         return False
-    mine = os.fsencode(f"{state_dir}/sources/")
+    mine = f"{state_dir}/sources/"
     for pid in pids:
         with contextlib.suppress(OSError):
-            if mine not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if not any(cephfs_mount.led_to(os.fsdecode(w)).startswith(mine) for w in words):
                 return False
     return True
 

@@ -210,6 +210,13 @@ def keeps_order(descriptor: int) -> bool:
     return task.strip() != "<none>"
 
 
+def _whole(descriptor: int) -> bytes:
+    """The file from its beginning; closes the descriptor."""
+    with open(descriptor, "rb") as stream:
+        stream.seek(0)
+        return stream.read()
+
+
 class Watch:
     """Calls ``changed`` from the event loop after each mount and unmount in a namespace.
 
@@ -232,6 +239,13 @@ class Watch:
     def _ready(self) -> None:
         self._epoll.poll(0)
         self._changed()
+
+    async def read(self) -> bytes:
+        """The table, also after the end of that process; in a thread, because with thousands of
+        mounts, and others that mount, it takes long. OSError."""
+        import asyncio
+
+        return await asyncio.to_thread(_whole, os.dup(self._table))
 
     def close(self) -> None:
         self._loop.remove_reader(self._epoll.fileno())

@@ -23,6 +23,9 @@ _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
 _CONTAINER = re.compile(r"[0-9a-f]{64}")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
+# Names of processes that are kubelet or contain it.
+KUBELETS = frozenset({"kubelet", "kubelite", "k3s-server", "k3s-agent"})
+
 
 def boot_id() -> str:
     """Names the time since the kernel started; another one after each boot."""

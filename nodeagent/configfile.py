@@ -141,8 +141,19 @@ def parse(text: str, origin: str) -> Settings:
         raise _readable(error, root, origin) from error
 
 
-def _refuse_duplicates(node: yaml.Node, origin: str, above: tuple[yaml.Node, ...] = ()) -> None:
-    """SettingsError for a key set twice, and for an alias that contains itself."""
+def _refuse_duplicates(
+    node: yaml.Node,
+    origin: str,
+    above: tuple[yaml.Node, ...] = (),
+    well: set[yaml.Node] | None = None,
+) -> None:
+    """SettingsError for a key set twice, and for an alias that contains itself.
+
+    ``well``: what has been looked at. Aliases of aliases would else multiply the work.
+    """
+    well = set() if well is None else well
+    if node in well:
+        return
     if node in above:
         raise kit.errors.SettingsError(
             f"{origin}:{node.start_mark.line + 1}",
@@ -161,10 +172,11 @@ def _refuse_duplicates(node: yaml.Node, origin: str, above: tuple[yaml.Node, ...
                         "keep one of them",
                     )
                 seen.add(key.value)
-            _refuse_duplicates(value, origin, above)
+            _refuse_duplicates(value, origin, above, well)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            _refuse_duplicates(value, origin, above)
+            _refuse_duplicates(value, origin, above, well)
+    well.add(node)
 
 
 def _readable(

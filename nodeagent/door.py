@@ -5,7 +5,6 @@ import errno
 import grp
 import os
 import socket as sockets
-import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,14 +64,11 @@ def socket(path: str, group: str | None) -> str:
                 "this host (in a pod: the image) has no such group",
                 "make it, or correct the name; a socket inside a pod needs none",
             ) from None
-    if os.path.lexists(path):
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise kit.errors.HostError(
-                what, "something that is not a socket is there", "remove it, or name another"
-            )
-        if listeners.living(Path(path)):
-            return f"an agent listens on {path}"
     folder = os.path.dirname(path)
+    if os.path.isdir(folder):
+        listeners.refuse_place(Path(path))
+    if os.path.lexists(path) and listeners.living(Path(path)):
+        return f"an agent listens on {path}"
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
     read_only = os.statvfs(folder).f_flag & os.ST_RDONLY

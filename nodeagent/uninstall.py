@@ -104,7 +104,9 @@ async def _look(settings: Settings) -> Report:
                 part.traces.find, part.section, str(settings.state_dir), deadline=FIND_SECONDS
             )
         except (kit.errors.AgentError, OSError, RuntimeError) as error:
-            if part.wanted:  # what the settings leave out may well not be there
+            # What the settings leave out may well not be there. Where it is, it may hold what is
+            # ours: they may have left it out a moment ago.
+            if part.wanted or not isinstance(error, kit.errors.NotFoundError):
                 troubles.append(f"{part.name}: {error}")
             continue
         found += [

@@ -18,6 +18,15 @@ from preheat import component, documents, doubts
 from preheat.runtimes import base, containerd, unpacked
 from preheat.settings import PreheatSettings
 
+# Of the runtimes that the chart knows: Kubernetes' usual ones, and that of k3s and RKE2.
+SOCKETS = {
+    "containerd": (
+        Path("/run/containerd/containerd.sock"),
+        Path("/run/k3s/containerd/containerd.sock"),
+    ),
+    "crio": (Path("/run/crio/crio.sock"),),
+}
+
 
 @contextlib.asynccontextmanager
 async def _runtime(settings: PreheatSettings, state_dir: Path) -> AsyncIterator[base.Runtime]:
@@ -76,14 +85,34 @@ async def _take(runtime: base.Runtime, inventory: base.Inventory, kind: str, nam
                     await (runtime.unpin(hold) if kind == "pin" else runtime.end(hold))
 
 
-def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
-    settings = PreheatSettings.model_validate(section)
+def runtimes(section: dict[str, Any]) -> list[PreheatSettings]:
+    """Whom to ask: the runtime of the settings. Where these name none, because the room was taken
+    out of them before the node was cleared, every runtime that this host has.
 
-    async def look() -> list[Trace]:
+    NotFoundError: it has none.
+    """
+    given = PreheatSettings.model_validate(section)
+    if given.socket.exists() or given.socket != PreheatSettings().socket:
+        return [given]
+    found = [
+        given.model_copy(update={"runtime": name, "socket": socket})
+        for name, sockets in SOCKETS.items()
+        for socket in sockets
+        if socket.exists()
+    ]
+    if not found:
+        raise kit.errors.NotFoundError(
+            "the container runtime", f"there is no socket {given.socket}", "set preheat.socket"
+        )
+    return found
+
+
+def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
+    async def look(settings: PreheatSettings) -> list[Trace]:
         async with _runtime(settings, Path(state_dir)) as runtime:
             return _traces(settings, Path(state_dir), await runtime.inventory())
 
-    found = asyncio.run(look())
+    found = [trace for each in runtimes(section) for trace in asyncio.run(look(each))]
     kept = Path(state_dir) / documents.FOLDER
     found += [Trace("documents", str(kept))] if kept.is_dir() else []
     boot = Path(state_dir) / doubts.STATE
@@ -92,13 +121,12 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
 
 
 def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> None:
-    settings = PreheatSettings.model_validate(section)
-
-    async def take() -> None:
+    async def take(settings: PreheatSettings) -> None:
         async with _runtime(settings, Path(state_dir)) as runtime:
             await _take(runtime, await runtime.inventory(), kind, name)
 
-    asyncio.run(take())
+    for each in runtimes(section):
+        asyncio.run(take(each))
 
 
 async def release_all(settings: PreheatSettings, state_dir: Path, *, yes: bool) -> list[Trace]:

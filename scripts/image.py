@@ -1,6 +1,6 @@
 """Build the agent's image as the tests do, with this machine's package settings, and look at it.
 
-image.py build [RELEASE [NAME=VALUE...]]   with these build arguments; RELEASE: of Debian
+image.py build [RELEASE [CEPH]]   RELEASE: of Debian; CEPH: of Ceph's own packages, not Debian's
 image.py prepare RELEASE...   what tests need: these images, and the release before of the first
 image.py lock [RELEASE]    write locks/debian-RELEASE.txt: the newest packages
 image.py sizes [RELEASE]   what each part of the image costs
@@ -31,8 +31,11 @@ def main() -> None:
     if sys.argv[1:2] == ["prepare"]:
         _prepare(sys.argv[2:])
         return
-    command, release = (*sys.argv[1:], *("build", image.RELEASE)[len(sys.argv) - 1 :])
-    made = image.build(release, lock="off" if command == "lock" else "preferred")
+    command, *words = sys.argv[1:] or ["build"]
+    if command not in ("build", "lock", "sizes") or len(words) > (2 if command == "build" else 1):
+        sys.exit(__doc__)
+    release, ceph = (*words, *(image.RELEASE, "")[len(words) :])
+    made = image.build(release, ceph, lock="off" if command == "lock" else "preferred")
     with image.container(made) as inside:
         if command == "lock":
             _lock(inside, release)

@@ -36,6 +36,11 @@ def _texts(request: Request, *names: str) -> list[str]:
 
 
 async def _guard(volumes: Volumes, _: Request) -> Json:
+    if not volumes.guard.looked:  # what an earlier agent attached may well be there
+        raise kit.errors.DegradedError(
+            "the format guard", "the agent is starting and has not looked at the kernel yet",
+            "try again in a moment",
+        )  # fmt: skip
     return volumes.guard_status()
 
 

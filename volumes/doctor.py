@@ -13,7 +13,7 @@ from ceph.settings import ClusterSettings
 from kit.checks import Check
 from linux import blockdev, kmsg, mountinfo
 from volumes import settings
-from volumes.guard import override
+from volumes.guard import override, raw_block
 
 
 def checks(section: settings.VolumesSettings, state_dir: Path) -> Sequence[Check]:
@@ -29,6 +29,10 @@ def checks(section: settings.VolumesSettings, state_dir: Path) -> Sequence[Check
         Check("kernel log", kernel_log, (), "no automatic leases, no kernel lines", guarding),
         Check(
             "host processes", processes, (), "leaked mounts and their pods are not found", auditing
+        ),
+        Check(
+            "raw block volumes", raw_volumes, (),
+            "in mode enforce their pods may not write to them", guarding and guard.raw_block,
         ),
         Check("journal", journal, (), "log lines of services are not read", wanted=False),
     ]  # fmt: skip
@@ -106,6 +110,24 @@ def processes() -> str:
             "/proc", "it does not show the host's processes", "in a pod: hostPID: true"
         )
     return f"the host's processes are seen, {count} mounts"
+
+
+def raw_volumes() -> str:
+    """Whether the mount tables in which kubelet may publish them can be read."""
+    try:
+        found = raw_block.spaces()
+        for pid in found.values():
+            mountinfo.read(Path(f"/proc/{pid}/mountinfo"))
+            if pid != 1:
+                os.stat(f"/proc/{pid}/root/dev")
+    except OSError as error:
+        raise kit.errors.HostError(
+            "kubelet's mount namespace",
+            f"cannot be read ({error.strerror or error})",
+            "run as root (CAP_SYS_PTRACE); in a pod: privileged and hostPID",
+        ) from error
+    own = ", and in a mount namespace of kubelet's own" if len(found) > 1 else ""
+    return f"they are seen where pid 1 has its mounts{own}"
 
 
 def journal() -> str:

@@ -293,6 +293,27 @@ def _admitted(state: State) -> tuple[AdminSettings, int | None]:
     return admin, gid
 
 
+def refuse_place(path: Path) -> None:
+    """HostError where no socket of ours may be. Its directory is there. OSError.
+
+    Who may replace the socket's name could have us change the mode of another file.
+    """
+    what, folder = f"admin.socket {path}", path.parent
+    found = folder.stat()
+    writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    if writable or found.st_uid not in (0, os.geteuid()):
+        raise kit.errors.HostError(
+            what,
+            f"its directory {folder} belongs to uid {found.st_uid}, mode "
+            f"{stat.S_IMODE(found.st_mode):04o}: others could replace the socket",
+            "give the directory to root with mode 0755, or name a socket in another one",
+        )
+    if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):
+        raise kit.errors.HostError(
+            what, "something that is not a socket is there", "remove it, or name another"
+        )
+
+
 def bind_unix(path: Path, gid: int | None) -> socket.socket:
     """A listening socket at ``path``, for root alone or also for the group ``gid``.
 
@@ -302,11 +323,8 @@ def bind_unix(path: Path, gid: int | None) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+        refuse_place(path)
         if os.path.lexists(path):
-            if not stat.S_ISSOCK(path.lstat().st_mode):
-                raise kit.errors.HostError(
-                    what, "something that is not a socket is there", "remove it, or name another"
-                )
             if living(path):
                 raise kit.errors.RefusedError(
                     what, "another agent listens there", "stop that agent, or name another"
@@ -397,8 +415,7 @@ async def serving(state: State) -> AsyncIterator[None]:
     admin, gid = _admitted(state)
     calls = access.CallLog(state.settings.state_dir)
     async with contextlib.AsyncExitStack() as stack:
-        streams = access.Streams()
-        door = server.Door(_socket_caller(admin), calls, streams=streams)
+        door = server.Door(_socket_caller(admin), calls)
         listening = stack.enter_context(_unix(admin.socket, gid))
         held = overview.Held(state)
         app = server.application(state, door, held)
@@ -428,9 +445,8 @@ async def serving(state: State) -> AsyncIterator[None]:
                 asked = reviews.Reviews(admin.api.kubernetes)
                 stack.push_async_callback(asked.close)
             await stack.enter_async_context(rotation.following(state, files, asked))
-            door = server.Door(
-                _token_caller(known, asked), calls, access.Hosts(host, admin.names), streams
-            )
+            # Its streams are counted apart: callers over the network take no place from root.
+            door = server.Door(_token_caller(known, asked), calls, access.Hosts(host, admin.names))
             listening = await _bind_tcp("admin.api.listen", admin.api.listen)
             stack.callback(listening.close)
             app = server.application(state, door, held)

@@ -3,10 +3,16 @@
 A TokenReview names the owner. Then a SubjectAccessReview for each role asks whether the owner may
 do ``read``, ``operate`` or ``dangerous`` (the verbs) to the resource ``agents`` of the group
 ``nodeagent``, named as this node. What comes back holds for a short time only. Whatever goes wrong,
-nobody is admitted. Strangers cannot make the agent ask without limit.
+nobody is admitted.
+
+Strangers cannot make the agent ask without limit, and what they use up is not what users of the
+cluster need: a token that was good within a day has a share of its own, and one that says itself
+that it has expired is not asked about.
 """
 
 import asyncio
+import base64
+import json
 import os
 import socket
 import time
@@ -28,9 +34,27 @@ ADMITTED_SECONDS = 30.0  # for which an answer holds; also after a role was take
 REFUSED_SECONDS = 5.0
 TROUBLE_SECONDS = 60.0  # for which a question that failed is shown
 MOST_ANSWERS = 1024
-MOST_AT_ONCE = 8
-REVIEWS_PER_SECOND, REVIEWS_AT_ONCE = 10.0, 50
+MOST_AT_ONCE = 8  # questions about tokens that were never good, and as many about others
+STRANGERS_PER_SECOND, STRANGERS_AT_ONCE = 1.0, 10  # of one address
+REVIEWS_PER_SECOND, REVIEWS_AT_ONCE = 10.0, 50  # of all addresses, also of ever new ones
+GOOD_SECONDS = 86400.0  # for which it is remembered that a token was good
+CLOCK_SECONDS = 300.0  # by which the clocks of this node and of the cluster may differ
 GROUP, RESOURCE = "nodeagent", "agents"
+
+
+def expired(token: str, now: float) -> bool:
+    """Whether a JWT says so of itself. Who made it up can leave that out; nobody is admitted by it.
+
+    ``now``: Unix seconds. False for tokens of other kinds.
+    """
+    parts = token.split(".")
+    if len(parts) != 3:
+        return False
+    try:
+        claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+        return now > float(claims["exp"]) + CLOCK_SECONDS
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False
 
 
 class ReviewError(Exception):
@@ -49,7 +73,12 @@ class Reviews:
             MOST_ANSWERS, ttu=self._holds_until, timer=time.monotonic
         )
         self._asking: dict[bytes, asyncio.Task[access.Caller]] = {}
+        self._of_strangers: set[bytes] = set()  # of these
+        self._good: cachetools.TTLCache[bytes, None] = cachetools.TTLCache(
+            MOST_ANSWERS, GOOD_SECONDS, timer=time.monotonic
+        )
         self._rate = access.Rate(REVIEWS_PER_SECOND, REVIEWS_AT_ONCE)
+        self._address_rate = access.Rate(STRANGERS_PER_SECOND, STRANGERS_AT_ONCE)
 
     @staticmethod
     def _holds_until(_: bytes, caller: access.Caller, now: float) -> float:
@@ -63,11 +92,27 @@ class Reviews:
             return known
         task = self._asking.get(key)
         if task is None:
-            if len(self._asking) >= MOST_AT_ONCE or not self._rate.admits(peer):
+            if expired(token, time.time()):
+                return access.Caller("expired token", None, "unknown")
+            if not self._may_ask(key, peer):
                 raise ReviewError("too many unknown tokens")
             task = self._asking[key] = asyncio.create_task(self._ask(key, token), name="review")
-            task.add_done_callback(lambda _: self._asking.pop(key, None))
+            task.add_done_callback(lambda _: self._end(key))
         return await asyncio.shield(task)
+
+    def _may_ask(self, key: bytes, peer: str) -> bool:
+        if key in self._good:
+            return len(self._asking) - len(self._of_strangers) < MOST_AT_ONCE
+        if len(self._of_strangers) >= MOST_AT_ONCE:
+            return False
+        if not self._address_rate.admits(peer) or not self._rate.admits(""):
+            return False
+        self._of_strangers.add(key)
+        return True
+
+    def _end(self, key: bytes) -> None:
+        self._asking.pop(key, None)
+        self._of_strangers.discard(key)
 
     def finding(self) -> kit.findings.Finding | None:
         why, when = self._trouble
@@ -99,6 +144,8 @@ class Reviews:
             raise ReviewError("the cluster cannot be asked about the token") from None
         self._trouble = "", 0.0
         self._answers[key] = found
+        if found.role is not None:
+            self._good[key] = None
         return found
 
     async def _review(self, token: str) -> access.Caller:

@@ -39,8 +39,8 @@ RECHECK_SECONDS = 1.0  # how often a file is looked at again
 FIRST_LOOK_SECONDS = 5.0  # for which the start waits
 SHORTEST_TOKEN = 16
 LARGEST_FILE = 1024 * 1024
-# A certificate is told of when less is left, and less than a share of its life: those of a day are
-# renewed every day.
+# A finding tells of a certificate that has less time left than both: this, and this share of its
+# life. A certificate of one day is renewed every day.
 EXPIRY_SECONDS = 14 * 86400.0
 EXPIRY_SHARE = 0.2
 

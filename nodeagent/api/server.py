@@ -361,6 +361,8 @@ async def _write_lines(
     asked = time.monotonic()
     async with contextlib.aclosing(stream.items) as items:
         async for item in items:
+            if request.transport is None:
+                break  # the client has left
             if identify is not None and time.monotonic() - asked >= ASK_AGAIN_SECONDS:
                 role, asked = (await identify(request)).role, time.monotonic()
                 if role is None or not role.includes(Role.READ):

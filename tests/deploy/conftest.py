@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import installed, kubernetes
+from tests.testbed import blockdev, installed, kubernetes
 
 
 @pytest.fixture(scope="package")
@@ -20,3 +20,11 @@ def enforcing(node: installed.Node) -> Iterator[installed.Node]:
     node.set_mode("enforce")
     yield node
     node.set_mode("settings")
+
+
+@pytest.fixture
+def volume(area: Path) -> Iterator[str]:
+    """A device with data, so that nothing may write to it."""
+    with blockdev.loop(blockdev.blank(area / "volume.img", 64 * blockdev.MiB)) as device:
+        blockdev.run("mkfs.ext4", "-q", device)
+        yield device

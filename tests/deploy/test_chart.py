@@ -1,6 +1,8 @@
 """The chart: what its values may be, what it renders, and that the plain manifests are its own."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import yaml
 
 from tests.testbed import image, kubernetes
 from tests.testbed.agent import COMMAND
+from volumes.audit.settings import AuditSettings
 
 REPO = Path(__file__).parents[2]
 CHART = REPO / "deploy" / "chart"
@@ -32,8 +35,14 @@ DATASETS = (
 )
 
 
-def _render(*words: str) -> list[dict[str, Any]]:
-    done = kubernetes.helm("template", "nodeagent", str(CHART), "--namespace", "nodeagent", *words)
+def _template(*words: str, hooks: bool = False) -> "subprocess.CompletedProcess[str]":
+    chart = ("template", "nodeagent", str(CHART), "--namespace", "nodeagent")
+    without = () if hooks else ("--no-hooks",)
+    return kubernetes.helm(*chart, *kubernetes.IMAGE, *without, *words)
+
+
+def _render(*words: str, hooks: bool = False) -> list[dict[str, Any]]:
+    done = _template(*words, hooks=hooks)
     assert done.returncode == 0, done.stderr
     return [each for each in yaml.safe_load_all(done.stdout) if each]
 
@@ -41,6 +50,44 @@ def _render(*words: str) -> list[dict[str, Any]]:
 def _one(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     (found,) = (each for each in documents if each["kind"] == kind)
     return found
+
+
+def test_an_upgrade_first_checks_the_settings_of_every_pool(tmp_path: Path) -> None:
+    two = ("--set", "pools.a.nodeSelector.gpu=a,pools.a.settings.cache.budget=1TiB")
+    known = [(each["kind"], each["metadata"]["name"]) for each in _render(*two)]
+    hooks = [
+        each
+        for each in _render(*two, hooks=True)
+        if (each["kind"], each["metadata"]["name"]) not in known
+    ]
+    assert {each["kind"] for each in hooks} == {"ConfigMap", "Job"}
+    assert {each["metadata"]["annotations"]["helm.sh/hook"] for each in hooks} == {"pre-upgrade"}
+    files = _one(hooks, "ConfigMap")["data"]
+    real = {
+        each["metadata"]["name"]: each["data"]["nodeagent.yaml"]
+        for each in _render(*two)
+        if each["kind"] == "ConfigMap"
+    }
+    assert files == {"default.yaml": real["nodeagent"], "a.yaml": real["nodeagent-a"]}
+    (container,) = _one(hooks, "Job")["spec"]["template"]["spec"]["containers"]
+    script = container["command"][-1].replace("/etc/nodeagent", str(tmp_path))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert _sh(script).returncode == 0
+    (tmp_path / "a.yaml").write_text(files["a.yaml"] + "\nadmin: {metric: 1}\n")
+    done = _sh(script)
+    assert done.returncode == 1
+    assert "a.yaml" in done.stderr
+    assert not [each for each in _render("--set", "checkSettings=false", hooks=True)
+                if "check" in each["metadata"]["name"]]  # fmt: skip
+
+
+def _sh(script: str) -> "subprocess.CompletedProcess[str]":
+    program = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{program}:{os.environ['PATH']}"}
+    return subprocess.run(
+        ["sh", "-c", script], env=environment, check=False, capture_output=True, text=True
+    )
 
 
 def _pod(daemonset: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +121,9 @@ def test_versions_are_equal(pod: dict[str, Any]) -> None:
     assert f"ARG VERSION={image.version()}\n" in (REPO / "Dockerfile").read_text()
     wait = yaml.safe_load((REPO / "deploy/guard/csi-wait.yaml").read_text())
     containers = pod["initContainers"] + pod["containers"] + _pod(wait)["initContainers"]
-    assert {each["image"] for each in containers} == {f"nodeagent:{image.version()}"}
+    assert {each["image"] for each in containers} == {
+        f"registry.example/nodeagent:{image.version()}"  # a name that nobody can have
+    }
     assert {each["imagePullPolicy"] for each in containers} == {"IfNotPresent"}
     assert f"kubernetes={kubernetes.VERSION} " in (REPO / "scripts/kubernetes.sh").read_text()
 
@@ -130,7 +179,7 @@ def test_manifests_are_rendered_from_the_chart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("values", [None, *DISTRIBUTIONS], ids=lambda p: p.stem if p else "default")
 def test_chart_lints_and_its_settings_are_the_agents(values: Path | None, tmp_path: Path) -> None:
     words = () if values is None else ("--values", str(values))
-    done = kubernetes.helm("lint", "--strict", str(CHART), *words)
+    done = kubernetes.helm("lint", "--strict", str(CHART), *kubernetes.IMAGE, *words)
     assert done.returncode == 0, done.stdout
     _check_settings(tmp_path, _one(_render(*words), "ConfigMap"))
 
@@ -158,7 +207,7 @@ def test_chart_lints_and_its_settings_are_the_agents(values: Path | None, tmp_pa
     ],
 )
 def test_schema_refuses(odd: str) -> None:
-    done = kubernetes.helm("template", "nodeagent", str(CHART), "--set", odd)
+    done = _template("--set", odd)
     assert done.returncode != 0
     assert "values don't meet the specifications of the schema" in done.stderr, done.stderr
 
@@ -190,7 +239,7 @@ DOORS = {
 @pytest.mark.parametrize("door", DOORS)
 def test_probes_find_every_door_that_renders(door: str, where: str, tmp_path: Path) -> None:
     words = ("--set-json", f"{where}.admin={door}")
-    done = kubernetes.helm("template", "nodeagent", str(CHART), *words)
+    done = _template(*words)
     assert (done.returncode == 0) is DOORS[door], done.stderr
     if not DOORS[door]:
         assert "admin" in done.stderr
@@ -245,7 +294,7 @@ def test_store_and_views_are_the_hosts(name: str, where: str) -> None:
         ("/mnt/nvme/nodeagent/it", "/mnt/nvme/nodeagent", True),
     ):
         words = ("--set", f"{where}.cache.{name}={path},host.state={state}")
-        done = kubernetes.helm("template", "nodeagent", str(CHART), *words)
+        done = _template(*words)
         assert (done.returncode == 0) is good, path
         assert good or f"settings.cache.{name} is {path}" in done.stderr
     _render("--set", "settings.cache=null")
@@ -257,6 +306,44 @@ def test_door_follows_the_port() -> None:
     settings = yaml.safe_load(_one(moved, "ConfigMap")["data"]["nodeagent.yaml"])
     assert settings["admin"]["metrics"] == "127.0.0.1:9999"
     _render("--set", "port=9999", "--set", "settings.admin.metrics=0.0.0.0:9999")
+
+
+@pytest.mark.real
+def test_image_is_named_with_its_registry() -> None:
+    """Of a short name a hub or a search list of the node would decide what runs as root."""
+    for name, good in (
+        ("", False),
+        ("nodeagent", False),
+        ("team/nodeagent", False),
+        ("registry.example", False),
+        ("registry.example/", False),
+        ("registry.example/nodeagent", True),
+        ("registry:5000/team/nodeagent", True),
+        ("localhost/nodeagent", True),
+    ):
+        done = _template("--set", f"image.repository={name}")
+        assert (done.returncode == 0) is good, name
+        assert good or "image.repository is" in done.stderr
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("values", DISTRIBUTIONS, ids=lambda path: path.stem)
+def test_logs_of_a_distribution_can_be_seen(values: Path, tmp_path: Path) -> None:
+    documents = _render("--values", str(values))
+    configmap = _one(documents, "ConfigMap")
+    _check_settings(tmp_path, configmap)
+    section = yaml.safe_load(configmap["data"]["nodeagent.yaml"])["volumes"]
+    logs = AuditSettings.model_validate(section["audit"]).logs
+    if values.stem in ("values-k3s", "values-rke2"):  # they have no kubelet.service
+        assert {each.name for each in logs.sources} == {"kubelet", "containerd", "ceph-csi"}
+        assert not {"kubelet.service", "containerd.service"} & {s.unit for s in logs.sources}
+    mounted = [
+        mount["mountPath"]
+        for mount in _pod(_one(documents, "DaemonSet"))["containers"][0]["volumeMounts"]
+    ]
+    for source in logs.sources:
+        if source.files is not None:
+            assert any(source.files.startswith(f"{each}/") for each in mounted), source.files
 
 
 @pytest.mark.real
@@ -355,7 +442,7 @@ def test_any_other_value_makes_another_uninstall_job() -> None:
 def test_uninstall_of_a_pool_that_is_not_there_is_refused() -> None:
     nodes = ("--set", "uninstall.nodes={gpu-1}")
     for words in (("--set", "uninstall.pool=big"), POOLS):
-        done = kubernetes.helm("template", "nodeagent", str(CHART), *nodes, *words)
+        done = _template(*nodes, *words)
         assert done.returncode != 0
         assert "uninstall.pool: there is no pool" in done.stderr
     _render(*POOLS)  # nothing is to be uninstalled

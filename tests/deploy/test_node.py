@@ -60,7 +60,7 @@ def readers(node: installed.Node) -> Iterator[installed.Readers]:
 )  # fmt: skip
 def test_api_server_accepts_the_chart(kube: kubernetes.Kubernetes, words: tuple[str, ...]) -> None:
     rendered = kubernetes.helm(
-        "template", "nodeagent", str(CHART), "--namespace", "default", *words
+        "template", "nodeagent", str(CHART), "--namespace", "default", *kubernetes.IMAGE, *words
     )
     assert rendered.returncode == 0, rendered.stderr
     kube.kubectl("apply", "--dry-run=server", "-f", "-", given=rendered.stdout)
@@ -71,7 +71,7 @@ def test_two_releases_take_a_pool_each(kube: kubernetes.Kubernetes) -> None:
     found: list[tuple[str, str]] = []
     for pool in ("a100", "h100"):
         rendered = kubernetes.helm(
-            "template", pool, str(CHART), "--namespace", "default",
+            "template", pool, str(CHART), "--namespace", "default", *kubernetes.IMAGE,
             "--set", f"pools.default=null,pools.{pool}.nodeSelector.gpu={pool}",
             "--set", f"csi.driver={str(pool == 'a100').lower()}",
         )  # fmt: skip

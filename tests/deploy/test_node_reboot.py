@@ -9,13 +9,12 @@ import contextlib
 import json
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.testbed import blockdev, installed, kubernetes, waiting
+from tests.testbed import installed, kubernetes, waiting
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -99,13 +98,6 @@ def job(node: installed.Node) -> Iterator[Job]:
     finally:
         node.kube.kubectl("delete", "deployment/job", "daemonset/csi-rbdplugin", "--wait=false")
         node.set_mode("settings")
-
-
-@pytest.fixture
-def volume(area: Path) -> Iterator[str]:
-    with blockdev.loop(blockdev.blank(area / "volume.img", 64 * blockdev.MiB)) as device:
-        blockdev.run("mkfs.ext4", "-q", device)
-        yield device
 
 
 def reboot(node: installed.Node) -> None:

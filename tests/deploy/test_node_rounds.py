@@ -1,23 +1,13 @@
 """The agent's pod comes and goes in every way that a cluster has; jobs, pins and guard stay."""
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.testbed import blockdev, earlier, grave, installed, waiting
+from tests.testbed import earlier, grave, installed, waiting
 
 CYCLES = int(os.environ.get("SOAK_CYCLES", "1"))  # of four rounds each
 pytestmark = [pytest.mark.real, pytest.mark.timeout(60 + 60 * CYCLES)]
-
-
-@pytest.fixture
-def volume(area: Path) -> Iterator[str]:
-    """A device with data, so that nothing may write to it."""
-    with blockdev.loop(blockdev.blank(area / "volume.img", 64 * blockdev.MiB)) as device:
-        blockdev.run("mkfs.ext4", "-q", device)
-        yield device
 
 
 def test_rounds_of_the_agent_cost_jobs_pins_and_guard_nothing(

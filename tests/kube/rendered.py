@@ -14,7 +14,7 @@ CHART = Path(__file__).parents[2] / "deploy" / "chart"
 def chart(*words: str) -> list[dict[str, Any]]:
     done = kubernetes.helm(
         "template", "nodeagent", str(CHART), "--namespace", control_plane.NAMESPACE,
-        "--kube-version", kubernetes.VERSION, *words,
+        "--kube-version", kubernetes.VERSION, *kubernetes.IMAGE, *words,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [each for each in yaml.safe_load_all(done.stdout) if each]

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
+from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 import kit.errors
@@ -56,16 +57,24 @@ class Fake:
         return []
 
 
-@contextlib.asynccontextmanager
-async def serving(
+def application(
     agent: app.Agent,
     *routes: Route,
     unsettled: bool = False,
     caller: server.Identify | None = None,
-) -> AsyncIterator[TestClient[Any, Any]]:
+) -> web.Application:
+    """The admin API with a room of these routes."""
     room = kit.room.Room("fake", "", kit.settings.Section, lambda *_: Fake(), routes=lambda: routes)
     running = Running(room, Fake(), started=True, unsettled=unsettled)
     state = State(agent.state.settings, running=[running])
     known = door(state) if caller is None else dataclasses.replace(door(state), caller=caller)
-    async with TestClient(TestServer(server.application(state, known))) as client:
+    return server.application(state, known)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    agent: app.Agent, *routes: Route, **more: Any
+) -> AsyncIterator[TestClient[Any, Any]]:
+    """``more``: as of ``application``."""
+    async with TestClient(TestServer(application(agent, *routes, **more))) as client:
         yield client

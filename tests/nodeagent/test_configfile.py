@@ -178,3 +178,10 @@ def test_locate_prefers_option_then_environment(
     assert configfile.locate(None) == Path("/from/env")
     monkeypatch.setenv("NODEAGENT_CONFIG", "")
     assert configfile.locate(None) == Path("/etc/nodeagent/nodeagent.yaml")
+
+
+def test_aliases_of_aliases_cost_what_they_are_long() -> None:
+    """Each level has the one before ten times: 10**60 in all."""
+    levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 60)]
+    with pytest.raises(kit.errors.SettingsError):
+        configfile.parse("\n".join(["a0: &a0 [x]", *levels]), "f")

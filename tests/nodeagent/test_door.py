@@ -59,6 +59,13 @@ def lacking(admin: AdminSettings) -> dict[str, str]:
     return found
 
 
+def test_what_the_agent_would_refuse_is_told_before(folder: Path) -> None:
+    (folder / "open").mkdir()
+    (folder / "open").chmod(0o777)
+    said = lacking(settings(folder, socket=str(folder / "open" / "s")))
+    assert "others could replace the socket" in said["admin socket"]
+
+
 def test_checks_can_be_made_in_a_child(folder: Path) -> None:
     api = settings(folder).model_dump(mode="json")["api"] | {"kubernetes": {}}
     found = door.checks(settings(folder, api=api))

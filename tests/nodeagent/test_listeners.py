@@ -20,11 +20,12 @@ import kit.errors
 import kit.files
 from kit.room import Role
 from nodeagent import app, page
-from nodeagent.api import listeners, openapi, rotation, server
+from nodeagent.api import access, listeners, openapi, rotation, server
 from nodeagent.settings import ApiSettings
 from tests.testbed import ports, waiting
 
 CROWD = str(Path(__file__).with_name("crowd.py"))
+CROWD_SECONDS = int(os.environ.get("CROWD_SECONDS", "5"))
 TOKENS = {role: f"{role}-token-long-enough" for role in Role}
 ALL_METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "BREW")
 
@@ -122,6 +123,40 @@ def test_stale_socket_is_replaced_a_living_one_and_a_file_are_not(short: Path) -
     assert path.read_text() == "mine"
 
 
+@pytest.mark.parametrize(("mode", "refused"), [(0o755, False), (0o775, True), (0o777, True),
+                                              (0o1777, False)])  # fmt: skip
+def test_socket_in_a_directory_of_others_is_refused(short: Path, mode: int, refused: bool) -> None:
+    short.chmod(mode)
+    victim = short / "victim"
+    victim.write_text("mine")
+    victim.chmod(0o600)
+    if refused:
+        with pytest.raises(kit.errors.HostError, match="others could replace the socket"):
+            listeners.bind_unix(short / "s", 0)
+        assert not (short / "s").exists()
+    else:
+        listeners.bind_unix(short / "s", 0).close()
+    assert victim.stat().st_mode & 0o777 == 0o600
+
+
+async def test_streams_over_the_network_take_no_place_from_root(
+    agent: app.Agent, tcp: ApiSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "MOST_STREAMS", 1)
+    headers = {"Authorization": f"Bearer {TOKENS[Role.READ]}"}
+    context = ssl.create_default_context(cafile=str(tcp.cert_file))
+    url = f"https://{tcp.listen}/v1/events/follow"
+    async with (
+        listeners.serving(agent.state),
+        unix(agent) as root,
+        aiohttp.ClientSession(headers=headers) as session,
+        session.get(url, ssl=context) as first,
+        session.get(url, ssl=context) as second,
+        root.get("/v1/events/follow") as ours,
+    ):
+        assert (first.status, second.status, ours.status) == (200, 429, 200)
+
+
 # --- the metrics listener
 
 
@@ -201,14 +236,14 @@ async def test_a_thousand_idle_connections_keep_nobody_out(agent: app.Agent, por
 
 
 @pytest.mark.real
+@pytest.mark.timeout(60 + CROWD_SECONDS)
 @pytest.mark.parametrize("path", ["/metrics", "/"])
 async def test_probes_are_answered_beside_a_crowd_that_never_pauses(
     agent: app.Agent, port: int, path: str
 ) -> None:
     """CROWD_SECONDS=300 is what docs/security.md tells."""
     with_admin(agent, metrics=f"127.0.0.1:{port}")
-    seconds = int(os.environ.get("CROWD_SECONDS", "5"))
-    most = listeners.MOST_CONNECTIONS
+    seconds, most = CROWD_SECONDS, listeners.MOST_CONNECTIONS
     limit = aiohttp.ClientTimeout(total=10)  # timeoutSeconds of the chart's probes
     async with listeners.serving(agent.state), aiohttp.ClientSession(timeout=limit) as session:
         crowd = await asyncio.create_subprocess_exec(

@@ -1,7 +1,9 @@
 """Callers that the cluster knows: an API server that fails in every way, and the real one."""
 
 import asyncio
+import base64
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -194,8 +196,8 @@ async def test_silent_server_meets_the_deadline(
 async def test_strangers_do_not_make_the_agent_ask_without_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reviews, "REVIEWS_AT_ONCE", 3)
-    monkeypatch.setattr(reviews, "REVIEWS_PER_SECOND", 0.001)
+    monkeypatch.setattr(reviews, "STRANGERS_AT_ONCE", 3)
+    monkeypatch.setattr(reviews, "STRANGERS_PER_SECOND", 0.001)
     cluster = Cluster()
     async with served(cluster, tmp_path) as asked:
         for number in range(10):
@@ -204,6 +206,49 @@ async def test_strangers_do_not_make_the_agent_ask_without_limit(
         assert len(cluster.asked) == 3
         assert (await asked.caller("good", "other")).role is None
         assert len(cluster.asked) > 3
+
+
+async def test_made_up_tokens_do_not_lock_out_whose_token_was_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strangers behind the operator's own address, and from ever new ones."""
+    monkeypatch.setattr(reviews, "STRANGERS_PER_SECOND", 0.001)
+    monkeypatch.setattr(reviews, "REVIEWS_PER_SECOND", 0.001)
+    monkeypatch.setattr(reviews, "ADMITTED_SECONDS", -1.0)  # each call is a new question
+    cluster = Cluster()
+    cluster.roles = {"read"}
+    async with served(cluster, tmp_path) as asked:
+        assert (await asked.caller("good", "p")).role is Role.READ
+        refused = 0
+        for number in range(3 * reviews.REVIEWS_AT_ONCE):
+            try:
+                await asked.caller(f"t{number}", "p" if number % 2 else f"p{number}")
+            except reviews.ReviewError:
+                refused += 1
+        assert refused >= 2 * reviews.REVIEWS_AT_ONCE
+        assert (await asked.caller("good", "p")).role is Role.READ
+        cluster.silent = True
+        slow = [asyncio.create_task(asked.caller(f"s{n}", f"s{n}")) for n in range(20)]
+        await asyncio.sleep(0)
+        cluster.silent = False
+        assert (await asked.caller("good", "p")).role is Role.READ
+        for each in slow:
+            each.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("claims", "is_expired"),
+    [
+        ({"exp": 1000.0}, True), ({"exp": 1800.0}, False), ({"exp": 3000}, False),
+        ({"exp": "soon"}, False), ({}, False), ([], False),
+    ],
+)  # fmt: skip
+def test_a_token_that_says_it_has_expired_is_not_asked_about(claims: Any, is_expired: bool) -> None:
+    part = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
+    assert reviews.expired(f"e30.{part}.c2ln", 2000.0) is is_expired
+    assert not reviews.expired(part, 2000.0)
+    assert not reviews.expired(f"e30.{part}x!.c2ln", 2000.0)
 
 
 async def test_many_calls_with_one_token_are_one_question(tmp_path: Path) -> None:

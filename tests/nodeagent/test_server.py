@@ -9,9 +9,11 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
 import structlog.testing
 import yarl
+from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 import kit.errors
@@ -23,7 +25,7 @@ from nodeagent import app, rooms
 from nodeagent.api import access, openapi, server
 from nodeagent.state import Running, State
 from tests.nodeagent import served as api
-from tests.testbed import waiting
+from tests.testbed import ports, waiting
 
 
 @pytest.fixture
@@ -387,6 +389,45 @@ async def test_a_stream_ends_with_the_role_of_its_caller(
         assert answer.status == 200
         lines = (await answer.text()).splitlines()
     assert [json.loads(line)["number"] for line in lines] == [0, 1]
+
+
+async def test_a_client_that_leaves_a_stream_is_no_error(
+    agent: app.Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "ASK_AGAIN_SECONDS", 0.0)
+    ended, seen = asyncio.Event(), list[Any]()
+
+    async def caller(request: Any) -> access.Caller:
+        assert request.transport is not None  # as on the socket, which asks the kernel
+        seen.append(request)
+        return access.Caller("root", Role.READ, "root")
+
+    async def handler(_: Any, __: Any) -> Stream:
+        async def items() -> AsyncGenerator[Any, None]:
+            try:
+                yield {}
+                await waiting.until_async(lambda: seen[0].transport is None, 30, "it to leave")
+                yield {}
+            finally:
+                ended.set()
+
+        return Stream(items())
+
+    # Not by aiohttp's test server: that one cancels the handler of a client that leaves.
+    (port,) = ports.free(1)
+    runner = web.AppRunner(api.application(agent, Route("GET", "/v1/x", handler), caller=caller))
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        with structlog.testing.capture_logs() as lines:
+            async with aiohttp.ClientSession() as session:
+                answer = await session.get(f"http://127.0.0.1:{port}/v1/x")
+                assert await answer.content.readline() == b"{}\n"
+                answer.close()
+            await ended.wait()
+    finally:
+        await runner.cleanup()
+    assert [each for each in lines if each["log_level"] == "error"] == []
 
 
 async def test_own_routes_answer(client: TestClient[Any, Any]) -> None:

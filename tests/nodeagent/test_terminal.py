@@ -74,7 +74,9 @@ def test_events_are_followed_until_interrupted(
     terminal.wait(f"changed  dataset {busy_node.COMPLETE}: new:")  # what was before
     terminal.enter("")  # an empty screen: what comes now is new
     busy.add("laion-sample")
-    terminal.wait("dataset laion-sample: new:", "dataset laion-sample: state")
+    terminal.wait("dataset laion-sample: new:")
+    busy.agent.tell("laion-sample", "pause")  # it may wait long for its turn to be filled
+    terminal.wait("dataset laion-sample: state")
     keep("terminal-events", "nodeagent events --follow", terminal.screen(styled=True))
     terminal.press("C-c")
     terminal.wait(tmux.PROMPT)

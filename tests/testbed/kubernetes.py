@@ -36,6 +36,8 @@ from tests.testbed import (
 VERSION = "1.34.2"  # as in scripts/kubernetes.sh
 CACHE = Path(os.environ.get("NODEAGENT_CACHE", "~/.cache/nodeagent")).expanduser()
 BIN = CACHE / "kubernetes" / VERSION / "bin"
+# Words of helm: the chart needs the name of an image.
+IMAGE = ("--set", "image.repository=registry.example/nodeagent")
 RUNTIME = "trixie"  # containerd 1.7
 # The name that the API server reaches its kubelet by, for kubectl exec and logs: on loopback only.
 NODE = "localhost"

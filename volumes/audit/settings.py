@@ -13,7 +13,7 @@ from kit.findings import Severity
 _name = kit.settings.matching(
     r"[a-z0-9][a-z0-9-]{0,62}", "a name: use lower-case letters, digits and '-'"
 )
-_unit = kit.settings.matching(r"[\w@.:-]{1,255}", "a unit name")
+_unit = kit.settings.matching(r"[\w@.:*-]{1,255}", "a unit name")
 _namespace = kit.settings.matching(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "a namespace's name")
 
 
@@ -33,7 +33,7 @@ class LogSource(kit.settings.Section):
     files: str | None = None
     """Absolute path, '*' allowed in its last two parts. Followed across rotation."""
     unit: Annotated[str, AfterValidator(_unit)] | None = None
-    """A systemd unit, read with journalctl."""
+    """A systemd unit, read with journalctl; '*' allowed, for units of which a node has one."""
 
     @model_validator(mode="after")
     def _one(self) -> "LogSource":

@@ -116,6 +116,8 @@ class Controller:
                 f"ledger {self.ledger.folder}", str(error.strerror), "make it readable"
             ) from error
         self._listen()
+        if self._mounts is not None:
+            await self._mounts.start()
         await self.manager.prober.warm()
         await self.apply(self.settings)
 
@@ -210,6 +212,11 @@ class Controller:
             self.proof = await canary.prove(self.guard.cgroup, root, self.state_dir)
             self.proof_tried = True
         self._changed()
+
+    @property
+    def looked(self) -> bool:
+        """Whether it is known what is attached in the kernel, or why that cannot be known."""
+        return self.present is not None or bool(self.unsupported)
 
     async def _attach(self) -> None:
         before = self.present

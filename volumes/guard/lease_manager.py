@@ -66,7 +66,7 @@ class LeaseManager(steps.Executor):
         self._denied: set[str] = set()  # denied since their last check began
         self._timers: dict[str, asyncio.TimerHandle] = {}  # until the check of such a device
         self._chores: set[asyncio.Task[None]] = set()
-        self.published = raw_block.Published(raw_block.host_table())
+        self.published = raw_block.Published(raw_block.published(raw_block.host_table()))
         self.verdicts: dict[str, int] = {}
 
     # --- one task per device
@@ -425,10 +425,9 @@ class LeaseManager(steps.Executor):
         known.reasons = reasons
         self.denials.decided(known.device.name, str(known.seen), reasons)
 
-    def mounts_changed(self, table: bytes) -> None:
-        """Check the devices that kubelet published as raw block volumes, or no longer does.
-        ``table``: the host's mountinfo."""
-        for name in self.published.update(table):
+    def mounts_changed(self, now: raw_block.Table) -> None:
+        """Check the devices that kubelet published as raw block volumes, or no longer does."""
+        for name in self.published.update(now):
             if name in self.known:
                 self.schedule(name)
 

@@ -20,6 +20,7 @@ log = structlog.get_logger("volumes")
 WINDOW_SECONDS = 10.0
 MOST_WINDOWS = 128  # callers that are told apart; the others share one window
 MOST_COUNTED = 1024  # as the kernel's map of callers
+MOST_REMEMBERED = 4096  # of which the kernel held something back: more than its map can have
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Windows:
 
     def open(self, key: Hashable, first: Denial, caller: bytes) -> None:
         """Tell it now, or with the others that find no window of their own. ``key``: equal for
-        denials that are told together."""
+        denials that share a window."""
         own = key if len(self._open) < MOST_WINDOWS else None
         if own in self._open:
             shared = self._open[own]
@@ -90,8 +91,11 @@ class Windows:
         """Denials that the kernel kept to itself since they were counted last."""
         now = self._held_back(caller)
         before = self._counted.pop(caller, 0)
-        self._counted[caller] = now
-        if len(self._counted) > MOST_COUNTED:
+        # Callers of one attempt, under a name each, must not push out one whose count goes on: all
+        # of it would be told anew.
+        if now:
+            self._counted[caller] = now
+        if len(self._counted) > MOST_REMEMBERED:
             self._counted.popitem(last=False)
         return max(0, now - before)
 

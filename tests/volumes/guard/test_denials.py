@@ -143,6 +143,16 @@ async def test_windows_are_bounded_and_tell_each_caller_once(
     kept.close()
 
 
+async def test_callers_of_one_attempt_each_have_no_count_told_twice() -> None:
+    counts = {_caller(0): 7}
+    kept = windows.Windows(lambda caller: counts.get(caller, 0), lambda *_: None)
+    assert kept._count(_caller(0)) == 7
+    for number in range(1, 2 * windows.MOST_REMEMBERED):
+        assert kept._count(_caller(number)) == 0
+    counts[_caller(0)] = 9
+    assert kept._count(_caller(0)) == 2
+
+
 def _waits(kept: pace.Pace, verdict: Kind, now: float) -> list[float]:
     waits = []
     for _ in range(8):

@@ -253,7 +253,7 @@ async def test_grant_fails_when_another_disk_came_after_the_reservation(world: W
 async def published(world: World, raw: bool) -> None:
     """kubelet's bind mount comes or goes, and the agent looks."""
     world.raw = raw
-    world.manager.mounts_changed(raw_block.host_table())
+    world.manager.mounts_changed(raw_block.published(raw_block.host_table()))
     async with asyncio.timeout(30):
         while world.manager.known["rbd99"].raw is not raw:
             await asyncio.sleep(0.01)
@@ -274,7 +274,7 @@ async def test_raw_permission_lasts_as_long_as_the_publication(world: World) -> 
 
 async def test_raw_permission_of_a_dead_agent_is_kept_while_published(world: World) -> None:
     world.raw = True
-    world.manager.mounts_changed(raw_block.host_table())
+    world.manager.mounts_changed(raw_block.published(raw_block.host_table()))
     await world.checked()
     restarted = world.new_manager()
     world.did.clear()
@@ -383,7 +383,7 @@ async def test_a_lease_needs_a_living_agent_where_disks_stay(
 async def test_raw_permission_is_short_where_disks_stay(world: World) -> None:
     world.ends_with_disk = False
     world.raw = True
-    world.manager.mounts_changed(raw_block.host_table())
+    world.manager.mounts_changed(raw_block.published(raw_block.host_table()))
     await world.checked()
     assert 100 < world.map[254, 99].until - time.monotonic() <= lease.RAW_SECONDS
 

@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import math
 import os
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,15 +41,28 @@ def test_published_finds_kubelets_bind() -> None:
 
 
 def test_a_bind_mount_of_an_earlier_medium_permits_nothing_of_the_next() -> None:
-    kept = raw_block.Published(_line("nbd0"))
+    first, second = frozenset({7}), frozenset({8})
+    kept = raw_block.Published({"nbd0": first})
     assert "nbd0" in kept
     kept.attached_anew("nbd0")
     assert "nbd0" not in kept
-    both = b"\n".join((_line("nbd0"), _line("nbd0", 8)))
-    assert kept.update(both) == {"nbd0"} and "nbd0" in kept  # the next pod's
-    assert kept.update(_line("nbd0")) == {"nbd0"} and "nbd0" not in kept
-    assert kept.update(b"") == {"nbd0"} and "nbd0" not in kept
-    assert kept.update(_line("nbd0")) == {"nbd0"} and "nbd0" in kept  # its number is used again
+    assert kept.update({"nbd0": first | second}) == {"nbd0"} and "nbd0" in kept  # the next pod's
+    assert kept.update({"nbd0": first}) == {"nbd0"} and "nbd0" not in kept
+    assert kept.update({}) == {"nbd0"} and "nbd0" not in kept
+    assert kept.update({"nbd0": first}) == {"nbd0"} and "nbd0" in kept  # its number is used again
+
+
+def test_spaces_are_pid_ones_and_those_of_kubelets(tmp_path: Path) -> None:
+    for pid, name, space in (
+        (1, "systemd", 10), (20, "kubelet", 10), (30, "kubelet", 11), (31, "kubelet", 11),
+        (40, "sleep", 12), (50, "k3s-agent", 13),
+    ):  # fmt: skip
+        (tmp_path / f"{pid}").mkdir()
+        (tmp_path / f"{pid}/comm").write_text(f"{name}\n")
+        (tmp_path / f"{pid}/mountinfo").write_text(f"{space} 1 8:1 / / rw - ext4 /dev/sda rw\n")
+    found = raw_block.spaces(str(tmp_path))
+    assert found.keys() == {b"10", b"11", b"13"}
+    assert found[b"10"] == 1 and found[b"11"] in (30, 31)
 
 
 @contextlib.contextmanager
@@ -137,7 +152,7 @@ async def _held(guard: controller.Controller, device: str) -> kernel.Lease:
 
     async with asyncio.timeout(60):
         while (held := kernels.leases().get(number)) is None or not held.until:  # reserved
-            guard.manager.mounts_changed(raw_block.host_table())
+            guard.manager.mounts_changed(raw_block.published(raw_block.host_table()))
             await asyncio.sleep(0.05)
     return held
 
@@ -180,3 +195,99 @@ async def test_an_agent_dead_for_longer_than_any_lease(
 
 def _number(device: str) -> int:
     return int(device.removeprefix("/dev/loop"))
+
+
+# A kubelet with mounts that nobody else sees. Its /dev is devtmpfs, or a tmpfs with its own nodes.
+_KUBELET = """
+mount --make-rprivate /
+node=$DEVICE
+if [ "$1" = tmpfs ]; then
+    mount -t tmpfs none "$FOLDER/dev"
+    node=$FOLDER/dev/some-name
+    mknod "$node" b $NUMBER
+fi
+target=$FOLDER/volumeDevices/publish/pvc/pod
+echo ready; read -r _
+mount --bind "$node" "$target"
+echo published; read -r _
+umount "$target"
+echo unpublished; read -r _
+mount --bind "$node" "$target"
+echo published; read -r _
+"""
+
+
+class _Kubelet:
+    def __init__(self, folder: Path, device: str, dev: str) -> None:
+        number = os.stat(device).st_rdev
+        (folder / "dev").mkdir()
+        (folder / "volumeDevices/publish/pvc").mkdir(parents=True)
+        (folder / "volumeDevices/publish/pvc/pod").touch()
+        shutil.copy(os.path.realpath("/bin/sh"), folder / "kubelet")
+        numbers = f"{os.major(number)} {os.minor(number)}"
+        self.process = subprocess.Popen(
+            ["unshare", "--mount", str(folder / "kubelet"), "-ec", _KUBELET, "kubelet", dev],
+            env={**os.environ, "FOLDER": str(folder), "DEVICE": device, "NUMBER": numbers},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+        assert self.says() == "ready"
+
+    def says(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def goes_on(self) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        return self.says()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.mark.parametrize("dev", ["devtmpfs", "tmpfs"])
+def test_the_publication_is_seen_in_kubelets_own_mount_namespace(
+    where: cell.Cell, tmp_path: Path, dev: str
+) -> None:
+    with blockdev.loop(_content(tmp_path / "raw")) as device:
+        (tmp_path / "kubelet").mkdir()
+        kubelet = _Kubelet(tmp_path / "kubelet", device, dev)
+        try:
+            with cell.agent(tmp_path / "agent", where) as agent:
+
+                def may(yes: bool, what: str) -> Any:
+                    return waiting.until(lambda: _writes(where, device) is yes, 20, what)
+
+                may(False, "a refusal before anything is published")
+                assert kubelet.goes_on() == "published"
+                may(True, "the permission")
+                assert kubelet.goes_on() == "unpublished"
+                may(False, "a refusal after the unpublish")
+                agent.kill()
+                assert kubelet.goes_on() == "published"
+                agent.start()
+                may(True, "the permission by the next agent")
+        finally:
+            kubelet.end()
+
+
+async def test_a_kubelet_that_starts_again_keeps_its_publications(tmp_path: Path) -> None:
+    seen: list[raw_block.Table] = []
+    with blockdev.loop(_content(tmp_path / "raw")) as device:
+        (tmp_path / "kubelet").mkdir()
+        kubelet = _Kubelet(tmp_path / "kubelet", device, "tmpfs")
+        name = device.removeprefix("/dev/")
+        watch = raw_block.Watch(seen.append)
+        try:
+            assert kubelet.goes_on() == "published"
+            await watch.start()
+            assert name in seen[-1]
+            kubelet.end()
+            assert not await watch._search()
+            assert name in await watch._look()
+            assert await watch._search(), "nobody followed it"
+            assert name not in await watch._look()
+        finally:
+            kubelet.end()
+            await watch.close()

@@ -32,7 +32,7 @@ def rights(kube: kubernetes.Kubernetes) -> str:
     made = kubernetes.helm(
         "template", "nodeagent", str(CHART), "--namespace", "default",
         "--set", "kubernetes.enabled=false,policies.hostPaths.mode=off",
-        "--set", "policies.readOnlyVolumes.mode=off",
+        "--set", "policies.readOnlyVolumes.mode=off", *kubernetes.IMAGE,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
     kinds = ("ServiceAccount", "ClusterRole", "ClusterRoleBinding")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import kit.errors
 import kit.line_worker
 import kit.processes
-from linux import blockdev, mountinfo, rbd_sysfs
+from linux import blockdev, mountinfo, procfs, rbd_sysfs
 from volumes.audit.inventory import changes, holders, records
 from volumes.audit.inventory.holders import Processes, host_space
 from volumes.audit.inventory.model import Inventory, Place, User, Volume
@@ -27,8 +27,6 @@ MOST_ABANDONED = 3
 _LARGEST_ANSWER = 32 * 2**20
 _MOST_GAPS = 50
 _MOST_LINKS = 40  # as the kernel
-# Names of processes that are kubelet or contain it.
-_KUBELETS = ("kubelet", "k3s-server", "k3s-agent")
 
 Tables = Mapping[int, list[mountinfo.Mount]]  # by inode of the mount namespace
 
@@ -319,7 +317,7 @@ def _needs_kubelet(request: Request, processes: Processes | None) -> bool:
     """Whether kubelet's directory must exist: not on a node without kubelet."""
     if request.kubelet_set:
         return True
-    return processes is not None and any(processes.named(name) for name in _KUBELETS)
+    return processes is not None and any(processes.named(name) for name in procfs.KUBELETS)
 
 
 def _kubelet(real: str, root: str, tables: Tables) -> tuple[Place, str] | None:

@@ -199,10 +199,13 @@ def journals(tmp_path: Path) -> Iterator[journald.Journald]:
         yield running
 
 
-async def test_unit_of_another_machines_journal_is_read(journals: journald.Journald) -> None:
+@pytest.mark.parametrize("unit", [journald.UNIT, "nodeagent-t*.service"])
+async def test_unit_of_another_machines_journal_is_read(
+    journals: journald.Journald, unit: str
+) -> None:
     """As in a container, whose machine id is not the host's."""
     found: list[matcher.Hit] = []
-    units = [{"name": "kubelet", "unit": journald.UNIT}, {"name": "k3s", "unit": "nosuch.service"}]
+    units = [{"name": "kubelet", "unit": unit}, {"name": "k3s", "unit": "nosuch.service"}]
     settings = log_settings(Path("/x"), sources=units)
     async with following(settings, found, journals=("/x", journals.directory)) as follower:
         await until_async(lambda: "no line of nosuch.service" in follower.states().get("k3s", ""))

@@ -1,0 +1,98 @@
+"""Directories whose names mean something to a shell, to Ceph or to mount: they are only names."""
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cache.sources import cephfs_mount
+from tests.cache.test_cephfs import dataset, snapshot
+from tests.testbed import ceph, leftovers, trees
+from tests.testbed.agent import Agent
+
+# As issue 23 asks: ODD_SECONDS=600. ceph-fuse first trims its cache after five.
+SECONDS = int(os.environ.get("ODD_SECONDS", "15"))
+MADE = Path("/nodeagent-was-here")
+
+
+@pytest.mark.parametrize("name", ["a b", "a'b", "a;b", "a,b", "a#b", "a$b", "a\nb", "ä"])
+def test_a_path_that_is_only_a_name_gets_a_plain_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(cephfs_mount, "PLAIN", tmp_path / "plain")
+    folder, other = tmp_path / name, tmp_path / f"{name}2"
+    folder.mkdir()
+    plain = cephfs_mount.plain(folder)
+    assert re.fullmatch(r"[A-Za-z0-9/_-]+", str(plain))
+    assert plain.resolve() == folder
+    assert cephfs_mount.plain(folder) == plain != cephfs_mount.plain(other)
+    assert cephfs_mount.led_to(f"{plain}/mount") == f"{folder}/mount"
+    plain.unlink()
+    plain.symlink_to(other)  # whatever led elsewhere
+    assert cephfs_mount.plain(folder).resolve() == folder
+
+
+def test_a_plain_path_is_its_own() -> None:
+    folder = Path("/var/lib/nodeagent/state/sources/@0f")
+    assert cephfs_mount.plain(folder) == folder
+    assert cephfs_mount.led_to(str(folder)) == str(folder)
+    assert (
+        cephfs_mount.led_to("/run/nodeagent/plain/none/mount") == "/run/nodeagent/plain/none/mount"
+    )
+
+
+def daemons(node: Agent) -> list[int]:
+    """ceph-fuse processes of the agent's source mounts."""
+    ours = f"{node.state}/sources/"
+    return [
+        pid
+        for pid, words in leftovers.commands()
+        if words[0].endswith("ceph-fuse")
+        and any(cephfs_mount.led_to(word).startswith(ours) for word in words)
+    ]
+
+
+@pytest.fixture
+def node(area: Path) -> Iterator[Agent]:
+    made = Agent(area / "it's a node, one; touch nodeagent-was-here; #")
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.mark.real
+@pytest.mark.timeout(240 + SECONDS)
+def test_cephfs_is_served_from_a_state_directory_of_any_name(
+    area: Path, node: Agent, cluster: ceph.CephCluster
+) -> None:
+    with cluster.mounted(area / "fs") as fs:
+        trees.plain(fs / "odd", 200)
+        snapshot(fs, "odd")
+        before = trees.records(fs / "odd")
+        node.cache["datasets"] = [dataset(cluster, area, "/odd") | {"warm": False}]
+        node.start()
+        node.wait_served("a", "source")
+        clients = daemons(node)
+        assert len(clients) == 1
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            assert trees.records(node.view("a")) == before
+            time.sleep(0.2)
+        node.kill()
+        assert trees.records(node.view("a")) == before
+        node.start()
+        node.wait_served("a", "source")
+        assert trees.records(node.view("a")) == before
+        assert daemons(node) == clients  # taken over, not mounted anew
+        node.tell("a", "warm")
+        node.wait_state("a", "complete")
+        assert trees.records(node.view("a")) == before
+        assert not MADE.exists()
+        node.stop()
+        done = node.cli("uninstall", "--yes")
+        assert done.returncode == 0, done.stderr
+        node.wait_for(lambda: not daemons(node), 20, "ceph-fuse to end")

@@ -1,0 +1,105 @@
+"""A slip in the ConfigMap, then everything that starts an agent anew: the guard stays as it was.
+
+The guard enforces by the settings, not by an operator's word. What is tried all the time is to
+write to a volume that holds data. A good ConfigMap brings all back without a hand on the node.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from tests.deploy.test_node_reboot import reboot
+from tests.testbed import earlier, grave, installed, waiting
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(420)]
+
+SLIP = "budgets"  # an unknown key of the section cache
+
+
+@pytest.fixture
+def enforcing_by_settings(node: installed.Node) -> Iterator[installed.Node]:
+    guard = node.values["settings"]["volumes"]["guard"]
+    guard["mode"] = "enforce"
+    node.helm("upgrade", node.image.tag)
+    yield node
+    guard["mode"] = "dry-run"
+    node.values["settings"]["cache"].pop(SLIP, None)
+    node.values.pop("checkSettings", None)
+    node.helm("upgrade", node.image.tag)
+
+
+def in_force(node: installed.Node) -> float | None:
+    """What the alert ``SettingsUnusable`` looks at; None while no agent answers."""
+    with contextlib.suppress(OSError):
+        lines = node.agent.get("/metrics").splitlines()
+        (found,) = (each for each in lines if each.startswith("nodeagent_settings_in_force"))
+        return float(found.split()[-1])
+    return None
+
+
+def check(node: installed.Node, *, settings_in_force: bool, booted: bool = False) -> None:
+    """``booted``: the agent may not have looked at the kernel yet."""
+    wanted = 1.0 if settings_in_force else 0.0
+    waiting.until(
+        lambda: in_force(node) == wanted, 60, "the settings to be taken over or refused",
+        pause=0.2, detail=node.detail,
+    )  # fmt: skip
+
+    def guards() -> bool:
+        guard = node.agent.get("/v1/volumes/guard")
+        with grave.missing_denial():
+            assert booted or (guard["attached"], guard["mode"]) == (True, "enforce"), guard
+        return bool(guard["in_force"])  # proved anew when an agent has started
+
+    waiting.until(guards, 60, "the guard to be proved", pause=0.2, detail=node.detail)
+
+
+def test_a_slip_in_the_configmap_never_lowers_the_guard(
+    enforcing_by_settings: installed.Node, volume: str
+) -> None:
+    node = enforcing_by_settings
+    before = earlier.build(node.image)
+    node.kube.import_image(before.archive)
+    node.pod()
+    waiting.until(
+        lambda: node.agent.get("/v1/volumes/guard")["mode"] == "enforce", 60, "the mode to be taken"
+    )
+    check(node, settings_in_force=True)
+
+    with installed.attempts(node.cell, volume) as first:
+        node.values["settings"]["cache"][SLIP] = 1
+        with pytest.raises(AssertionError, match="pre-upgrade hooks failed"):
+            node.helm("upgrade", node.image.tag)
+        said = node.kube.kubectl("logs", "-n", installed.SPACE, "job/nodeagent-check")
+        assert SLIP in said
+        check(node, settings_in_force=True)
+        node.values["checkSettings"] = False
+        node.helm("upgrade", node.image.tag)
+        check(node, settings_in_force=False)
+        node.delete()
+        check(node, settings_in_force=False)
+        node.kill()
+        node.pod()
+        check(node, settings_in_force=False)
+        node.helm("upgrade", before.tag)
+        node.pod(tag=before.tag)
+        check(node, settings_in_force=False)
+        node.helm("upgrade", node.image.tag)
+        node.pod(tag=node.image.tag)
+        check(node, settings_in_force=False)
+
+    reboot(node)  # takes the guard out of the kernel
+    check(node, settings_in_force=False, booted=True)
+    pod = node.pod()["metadata"]["name"]
+    said = node.kube.kubectl("logs", "-n", installed.SPACE, pod, "-c", "boot")
+    assert "enforce" in said, said  # before the agent began
+
+    with installed.attempts(node.cell, volume) as second:
+        del node.values["settings"]["cache"][SLIP], node.values["checkSettings"]
+        node.helm("upgrade", node.image.tag)
+        check(node, settings_in_force=True)
+        node.all_ready()
+    for tried in (first, second):
+        with grave.missing_denial():
+            assert set(tried.outcomes) == {"Operation not permitted"}, tried.outcomes

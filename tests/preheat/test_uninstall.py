@@ -1,0 +1,99 @@
+"""Whom ``nodeagent uninstall`` asks for pins, and what it finds there."""
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kit.errors
+from nodeagent import uninstall as whole
+from nodeagent.settings import Settings
+from preheat import uninstall
+from preheat.runtimes import base
+from preheat.settings import PreheatSettings
+
+
+@pytest.fixture
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Path]]:
+    """A host whose runtimes' sockets are files that a test makes."""
+    places = {name: tmp_path / name for name in ("usual", "k3s", "crio")}
+    monkeypatch.setattr(
+        uninstall, "SOCKETS",
+        {"containerd": (places["usual"], places["k3s"]), "crio": (places["crio"],)},
+    )  # fmt: skip
+    default = PreheatSettings.model_fields["socket"]
+    monkeypatch.setattr(default, "default", places["usual"])
+    PreheatSettings.model_rebuild(force=True)
+    yield places
+    monkeypatch.undo()
+    PreheatSettings.model_rebuild(force=True)
+
+
+def asked(section: dict[str, Any]) -> list[tuple[str, Path]]:
+    return [(each.runtime, each.socket) for each in uninstall.runtimes(section)]
+
+
+def test_a_room_that_was_left_out_is_looked_for_in_every_runtime_of_the_host(
+    sockets: dict[str, Path],
+) -> None:
+    with pytest.raises(kit.errors.NotFoundError):
+        asked({})
+    sockets["k3s"].touch()
+    sockets["crio"].touch()
+    assert asked({}) == [("containerd", sockets["k3s"]), ("crio", sockets["crio"])]
+    sockets["usual"].touch()
+    assert asked({}) == [("containerd", sockets["usual"])]
+
+
+def test_a_runtime_that_the_settings_name_is_not_passed_over(
+    sockets: dict[str, Path], tmp_path: Path
+) -> None:
+    sockets["k3s"].touch()
+    named = str(tmp_path / "away")
+    assert asked({"socket": named}) == [("containerd", Path(named))]
+
+
+@pytest.mark.parametrize("there", [False, True])
+async def test_a_runtime_that_cannot_be_looked_into_is_said(
+    sockets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """The settings have no section preheat any more. A socket is there, and nobody answers."""
+
+    async def call(find: Any, section: Any, state_dir: str, *, deadline: float) -> Any:
+        return [] if find is not uninstall.find else find(section, state_dir)
+
+    monkeypatch.setattr("kit.child.call", call)
+    monkeypatch.setattr("asyncio.run", refuse)
+    if there:
+        sockets["k3s"].touch()
+    report = await whole.run(Settings(state_dir=tmp_path), False, lambda _: None)
+    assert [each for each in report.troubles if "preheat" in each] == (
+        ["preheat: nobody answers"] if there else []
+    )
+
+
+def refuse(what: Any) -> None:
+    what.close()
+    raise OSError("nobody answers")
+
+
+def test_what_a_newer_agent_holds_is_listed_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inventory = base.Inventory(newer_holds=1, unknown_holds=("nodeagent-pin-99",))
+
+    @contextlib.asynccontextmanager
+    async def runtime(*_: Any) -> AsyncIterator[Any]:
+        async def look() -> base.Inventory:
+            return inventory
+
+        yield SimpleNamespace(inventory=look)
+
+    monkeypatch.setattr(uninstall, "_runtime", runtime)
+    section = {"socket": str(tmp_path / "s")}
+    (tmp_path / "s").touch()
+    (found,) = uninstall.find(section, str(tmp_path))
+    assert (found["kind"], found["name"], found["stays"]) == ("lease", "nodeagent-pin-99", "")
