@@ -23,7 +23,7 @@ from linux import mountinfo, mounts
 
 _CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
 _STATE = (
-    *("datasets", "scratch", "sources", records.FOLDER),
+    *("datasets", "scratch", records.FOLDER),
     *("cache-disk.json", "cache-trust.json", "dataset-uses.json"),
 )
 CLIENT_SECONDS = 10.0  # for ceph-fuse to end after its mount has gone
@@ -45,16 +45,16 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
             found.append(Trace("view", data))
     if _own_bind(views, table):
         found.append(Trace("shared mount", views))
-    found += [
-        Trace("source mount", str(folder)) for folder in _folders(Path(state_dir) / "sources")
-    ]
+    sources = kinds.home(Path(os.path.realpath(state_dir)))
+    found += [Trace("source mount", str(folder)) for folder in _folders(sources)]
     found += [
         Trace("cgroup", str(root / cephfs_mount.CGROUP)) for root in _CGROUPS
-        if _only_ours(root / cephfs_mount.CGROUP, state_dir)
+        if _only_ours(root / cephfs_mount.CGROUP, sources)
     ]  # fmt: skip
     if (Path(store) / disk.MARKER).exists():
         found.append(Trace("store", store))
-    found += [Trace("state", f"{state_dir}/{n}") for n in _STATE if Path(state_dir, n).exists()]
+    kept = (sources, *(Path(state_dir, name) for name in _STATE))
+    found += [Trace("state", str(path)) for path in kept if path.exists()]
     found += [Trace("folder", path) for path in (views, store) if os.path.isdir(path)]
     return [trace.as_json() for trace in found]
 
@@ -73,17 +73,16 @@ def _volumes(kubelet: Path, state_dir: Path, table: list[mountinfo.Mount]) -> li
     return found + ([Trace("folder", str(csi.parent))] if csi.parent.is_dir() else [])
 
 
-def _only_ours(cgroup: Path, state_dir: str) -> bool:
+def _only_ours(cgroup: Path, sources: Path) -> bool:
     """Whether it is there and no ceph-fuse of another agent is in it."""
     try:
         pids = (cgroup / "cgroup.procs").read_text().split()
     except OSError:
         return False
-    mine = f"{state_dir}/sources/"
+    mine = os.fsencode(f"{sources}/")
     for pid in pids:
         with contextlib.suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if not any(cephfs_mount.led_to(os.fsdecode(w)).startswith(mine) for w in words):
+            if mine not in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return False
     return True
 
@@ -128,6 +127,8 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
             _remove_store(name)
         case "state":
             _delete(Path(name))
+            if Path(name).parent == kinds.PLAIN:
+                _rmdir(kinds.PLAIN)
         case "folder":
             with contextlib.suppress(FileNotFoundError):
                 _rmdir(Path(name))

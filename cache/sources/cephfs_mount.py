@@ -7,7 +7,6 @@ the mount: jobs read through it.
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -60,11 +59,6 @@ debug objectcacher = 0/0
 
 POINT = "mount"
 
-# ceph-fuse gives the path of its mount to a shell, unquoted, to trim its cache (mount -o remount),
-# and ends when that fails. Ceph also splits paths of settings at commas and semicolons.
-PLAIN = Path("/run/nodeagent/plain")
-_PLAIN_PATH = re.compile(r"[A-Za-z0-9@/._+-]+")
-
 
 class MayNotError(kit.errors.SourceError):
     """The cluster refuses this mount: the key is wrong, or has no right to the directory."""
@@ -114,39 +108,10 @@ async def way_to(source: CephfsSource, thing: str) -> Way:
     return way
 
 
-def plain(folder: Path) -> Path:
-    """A path of ``folder`` without a character that a shell or Ceph would take for something else:
-    the folder itself, or a link that leads there. OSError."""
-    if _PLAIN_PATH.fullmatch(str(folder)):
-        return folder
-    link = _link(folder)
-    link.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with contextlib.suppress(FileNotFoundError):
-        if os.readlink(link) == str(folder):
-            return link
-        link.unlink()
-    link.symlink_to(folder)
-    return link
-
-
-def _link(folder: Path) -> Path:
-    return PLAIN / hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
-
-
-def led_to(path: str) -> str:
-    """The path that one of ``plain``, or below it, leads to; any other path itself."""
-    try:
-        name, *below = Path(path).relative_to(PLAIN).parts
-        return str(Path(os.readlink(PLAIN / name), *below))
-    except (ValueError, OSError):
-        return path
-
-
 def configure(folder: Path, way: Way, deadline: float) -> Path:
-    """Write what ceph-fuse, and reads past any mount, connect with; a plain path of ceph.conf."""
+    """Write what ceph-fuse, and reads past any mount, connect with; the ceph.conf."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
-    folder = plain(folder)
     keyring, conf = folder / "keyring", folder / "ceph.conf"
     kit.files.save(keyring, f"[client.{way.source.user}]\nkey = {way.secret}\n".encode())
     text = _CONF.format(
@@ -187,9 +152,9 @@ async def make(folder: Path, way: Way, root: str, deadline: float) -> None:
 
 
 async def _mount_fuse(target: Path, way: Way, root: str, conf: Path, deadline: float) -> None:
-    source, named = way.source, conf.parent / target.name
+    source = way.source
     command = (
-        *("ceph-fuse", "-c", str(conf), "-n", f"client.{source.user}", str(named)),
+        *("ceph-fuse", "-c", str(conf), "-n", f"client.{source.user}", str(target)),
         *(f"--client_mountpoint={root}", f"--client_fs={source.filesystem}"),
         *("-o", "ro"),
     )
@@ -215,12 +180,12 @@ async def _mount_fuse(target: Path, way: Way, root: str, conf: Path, deadline: f
         tell = log.info if isinstance(failure, MayNotError) else log.error
         tell("ceph-fuse failed", dataset=way.thing, root=root, said=said.strip()[-200:])
         raise failure
-    await asyncio.to_thread(_move_out_of_our_cgroup, named)
+    await asyncio.to_thread(_move_out_of_our_cgroup, target)
 
 
-def _move_out_of_our_cgroup(named: Path) -> None:
+def _move_out_of_our_cgroup(target: Path) -> None:
     """A service manager kills everything in the agent's cgroup; the mount must outlive that."""
-    for pid in _daemons(str(named)):
+    for pid in _daemons(str(target)):
         for root in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")):
             if (root / "cgroup.procs").exists():
                 try:
@@ -260,16 +225,13 @@ async def release(folder: Path) -> bool:
         ) from error  # fmt: skip
     for name in ("keyring", "ceph.conf", SHOWN):
         (folder / name).unlink(missing_ok=True)
-    _link(folder).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        PLAIN.rmdir()
     with contextlib.suppress(OSError):
         target.rmdir()
         folder.rmdir()
     return unmounted
 
 
-def _daemons(named: str) -> list[int]:
+def _daemons(target: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -277,7 +239,7 @@ def _daemons(named: str) -> list[int]:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if words[0].endswith(b"ceph-fuse") and os.fsencode(named) in words:
+            if words[0].endswith(b"ceph-fuse") and os.fsencode(target) in words:
                 found.append(int(entry.name))
     return found
 

@@ -3,6 +3,9 @@
 A new kind is a module beside this one, its settings, and a line in ``source_of``.
 """
 
+import hashlib
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,12 @@ import kit.child
 import kit.errors
 from cache.settings import CephfsSource, DatasetSettings, DirSource, RbdSource, Source
 from cache.sources import base, cephfs, rbd, roots
+
+# Where sources are mounted when the path of the state directory is not plain. ceph-fuse gives the
+# path of its mount to a shell, unquoted, each time it trims its cache (mount -o remount), and ends
+# when that fails. libfuse follows links first. Ceph splits paths at commas and semicolons, too.
+PLAIN = Path("/run/nodeagent/sources")
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9@/._+-]+")
 
 
 class Unknown:
@@ -41,9 +50,17 @@ class Unknown:
         """Nothing is known of it."""
 
 
+def home(state_dir: Path) -> Path:
+    """The directory of all sources that an agent mounts: below its state directory, or, where no
+    shell and not Ceph would take that path for a name, one of its own below ``PLAIN``."""
+    if _PLAIN_PATH.fullmatch(str(state_dir)):
+        return state_dir / "sources"
+    return PLAIN / hashlib.sha256(os.fsencode(state_dir)).hexdigest()[:16]
+
+
 def folder_of(state_dir: Path, name: str) -> Path:
     """Mount point and keys of a source that the agent mounts."""
-    return state_dir / "sources" / name
+    return home(state_dir) / name
 
 
 def source_of(settings: DatasetSettings, state_dir: Path) -> base.Source:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.sources import cephfs_mount
+from cache.sources import kinds
 from tests.cache.test_cephfs import dataset, snapshot
 from tests.testbed import ceph, leftovers, trees
 from tests.testbed.agent import Agent
@@ -19,39 +19,24 @@ MADE = Path("/nodeagent-was-here")
 
 
 @pytest.mark.parametrize("name", ["a b", "a'b", "a;b", "a,b", "a#b", "a$b", "a\nb", "ä"])
-def test_a_path_that_is_only_a_name_gets_a_plain_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(cephfs_mount, "PLAIN", tmp_path / "plain")
-    folder, other = tmp_path / name, tmp_path / f"{name}2"
-    folder.mkdir()
-    plain = cephfs_mount.plain(folder)
-    assert re.fullmatch(r"[A-Za-z0-9/_-]+", str(plain))
-    assert plain.resolve() == folder
-    assert cephfs_mount.plain(folder) == plain != cephfs_mount.plain(other)
-    assert cephfs_mount.led_to(f"{plain}/mount") == f"{folder}/mount"
-    plain.unlink()
-    plain.symlink_to(other)  # whatever led elsewhere
-    assert cephfs_mount.plain(folder).resolve() == folder
+def test_sources_of_an_odd_state_directory_have_a_plain_home(name: str) -> None:
+    home = kinds.home(Path("/var/lib") / name)
+    assert re.fullmatch(r"/run/nodeagent/sources/[0-9a-f]+", str(home))
+    assert home == kinds.home(Path("/var/lib") / name) != kinds.home(Path("/var/lib2") / name)
 
 
-def test_a_plain_path_is_its_own() -> None:
-    folder = Path("/var/lib/nodeagent/state/sources/@0f")
-    assert cephfs_mount.plain(folder) == folder
-    assert cephfs_mount.led_to(str(folder)) == str(folder)
-    assert (
-        cephfs_mount.led_to("/run/nodeagent/plain/none/mount") == "/run/nodeagent/plain/none/mount"
-    )
+def test_sources_of_a_plain_state_directory_are_below_it() -> None:
+    state = Path("/var/lib/nodeagent/state-1_a+b@c.d")
+    assert kinds.folder_of(state, "a") == state / "sources" / "a"
 
 
 def daemons(node: Agent) -> list[int]:
     """ceph-fuse processes of the agent's source mounts."""
-    ours = f"{node.state}/sources/"
+    ours = f"{kinds.home(node.state)}/"
     return [
         pid
         for pid, words in leftovers.commands()
-        if words[0].endswith("ceph-fuse")
-        and any(cephfs_mount.led_to(word).startswith(ours) for word in words)
+        if words[0].endswith("ceph-fuse") and any(word.startswith(ours) for word in words)
     ]
 
 
@@ -62,6 +47,7 @@ def node(area: Path) -> Iterator[Agent]:
         yield made
     finally:
         made.end()
+        leftovers.clear(kinds.home(made.state))
 
 
 @pytest.mark.real
@@ -96,3 +82,4 @@ def test_cephfs_is_served_from_a_state_directory_of_any_name(
         done = node.cli("uninstall", "--yes")
         assert done.returncode == 0, done.stderr
         node.wait_for(lambda: not daemons(node), 20, "ceph-fuse to end")
+        assert not kinds.PLAIN.exists()
