@@ -116,6 +116,7 @@ class _Listener:
         async def note_busy(request: web.Request, handler: server.Handler) -> web.StreamResponse:
             self._busy[request.protocol] = None
             self._asked[request.protocol] = self._asked.get(request.protocol, 0) + 1
+            request[server.NTH] = self._asked[request.protocol]
             try:
                 return await handler(request)
             finally:

@@ -47,6 +47,7 @@ REQUESTS_AT_ONCE = 400
 WAIT_SECONDS = 0.5
 PROBES = ("/healthz", "/readyz")
 
+NTH = web.RequestKey("nth", int)  # of its connection, from 1; set by the listener
 _CALLER = web.RequestKey("caller", access.Caller)
 _SENT = web.RequestKey("sent", dict)  # what the record of calls shows of the body
 
@@ -420,7 +421,9 @@ def metrics_application(
 
     @web.middleware
     async def keep_pace(request: web.Request, handler: Handler) -> web.StreamResponse:
-        await pace.keep("probes" if request.path in PROBES else "others")
+        # A probe asks once and leaves; a crowd that asks for probes goes on and on.
+        first = request.get(NTH, 1) == 1
+        await pace.keep("probes" if first and request.path in PROBES else "others")
         return await handler(request)
 
     served = {"/metrics", "/healthz", "/readyz"}

@@ -237,7 +237,7 @@ async def test_a_thousand_idle_connections_keep_nobody_out(agent: app.Agent, por
 
 @pytest.mark.real
 @pytest.mark.timeout(60 + CROWD_SECONDS)
-@pytest.mark.parametrize("path", ["/metrics", "/"])
+@pytest.mark.parametrize("path", ["/metrics", "/", "/healthz"])
 async def test_probes_are_answered_beside_a_crowd_that_never_pauses(
     agent: app.Agent, port: int, path: str
 ) -> None:
@@ -264,6 +264,27 @@ async def test_probes_are_answered_beside_a_crowd_that_never_pauses(
     assert answers > server.REQUESTS_AT_ONCE  # the crowd was one
     # All requests of which each waits, and those that need not.
     assert answers < seconds * (server.REQUESTS_PER_SECOND + 2 * most / server.WAIT_SECONDS)
+
+
+async def test_who_goes_on_asking_for_probes_keeps_no_probe_waiting(
+    agent: app.Agent, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "REQUESTS_PER_SECOND", 0.0)
+    monkeypatch.setattr(server, "REQUESTS_AT_ONCE", 3)
+    monkeypatch.setattr(server, "WAIT_SECONDS", 3600.0)
+    with_admin(agent, metrics=f"127.0.0.1:{port}")
+    probe = f"http://127.0.0.1:{port}/healthz"
+    connector = aiohttp.TCPConnector(limit=1)  # one connection for all its requests
+    async with (
+        listeners.serving(agent.state), aiohttp.ClientSession(connector=connector) as crowd,
+        aiohttp.ClientSession() as kubelet,
+    ):  # fmt: skip
+        for _ in range(4):  # its first, and what all have at once
+            assert await (await crowd.get(probe)).text()
+        waits = asyncio.create_task(crowd.get(probe))
+        assert (await kubelet.get(probe)).status == 200
+        assert not waits.done()
+        waits.cancel()
 
 
 async def test_strangers_with_requests_wait_where_operators_do_not(
