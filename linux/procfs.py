@@ -231,11 +231,17 @@ def _uses(pid: int, theirs: _Held) -> Iterator[tuple[str, str]]:
         pass  # just ended
 
 
+def name_of(pid: int | str) -> str:
+    """A process's own name. It chooses it, and the kernel cuts it at 15 bytes, also within a
+    character; what is no UTF-8 is replaced. OSError when it has ended."""
+    return Path(f"/proc/{pid}/comm").read_bytes().strip().decode(errors="replace")
+
+
 def holder(pid: int, how: str) -> Holder:
     """With its command, pod and container."""
     try:
-        command = Path(f"/proc/{pid}/comm").read_text().strip()
-        cgroup = Path(f"/proc/{pid}/cgroup").read_text()
+        command = name_of(pid)
+        cgroup = Path(f"/proc/{pid}/cgroup").read_text(errors="replace")
     except OSError:
         command, cgroup = "ended", ""
     return Holder(pid, command, how, *pod_and_container(cgroup))
@@ -252,7 +258,8 @@ def family(root: int) -> set[int]:
     children: dict[int, list[int]] = {}
     for pid in pids():
         try:
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+            parent = int(stat.rpartition(")")[2].split()[1])
         except OSError:
             continue  # just ended
         children.setdefault(parent, []).append(pid)

@@ -101,7 +101,7 @@ def processes() -> str:
         # On a host pid 2 is the kernel's. Where the node itself is a container it is not, but pid 1
         # is then the node's and not our container's.
         kthreads = Path("/proc/2/comm")
-        seen = kthreads.exists() and kthreads.read_text().strip() == "kthreadd"
+        seen = kthreads.exists() and kthreads.read_bytes().strip() == b"kthreadd"
         seen = seen or not os.path.samefile("/proc/1/ns/mnt", "/proc/self/ns/mnt")
     except OSError:
         count, seen = 0, False
@@ -115,7 +115,7 @@ def processes() -> str:
 def raw_volumes() -> str:
     """Whether the mount tables in which kubelet may publish them can be read."""
     try:
-        found = raw_block.spaces()
+        _, found = raw_block.spaces()
         for pid in found.values():
             mountinfo.read(Path(f"/proc/{pid}/mountinfo"))
             if pid != 1:

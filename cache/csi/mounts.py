@@ -105,9 +105,9 @@ def users(target: str) -> list[str]:
         if not entry.isdigit():
             continue
         try:
-            cgroup = Path(f"/proc/{entry}/cgroup").read_text()
+            cgroup = Path(f"/proc/{entry}/cgroup").read_text(errors="replace")
             if uid and procfs.pod_and_container(cgroup)[0] == uid:
-                command = Path(f"/proc/{entry}/comm").read_text().strip()
+                command = procfs.name_of(entry)
                 found.append(f"pid {entry} ({command}, pod {uid}): has the volume {target}")
         except OSError:
             continue  # just ended

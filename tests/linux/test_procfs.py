@@ -56,6 +56,27 @@ def test_holders_of_mount_leaves_out_a_family(tmpfs: Path) -> None:
         os.kill(child, 9)
 
 
+def test_a_name_that_is_cut_within_a_character_hides_no_process() -> None:
+    """As the kernel does with names of more than 15 bytes: any job can have one."""
+    script = (
+        "import ctypes, sys; name = '日本語日本'.encode()[:14]; "
+        "print(ctypes.CDLL(None).prctl(15, name, 0, 0, 0), flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"0\n"
+        with pytest.raises(UnicodeDecodeError):
+            Path(f"/proc/{process.pid}/comm").read_text(encoding="utf-8")
+        assert procfs.name_of(process.pid) == "日本語日\ufffd"
+        assert procfs.holder(process.pid, "").command == "日本語日\ufffd"
+        assert process.pid in procfs.family(os.getpid())
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_cgroup_path_of_an_id_and_of_one_that_is_gone() -> None:
     root = next(p for p in ("/sys/fs/cgroup/unified", "/sys/fs/cgroup") if _is_v2(p))
     made = Path(root, f"nodeagent-test-{os.getpid()}")

@@ -65,7 +65,7 @@ class Denial:
 def _of_process(pid: int) -> str:
     """The process's cgroups, v1 hierarchies too; empty when it has ended."""
     try:
-        return Path(f"/proc/{pid}/cgroup").read_text()
+        return Path(f"/proc/{pid}/cgroup").read_text(errors="replace")
     except OSError:
         return ""
 

@@ -116,7 +116,7 @@ def inside(tid: int, cgroup: str) -> bool:
     if cgroup in ("", "/"):
         return True
     try:
-        lines = Path(f"/proc/{tid}/cgroup").read_text().splitlines()
+        lines = Path(f"/proc/{tid}/cgroup").read_text(errors="replace").splitlines()
     except OSError:
         return False
     mine = next((line[3:] for line in lines if line.startswith("0::")), "")

@@ -13,6 +13,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -27,6 +28,10 @@ MOUNT_SECONDS = 0.2  # from a mount to the look at what kubelet published
 SEARCH_SECONDS = 60.0  # between two searches for kubelet, which may have started again
 NODES_SECONDS = 5.0  # for the device numbers of nodes
 
+NO_DISK = ""  # of nodes whose number no disk has now
+
+_NAMES = frozenset(name.encode() for name in procfs.KUBELETS)
+
 BY = "raw block volume on "  # who permitted, in the ledger; the node follows
 
 
@@ -35,7 +40,7 @@ def gave(permitted_by: str) -> bool:
     return permitted_by.startswith(BY)
 
 
-Table = Mapping[str, frozenset[int]]  # device name -> ids of its bind mounts
+Table = Mapping[str, frozenset[int]]  # device name, or NO_DISK -> ids of its bind mounts
 
 
 def published(table: bytes) -> dict[str, frozenset[int]]:
@@ -62,18 +67,15 @@ def _of_tmpfs(table: bytes) -> dict[int, str]:
     return {each.mount_id: each.target for each in mounts if "/volumeDevices/" in each.target}
 
 
-def block_nodes(root: str, targets: list[str]) -> list[tuple[int, int] | None]:
-    """The device numbers of those that are block device nodes; ``root``: the paths are below it.
-    For a child process: looking up a path can hang."""
-    found: list[tuple[int, int] | None] = []
+def block_nodes(root: str, targets: list[str]) -> dict[str, tuple[int, int] | None]:
+    """Each target's device number, None when it is no block device node; without those that are not
+    there any more. ``root``: the paths are below it. For a child process: a look can hang."""
+    found: dict[str, tuple[int, int] | None] = {}
     for target in targets:
-        try:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # unmounted, or it ended
             status = _status(root, target)
-        except FileNotFoundError:  # unmounted meanwhile
-            found.append(None)
-            continue
-        number = os.major(status.st_rdev), os.minor(status.st_rdev)
-        found.append(number if stat.S_ISBLK(status.st_mode) else None)
+            number = os.major(status.st_rdev), os.minor(status.st_rdev)
+            found[target] = number if stat.S_ISBLK(status.st_mode) else None
     return found
 
 
@@ -93,27 +95,35 @@ def host_table() -> bytes:
 
 
 def kubelets(proc: str = "/proc") -> list[int]:
-    """Processes that are kubelet. Reads all of /proc: milliseconds for a thousand processes."""
-    found = []
-    for entry in os.listdir(proc):
-        with contextlib.suppress(OSError):
-            if entry.isdigit() and Path(proc, entry, "comm").read_text().strip() in procfs.KUBELETS:
-                found.append(int(entry))
-    return found
+    """Processes that are this node's kubelet, and not that of a cluster in a pod. Reads all of
+    /proc: milliseconds for a thousand processes."""
+    return [int(pid) for pid in os.listdir(proc) if pid.isdigit() and _is_kubelet(Path(proc, pid))]
 
 
-def spaces(proc: str = "/proc") -> dict[bytes, int]:
-    """The mount namespaces in which kubelet may publish, each with a process in it: pid 1's, and
-    kubelet's where it has its own. OSError when one cannot be told.
+def _is_kubelet(process: Path) -> bool:
+    try:
+        # The kernel cuts names at 15 bytes, also within a character.
+        if (process / "comm").read_bytes().strip() not in _NAMES:
+            return False
+        return not procfs.pod_and_container((process / "cgroup").read_text(errors="replace"))[0]
+    except OSError:
+        return False  # it ended
+
+
+def spaces(proc: str = "/proc") -> tuple[frozenset[int], dict[bytes, int]]:
+    """The kubelets, and the mount namespaces in which they may publish, each with a process in it:
+    pid 1's, and a kubelet's where it has its own. OSError when pid 1's cannot be told.
 
     By the id of the first mount, which is unique on a node: some security modules hide pid 1's
     links.
     """
     found = {_first_mount(proc, 1): 1}
+    running = set()
     for pid in kubelets(proc):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended
+        with contextlib.suppress(OSError):  # it ended, or it is a zombie that has no mounts
             found.setdefault(_first_mount(proc, pid), pid)
-    return found
+            running.add(pid)
+    return frozenset(running), found
 
 
 def _first_mount(proc: str, pid: int) -> bytes:
@@ -121,26 +131,36 @@ def _first_mount(proc: str, pid: int) -> bytes:
         return stream.readline().split(b" ", 1)[0]
 
 
+@dataclass
+class _Space:
+    """A mount namespace, and what was seen in it last. ``watch``: None once its process ended."""
+
+    watch: mountinfo.Watch | None
+    names: Table = field(default_factory=dict)
+    nodes: dict[int, tuple[str, blockdev.Number | None]] = field(default_factory=dict)  # in tmpfs
+
+
 class Watch:
     """Calls ``changed`` with what is published after mounts and unmounts. Hundreds may come at
     once; a pod takes longer to start than ``MOUNT_SECONDS``. OSError without the host's table.
 
-    It follows pid 1's namespace and kubelet's own. What it cannot see, the doctor tells.
+    It follows pid 1's namespace and kubelet's own. What cannot be seen for a while counts as it was
+    seen last: a pod must not lose its permission because of that. What it cannot see at all, the
+    doctor tells.
     """
 
     def __init__(self, changed: Callable[[Table], None]) -> None:
         self._changed = changed
         self._mounted = asyncio.Event()
-        self._watches = {1: mountinfo.Watch("/proc/1/mountinfo", self._mounted.set)}
+        self._spaces = {1: _Space(mountinfo.Watch("/proc/1/mountinfo", self._mounted.set))}
         self._searched = -math.inf
-        self._gone: set[int] = set()  # missed by the last search
+        self._running: frozenset[int] = frozenset()  # kubelets, at the last search
         self._trouble = ""
-        self._numbers: dict[int, tuple[str, blockdev.Number | None]] = {}  # by mount of tmpfs
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Look for the first time; ends within ``NODES_SECONDS`` and what reading tables takes."""
-        self._changed(await self._look())
+        await self._tell()
         self._task = asyncio.create_task(self._run(), name="published raw block volumes")
 
     async def _run(self) -> None:
@@ -149,66 +169,83 @@ class Watch:
                 async with asyncio.timeout(SEARCH_SECONDS):
                     await self._mounted.wait()
             except TimeoutError:
-                if not await self._search():
-                    continue
-            await asyncio.sleep(MOUNT_SECONDS)
+                pass
+            else:
+                await asyncio.sleep(MOUNT_SECONDS)
             self._mounted.clear()
-            self._changed(await self._look())
+            await self._tell()
 
-    async def _search(self) -> bool:
-        """Follow kubelet into its namespace. Whether it has another one than before.
-
-        While it starts again its namespace is kept for a search: what it published is still there.
-        No longer, because that also keeps the namespace's mounts.
-        """
-        self._searched = time.monotonic()
+    async def _tell(self) -> None:
+        """Whatever is wrong with a look ends neither the guard nor the looks that follow."""
         try:
-            pids = set((await asyncio.to_thread(spaces)).values())
-        except OSError as error:
+            self._changed(await self._look())
+            self._trouble = ""
+        except Exception as error:
             if str(error) != self._trouble:
-                log.warning("raw block volumes in kubelet's namespace are missed", error=str(error))
+                log.exception("raw block volumes cannot be looked for")
             self._trouble = str(error)
-            return False
-        self._trouble = ""
-        before = set(self._watches)
-        gone = before - pids - {1}
-        for pid in gone if pids - {1} else gone & self._gone:
-            self._watches.pop(pid).close()
-        self._gone = gone & self._watches.keys()
-        for pid in pids - before:
+
+    def _again_soon(self) -> None:
+        asyncio.get_running_loop().call_later(NODES_SECONDS, self._mounted.set)
+
+    async def _search(self) -> None:
+        """Follow kubelets into their namespaces. OSError when they cannot be told."""
+        self._searched = time.monotonic()
+        running, found = await asyncio.to_thread(spaces)
+        pids = set(found.values())
+        for pid in self._spaces.keys() - pids:
+            space = self._spaces[pid]
+            if space.watch is not None:
+                space.watch.close()  # it would keep the namespace, and so its mounts
+                space.watch = None
+            # Nobody unpublishes without a kubelet. One that runs has had a search's time to tell.
+            if running & self._running:
+                del self._spaces[pid]
+        self._running = running
+        for pid in pids - self._spaces.keys():
             with contextlib.suppress(OSError):  # it ended; the next search finds its successor
                 table = f"/proc/{pid}/mountinfo"
-                self._watches[pid] = mountinfo.Watch(table, self._mounted.set)
-        return before != self._watches.keys()
+                self._spaces[pid] = _Space(mountinfo.Watch(table, self._mounted.set))
 
     async def _look(self) -> Table:
         if time.monotonic() - self._searched >= SEARCH_SECONDS:
-            await self._search()
-        found: dict[str, frozenset[int]] = {}
-        there: dict[int, tuple[str, blockdev.Number | None]] = {}
-        for pid, watch in list(self._watches.items()):
             try:
-                table = await watch.read()
+                await self._search()
             except OSError as error:
-                log.warning("a mount table cannot be read", pid=pid, error=str(error))
-                continue
-            for name, ids in published(table).items():
+                log.warning("kubelet's mount namespace is not looked for", error=str(error))
+        found: dict[str, frozenset[int]] = {}
+        for pid, space in list(self._spaces.items()):
+            if space.watch is not None:
+                await self._read(pid, space, space.watch)
+            for name, ids in space.names.items():
                 found[name] = found.get(name, frozenset()) | ids
-            there |= await self._nodes(pid, _of_tmpfs(table))
-        self._numbers = there
-        for mount, (_, number) in there.items():
-            if number is not None and (name := blockdev.name_of(number)):
-                found[name] = found.get(name, frozenset()) | {mount}
+            for mount, (_, number) in space.nodes.items():
+                if number is not None:
+                    name = blockdev.name_of(number) or NO_DISK
+                    found[name] = found.get(name, frozenset()) | {mount}
         return found
 
+    async def _read(self, pid: int, space: _Space, watch: mountinfo.Watch) -> None:
+        try:
+            table = await watch.read()
+        except OSError as error:
+            log.warning("a mount table cannot be read", pid=pid, error=str(error))
+            self._again_soon()
+            return
+        space.names = published(table)
+        space.nodes = await self._nodes(pid, space.nodes, _of_tmpfs(table))
+
     async def _nodes(
-        self, pid: int, targets: dict[int, str]
+        self,
+        pid: int,
+        before: Mapping[int, tuple[str, blockdev.Number | None]],
+        targets: Mapping[int, str],
     ) -> dict[int, tuple[str, blockdev.Number | None]]:
         """Which devices those are; each mount is asked for once."""
         known = {
-            mount: self._numbers[mount]
+            mount: before[mount]
             for mount, target in targets.items()
-            if mount in self._numbers and self._numbers[mount][0] == target
+            if mount in before and before[mount][0] == target
         }
         unknown = {mount: target for mount, target in targets.items() if mount not in known}
         if not unknown:
@@ -219,15 +256,19 @@ class Watch:
             )
         except (kit.errors.AgentError, OSError, RuntimeError) as error:
             log.warning("device nodes of raw block volumes are not known", error=str(error))
-            asyncio.get_running_loop().call_later(NODES_SECONDS, self._mounted.set)  # again
-            return known
-        for (mount, target), number in zip(unknown.items(), numbers, strict=True):
-            known[mount] = target, (number[0], number[1]) if number else None
+            numbers = {}
+        for mount, target in unknown.items():
+            if target in numbers:
+                number = numbers[target]
+                known[mount] = target, (number[0], number[1]) if number else None
+        if len(known) < len(targets):
+            self._again_soon()
         return known
 
     async def close(self) -> None:
-        for watch in self._watches.values():
-            watch.close()
+        for space in self._spaces.values():
+            if space.watch is not None:
+                space.watch.close()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -239,23 +280,20 @@ class Published:
 
     def __init__(self, now: Table) -> None:
         self._now = now
-        self._stale: Table = {}
+        self._stale = now.get(NO_DISK, frozenset())
 
     def update(self, now: Table) -> frozenset[str]:
         """The names whose publications changed."""
         before, self._now = self._now, now
-        self._stale = {
-            name: still
-            for name, ids in self._stale.items()
-            if (still := ids & self._now.get(name, frozenset()))
-        }
+        there = frozenset().union(*now.values())
+        # Without a disk a bind mount is one of an earlier disk, whatever gets its number next.
+        self._stale = (self._stale | now.get(NO_DISK, frozenset())) & there
         names = before.keys() | self._now.keys()
         return frozenset(name for name in names if before.get(name) != self._now.get(name))
 
     def attached_anew(self, name: str) -> None:
         """Another medium is in the device: its present bind mounts were made for the one before."""
-        if name in self._now:
-            self._stale = {**self._stale, name: self._now[name]}
+        self._stale |= self._now.get(name, frozenset())
 
     def __contains__(self, name: str) -> bool:
-        return bool(self._now.get(name, frozenset()) - self._stale.get(name, frozenset()))
+        return bool(self._now.get(name, frozenset()) - self._stale)

@@ -52,17 +52,116 @@ def test_a_bind_mount_of_an_earlier_medium_permits_nothing_of_the_next() -> None
     assert kept.update({"nbd0": first}) == {"nbd0"} and "nbd0" in kept  # its number is used again
 
 
+@pytest.mark.parametrize("told", ["of the end", "of the next disk alone"])
+def test_a_leaked_bind_mount_of_a_node_in_tmpfs_permits_nothing_of_the_next_disk(told: str) -> None:
+    """The mount stays when its disk goes: only its number leads to the next disk."""
+    leaked, second = frozenset({7}), frozenset({8})
+    kept = raw_block.Published({"rbd0": leaked})
+    if told == "of the end":
+        kept.attached_anew("rbd0")
+    kept.update({raw_block.NO_DISK: leaked})
+    if told != "of the end":
+        kept.attached_anew("rbd0")  # what was there is not known under its name any more
+    kept.update({"rbd0": leaked})
+    assert "rbd0" not in kept
+    kept.update({"rbd0": leaked | second})
+    assert "rbd0" in kept
+
+
+# A name that the kernel has cut within a character.
+ODD = "日本語日本語".encode()[:15][:14]
+POD = "0::/kubepods.slice/kubepods-pod8d2a38a4_b6d2_4e0c_a9a2_5f4a7d2c9c11.slice/cri-x.scope\n"
+
+
+def _process(proc: Path, pid: int, name: bytes, space: int, cgroup: str = "0::/x\n") -> None:
+    (proc / f"{pid}").mkdir()
+    (proc / f"{pid}/comm").write_bytes(name + b"\n")
+    (proc / f"{pid}/cgroup").write_text(cgroup)
+    (proc / f"{pid}/mountinfo").write_text(f"{space} 1 8:1 / / rw - ext4 /dev/sda rw\n")
+
+
 def test_spaces_are_pid_ones_and_those_of_kubelets(tmp_path: Path) -> None:
     for pid, name, space in (
-        (1, "systemd", 10), (20, "kubelet", 10), (30, "kubelet", 11), (31, "kubelet", 11),
-        (40, "sleep", 12), (50, "k3s-agent", 13),
+        (1, b"systemd", 10), (20, b"kubelet", 10), (30, b"kubelet", 11), (31, b"kubelet", 11),
+        (40, b"sleep", 12), (50, b"k3s-agent", 13), (60, ODD, 14),
     ):  # fmt: skip
-        (tmp_path / f"{pid}").mkdir()
-        (tmp_path / f"{pid}/comm").write_text(f"{name}\n")
-        (tmp_path / f"{pid}/mountinfo").write_text(f"{space} 1 8:1 / / rw - ext4 /dev/sda rw\n")
-    found = raw_block.spaces(str(tmp_path))
+        _process(tmp_path, pid, name, space)
+    _process(tmp_path, 70, b"k3s-server", 15, POD)  # a cluster in a pod publishes nothing here
+    running, found = raw_block.spaces(str(tmp_path))
+    assert running == {20, 30, 31, 50}
     assert found.keys() == {b"10", b"11", b"13"}
     assert found[b"10"] == 1 and found[b"11"] in (30, 31)
+
+
+def test_a_kubelet_that_is_a_zombie_hides_no_other(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    waiting.until(
+        lambda: ") Z " in Path(f"/proc/{ended.pid}/stat").read_text(), 20, "it to be a zombie"
+    )
+    try:
+        _process(tmp_path, 1, b"systemd", 10)
+        _process(tmp_path, 20, b"kubelet", 11)
+        _process(tmp_path, ended.pid, b"kubelet", 12)
+        (tmp_path / f"{ended.pid}/mountinfo").unlink()
+        (tmp_path / f"{ended.pid}/mountinfo").symlink_to(f"/proc/{ended.pid}/mountinfo")
+        with pytest.raises(OSError):
+            (tmp_path / f"{ended.pid}/mountinfo").read_bytes()
+        running, found = raw_block.spaces(str(tmp_path))
+        assert running == {20} and found == {b"10": 1, b"11": 20}
+    finally:
+        ended.wait()
+
+
+async def test_a_look_that_fails_ends_no_guard_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[raw_block.Table] = []
+    failed = asyncio.Event()
+
+    def fail() -> Any:
+        failed.set()
+        raise ValueError("whatever it is")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(raw_block, "spaces", fail)
+        broken.setattr(raw_block, "SEARCH_SECONDS", 0.05)
+        watch = raw_block.Watch(seen.append)
+        try:
+            await watch.start()  # and so does the guard
+            failed.clear()
+            await asyncio.wait_for(failed.wait(), 60)
+            assert not seen
+            broken.setattr(raw_block, "spaces", lambda: (frozenset(), {b"1": 1}))
+            await waiting.until_async(lambda: seen, 60, "the look after it")
+        finally:
+            await watch.close()
+
+
+async def test_a_table_that_cannot_be_read_counts_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(raw_block, "spaces", lambda: (frozenset(), {b"1": 1}))
+    watch = raw_block.Watch(lambda _: None)
+    try:
+        mounted = watch._spaces[1].watch
+        assert mounted is not None
+        rows = _line("rbd0")
+
+        async def read() -> bytes:
+            return rows
+
+        async def fail() -> bytes:
+            raise OSError(24, "Too many open files")
+
+        monkeypatch.setattr(mounted, "read", read)
+        assert (await watch._look())["rbd0"] == {7}
+        monkeypatch.setattr(mounted, "read", fail)
+        assert (await watch._look())["rbd0"] == {7}
+        monkeypatch.setattr(mounted, "read", read)
+        rows = b""
+        assert not await watch._look()
+    finally:
+        await watch.close()
 
 
 @contextlib.contextmanager
@@ -272,22 +371,36 @@ def test_the_publication_is_seen_in_kubelets_own_mount_namespace(
             kubelet.end()
 
 
-async def test_a_kubelet_that_starts_again_keeps_its_publications(tmp_path: Path) -> None:
-    seen: list[raw_block.Table] = []
-    with blockdev.loop(_content(tmp_path / "raw")) as device:
-        (tmp_path / "kubelet").mkdir()
-        kubelet = _Kubelet(tmp_path / "kubelet", device, "tmpfs")
+async def test_a_kubelet_that_starts_again_keeps_its_publications(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a kubelet can unpublish, so nothing ends while none runs."""
+    there: list[int] = []  # beside others of this machine, whose kubelets are not asked
+    monkeypatch.setattr(raw_block, "kubelets", lambda _: list(there))
+    with blockdev.loop(_content(tmp_path / "raw")) as device, contextlib.ExitStack() as stack:
+        made = []
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+            made.append(_Kubelet(tmp_path / name, device, "tmpfs"))
+            stack.callback(made[-1].end)
+        first, second = made
         name = device.removeprefix("/dev/")
-        watch = raw_block.Watch(seen.append)
+        there.append(first.process.pid)
+        assert first.goes_on() == "published"
+        watch = raw_block.Watch(lambda _: None)
         try:
-            assert kubelet.goes_on() == "published"
-            await watch.start()
-            assert name in seen[-1]
-            kubelet.end()
-            assert not await watch._search()
             assert name in await watch._look()
-            assert await watch._search(), "nobody followed it"
-            assert name not in await watch._look()
+            first.end()
+            there.clear()
+            for _ in range(3):
+                await watch._search()
+                assert name in await watch._look()
+            # Who holds the namespace keeps its mounts.
+            assert all(space.watch is None for pid, space in watch._spaces.items() if pid != 1)
+            there.append(second.process.pid)
+            await watch._search()
+            assert name in await watch._look(), "it has had no time to publish anything"
+            await watch._search()
+            assert name not in await watch._look(), "it was not published again"
         finally:
-            kubelet.end()
             await watch.close()
