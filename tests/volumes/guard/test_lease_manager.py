@@ -162,9 +162,10 @@ async def test_grant_executes_the_step_list(world: World, monkeypatch: pytest.Mo
 async def test_grant_stops_when_the_attachment_changes(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = world.write
+    write, written = world.write, list[store.Entry]()
 
     async def replaced(image: RbdImage, entry: store.Entry, part: str = "") -> bool:
+        written.append(entry)
         world.device = dataclasses.replace(DEVICE, diskseq=8)
         return await write(image, entry)
 
@@ -174,7 +175,28 @@ async def test_grant_stops_when_the_attachment_changes(
     assert world.map == {}
     entry = world.ledger.get(DEVICE.volume)
     assert entry is not None
-    assert entry.permitted  # may have been used, for all that the ledger knows
+    assert not entry.permitted  # it did not come to a grant, as this process knows
+    assert [bool(each.permitted) for each in written] == [True, False]
+    monkeypatch.setattr(world, "write", write)
+    world.verdict = dataclasses.replace(BLANK, diskseq=8)
+    world.manager.schedule("rbd99", world.device)
+    await waiting.until_async(
+        lambda: world.manager.known["rbd99"].reasons == (), 30, "a lease for the next attachment"
+    )
+
+
+@pytest.mark.parametrize("error", [OSError(5, "I/O error"), kit.errors.RefusedError("a", "b", "")])
+async def test_only_a_refused_grant_is_known_not_to_have_been_given(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def grant(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(world, "grant", grant)
+    await world.checked()
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None
+    assert bool(entry.permitted) is isinstance(error, OSError)
 
 
 @pytest.mark.parametrize("verdict", [EXT4, Verdict(Kind.UNREADABLE, errno=5), BLANK])
