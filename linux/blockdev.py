@@ -39,8 +39,13 @@ _STATE = ("dev", "size", "diskseq", "backend", "loop/backing_file")
 # File systems that list in /sys/fs/<name> the devices with a superblock in use.
 _FILE_SYSTEMS = ("ext4", "xfs", "f2fs")
 
-# The uuid of a LUKS mapping ends with its name.
-_LUKS_NAME = re.compile(r"(CRYPT-LUKS\d+-[0-9a-f]+)-[^+]*")
+# The uuid of a LUKS mapping ends with its name. The kernel forbids only "/" in it, libdevmapper
+# leaves "+" as it is. So in an identity it ends where the uuid of a known kind of mapping follows.
+_NEXT = r"(?:CRYPT|DMRAID|LVM|mpath|part\d+|stratis)-"
+_LUKS_NAME = re.compile(
+    rf"(CRYPT-LUKS\d+-[0-9a-f]+)(?:-|\+(?!{_NEXT}))(?:(?!\+{_NEXT}).)*", re.DOTALL
+)
+_LUKS_UUID = re.compile(r"(CRYPT-LUKS\d+-[0-9a-f]+)-.*", re.DOTALL)
 
 Number = tuple[int, int]  # major, minor
 _Root = str | Path
@@ -94,7 +99,7 @@ class BlockDevice:
     @property
     def part(self) -> str:
         """Device mapper: what it is of the device below, whatever name the mapping was given."""
-        return unnamed(self.mapping)
+        return _LUKS_UUID.sub(r"\1", self.mapping)
 
     @property
     def named_part(self) -> str:
@@ -174,7 +179,8 @@ class BlockDevice:
 
 
 def unnamed(identity: str) -> str:
-    """An identity of a volume, or the uuid of a mapping, without the names of LUKS mappings."""
+    """An identity of a volume, or the uuid of a mapping, without the names of LUKS mappings; also
+    without what earlier agents left of a name with a plus."""
     return _LUKS_NAME.sub(r"\1", identity)
 
 

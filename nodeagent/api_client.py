@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ class RemoteError(kit.errors.AgentError):
     def __init__(self, body: dict[str, Any]) -> None:
         super().__init__(body["thing"], body["cause"], body["remedy"])
         self.exit_code = int(body["exit_code"])  # type: ignore[misc]  # per answer, not per class
+
+
+class RemoteDegradedError(RemoteError, kit.errors.DegradedError):
+    """The agent answered that the part of it that was asked does not run."""
 
 
 class Client:
@@ -108,7 +113,8 @@ class Client:
                 "correct --api",
             ) from error
         if isinstance(answer, dict) and "error" in answer and status >= 400:
-            raise RemoteError(answer["error"])
+            made = RemoteDegradedError if status == HTTPStatus.SERVICE_UNAVAILABLE else RemoteError
+            raise made(answer["error"])
         return answer
 
     async def lines(self, path: str) -> AsyncIterator[Any]:

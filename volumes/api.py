@@ -39,7 +39,7 @@ async def _guard(volumes: Volumes, _: Request) -> Json:
     if not volumes.guard.looked:  # what an earlier agent attached may well be there
         raise kit.errors.DegradedError(
             "the format guard", "the agent is starting and has not looked at the kernel yet",
-            "try again in a moment",
+            "try again in a moment, or ask the kernel: nodeagent volume guard status --direct",
         )  # fmt: skip
     return volumes.guard_status()
 

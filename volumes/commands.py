@@ -32,6 +32,11 @@ _REASON = click.option("--reason", default="", help="Why; kept in the operator l
 _DIRECT = click.option(
     "--direct", is_flag=True, help="Do not ask the agent; change the kernel as root."
 )
+_READING = (
+    ("GET", "/v1/volumes/guard"),
+    ("GET", "/v1/volumes/ledger"),
+    ("POST", "/v1/volumes/probe"),
+)
 _KILL_SECONDS = 5.0  # a kill switch does not wait for a hanging agent
 
 
@@ -65,7 +70,8 @@ def _ask(
     direct: Callable[[], Any] | None = None,
     seconds: float | None = None,
 ) -> Any:
-    """The agent's answer; ``direct``'s when no agent of this node answers in time."""
+    """The agent's answer; ``direct``'s when no agent of this node answers in time, and for what
+    only reads also while the agent's part for it does not run or starts."""
 
     async def ask() -> Any:
         async with asyncio.timeout(seconds):
@@ -76,7 +82,27 @@ def _ask(
     except (kit.errors.UnreachableError, TimeoutError, kit.errors.SettingsError):
         if direct is None or ctx.api is not None:
             raise
+    except kit.errors.DegradedError as error:
+        if direct is None or ctx.api is not None:
+            raise
+        if request[:2] not in _READING:  # an agent that runs would undo it, or do it twice
+            raise _with_way(error, "do it without the agent: --direct") from None
+        if os.geteuid() != 0:
+            raise _with_way(error, "look without the agent: run this as root") from None
+        terminal.say(
+            f"nodeagent: {error.thing}: {error.cause}; this is what shows without the agent",
+            error=True,
+        )
+        answer = direct()
+        if isinstance(answer, dict) and isinstance(answer.get("agent"), str):
+            answer["agent"] = f"runs, but {error.cause}"
+        return answer
     return direct()
+
+
+def _with_way(error: kit.errors.DegradedError, way: str) -> kit.errors.DegradedError:
+    remedy = f"{error.remedy}, or {way}" if error.remedy else way
+    return kit.errors.DegradedError(error.thing, error.cause, remedy)
 
 
 def _as_root() -> None:

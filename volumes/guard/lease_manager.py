@@ -310,8 +310,9 @@ class LeaseManager(steps.Executor):
 
     async def _probe(self, device: blockdev.BlockDevice) -> Verdict:
         image = device.lowest.image
-        cluster = image.fsid if image is not None else ""
-        found = await self.prober.probe(device.path, device.encrypts, cluster)
+        # rbd-nbd does not say which cluster it shows: its devices count as one.
+        group = (image.fsid if image is not None else "") or device.lowest.driver
+        found = await self.prober.probe(device.path, device.encrypts, group)
         self.verdicts[found.verdict] = self.verdicts.get(found.verdict, 0) + 1
         return found
 
@@ -345,7 +346,9 @@ class LeaseManager(steps.Executor):
             by_pod=raw_block.gave(entry.permitted_by),
         )
         await self.carry_out(steps, turn)
-        known.missing = missing(known, turn.entry)
+        # Of a blank device the cluster is asked later: until then the last look's answer holds.
+        before = known.missing if blank and turn.entry and not turn.entry.permitted else ""
+        known.missing = missing(known, turn.entry) or before
         if held is None or expired:
             return None
         return max(0.2, min(LEASED_CHECK_SECONDS, held.until - now + 1.1))
@@ -373,8 +376,10 @@ class LeaseManager(steps.Executor):
             for task in (asked, told):
                 if task is not None and not task.done():
                     task.cancel()
-        if answer.known is not None:
-            known.missing = missing(known, store.merge(self._entry(device), answer.known))
+        if answer.mirror is not store.Knowledge.UNKNOWN:
+            entry = self._entry(device)
+            there = answer.known
+            known.missing = missing(known, store.merge(entry, there) if there else entry)
         after = blockdev.identify(device.name)
         is_rbd = device.lowest.driver == "rbd"
         now = time.monotonic()

@@ -54,8 +54,9 @@ class Prober:
         """The verdict on the device node ``device`` (see ``Request`` for ``below``), at the latest
         ``deadline`` seconds after its child may start. Calls for one device share one child.
 
-        ``cluster``: what does not answer together. TooManyHangError, which says nothing about the
-        device, where too many children hang, of all or of its cluster.
+        ``cluster``: what does not answer together, a cluster's fsid or a driver's name.
+        TooManyHangError, which says nothing about the device, where too many children hang, of all
+        or of its cluster.
         """
         task = self._probes.get(device)
         if task is None:
@@ -72,8 +73,9 @@ class Prober:
         late = sum(each == cluster for each in self._late.values())
         if cluster and late >= MOST_OF_CLUSTER:
             raise processes.TooManyHangError(
-                f"cluster {cluster}", f"probes of {late} of its devices hang", "see its health"
-            )
+                f"cluster or driver {cluster}", f"probes of {late} of its devices hang",
+                "see its health",
+            )  # fmt: skip
 
     async def warm(self) -> None:
         """Have a child ready that waits for its device, where one can be started."""

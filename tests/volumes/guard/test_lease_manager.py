@@ -566,3 +566,51 @@ async def test_monitor_that_no_mapping_was_given_concerns_every_device(world: Wo
         assert "the kernel logged an I/O error" in reason
     finally:
         await again.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "group"),
+    [
+        (DEVICE, "f1"),
+        (blockdev.BlockDevice("rbd99", (43, 0), "nbd", SIZE, False, diskseq=7), "nbd"),
+        (dataclasses.replace(DEVICE, image=dataclasses.replace(IMAGE, fsid="")), "rbd"),
+    ],
+)
+async def test_devices_that_die_together_share_a_limit_of_hanging_probes(
+    world: World, monkeypatch: pytest.MonkeyPatch, device: blockdev.BlockDevice, group: str
+) -> None:
+    """rbd-nbd does not say which cluster it shows."""
+    groups: set[str] = set()
+
+    async def probe(path: str, below: str = "", cluster: str = "") -> Verdict:
+        groups.add(cluster)
+        return dataclasses.replace(BLANK, verdict=Kind.TIMEOUT)
+
+    monkeypatch.setattr(world, "probe", probe)
+    world.device = device
+    await world.checked()
+    assert groups == {group}
+
+
+async def test_missing_content_stays_missing_during_the_next_look(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the cluster knows what the volume held, and it is asked last."""
+    entry = store.Entry(volume=DEVICE.volume, type="ext4", uuid="u1", last_seen=5, node="other")
+    knows = mirror.Answer(store.Knowledge.CONTENT, store.Knowledge.CONTENT, entry, SIZE)
+    forgot = mirror.Answer(store.Knowledge.NONE, store.Knowledge.CONTENT, None, SIZE)
+    answers = [knows, mirror.unknown("no answer"), knows, forgot]
+    during: list[str] = []
+
+    async def ask(
+        image: RbdImage, extents: Extents | None = None, *, part: str = "", named: str = ""
+    ) -> mirror.Answer:
+        during.append(world.manager.known["rbd99"].missing)
+        return answers.pop(0)
+
+    monkeypatch.setattr(world, "ask", ask)
+    assert (await world.checked()).missing == "ext4 u1"
+    assert (await looked_again(world)).missing == "ext4 u1"  # the cluster says nothing
+    assert (await looked_again(world)).missing == "ext4 u1"
+    assert (await looked_again(world)).missing == ""  # it says that it knows of nothing
+    assert during == ["", "ext4 u1", "ext4 u1", "ext4 u1"]

@@ -126,7 +126,8 @@ class Inventory:
     cpu: float  # seconds of CPU
     deep: bool
     devices: tuple[blockdev.BlockDevice, ...] = ()  # watched devices that have a medium
-    # Device name -> where its node is bind-mounted, as kubelet does for raw block volumes.
+    # Device name -> where its node is bind-mounted, as kubelet does for raw block volumes, and
+    # where kubelet has a record of it as one.
     raw: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     host: tuple[Place, ...] = ()  # watched devices in the host's namespaces
     host_spaces: tuple[int, ...] = ()

@@ -100,7 +100,7 @@ def _staged(kubelet: str, root: str, files: Files) -> Iterator[tuple[str, str]]:
     base = f"{kubelet}/plugins/kubernetes.io/csi"
     for driver in files.names(root + base):
         if driver == "volumeDevices":
-            continue  # raw block volumes: the bind mount of their device node shows them
+            continue  # raw block volumes: see raw
         for volume in files.names(f"{root}{base}/{driver}"):
             home = f"{base}/{driver}/{volume}"
             yield home, f"{home}/globalmount"
@@ -171,6 +171,27 @@ def volumes(
             )
         )
     return found, gaps
+
+
+def raw(
+    kubelet: str, devices: list[blockdev.BlockDevice], *, root: str = "", files: Files | None = None
+) -> dict[str, str]:
+    """Raw block volumes that kubelet has a record of: device name -> directory of the record.
+
+    kubelet keeps it in volumeDevices/<name>/data; ceph-csi notes image and device where kubelet had
+    the volume staged.
+    """
+    files = files or Files()
+    base = f"{kubelet}/plugins/kubernetes.io/csi/volumeDevices"
+    known = _Devices(devices)
+    found: dict[str, str] = {}
+    for name in files.names(root + base)[:_MOST_VOLUMES]:
+        if not files.json(f"{root}{base}/{name}/data/vol_data.json"):
+            continue
+        meta = files.json(f"{root}{base}/staging/{name}/image-meta.json")
+        if (device := _device(meta, _image(meta), [], known)) is not None:
+            found[device.name] = f"{base}/{name}"
+    return found
 
 
 def _publishes(

@@ -9,6 +9,7 @@ time is killed and abandoned, and the next scan starts another one.
 import dataclasses
 import gc
 import os
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -167,6 +168,8 @@ def scan(request: Request, kept: Kept | None = None) -> Inventory:
         directory, everything, devices, root=root, files=kept.files, quick=not request.deep
     )
     gaps += missing
+    noted = records.raw(directory, devices, root=root, files=kept.files)
+    nodes = _tmpfs_nodes(request.proc, root, processes, everything)
     no_records = ""
     if kubelet is None and _needs_kubelet(request, processes):
         no_records = f"no kubelet directory at {request.kubelet}"
@@ -197,7 +200,7 @@ def scan(request: Request, kept: Kept | None = None) -> Inventory:
         cpu=time.process_time() - cpu,
         deep=request.deep,
         devices=tuple(_named(devices, volumes)),
-        raw=_raw(devices, everything),
+        raw=_raw(devices, everything, nodes, noted),
         host=tuple(host),
         host_spaces=tuple(tables),
         kubelet=kubelet[0] if kubelet else None,
@@ -262,9 +265,12 @@ def _hidden(processes: Processes | None) -> list[str]:
 
 
 def _raw(
-    devices: list[blockdev.BlockDevice], host: list[mountinfo.Mount]
+    devices: list[blockdev.BlockDevice],
+    host: list[mountinfo.Mount],
+    nodes: Mapping[blockdev.Number, list[str]],
+    noted: Mapping[str, str],
 ) -> dict[str, tuple[str, ...]]:
-    """Device name -> where its node, or that of a layer, is bind-mounted."""
+    """Device name -> where its node, or that of a layer, is bind-mounted, and kubelet's record."""
     bound: dict[str, list[str]] = {}
     for mount in host:
         if mount.fstype == "devtmpfs" and mount.root != "/":
@@ -272,8 +278,36 @@ def _raw(
     found = {}
     for device in devices:
         names = (device.name, *(layer.name for layer in device.layers))
-        if targets := tuple(target for name in names for target in bound.get(name, ())):
-            found[device.name] = targets
+        targets = [target for name in names for target in bound.get(name, ())]
+        targets += [target for number in sorted(device.numbers) for target in nodes.get(number, ())]
+        targets += [noted[device.name]] if device.name in noted else []
+        if targets:
+            found[device.name] = tuple(targets)
+    return found
+
+
+def _tmpfs_nodes(
+    proc: str, root: str, processes: Processes | None, host: list[mountinfo.Mount]
+) -> dict[blockdev.Number, list[str]]:
+    """Bind mounts of device nodes that somebody made by mknod in a tmpfs, as a kubelet in a
+    container has them: there the name says nothing, the number does. A kubelet with a mount
+    namespace of its own shows them below its own root."""
+    roots = [root]
+    if processes is not None:
+        roots += [f"{proc}/{pid}/root" for pid in processes.named("kubelet")]
+    found: dict[blockdev.Number, list[str]] = {}
+    for mount in host:
+        if mount.fstype != "tmpfs" or "/volumeDevices/" not in mount.target:
+            continue
+        for each in roots:
+            try:
+                status = os.stat(each + mount.target)
+            except OSError:
+                continue
+            if stat.S_ISBLK(status.st_mode):
+                number = os.major(status.st_rdev), os.minor(status.st_rdev)
+                found.setdefault(number, []).append(mount.target)
+                break
     return found
 
 

@@ -3,17 +3,20 @@
 import dataclasses
 import json
 import os
+import stat
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import kit.messages
 from linux import blockdev
 from tests.volumes.audit.world import DEVICE, IMAGE, INVENTORY, OWNER, place, scene, space, volume
-from volumes.audit import scheduler
+from volumes.audit import actions, scheduler
 from volumes.audit.inventory import holders, model, scan
 from volumes.audit.inventory.model import Inventory
-from volumes.audit.rules import mounting
+from volumes.audit.rules import mappings, mounting
 
 CSI = "plugins/kubernetes.io/csi/rbd.csi.ceph.com/aa"
 
@@ -152,3 +155,72 @@ def test_mount_that_appears_during_the_visit_is_on_the_host(
     inventory = host.look(deep=True)
     assert [mount.target for mount in inventory.on_host(disk)] == ["/globalmount"]
     assert mounting.copies(inventory, disk) == []
+
+
+RBD = blockdev.BlockDevice("rbd0", (252, 0), "rbd", 1, False, diskseq=1, image=IMAGE)
+RAW = "/var/lib/kubelet/plugins/kubernetes.io/csi/volumeDevices"
+
+
+def _closed_raw_volume(host: Host, monkeypatch: pytest.MonkeyPatch) -> Inventory:
+    """Its pod has it closed at this moment: nothing but kubelet's traces says that it is used."""
+    monkeypatch.setattr(blockdev.Scans, "scan", lambda *_: [RBD])
+    found = host.look(users_of=("rbd0",), deep=True)
+    assert found.devices == (RBD,)
+    return dataclasses.replace(found, kubelet=found.kubelet or place("/var/lib/kubelet"))
+
+
+def _check_held(found: Inventory, where: str) -> None:
+    assert found.raw == {"rbd0": (where,)}
+    assert not mappings.is_idle(found, RBD)
+    assert actions.why_held(found, RBD) == "it is in use again"
+
+
+def test_device_without_a_trace_of_kubelet_is_idle(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert mappings.is_idle(_closed_raw_volume(host, monkeypatch), RBD)
+
+
+@pytest.mark.parametrize("own_namespace", [False, True])
+def test_raw_volume_on_a_node_of_tmpfs_is_not_idle(
+    host: Host, monkeypatch: pytest.MonkeyPatch, own_namespace: bool
+) -> None:
+    target = f"{RAW}/publish/pv/uid"
+    line = f"7 1 0:9 /anything {target} rw - tmpfs tmpfs rw\n"
+    home = "1"
+    if own_namespace:
+        host.process("kubelet")
+        home = str(host.processes)
+        (host.proc / home / "ns/mnt").unlink()
+        (host.proc / home / "ns/mnt").symlink_to("mnt:[4026531999]")
+        (host.proc / home / "root").symlink_to(host.proc.parent / "other")
+    (host.proc / home / "mountinfo").write_text(line)
+    seen = os.stat
+
+    def stat_of(path: str, *given: Any, **more: Any) -> Any:
+        if str(path) == f"{host.proc}/{home}/root{target}":
+            return SimpleNamespace(st_mode=stat.S_IFBLK | 0o600, st_rdev=os.makedev(252, 0))
+        return seen(path, *given, **more)
+
+    monkeypatch.setattr(os, "stat", stat_of)
+    _check_held(_closed_raw_volume(host, monkeypatch), target)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"pool": IMAGE.pool, "image": IMAGE.name, "device": "/dev/rbd0"},
+        {"pool": IMAGE.pool, "image": IMAGE.name, "radosNamespace": IMAGE.namespace},
+    ],
+)
+def test_raw_volume_of_which_kubelet_has_a_record_is_not_idle(
+    host: Host, monkeypatch: pytest.MonkeyPatch, meta: dict[str, str]
+) -> None:
+    data = Path(f"{host.root}{RAW}/pv/data")
+    staging = Path(f"{host.root}{RAW}/staging/pv")
+    for each in (data, staging):
+        each.mkdir(parents=True)
+    (staging / "image-meta.json").write_text(json.dumps(meta))
+    assert mappings.is_idle(_closed_raw_volume(host, monkeypatch), RBD)  # not kubelet's
+    (data / "vol_data.json").write_text(json.dumps({"specVolID": "pv", "volumeHandle": "h"}))
+    _check_held(_closed_raw_volume(host, monkeypatch), f"{RAW}/pv")
