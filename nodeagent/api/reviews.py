@@ -53,7 +53,7 @@ def expired(token: str, now: float) -> bool:
     try:
         claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
         return now > float(claims["exp"]) + CLOCK_SECONDS
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ArithmeticError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 

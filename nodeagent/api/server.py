@@ -202,8 +202,9 @@ def _guard(door: Door, roles: dict[Any, Role]) -> Any:
         if needed is not Role.READ or caller.role is None:
             door.calls.note(
                 caller,
-                # A handler that refuses has changed nothing; one that failed may have.
-                changed=not 400 <= response.status < 500,
+                # A handler that refuses has changed nothing; one that failed may have. A stranger
+                # comes to none, also while the cluster cannot be asked about him (503).
+                changed=caller.role is not None and not 400 <= response.status < 500,
                 method=_plain(request.method),
                 path=_plain(request.path),
                 role=str(needed),

@@ -52,6 +52,15 @@ def _one(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     return found
 
 
+def test_the_check_takes_no_name_of_a_pool_and_no_place_on_a_dead_node() -> None:
+    made = _render("--set", "pools.check.nodeSelector.a=b", hooks=True)
+    names = [each["metadata"]["name"] for each in made if each["kind"] == "ConfigMap"]
+    assert len(names) == len(set(names))
+    (job,) = (each for each in made if each["kind"] == "Job")
+    for tolerated in job["spec"]["template"]["spec"]["tolerations"]:
+        assert tolerated["effect"] == "NoSchedule"  # of dead nodes there is also a NoExecute
+
+
 def test_an_upgrade_first_checks_the_settings_of_every_pool(tmp_path: Path) -> None:
     two = ("--set", "pools.a.nodeSelector.gpu=a,pools.a.settings.cache.budget=1TiB")
     known = [(each["kind"], each["metadata"]["name"]) for each in _render(*two)]

@@ -303,6 +303,22 @@ async def test_strangers_with_requests_wait_where_operators_do_not(
         stranger.cancel()
 
 
+async def test_a_token_that_cannot_be_checked_is_refused_like_any_other(
+    agent: app.Agent, tcp: ApiSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong with it: the caller is a stranger, with the limits of one and a line."""
+
+    def whose(*_: Any) -> None:
+        raise OverflowError("int too large to convert to float")
+
+    async with listeners.serving(agent.state):
+        monkeypatch.setattr(rotation, "whose", whose)
+        assert await Asker(tcp).status("GET", "/healthz", "made-up") == 503
+    refused = agent.state.settings.state_dir / "api-refused.log"
+    (entry,) = kit.files.last_entries(refused, 9)
+    assert entry["result"] == 503
+
+
 async def test_connection_without_a_whole_request_is_closed(
     agent: app.Agent, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
