@@ -24,6 +24,8 @@ async def attach(section: Section) -> dict[str, Any]:
     when something is attached already; HostError when the kernel does not take the guard."""
     given: settings.GuardSettings | None = section.settings.guard if section.settings else None
     recalled = await override.recall(given or settings.GuardSettings(), section.state_dir)
+    if given is not None:
+        given = override.in_force(given, recalled.last)
     known = given or recalled.last
     if section.off:
         return await _take_off(known or settings.GuardSettings(), section)
@@ -35,12 +37,12 @@ async def attach(section: Section) -> dict[str, Any]:
     mode = override.settings_mode(known, recalled.last)
     if recalled.override is not None:
         mode = recalled.override.mode
-    elif recalled.error:
+    elif recalled.error or recalled.lost:
         mode = override.stronger(mode, (await _present(known)).mode)
     await asyncio.to_thread(_apply, known, mode)
     if given is None:
         return await _status(known, section, "" if section.error else _NO_SECTION)
-    problem = recalled.error
+    problem = recalled.error or recalled.lost
     if not problem:
         by_settings = override.settings_mode(given, recalled.last)
         problem = await override.remember(given, by_settings, recalled, section.state_dir)

@@ -78,7 +78,8 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
     damaged = sorted(guard.ledger.unreadable.items())[:20]
     newer = sorted(f"image {e.image_id}: {why}" for (e, _), why in guard.mirror.newer.items())[:20]
     files = [f"ledger file {name}: {why}" for name, why in damaged]
-    for text in (guard.memory.error, guard.memory.unwritten, *files, *newer):
+    said = (guard.memory.error, guard.memory.lost, guard.memory.unwritten)
+    for text in (*said, *files, *newer):
         if text:
             yield finding(
                 f"guard-state-damaged:{text[:60]}",
@@ -190,13 +191,13 @@ def describe_kernel(present: kernel.Present) -> dict[str, Any]:
 
 async def without_agent(wanted: settings.GuardSettings, state_dir: Path) -> dict[str, Any]:
     """Everything the kernel says, and a proof: an attempt by a process in the cgroup."""
-    guard = override.handle(wanted)
+    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    recalled = await override.recall(wanted, state_dir)
+    guard = override.handle(override.in_force(wanted, recalled.last))
     try:
         present = guard.read()
     finally:
         guard.close()
-    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    recalled = await override.recall(wanted, state_dir)
     found, from_file = recalled.override, override.settings_mode(wanted, recalled.last)
     return describe_kernel(present) | {
         "proof": await canary.prove(guard.cgroup, present.whole_node, state_dir),

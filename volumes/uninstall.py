@@ -74,15 +74,18 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
         case "ledger":
             shutil.rmtree(name)
         case "state":
-            kept = "ledger" if _entries(Path(name)) else ""
+            kept = {"ledger"} if _entries(Path(name)) else set()
+            flags = _flags(Path(name))
+            if flags.attachments:  # they could not be taken back, and nothing else knows them
+                kept.add(flags.file.name)
             for each in Path(name).iterdir():
-                if each.name == kept:
+                if each.name in kept:
                     continue
                 if each.is_dir() and not each.is_symlink():
                     shutil.rmtree(each)
                 else:
                     each.unlink()
-            with contextlib.suppress(OSError):  # the ledger is in it
+            with contextlib.suppress(OSError):  # what is kept is in it
                 Path(name).rmdir()
 
 

@@ -44,6 +44,22 @@ def test_flagged_device_is_writable_afterwards(section: dict[str, object], tmp_p
         assert "read-only flags" not in kinds(section, tmp_path)
 
 
+def test_flags_that_cannot_be_taken_back_are_not_forgotten(
+    section: dict[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "volumes").mkdir()
+    file = tmp_path / "volumes" / "read-only-flags.json"
+    file.write_text('{"rbd7": 3}')
+    (tmp_path / "volumes" / "operator.log").write_text("a line\n")
+
+    uninstall.remove(section, str(tmp_path), "state", str(tmp_path / "volumes"))
+
+    assert [each.name for each in (tmp_path / "volumes").iterdir()] == [file.name]
+    file.write_text("{}")
+    uninstall.remove(section, str(tmp_path), "state", str(tmp_path / "volumes"))
+    assert not (tmp_path / "volumes").exists()
+
+
 def test_memory_of_volumes_stays_and_the_rest_goes(
     section: dict[str, object], tmp_path: Path
 ) -> None:

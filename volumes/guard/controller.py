@@ -191,9 +191,9 @@ class Controller:
         """Bring the kernel to the settings and an operator's override; scan for devices."""
         if clusters is not None:
             await self.mirror.apply(clusters, new.cluster_timeout)
-        self.settings = self.manager.settings = new
-        self.manager.prober.deadline = new.probe_timeout
         await self.memory.refresh(new, self._found_mode if self.present is None else None)
+        self.settings = self.manager.settings = new = self.memory.in_force(new)
+        self.manager.prober.deadline = new.probe_timeout
         if self.present is None:  # what came while there was no agent
             self._majors = self._wanted().majors
             there = await asyncio.to_thread(self._devices.all)
@@ -256,7 +256,7 @@ class Controller:
         """What an earlier agent left attached."""
         left = None
         with contextlib.suppress(kit.errors.HostError):
-            self.guard = self.guard or override.handle(self.settings)
+            self.guard = self.guard or override.handle(self.memory.in_force(self.settings))
             left = await self._what_is_left()
         return left.mode if left is not None else kernel.Mode.OFF
 

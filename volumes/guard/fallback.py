@@ -45,7 +45,7 @@ class Flags:
     The calls that can hang run in a child."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file
+        self.file = file
         self.attachments: dict[str, int | None] = {}  # device name -> DISKSEQ
         try:
             self.attachments = json.loads(file.read_text())
@@ -89,7 +89,7 @@ class Flags:
 
     async def _save(self) -> None:
         text = json.dumps(self.attachments).encode()
-        await asyncio.to_thread(kit.files.save, self._file, text)
+        await asyncio.to_thread(kit.files.save, self.file, text)
 
 
 def _set_flag(path: str, number: list[int], flag: bool) -> None:

@@ -10,12 +10,13 @@ from volumes.guard import kernel, override, record
 
 class Memory:
     """``override``: the last one that was read or given. ``error``: why it is not known whether
-    there is one. ``unwritten``: why what is in force is not on disk."""
+    there is one. ``lost``: why the settings that were last in force are not known, where those of
+    now name no mode. ``unwritten``: why what is in force is not on disk."""
 
     def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir
         self.override: override.Override | None = None
-        self.error = ""
+        self.error = self.lost = ""
         self.unwritten = ""
         self.noted: Sequence[dict[str, Any]] = ()  # the operator log's newest lines
         self._recalled = override.Recalled()
@@ -31,6 +32,9 @@ class Memory:
 
     def settings_mode(self, wanted: settings.GuardSettings) -> kernel.Mode:
         return override.settings_mode(wanted, self._last)
+
+    def in_force(self, wanted: settings.GuardSettings) -> settings.GuardSettings:
+        return override.in_force(wanted, self._last)
 
     def add(self, line: dict[str, Any]) -> None:
         """A line that has just come to the operator log."""
@@ -48,13 +52,16 @@ class Memory:
         """Read what commands may have written. ``left``: asks for the mode that an earlier agent
         left in the kernel; only before this one has changed it."""
         found = self._held or await override.recall(wanted, self._state_dir)
-        self._recalled, self.error = found, found.error
-        if not found.error:  # else the last one known stays in force
-            self.override, self._floor = found.override, kernel.Mode.OFF
-        elif left is not None:
-            self._floor = await left()
         self._last = found.last or self._last
         self.noted = found.noted
+        self._recalled, self.error = found, found.error
+        self.lost = found.lost if self._last is None else ""
+        if not found.error:  # else the last one known stays in force
+            self.override = found.override
+        if not (self.error or self.lost):
+            self._floor = kernel.Mode.OFF
+        elif left is not None:
+            self._floor = await left()
 
     async def keep(self, wanted: settings.GuardSettings) -> None:
         """Bring to disk what is in force."""
@@ -62,6 +69,6 @@ class Memory:
         if found.unsaved:
             kept, self.unwritten = await override.save(wanted, self._state_dir, found.override)
             self._held = None if kept else found
-        if not self.unwritten:
+        if not self.unwritten and not self.lost:
             mode = self.settings_mode(wanted)
             self.unwritten = await override.remember(wanted, mode, found, self._state_dir)

@@ -54,7 +54,8 @@ class Recalled:
     """What is remembered of the guard. ``error``: why the override is not known; empty: it is.
 
     ``last``: the guard's settings that were last in force, None when unknown. ``unsaved``: the
-    override is in memory alone. ``noted``: the newest lines of the operator log.
+    override is in memory alone. ``noted``: the newest lines of the operator log. ``lost``: why the
+    last settings are not known, while those of now name no mode.
     """
 
     override: Override | None = None
@@ -62,6 +63,7 @@ class Recalled:
     last: settings.GuardSettings | None = None
     unsaved: bool = False
     noted: tuple[dict[str, Any], ...] = ()
+    lost: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,13 @@ async def recall(wanted: settings.GuardSettings, state_dir: Path) -> Recalled:
         errors = {"override": str(error)}
         found = {"override": None, "wanted": None, "errors": errors, "noted": []}
     last, noted = _settings(found["wanted"]), tuple(found["noted"])
+    lost = found["errors"].get("wanted", "")
+    if lost and "mode" not in wanted.model_fields_set:
+        lost += "; name volumes.guard.mode in the settings"
+    else:
+        lost = ""  # they say it themselves, and are written down anew
     if held is not None:
-        return Recalled(held[0], "", last, True, noted)
+        return Recalled(held[0], "", last, True, noted, lost)
     problem = found["errors"].get("override", "")
     try:
         override = None if found["override"] is None else Override.of(found["override"])
@@ -105,7 +112,7 @@ async def recall(wanted: settings.GuardSettings, state_dir: Path) -> Recalled:
         override, problem = None, f"{record.override_file(state_dir)} cannot be used ({error})"
     if problem:
         problem += "; set the mode again, or remove the file"
-    return Recalled(override, problem, last, noted=noted)
+    return Recalled(override, problem, last, noted=noted, lost=lost)
 
 
 def _settings(fields: dict[str, Any] | None) -> settings.GuardSettings | None:
@@ -130,6 +137,18 @@ def settings_mode(
     if "mode" in wanted.model_fields_set or last is None:
         return mode
     return stronger(mode, kernel.Mode(last.mode))
+
+
+def in_force(
+    wanted: settings.GuardSettings, last: settings.GuardSettings | None
+) -> settings.GuardSettings:
+    """The settings that count. Where a mode that they leave out would have lowered the last one,
+    the guard's lines are lost, and what else they leave out is as it was, too: drivers and openers
+    without which an enforcing guard is weaker, and where it is attached."""
+    if last is None or settings_mode(wanted, last) == wanted.mode:
+        return wanted
+    left_out = type(wanted).model_fields.keys() - wanted.model_fields_set
+    return wanted.model_copy(update={name: getattr(last, name) for name in left_out})
 
 
 def stronger(*modes: kernel.Mode) -> kernel.Mode:

@@ -105,6 +105,25 @@ def test_broken_settings_leave_an_enforcing_guard_as_it_is(node: Node, name: str
     assert [each.id for each in now.programs] == [each.id for each in before.programs]
 
 
+@pytest.mark.parametrize("booted", [False, True])
+def test_a_lost_block_of_the_guard_takes_no_driver_and_admits_no_opener(
+    node: Node, booted: bool
+) -> None:
+    """Also where the guard is attached is as it was: the file does not say it any more."""
+    node.attach(node.text(openers=["mount"]))
+    before = node.present()
+    lost = f"state_dir: {node.state}\nvolumes: {{}}\n"
+    for _ in range(2):
+        if booted:
+            node.detach()
+        assert node.attach(lost)["mode"] == "enforce"
+        now = node.present()
+        assert (now.majors, now.openers, now.words) == (
+                before.majors, before.openers, before.words,
+            )  # fmt: skip
+        assert now.openers == {"mount"}
+
+
 @pytest.mark.parametrize("name", BROKEN.keys() - {"missing file"})
 def test_after_a_boot_with_broken_settings_the_last_ones_count(node: Node, name: str) -> None:
     node.attach(node.text())

@@ -1,17 +1,18 @@
 """The operator's override and log: on disk, else in memory."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kit.errors
 from volumes import settings
-from volumes.guard import kernel, override, pins, record
+from volumes.guard import kernel, memory, override, pins, record
 
 ME = override.Override(kernel.Mode.DRY_RUN, "me", "why", 1.5)
 
 
-def wanted(tmp_path: Path, **given: str) -> settings.GuardSettings:
+def wanted(tmp_path: Path, **given: Any) -> settings.GuardSettings:
     return settings.GuardSettings(pins=tmp_path / "bpf" / "nodeagent", **given)
 
 
@@ -108,3 +109,44 @@ async def test_settings_of_a_newer_agent_are_taken_as_far_as_they_are_known(
     last = (await override.recall(wanted(tmp_path), tmp_path)).last
     assert last is not None
     assert (last.mode, last.drivers) == ("enforce", settings.GuardSettings().drivers)
+
+
+def test_what_is_left_out_with_the_mode_is_as_it_was(tmp_path: Path) -> None:
+    last = wanted(tmp_path, mode="enforce", drivers=("rbd", "loop"), openers=("mount",))
+    lost = settings.GuardSettings()
+    assert override.in_force(lost, last) == last
+    named = settings.GuardSettings(drivers=("rbd",))  # said by name
+    found = override.in_force(named, last)
+    assert (found.mode, found.drivers, found.openers) == ("enforce", ("rbd",), ("mount",))
+    for said in (settings.GuardSettings(mode="enforce"), settings.GuardSettings(mode="dry-run")):
+        assert override.in_force(said, last) is said
+    weak = last.model_copy(update={"mode": "dry-run"})
+    assert override.in_force(lost, weak) is lost  # nothing is lowered
+    assert override.in_force(lost, None) is lost
+
+
+@pytest.mark.parametrize("left", [kernel.Mode.ENFORCE, kernel.Mode.OFF])
+async def test_last_settings_that_are_damaged_lower_nothing_and_are_told(
+    tmp_path: Path, left: kernel.Mode
+) -> None:
+    file = record.wanted_file(tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_text("{")
+
+    async def in_the_kernel() -> kernel.Mode:
+        return left
+
+    known = memory.Memory(tmp_path)
+    lost = wanted(tmp_path)
+    await known.refresh(lost, in_the_kernel)
+    assert known.mode(lost) is override.stronger(left, kernel.Mode.DRY_RUN)
+    assert "guard-wanted.json cannot be used" in known.lost
+    await known.refresh(lost)
+    assert known.mode(lost) is override.stronger(left, kernel.Mode.DRY_RUN)
+    await known.keep(lost)
+    assert file.read_text() == "{"  # nothing weaker is written over it
+    named = wanted(tmp_path, mode="enforce")
+    await known.refresh(named)
+    assert known.mode(named) is kernel.Mode.ENFORCE and not known.lost
+    await known.keep(named)
+    assert (await override.recall(lost, tmp_path)).last == named
