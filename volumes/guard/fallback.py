@@ -21,6 +21,7 @@ import kit.child
 import kit.errors
 import kit.files
 import kit.line_worker
+import kit.threads
 from linux import blockdev
 from volumes.guard import events, exec_filter, kernel, steps
 from volumes.probe.examine import Kind
@@ -47,6 +48,7 @@ class Flags:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.attachments: dict[str, int | None] = {}  # device name -> DISKSEQ
+        self._disk = kit.threads.Apart("flags")
         try:
             self.attachments = json.loads(file.read_text())
         except FileNotFoundError:
@@ -89,7 +91,7 @@ class Flags:
 
     async def _save(self) -> None:
         text = json.dumps(self.attachments).encode()
-        await asyncio.to_thread(kit.files.save, self.file, text)
+        await self._disk.call(kit.files.save, self.file, text)
 
 
 def _set_flag(path: str, number: list[int], flag: bool) -> None:

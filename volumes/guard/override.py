@@ -10,7 +10,6 @@ guard's pins holds the override instead: a bpf file system is memory that host a
 the next boot. The agent moves it to the disk as soon as the disk takes it.
 """
 
-import asyncio
 import contextlib
 import json
 import os
@@ -23,6 +22,7 @@ import pydantic
 
 import kit.child
 import kit.errors
+import kit.threads
 from volumes import settings
 from volumes.guard import cgroups, kernel, pins, record
 
@@ -245,6 +245,8 @@ async def _write(function: Any, state_dir: str, fields: Any) -> str:
 
 # --- actions
 
+_SWITCH = kit.threads.Apart("kill switch")
+
 
 async def set_mode(
     wanted: settings.GuardSettings, state_dir: Path, mode: str, by: str, reason: str
@@ -278,10 +280,10 @@ async def _act(
     override: Override | None,
     line: dict[str, str],
 ) -> Done:
-    await asyncio.to_thread(_to_kernel, wanted, mode)
+    await _SWITCH.call(_to_kernel, wanted, mode)
     kept, warning = await save(wanted, state_dir, override)
     # Between the two an agent may have brought back what it knew.
-    attached = await asyncio.to_thread(_to_kernel, wanted, mode)
+    attached = await _SWITCH.call(_to_kernel, wanted, mode)
     try:
         await note(state_dir, **line)
         missed = ""

@@ -12,6 +12,7 @@ from typing import Protocol
 import structlog
 
 import kit.errors
+import kit.threads
 from linux import blockdev
 from volumes import settings
 from volumes.guard import kernel, lease
@@ -106,6 +107,7 @@ class Executor:
         self.granted = 0
         self.mirror_failures = 0
         self._writing = asyncio.Lock()
+        self._disk = kit.threads.Apart("ledger")
         self._beating: asyncio.TimerHandle | None = None
 
     async def carry_out(self, steps: Iterable[Step], turn: Turn) -> None:
@@ -202,7 +204,7 @@ class Executor:
         """Durable here when it returns. OSError or TimeoutError otherwise."""
         async with self._writing:
             async with asyncio.timeout(SAVE_SECONDS):
-                await asyncio.to_thread(self.ledger.put, new)
+                await self._disk.call(self.ledger.put, new)
 
     async def _mirror(self, known: Known, new: store.Entry) -> None:
         """Into the image's metadata, where credentials for its cluster are configured; content

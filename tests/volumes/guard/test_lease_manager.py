@@ -7,8 +7,10 @@ import asyncio
 import dataclasses
 import json
 import math
+import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -614,3 +616,20 @@ async def test_missing_content_stays_missing_during_the_next_look(
     assert (await looked_again(world)).missing == "ext4 u1"
     assert (await looked_again(world)).missing == ""  # it says that it knows of nothing
     assert during == ["", "ext4 u1", "ext4 u1", "ext4 u1"]
+
+
+async def test_a_disk_that_hangs_takes_no_thread_of_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, tries = threading.Event(), 8
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    monkeypatch.setattr(steps, "SAVE_SECONDS", 0.01)
+    monkeypatch.setattr(world.ledger, "put", lambda _: over.wait())
+    try:
+        for _ in range(tries):
+            with pytest.raises(TimeoutError):
+                await world.manager._save(store.Entry("volume"))
+        async with asyncio.timeout(60):
+            assert await asyncio.to_thread(lambda: "here") == "here"
+    finally:
+        over.set()

@@ -1,5 +1,8 @@
 """The operator's override and log: on disk, else in memory."""
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +153,27 @@ async def test_last_settings_that_are_damaged_lower_nothing_and_are_told(
     assert known.mode(named) is kernel.Mode.ENFORCE and not known.lost
     await known.keep(named)
     assert (await override.recall(lost, tmp_path)).last == named
+
+
+async def test_kill_switch_waits_for_no_other_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All threads that the rooms share hang, as on a disk that does not answer."""
+    over, reached = threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    stuck = asyncio.create_task(asyncio.to_thread(over.wait))
+
+    def to_kernel(_: settings.GuardSettings, mode: kernel.Mode) -> bool:
+        assert mode is kernel.Mode.OFF
+        loop.call_soon_threadsafe(reached.set)
+        return False
+
+    monkeypatch.setattr(override, "_to_kernel", to_kernel)
+    switched = asyncio.create_task(override.detach(wanted(tmp_path), tmp_path, "me", "why"))
+    try:
+        async with asyncio.timeout(60):
+            await reached.wait()
+    finally:
+        over.set()
+        await asyncio.gather(stuck, switched)
