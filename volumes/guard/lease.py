@@ -324,8 +324,8 @@ def met(lease_diskseq: int | None, known: Attachment | None, now: Attachment) ->
     """
     if lease_diskseq is None or known == now:
         return ()
-    if known is None and lease_diskseq and lease_diskseq == now[1]:
-        return ()  # an earlier agent gave it to this attachment
+    if lease_diskseq and lease_diskseq == now[1]:
+        return ()  # it was given to this medium, by an earlier agent too; only its size changed
     return (Step.REVOKE,)
 
 

@@ -457,6 +457,8 @@ def test_met_keeps_only_a_lease_of_the_same_attachment() -> None:
     assert lease.met(None, None, HERE) == ()  # no lease
     assert lease.met(7, None, HERE) == ()  # an earlier agent's, DISKSEQ 7
     assert lease.met(7, HERE, HERE) == ()
+    grown = (HERE[0], HERE[1], 2 * HERE[2], HERE[3])
+    assert lease.met(7, HERE, grown) == ()  # online growth: the same medium
     assert lease.met(0, HERE, HERE) == ()  # no DISKSEQ on this kernel, but seen by this agent
     for held, known, now in ((7, None, OTHER), (7, HERE, OTHER), (0, None, HERE),
                              (0, None, (HERE[0], None, *HERE[2:]))):  # fmt: skip
