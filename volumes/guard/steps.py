@@ -207,7 +207,9 @@ class Executor:
         return self.leases
 
     def _grace(self, device: blockdev.BlockDevice) -> float:
-        return lease.grace_seconds(device.driver, self._holder().ends_with_disk)
+        # The kernel ends the lease of a new disk's own number. A partition has another one.
+        ends = self._holder().ends_with_disk and not device.parent
+        return lease.grace_seconds(device.driver, ends)
 
     def _beat(self) -> None:
         """Say that an agent is alive, as long as a lease needs one."""
