@@ -110,8 +110,18 @@ class Executor:
 
     async def carry_out(self, steps: Iterable[Step], turn: Turn) -> None:
         """Each step in order. RefusedError, OSError or TimeoutError from one ends it there."""
+        begun: list[Step] = []
+        try:
+            await self._carry_out(steps, turn, begun)
+        except (kit.errors.AgentError, OSError, TimeoutError):
+            if Step.CLOSE_PERMISSION in lease.broken_off(begun):
+                await self._close_ungranted(turn)
+            raise
+
+    async def _carry_out(self, steps: Iterable[Step], turn: Turn, begun: list[Step]) -> None:
         known, device = turn.known, turn.known.device
         for step in steps:
+            begun.append(step)
             entry = turn.entry
             match step:
                 case Step.RECORD_PERMISSION:
@@ -151,6 +161,24 @@ class Executor:
                     if entry is not None:
                         turn.entry = entry.unused()
                         await self._save(turn.entry)
+
+    async def _close_ungranted(self, turn: Turn) -> None:
+        """The permission of this turn permitted nothing. It stays open when it cannot be closed,
+        and when the ledger says something else by now: another device may show the same volume."""
+        written, device = turn.entry, turn.known.device
+        if written is None:
+            return
+        try:
+            async with self._writing:
+                if self._entry(device) != written:
+                    return
+                async with asyncio.timeout(SAVE_SECONDS):
+                    await asyncio.to_thread(self.ledger.put, written.unused())
+            turn.entry = written.unused()
+            await self._mirror(turn.known, turn.entry)
+        except (OSError, TimeoutError) as error:
+            title = turn.known.device.title
+            log.warning("ungranted permission stays open", volume=title, error=str(error))
 
     async def _record(self, turn: Turn) -> None:
         """Save the content seen. Other content than the ledger's is a finding instead, and the

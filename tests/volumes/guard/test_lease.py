@@ -465,6 +465,15 @@ def test_met_keeps_only_a_lease_of_the_same_attachment() -> None:
         assert lease.met(held, known, now) == (Step.REVOKE,)
 
 
+@pytest.mark.parametrize("steps", [lease.GRANTING, lease.PUBLISHING, lease.RENEWING])
+def test_broken_off_closes_only_what_certainly_was_not_granted(steps: tuple[Step, ...]) -> None:
+    for count in range(1, len(steps) + 1):
+        begun = steps[:count]
+        granted_maybe = Step.GRANT in begun
+        recorded = count > 1 and steps[0] is Step.RECORD_PERMISSION
+        assert bool(lease.broken_off(begun)) is (recorded and not granted_maybe), begun
+
+
 @pytest.mark.parametrize("broken", [
     {"extents": Knowledge.UNKNOWN}, {"mirror": Knowledge.UNKNOWN}, {"ledger": Knowledge.UNKNOWN},
     {"quiet_for": None}, {"quiet_for": 59.9}, {"in_use": None}, {"after": OTHER}, {"second": None},
