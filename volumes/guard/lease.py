@@ -21,6 +21,7 @@ The property tests drive these functions through 20,000 lives of a volume.
 import enum
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from volumes.ledger import statement
@@ -324,9 +325,19 @@ def met(lease_diskseq: int | None, known: Attachment | None, now: Attachment) ->
     """
     if lease_diskseq is None or known == now:
         return ()
-    if known is None and lease_diskseq and lease_diskseq == now[1]:
-        return ()  # an earlier agent gave it to this attachment
+    if lease_diskseq and lease_diskseq == now[1]:
+        return ()  # it was given to this medium, by an earlier agent too; only its size changed
     return (Step.REVOKE,)
+
+
+def broken_off(begun: Sequence[Step]) -> tuple[Step, ...]:
+    """What to do after the last of the ``begun`` steps failed.
+
+    A permission that was recorded and whose GRANT was not begun permitted nothing, and this process
+    knows it. One whose GRANT was begun may have reached the kernel: it stays open.
+    """
+    recorded = Step.RECORD_PERMISSION in begun[:-1]
+    return (Step.CLOSE_PERMISSION, Step.MIRROR) if recorded and Step.GRANT not in begun else ()
 
 
 def conclude(

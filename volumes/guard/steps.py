@@ -111,73 +111,76 @@ class Executor:
         self._beating: asyncio.TimerHandle | None = None
 
     async def carry_out(self, steps: Iterable[Step], turn: Turn) -> None:
-        """Each step in order. RefusedError, OSError or TimeoutError from one ends it there; what
-        was written down before a grant that did not come is taken back."""
-        permitted = False
-        for step in steps:
-            try:
-                await self._carry_out(step, turn)
-            except (kit.errors.RefusedError, OSError, TimeoutError) as error:
-                # A grant that failed otherwise than by a refusal may be in the kernel all the same.
-                sure = step is not Step.GRANT or isinstance(error, kit.errors.RefusedError)
-                if permitted and sure:
-                    await self._take_back(turn)
-                raise
-            permitted = step is not Step.GRANT and (permitted or step is Step.RECORD_PERMISSION)
-
-    async def _carry_out(self, step: Step, turn: Turn) -> None:
-        known, device, entry = turn.known, turn.known.device, turn.entry
-        match step:
-            case Step.RECORD_PERMISSION:
-                if device.volume:  # only an operator permits without a volume's name
-                    turn.entry = self._entry(device).permit(turn.by, time.time())
-                    await self._save(turn.entry)
-            case Step.MIRROR:
-                if entry is not None and device.volume:
-                    await self._mirror(known, entry)
-            case Step.CONFIRM:
-                again = blockdev.identify(device.name)
-                if again is None or again.attachment != device.attachment:
-                    self._revoke(device.number)
-                    raise kit.errors.RefusedError(
-                        device.name, "another device was attached to it", "try it again"
-                    )
-            case Step.RESERVE:
-                self._holder().reserve(device.number, device.diskseq)
-            case Step.GRANT:
-                seconds = self.settings.lease if turn.seconds is None else turn.seconds
-                until = time.monotonic() + seconds
-                grace = 0.0 if turn.alone else self._grace(device)
-                self._holder().grant(device.number, until, device.diskseq, grace)
-                self._beat()
-                self.granted += 1
-            case Step.SHORTEN:
-                until = time.monotonic() + lease.LINGER_SECONDS
-                until = min(self._until(device) or 0.0, until)
-                if self.leases is not None:
-                    grace = self._grace(device)
-                    self.leases.grant(device.number, until, device.diskseq, grace)
-            case Step.REVOKE:
-                self._revoke(device.number)
-            case Step.RECORD_CONTENT:
-                await self._record(turn)
-            case Step.CLOSE_PERMISSION:
-                if entry is not None:
-                    turn.entry = entry.unused()
-                    await self._save(turn.entry)
-
-    async def _take_back(self, turn: Turn) -> None:
-        """The permission was not granted: this process knows, and nobody else can later. A kill
-        leaves it open."""
-        if turn.entry is None or not turn.entry.permitted:
-            return
-        turn.entry = turn.entry.unused()
+        """Each step in order. RefusedError, OSError or TimeoutError from one ends it there."""
+        begun: list[Step] = []
         try:
-            await self._save(turn.entry)
+            await self._carry_out(steps, turn, begun)
+        except (kit.errors.AgentError, OSError, TimeoutError):
+            if Step.CLOSE_PERMISSION in lease.broken_off(begun):
+                await self._close_ungranted(turn)
+            raise
+
+    async def _carry_out(self, steps: Iterable[Step], turn: Turn, begun: list[Step]) -> None:
+        known, device = turn.known, turn.known.device
+        for step in steps:
+            begun.append(step)
+            entry = turn.entry
+            match step:
+                case Step.RECORD_PERMISSION:
+                    if device.volume:  # only an operator permits without a volume's name
+                        turn.entry = self._entry(device).permit(turn.by, time.time())
+                        await self._save(turn.entry)
+                case Step.MIRROR:
+                    if entry is not None and device.volume:
+                        await self._mirror(known, entry)
+                case Step.CONFIRM:
+                    again = blockdev.identify(device.name)
+                    if again is None or again.attachment != device.attachment:
+                        self._revoke(device.number)
+                        raise kit.errors.RefusedError(
+                            device.name, "another device was attached to it", "try it again"
+                        )
+                case Step.RESERVE:
+                    self._holder().reserve(device.number, device.diskseq)
+                case Step.GRANT:
+                    seconds = self.settings.lease if turn.seconds is None else turn.seconds
+                    until = time.monotonic() + seconds
+                    grace = 0.0 if turn.alone else self._grace(device)
+                    self._holder().grant(device.number, until, device.diskseq, grace)
+                    self._beat()
+                    self.granted += 1
+                case Step.SHORTEN:
+                    until = time.monotonic() + lease.LINGER_SECONDS
+                    until = min(self._until(device) or 0.0, until)
+                    if self.leases is not None:
+                        grace = self._grace(device)
+                        self.leases.grant(device.number, until, device.diskseq, grace)
+                case Step.REVOKE:
+                    self._revoke(device.number)
+                case Step.RECORD_CONTENT:
+                    await self._record(turn)
+                case Step.CLOSE_PERMISSION:
+                    if entry is not None:
+                        turn.entry = entry.unused()
+                        await self._save(turn.entry)
+
+    async def _close_ungranted(self, turn: Turn) -> None:
+        """The permission of this turn permitted nothing. It stays open when it cannot be closed,
+        and when the ledger says something else by now: another device may show the same volume."""
+        written, device = turn.entry, turn.known.device
+        if written is None:
+            return
+        try:
+            async with self._writing:
+                if self._entry(device) != written:
+                    return
+                async with asyncio.timeout(SAVE_SECONDS):
+                    await self._disk.call(self.ledger.put, written.unused())
+            turn.entry = written.unused()
             await self._mirror(turn.known, turn.entry)
         except (OSError, TimeoutError) as error:
             title = turn.known.device.title
-            log.warning("unused permission stays open", volume=title, error=str(error))
+            log.warning("ungranted permission stays open", volume=title, error=str(error))
 
     async def _record(self, turn: Turn) -> None:
         """Save the content seen. Other content than the ledger's is a finding instead, and the
@@ -234,7 +237,9 @@ class Executor:
         return self.leases
 
     def _grace(self, device: blockdev.BlockDevice) -> float:
-        return lease.grace_seconds(device.driver, self._holder().ends_with_disk)
+        # The kernel ends the lease of a new disk's own number. A partition has another one.
+        ends = self._holder().ends_with_disk and not device.parent
+        return lease.grace_seconds(device.driver, ends)
 
     def _beat(self) -> None:
         """Say that an agent is alive, as long as a lease needs one."""

@@ -457,10 +457,21 @@ def test_met_keeps_only_a_lease_of_the_same_attachment() -> None:
     assert lease.met(None, None, HERE) == ()  # no lease
     assert lease.met(7, None, HERE) == ()  # an earlier agent's, DISKSEQ 7
     assert lease.met(7, HERE, HERE) == ()
+    grown = (HERE[0], HERE[1], 2 * HERE[2], HERE[3])
+    assert lease.met(7, HERE, grown) == ()  # online growth: the same medium
     assert lease.met(0, HERE, HERE) == ()  # no DISKSEQ on this kernel, but seen by this agent
     for held, known, now in ((7, None, OTHER), (7, HERE, OTHER), (0, None, HERE),
                              (0, None, (HERE[0], None, *HERE[2:]))):  # fmt: skip
         assert lease.met(held, known, now) == (Step.REVOKE,)
+
+
+@pytest.mark.parametrize("steps", [lease.GRANTING, lease.PUBLISHING, lease.RENEWING])
+def test_broken_off_closes_only_what_certainly_was_not_granted(steps: tuple[Step, ...]) -> None:
+    for count in range(1, len(steps) + 1):
+        begun = steps[:count]
+        granted_maybe = Step.GRANT in begun
+        recorded = count > 1 and steps[0] is Step.RECORD_PERMISSION
+        assert bool(lease.broken_off(begun)) is (recorded and not granted_maybe), begun
 
 
 @pytest.mark.parametrize("broken", [
