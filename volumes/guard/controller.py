@@ -382,8 +382,9 @@ class Controller:
         ):
             return
         self._guarded_parts |= self._of_its_own(device)
-        with contextlib.suppress(OSError):
-            self.guard.configure(self._wanted())
+        new = self._wanted()
+        with contextlib.suppress(OSError, kit.errors.RefusedError):
+            self.guard.add(new.majors, new.devices)
 
     def _of_its_own(self, device: blockdev.BlockDevice) -> frozenset[kernel.Number]:
         """Its number, if it is guarded and its major says nothing about that."""

@@ -358,6 +358,15 @@ class Kernel:
         missing."""
         fill(self.maps, wanted)
 
+    def add(self, majors: Iterable[int], devices: Iterable[Number]) -> None:
+        """Guard these as well. All else stays as the kernel has it, the mode above all: a command
+        may have changed that without the agent."""
+        with self._hold:
+            for major in majors:
+                self._attached()["majors"].set(struct.pack("=I", major), b"\1")
+            for number in devices:
+                self._attached()["devices"].set(_key(number), b"\1")
+
     def release(self, numbers: Iterable[Number]) -> None:
         """Guard these devices no longer, except by their majors."""
         for number in numbers:

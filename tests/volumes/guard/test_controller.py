@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from linux import blockdev as blockdev_of_linux
 from tests.testbed import blockdev, cell, grave, waiting
 from tests.volumes.guard import hammer
 from volumes import settings
-from volumes.guard import kernel, lease
+from volumes.guard import controller, kernel, lease
 
 pytestmark = pytest.mark.real
 
@@ -206,6 +207,30 @@ def _new_disk() -> Iterator[kernel.Number]:
             yield 7, minor
         finally:
             fcntl.ioctl(control, 0x4C81, minor)
+
+
+async def test_a_new_device_leaves_the_mode_that_a_command_set(
+    where: cell.Cell, tmp_path: Path
+) -> None:
+    """The agent has not read yet that the mode is another one."""
+    weak = settings.GuardSettings.model_validate(cell.settings(where, mode="dry-run"))
+    made = controller.Controller(weak, (), state_dir=tmp_path)
+    direct = where.guard()
+    try:
+        await made.apply(weak)
+        direct.set_mode(kernel.Mode.ENFORCE)
+        disk = blockdev_of_linux.BlockDevice("loop0", (7, 0), "loop", 2**20, False)
+        mapping = blockdev_of_linux.BlockDevice(
+            "dm-77", (4094, 77), "device-mapper", 2**20, False, below=(disk,)
+        )
+        made._cover(mapping)
+        present = direct.read()
+        assert mapping.number in present.devices
+        assert present.mode is kernel.Mode.ENFORCE
+    finally:
+        await made.stop()
+        direct.detach()
+        direct.close()
 
 
 def test_detach_lasts_until_set_mode_settings(
