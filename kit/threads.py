@@ -5,22 +5,38 @@ of them, whatever deadline its caller has, and after a few such calls nothing of
 """
 
 import asyncio
+import concurrent.futures
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Apart:
-    """One thread, made at the first call. While a call hangs the next ones wait for it, so callers
-    need a deadline; who gives up takes his call back unless it has begun."""
+    """One thread, made at the first call; calls wait for the ones before them.
+
+    The caller has the deadline, for a thread that hangs cannot be ended. Whoever gives up takes his
+    call back, unless it has begun. Then it keeps the thread, and until it ends further calls are
+    refused at once: nobody queues for a disk that does not answer.
+    """
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, name)
+        self._name = name
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, name)
+        self._given_up: concurrent.futures.Future[Any] | None = None
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, functools.partial(function, *args, **kwargs))
+        """What ``function`` returns or raises. TimeoutError while an earlier call hangs."""
+        if self._given_up is not None and not self._given_up.done():
+            raise TimeoutError(
+                f"{self._name}: an earlier call hangs on the disk; it is tried again later"
+            )
+        work = self._pool.submit(functools.partial(function, *args, **kwargs))
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            if not work.cancel():
+                self._given_up = work
+            raise

@@ -14,10 +14,12 @@ from typing import Any
 import structlog
 
 import kit.files
+from volumes import disk
 
 log = structlog.get_logger("audit.actions")
 
 _WRITE_SECONDS = 5.0
+_READ_SECONDS = 10.0
 _MOST_LAST = 100
 
 
@@ -32,11 +34,20 @@ class Journal:
         log.warning("volume action", **entry)
         try:
             async with asyncio.timeout(_WRITE_SECONDS):
-                await asyncio.to_thread(kit.files.append, self._path, entry)
+                await disk.STATE.call(kit.files.append, self._path, entry)
         except (OSError, TimeoutError) as error:
             log.error("cannot write the journal of actions", error=str(error) or "timeout")
             return False
         return True
+
+    async def recall(self) -> list[dict[str, Any]] | None:
+        """As ``read``; None when the disk does not answer, which is logged."""
+        try:
+            async with asyncio.timeout(_READ_SECONDS):
+                return await disk.STATE.call(self.read)
+        except TimeoutError as error:
+            log.error("cannot read the journal of actions", error=str(error) or "timeout")
+            return None
 
     def read(self) -> list[dict[str, Any]]:
         """What earlier agents wrote, the oldest first. Blocks. Damaged lines are left out."""

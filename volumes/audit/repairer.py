@@ -4,7 +4,6 @@ Called after each round of the audit, so on every change of mounts and devices a
 intervals. Before an unmap it scans once more, users included, and decides once more.
 """
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -75,7 +74,9 @@ class Repairer:
         schedule is soon enough. ``afresh``: a look of this moment with the users of all broken
         devices; None when the node cannot be scanned."""
         if not self._recalled:
-            entries = await asyncio.to_thread(self._journal.read)
+            entries = await self._journal.recall()
+            if entries is None:
+                return None  # without them an interrupted repair is not recognised
             self._cases, self._attempts = repair.recall(entries)
             self._recalled = True
         look = _about_broken(look)

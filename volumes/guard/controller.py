@@ -23,7 +23,7 @@ import structlog
 import kit.errors
 from ceph.settings import ClusterSettings
 from linux import blockdev, kmsg, netlink
-from volumes import settings
+from volumes import disk, settings
 from volumes.guard import (
     canary,
     cgroups,
@@ -48,6 +48,7 @@ ROUND_SECONDS = 30.0  # between two looks at the clock, at the names of devices 
 SCAN_SECONDS = 600.0  # in case a uevent was lost without a word
 UNPROVED_SECONDS = 60.0  # until the next attempt after one that told nothing
 PROOF_SECONDS = 600.0  # at once when another program or mode is in the kernel
+LOAD_SECONDS = 30.0  # for the ledger's files, at the start; their disk may hang
 FAILURES = 3  # to load the program, in as many reconciles, before weaker means are taken
 
 
@@ -110,8 +111,10 @@ class Controller:
         used. What the kernel lacks is a finding, not an error."""
         self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            await asyncio.to_thread(self.ledger.load)
+            async with asyncio.timeout(LOAD_SECONDS):
+                await disk.STATE.call(self.ledger.load)
         except OSError as error:
+            why = error.strerror or str(error) or f"its disk gave no answer in {LOAD_SECONDS:g}s"
             raise kit.errors.HostError(
                 f"ledger {self.ledger.folder}", str(error.strerror), "make it readable"
             ) from error

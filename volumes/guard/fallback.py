@@ -21,14 +21,15 @@ import kit.child
 import kit.errors
 import kit.files
 import kit.line_worker
-import kit.threads
 from linux import blockdev
+from volumes import disk
 from volumes.guard import events, exec_filter, kernel, steps
 from volumes.probe.examine import Kind
 
 log = structlog.get_logger("volumes")
 
 _FLAG_SECONDS = 5.0
+_SAVE_SECONDS = 5.0  # for the list of flags; its disk may hang
 _RESTART_SECONDS = 10.0
 _SILENCE_SECONDS = 60.0  # the child reports after each of its scans, every 10 s
 
@@ -48,7 +49,7 @@ class Flags:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.attachments: dict[str, int | None] = {}  # device name -> DISKSEQ
-        self._disk = kit.threads.Apart("flags")
+        self.unknown = ""  # why it is not known which ones an earlier agent has flagged
         try:
             self.attachments = json.loads(file.read_text())
         except FileNotFoundError:
@@ -67,7 +68,8 @@ class Flags:
         except (kit.errors.AgentError, kit.line_worker.ChildError, OSError) as error:
             log.info("device not flagged", device=device.name, why=str(error))  # it is in use
             del self.attachments[device.name]
-            await self._save()
+            with contextlib.suppress(OSError):  # listed and not flagged harms nobody
+                await self._save()
         else:
             log.warning("device flagged read-only", device=device.name)
 
@@ -91,7 +93,8 @@ class Flags:
 
     async def _save(self) -> None:
         text = json.dumps(self.attachments).encode()
-        await self._disk.call(kit.files.save, self.file, text)
+        async with asyncio.timeout(_SAVE_SECONDS):
+            await disk.STATE.call(kit.files.save, self.file, text)
 
 
 def _set_flag(path: str, number: list[int], flag: bool) -> None:

@@ -12,9 +12,8 @@ from typing import Protocol
 import structlog
 
 import kit.errors
-import kit.threads
 from linux import blockdev
-from volumes import settings
+from volumes import disk, settings
 from volumes.guard import kernel, lease
 from volumes.guard.doubt import Doubt
 from volumes.guard.lease import Step
@@ -107,7 +106,6 @@ class Executor:
         self.granted = 0
         self.mirror_failures = 0
         self._writing = asyncio.Lock()
-        self._disk = kit.threads.Apart("ledger")
         self._beating: asyncio.TimerHandle | None = None
 
     async def carry_out(self, steps: Iterable[Step], turn: Turn) -> None:
@@ -175,7 +173,7 @@ class Executor:
                 if self._entry(device) != written:
                     return
                 async with asyncio.timeout(SAVE_SECONDS):
-                    await self._disk.call(self.ledger.put, written.unused())
+                    await disk.STATE.call(self.ledger.put, written.unused())
             turn.entry = written.unused()
             await self._mirror(turn.known, turn.entry)
         except (OSError, TimeoutError) as error:
@@ -207,7 +205,7 @@ class Executor:
         """Durable here when it returns. OSError or TimeoutError otherwise."""
         async with self._writing:
             async with asyncio.timeout(SAVE_SECONDS):
-                await self._disk.call(self.ledger.put, new)
+                await disk.STATE.call(self.ledger.put, new)
 
     async def _mirror(self, known: Known, new: store.Entry) -> None:
         """Into the image's metadata, where credentials for its cluster are configured; content

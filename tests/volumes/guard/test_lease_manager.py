@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 
 import kit.errors
+import kit.threads
 from ceph.protocol import Extents
 from kit import processes
 from linux import blockdev
 from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.testbed import waiting
-from volumes import explain, settings, status
+from volumes import disk, explain, settings, status
 from volumes.guard import denials, doubt, kernel, lease, lease_manager, raw_block, steps
 from volumes.guard.lease import Step
 from volumes.ledger import mirror, store
@@ -651,6 +652,7 @@ async def test_a_disk_that_hangs_takes_no_thread_of_others(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over, tries = threading.Event(), 8
+    monkeypatch.setattr(disk, "STATE", kit.threads.Apart("the test's"))
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     monkeypatch.setattr(steps, "SAVE_SECONDS", 0.01)
     monkeypatch.setattr(world.ledger, "put", lambda _: over.wait())

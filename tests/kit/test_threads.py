@@ -1,0 +1,38 @@
+"""A thread of one's own: what hangs there stays there."""
+
+import asyncio
+import threading
+
+import pytest
+
+import kit.threads
+
+
+async def test_a_call_that_hangs_is_met_by_nobody_else() -> None:
+    apart = kit.threads.Apart("a disk")
+    begun, over = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        over.wait()
+
+    try:
+        hanging = asyncio.create_task(apart.call(hang))
+        queued = asyncio.create_task(apart.call(threading.get_ident))
+        assert await asyncio.to_thread(begun.wait, 60)
+        queued.cancel()  # had not begun: it is taken back, and says nothing of the disk
+        await asyncio.gather(queued, return_exceptions=True)
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match="a disk: an earlier call hangs"):
+                await apart.call(threading.get_ident)
+    finally:
+        over.set()
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                assert await apart.call(threading.get_ident) != threading.get_ident()
+                return
+            except TimeoutError:
+                await asyncio.sleep(0)
