@@ -35,8 +35,8 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     if _own_mount(wanted.pins.parent):
         found.append(Trace("bpf file system", str(wanted.pins.parent)))
     state = Path(state_dir) / "volumes"
-    if flagged := _flags(state).attachments:
-        found.append(Trace("read-only flags", ", ".join(sorted(flagged))))
+    if flagged := _flagged(_flags(state)):
+        found.append(Trace("read-only flags", flagged))
     if held := override.held_at(wanted):
         found.append(Trace("mode given by an operator", str(held)))
     if entries := _entries(state):
@@ -76,7 +76,8 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
         case "state":
             kept = {"ledger"} if _entries(Path(name)) else set()
             flags = _flags(Path(name))
-            if flags.attachments:  # they could not be taken back, and nothing else knows them
+            left = _flagged(flags)
+            if left:  # they could not be taken back, and nothing else knows them
                 kept.add(flags.file.name)
             for each in Path(name).iterdir():
                 if each.name in kept:
@@ -87,6 +88,11 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
                     each.unlink()
             with contextlib.suppress(OSError):  # what is kept is in it
                 Path(name).rmdir()
+            if left:
+                raise kit.errors.HostError(
+                    str(flags.file), f"stays: it alone knows what is flagged read-only ({left})",
+                    "take the flags off with blockdev --setrw, then try again",
+                )  # fmt: skip
 
 
 def _entries(state: Path) -> int:
@@ -98,7 +104,18 @@ def _flags(state: Path) -> fallback.Flags:
     return fallback.Flags(state / "read-only-flags.json")
 
 
+def _flagged(flags: fallback.Flags) -> str:
+    """The devices that are still flagged, or why they are not known."""
+    return flags.unknown or ", ".join(sorted(flags.attachments))
+
+
 async def _take_back(flags: fallback.Flags) -> None:
+    if flags.unknown:
+        raise kit.errors.HostError(
+            "the devices flagged read-only", f"are not known: {flags.unknown}",
+            "find them with blockdev --report, take the flags off with blockdev --setrw, remove "
+            "the file, then try again",
+        )  # fmt: skip
     await flags.clear()
     if left := sorted(flags.attachments):
         raise kit.errors.HostError(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import kit.errors
 from linux import blockdev as devices
 from tests.testbed import blockdev, cell
 from volumes import uninstall
@@ -49,12 +50,17 @@ def test_flags_that_cannot_be_taken_back_are_not_forgotten(
 ) -> None:
     (tmp_path / "volumes").mkdir()
     file = tmp_path / "volumes" / "read-only-flags.json"
-    file.write_text('{"rbd7": 3}')
     (tmp_path / "volumes" / "operator.log").write_text("a line\n")
 
-    uninstall.remove(section, str(tmp_path), "state", str(tmp_path / "volumes"))
+    for text, why in (('{"rbd7": 3}', "rbd7"), ("{", "cannot be used")):
+        file.write_text(text)
+        assert why in str(kinds(section, tmp_path)["read-only flags"]["name"])
+        with pytest.raises(kit.errors.HostError, match=f"read-only-flags.json: stays: .*{why}"):
+            uninstall.remove(section, str(tmp_path), "state", str(tmp_path / "volumes"))
+        assert [each.name for each in (tmp_path / "volumes").iterdir()] == [file.name]
+    with pytest.raises(kit.errors.HostError, match="are not known"):
+        uninstall.remove(section, str(tmp_path), "read-only flags", "")
 
-    assert [each.name for each in (tmp_path / "volumes").iterdir()] == [file.name]
     file.write_text("{}")
     uninstall.remove(section, str(tmp_path), "state", str(tmp_path / "volumes"))
     assert not (tmp_path / "volumes").exists()

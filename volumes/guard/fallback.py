@@ -55,6 +55,7 @@ class Flags:
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
+            self.unknown = f"{file} cannot be used ({error})"
             log.error("read-only flags of an earlier agent are not known", error=str(error))
 
     async def set(self, device: blockdev.BlockDevice) -> None:
@@ -92,6 +93,7 @@ class Flags:
         )
 
     async def _save(self) -> None:
+        """OSError or TimeoutError: it may not be on disk."""
         text = json.dumps(self.attachments).encode()
         async with asyncio.timeout(_SAVE_SECONDS):
             await disk.STATE.call(kit.files.save, self.file, text)
