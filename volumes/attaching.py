@@ -11,7 +11,7 @@ from typing import Any
 from kit.room import Section
 from linux import blockdev
 from volumes import settings, status
-from volumes.guard import kernel, override
+from volumes.guard import kernel, memory, override
 
 _NO_SECTION = (
     "the settings have no section 'volumes': the guard stays as it was last wanted "
@@ -39,7 +39,7 @@ async def attach(section: Section) -> dict[str, Any]:
         mode = recalled.override.mode
     elif recalled.error or recalled.lost:
         mode = override.stronger(mode, (await _present(known)).mode)
-    await asyncio.to_thread(_apply, known, mode)
+    await asyncio.to_thread(_apply, known, mode, bool(recalled.lost))
     if given is None:
         return await _status(known, section, "" if section.error else _NO_SECTION)
     problem = recalled.error or recalled.lost
@@ -70,10 +70,11 @@ async def _present(wanted: settings.GuardSettings) -> kernel.Present:
         guard.close()
 
 
-def _apply(wanted: settings.GuardSettings, mode: kernel.Mode) -> None:
-    """In a thread: milliseconds."""
+def _apply(wanted: settings.GuardSettings, mode: kernel.Mode, lost: bool = False) -> None:
+    """In a thread: milliseconds. ``lost``: what was last in force is not known."""
     guard = override.handle(wanted)
     try:
-        guard.apply(kernel.wanted(wanted, mode, blockdev.majors()))
+        new = kernel.wanted(wanted, mode, blockdev.majors())
+        guard.apply(memory.at_least(new, guard.read()) if lost else new)
     finally:
         guard.close()

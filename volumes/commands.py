@@ -148,7 +148,7 @@ def _status_lines(s: dict[str, Any]) -> Iterator[str]:
     yield f"agent:    {s['agent']}"
     if s.get("override"):
         yield f"override: {s['override']['by']}: {s['override']['reason']}"
-    for warning in s.get("warnings", ()):
+    for warning in dict.fromkeys((*s.get("warnings", ()), *s.get("damaged", ()))):
         yield f"warning:  {warning}"
     if s.get("unsupported"):
         yield f"problem:  {s['unsupported']}"

@@ -68,13 +68,16 @@ class Volumes:
 
     async def reconcile(self, wanted: settings.VolumesSettings) -> Sequence[str]:
         before = self._settings.guard
-        refused = [f"guard.{n}" for n in _FIXED if getattr(wanted.guard, n) != getattr(before, n)]
-        keep = {name: getattr(before, name) for name in _FIXED}
+        # Not those that are the same: what the file leaves out must still look left out.
+        changed = [n for n in _FIXED if getattr(wanted.guard, n) != getattr(before, n)]
+        keep = {name: getattr(before, name) for name in changed}
+        refused = [f"guard.{name}" for name in changed]
         self._settings = wanted.model_copy(update={"guard": wanted.guard.model_copy(update=keep)})
         await self.witness.apply(wanted.kubernetes)
         await self.guard.apply(self._settings.guard, wanted.clusters)
         self.audit.repairer.settings = wanted.repair
-        refused += await self.audit.reconcile(wanted.audit, wanted.clusters, wanted.guard.drivers)
+        drivers = self.guard.settings.drivers  # in force, where the file has lost them
+        refused += await self.audit.reconcile(wanted.audit, wanted.clusters, drivers)
         self._advanced = time.monotonic()
         return refused
 
@@ -131,11 +134,11 @@ class Volumes:
     async def set_mode(self, mode: str, by: str, reason: str) -> dict[str, Any]:
         """``mode``: ``settings`` or a mode. It is in the kernel when this returns, whatever the
         state directory's disk does; ``warnings`` of the answer say what could not be written."""
-        guard = self._settings.guard
+        guard = self.guard.settings  # in force: the file may have lost where it is attached
         return await self._acted(await override.set_mode(guard, self._state_dir, mode, by, reason))
 
     async def detach(self, by: str, reason: str) -> dict[str, Any]:
-        guard = self._settings.guard
+        guard = self.guard.settings
         return await self._acted(await override.detach(guard, self._state_dir, by, reason))
 
     async def _acted(self, done: override.Done) -> dict[str, Any]:

@@ -205,6 +205,7 @@ async def without_agent(wanted: settings.GuardSettings, state_dir: Path) -> dict
         "settings_mode": str(from_file),
         "override": None if found is None else found.as_json(),
         "operator_log": list(recalled.noted),
+        "damaged": [text for text in (recalled.error, recalled.lost) if text],
         "agent": "not running",
     }
 
@@ -222,6 +223,7 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
         "wanted_mode": str(guard.wanted_mode()),
         "settings_mode": str(guard.memory.settings_mode(guard.settings)),
         "override": None if found is None else found.as_json(),
+        "damaged": [text for text in (guard.memory.error, guard.memory.lost) if text],
         "agent": "running",
         "unsupported": guard.unsupported,
         "leases_end_with_disk": guard.guard is not None and guard.guard.ends_with_disk,

@@ -116,7 +116,7 @@ class Controller:
         except OSError as error:
             why = error.strerror or str(error) or f"its disk gave no answer in {LOAD_SECONDS:g}s"
             raise kit.errors.HostError(
-                f"ledger {self.ledger.folder}", str(error.strerror), "make it readable"
+                f"ledger {self.ledger.folder}", why, "make it readable"
             ) from error
         self._listen()
         if self._mounts is not None:
@@ -275,7 +275,7 @@ class Controller:
     def _apply_now(self, guard: kernel.Kernel) -> kernel.Present:
         """In a thread: reads and writes of the kernel, milliseconds."""
         present = guard.read()
-        wanted = self._wanted()
+        wanted = self._wanted(present)
         if not self._applied and not present.attached:
             self.came_late = sum(map(self._is_volume, self._devices.all()))
         if wanted.mode is kernel.Mode.OFF:
@@ -288,10 +288,13 @@ class Controller:
             guard.configure(wanted)
         return guard.read()
 
-    def _wanted(self) -> kernel.Wanted:
+    def _wanted(self, present: kernel.Present | None = None) -> kernel.Wanted:
+        """``present``: what the kernel has now."""
         new = kernel.wanted(
             self.settings, self.wanted_mode(), blockdev.majors(), self._guarded_parts
         )
+        if self.memory.lost and present is not None:
+            new = memory.at_least(new, present)
         self._majors = new.majors
         return new
 
@@ -405,7 +408,8 @@ class Controller:
                 found |= self._of_its_own(device)
             elif device.driver == "device-mapper" and not device.below:
                 young.add(device.number)
-        if self.guard is not None and self.present is not None:
+        # While the last settings are lost, devices of drivers that they named look like others.
+        if self.guard is not None and self.present is not None and not self.memory.lost:
             stale = self.present.devices - found - young - self._guarded_parts
             self.guard.release(stale)
         return frozenset(found)

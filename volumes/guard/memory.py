@@ -1,6 +1,7 @@
 """What a running agent knows of the mode that was asked for, whatever the disk does."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from volumes.guard import kernel, override, record
 
 class Memory:
     """``override``: the last one that was read or given. ``error``: why it is not known whether
-    there is one. ``lost``: why the settings that were last in force are not known, where those of
-    now name no mode. ``unwritten``: why what is in force is not on disk."""
+    there is one. ``lost``: why the settings that were last in force are not known, or not all of
+    them, where those of now name no mode. ``unwritten``: why what is in force is not on disk."""
 
     def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir
@@ -52,10 +53,13 @@ class Memory:
         """Read what commands may have written. ``left``: asks for the mode that an earlier agent
         left in the kernel; only before this one has changed it."""
         found = self._held or await override.recall(wanted, self._state_dir)
-        self._last = found.last or self._last
+        whole = self._last is not None and not self.lost
+        if not found.lost:
+            self._last, self.lost = found.last or self._last, ""
+        elif not whole:  # else this agent knows them better than the disk
+            self._last, self.lost = self._last or found.last, found.lost
         self.noted = found.noted
         self._recalled, self.error = found, found.error
-        self.lost = found.lost if self._last is None else ""
         if not found.error:  # else the last one known stays in force
             self.override = found.override
         if not (self.error or self.lost):
@@ -72,3 +76,16 @@ class Memory:
         if not self.unwritten and not self.lost:
             mode = self.settings_mode(wanted)
             self.unwritten = await override.remember(wanted, mode, found, self._state_dir)
+
+
+def at_least(wanted: kernel.Wanted, present: kernel.Present) -> kernel.Wanted:
+    """What to bring to the kernel while the last settings are lost: the mode as wanted, no major
+    less than there is, and nobody admitted who is not now."""
+    if not present.attached:
+        return wanted
+    return replace(
+        wanted,
+        majors=wanted.majors | present.majors,
+        openers=present.openers,
+        words=present.words,
+    )

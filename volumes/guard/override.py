@@ -10,7 +10,7 @@ guard's pins holds the override instead: a bpf file system is memory that host a
 the next boot. The agent moves it to the disk as soon as the disk takes it.
 """
 
-import contextlib
+import asyncio
 import json
 import os
 import time
@@ -55,7 +55,7 @@ class Recalled:
 
     ``last``: the guard's settings that were last in force, None when unknown. ``unsaved``: the
     override is in memory alone. ``noted``: the newest lines of the operator log. ``lost``: why the
-    last settings are not known, while those of now name no mode.
+    last settings are not known, or not all of them, while those of now name no mode.
     """
 
     override: Override | None = None
@@ -95,10 +95,13 @@ async def recall(wanted: settings.GuardSettings, state_dir: Path) -> Recalled:
     try:
         found = await kit.child.call(record.read, str(state_dir), deadline=READ_SECONDS)
     except (kit.errors.AgentError, OSError, RuntimeError) as error:
-        errors = {"override": str(error)}
+        errors = {"override": str(error), "wanted": str(error)}
         found = {"override": None, "wanted": None, "errors": errors, "noted": []}
-    last, noted = _settings(found["wanted"]), tuple(found["noted"])
+    noted = tuple(found["noted"])
+    last, unusable = _settings(found["wanted"])
     lost = found["errors"].get("wanted", "")
+    if unusable:
+        lost = f"{record.wanted_file(state_dir)} cannot be used ({unusable})"
     if lost and "mode" not in wanted.model_fields_set:
         lost += "; name volumes.guard.mode in the settings"
     else:
@@ -115,17 +118,24 @@ async def recall(wanted: settings.GuardSettings, state_dir: Path) -> Recalled:
     return Recalled(override, problem, last, noted=noted, lost=lost)
 
 
-def _settings(fields: dict[str, Any] | None) -> settings.GuardSettings | None:
-    """What another version wrote and this one does not know is left out."""
+def _settings(fields: dict[str, Any] | None) -> tuple[settings.GuardSettings | None, str]:
+    """What another version wrote and this one does not know is left out. Also says which fields
+    it knows and cannot use."""
     known = {
         name: value
         for name, value in (fields or {}).items()
         if name in settings.GuardSettings.model_fields
     }
-    for given in (known, {"mode": known.get("mode")}):
-        with contextlib.suppress(pydantic.ValidationError):
-            return settings.GuardSettings.model_validate(given) if known else None
-    return None
+    unusable: list[str] = []
+    while known:
+        try:
+            return settings.GuardSettings.model_validate(known), ", ".join(unusable)
+        except pydantic.ValidationError as error:
+            bad = {str(each["loc"][0]) for each in error.errors() if each["loc"]} & known.keys()
+            for name in sorted(bad or known):
+                unusable.append(name)
+                del known[name]
+    return None, ", ".join(unusable)
 
 
 def settings_mode(
@@ -142,13 +152,14 @@ def settings_mode(
 def in_force(
     wanted: settings.GuardSettings, last: settings.GuardSettings | None
 ) -> settings.GuardSettings:
-    """The settings that count. Where a mode that they leave out would have lowered the last one,
-    the guard's lines are lost, and what else they leave out is as it was, too: drivers and openers
-    without which an enforcing guard is weaker, and where it is attached."""
-    if last is None or settings_mode(wanted, last) == wanted.mode:
+    """The settings that count. Where they name no mode, the guard's lines may be lost. So all that
+    they leave out is as it was, too: drivers and openers, without which a guard is weaker in any
+    mode and under an operator's, and where it is attached."""
+    if last is None or "mode" in wanted.model_fields_set:
         return wanted
     left_out = type(wanted).model_fields.keys() - wanted.model_fields_set
-    return wanted.model_copy(update={name: getattr(last, name) for name in left_out})
+    as_it_was = {name: getattr(last, name) for name in left_out}
+    return wanted.model_copy(update={**as_it_was, "mode": str(settings_mode(wanted, last))})
 
 
 def stronger(*modes: kernel.Mode) -> kernel.Mode:
@@ -256,14 +267,16 @@ async def set_mode(
     ``settings`` returns to the settings file; ``off`` detaches. When nothing is attached that could
     be changed, the mode is remembered all the same.
     """
+    weaker = True
     if mode == "settings":
         kept = await recall(wanted, state_dir)
         new, override = settings_mode(wanted, kept.last), None
+        weaker = not kept.lost  # else nobody has said by name that it may be
     else:
         new = kernel.Mode(mode)
         override = Override(new, by, reason, time.time())
     line = {"action": "set-mode", "by": by, "reason": reason, "mode": mode}
-    return await _act(wanted, state_dir, new, override, line)
+    return await _act(wanted, state_dir, new, override, line, weaker)
 
 
 async def detach(wanted: settings.GuardSettings, state_dir: Path, by: str, reason: str) -> Done:
@@ -279,11 +292,14 @@ async def _act(
     mode: kernel.Mode,
     override: Override | None,
     line: dict[str, str],
+    weaker: bool = True,
 ) -> Done:
-    await _SWITCH.call(_to_kernel, wanted, mode)
+    await _switch(wanted, mode, weaker)
+    if "mode" not in wanted.model_fields_set:  # then they may not say either where it is attached
+        wanted = in_force(wanted, (await recall(wanted, state_dir)).last)
     kept, warning = await save(wanted, state_dir, override)
     # Between the two an agent may have brought back what it knew.
-    attached = await _SWITCH.call(_to_kernel, wanted, mode)
+    attached = await _switch(wanted, mode, weaker)
     try:
         await note(state_dir, **line)
         missed = ""
@@ -292,16 +308,23 @@ async def _act(
     return Done(attached, override, kept, tuple(filter(None, (warning, missed))))
 
 
-def _to_kernel(wanted: settings.GuardSettings, mode: kernel.Mode) -> bool:
-    """In a thread: nothing but short calls to the kernel. Whether a guard is attached now."""
+async def _switch(wanted: settings.GuardSettings, mode: kernel.Mode, weaker: bool) -> bool:
+    """A caller who leaves takes nothing back: the next one's turn comes after this one, and is not
+    refused."""
+    return await asyncio.shield(_SWITCH.call(_to_kernel, wanted, mode, weaker))
+
+
+def _to_kernel(wanted: settings.GuardSettings, mode: kernel.Mode, weaker: bool) -> bool:
+    """In a thread: nothing but short calls to the kernel. Whether a guard is attached now.
+    ``weaker``: than what is in force it may be."""
     guard = handle(wanted)
     try:
         if mode is kernel.Mode.OFF:
             guard.detach()
             return False
-        attached = guard.read().attached
-        if attached:
-            guard.set_mode(mode)
-        return attached
+        present = guard.read()
+        if present.attached:
+            guard.set_mode(mode if weaker else stronger(mode, present.mode))
+        return present.attached
     finally:
         guard.close()

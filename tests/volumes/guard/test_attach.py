@@ -20,8 +20,8 @@ import kit.files
 from nodeagent import main
 from tests.testbed import blockdev, cell, faultfs, grave, waiting
 from tests.testbed.agent import Agent
-from volumes import attaching
-from volumes.guard import kernel
+from volumes import attaching, settings
+from volumes.guard import kernel, override
 
 pytestmark = pytest.mark.real
 
@@ -124,6 +124,21 @@ def test_a_lost_block_of_the_guard_takes_no_driver_and_admits_no_opener(
         assert now.openers == {"mount"}
 
 
+def test_a_lost_block_and_a_damaged_memory_leave_the_kernel_as_it_is(node: Node) -> None:
+    node.attach(node.text(openers=["mount"]))
+    before = node.present()
+    memory = node.state / "volumes" / "guard-wanted.json"
+    memory.write_text("{")
+    # Where it is attached was in the damaged file, so the settings must say it here.
+    place = {"cgroup": str(node.where.path), "pins": str(node.where.pins)}
+    status = node.attach(f"state_dir: {node.state}\nvolumes: {json.dumps({'guard': place})}\n")
+    assert "guard-wanted.json cannot be used" in "".join(status["damaged"])
+    now = node.present()
+    assert before.majors <= now.majors
+    assert (now.mode, now.openers, now.words) == (before.mode, before.openers, before.words)
+    assert memory.read_text() == "{"
+
+
 @pytest.mark.parametrize("name", BROKEN.keys() - {"missing file"})
 def test_after_a_boot_with_broken_settings_the_last_ones_count(node: Node, name: str) -> None:
     node.attach(node.text())
@@ -216,6 +231,54 @@ def test_agent_starts_with_the_last_good_settings_and_says_so(
         waiting.until(lambda: "nodeagent_settings_in_force 1.0" in figures(made), 30, "all well")
     finally:
         made.stop()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_agent_keeps_what_its_reloaded_settings_have_lost(
+    where: cell.Cell, tmp_path: Path, damaged: bool
+) -> None:
+    with cell.agent(tmp_path, where, openers=["mount"]) as agent:
+        before = where.guard().read()
+        assert before.openers == {"mount"}
+        if damaged:
+            (agent.state / "volumes" / "guard-wanted.json").write_text("{")
+        for start_anew in (False, True):
+            # A damaged memory does not say where the guard is.
+            place = {"cgroup": str(where.path), "pins": str(where.pins)} if damaged else {}
+            agent.settings["volumes"] = {"guard": {**place, "lease": "80s"}}
+            if start_anew:
+                agent.stop()
+                if damaged:
+                    (agent.state / "volumes" / "guard-wanted.json").write_text("{")
+                agent.start()
+            else:
+                agent.write()
+            waiting.until(
+                lambda: agent.get("/v1/volumes/guard")["settings_mode"], 10, "the settings"
+            )
+            # Its next reconcile: an earlier one may have been under way.
+            first = agent.cli_json("volume", "guard", "set-mode", "settings", "--reason", "a test")
+            now = where.guard().read()
+            assert (first["mode"], now.mode) == ("enforce", kernel.Mode.ENFORCE)
+            assert before.majors <= now.majors
+            assert (now.openers, now.words) == (before.openers, before.words)
+        if damaged:
+            said = "".join(agent.get("/v1/volumes/guard")["damaged"])
+            assert "guard-wanted.json cannot be used" in said
+            rules = {f["rule"] for f in agent.findings()}
+            assert "guard-state-damaged" in rules
+        # And the kill switch is at the guard that is there, though the file does not say where.
+        agent.cli_json("volume", "guard", "detach", "--reason", "a test")
+        assert not where.guard().read().attached
+
+
+def test_kill_switch_without_agent_finds_a_guard_whose_place_is_lost(node: Node) -> None:
+    node.attach(node.text())
+    lost = settings.GuardSettings()
+    done = asyncio.run(override.set_mode(lost, node.state, "dry-run", "me", "why"))
+    assert done.attached and node.present().mode is kernel.Mode.DRY_RUN
+    asyncio.run(override.detach(lost, node.state, "me", "why"))
+    assert not node.present().attached
 
 
 # --- the kill switch and its disk

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+import kit.child
 import kit.errors
+from linux import bpf
 from volumes import settings
 from volumes.guard import kernel, memory, override, pins, record
 
@@ -124,7 +126,10 @@ def test_what_is_left_out_with_the_mode_is_as_it_was(tmp_path: Path) -> None:
     for said in (settings.GuardSettings(mode="enforce"), settings.GuardSettings(mode="dry-run")):
         assert override.in_force(said, last) is said
     weak = last.model_copy(update={"mode": "dry-run"})
-    assert override.in_force(lost, weak) is lost  # nothing is lowered
+    # In another mode, too: an operator may have set it to enforce over these settings.
+    assert override.in_force(lost, weak) == weak
+    taken_off = last.model_copy(update={"mode": "off"})
+    assert override.in_force(lost, taken_off).mode == "dry-run"  # as the mode that is left out
     assert override.in_force(lost, None) is lost
 
 
@@ -164,7 +169,7 @@ async def test_kill_switch_waits_for_no_other_thread(
     loop.set_default_executor(ThreadPoolExecutor(1))
     stuck = asyncio.create_task(asyncio.to_thread(over.wait))
 
-    def to_kernel(_: settings.GuardSettings, mode: kernel.Mode) -> bool:
+    def to_kernel(_: settings.GuardSettings, mode: kernel.Mode, weaker: bool) -> bool:
         assert mode is kernel.Mode.OFF
         loop.call_soon_threadsafe(reached.set)
         return False
@@ -177,3 +182,79 @@ async def test_kill_switch_waits_for_no_other_thread(
     finally:
         over.set()
         await asyncio.gather(stuck, switched)
+
+
+async def test_of_damaged_settings_the_rest_counts_and_the_damage_is_told(tmp_path: Path) -> None:
+    lost = wanted(tmp_path)
+    record.write_wanted(
+        str(tmp_path), {"mode": "enforce", "drivers": 7, "openers": ["mount"], "lease": "never"}
+    )
+    found = await override.recall(lost, tmp_path)
+    assert found.last is not None
+    assert (found.last.mode, found.last.openers) == ("enforce", ("mount",))
+    assert "guard-wanted.json cannot be used (drivers, lease)" in found.lost
+    known = memory.Memory(tmp_path)
+    await known.refresh(lost)
+    assert known.lost == found.lost
+    # Whoever knew all of them keeps that, and mends the file.
+    record.write_wanted(str(tmp_path), {"mode": "enforce", "drivers": ["loop"]})
+    known = memory.Memory(tmp_path)
+    await known.refresh(lost)
+    record.write_wanted(str(tmp_path), {"mode": "enforce", "drivers": 7})
+    await known.refresh(lost)
+    assert (known.lost, known.in_force(lost).drivers) == ("", ("loop",))
+    await known.keep(known.in_force(lost))
+    last = (await override.recall(lost, tmp_path)).last
+    assert last is not None and last.drivers == ("loop",)
+
+
+async def test_a_disk_that_does_not_answer_leaves_the_last_settings_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(*_: object, deadline: float) -> None:
+        raise kit.errors.HostError("the disk", "hangs", "")
+
+    monkeypatch.setattr(kit.child, "call", hang)
+    assert "hangs" in (await override.recall(wanted(tmp_path), tmp_path)).lost
+    assert not (await override.recall(wanted(tmp_path, mode="enforce"), tmp_path)).lost
+
+
+def test_lost_settings_take_no_driver_and_admit_nobody() -> None:
+    default = kernel.wanted(settings.GuardSettings(), kernel.Mode.ENFORCE, {252: "rbd"})
+    there = kernel.Present(
+        kernel.Mode.ENFORCE, frozenset({7}), openers=frozenset({"mount"}),
+        programs=(bpf.ProgramInfo(1, kernel.FULL, "", 0, ()),),
+    )  # fmt: skip
+    found = memory.at_least(default, there)
+    assert found.mode is kernel.Mode.ENFORCE
+    assert found.majors == {7, 252}
+    assert found.openers == {"mount"}
+    assert not found.words
+    assert memory.at_least(default, kernel.Present()) == default  # nothing is attached
+
+
+async def test_a_caller_who_leaves_does_not_block_the_kill_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that waits for a lock of the kernel's directory, and a client that goes away."""
+    begun, over, did = threading.Event(), threading.Event(), list[kernel.Mode]()
+
+    def to_kernel(_: settings.GuardSettings, mode: kernel.Mode, weaker: bool) -> bool:
+        begun.set()
+        over.wait()
+        did.append(mode)
+        return False
+
+    monkeypatch.setattr(override, "_to_kernel", to_kernel)
+    guard = wanted(tmp_path, mode="enforce")
+    first = asyncio.create_task(override.set_mode(guard, tmp_path, "dry-run", "me", "why"))
+    try:
+        assert await asyncio.to_thread(begun.wait, 60)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        second = asyncio.create_task(override.detach(guard, tmp_path, "me", "why"))
+    finally:
+        over.set()
+    done = await second
+    assert did == [kernel.Mode.DRY_RUN, kernel.Mode.OFF, kernel.Mode.OFF]
+    assert done.override is not None and done.override.mode is kernel.Mode.OFF
