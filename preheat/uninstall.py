@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,15 @@ def _traces(settings: PreheatSettings, state_dir: Path, inventory: base.Inventor
         found.append(Trace("labels", f"{containerd.LAST_USED} ({len(inventory.last_used)})"))
     if inventory.durable:
         found.append(Trace("labels", f"{unpacked.DURABLE} ({len(inventory.durable)})"))
-    if settings.runtime == "crio":
-        files = (settings.crio.drop_in, state_dir / component.CRIO_STATE)
-        found += [Trace("file", str(path)) for path in files if path.exists()]
-    return found
+    return found + _files(settings, state_dir)
+
+
+def _files(settings: PreheatSettings, state_dir: Path) -> list[Trace]:
+    """What is on the disk of the host for a runtime."""
+    if settings.runtime != "crio":
+        return []
+    files = (settings.crio.drop_in, state_dir / component.CRIO_STATE)
+    return [Trace("file", str(path)) for path in files if path.exists()]
 
 
 async def _take(runtime: base.Runtime, inventory: base.Inventory, kind: str, name: str) -> None:
@@ -85,26 +91,40 @@ async def _take(runtime: base.Runtime, inventory: base.Inventory, kind: str, nam
                     await (runtime.unpin(hold) if kind == "pin" else runtime.end(hold))
 
 
-def runtimes(section: dict[str, Any]) -> list[PreheatSettings]:
-    """Whom to ask: the runtime of the settings. Where these name none, because the room was taken
-    out of them before the node was cleared, every runtime that this host has.
+def runtimes(section: dict[str, Any]) -> tuple[list[PreheatSettings], list[PreheatSettings]]:
+    """Whom to ask: the runtime of the settings. Where these name no socket of their own, perhaps
+    because the room was taken out of them before the node was cleared, every runtime that this host
+    has. And those that do not run, where another one does.
 
     NotFoundError: it has none.
     """
     given = PreheatSettings.model_validate(section)
-    if given.socket.exists() or given.socket != PreheatSettings().socket:
-        return [given]
+    if given.socket != PreheatSettings().socket:
+        return [given], []
     found = [
-        given.model_copy(update={"runtime": name, "socket": socket})
+        given.model_copy(update={"runtime": name, "socket": path})
         for name, sockets in SOCKETS.items()
-        for socket in sockets
-        if socket.exists()
+        for path in sockets
+        if path.exists()
     ]
     if not found:
         raise kit.errors.NotFoundError(
             "the container runtime", f"there is no socket {given.socket}", "set preheat.socket"
         )
-    return found
+    running = [each for each in found if _listens(each.socket)]
+    return running or found, [each for each in found if running and each not in running]
+
+
+def _listens(path: Path) -> bool:
+    """Whether somebody has the socket open. One that cannot be asked may have somebody."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+    return True
 
 
 def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
@@ -112,7 +132,12 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
         async with _runtime(settings, Path(state_dir)) as runtime:
             return _traces(settings, Path(state_dir), await runtime.inventory())
 
-    found = [trace for each in runtimes(section) for trace in asyncio.run(look(each))]
+    running, ended = runtimes(section)
+    found = [trace for each in running for trace in asyncio.run(look(each))]
+    why = "it does not run; what it may hold of ours is seen when it does: repeat this then"
+    for each in ended:
+        found += _files(each, Path(state_dir))
+        found.append(Trace("container runtime", str(each.socket), stays=why))
     kept = Path(state_dir) / documents.FOLDER
     found += [Trace("documents", str(kept))] if kept.is_dir() else []
     boot = Path(state_dir) / doubts.STATE
@@ -125,7 +150,7 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
         async with _runtime(settings, Path(state_dir)) as runtime:
             await _take(runtime, await runtime.inventory(), kind, name)
 
-    for each in runtimes(section):
+    for each in runtimes(section)[0]:
         asyncio.run(take(each))
 
 

@@ -1,6 +1,7 @@
 """Whom ``nodeagent uninstall`` asks for pins, and what it finds there."""
 
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
 
 
 def asked(section: dict[str, Any]) -> list[tuple[str, Path]]:
-    return [(each.runtime, each.socket) for each in uninstall.runtimes(section)]
+    return [(each.runtime, each.socket) for each in uninstall.runtimes(section)[0]]
 
 
 def test_a_room_that_was_left_out_is_looked_for_in_every_runtime_of_the_host(
@@ -44,8 +45,36 @@ def test_a_room_that_was_left_out_is_looked_for_in_every_runtime_of_the_host(
     sockets["k3s"].touch()
     sockets["crio"].touch()
     assert asked({}) == [("containerd", sockets["k3s"]), ("crio", sockets["crio"])]
-    sockets["usual"].touch()
-    assert asked({}) == [("containerd", sockets["usual"])]
+    sockets["usual"].touch()  # k3s beside it has a runtime of its own
+    assert [where for _, where in asked({})] == [sockets[each] for each in ("usual", "k3s", "crio")]
+
+
+def test_a_runtime_that_has_ended_is_said_and_fails_nothing(
+    sockets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket is still there, and nobody listens."""
+    with socket.socket(socket.AF_UNIX) as ended:
+        ended.bind(str(sockets["crio"]))
+    (tmp_path / "crio.conf").touch()
+    section = {"crio": {"drop_in": str(tmp_path / "crio.conf")}}
+    with socket.socket(socket.AF_UNIX) as running:
+        running.bind(str(sockets["k3s"]))
+        running.listen()
+        assert asked({}) == [("containerd", sockets["k3s"])]
+        asked_now = list[Any]()
+
+        def nothing(what: Any) -> list[Any]:
+            what.close()
+            asked_now.append(what)
+            return []
+
+        monkeypatch.setattr("asyncio.run", nothing)
+        found = uninstall.find(section, str(tmp_path))
+    assert len(asked_now) == 1
+    assert [(each["kind"], each["name"]) for each in found] == [
+        ("file", str(tmp_path / "crio.conf")), ("container runtime", str(sockets["crio"])),
+    ]  # fmt: skip
+    assert found[1]["stays"].startswith("it does not run")
 
 
 def test_a_runtime_that_the_settings_name_is_not_passed_over(
