@@ -60,14 +60,16 @@ class Supervisor:
         processes.in_share(self.name)
         if before is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(before.tried.wait(), ORDER_SECONDS)
+                async with asyncio.timeout(ORDER_SECONDS):  # wait_for can lose a cancel
+                    await before.tried.wait()
         while True:
             self._wake.clear()
             well = await self._step()
             self.tried.set()
             pause = RECONCILE_SECONDS if well else self._backoff.next()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
 
     async def _step(self) -> bool:
         try:
