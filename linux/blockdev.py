@@ -482,13 +482,13 @@ def set_read_only(path: str, number: Number, flag: bool = True, *, claim: bool =
     OSError when ``path`` no longer is the device ``number``. With ``claim`` EBUSY while the device
     is mounted or claimed; O_EXCL keeps it so until the flag is set.
     """
-    with _opened(path, number, os.O_EXCL if claim else 0) as descriptor:
+    with opened(path, number, os.O_EXCL if claim else 0) as descriptor:
         fcntl.ioctl(descriptor, _BLKROSET, array.array("i", [int(flag)]))
 
 
 def detach_loop(path: str, number: Number) -> None:
     """Detach the file from a loop device; the kernel delays that while somebody has it open."""
-    with _opened(path, number) as descriptor:
+    with opened(path, number) as descriptor:
         fcntl.ioctl(descriptor, _LOOP_CLR_FD)
 
 
@@ -498,12 +498,13 @@ def claimed(path: str, number: Number) -> Iterator[None]:
 
     EBUSY when somebody already has. Others may still have it open.
     """
-    with _opened(path, number, os.O_EXCL):
+    with opened(path, number, os.O_EXCL):
         yield
 
 
 @contextlib.contextmanager
-def _opened(path: str, number: Number, flags: int = 0) -> Iterator[int]:
+def opened(path: str, number: Number, flags: int = 0) -> Iterator[int]:
+    """Open for reading while the block runs. OSError when the path leads to another number."""
     flags |= os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     with kit.files.closing(os.open(path, flags)) as descriptor:
         if os.fstat(descriptor).st_rdev != os.makedev(*number):

@@ -45,9 +45,10 @@ class GuardSettings(kit.settings.Section):
     words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
     """'PROGRAM ARGUMENT': PROGRAM may open a guarded device for writing when ARGUMENT is its first
     argument without a dash. Needs a kernel with BTF."""
-    lease: kit.units.Seconds = Field(default=90.0, ge=1, le=120)
-    """How long a device found blank may be formatted. Longer than one mkfs takes; after an unused
-    lease the next attempt to write gets a new one."""
+    lease: kit.units.Seconds = Field(default=150.0, ge=1, le=300)
+    """How long a device found blank may be formatted. Longer than kubelet's longest pause between
+    two tries (122 s) and than one mkfs takes; after an unused lease the next attempt to write gets
+    a new one."""
     settle: kit.units.Seconds = Field(default=0.1, ge=0.05, le=60)
     """Pause between the two probes that must both find a device blank. With 0.1s the lease is
     granted before kubelet's first retry, 0.5 s after the denied attempt."""

@@ -20,7 +20,7 @@ from ceph.protocol import Extents
 from kit import processes
 from linux import blockdev
 from volumes import settings
-from volumes.guard import denials, doubt, lease, pace, raw_block, steps
+from volumes.guard import denials, doubt, holds, lease, pace, raw_block, steps
 from volumes.guard.steps import Known, Leases, Turn
 from volumes.ledger import store
 from volumes.ledger.mirror import NOT_ASKED, Answer, Mirror
@@ -57,6 +57,7 @@ class LeaseManager(steps.Executor):
         self.errors = errors
         self.denials = refused
         self.prober = prober.Prober(wanted.probe_timeout)
+        self.holds = holds.Holds()
         self.known: dict[str, Known] = {}
         self._changed = changed
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -86,23 +87,31 @@ class LeaseManager(steps.Executor):
         if device is not None:
             self._identified[name] = device
 
-    def denied(self, name: str) -> None:
+    def denied(self, name: str, refused: blockdev.BlockDevice | None = None) -> None:
         """Somebody tried to write to the device: check it as soon as its pace allows. A check that
-        is running began before that, so another one follows it."""
-        self._denied.add(name)
-        if name not in self._checking:
-            self._check_denied(name)
+        is running began before that, so another one follows it.
 
-    def _check_denied(self, name: str) -> None:
+        ``refused``: what was attached, unless the guard let him; it stays attached until its check.
+        """
+        self._denied.add(name)
+        soon = name in self._checking or self._check_denied(name)
+        if refused is not None and soon:
+            self.holds.begin(refused, self.settings.lease)
+
+    def _check_denied(self, name: str) -> bool:
+        """Whether a check follows now."""
         if name not in self._denied or name in self._timers:
-            return
-        known = self.known.get(name)
-        wait = known.pace.wait(time.monotonic()) if known is not None else 0.0
+            return False
+        known, coming = self.known.get(name), self._identified.get(name)
+        wait = 0.0
+        if known is not None and (coming is None or coming.attachment == known.device.attachment):
+            wait = known.pace.wait(time.monotonic())
         if wait > 0:
             loop = asyncio.get_running_loop()
             self._timers[name] = loop.call_later(wait, self._pace_allows, name)
-        else:
-            self.schedule(name)
+            return False
+        self.schedule(name)
+        return True
 
     def _pace_allows(self, name: str) -> None:
         del self._timers[name]
@@ -113,6 +122,12 @@ class LeaseManager(steps.Executor):
         self._denied.discard(name)
         if (timer := self._timers.pop(name, None)) is not None:
             timer.cancel()
+
+    def _waits_for_format(self, name: str) -> bool:
+        """Whether it may be formatted now and has not been."""
+        known = self.known.get(name)
+        blank = known is not None and known.seen is not None and not known.seen.has_content
+        return known is not None and blank and self._until(known.device) is not None
 
     def _note_pace(self, name: str) -> None:
         """A check of the device has ended."""
@@ -132,14 +147,16 @@ class LeaseManager(steps.Executor):
                 self._checking.discard(name)
                 self._note_pace(name)
                 self._changed()
-                self._check_denied(name)
+                if not (self._check_denied(name) or self._waits_for_format(name)):
+                    self.holds.end(name)
                 if again.is_set():
                     await asyncio.sleep(AGAIN_SECONDS)
                 elif wait is None:
                     return
                 else:
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(again.wait(), wait)
+                    with contextlib.suppress(TimeoutError):  # wait_for can lose a cancel
+                        async with asyncio.timeout(wait):
+                            await again.wait()
                 asked = again.is_set() or (asked and not answered)
         finally:
             self._checking.discard(name)
@@ -177,6 +194,7 @@ class LeaseManager(steps.Executor):
     def replaced(self, known: Known) -> None:
         """Another medium is in the device. Nothing that was permitted before counts for it, even
         while a check of the one before still waits for an answer."""
+        self.holds.end(known.device.name)
         self.published.attached_anew(known.device.name)
         self._revoke(known.device.number)
 
@@ -184,6 +202,7 @@ class LeaseManager(steps.Executor):
         """The device was detached: revoke its lease."""
         self._identified.pop(name, None)
         self._answered(name)
+        self.holds.end(name)
         self.published.attached_anew(name)
         known = self.known.pop(name, None)
         if known is not None:
@@ -232,6 +251,7 @@ class LeaseManager(steps.Executor):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.holds.close()
         await self.prober.close()
 
     # --- one check

@@ -96,10 +96,10 @@ class Reports:
         if device is None or device.parent or not self._is_watched(device):
             self._denials.decided(name, "", ("this device never gets an automatic lease",))
             self._changed()
-        elif known is not None and known.device.attachment != attachment:
-            self._manager.schedule(name, device)
         else:
-            self._manager.denied(name)
+            if known is not None and known.device.attachment != attachment:
+                self._manager.schedule(name, device)
+            self._manager.denied(name, device if event.denied else None)
 
     def _behind(self, number: kernel.Number) -> tuple[str, blockdev.BlockDevice | None]:
         """The name of the device with this number, and what it is."""

@@ -1,12 +1,13 @@
 """A guarded cell and an agent for it, shared by the tests of a module."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.testbed import cell
 from tests.testbed.agent import Agent
+from tests.volumes.guard.world import World
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +25,10 @@ def agent(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    made = World(tmp_path, monkeypatch)
+    yield made
+    await made.manager.close()

@@ -10,6 +10,7 @@ from tests.testbed import guest
 pytestmark = [pytest.mark.real, pytest.mark.guest, pytest.mark.timeout(600)]
 
 _SCRIPT = Path(__file__).with_name("guest_replay.py")
+_STAGES = Path(__file__).with_name("guest_stage.py")
 
 
 def test_the_accident_and_the_matrix_on_real_krbd(tmp_path: Path) -> None:
@@ -60,3 +61,18 @@ def test_the_accident_and_the_matrix_on_real_krbd(tmp_path: Path) -> None:
         *("reformat denied True", "mounted again 0"),
     ]
     assert any(line.startswith(f"volume rbd:{fsid}/") for line in said)
+
+
+def test_new_volumes_are_formatted_although_ceph_csi_undoes_a_refused_stage(tmp_path: Path) -> None:
+    images = ("plain", "secret", "left", "full", "last")
+    result, _ = guest.replay(_STAGES, tmp_path, images, "64M")
+    print("\n".join(result.marked("figure")))
+    assert result.exit == 0, result.text[-4000:]
+    assert result.marked("check") == [
+        *("plain mounted True refused first True", "plain maps 1 stages 2"),
+        "plain detached True",
+        *("secret mounted True refused twice True", "secret maps 1 stages 3"),
+        *("left mounted False held True", "left detached True"),
+        "full denied True detached True",
+        "last detached True",
+    ]

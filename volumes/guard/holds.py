@@ -1,0 +1,105 @@
+"""Keeps a new volume attached from its refused format until its next one may succeed.
+
+ceph-csi undoes a stage whose mkfs was refused: it unmaps the image, and kubelet's next try maps it
+anew. That attachment has no lease yet, so its mkfs would be refused too, and so on. While a program
+has the device open, krbd refuses the unmap (EBUSY) and cryptsetup the close; ceph-csi then goes on,
+and its next try finds the device that was checked meanwhile.
+
+So a child opens the device, for reading, when a format was refused. It ends when the check says no,
+when content is seen, with the lease, with the agent, and by itself after its time. A child, because
+an open can hang in the kernel.
+"""
+
+import asyncio
+import contextlib
+import math
+import signal
+from dataclasses import dataclass
+
+import structlog
+
+import kit.errors
+import kit.line_worker
+from linux import blockdev
+from volumes.guard import lease
+
+log = structlog.get_logger("volumes")
+
+MOST = 32
+OPEN_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Request:
+    name: str
+    attachment: lease.Attachment
+    seconds: float
+
+
+_opened = contextlib.ExitStack()  # of the child, until it ends
+
+
+def main() -> None:
+    """The child process: have one device open until the agent closes the pipe."""
+    kit.line_worker.serve(Request, hold)
+
+
+def hold(asked: Request) -> bool:
+    """OSError when the device is another one by now."""
+    number = asked.attachment[0]
+    _opened.enter_context(blockdev.opened(f"/dev/{asked.name}", number))
+    found = blockdev.identify(asked.name)  # from here on it stays what it is
+    if found is None or found.attachment != asked.attachment:
+        raise OSError(0, f"another device is attached as {asked.name}")
+    signal.alarm(math.ceil(asked.seconds))
+    return True
+
+
+class Holds:
+    """At most one child for each device, and ``MOST`` of them."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._tasks)
+
+    def begin(self, device: blockdev.BlockDevice, seconds: float) -> None:
+        """Hold it for so long at most. Not where that would not keep it attached: an nbd device is
+        detached whoever has it open, a loop device when the last one closes it."""
+        held = device.name in self._tasks or len(self._tasks) >= MOST
+        if held or device.parent or device.driver not in lease.NEW_DISKS:
+            return
+        task = asyncio.create_task(self._hold(device, seconds), name=f"hold {device.name}")
+        self._tasks[device.name] = task
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _hold(self, device: blockdev.BlockDevice, seconds: float) -> None:
+        worker = kit.line_worker.Worker(
+            "volumes.guard.holds:main", bool, about=f"hold of {device.path}", forked=True
+        )
+        try:
+            await worker.ask(Request(device.name, device.attachment, seconds), OPEN_SECONDS)
+            self.begun += 1
+            log.info("device is held until its format is decided", device=device.name)
+            await asyncio.sleep(seconds)
+        except (kit.errors.AgentError, OSError, kit.line_worker.ChildError) as error:
+            log.info("device not held", device=device.name, why=str(error))  # it may be gone
+        finally:
+            if self._tasks.get(device.name) is asyncio.current_task():
+                del self._tasks[device.name]
+            await worker.close()
+
+    def end(self, name: str) -> None:
+        """Whoever waits to detach it may."""
+        if (task := self._tasks.pop(name, None)) is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        for name in self.names:
+            self.end(name)
+        await asyncio.gather(*self._running, return_exceptions=True)
