@@ -159,6 +159,8 @@ def _status_lines(s: dict[str, Any]) -> Iterator[str]:
         yield f"  {name}: {count}"
     for device in s.get("devices", ()):
         state = "may be formatted" if device["may_be_formatted"] else "; ".join(device["reasons"])
+        if device["device"].rpartition("/")[2] in s.get("held", ()):
+            state += " (kept attached for the next try)"
         yield f"{device['device']} {device['title']}: {state}"
     for d in s.get("denials", ())[-10:]:
         who = f"{d['command'] or d['program']} pid {d['pid']} pod {d['pod'] or '-'}"

@@ -237,6 +237,7 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
         "denials": [dataclasses.asdict(each) for each in guard.denials.last],
         "denied_then_leased": guard.denials.delayed,
         "probes_hanging": sorted(guard.manager.prober.hanging),
+        "held": guard.manager.holds.names,
         "in_force": not guard.problems(),
         "reasons": guard.problems(),
     }

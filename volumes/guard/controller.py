@@ -122,6 +122,7 @@ class Controller:
         if self._mounts is not None:
             await self._mounts.start()
         await self.manager.prober.warm()
+        await self.manager.holds.warm()
         await self.apply(self.settings)
 
     def _listen(self) -> None:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import math
 import signal
+from collections.abc import Coroutine
 from dataclasses import dataclass
 
 import structlog
@@ -32,7 +33,8 @@ OPEN_SECONDS = 5.0
 @dataclass(frozen=True)
 class Request:
     name: str
-    attachment: lease.Attachment
+    number: blockdev.Number
+    diskseq: int | None
     seconds: float
 
 
@@ -46,10 +48,9 @@ def main() -> None:
 
 def hold(asked: Request) -> bool:
     """OSError when the device is another one by now."""
-    number = asked.attachment[0]
-    _opened.enter_context(blockdev.opened(f"/dev/{asked.name}", number))
+    _opened.enter_context(blockdev.opened(f"/dev/{asked.name}", asked.number))
     found = blockdev.identify(asked.name)  # from here on it stays what it is
-    if found is None or found.attachment != asked.attachment:
+    if found is None or found.diskseq != asked.diskseq:
         raise OSError(0, f"another device is attached as {asked.name}")
     signal.alarm(math.ceil(asked.seconds))
     return True
@@ -61,7 +62,9 @@ class Holds:
     def __init__(self) -> None:
         self.begun = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[None]] = set()  # those that end, too
+        self._spare: kit.line_worker.Worker[bool] | None = None
+        self._closed = False
 
     @property
     def names(self) -> list[str]:
@@ -73,19 +76,33 @@ class Holds:
         held = device.name in self._tasks or len(self._tasks) >= MOST
         if held or device.parent or device.driver not in lease.NEW_DISKS:
             return
-        task = asyncio.create_task(self._hold(device, seconds), name=f"hold {device.name}")
-        self._tasks[device.name] = task
+        self._tasks[device.name] = self._start(self._hold(device, seconds))
+
+    def _start(self, what: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(what)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        return task
+
+    async def warm(self) -> None:
+        """Have a child ready: whoever undoes a stage does not wait for its start."""
+        if self._spare is not None or self._closed:
+            return
+        spare = self._spare = _worker()
+        try:
+            await spare.start()
+        except (kit.errors.AgentError, OSError) as error:
+            log.warning("no child is ready for the next hold", error=str(error))
 
     async def _hold(self, device: blockdev.BlockDevice, seconds: float) -> None:
-        worker = kit.line_worker.Worker(
-            "volumes.guard.holds:main", bool, about=f"hold of {device.path}", forked=True
-        )
+        worker, self._spare = self._spare or _worker(), None
+        worker.about = f"hold of {device.path}"
         try:
-            await worker.ask(Request(device.name, device.attachment, seconds), OPEN_SECONDS)
+            request = Request(device.name, device.number, device.diskseq, seconds)
+            await worker.ask(request, OPEN_SECONDS)
             self.begun += 1
             log.info("device is held until its format is decided", device=device.name)
+            self._start(self.warm())
             await asyncio.sleep(seconds)
         except (kit.errors.AgentError, OSError, kit.line_worker.ChildError) as error:
             log.info("device not held", device=device.name, why=str(error))  # it may be gone
@@ -100,6 +117,13 @@ class Holds:
             task.cancel()
 
     async def close(self) -> None:
+        self._closed = True
         for name in self.names:
             self.end(name)
         await asyncio.gather(*self._running, return_exceptions=True)
+        if self._spare is not None:
+            await self._spare.close()
+
+
+def _worker() -> kit.line_worker.Worker[bool]:
+    return kit.line_worker.Worker("volumes.guard.holds:main", bool, about="hold", forked=True)

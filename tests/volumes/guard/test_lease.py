@@ -159,6 +159,13 @@ class Killed(Exception):
     """The agent was killed between two steps."""
 
 
+UNFAILING = {Step.REVOKE, Step.SHORTEN, Step.MIRROR}  # a write to a map; a copy that may be missed
+
+
+class Broken(Exception):
+    """A step failed: a disk, a cluster, another attachment."""
+
+
 @dataclass
 class Volume:
     """``written``: something was written to it. ``lies``: its reads return zeros whatever it holds
@@ -194,6 +201,7 @@ class World:
     pod_open: bool = False
     raw: bool = False  # as the running agent knows it
     by_pods: int = 0  # writes of pods
+    taken_back: int = 0  # permissions that were not granted
     granted: int = 0
     revoked_stale: int = 0
     adopted: int = 0
@@ -251,10 +259,33 @@ class World:
         by: str = "auto",
         seconds: float = 90,
     ) -> None:
+        begun = list[Step]()
+        try:
+            self._carry_out(steps, volume, seen, by, seconds, begun)
+        except Broken:
+            if Step.CLOSE_PERMISSION in lease.broken_off(begun):
+                volume.entry = volume.entry.unused()
+                self.taken_back += 1
+                if self.cluster and self.cluster_up:
+                    volume.mirror = volume.entry
+
+    def _carry_out(
+        self,
+        steps: Iterable[Step],
+        volume: Volume,
+        seen: lease.Attachment,
+        by: str,
+        seconds: float,
+        begun: list[Step],
+    ) -> None:
         for step in steps:
             if self.choose.random() < 0.08:
                 self.agent, self.known, self.raw = False, None, False
                 raise Killed
+            begun.append(step)
+            fails = step not in UNFAILING and self.choose.random() < 0.04
+            if fails and not (step is Step.GRANT and self.choose.random() < 0.5):
+                raise Broken
             match step:
                 case Step.RECORD_PERMISSION:
                     volume.entry = volume.entry.permit(by, self.now)
@@ -264,16 +295,18 @@ class World:
                 case Step.CONFIRM:
                     if self.attachment != seen:
                         self.held = None
-                        return
+                        raise Broken
                 case Step.RESERVE:
                     self.held = self.held or kernel.Lease(0.0, 0, seen[1] or 0)
                 case Step.GRANT:
                     # What may hold data by the world's own truth must never get a lease.
                     assert by != "auto" or not volume.written, self
                     if self.held is None:  # a new disk took the reservation away
-                        return
+                        raise Broken
                     self.held = kernel.Lease(self.now + seconds, self.held.opens, seen[1] or 0)
                     self.granted += 1
+                    if fails:  # in the kernel all the same
+                        raise Broken
                 case Step.SHORTEN:
                     until = min(self.held.until if self.held else 0, self.now + 5)
                     opens = self.held.opens if self.held else 0
@@ -437,7 +470,7 @@ def test_no_written_volume_gets_a_lease_in_20000_lives() -> None:
     is outside the promise (docs/guard.md, Limits): a number that passes to another volume while no
     agent runs keeps its lease until the agent starts or the lease ends.
     """
-    granted = revoked = adopted = beyond = by_pods = 0
+    granted = revoked = adopted = beyond = by_pods = taken_back = 0
     for seed in range(20_000):
         choose = random.Random(seed)
         world = World(choose, cluster=choose.random() < 0.5, watched=choose.random() < 0.5)
@@ -448,9 +481,11 @@ def test_no_written_volume_gets_a_lease_in_20000_lives() -> None:
         revoked += world.revoked_stale
         adopted += world.adopted
         by_pods += world.by_pods
+        taken_back += world.taken_back
     # Without these in the lives, they would prove nothing.
     assert granted > 10_000 and revoked > 500 and adopted > 500, (granted, revoked, adopted)
     assert 0 < beyond < 2_000 and by_pods > 1_000, (beyond, by_pods)
+    assert taken_back > 500, taken_back
 
 
 def test_met_keeps_only_a_lease_of_the_same_attachment() -> None:
