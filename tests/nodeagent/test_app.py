@@ -253,6 +253,8 @@ async def main():
     async with watchdog.watching():
         for number in range(10_000):
             log.info("a line", number=number, text="x" * 200)
+            if number % 100 == 0:
+                await asyncio.sleep(0)  # a slow machine is no blocked loop
         await asyncio.sleep(0.5)
         print("still here", flush=True)
         open("{fifo}").read()  # nobody writes: the loop is blocked for ever
