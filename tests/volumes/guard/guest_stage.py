@@ -114,16 +114,16 @@ async def stages(csi: Csi, stage: Callable[[], bool]) -> bool:
     return False
 
 
-async def detached(csi: Csi, device: str) -> float:
-    """Seconds until it could be detached."""
+async def possible(what: str, attempt: Callable[[], bool]) -> float:
+    """Seconds until it could be done, as kubelet tries again and again."""
     began = time.monotonic()
-    await waiting.until_async(
-        lambda: csi.detach(device),
-        2 * LEASE_SECONDS,
-        "the unmap",
-        pause=waiting.GUEST_PAUSE_SECONDS,
-    )
+    pause = waiting.GUEST_PAUSE_SECONDS
+    await waiting.until_async(attempt, 2 * LEASE_SECONDS, what, pause=pause)
     return time.monotonic() - began
+
+
+async def detached(csi: Csi, device: str) -> float:
+    return await possible(f"{device} to be unmapped", lambda: csi.detach(device))
 
 
 async def main() -> None:
@@ -149,7 +149,8 @@ async def main() -> None:
     say(f"secret mounted {mounted} refused twice {secret.refused >= 2}")
     figure(f"secret: {secret.refused} refused, {secret.maps} maps")
     run("umount", TARGET)
-    run("cryptsetup", "luksClose", "secret")
+    closed = lambda: run("cryptsetup", "luksClose", "secret").returncode == 0  # noqa: E731
+    await possible("the mapping to be closed", closed)
     await detached(secret, secret.mapped())
 
     # The pod goes away after its first try: nobody comes to use the lease.
