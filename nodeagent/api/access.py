@@ -98,11 +98,23 @@ class Rate:
         )
 
     def admits(self, key: str) -> bool:
-        now = time.monotonic()
-        left, when = self._left.get(key, (float(self._burst), now))
-        left = min(self._burst, left + (now - when) * self._per_second)
+        left, now = self._now(key)
         self._left[key] = (left - 1 if left >= 1 else left, now)
         return left >= 1
+
+    def has(self, key: str) -> bool:
+        """Whether ``admits`` would say so. Takes nothing."""
+        return self._now(key)[0] >= 1
+
+    def give_back(self, key: str) -> None:
+        """What was admitted last costs nothing."""
+        left, now = self._now(key)
+        self._left[key] = (left + 1, now)
+
+    def _now(self, key: str) -> tuple[float, float]:
+        now = time.monotonic()
+        left, when = self._left.get(key, (float(self._burst), now))
+        return min(self._burst, left + (now - when) * self._per_second), now
 
 
 class Streams:
