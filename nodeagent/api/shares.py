@@ -15,7 +15,6 @@ A question whose answer admits somebody costs nothing of any rate.
 
 import base64
 import collections
-import ipaddress
 import json
 import time
 from collections.abc import Iterator
@@ -60,19 +59,6 @@ def expired(said: dict[str, Any], now: float) -> bool:
         return False
 
 
-def place(peer: str) -> str:
-    """What limits count of an address: of IPv6 the /64, all of which one host may have."""
-    try:
-        found = ipaddress.ip_address(peer)
-    except ValueError:
-        return peer
-    if found.version == 4:
-        return peer
-    if found.ipv4_mapped is not None:
-        return str(found.ipv4_mapped)
-    return str(ipaddress.IPv6Network((found.packed, 64), strict=False))
-
-
 @dataclass(frozen=True)
 class Question:
     """``owner``: who the token says that it belongs to, at this place; None when it does not."""
@@ -83,7 +69,7 @@ class Question:
 
 
 def question(token: bytes, peer: str, said: dict[str, Any]) -> Question:
-    at, who = place(peer), [said.get("iss"), said.get("sub")]
+    at, who = access.place(peer), [said.get("iss"), said.get("sub")]
     named = all(isinstance(each, str) for each in who)
     return Question(token, at, rotation.digest(json.dumps([at, *who])) if named else None)
 

@@ -322,17 +322,6 @@ async def test_who_knows_a_user_at_the_same_address_makes_the_agent_ask_no_more(
 
 
 @pytest.mark.parametrize(
-    ("peer", "counted"),
-    [
-        ("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("?", "?"),
-        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"), ("fe80::1%eth0", "fe80::/64"),
-    ],
-)  # fmt: skip
-def test_an_ipv6_host_counts_by_its_network(peer: str, counted: str) -> None:
-    assert shares.place(peer) == counted
-
-
-@pytest.mark.parametrize(
     ("claims", "is_expired"),
     [
         ({"exp": 1000.0}, True), ({"exp": 1800.0}, False), ({"exp": 3000}, False),
