@@ -9,6 +9,7 @@ that may only read, must not be able to push the record of real changes out.
 import asyncio
 import collections
 import contextlib
+import functools
 import ipaddress
 import re
 import time
@@ -88,6 +89,22 @@ class Hosts:
 # --- limits and the record
 
 
+@functools.lru_cache(MOST_CALLERS)
+def place(peer: str) -> str:
+    """What limits count of an address: of IPv6 the /64, all of which one host may have."""
+    try:
+        found = ipaddress.ip_address(peer)
+    except ValueError:
+        return peer
+    if found.version == 6 and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    if found.is_loopback:
+        return "loopback"
+    if found.version == 4:
+        return str(found)
+    return str(ipaddress.IPv6Network((found.packed, 64), strict=False))
+
+
 class Rate:
     """A token bucket for each caller."""
 
@@ -98,11 +115,23 @@ class Rate:
         )
 
     def admits(self, key: str) -> bool:
-        now = time.monotonic()
-        left, when = self._left.get(key, (float(self._burst), now))
-        left = min(self._burst, left + (now - when) * self._per_second)
+        left, now = self._now(key)
         self._left[key] = (left - 1 if left >= 1 else left, now)
         return left >= 1
+
+    def has(self, key: str) -> bool:
+        """Whether ``admits`` would say so. Takes nothing."""
+        return self._now(key)[0] >= 1
+
+    def give_back(self, key: str) -> None:
+        """What was admitted last costs nothing."""
+        left, now = self._now(key)
+        self._left[key] = (left + 1, now)
+
+    def _now(self, key: str) -> tuple[float, float]:
+        now = time.monotonic()
+        left, when = self._left.get(key, (float(self._burst), now))
+        return min(self._burst, left + (now - when) * self._per_second), now
 
 
 class Streams:

@@ -5,7 +5,9 @@ opens enough of them would take the file descriptors that the rooms need. A list
 closes the connection that has waited longest without a request. So a crowd of idle connections
 keeps neither a probe nor an operator out. On the metrics listener, where no answer takes long, it
 closes the one that has asked most when none is idle: a crowd that asks without a pause
-(``server.Pace`` slows it down) does not keep a probe out either.
+(``server.Pace`` slows it down) does not keep a probe out either. Kubelet's liveness probe has its
+answer before all this. Of the other new connections there so many a second are served, of each
+address and in all; the rest are closed.
 
 On the unix socket a connection begins with ``nodeagent.api.quick``, which answers status requests.
 
@@ -45,11 +47,15 @@ log = structlog.get_logger("agent")
 
 MOST_CONNECTIONS = 256  # of one listener
 BACKLOG = 128
+LONG_BACKLOG = 4096  # where a connection costs little; the kernel has at most net.core.somaxconn
 IDLE_SECONDS = 15.0  # without a complete request: at the start and between two
 HANDSHAKE_SECONDS = 5.0
 STOP_SECONDS = 2.0
 NEW_SECONDS = 1.0  # so long a connection may wait with its first request
 ACCEPT_RETRY_SECONDS = 0.5
+# New connections of a listener without a login: of one address, and of all.
+NEW_PER_SECOND, NEW_AT_ONCE = 100.0, MOST_CONNECTIONS
+ALL_NEW_PER_SECOND, ALL_NEW_AT_ONCE = 400.0, 2 * MOST_CONNECTIONS
 HANDSHAKES_PER_SECOND = 100.0  # each takes the event loop 1 to 2 ms; more of them wait
 LONGEST_LINE = 8190  # of the request line
 LONGEST_HEADER = 4096
@@ -83,7 +89,8 @@ class _Listener:
     ) -> None:
         """``quickly``: the body of a status, for connections of callers who may read it.
 
-        ``short``: no request here takes long, so that a busy connection may be closed, too.
+        ``short``: no request here takes long, so that a busy connection may be closed, too. Anybody
+        may ask: new connections are limited, and liveness probes answered before that.
         """
         self._name = name
         self._socket = listening
@@ -97,6 +104,8 @@ class _Listener:
         self._asked: dict[object, int] = {}  # how many requests each has had
         self._rested: dict[object, float] = {}  # since when each waits for a request
         self._handshake_rate = access.Rate(HANDSHAKES_PER_SECOND, int(HANDSHAKES_PER_SECOND))
+        self._new_rate = access.Rate(NEW_PER_SECOND, NEW_AT_ONCE)
+        self._all_new_rate = access.Rate(ALL_NEW_PER_SECOND, ALL_NEW_AT_ONCE)
         self._aborted: set[object] = set()
         self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
         app.middlewares.insert(0, self._note_busy())
@@ -149,18 +158,52 @@ class _Listener:
             if self._tls is not None and not self._handshake_rate.admits(""):
                 await asyncio.sleep(1 / HANDSHAKES_PER_SECOND)
             try:
-                connection, _ = await loop.sock_accept(self._socket)
+                connection, peer = await loop.sock_accept(self._socket)
             except OSError as error:  # no descriptors, no memory, or the client has left already
                 if error.errno != errno.ECONNABORTED:
                     log.warning("cannot accept", listener=self._name, error=str(error))
                     await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                 continue
+            served = self._is_served(connection, peer) if self._short else True
+            if served is False:
+                continue
             if not self._has_room():
                 connection.close()
                 continue
-            task = asyncio.create_task(self._begin(connection), name=f"accept {self._name}")
+            begun = self._begin(connection) if served else self._wait(connection, peer)
+            task = asyncio.create_task(begun, name=f"accept {self._name}")
             self._handshakes[task] = None
             task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+
+    def _is_served(self, connection: socket.socket, peer: Any) -> bool | None:
+        """Whether the HTTP library gets it; None: it has asked nothing yet. False: it is closed."""
+        try:
+            probed = quick.probed(connection)
+        except OSError:
+            probed = True  # it has left: nothing more is to be done for it either
+        if probed is None:
+            return None
+        place = access.place(peer[0])
+        if not probed and self._new_rate.admits(place) and self._all_new_rate.admits(""):
+            return True
+        connection.close()
+        return False
+
+    async def _wait(self, connection: socket.socket, peer: Any) -> None:
+        """Until it asks for something."""
+        loop, ready, heard = asyncio.get_running_loop(), asyncio.Event(), False
+        loop.add_reader(connection, ready.set)
+        try:
+            async with asyncio.timeout(IDLE_SECONDS):
+                heard = await ready.wait()
+        except TimeoutError:
+            pass
+        finally:
+            loop.remove_reader(connection)
+            if not heard:
+                connection.close()
+        if heard and self._is_served(connection, peer) is not False:
+            await self._begin(connection)
 
     def _has_room(self) -> bool:
         """Makes room if need be: the oldest handshake ends, else the oldest idle connection."""
@@ -367,13 +410,13 @@ def _unix(path: Path, gid: int | None) -> Iterator[socket.socket]:
 # --- TCP
 
 
-async def _bind_tcp(setting: str, listen: str) -> socket.socket:
+async def _bind_tcp(setting: str, listen: str, backlog: int = BACKLOG) -> socket.socket:
     host, port = address(listen)
     try:
         (family, _, _, _, where), *_ = await asyncio.get_running_loop().getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        listening = socket.create_server(where[:2], family=family, backlog=BACKLOG)
+        listening = socket.create_server(where[:2], family=family, backlog=backlog)
     except OSError as error:
         raise kit.errors.HostError(
             f"{setting} {listen}",
@@ -434,7 +477,7 @@ async def serving(state: State) -> AsyncIterator[None]:
             local = is_loopback(host)
             hosts = access.Hosts(host, admin.names) if local else None
             app = server.metrics_application(state, hosts, with_page=local, held=held)
-            listening = await _bind_tcp("admin.metrics", admin.metrics)
+            listening = await _bind_tcp("admin.metrics", admin.metrics, LONG_BACKLOG)
             stack.callback(listening.close)
             listeners.append(_Listener("metrics", app, listening, short=True))
         if admin.api is not None:

@@ -5,14 +5,20 @@ library would take most of an answer's time, on the loop that also fills the sto
 connection of a caller who may read begins here: a request that is exactly one for the status gets
 these bytes. At the first that is anything else the library takes over the connection, with all that
 has arrived of it, and keeps it.
+
+On the metrics port kubelet's liveness probe is answered before anything is made for the connection:
+a flood of connections costs so little each that the probe among them is in time.
 """
 
 import asyncio
 import re
+import socket
 import time
 from collections.abc import Callable
 
 import structlog
+
+from nodeagent.api import own
 
 log = structlog.get_logger("agent")
 
@@ -23,9 +29,38 @@ _REQUEST = re.compile(
     rb"(?:(?:host|user-agent|accept|accept-encoding): [\x20-\x7e]{0,256}\r\n){1,4}\r\n",
     re.IGNORECASE,
 )
+# A probe as kubelet sends it: it asks once and leaves. No browser can ask for that.
+_PROBE = re.compile(
+    rb"GET /healthz HTTP/1\.1\r\n"
+    rb"(?=(?:[^\r]*\r\n){0,4}connection: close\r\n)"
+    rb"(?:(?:host|user-agent|accept|accept-encoding|connection): [\x20-\x7e]{0,256}\r\n){1,5}\r\n",
+    re.IGNORECASE,
+)
+_LARGEST_PROBE = 2048
+_ALIVE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\n" + (
+    b"Content-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(own.ALIVE), own.ALIVE)
+)
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 
 Library = Callable[[], asyncio.Protocol]
+
+
+def probed(connection: socket.socket) -> bool | None:
+    """Whether it has asked for ``/healthz`` as kubelet does, and got its answer.
+
+    None: it has asked nothing yet. OSError: it has left.
+    """
+    try:
+        asked = connection.recv(_LARGEST_PROBE, socket.MSG_PEEK)
+    except BlockingIOError:
+        return None
+    if not asked:
+        raise ConnectionResetError
+    if _PROBE.fullmatch(asked) is None:
+        return False
+    connection.recv(len(asked))  # what is left unread would become a reset
+    connection.send(_ALIVE)
+    return True
 
 
 class Door:

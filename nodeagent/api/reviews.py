@@ -6,13 +6,11 @@ do ``read``, ``operate`` or ``dangerous`` (the verbs) to the resource ``agents``
 nobody is admitted.
 
 Strangers cannot make the agent ask without limit, and what they use up is not what users of the
-cluster need: a token that was good within a day has a share of its own, and one that says itself
-that it has expired is not asked about.
+cluster need (``nodeagent.api.shares``). A token that says itself that it has expired is not asked
+about.
 """
 
 import asyncio
-import base64
-import json
 import os
 import socket
 import time
@@ -24,7 +22,7 @@ import structlog
 import kit.findings
 from kit.room import Role
 from kube import client
-from nodeagent.api import access, rotation
+from nodeagent.api import access, rotation, shares
 from nodeagent.settings import ReviewSettings
 
 log = structlog.get_logger("agent")
@@ -34,27 +32,7 @@ ADMITTED_SECONDS = 30.0  # for which an answer holds; also after a role was take
 REFUSED_SECONDS = 5.0
 TROUBLE_SECONDS = 60.0  # for which a question that failed is shown
 MOST_ANSWERS = 1024
-MOST_AT_ONCE = 8  # questions about tokens that were never good, and as many about others
-STRANGERS_PER_SECOND, STRANGERS_AT_ONCE = 1.0, 10  # of one address
-REVIEWS_PER_SECOND, REVIEWS_AT_ONCE = 10.0, 50  # of all addresses, also of ever new ones
-GOOD_SECONDS = 86400.0  # for which it is remembered that a token was good
-CLOCK_SECONDS = 300.0  # by which the clocks of this node and of the cluster may differ
 GROUP, RESOURCE = "nodeagent", "agents"
-
-
-def expired(token: str, now: float) -> bool:
-    """Whether a JWT says so of itself. Who made it up can leave that out; nobody is admitted by it.
-
-    ``now``: Unix seconds. False for tokens of other kinds.
-    """
-    parts = token.split(".")
-    if len(parts) != 3:
-        return False
-    try:
-        claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
-        return now > float(claims["exp"]) + CLOCK_SECONDS
-    except (ArithmeticError, ValueError, LookupError, TypeError, RecursionError):
-        return False
 
 
 class ReviewError(Exception):
@@ -66,19 +44,16 @@ class Reviews:
 
     def __init__(self, asked: ReviewSettings) -> None:
         self._asked = asked
-        self._server = client.ApiServer(asked)
+        # One for each share: strangers take no connection from users, and a server that asks to be
+        # left alone because of them is still asked about users.
+        self._servers = {share: client.ApiServer(asked) for share in shares.SHARES}
         self._node = asked.node or os.environ.get("NODE_NAME") or socket.gethostname()
         self._trouble = "", 0.0  # of the latest question, and when
         self._answers: cachetools.TLRUCache[bytes, access.Caller] = cachetools.TLRUCache(
             MOST_ANSWERS, ttu=self._holds_until, timer=time.monotonic
         )
         self._asking: dict[bytes, asyncio.Task[access.Caller]] = {}
-        self._of_strangers: set[bytes] = set()  # of these
-        self._good: cachetools.TTLCache[bytes, None] = cachetools.TTLCache(
-            MOST_ANSWERS, GOOD_SECONDS, timer=time.monotonic
-        )
-        self._rate = access.Rate(REVIEWS_PER_SECOND, REVIEWS_AT_ONCE)
-        self._address_rate = access.Rate(STRANGERS_PER_SECOND, STRANGERS_AT_ONCE)
+        self._shares = shares.Shares()
 
     @staticmethod
     def _holds_until(_: bytes, caller: access.Caller, now: float) -> float:
@@ -92,27 +67,23 @@ class Reviews:
             return known
         task = self._asking.get(key)
         if task is None:
-            if expired(token, time.time()):
+            said = shares.claims(token)
+            if shares.expired(said, time.time()):
                 return access.Caller("expired token", None, "unknown")
-            if not self._may_ask(key, peer):
+            asked = shares.question(key, peer, said)
+            share = self._shares.take(asked)
+            if share is None:
                 raise ReviewError("too many unknown tokens")
-            task = self._asking[key] = asyncio.create_task(self._ask(key, token), name="review")
-            task.add_done_callback(lambda _: self._end(key))
+            task = self._asking[key] = asyncio.create_task(
+                self._ask(key, token, share), name="review"
+            )
+            task.add_done_callback(lambda done: self._end(asked, share, done))
         return await asyncio.shield(task)
 
-    def _may_ask(self, key: bytes, peer: str) -> bool:
-        if key in self._good:
-            return len(self._asking) - len(self._of_strangers) < MOST_AT_ONCE
-        if len(self._of_strangers) >= MOST_AT_ONCE:
-            return False
-        if not self._address_rate.admits(peer) or not self._rate.admits(""):
-            return False
-        self._of_strangers.add(key)
-        return True
-
-    def _end(self, key: bytes) -> None:
-        self._asking.pop(key, None)
-        self._of_strangers.discard(key)
+    def _end(self, asked: shares.Question, share: str, done: asyncio.Task[access.Caller]) -> None:
+        self._asking.pop(asked.token, None)
+        answered = not done.cancelled() and done.exception() is None
+        self._shares.end(asked, share, admitted=answered and done.result().role is not None)
 
     def finding(self) -> kit.findings.Finding | None:
         why, when = self._trouble
@@ -131,12 +102,13 @@ class Reviews:
         for task in list(self._asking.values()):
             task.cancel()
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
-        await self._server.close()
+        for server in self._servers.values():
+            await server.close()
 
-    async def _ask(self, key: bytes, token: str) -> access.Caller:
+    async def _ask(self, key: bytes, token: str, share: str) -> access.Caller:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                found = await self._review(token)
+                found = await self._review(token, self._servers[share])
         except (client.KubeError, TimeoutError, ValueError, LookupError, TypeError) as error:
             why = str(error) or f"no answer within {ANSWER_SECONDS:g}s"
             log.error("the API server cannot be asked about a token", why=why)
@@ -144,24 +116,22 @@ class Reviews:
             raise ReviewError("the cluster cannot be asked about the token") from None
         self._trouble = "", 0.0
         self._answers[key] = found
-        if found.role is not None:
-            self._good[key] = None
         return found
 
-    async def _review(self, token: str) -> access.Caller:
+    async def _review(self, token: str, server: client.ApiServer) -> access.Caller:
         asked = {"token": token, **({"audiences": list(a)} if (a := self._asked.audiences) else {})}
-        status = await self._post("authentication.k8s.io", "TokenReview", asked)
+        status = await self._post(server, "authentication.k8s.io", "TokenReview", asked)
         if status.get("authenticated") is not True or (
             self._asked.audiences and not set(self._asked.audiences) & set(status["audiences"])
         ):
             return access.Caller("unknown token", None, "unknown")
         user = status["user"]
-        allowed = await asyncio.gather(*(self._may(user, role) for role in Role))
+        allowed = await asyncio.gather(*(self._may(server, user, role) for role in Role))
         roles = [role for role, may in zip(Role, allowed, strict=True) if may]
         name = f"user {user['username']}"
         return access.Caller(name, roles[-1] if roles else None, name, authenticated=True)
 
-    async def _may(self, user: dict[str, Any], role: Role) -> bool:
+    async def _may(self, server: client.ApiServer, user: dict[str, Any], role: Role) -> bool:
         asked = {
             "user": user["username"],
             **{name: user[name] for name in ("uid", "groups", "extra") if user.get(name)},
@@ -172,13 +142,15 @@ class Reviews:
                 "verb": str(role),
             },
         }
-        status = await self._post("authorization.k8s.io", "SubjectAccessReview", asked)
+        status = await self._post(server, "authorization.k8s.io", "SubjectAccessReview", asked)
         return status.get("allowed") is True and not status.get("denied")
 
-    async def _post(self, group: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+    async def _post(
+        self, server: client.ApiServer, group: str, kind: str, spec: dict[str, Any]
+    ) -> dict[str, Any]:
         body = {"apiVersion": f"{group}/v1", "kind": kind, "spec": spec}
         path = f"/apis/{group}/v1/{kind.lower()}s"
-        found = await self._server.request("POST", path, body, about=kind, deadline=ANSWER_SECONDS)
+        found = await server.request("POST", path, body, about=kind, deadline=ANSWER_SECONDS)
         status = found["status"]
         if not isinstance(status, dict):
             raise ValueError(f"{kind}: the answer has no status")

@@ -1,7 +1,10 @@
-"""A crowd that asks a TCP listener as fast as it can: ``crowd.py PORT CONNECTIONS SECONDS [PATH]``.
+"""A crowd that asks a TCP listener as fast as it can.
+
+    crowd.py PORT CONNECTIONS SECONDS [PATH [once | probe]]
 
 As any user of the host can run it. Each connection sends requests without waiting for answers, and
-begins anew when it is closed. Prints a line at the start, and at the end how many answers came.
+begins anew when it is closed. ``once``: each sends one and begins anew after the answer; ``probe``:
+it does so as kubelet does. Prints a line at the start, and at the end how many answers came.
 """
 
 import os
@@ -18,7 +21,10 @@ def main() -> None:
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
-    many = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() * 16
+    kind = sys.argv[5] if len(sys.argv) > 5 else ""
+    close = "Connection: close\r\n" if kind == "probe" else ""
+    many = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{close}\r\n".encode()
+    many *= 1 if kind else 16
     chosen, answers, end = selectors.DefaultSelector(), 0, time.monotonic() + seconds
 
     def begin() -> None:
@@ -42,10 +48,12 @@ def main() -> None:
             try:
                 if ready & selectors.EVENT_WRITE:
                     peer.send(many)
+                    if kind:
+                        chosen.modify(peer, selectors.EVENT_READ)
                 if ready & selectors.EVENT_READ:
                     read = peer.recv(2**20)
                     answers += read.count(b"HTTP/1.1 ")
-                    if not read:
+                    if kind or not read:
                         again(peer)
             except BlockingIOError:
                 pass

@@ -33,6 +33,19 @@ def test_hosts(listen: str, header: str, admitted: bool) -> None:
     assert access.Hosts(listen, ["node.example"]).admits(header) is admitted
 
 
+@pytest.mark.parametrize(
+    ("peer", "counted"),
+    [
+        ("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("?", "?"),
+        ("127.0.0.1", "loopback"), ("127.9.9.9", "loopback"), ("::1", "loopback"),
+        ("::ffff:127.0.0.2", "loopback"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"), ("fe80::1%eth0", "fe80::/64"),
+    ],
+)  # fmt: skip
+def test_a_host_counts_once_whatever_addresses_it_makes_up(peer: str, counted: str) -> None:
+    assert access.place(peer) == counted
+
+
 def test_rate_gives_a_burst_then_so_many_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)

@@ -20,7 +20,7 @@ import kit.errors
 import kit.files
 from kit.room import Role
 from nodeagent import app, page
-from nodeagent.api import access, listeners, openapi, rotation, server
+from nodeagent.api import access, listeners, openapi, own, rotation, server
 from nodeagent.settings import ApiSettings
 from tests.testbed import ports, waiting
 
@@ -264,6 +264,72 @@ async def test_probes_are_answered_beside_a_crowd_that_never_pauses(
     assert answers > server.REQUESTS_AT_ONCE  # the crowd was one
     # All requests of which each waits, and those that need not.
     assert answers < seconds * (server.REQUESTS_PER_SECOND + 2 * most / server.WAIT_SECONDS)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(60 + CROWD_SECONDS)
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/healthz", "probe"), ("/healthz", "once"), ("/metrics", "once")]
+)
+async def test_probes_are_answered_beside_a_crowd_of_ever_new_connections(
+    agent: app.Agent, port: int, path: str, kind: str
+) -> None:
+    with_admin(agent, metrics=f"127.0.0.1:{port}")
+    async with listeners.serving(agent.state):
+        crowd = await asyncio.create_subprocess_exec(
+            sys.executable, CROWD, str(port), "1000", str(CROWD_SECONDS), path, kind,
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert crowd.stdout is not None
+        assert await crowd.stdout.readline() == b"all have come\n"
+        while crowd.returncode is None:
+            assert (await asyncio.wait_for(kubelet_asks(port), 30)).startswith(b"HTTP/1.1 200 OK")
+            await asyncio.sleep(0.5)
+        assert int(await crowd.stdout.read()) > 100  # the crowd was one
+
+
+async def kubelet_asks(port: int, pause: float = 0.0) -> bytes:
+    """The whole answer to a liveness probe. ``pause``: seconds before the first byte of it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    await asyncio.sleep(pause)
+    writer.write(
+        f"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUser-Agent: kube-probe/1.34\r\n"
+        "Accept: */*\r\nConnection: close\r\n\r\n".encode()
+    )
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_ever_new_connections_are_closed_and_keep_no_probe_waiting(
+    agent: app.Agent, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are of one host, whatever loopback addresses they come from."""
+    monkeypatch.setattr(server, "REQUESTS_PER_SECOND", 0.0)
+    monkeypatch.setattr(server, "REQUESTS_AT_ONCE", 1)
+    monkeypatch.setattr(server, "WAIT_SECONDS", 3600.0)
+    monkeypatch.setattr(listeners, "NEW_PER_SECOND", 0.0, raising=False)
+    with_admin(agent, metrics=f"127.0.0.1:{port}")
+    most = 2 * listeners.MOST_CONNECTIONS
+    async with listeners.serving(agent.state):
+        writers, waits = [], []
+        for number in range(most):
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", port, local_addr=(f"127.0.1.{1 + number % 200}", 0)
+            )
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            writers.append(writer)
+            waits.append(asyncio.create_task(reader.read()))
+        for pause in (0.0, 0.1):
+            answer = await asyncio.wait_for(kubelet_asks(port, pause), 30)
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK")
+            assert body == own.ALIVE
+        refused = most - listeners.NEW_AT_ONCE
+        await waiting.until_async(lambda: sum(each.done() for each in waits) >= refused)
+        for writer in writers:
+            writer.close()
+        await asyncio.gather(*waits, return_exceptions=True)
 
 
 async def test_who_goes_on_asking_for_probes_keeps_no_probe_waiting(

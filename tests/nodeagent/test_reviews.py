@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kit.room import Role
 from nodeagent import app
-from nodeagent.api import listeners, reviews, rotation
+from nodeagent.api import listeners, reviews, rotation, shares
 from nodeagent.settings import ApiSettings, ReviewSettings
 from tests.nodeagent.test_listeners import Asker, certify, readyz, with_admin
 from tests.testbed import kubernetes, ports, waiting
@@ -29,17 +29,19 @@ class Cluster:
         self.roles: set[str] = set()
         self.answer: Callable[[str], web.Response] | None = None
         self.silent = False
+        self.good = {"good"}
+        self.hanging: tuple[str, ...] = ()  # how tokens begin that get no answer
 
     async def handle(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.asked.append((body["kind"], body["spec"]))
         assert request.headers["Authorization"] == "Bearer the-agents-own"
-        if self.silent:
+        if self.silent or body["spec"].get("token", "").startswith(self.hanging):
             await asyncio.Event().wait()
         if self.answer is not None:
             return self.answer(body["kind"])
         if body["kind"] == "TokenReview":
-            good = body["spec"]["token"] == "good"
+            good = body["spec"]["token"] in self.good
             found = {"authenticated": good, **({"user": USER, "audiences": ["x"]} if good else {})}
         else:
             found = {"allowed": body["spec"]["resourceAttributes"]["verb"] in self.roles}
@@ -196,36 +198,37 @@ async def test_silent_server_meets_the_deadline(
 async def test_strangers_do_not_make_the_agent_ask_without_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reviews, "STRANGERS_AT_ONCE", 3)
-    monkeypatch.setattr(reviews, "STRANGERS_PER_SECOND", 0.001)
+    monkeypatch.setattr(shares, "STRANGERS_AT_ONCE", 3)
+    monkeypatch.setattr(shares, "STRANGERS_PER_SECOND", 0.001)
     cluster = Cluster()
     async with served(cluster, tmp_path) as asked:
         for number in range(10):
             with contextlib.suppress(reviews.ReviewError):
                 await asked.caller(f"t{number}", "p")
-        assert len(cluster.asked) == 3
+        most = 3 + shares.NEWCOMERS_AT_ONCE
+        assert len(cluster.asked) == most
         assert (await asked.caller("good", "other")).role is None
-        assert len(cluster.asked) > 3
+        assert len(cluster.asked) > most
 
 
 async def test_made_up_tokens_do_not_lock_out_whose_token_was_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Strangers behind the operator's own address, and from ever new ones."""
-    monkeypatch.setattr(reviews, "STRANGERS_PER_SECOND", 0.001)
-    monkeypatch.setattr(reviews, "REVIEWS_PER_SECOND", 0.001)
+    monkeypatch.setattr(shares, "STRANGERS_PER_SECOND", 0.001)
+    monkeypatch.setattr(shares, "REVIEWS_PER_SECOND", 0.001)
     monkeypatch.setattr(reviews, "ADMITTED_SECONDS", -1.0)  # each call is a new question
     cluster = Cluster()
     cluster.roles = {"read"}
     async with served(cluster, tmp_path) as asked:
         assert (await asked.caller("good", "p")).role is Role.READ
         refused = 0
-        for number in range(3 * reviews.REVIEWS_AT_ONCE):
+        for number in range(6 * shares.REVIEWS_AT_ONCE):
             try:
                 await asked.caller(f"t{number}", "p" if number % 2 else f"p{number}")
             except reviews.ReviewError:
                 refused += 1
-        assert refused >= 2 * reviews.REVIEWS_AT_ONCE
+        assert refused >= 4 * shares.REVIEWS_AT_ONCE
         assert (await asked.caller("good", "p")).role is Role.READ
         cluster.silent = True
         slow = [asyncio.create_task(asked.caller(f"s{n}", f"s{n}")) for n in range(20)]
@@ -235,6 +238,87 @@ async def test_made_up_tokens_do_not_lock_out_whose_token_was_good(
         for each in slow:
             each.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
+
+
+def jwt(number: int, **claims: Any) -> str:
+    """A token that says so of itself; another one for each number."""
+    part = base64.urlsafe_b64encode(json.dumps({"jti": number, **claims}).encode()).decode()
+    return f"e30.{part.rstrip('=')}.c2ln"
+
+
+ALICE = {"iss": "https://kubernetes.default.svc", "sub": "system:serviceaccount:ops:alice"}
+
+
+async def flood(asked: reviews.Reviews, peers: list[str], **claims: Any) -> int:
+    """Twenty made-up tokens from each peer, in turn. How many were not asked about."""
+    refused = 0
+    for number in range(20 * len(peers)):
+        try:
+            await asked.caller(jwt(number, **claims), peers[number % len(peers)])
+        except reviews.ReviewError:
+            refused += 1
+    return refused
+
+
+async def test_a_rotated_token_is_admitted_beside_made_up_ones_from_its_own_address(
+    tmp_path: Path,
+) -> None:
+    cluster = Cluster()
+    cluster.roles = {"read"}
+    hours = [jwt(1000 + hour, **ALICE) for hour in range(5)]
+    cluster.good = set(hours)
+    async with served(cluster, tmp_path) as asked:
+        for token in hours:
+            assert (await asked.caller(token, "p")).role is Role.READ
+            assert await flood(asked, ["p"]) > 0
+
+
+async def test_a_first_login_is_admitted_beside_made_up_tokens_from_ten_addresses(
+    tmp_path: Path,
+) -> None:
+    cluster = Cluster()
+    cluster.roles = {"read"}
+    async with served(cluster, tmp_path) as asked:
+        assert await flood(asked, [f"10.0.0.{n}" for n in range(10)]) > 0
+        assert (await asked.caller("good", "10.0.1.1")).role is Role.READ
+
+
+async def test_questions_without_an_answer_keep_no_user_waiting(tmp_path: Path) -> None:
+    """An API server that asks somebody else about some tokens, who hangs."""
+    cluster = Cluster()
+    cluster.roles = {"read"}
+    cluster.hanging = ("slow",)
+    cluster.good = {"good", "new"}
+    async with served(cluster, tmp_path) as asked:
+        await asked.caller("good", "p")
+        slow = [asyncio.create_task(asked.caller(f"slow{n}", f"10.0.0.{n % 3}")) for n in range(90)]
+        while len(cluster.asked) < 12:
+            await asyncio.sleep(0.01)
+        asked._answers.clear()
+        assert (await asked.caller("good", "p")).role is Role.READ
+        for each in slow:
+            each.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_one_host_with_many_ipv6_addresses_is_one_stranger(tmp_path: Path) -> None:
+    cluster = Cluster()
+    async with served(cluster, tmp_path) as asked:
+        refused = await flood(asked, [f"2001:db8::{n}" for n in range(1, 5)])
+    assert refused > 40
+
+
+async def test_who_knows_a_user_at_the_same_address_makes_the_agent_ask_no_more(
+    tmp_path: Path,
+) -> None:
+    cluster = Cluster()
+    cluster.roles = {"read"}
+    cluster.good = {jwt(1000, **ALICE)}
+    async with served(cluster, tmp_path) as asked:
+        await asked.caller(jwt(1000, **ALICE), "p")
+        assert await flood(asked, ["p"] * 4, **ALICE) > 40
+        asked._answers.clear()
+        assert (await asked.caller(jwt(1000, **ALICE), "p")).role is Role.READ
 
 
 @pytest.mark.parametrize(
@@ -247,9 +331,9 @@ async def test_made_up_tokens_do_not_lock_out_whose_token_was_good(
 )  # fmt: skip
 def test_a_token_that_says_it_has_expired_is_not_asked_about(claims: Any, is_expired: bool) -> None:
     part = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
-    assert reviews.expired(f"e30.{part}.c2ln", 2000.0) is is_expired
-    assert not reviews.expired(part, 2000.0)
-    assert not reviews.expired(f"e30.{part}x!.c2ln", 2000.0)
+    assert shares.expired(shares.claims(f"e30.{part}.c2ln"), 2000.0) is is_expired
+    assert shares.claims(part) == {}
+    assert shares.claims(f"e30.{part}x!.c2ln") == {}
 
 
 async def test_many_calls_with_one_token_are_one_question(tmp_path: Path) -> None:
