@@ -313,7 +313,11 @@ class LeaseManager(steps.Executor):
         device, held = known.device, self._held(known.device)
         by_publication = raw_block.gave(self._entry(device).permitted_by)
         if not (self.settings.raw_block and device.name in self.published):
-            if known.raw or (held is not None and (held.until == math.inf or by_publication)):
+            earlier = held is not None and (held.until == math.inf or by_publication)
+            if earlier and self.settings.raw_block and not (known.raw or self.published.whole):
+                self._decided(known, ())
+                return RAW_CHECK_SECONDS
+            if known.raw or earlier:
                 self._revoke(device.number)  # of the pod that is gone, maybe of an earlier agent
             known.raw = False
             return None
@@ -450,11 +454,14 @@ class LeaseManager(steps.Executor):
         known.reasons = reasons
         self.denials.decided(known.device.name, str(known.seen), reasons)
 
-    def mounts_changed(self, now: raw_block.Table) -> None:
+    def mounts_changed(self, now: raw_block.Table, whole: bool = True) -> None:
         """Check the devices that kubelet published as raw block volumes, or no longer does."""
-        for name in self.published.update(now):
-            if name in self.known:
-                self.schedule(name)
+        names = self.published.update(now)
+        if whole and not self.published.whole:
+            names = frozenset(self.known)
+        self.published.whole = whole
+        for name in names & self.known.keys():
+            self.schedule(name)
 
     # --- operators
 

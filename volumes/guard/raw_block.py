@@ -149,8 +149,11 @@ class Watch:
     doctor tells.
     """
 
-    def __init__(self, changed: Callable[[Table], None]) -> None:
+    def __init__(self, changed: Callable[[Table, bool], None]) -> None:
+        """``changed``: gets the table, and whether a kubelet has been seen: what an earlier agent
+        knew of may be in the namespace of a kubelet that does not run now."""
         self._changed = changed
+        self._seen_kubelet = False
         self._mounted = asyncio.Event()
         self._spaces = {1: _Space(mountinfo.Watch("/proc/1/mountinfo", self._mounted.set))}
         self._searched = -math.inf
@@ -178,7 +181,8 @@ class Watch:
     async def _tell(self) -> None:
         """Whatever is wrong with a look ends neither the guard nor the looks that follow."""
         try:
-            self._changed(await self._look())
+            found = await self._look()
+            self._changed(found, self._seen_kubelet)
             self._trouble = ""
         except Exception as error:
             if str(error) != self._trouble:
@@ -190,7 +194,7 @@ class Watch:
 
     async def _search(self) -> None:
         """Follow kubelets into their namespaces. OSError when they cannot be told."""
-        self._searched = time.monotonic()
+        first, self._searched = self._searched == -math.inf, time.monotonic()
         running, found = await asyncio.to_thread(spaces)
         pids = set(found.values())
         for pid in self._spaces.keys() - pids:
@@ -201,6 +205,8 @@ class Watch:
             # Nobody unpublishes without a kubelet. One that runs has had a search's time to tell.
             if running & self._running:
                 del self._spaces[pid]
+        # At the start its table is read now; one that starts later has a search's time, as above.
+        self._seen_kubelet |= bool(running if first else running & self._running)
         self._running = running
         for pid in pids - self._spaces.keys():
             with contextlib.suppress(OSError):  # it ended; the next search finds its successor
@@ -279,6 +285,7 @@ class Published:
     table."""
 
     def __init__(self, now: Table) -> None:
+        self.whole = True  # False: what an earlier agent saw may be out of sight, and still there
         self._now = now
         self._stale = now.get(NO_DISK, frozenset())
 

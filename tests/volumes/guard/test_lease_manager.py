@@ -231,6 +231,25 @@ async def test_raw_permission_of_a_dead_agent_is_kept_while_published(world: Wor
         await each.close()
 
 
+async def test_raw_permission_of_a_dead_agent_waits_for_a_kubelet(world: World) -> None:
+    """Nobody unpublishes without one, and its own namespace is out of sight."""
+    world.raw = True
+    world.manager.mounts_changed(raw_block.published(raw_block.host_table()))
+    await world.checked()
+    world.raw = False
+    world.did.clear()
+    restarted = world.new_manager()
+    try:
+        restarted.mounts_changed({}, whole=False)
+        known = await world.checked(restarted)
+        assert (known.reasons, world.map[254, 99].until) == ((), math.inf)
+        assert "revoke" not in world.did
+        restarted.mounts_changed({}, whole=True)
+        await waiting.until_async(lambda: world.map == {}, 30, "the end of the permission")
+    finally:
+        await restarted.close()
+
+
 async def test_raw_permission_of_a_dead_agent_ends_where_disks_stay_too(world: World) -> None:
     world.ends_with_disk = False
     await world.checked()

@@ -125,7 +125,7 @@ async def test_a_look_that_fails_ends_no_guard_and_is_tried_again(
     with monkeypatch.context() as broken:
         broken.setattr(raw_block, "spaces", fail)
         broken.setattr(raw_block, "SEARCH_SECONDS", 0.05)
-        watch = raw_block.Watch(seen.append)
+        watch = raw_block.Watch(lambda table, _: seen.append(table))
         try:
             await watch.start()  # and so does the guard
             failed.clear()
@@ -141,7 +141,7 @@ async def test_a_table_that_cannot_be_read_counts_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(raw_block, "spaces", lambda: (frozenset(), {b"1": 1}))
-    watch = raw_block.Watch(lambda _: None)
+    watch = raw_block.Watch(lambda *_: None)
     try:
         mounted = watch._spaces[1].watch
         assert mounted is not None
@@ -371,6 +371,24 @@ def test_the_publication_is_seen_in_kubelets_own_mount_namespace(
             kubelet.end()
 
 
+@pytest.mark.parametrize("at_start", [True, False])
+async def test_a_kubelet_has_been_seen_once_it_had_time_to_publish(
+    monkeypatch: pytest.MonkeyPatch, at_start: bool
+) -> None:
+    there = [os.getpid()] if at_start else []
+    monkeypatch.setattr(raw_block, "kubelets", lambda _: list(there))
+    told = list[bool]()
+    watch = raw_block.Watch(lambda _, whole: told.append(whole))
+    try:
+        for _ in range(3):
+            await watch._tell()
+            watch._searched = 0.0
+            there[:] = [os.getpid()]
+    finally:
+        await watch.close()
+    assert told == ([True] * 3 if at_start else [False, False, True])
+
+
 async def test_a_kubelet_that_starts_again_keeps_its_publications(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,7 +405,7 @@ async def test_a_kubelet_that_starts_again_keeps_its_publications(
         name = device.removeprefix("/dev/")
         there.append(first.process.pid)
         assert first.goes_on() == "published"
-        watch = raw_block.Watch(lambda _: None)
+        watch = raw_block.Watch(lambda *_: None)
         try:
             assert name in await watch._look()
             first.end()
