@@ -53,7 +53,7 @@ def page(
 ) -> Iterator[str]:
     """One page for an operator: what is known, what was refused and why, the next safe step.
 
-    ``agent`` False: no agent runs, and the command itself looked.
+    ``agent`` False: none answers, and the command itself looked.
     """
     watched = device.get("watched", True)
     yield f"{device['device']} ({device['driver']}) is {device['title']}"
@@ -79,7 +79,7 @@ def page(
     for reason in device["reasons"]:
         yield f"             because {reason}"
     if not agent:
-        yield "  refused    not known: no agent runs that would know who was refused"
+        yield "  refused    not known: no agent answers that would know who was refused"
     for each in denials[-5:]:
         did = "refused" if each["denied"] else "let through"
         yield f"  {did:<10} {each['program']} (pid {each['pid']}, pod {each['pod'] or '-'}): " + (

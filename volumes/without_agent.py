@@ -16,7 +16,7 @@ from volumes.ledger.mirror import Answer, Mirror
 from volumes.probe import prober, signature_offsets
 from volumes.probe.examine import Kind, Verdict
 
-_NOBODY = "no agent runs, and only an agent permits a format"
+_NOBODY = "no agent answers, and only an agent permits a format"
 
 
 async def explained(

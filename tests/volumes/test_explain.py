@@ -215,7 +215,7 @@ def test_device_that_is_gone_has_a_page_of_its_denials() -> None:
 # (f) Without an agent.
 def test_without_an_agent_nobody_permits_and_nobody_looks_again() -> None:
     whole, step = page(known(BLANK, cluster=EMPTY), None, agent=False)
-    assert "no agent runs" in whole and "Start the agent" in step and "asks again" not in step
+    assert "no agent answers" in whole and "Start the agent" in step and "asks again" not in step
     _, step = page(known(EXT4), None, agent=False)
     assert "An agent writes it down when it runs" in step and "next look" not in step
     _, step = page(known(XFS, changed_from="ext4 u1"), HELD, agent=False)

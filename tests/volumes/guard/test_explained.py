@@ -35,7 +35,7 @@ def test_explained_with_and_without_an_agent(where: cell.Cell, tmp_path: Path) -
             step = explained(device).splitlines()[-1]
             assert "and held ext4" in step and "Do not format it" in step
             direct = explained(device, "--direct")
-            assert "no agent runs" in direct and direct.splitlines()[-1] == step
+            assert "no agent answers" in direct and direct.splitlines()[-1] == step
             assert agent.stop() == 0
             assert explained(device).splitlines()[-1] == step  # by itself
         agent.settings["volumes"]["guard"]["names"] = ["none-of-these*"]
