@@ -116,3 +116,23 @@ def test_a_slip_in_the_configmap_never_lowers_the_guard(
     for tried in (first, second):
         with grave.missing_denial():
             assert set(tried.outcomes) == {"Operation not permitted"}, tried.outcomes
+
+
+def test_a_missing_directory_or_secret_keeps_no_guard_away(
+    enforcing_by_settings: installed.Node,
+) -> None:
+    node = enforcing_by_settings
+    datasets = node.values["settings"]["cache"]["datasets"]
+    datasets.append({"name": "away", "source": {"kind": "dir", "path": "/mnt/that-nobody-mounted"}})
+    node.values["secretName"] = "nobody-made-it"
+    try:
+        node.helm("upgrade", node.image.tag)
+        check(node, settings_in_force=True)
+        node.delete()
+        check(node, settings_in_force=True)
+        node.set_mode("settings")  # the rooms that nothing is missing of work
+        found = node.agent.get("/v1/datasets/away")
+        assert found["state"] != "complete", found
+    finally:
+        datasets.pop()
+        del node.values["secretName"]
