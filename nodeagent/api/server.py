@@ -22,6 +22,7 @@ import structlog
 from aiohttp import web
 
 import kit.errors
+import kit.redact
 from kit.room import Answer, Json, Request, Role, Route, Stream
 from nodeagent import overview
 from nodeagent.api import access, own
@@ -146,6 +147,23 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 def _plain(text: str) -> str:
     """``text`` for messages: bounded, without characters that are none."""
     return text.encode("utf-8", "backslashreplace").decode()[:LONGEST_NOTE]
+
+
+def _noted(value: Any) -> Any:
+    """A field of a body for the record of calls. Of a long one both ends are shown: a path can be
+    made long with what means nothing."""
+    if isinstance(value, bool | int | float):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) > LONGEST_NOTE:
+        # Secrets first: half of one would not be known as one.
+        text = kit.redact.text(_ends(text, LONGEST_TEXT))
+    return _plain(_ends(text, LONGEST_NOTE))
+
+
+def _ends(text: str, most: int) -> str:
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 def _guard(door: Door, roles: dict[Any, Role]) -> Any:
@@ -283,11 +301,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
         _refuse("its body is not a JSON object")
     if not good:
         _refuse("its body has a text with NUL or half a character")
-    request[_SENT] = {
-        _plain(key): _plain(value) if isinstance(value, str) else value
-        for key, value in list(body.items())[:8]
-        if isinstance(value, str | bool | int | float)
-    }
+    request[_SENT] = {_plain(key): _noted(value) for key, value in list(body.items())[:8]}
     return body
 
 
@@ -337,6 +351,8 @@ def _handler(route: Route, running: Running, door: Door) -> Handler:
                     error.thing, f"{running.room.name} is starting", "try again in a moment"
                 ) from error
             raise
+        except ConnectionError as error:  # to what the room talks to; the client may well be there
+            raise RuntimeError(f"{what}: {error}") from error
         if isinstance(answer, Stream):
             return await _send(request, answer, door)
         if isinstance(answer, Answer):
