@@ -125,6 +125,29 @@ def test_unit_that_another_file_requires_is_in_use(installed: Path) -> None:
     assert str(drop_ins / "guard.conf") in one.users[0]
 
 
+def test_a_name_on_the_next_line_counts(installed: Path) -> None:
+    folder = installed / "etc/systemd/system"
+    text = f"[Unit]\nRequires=a.service \\\n# why\n  {GUARD.name}\n"
+    (folder / "mine.service").write_text(text)
+    assert [each.users for each in found(installed) if each.users]
+
+
+@pytest.mark.parametrize("above", ["run", "usr/lib", "usr/local/lib"])
+def test_units_of_packages_and_of_this_boot_count(installed: Path, above: str) -> None:
+    drop_ins = installed / above / "systemd/system/kubelet.service.d"
+    drop_ins.mkdir(parents=True)
+    (drop_ins / "10.conf").write_text(f"[Unit]\nBindsTo={GUARD.name}\n")
+    assert [each.users for each in found(installed) if each.users]
+
+
+def test_links_of_this_boot_go(installed: Path) -> None:
+    links = installed / "run/systemd/system/crio.service.requires"
+    links.mkdir(parents=True)
+    (links / GUARD.name).symlink_to(units.SYSTEMD / GUARD.name)
+    take_off(installed)
+    assert not links.exists()
+
+
 def test_what_only_bears_our_name_stays(root: Path) -> None:
     folder = root / "etc/systemd/system"
     (folder / "nodeagent.service").write_text(
