@@ -39,6 +39,7 @@ HANDLER_SECONDS = 55.0
 WRITE_SECONDS = 20.0  # one answer, or one line of a stream
 # Streams send something at least every five seconds (``kit.room.HEARTBEAT_SECONDS``).
 ASK_AGAIN_SECONDS = 5.0  # whether the caller of a stream may still read
+NO_ANSWER = 0  # in place of a status in the record of calls
 LONGEST_NOTE = 300  # of a path or a text in the record of calls
 
 # A listener that anybody reaches answers so many requests a second at once; each one more waits.
@@ -212,24 +213,32 @@ def _guard(door: Door, roles: dict[Any, Role]) -> Any:
             check(request, caller, needed)
             return await handler(request)
 
-        if caller.role is None:
-            await pace.keep("strangers")
-        response = await _errors_as_json(request, call)
-        if response.status == web.HTTPTooManyRequests.status_code:
-            await pace.keep(caller.key)
-        if needed is not Role.READ or caller.role is None:
+        def note(status: int) -> None:
+            if needed is Role.READ and caller.role is not None:
+                return
             door.calls.note(
                 caller,
                 # A handler that refuses has changed nothing; one that failed may have. A stranger
                 # comes to none, also while the cluster cannot be asked about him (503).
-                changed=caller.role is not None and not 400 <= response.status < 500,
+                changed=caller.role is not None and not 400 <= status < 500,
                 method=_plain(request.method),
                 path=_plain(request.path),
                 role=str(needed),
-                result=response.status,
+                result=status,
                 milliseconds=round((time.monotonic() - begun) * 1000),
                 **({"sent": request[_SENT]} if _SENT in request else {}),
             )
+
+        if caller.role is None:
+            await pace.keep("strangers")
+        try:
+            response = await _errors_as_json(request, call)
+        except (asyncio.CancelledError, ConnectionError):
+            note(NO_ANSWER)  # the agent stops, or the client has left
+            raise
+        if response.status == web.HTTPTooManyRequests.status_code:
+            await pace.keep(caller.key)
+        note(response.status)
         return response
 
     return guard

@@ -382,6 +382,14 @@ async def test_a_change_whose_backend_breaks_its_connection_is_recorded(agent: a
     assert (await recorded(agent, handler, {"a": 1}))["sent"] == {"a": 1}
 
 
+async def test_a_change_that_the_end_of_the_agent_breaks_off_is_recorded(agent: app.Agent) -> None:
+    async def handler(_: api.Fake, __: Request) -> kit.room.Json:
+        raise asyncio.CancelledError
+
+    entry = await recorded(agent, handler, {"a": 1})
+    assert (entry["result"], entry["sent"]) == (server.NO_ANSWER, {"a": 1})
+
+
 async def test_calls_that_a_caller_may_not_make_are_limited_too(
     agent: app.Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
