@@ -69,13 +69,17 @@ def mount_point(above: int, name: str, path: str) -> str:
     return f"/proc/self/fd/{above}/{name}"
 
 
-def remove(path: str | Path) -> None:
-    """Remove a mount point with nothing mounted; stays when it is not empty or not there."""
+def remove(path: str | Path, levels: int = 1) -> None:
+    """Remove a mount point with nothing mounted; stays when it is not empty or not there.
+
+    ``levels``: how many directories above it are below the views.
+    """
     place = Path(path)
-    with (
-        contextlib.suppress(OSError),
-        kit.files.closing(os.open(place.parent, _DIRECTORY | os.O_NOFOLLOW)) as above,
-    ):
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+        above = opened.enter_context(kit.files.closing(os.open(place.parents[levels], _DIRECTORY)))
+        for name in place.parts[-levels - 1 : -1]:
+            found = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+            above = opened.enter_context(kit.files.closing(found))
         with kit.files.closing(os.open(place.name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=above)) as it:
             file_flags.set_immutable(it, False)
         os.rmdir(place.name, dir_fd=above)

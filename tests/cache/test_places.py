@@ -150,6 +150,14 @@ def test_no_generation_is_mounted_through_a_link(disk: Path) -> None:
     assert os.listdir(disk / "victim") == ["data"]
 
 
+def test_no_place_of_a_generation_is_removed_through_a_link(disk: Path) -> None:
+    link_name(disk / "views")
+    theirs = disk / "victim" / by_id.FOLDER / "1"
+    theirs.mkdir(parents=True)
+    by_id.take_down_all(str(disk / "views" / "demo" / "data"))
+    assert theirs.exists()
+
+
 def test_empty_places_take_no_files_and_go_with_the_view(disk: Path) -> None:
     """The file system of the views must have the flag; else there is nothing to try."""
     data = disk / "views" / "demo" / "data"
