@@ -117,7 +117,7 @@ def hide(data: str, name: str) -> bool:
             mounts.unmount(target)
         except OSError:
             return False
-    places.remove(target)
+    places.remove(target, levels=2)
     with contextlib.suppress(OSError):
         os.rmdir(folder_of(data))
     return True
@@ -134,7 +134,7 @@ def _remove_places(data: str, names: Sequence[str] = ()) -> None:
     """Mount points of generations other than ``names``, also those that a reboot has left."""
     with contextlib.suppress(OSError):
         for each in set(os.listdir(folder_of(data))) - {*names, *shown(data)}:
-            places.remove(f"{folder_of(data)}/{each}")
+            places.remove(f"{folder_of(data)}/{each}", levels=2)
 
 
 def all_users(data: str) -> list[str]:

@@ -22,6 +22,7 @@ ALWAYS: Mapping[str, str] = {
     "/run/docker": RUNTIME,
     "/run/k3s": RUNTIME,
     "/run/nodeagent": AGENT,
+    "/run/secrets": AGENT,  # its token in the cluster
     "/etc": "the host's configuration",
     "/proc": "the kernel's",
     "/sys": "the kernel's",

@@ -50,23 +50,36 @@ def mount_point(above: int, name: str, path: str) -> str:
     """The place to mount at, as a path that leads nowhere else while ``above`` is open."""
     if mountinfo.top(path) is None:  # else what is seen there is the dataset's, and may hang
         with folder(above, name, path) as found:
+            # From here on it is what it is, so what follows is true when it is mounted on.
+            file_flags.set_immutable(found, True)
             if inside := os.listdir(found):
+                file_flags.set_immutable(found, False)
                 raise kit.errors.HostError(
                     path, f"somebody has put {inside[0]!r} where the dataset is to be mounted",
                     "see who may write there (hostPath without readOnly), and take it away: jobs "
                     "would read it whenever the dataset is not mounted",
                 )  # fmt: skip
-            file_flags.set_immutable(found, True)
+            named = os.stat(name, dir_fd=above, follow_symlinks=False)
+            if not os.path.samestat(named, os.fstat(found)):
+                file_flags.set_immutable(found, False)
+                raise kit.errors.HostError(
+                    path, "somebody has put another directory in its place just now",
+                    "see who may write there (hostPath without readOnly)",
+                )  # fmt: skip
     return f"/proc/self/fd/{above}/{name}"
 
 
-def remove(path: str | Path) -> None:
-    """Remove a mount point with nothing mounted; stays when it is not empty or not there."""
+def remove(path: str | Path, levels: int = 1) -> None:
+    """Remove a mount point with nothing mounted; stays when it is not empty or not there.
+
+    ``levels``: how many directories above it are below the views.
+    """
     place = Path(path)
-    with (
-        contextlib.suppress(OSError),
-        kit.files.closing(os.open(place.parent, _DIRECTORY | os.O_NOFOLLOW)) as above,
-    ):
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+        above = opened.enter_context(kit.files.closing(os.open(place.parents[levels], _DIRECTORY)))
+        for name in place.parts[-levels - 1 : -1]:
+            found = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+            above = opened.enter_context(kit.files.closing(found))
         with kit.files.closing(os.open(place.name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=above)) as it:
             file_flags.set_immutable(it, False)
         os.rmdir(place.name, dir_fd=above)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import kit.redact
 from kit import messages, processes
 from kit.processes import DeadlineError as DeadlineError
 
@@ -39,5 +40,7 @@ async def call(function: Callable[..., Any], *arguments: Any, deadline: float) -
     except TimeoutError:
         raise DeadlineError(thing, f"no answer within {deadline:g}s", _REMEDY) from None
     if process.returncode or not out:
-        raise RuntimeError(f"{name} ended with {process.returncode}: {err.decode()[-1000:]}")
+        # Secrets first: the rest of one that was cut would not be known as one.
+        last = kit.redact.text(err.decode("utf-8", "replace"))[-1000:]
+        raise RuntimeError(f"{name} ended with {process.returncode}: {last}")
     return messages.result(out, Any)

@@ -15,8 +15,8 @@ HIDDEN = "***"
 _HARMLESS = {"service", "scope", "ns", "ref", "tag", "digest", "n", "last", "limit"}
 
 _NAME = (
-    r"x-(?:amz|goog|oss|cos|obs|ms)-[\w-]{1,60}|q-(?:ak|signature)|sig|jwt|pwd|auth|policy|"
-    r"(?:[\w-]{0,40}?)(?:token|secret|password|passwd|passphrase|signature|credentials?|"
+    r"x-(?:amz|goog|oss|cos|obs|ms)-[\w-]{1,60}|q-(?:ak|signature)|sig|jwt|auth|policy|"
+    r"(?:[\w-]{0,40}?)(?:token|secret|password|passwd|passphrase|pwd|signature|credentials?|"
     r"authorization|api[_-]?key|secret[_-]?key|access[_-]?key(?:[_-]?id)?|accessid|key-pair-id|"
     r"account[_-]?key|private[_-]?key|client-key-data)"
 )
@@ -28,34 +28,52 @@ _PLAIN = (
 )
 _SHOWN = r"\*\*\*"
 _WORD = r"[^\s\"']*[^\s\"',;]"
-# A word that no sentence has: with a digit or a sign in it. No path, nothing in brackets.
+# A word that no sentence has: with a digit or a sign in its beginning (all of it would cost the
+# square of its length). No path, nothing in brackets.
 _STANDS_FOR = r"(?-i:[A-Z_]{1,20}(?:[\s.,;)\]'\"]|\Z))"  # FILE, in a help text
 _ODD = (
     rf"(?!/[\w.-]+/|[<(\[{{]|{_SHOWN})"
-    rf"(?=[^\s\"']*(?:\d|[+=_$!@#%^&~*]|\w[./:]\w)){_WORD}"
+    rf"(?=[^\s\"']{{0,200}}(?:\d|[+=_$!@#%^&~*]|\w[./:]\w)){_WORD}"
 )
 _SCHEME = r"(?:(?:bearer|basic|digest|negotiate) +)?"
 _FIELD = re.compile(_NAME, re.IGNORECASE)
 _URL = re.compile(r'(?<=://)[^\s"<>]+')
+# Without one of these words a text has no name that stands before a secret. Most have none, and to
+# look for the names takes ten times as long.
+_HAS_NAME = re.compile(
+    r"x-|q-ak|sig|jwt|auth|policy|token|secret|pass|pwd|credential|key|accessid",
+    re.IGNORECASE | re.ASCII,
+)
 _RULES = [
-    (re.compile(pattern, re.IGNORECASE | re.DOTALL | re.MULTILINE | re.ASCII), shown)
+    (
+        re.compile(pattern, re.IGNORECASE | re.DOTALL | re.MULTILINE | re.ASCII),
+        shown,
+        "passphrase" in pattern,  # it looks for such a name
+    )
     for pattern, shown in (
         (r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END[A-Z ]{0,40}-----|\Z)", HIDDEN),
         # Headers, with or without a scheme before the secret.
+        (r"\b(cookie: ?)[^\n\"']+", rf"\1{HIDDEN}"),
         (
             rf"\b(authorization|x-registry-auth|cookie)(\\*[\"']?\s?[:=]\s?\\*[\"']?){_SCHEME}[^\s\"']+",
             rf"\1\2{HIDDEN}",
         ),
         (r"\b(bearer|basic) +(?!authenti)[\w.~+/=-]{8,}", rf"\1 {HIDDEN}"),
         (r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*", HIDDEN),  # a JWT
-        # JSON's and Python's fields: docker's auths, answers of token services.
+        # In quotes: fields of JSON and Python (docker's auths, answers of token services), YAML,
+        # TOML, logs of Go.
         (
-            rf"(?<![\w-])({_NAME})(\\*[\"']\s?:\s?\\*)([\"'])(?:(?!\3|\\+\3).)*",
+            (
+                rf"(?<![\w-])((?:{_NAME})(?:\\*[\"']\s?:\s?|\s?=\s?)|{_PLAIN}:[ \t]*)"
+                r"(\\*)b?([\"'])(?:(?!\3|\\+\3).)*"
+            ),
             rf"\1\2\3{HIDDEN}",
         ),
         (rf"(?<![\w-])({_NAME})(\s?=\s?|%3D)[^\s&\"']+", rf"\1\2{HIDDEN}"),
         # YAML, headers that we do not know, options of a command line.
-        (rf"(?<![\w-])({_PLAIN}: +){_ODD}", rf"\1{HIDDEN}"),
+        (rf"(?<![\w-])({_PLAIN} ?:[ \t]+){_ODD}", rf"\1{HIDDEN}"),
+        # Without a space, or as Go prints headers. After a slash it is a name with a tag.
+        (rf"(?<![\w/.-])({_PLAIN}:\[?){_ODD}", rf"\1{HIDDEN}"),
         (
             (
                 rf"(?<![\w-])([\w-]{{0,40}}?(?:password|passwd|passphrase|pwd): +)(?!{_SHOWN})"
@@ -67,6 +85,10 @@ _RULES = [
             rf"(?<![\w-])(--?{_PLAIN} +)(?!-|{_SHOWN}|{_STANDS_FOR}){_WORD}",
             rf"\1{HIDDEN}",
         ),
+        (
+            rf"(?<![\w-])(--?{_PLAIN}(?:[\"'],)? +)([\"'])(?:(?!\2).)*",  # in quotes, in a list
+            rf"\1\2{HIDDEN}",
+        ),
         # A login before a host, without a scheme. Digests and snapshots of images are none.
         (
             (
@@ -75,10 +97,11 @@ _RULES = [
             ),
             rf"\1:{HIDDEN}@",
         ),
-        # Tokens that name their kind: GitHub, GitLab, Hugging Face, Docker, Vault, npm, AWS, Slack.
+        # Tokens that name their kind: GitHub, GitLab, Hugging Face, NVIDIA, Docker, Vault, npm,
+        # AWS, Slack.
         (
             (
-                r"(?<![\w-])(gh[pousr]_|github_pat_|glpat-|hf_|dckr_[po]at_|hvs\.|npm_|"
+                r"(?<![\w-])(gh[pousr]_|github_pat_|glpat-|hf_|nvapi-|dckr_[po]at_|hvs\.|npm_|"
                 r"xox[abeprs]-)[\w-]{8,}"
             ),
             rf"\1{HIDDEN}",
@@ -94,8 +117,10 @@ _RULES = [
 def text(said: str) -> str:
     """``said`` without its secrets; twice is the same as once."""
     said = _URL.sub(lambda found: _url(found[0]), said)
-    for pattern, shown in _RULES:
-        said = pattern.sub(shown, said)
+    named = _HAS_NAME.search(said) is not None
+    for pattern, shown, of_names in _RULES:
+        if named or not of_names:
+            said = pattern.sub(shown, said)
     return said
 
 

@@ -11,7 +11,7 @@ import yaml
 import kit.redact
 
 # Quoted words of a problem, but for single characters and the names of YAML's own tokens.
-_QUOTED = re.compile(r"'(?!<)[^']{3,}'|\"[^\"]{3,}\"")
+_QUOTED = re.compile(r"'(?!<[a-z ]+>')[^']{3,}'|\"[^\"]{3,}\"")
 
 
 def load_yaml(data: str | bytes) -> Any:

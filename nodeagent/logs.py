@@ -18,6 +18,7 @@ from typing import Any, TextIO, cast
 import structlog
 
 import kit.redact
+from kit import terminal
 
 MOST_WAITING_LINES = 4096
 CLOSE_SECONDS = 2.0  # for the lines that wait when the process ends
@@ -67,10 +68,20 @@ class Drain:
 
 
 class _Plain(logging.Formatter):
-    """What libraries log, without secrets."""
+    """What libraries log, without secrets and control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return kit.redact.text(super().format(record))
+        return _lines(kit.redact.text(super().format(record)))
+
+
+def _lines(text: str) -> str:
+    """Its lines, without control characters of others: they would steer a terminal."""
+    return "\n".join(map(terminal.plain, text.split("\n")))
+
+
+def _escape(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """What a console shows as it is; it quotes all other fields."""
+    return {**event, **{k: _lines(event[k]) for k in ("event", "exception") if k in event}}
 
 
 def _redact(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
@@ -79,11 +90,9 @@ def _redact(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typ
 
 def configure(descriptor: int = 2) -> Drain:
     """Log from level INFO, to standard error unless told otherwise."""
-    renderer: structlog.typing.Processor
+    renderers: tuple[structlog.typing.Processor, ...] = (structlog.processors.JSONRenderer(),)
     if os.isatty(descriptor):
-        renderer = structlog.dev.ConsoleRenderer()
-    else:
-        renderer = structlog.processors.JSONRenderer()
+        renderers = _escape, structlog.dev.ConsoleRenderer()
     drain = Drain(descriptor)
     atexit.register(drain.close)
     structlog.configure(
@@ -93,7 +102,7 @@ def configure(descriptor: int = 2) -> Drain:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             _redact,
-            renderer,
+            *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.WriteLoggerFactory(cast(TextIO, drain)),

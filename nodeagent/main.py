@@ -9,6 +9,7 @@ import asyncio
 import io
 import os
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import click
 
 import kit.errors
+import kit.redact
 import kit.room
 from kit import terminal
 from nodeagent import commands, configfile, rooms
@@ -256,3 +258,7 @@ def main() -> None:
     except BrokenPipeError:
         sys.stdout = None  # the reader of our output is gone; nothing is left to print
         sys.exit(141)
+    except Exception:  # Python would print text of others as it is
+        for line in kit.redact.text(traceback.format_exc()).splitlines():
+            terminal.say(line, error=True)
+        sys.exit(1)

@@ -7,6 +7,7 @@ the image stay: whoever put them there takes them away.
 
 import contextlib
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import kit.child
 import kit.errors
 import kit.traces
-from nodeagent import rooms, units
+from nodeagent import configfile, rooms, units
 from nodeagent.settings import Settings
 
 FIND_SECONDS = 60.0
@@ -49,11 +50,17 @@ def find(settings: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     """The process's own traces."""
     socket = Path(settings["socket"])
     paths = [Path(state_dir) / name for name in _STATE]
-    if Path(state_dir).name == "state":
+    if Path(state_dir).name == "state" and _is_ours(Path(state_dir).parent):
         paths += [Path(state_dir).parent / name for name in _BESIDE]
-    paths += [socket, socket.parent / "secrets"]  # keys that objects of the cluster refer to
+    secrets = socket.parent / "secrets"  # keys that objects of the cluster refer to
+    made = secrets.is_dir() and stat.S_IMODE(secrets.stat().st_mode) == 0o700  # as the agent does
+    whole = made and socket.parent.name == "nodeagent"
+    paths += [socket, *(secrets.iterdir() if whole else ())]
     found = units.find()
     found += [kit.traces.Trace("file", str(path)) for path in paths if os.path.lexists(path)]
+    if made:
+        why = "" if whole else "what is in it may be another program's: take our keys out by hand"
+        found.append(kit.traces.Trace("folder", str(secrets), stays=why))
     folders = [Path(state_dir), Path(state_dir).parent, socket.parent]
     found += [
         kit.traces.Trace("folder", str(path))
@@ -61,6 +68,17 @@ def find(settings: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
         if path.is_dir() and (path == Path(state_dir) or path.name == "nodeagent")
     ]
     return [trace.as_json() for trace in found]
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether the directory that holds the state directory is ours, too."""
+    if folder.name == "nodeagent":
+        return True
+    try:
+        configfile.load(folder / "settings.yaml")
+    except kit.errors.SettingsError:
+        return False
+    return True
 
 
 def remove(settings: dict[str, Any], state_dir: str, kind: str, name: str) -> None:

@@ -22,6 +22,7 @@ _COMMANDS = {"nodeagent.service": ("run",), GUARD: ("volume", "guard", "attach")
 _LINK_FOLDERS = ("*.wants", "*.requires", "*.upholds")
 # A unit with such a line does not start without the units that the line names.
 _NEEDS = re.compile(r"^[ \t]*(?:Requires|Requisite|BindsTo)[ \t]*=(.*)$", re.MULTILINE)
+_CONTINUED = re.compile(r"\\\n(?:[ \t]*[#;].*\n)*")  # comments may come between
 _MOST_BYTES = 1 << 20  # of a unit file that is looked at
 _MODULES = {"rbd", "nbd"}
 
@@ -54,8 +55,15 @@ def _unit(systemd: Path, name: str) -> Iterator[Trace]:
 
 
 def _links(systemd: Path, name: str) -> list[Path]:
-    folders = sorted(folder for each in _LINK_FOLDERS for folder in systemd.glob(each))
+    """``systemctl enable --runtime`` makes them below /run, until the next boot."""
+    above = (systemd, _elsewhere(systemd, "run"))
+    folders = sorted(f for each in _LINK_FOLDERS for path in above for f in path.glob(each))
     return [folder / name for folder in folders if (folder / name).is_symlink()]
+
+
+def _elsewhere(systemd: Path, above: str) -> Path:
+    """Another directory of units on the host that has ``systemd``."""
+    return systemd.parents[2] / above / "systemd/system"
 
 
 def _is_beside(link: Path) -> bool:
@@ -69,7 +77,7 @@ def _is_ours(file: Path) -> bool:
         # "systemctl enable /opt/.../nodeagent-guard.service" from a container that lacks /opt.
         return file.name == GUARD and os.path.basename(os.readlink(file)) == GUARD
     command = " ".join(_COMMANDS[file.name])
-    for line in _text(file).splitlines():
+    for line in _joined(file).splitlines():
         key, _, value = line.partition("=")
         if key.strip() == "ExecStart" and (words := _words(value)):
             program = os.path.basename(words[0].lstrip("@-:+!"))
@@ -87,12 +95,18 @@ def _words(value: str) -> list[str]:
 
 def _needed_by(systemd: Path, name: str) -> tuple[str, ...]:
     """Other files that require the unit by name, a line each."""
-    files = [*systemd.glob("*"), *systemd.glob("*.d/*.conf")]
+    above = (systemd, *(_elsewhere(systemd, each) for each in ("run", "usr/local/lib", "usr/lib")))
+    files = [file for path in above for each in ("*", "*.d/*.conf") for file in path.glob(each)]
     return tuple(
         f"{file}, which requires {name}"
         for file in sorted(files)
-        if file.name != name and any(name in m.split() for m in _NEEDS.findall(_text(file)))
+        if file.name != name and any(name in m.split() for m in _NEEDS.findall(_joined(file)))
     )
+
+
+def _joined(file: Path) -> str:
+    """Its text, each setting on one line."""
+    return _CONTINUED.sub(" ", _text(file))
 
 
 def _text(file: Path) -> str:

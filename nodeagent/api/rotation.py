@@ -65,26 +65,43 @@ def exposure(path: Path, *, secret: bool) -> Exposure | None:
     ``secret``: it matters who reads it. None for a file that is not there.
     """
     try:
-        found, folder = path.stat(), path.resolve().parent.stat()
+        found = path.stat()
+        # Who may write to one of them may put another file in its place.
+        above = {*path.absolute().parents, *path.resolve().parents}
+        open_to = [str(each) for each in sorted(above) if _others_decide(each)]
     except OSError:
         return None
     written, read = _written(found), secret and bool(found.st_mode & stat.S_IROTH)
     what = []
-    if found.st_uid not in (0, os.geteuid()):
+    if _of_another(found):
         written = True
         what.append(f"belongs to uid {found.st_uid}")
     if written or read:
         verbs = [word for word, may in (("read", read), ("written", written)) if may]
         what.append(f"may be {' and '.join(verbs)} by others (mode {found.st_mode & 0o7777:04o})")
-    if _written(folder) and not folder.st_mode & stat.S_ISVTX:
+    if open_to:
         written = True
-        what.append("lies in a directory that others may write")
+        what.append(f"lies below {open_to[0]}, which others may write")
     return Exposure(path, ", ".join(what), written) if what else None
 
 
 def _written(found: os.stat_result) -> bool:
     mode = found.st_mode
     return bool(mode & stat.S_IWOTH or (mode & stat.S_IWGRP and found.st_gid != 0))
+
+
+def _of_another(found: os.stat_result) -> bool:
+    return found.st_uid not in (0, os.geteuid())
+
+
+def _others_decide(folder: Path) -> bool:
+    """Whether somebody else may replace what is in a directory."""
+    found = folder.stat()
+    if _of_another(found):
+        return True
+    # kubelet's volumes of ConfigMaps have mode 0777; only their pod comes to them.
+    of_kubelet = (folder / "..data").is_symlink()
+    return _written(found) and not found.st_mode & stat.S_ISVTX and not of_kubelet
 
 
 def attempt(read: Callable[[], T]) -> tuple[T | None, str]:

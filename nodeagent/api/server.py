@@ -22,6 +22,7 @@ import structlog
 from aiohttp import web
 
 import kit.errors
+import kit.redact
 from kit.room import Answer, Json, Request, Role, Route, Stream
 from nodeagent import overview
 from nodeagent.api import access, own
@@ -38,6 +39,7 @@ HANDLER_SECONDS = 55.0
 WRITE_SECONDS = 20.0  # one answer, or one line of a stream
 # Streams send something at least every five seconds (``kit.room.HEARTBEAT_SECONDS``).
 ASK_AGAIN_SECONDS = 5.0  # whether the caller of a stream may still read
+NO_ANSWER = 0  # in place of a status in the record of calls
 LONGEST_NOTE = 300  # of a path or a text in the record of calls
 
 # A listener that anybody reaches answers so many requests a second at once; each one more waits.
@@ -148,6 +150,23 @@ def _plain(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()[:LONGEST_NOTE]
 
 
+def _noted(value: Any) -> Any:
+    """A field of a body for the record of calls. Of a long one both ends are shown: a path can be
+    made long with what means nothing."""
+    if isinstance(value, bool | int | float):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) > LONGEST_NOTE:
+        # Secrets first: half of one would not be known as one.
+        text = kit.redact.text(_ends(text, LONGEST_TEXT))
+    return _plain(_ends(text, LONGEST_NOTE))
+
+
+def _ends(text: str, most: int) -> str:
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+
+
 def _guard(door: Door, roles: dict[Any, Role]) -> Any:
     """Refuses who may not; limits and records changing calls."""
     rate, pace = access.Rate(), Pace()
@@ -194,24 +213,32 @@ def _guard(door: Door, roles: dict[Any, Role]) -> Any:
             check(request, caller, needed)
             return await handler(request)
 
-        if caller.role is None:
-            await pace.keep("strangers")
-        response = await _errors_as_json(request, call)
-        if response.status == web.HTTPTooManyRequests.status_code:
-            await pace.keep(caller.key)
-        if needed is not Role.READ or caller.role is None:
+        def note(status: int) -> None:
+            if needed is Role.READ and caller.role is not None:
+                return
             door.calls.note(
                 caller,
                 # A handler that refuses has changed nothing; one that failed may have. A stranger
                 # comes to none, also while the cluster cannot be asked about him (503).
-                changed=caller.role is not None and not 400 <= response.status < 500,
+                changed=caller.role is not None and not 400 <= status < 500,
                 method=_plain(request.method),
                 path=_plain(request.path),
                 role=str(needed),
-                result=response.status,
+                result=status,
                 milliseconds=round((time.monotonic() - begun) * 1000),
                 **({"sent": request[_SENT]} if _SENT in request else {}),
             )
+
+        if caller.role is None:
+            await pace.keep("strangers")
+        try:
+            response = await _errors_as_json(request, call)
+        except (asyncio.CancelledError, ConnectionError):
+            note(NO_ANSWER)  # the agent stops, or the client has left
+            raise
+        if response.status == web.HTTPTooManyRequests.status_code:
+            await pace.keep(caller.key)
+        note(response.status)
         return response
 
     return guard
@@ -283,11 +310,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
         _refuse("its body is not a JSON object")
     if not good:
         _refuse("its body has a text with NUL or half a character")
-    request[_SENT] = {
-        _plain(key): _plain(value) if isinstance(value, str) else value
-        for key, value in list(body.items())[:8]
-        if isinstance(value, str | bool | int | float)
-    }
+    request[_SENT] = {_plain(key): _noted(value) for key, value in list(body.items())[:8]}
     return body
 
 
@@ -337,6 +360,8 @@ def _handler(route: Route, running: Running, door: Door) -> Handler:
                     error.thing, f"{running.room.name} is starting", "try again in a moment"
                 ) from error
             raise
+        except ConnectionError as error:  # to what the room talks to; the client may well be there
+            raise RuntimeError(f"{what}: {error}") from error
         if isinstance(answer, Stream):
             return await _send(request, answer, door)
         if isinstance(answer, Answer):

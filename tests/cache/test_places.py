@@ -3,12 +3,13 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kit.errors
 from cache import by_id, places, view
-from linux import mountinfo, mounts
+from linux import file_flags, mountinfo, mounts
 
 pytestmark = pytest.mark.real
 
@@ -25,6 +26,16 @@ def disk(memory: Path) -> Path:
 def publish(disk: Path) -> None:
     shown = str(disk / "views" / "demo" / "data")
     view.publish(shown, view.Stage.SOURCE, str(disk / "source"), "", str(disk / "scratch"))
+
+
+class Patched:
+    """``os`` with other functions."""
+
+    def __init__(self, **functions: Any) -> None:
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
 
 
 def link_name(views: Path) -> None:
@@ -47,7 +58,7 @@ def open_data(views: Path) -> None:
 
 
 def full_data(views: Path) -> None:
-    (views / "demo" / "data").mkdir(parents=True)
+    (views / "demo" / "data").mkdir(parents=True, exist_ok=True)
     (views / "demo" / "data" / "ready").write_text("jobs wait for this file")
 
 
@@ -82,6 +93,44 @@ def test_nothing_is_mounted_where_others_decide(
     assert list((disk / "victim" / "data").iterdir()) == []
 
 
+def test_nothing_is_put_there_after_it_was_seen_empty(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = disk / "views" / "demo" / "data"
+
+    def then_somebody_writes(place: int) -> list[str]:
+        seen = os.listdir(place)
+        with pytest.raises(PermissionError):
+            (data / "ready").touch()
+        with pytest.raises(PermissionError):
+            data.rename(data.with_name("away"))
+        return seen
+
+    monkeypatch.setattr(places, "os", Patched(listdir=then_somebody_writes))
+    publish(disk)
+    mounts.unmount(data)
+    assert os.listdir(data) == []
+
+
+def test_nothing_is_mounted_on_a_directory_that_was_put_in_the_place(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = disk / "views" / "demo" / "data"
+    flags = file_flags.set_immutable
+
+    def swapped(descriptor: int, on: bool) -> bool:
+        if on:
+            data.rename(data.with_name("away"))
+            full_data(disk / "views")
+        return flags(descriptor, on)
+
+    monkeypatch.setattr(file_flags, "set_immutable", swapped)
+    with pytest.raises(kit.errors.HostError, match="another directory in its place"):
+        publish(disk)
+    assert os.listdir(data) == ["ready"]
+    data.with_name("away").rmdir()  # it is not immutable
+
+
 def test_no_link_is_followed_by_who_sets_owners_and_modes(disk: Path) -> None:
     link_name(disk / "views")
     shown = str(disk / "views" / "demo" / "data")
@@ -99,6 +148,14 @@ def test_no_generation_is_mounted_through_a_link(disk: Path) -> None:
     with pytest.raises(kit.errors.HostError, match="a link or a file"):
         by_id.show(str(disk / "views" / "demo" / "data"), "1", str(disk / "source"))
     assert os.listdir(disk / "victim") == ["data"]
+
+
+def test_no_place_of_a_generation_is_removed_through_a_link(disk: Path) -> None:
+    link_name(disk / "views")
+    theirs = disk / "victim" / by_id.FOLDER / "1"
+    theirs.mkdir(parents=True)
+    by_id.take_down_all(str(disk / "views" / "demo" / "data"))
+    assert theirs.exists()
 
 
 def test_empty_places_take_no_files_and_go_with_the_view(disk: Path) -> None:

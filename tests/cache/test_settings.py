@@ -117,6 +117,7 @@ def test_overlapping_roots_are_refused(store: str, views: str, source: str) -> N
     [
         ("/var/lib/kubelet", "the kubelet's"),
         ("/var/lib/kubelet/pods/1/volumes", "the kubelet's"),
+        ("/run/secrets/kubernetes.io/serviceaccount", "the agent's"),
         ("/mnt/x/../../var/lib/kubelet/pods", "the kubelet's"),
         ("/data/kubelet/pods", "the kubelet's"),
         ("/data", "the kubelet's"),

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from volumes import settings
+from volumes.guard import kernel, override, pins
+
 REPO = Path(__file__).parents[2]
 UNGUARDED = "no format guard after 1 s: volumes are staged unguarded\n"
 OFF = "the format guard is switched off\n"
+SWITCHED_OFF = override.Override(kernel.Mode.OFF, "a", "b", 1.0)
 WANTED, OVERRIDE = "state/volumes/guard-wanted.json", "state/volumes/guard-override.json"
 
 
@@ -81,3 +85,40 @@ def test_waits_only_where_a_guard_is_wanted(
     for name, text in files.items():
         (wait.state / name).write_text(text)
     assert wait.says(seconds) == says
+
+
+async def test_the_kill_switch_counts_while_the_state_disk_hangs(
+    wait: Wait, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait.hangs(WANTED)
+    await held(wait, tmp_path, monkeypatch, SWITCHED_OFF)
+    assert wait.says("100000") == OFF
+
+
+@pytest.mark.parametrize(
+    ("disk", "memory", "seconds", "says"),
+    [
+        ("enforce", SWITCHED_OFF, "100000", OFF),
+        ("off", override.Override(kernel.Mode.ENFORCE, "a", '"mode": "off"', 1.0), "1", UNGUARDED),
+        ("off", None, "1", UNGUARDED),  # the operator took it back; the settings want a guard
+    ],
+)
+async def test_what_memory_holds_counts_before_a_disk_that_took_nothing(
+    wait: Wait, disk: str, memory: override.Override | None, seconds: str, says: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (wait.state / WANTED).write_text('{"mode": "enforce"}')
+    (wait.state / OVERRIDE).write_text(f'{{"mode": "{disk}"}}')
+    await held(wait, tmp_path, monkeypatch, memory)
+    assert wait.says(seconds) == says
+
+
+async def held(
+    wait: Wait, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: override.Override | None
+) -> None:
+    """As an operator's command that finds no state directory to write to."""
+    monkeypatch.setattr(pins, "file_system", lambda _: None)
+    file = tmp_path / "file"
+    file.touch()
+    guard = settings.GuardSettings(pins=wait.bpf / "nodeagent")
+    assert (await override.save(guard, file, given))[0]

@@ -28,6 +28,10 @@ def agent_and_parent(*_: object) -> tuple[int, int]:
     return child_main.agent_pid(), os.getppid()
 
 
+def tells(text: str) -> None:
+    raise LookupError(text)
+
+
 def variable(name: str) -> str | None:
     return os.environ.get(name)
 

@@ -90,6 +90,12 @@ async def test_call_reports_last_words_of_broken_child() -> None:
         await kit.child.call(called.die, deadline=20)
 
 
+async def test_last_words_hold_no_secret_that_was_cut() -> None:
+    with pytest.raises(RuntimeError, match="ended with 1") as raised:
+        await kit.child.call(called.tells, "token=" + "s3cret" * 200, deadline=20)
+    assert "s3cret" not in str(raised.value)
+
+
 async def test_call_kills_late_child_and_counts_it(
     tmp_path: Path,
 ) -> None:

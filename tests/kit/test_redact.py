@@ -87,6 +87,10 @@ _SECRETS = st.one_of(
     st.builds(lambda s: (s, f"eyJhbGciOiJIUzI1NiJ9.{s}.{s}"), _WORDS),
     st.builds(lambda n, s: (s, f"{n}: {s}"), st.sampled_from(_PLAIN), _ODD),
     st.builds(lambda s: (s, f"a: b\npassword: {s}\nc: d"), _WORDS),
+    st.builds(lambda n, s: (s, f'{n}="{s}"'), st.sampled_from(_PARAMETERS), _WORDS),
+    st.builds(lambda n, s: (s, f"{n}: '{s}'"), st.sampled_from(_PLAIN), _WORDS),
+    st.builds(lambda n, s: (s, f"{n}:{s}"), st.sampled_from(_PLAIN), _ODD),
+    st.builds(lambda s: (s, repr(["--password", s])), _WORDS),
     st.builds(lambda n, s: (s, f"--{n} {s}"), st.sampled_from(["password", "auth-token"]), _ODD),
     st.builds(lambda s: (s, f"AccountName=a;AccountKey={s};EndpointSuffix=x"), _WORDS),
     st.builds(lambda s: (s, f"user:{s}@registry.example:5000/v2"), _WORDS),
@@ -137,6 +141,8 @@ def test_any_text_is_taken(said: str) -> None:
         "at 12:30:45 pid 7 (python3): has 3 files open below /v/a",
         "provider config.yaml: it is not valid YAML (found unexpected end of stream, line 3)",
         "disk-0123456789abcdef0123 has no hf_model",
+        "pull registry.example/team/get-token:v1.2",
+        "tokens: 3 callers",
     ],
 )
 def test_what_is_no_secret_stays(said: str) -> None:
@@ -159,6 +165,20 @@ def test_our_own_advice_and_lines_of_other_programs_stay(file: str) -> None:
     ("pull user:pw@host/app: refused", "pull user:***@host/app: refused"),
     ("mount.cifs --password x //a", "mount.cifs --password *** //a"),
     ("git said ghp_0123456789abcdef", "git said ghp_***"),
+    ("nvcr.io: nvapi-0123456789ab", "nvcr.io: nvapi-***"),
+    ('msg="denied" password="hunter 2" code=1', 'msg="denied" password="***" code=1'),
+    ("Login(user='a', password='hunter', b=1)", "Login(user='a', password='***', b=1)"),
+    ("Login(password=b'hunter', b=1)", "Login(password='***', b=1)"),
+    ('token = "hunter"  # toml', 'token = "***"  # toml'),
+    ('password: "hunter 2"', 'password: "***"'),
+    ("db-password:\thunter2, x", "db-password:\t***, x"),
+    ("password : hunter2", "password : ***"),
+    ("x-auth-token:3f1c", "x-auth-token:***"),
+    ("map[Accept:[a] X-Vault-Token:[s.abc] B:[c]]", "map[Accept:[a] X-Vault-Token:[*** B:[c]]"),
+    ("mount --password 'hunter 2' //a", "mount --password '***' //a"),
+    ("['mount', '--password', 'hunter', '//a']", "['mount', '--password', '***', '//a']"),
+    ("MYSQL_PWD=hunter2 mysql", "MYSQL_PWD=*** mysql"),
+    ("Cookie: a=hunter2; sid=3f1c\nHost: x", "Cookie: ***\nHost: x"),
 ])  # fmt: skip
 def test_only_the_secret_goes(said: str, shown: str) -> None:
     assert kit.redact.text(said) == shown
@@ -168,7 +188,7 @@ def test_only_the_secret_goes(said: str, shown: str) -> None:
     "piece",
     ["a", "://", "://?", "token", "x-amz-", "eyJ", "eyJ.", "a=", "AQ", "'auth': '", "?&", "\\",
      "bearer ", "a:", "a:b@", "password: ", "--token ", "token: a",
-     "-----BEGIN PRIVATE KEY-----", "token=", "-", "auth\\'"],
+     "-----BEGIN PRIVATE KEY-----", "token=", "-", "auth\\'", 'pwd="', "token:[", "cookie: a"],
 )  # fmt: skip
 def test_long_text_takes_no_longer_than_its_length(piece: str) -> None:
     """Work that grows with the square of the length would end at the test's time limit."""

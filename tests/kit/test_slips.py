@@ -81,6 +81,12 @@ def test_yaml_problem_and_line_are_said(text: str, shown: str) -> None:
     assert str(raised.value) == f"it is not valid YAML ({shown})"
 
 
+def test_toml_key_in_angle_brackets_is_not_said() -> None:
+    with pytest.raises(ValueError, match="not valid TOML") as raised:
+        kit.slips.load_toml("['<Hunter2>']\n['<Hunter2>']\n")
+    assert "Hunter2" not in str(raised.value)
+
+
 def test_toml_problem_and_line_are_said() -> None:
     with pytest.raises(ValueError, match=r"not valid TOML \(.*line 2"):
         kit.slips.load_toml("a = 1\nb = hunter2\n")

@@ -1,13 +1,19 @@
 """What commands print: text of others never steers the operator's terminal."""
 
 import json
+import logging
+import os
+import re
+from typing import Any
 
 import click
 import pytest
+import structlog
 import yaml
 from click.testing import CliRunner
 
 from kit import terminal
+from nodeagent import logs
 
 # What a job may call its process or a file: clear the screen, a title, a forged line, a C1 control
 # sequence, text that runs backwards.
@@ -60,3 +66,31 @@ def test_only_our_own_colours_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) 
     assert coloured.startswith("\x1b[31mbad \\x1b")
     monkeypatch.setenv("NO_COLOR", "1")
     assert not controls(CliRunner().invoke(command, color=True).output)
+
+
+def test_the_log_on_a_terminal_has_none_but_its_own_colours() -> None:
+    root, before, kept = (
+        logging.getLogger(),
+        logging.getLogger().handlers[:],
+        structlog.get_config(),
+    )
+    root.handlers.clear()
+    ours, theirs = os.openpty()
+    try:
+        drain = logs.configure(theirs)
+        log: Any = structlog.get_logger("test")
+        try:
+            raise RuntimeError(EVIL)
+        except RuntimeError:
+            log.exception(EVIL, why=EVIL, deep={"a": [EVIL]})
+        logging.getLogger("library").error("failed: %s", EVIL)
+        drain.close(60)
+    finally:
+        structlog.configure(**kept)
+        root.handlers[:] = before
+    said = os.read(ours, 65536).decode().replace("\r\n", "\n")
+    os.close(ours)
+    os.close(theirs)
+    assert said.count("\\x1b[31m ok") == 5
+    assert "\x1b[31m ok" not in said
+    assert not controls(re.sub(r"\x1b\[[0-9;]*m", "", said))

@@ -62,12 +62,14 @@ def application(
     *routes: Route,
     unsettled: bool = False,
     caller: server.Identify | None = None,
+    calls: access.CallLog | None = None,
 ) -> web.Application:
     """The admin API with a room of these routes."""
     room = kit.room.Room("fake", "", kit.settings.Section, lambda *_: Fake(), routes=lambda: routes)
     running = Running(room, Fake(), started=True, unsettled=unsettled)
     state = State(agent.state.settings, running=[running])
-    known = door(state) if caller is None else dataclasses.replace(door(state), caller=caller)
+    known = door(state, calls=calls)
+    known = known if caller is None else dataclasses.replace(known, caller=caller)
     return server.application(state, known)
 
 

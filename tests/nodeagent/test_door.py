@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import shutil
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -13,6 +15,7 @@ from aiohttp import web
 
 import kit.errors
 from nodeagent import configfile, doctor, door
+from nodeagent.api import rotation
 from nodeagent.settings import AdminSettings, ReviewSettings
 from tests.nodeagent.test_rotation import GOOD, certify, spoil
 from tests.testbed import ports
@@ -117,6 +120,35 @@ def test_files_that_others_may_read_or_write(folder: Path, name: str, mode: int)
     assert list(found) == ["admin files"]
     assert str(folder / name) in found["admin files"]
     assert f"{mode:04o}" in found["admin files"]
+
+
+@pytest.mark.parametrize("how", ["above", "owner", "link"])
+def test_files_that_others_may_replace(folder: Path, how: str) -> None:
+    (folder / "open" / "closed").mkdir(parents=True)
+    tokens = folder / "open" / "closed" / "tokens"
+    if how == "link":
+        tokens.symlink_to(folder / "tokens")
+    else:
+        shutil.copy2(folder / "tokens", tokens)
+    if how == "owner":
+        os.chown(folder / "open", 4711, 0)
+    else:
+        (folder / "open").chmod(0o777)
+    exposed = rotation.exposure(tokens, secret=True)
+    assert str(exposed) == f"{tokens} lies below {folder / 'open'}, which others may write"
+    (folder / "open").chmod(0o755)
+    os.chown(folder / "open", 0, 0)
+    assert rotation.exposure(tokens, secret=True) is None
+
+
+def test_volume_of_a_config_map_is_not_open_to_others(folder: Path) -> None:
+    volume = folder / "volume"
+    (volume / "..1").mkdir(parents=True)
+    volume.chmod(0o777)
+    shutil.copy2(folder / "tokens", volume / "..1" / "tokens")
+    (volume / "..data").symlink_to("..1")
+    (volume / "tokens").symlink_to("..data/tokens")
+    assert rotation.exposure(volume / "tokens", secret=True) is None
 
 
 def test_group_that_this_host_lacks(folder: Path) -> None:

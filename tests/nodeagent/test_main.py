@@ -8,7 +8,7 @@ import pytest
 import kit.errors
 import kit.traces
 from kit import terminal
-from nodeagent import main, uninstall
+from nodeagent import configfile, main, uninstall
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -48,6 +48,19 @@ def test_errors_and_words_that_were_given_do_not_steer_the_terminal(
     said = capsys.readouterr().err
     assert said.count("\\x1b[2J\\x1b[31m ok") == 2
     assert "\x1b" not in said
+
+
+def test_an_error_that_nobody_expected_does_not_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a child's last words: \x1b[2J password: hunter2")
+
+    monkeypatch.setattr(configfile, "load", broken)
+    assert run(monkeypatch, "config", "check", "/x") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback")
+    assert said.endswith("RuntimeError: a child's last words: \\x1b[2J password: ***\n")
 
 
 def test_uninstall_lists_users_whose_names_do_not_steer_the_terminal(

@@ -1,6 +1,7 @@
 """The admin API without a node or a listener: routes, document, roles, checks."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -339,6 +340,54 @@ async def test_changing_calls_are_recorded_also_refused_ones(agent: app.Agent) -
     }.items()  # fmt: skip
     assert entries[0]["milliseconds"] >= 0
     assert [(e["method"], e["result"]) for e in entries[2:]] == [("POST", 401), ("GET", 401)]
+
+
+async def recorded(agent: app.Agent, handler: kit.room.Handler, sent: Any) -> dict[str, Any]:
+    """The line of one changing call."""
+    calls = access.CallLog(agent.state.settings.state_dir)
+    writer = asyncio.create_task(calls.write())
+    route = Route("POST", "/v1/x", handler, Role.OPERATE)
+    async with api.serving(agent, route, calls=calls) as client:
+        with contextlib.suppress(aiohttp.ClientConnectionError):
+            await client.post("/v1/x", json=sent)
+    await calls.flush()
+    writer.cancel()
+    (entry,) = kit.files.last_entries(agent.state.settings.state_dir / "api.log", 10)
+    return entry
+
+
+async def test_the_record_shows_fields_that_are_not_plain(agent: app.Agent) -> None:
+    async def handler(_: api.Fake, __: Request) -> kit.room.Json:
+        return {}
+
+    sent = {"ref": "h/a:1", "pin": {"for": "72h"}, "many": [1, "a"], "none": None}
+    shown = {"ref": "h/a:1", "pin": '{"for": "72h"}', "many": '[1, "a"]', "none": "null"}
+    assert (await recorded(agent, handler, sent))["sent"] == shown
+
+
+async def test_a_long_text_is_shown_by_both_ends(agent: app.Agent) -> None:
+    async def handler(_: api.Fake, __: Request) -> kit.room.Json:
+        return {}
+
+    shown = (await recorded(agent, handler, {"device": "/dev/" + "./" * 1000 + "rbd0"}))["sent"]
+    assert shown["device"].startswith("/dev/./")
+    assert shown["device"].endswith("/./rbd0")
+    assert len(shown["device"]) <= server.LONGEST_NOTE
+
+
+async def test_a_change_whose_backend_breaks_its_connection_is_recorded(agent: app.Agent) -> None:
+    async def handler(_: api.Fake, __: Request) -> kit.room.Json:
+        raise BrokenPipeError("the container runtime has gone")
+
+    assert (await recorded(agent, handler, {"a": 1}))["sent"] == {"a": 1}
+
+
+async def test_a_change_that_the_end_of_the_agent_breaks_off_is_recorded(agent: app.Agent) -> None:
+    async def handler(_: api.Fake, __: Request) -> kit.room.Json:
+        raise asyncio.CancelledError
+
+    entry = await recorded(agent, handler, {"a": 1})
+    assert (entry["result"], entry["sent"]) == (server.NO_ANSWER, {"a": 1})
 
 
 async def test_calls_that_a_caller_may_not_make_are_limited_too(

@@ -125,6 +125,29 @@ def test_unit_that_another_file_requires_is_in_use(installed: Path) -> None:
     assert str(drop_ins / "guard.conf") in one.users[0]
 
 
+def test_a_name_on_the_next_line_counts(installed: Path) -> None:
+    folder = installed / "etc/systemd/system"
+    text = f"[Unit]\nRequires=a.service \\\n# why\n  {GUARD.name}\n"
+    (folder / "mine.service").write_text(text)
+    assert [each.users for each in found(installed) if each.users]
+
+
+@pytest.mark.parametrize("above", ["run", "usr/lib", "usr/local/lib"])
+def test_units_of_packages_and_of_this_boot_count(installed: Path, above: str) -> None:
+    drop_ins = installed / above / "systemd/system/kubelet.service.d"
+    drop_ins.mkdir(parents=True)
+    (drop_ins / "10.conf").write_text(f"[Unit]\nBindsTo={GUARD.name}\n")
+    assert [each.users for each in found(installed) if each.users]
+
+
+def test_links_of_this_boot_go(installed: Path) -> None:
+    links = installed / "run/systemd/system/crio.service.requires"
+    links.mkdir(parents=True)
+    (links / GUARD.name).symlink_to(units.SYSTEMD / GUARD.name)
+    take_off(installed)
+    assert not links.exists()
+
+
 def test_what_only_bears_our_name_stays(root: Path) -> None:
     folder = root / "etc/systemd/system"
     (folder / "nodeagent.service").write_text(
@@ -140,6 +163,57 @@ def test_what_only_bears_our_name_stays(root: Path) -> None:
     assert all(each.stays for each in found(root))
     take_off(root)
     assert tree(root) == before
+
+
+def listed(state: Path, socket: Path) -> dict[str, str]:
+    """What is found, and why it stays."""
+    found = uninstall.find({"socket": str(socket)}, str(state))
+    return {each["name"]: each["stays"] for each in found}
+
+
+def test_keys_of_objects_go(tmp_path: Path) -> None:
+    state, socket = tmp_path / "state", tmp_path / "nodeagent/admin.sock"
+    state.mkdir()
+    socket.parent.mkdir()
+    secrets = socket.parent / "secrets"
+    secrets.mkdir(mode=0o700)
+    (secrets / "ceph.admin").write_text("key")
+    for each in uninstall.find({"socket": str(socket)}, str(state)):
+        uninstall.remove({}, str(state), each["kind"], each["name"])
+    assert not socket.parent.exists()
+
+
+def test_secrets_of_another_program_beside_the_socket_stay(tmp_path: Path) -> None:
+    socket, secrets = tmp_path / "admin.sock", tmp_path / "secrets"
+    secrets.mkdir(mode=0o755)  # as /run/secrets
+    (secrets / "token").write_text("another's")
+    assert not [name for name in listed(tmp_path / "x", socket) if name.startswith(str(secrets))]
+    secrets.chmod(0o700)
+    found = listed(tmp_path / "x", socket)
+    assert "another program's" in found[str(secrets)]
+    assert str(secrets / "token") not in found
+
+
+@pytest.mark.parametrize(
+    ("above", "text", "ours"),
+    [
+        ("srv", "database: {host: x}\n", False),
+        ("srv", "state_dir: /srv/state\n", True),  # the chart's, with host.state=/srv
+        ("nodeagent", "cache: [", True),
+    ],
+)
+def test_settings_of_another_program_beside_the_state_stay(
+    tmp_path: Path, above: str, text: str, ours: bool
+) -> None:
+    state = tmp_path / above / "state"
+    state.mkdir(parents=True)
+    for name in ("settings.yaml", "unguarded"):
+        (state.parent / name).write_text(text)
+    found = listed(state, tmp_path / "x/admin.sock")
+    assert {
+        str(state.parent / "settings.yaml") in found,
+        str(state.parent / "unguarded") in found,
+    } == {ours}
 
 
 PROVE = """

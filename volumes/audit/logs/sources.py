@@ -199,11 +199,12 @@ _CONTAINER_LOG = re.compile(r"[^_/]+_(?P<namespace>[^_/]+)_[^_/]+-[0-9a-f]{64}\.
 
 
 def believed(path: str, namespaces: Collection[str]) -> bool:
-    """Whether a file is no container's log, or that of a pod in one of the namespaces."""
-    directory, name = os.path.split(path)
-    if os.path.basename(directory) != "containers":
-        return True
+    """Whether a file is no container's log, or that of a pod in one of the namespaces. Such a log
+    is known by its directory, or by its name where that is mounted or linked elsewhere."""
+    directory, name = os.path.split(os.path.normpath(path))
     match = _CONTAINER_LOG.fullmatch(name)
+    if match is None and os.path.basename(directory) != "containers":
+        return True
     return match is not None and match["namespace"] in namespaces
 
 

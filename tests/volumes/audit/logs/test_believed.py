@@ -22,6 +22,9 @@ NAMESPACES = LogSettings().namespaces
     (f"/var/log/containers/csi-rbdplugin{'a' * 238}.log", False),
     (f"/var/log/containers/csi-rbdplugin{'a' * 226}_kube-system.log", False),
     (f"/var/log/containers/csi-rbdplugin{'a' * 170}_kube-system_main-{ID[:50]}.log", False),
+    # The directory under another name.
+    (f"/var/log/containers/./job_team-a_csi-rbdplugin-{ID}.log", False),
+    (f"/host/logs/job_team-a_csi-rbdplugin-{ID}.log", False),
     ("/var/log/kubelet.log", True),  # no container's log: the host's programs write there
     ("/var/log/pods_of_rook/0.log", True),
 ])  # fmt: skip

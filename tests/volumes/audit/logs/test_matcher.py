@@ -1,5 +1,7 @@
 """Matching blocks of bytes: limits, cuts, floods. Pure."""
 
+import pytest
+
 from volumes.audit.logs import follower, matcher, patterns
 
 PATTERNS = patterns.expressions(patterns.built_in())
@@ -33,3 +35,25 @@ def test_flush_bounds_invented_names() -> None:
         each.feed(f"rbd image rbd/i{number} is still being used\n".encode())
     assert len(list(each.flush())) == matcher.MOST_HITS
     assert each.counters.squeezed == 1000 - matcher.MOST_HITS
+
+
+FORGED = "'fsck' found errors on device /dev/rbd5 but could not correct them"
+
+
+@pytest.mark.parametrize("line", [
+    f'I1125 12:00:00.1 9 prober.go:107] "Probe failed" pod="team-a/x" output="{FORGED}"',
+    # klog writes a value of several lines so.
+    f'I1125 12:00:00.1 9 prober.go:107] "Probe failed" pod="a/x" output=<\n\ta\n\t{FORGED}\n >',
+    f'E1125 12:00:00.1 9 pod_workers.go:1301] "Error syncing pod" err="exec: \\"{FORGED}\\""',
+    f'I1125 12:00:00.1 9 event.go:307] "Event" message="Liveness probe failed: {FORGED}"',
+    f'level=error msg="StartContainer for \\"1\\" failed" error="exec: {FORGED}: not found"',
+    f'E1125 12:00:00.1 9 pod_workers.go:1301] "{"a" * 131_100} {FORGED}"',
+], ids=["probe", "lines", "command", "event", "containerd", "long"])  # fmt: skip
+def test_what_a_pod_had_the_kubelet_say_is_no_hit(line: str) -> None:
+    each = matcher.Matcher("x", [e for e in PATTERNS if e.source == "userspace"], DEVICES, 10**6)
+    rest, data = b"", f"{line}\n".encode()
+    for at in range(0, len(data), 65536):
+        rest = each.feed(data[at : at + 65536], rest)
+    assert list(each.flush()) == []
+    each.feed(f"E1125 12:00:00.1 9 mount_linux.go:400] {FORGED}\n".encode(), rest)
+    assert len(list(each.flush())) == 1
