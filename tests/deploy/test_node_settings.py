@@ -123,16 +123,23 @@ def test_a_missing_directory_or_secret_keeps_no_guard_away(
 ) -> None:
     node = enforcing_by_settings
     datasets = node.values["settings"]["cache"]["datasets"]
-    datasets.append({"name": "away", "source": {"kind": "dir", "path": "/mnt/that-nobody-mounted"}})
+    source = {"kind": "dir", "path": "/mnt/that-nobody-mounted"}
+    datasets.append({**datasets[0], "name": "away", "source": source})
     node.values["secretName"] = "nobody-made-it"
     try:
         node.helm("upgrade", node.image.tag)
         check(node, settings_in_force=True)
-        node.delete()
+        # It is not ready without its dataset, and the guard is there all the same.
+        node.kube.kubectl("delete", "pod", "-n", installed.SPACE, "-l", installed.PODS)
         check(node, settings_in_force=True)
-        node.set_mode("settings")  # the rooms that nothing is missing of work
-        found = node.agent.get("/v1/datasets/away")
-        assert found["state"] != "complete", found
+
+        def served() -> str:
+            with contextlib.suppress(ApiError):  # the cache is starting
+                return str(node.agent.get("/v1/datasets/away"))
+            return ""
+
+        said = waiting.until(served, 60, "the cache to answer", detail=node.detail)
+        assert "that-nobody-mounted: it is empty" in said
     finally:
         datasets.pop()
         del node.values["secretName"]

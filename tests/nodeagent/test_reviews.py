@@ -246,7 +246,7 @@ def jwt(number: int, **claims: Any) -> str:
     return f"e30.{part.rstrip('=')}.c2ln"
 
 
-ALICE = {"iss": "https://kubernetes.default.svc", "sub": "system:serviceaccount:ops:alice"}
+ALICE = {"iss": "https://kubernetes.default", "sub": "system:serviceaccount:ops:alice"}
 
 
 async def flood(asked: reviews.Reviews, peers: list[str], **claims: Any) -> int:
