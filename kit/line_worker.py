@@ -129,6 +129,11 @@ class Worker(Generic[AnswerT]):
         async with self._turn:
             await self._running()
 
+    async def ended(self) -> None:
+        """Wait for the end of the child that runs; none has ended already."""
+        if self._process is not None:
+            await self._process.wait()
+
     async def _running(self) -> processes.Process | forks.Talker:
         process = self._process
         if process is None or process.returncode is not None:

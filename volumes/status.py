@@ -191,7 +191,6 @@ def describe_kernel(present: kernel.Present) -> dict[str, Any]:
 
 async def without_agent(wanted: settings.GuardSettings, state_dir: Path) -> dict[str, Any]:
     """Everything the kernel says, and a proof: an attempt by a process in the cgroup."""
-    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     recalled = await override.recall(wanted, state_dir)
     guard = override.handle(override.in_force(wanted, recalled.last))
     try:

@@ -101,7 +101,9 @@ def _entries(state: Path) -> int:
 
 
 def _flags(state: Path) -> fallback.Flags:
-    return fallback.Flags(state / "read-only-flags.json")
+    flags = fallback.Flags(state / "read-only-flags.json")
+    flags.read()
+    return flags
 
 
 def _flagged(flags: fallback.Flags) -> str:

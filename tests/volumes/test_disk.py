@@ -33,6 +33,7 @@ async def hanging(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[int]]:
     monkeypatch.setattr(kit.files, "append", hang)
     monkeypatch.setattr(kit.files, "save", hang)
     monkeypatch.setattr(store.Store, "load", hang)
+    monkeypatch.setattr(fallback.Flags, "read", hang)
     monkeypatch.setattr(journal.Journal, "read", hang)
     for module, name in ((controller, "LOAD_SECONDS"), (fallback, "_SAVE_SECONDS"),
                          (journal, "_WRITE_SECONDS"), (journal, "_READ_SECONDS")):  # fmt: skip

@@ -34,6 +34,7 @@ def test_flagged_device_is_writable_afterwards(section: dict[str, object], tmp_p
         assert device is not None
         (tmp_path / "volumes").mkdir()
         flags = fallback.Flags(tmp_path / "volumes" / "read-only-flags.json")
+        flags.read()
         asyncio.run(flags.set(device))
         assert blockdev.run("blockdev", "--getro", path).stdout == "1\n"
         trace = kinds(section, tmp_path)["read-only flags"]

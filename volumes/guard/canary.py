@@ -5,6 +5,7 @@ driver can have (4095), and opens it for writing. EPERM is the guard's answer; E
 guard let the open through. No device is touched either way. The child imports nothing else of ours.
 """
 
+import contextlib
 import errno
 import os
 import tempfile
@@ -36,13 +37,19 @@ def attempt(cgroup: str, directory: str) -> str:
     """In the child. ``cgroup``: to join first; empty for none."""
     if cgroup:
         Path(cgroup, "cgroup.procs").write_text("0")
+    with contextlib.suppress(OSError):
+        os.makedirs(directory, 0o700, exist_ok=True)
     # The state directory's file system may be mounted nodev; /dev never is.
     proof = _attempt(directory)
     return _attempt("/dev") if proof.startswith("unknown") else proof
 
 
 def _attempt(directory: str) -> str:
-    with tempfile.TemporaryDirectory(prefix=".guard-", dir=directory) as folder:
+    try:
+        made = tempfile.TemporaryDirectory(prefix=".guard-", dir=directory)
+    except OSError as error:
+        return f"unknown: cannot make a directory in {directory} ({error.strerror})"
+    with made as folder:
         node = Path(folder) / "canary"
         try:
             os.mknod(node, 0o60600, os.makedev(_MAJOR, 0))

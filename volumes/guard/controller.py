@@ -109,10 +109,9 @@ class Controller:
     async def start(self) -> None:
         """Adopt what is attached and begin to listen. HostError when the state directory cannot be
         used. What the kernel lacks is a finding, not an error."""
-        self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             async with asyncio.timeout(LOAD_SECONDS):
-                await disk.STATE.call(self.ledger.load)
+                await disk.STATE.call(self._load)
         except OSError as error:
             why = error.strerror or str(error) or f"its disk gave no answer in {LOAD_SECONDS:g}s"
             raise kit.errors.HostError(
@@ -121,9 +120,15 @@ class Controller:
         self._listen()
         if self._mounts is not None:
             await self._mounts.start()
-        await self.manager.prober.warm()
-        await self.manager.holds.warm()
         await self.apply(self.settings)
+        self.manager.holds.warm()
+        await self.manager.prober.warm()
+
+    def _load(self) -> None:
+        """Blocks on the state directory's disk."""
+        self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.ledger.load()
+        self._flags.read()
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -374,7 +379,9 @@ class Controller:
             if known is not None:
                 self.manager.forget(name)
         elif known is None or known.device.attachment != device.attachment:
-            if known is not None and known.device.diskseq != device.diskseq:  # not only grown
+            if known is not None and not lease.same_medium(
+                known.device.attachment, device.attachment
+            ):
                 self.manager.replaced(known)
             self.manager.schedule(name, device)
         return device

@@ -50,12 +50,15 @@ class Flags:
         self.file = file
         self.attachments: dict[str, int | None] = {}  # device name -> DISKSEQ
         self.unknown = ""  # why it is not known which ones an earlier agent has flagged
+
+    def read(self) -> None:
+        """What an earlier agent has flagged. Blocks."""
         try:
-            self.attachments = json.loads(file.read_text())
+            self.attachments = json.loads(self.file.read_text())
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            self.unknown = f"{file} cannot be used ({error})"
+            self.unknown = f"{self.file} cannot be used ({error})"
             log.error("read-only flags of an earlier agent are not known", error=str(error))
 
     async def set(self, device: blockdev.BlockDevice) -> None:

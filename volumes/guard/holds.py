@@ -64,6 +64,7 @@ class Holds:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: set[asyncio.Task[None]] = set()  # those that end, too
         self._spare: kit.line_worker.Worker[bool] | None = None
+        self._warming: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
@@ -84,15 +85,21 @@ class Holds:
         task.add_done_callback(self._running.discard)
         return task
 
-    async def warm(self) -> None:
-        """Have a child ready: whoever undoes a stage does not wait for its start."""
-        if self._spare is not None or self._closed:
-            return
-        spare = self._spare = _worker()
+    def warm(self) -> None:
+        """Have a child ready soon: whoever undoes a stage does not wait for its start."""
+        if self._spare is None and self._warming is None and not self._closed:
+            self._warming = self._start(self._warm())
+
+    async def _warm(self) -> None:
+        spare = _worker()
         try:
             await spare.start()
+            self._spare, spare = spare, _worker()
         except (kit.errors.AgentError, OSError) as error:
             log.warning("no child is ready for the next hold", error=str(error))
+        finally:
+            self._warming = None
+            await spare.close()
 
     async def _hold(self, device: blockdev.BlockDevice, seconds: float) -> None:
         worker, self._spare = self._spare or _worker(), None
@@ -102,8 +109,10 @@ class Holds:
             await worker.ask(request, OPEN_SECONDS)
             self.begun += 1
             log.info("device is held until its format is decided", device=device.name)
-            self._start(self.warm())
-            await asyncio.sleep(seconds)
+            self.warm()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await worker.ended()  # it may be killed
         except (kit.errors.AgentError, OSError, kit.line_worker.ChildError) as error:
             log.info("device not held", device=device.name, why=str(error))  # it may be gone
         finally:
@@ -120,6 +129,8 @@ class Holds:
         self._closed = True
         for name in self.names:
             self.end(name)
+        if self._warming is not None:
+            self._warming.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         if self._spare is not None:
             await self._spare.close()

@@ -325,9 +325,15 @@ def met(lease_diskseq: int | None, known: Attachment | None, now: Attachment) ->
     """
     if lease_diskseq is None or known == now:
         return ()
-    if lease_diskseq and lease_diskseq == now[1]:
+    if lease_diskseq and lease_diskseq == now[1] and (known is None or same_medium(known, now)):
         return ()  # it was given to this medium, by an earlier agent too; only its size changed
     return (Step.REVOKE,)
+
+
+def same_medium(one: Attachment, other: Attachment) -> bool:
+    """Whether only the size differs. Of nbd a DISKSEQ may outlive its volume: netlink connects
+    another one without a new number."""
+    return (*one[:2], one[3]) == (*other[:2], other[3])
 
 
 def broken_off(begun: Sequence[Step]) -> tuple[Step, ...]:

@@ -95,7 +95,12 @@ class LeaseManager(steps.Executor):
         """
         self._denied.add(name)
         soon = name in self._checking or self._check_denied(name)
-        if refused is not None and soon:
+        known = self.known.get(name)
+        holds_data = (
+            known is not None and known.seen is not None and known.seen.has_content
+            and refused is not None and known.device.attachment == refused.attachment
+        )  # fmt: skip
+        if refused is not None and soon and not holds_data:
             self.holds.begin(refused, self.settings.lease)
 
     def _check_denied(self, name: str) -> bool:
@@ -126,8 +131,12 @@ class LeaseManager(steps.Executor):
     def _waits_for_format(self, name: str) -> bool:
         """Whether it may be formatted now and has not been."""
         known = self.known.get(name)
-        blank = known is not None and known.seen is not None and not known.seen.has_content
-        return known is not None and blank and self._until(known.device) is not None
+        if known is None or known.seen is None or not _may_be_held(known, known.seen):
+            return False
+        try:
+            return self._until(known.device) is not None
+        except OSError:  # the program was detached
+            return False
 
     def _note_pace(self, name: str) -> None:
         """A check of the device has ended."""
@@ -268,6 +277,8 @@ class LeaseManager(steps.Executor):
         if (renew := await self._raw_block(known)) is not None:
             return renew
         known.seen = first = await self._probe(device)
+        if not _may_be_held(known, first):
+            self.holds.end(device.name)  # what follows may take longer than an unmap tries
         known.checked = time.monotonic()
         known.doubt = known.doubt.after(first, known.checked)
         if (first.type, first.uuid) == known.allowed_over and self._until(device) is not None:
@@ -498,7 +509,9 @@ class LeaseManager(steps.Executor):
         try:
             seen = await self._probe(device)
             known.allowed_over = (seen.type, seen.uuid) if seen.has_content else None
+            known.seen = seen
             await self._grant(known, f"{by}: {reason}")
+            self.holds.begin(device, self.settings.lease)  # ceph-csi would unmap it meanwhile
         finally:
             known.order.release()
         self.schedule(device.name)
@@ -527,6 +540,12 @@ def _monitors(device: blockdev.BlockDevice) -> frozenset[str]:
     """The addresses that its client was given when it was mapped."""
     client = device.lowest.client
     return frozenset(client.config.split(" ")[0].split(",")) if client else frozenset()
+
+
+def _may_be_held(known: Known, seen: Verdict) -> bool:
+    """Blank, or what an operator gave up."""
+    blank = seen.verdict is Kind.BLANK_VERIFIED
+    return blank or (seen.has_content and (seen.type, seen.uuid) == known.allowed_over)
 
 
 def missing(known: Known, entry: store.Entry | None) -> str:

@@ -43,7 +43,8 @@ class Memory:
 
     def hold(self, new: override.Override | None) -> None:
         """An operator's word that could be kept nowhere else."""
-        self._held = override.Recalled(new, last=self._last, unsaved=True, noted=tuple(self.noted))
+        noted = tuple(self.noted)
+        self._held = override.Recalled(new, "", self._last, True, noted, self.lost)
 
     async def refresh(
         self,

@@ -157,9 +157,12 @@ def in_force(
     mode and under an operator's, and where it is attached."""
     if last is None or "mode" in wanted.model_fields_set:
         return wanted
-    left_out = type(wanted).model_fields.keys() - wanted.model_fields_set
+    left_out = last.model_fields_set - wanted.model_fields_set - {"mode"}
     as_it_was = {name: getattr(last, name) for name in left_out}
-    return wanted.model_copy(update={**as_it_was, "mode": str(settings_mode(wanted, last))})
+    mode = str(settings_mode(wanted, last))
+    found = wanted.model_copy(update={**as_it_was, "mode": mode})
+    found.model_fields_set.discard("mode")  # nobody has named it
+    return found
 
 
 def stronger(*modes: kernel.Mode) -> kernel.Mode:
@@ -173,7 +176,8 @@ async def remember(
     now = wanted.model_copy(update={"mode": str(mode)})
     if recalled.last == now:
         return ""
-    fields = now.model_dump(mode="json")
+    # A default is no word of anybody's: a later version may have a better one.
+    fields = now.model_dump(mode="json", exclude_unset=True)
     return await _write(record.write_wanted, str(state_dir), fields)
 
 

@@ -5,8 +5,10 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,16 +55,12 @@ async def test_what_may_not_be_formatted_is_let_go_by_its_check(
     world: World, verdict: Verdict
 ) -> None:
     world.verdict = verdict
-    for _ in range(2):
+    for _ in range(1 if verdict is EXT4 else 2):
         world.manager.denied("rbd99", DEVICE)
         assert world.holds.names == ["rbd99"]
         await waiting.until_async(lambda: not world.holds.names, 30, "the end of the hold")
-        assert world.manager.known["rbd99"].reasons
         await settled(world)
-    if verdict is EXT4:  # It is looked at again only later: until then everybody may detach it.
-        world.manager.denied("rbd99", DEVICE)
-        assert "rbd99" in world.manager._timers
-        assert not world.holds.names
+        assert world.manager.known["rbd99"].reasons
 
 
 async def test_a_stop_waits_for_no_check_that_was_just_asked_for(world: World) -> None:
@@ -73,6 +71,44 @@ async def test_a_stop_waits_for_no_check_that_was_just_asked_for(world: World) -
     world.manager.schedule("rbd99", DEVICE)
     async with asyncio.timeout(30):
         await world.manager.close()
+
+
+async def test_data_is_let_go_before_its_cluster_answers(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unmap tries for half a second, and what is left mapped is in use for other nodes."""
+    world.verdict = EXT4
+    asked, answers, ask = asyncio.Event(), asyncio.Event(), world.ask
+
+    async def slow(*args: Any, **words: Any) -> Any:
+        asked.set()
+        await answers.wait()
+        return await ask(*args, **words)
+
+    monkeypatch.setattr(world, "ask", slow)
+    world.manager.denied("rbd99", DEVICE)
+    assert world.holds.names == ["rbd99"]
+    async with asyncio.timeout(30):
+        await asked.wait()
+    assert not world.holds.names
+    answers.set()
+    await settled(world)
+    world.did.clear()
+    world.manager.denied("rbd99", DEVICE)  # now it is known
+    assert "hold" not in world.did
+
+
+async def test_what_an_operator_permits_is_kept_for_the_next_stage(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blockdev, "by_path", lambda _: DEVICE)
+    monkeypatch.setattr(blockdev, "in_use", lambda _: False)
+    world.verdict = EXT4
+    await world.manager.allow("/dev/rbd99", DEVICE.volume, "why", "me")
+    await settled(world)
+    assert world.holds.names == ["rbd99"]
+    world.verdict = dataclasses.replace(EXT4, uuid="new")
+    await waiting.until_async(lambda: not world.holds.names, 30, "the end of the hold")
 
 
 async def test_an_unused_lease_ends_the_hold(world: World) -> None:
@@ -141,6 +177,59 @@ async def test_child_has_the_device_open_until_the_end(disk: blockdev.BlockDevic
     held.begin(disk, 60)
     await held.close()
     assert openers(disk) == []
+
+
+@pytest.mark.real
+async def test_a_child_that_is_killed_holds_nothing(disk: blockdev.BlockDevice) -> None:
+    held = holds.Holds()
+    for _ in range(2):
+        held.begin(disk, 60)
+        await waiting.until_async(lambda: openers(disk), 60, "the hold")
+        (pid,) = openers(disk)
+        os.kill(pid, signal.SIGKILL)
+        await waiting.until_async(lambda: not held.names, 60, "the end to be seen")
+    await held.close()
+
+
+async def test_no_child_is_left_whatever_is_asked_while_one_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started, go, left = asyncio.Event(), asyncio.Event(), set["Child"]()
+
+    class Child:
+        about = ""
+
+        async def start(self) -> None:
+            started.set()
+            await go.wait()
+            left.add(self)
+
+        async def ask(self, *_: Any) -> bool:
+            left.add(self)
+            return True
+
+        async def ended(self) -> None:
+            await asyncio.Event().wait()
+
+        async def close(self) -> None:
+            left.discard(self)
+
+    monkeypatch.setattr(holds, "_worker", Child)
+    for closed_first in (False, True):
+        started.clear()
+        go.clear()
+        held = holds.Holds()
+        held.begin(DEVICE, 60)
+        await started.wait()  # the next child
+        held.begin(dataclasses.replace(DEVICE, name="rbd98"), 60)
+        held.end("rbd98")
+        if not closed_first:
+            go.set()
+        await asyncio.sleep(0)
+        await held.close()
+        go.set()
+        await asyncio.sleep(0)
+        assert not left
 
 
 @pytest.mark.real

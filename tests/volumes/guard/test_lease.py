@@ -494,6 +494,8 @@ def test_met_keeps_only_a_lease_of_the_same_attachment() -> None:
     assert lease.met(7, HERE, HERE) == ()
     grown = (HERE[0], HERE[1], 2 * HERE[2], HERE[3])
     assert lease.met(7, HERE, grown) == ()  # online growth: the same medium
+    # nbd over netlink connects another volume without a new number.
+    assert lease.met(7, HERE, (*HERE[:3], "another")) == (Step.REVOKE,)
     assert lease.met(0, HERE, HERE) == ()  # no DISKSEQ on this kernel, but seen by this agent
     for held, known, now in ((7, None, OTHER), (7, HERE, OTHER), (0, None, HERE),
                              (0, None, (HERE[0], None, *HERE[2:]))):  # fmt: skip

@@ -1,6 +1,7 @@
 """The operator's override and log: on disk, else in memory."""
 
 import asyncio
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,6 +132,8 @@ def test_what_is_left_out_with_the_mode_is_as_it_was(tmp_path: Path) -> None:
     taken_off = last.model_copy(update={"mode": "off"})
     assert override.in_force(lost, taken_off).mode == "dry-run"  # as the mode that is left out
     assert override.in_force(lost, None) is lost
+    # Nobody has named it, also for who is asked about what is in force.
+    assert "mode" not in found.model_fields_set
 
 
 @pytest.mark.parametrize("left", [kernel.Mode.ENFORCE, kernel.Mode.OFF])
@@ -206,6 +209,29 @@ async def test_of_damaged_settings_the_rest_counts_and_the_damage_is_told(tmp_pa
     await known.keep(known.in_force(lost))
     last = (await override.recall(lost, tmp_path)).last
     assert last is not None and last.drivers == ("loop",)
+
+
+async def test_a_default_of_an_earlier_version_does_not_stay(tmp_path: Path) -> None:
+    said = wanted(tmp_path, mode="enforce", openers=("mount",))
+    assert not await override.remember(said, kernel.Mode.ENFORCE, override.Recalled(), tmp_path)
+    kept = json.loads(record.wanted_file(tmp_path).read_text())
+    assert "lease" not in str(kept) and "mount" in str(kept)
+    last = (await override.recall(settings.GuardSettings(), tmp_path)).last
+    assert last is not None and override.in_force(settings.GuardSettings(), last).mode == "enforce"
+
+
+async def test_an_operators_word_in_memory_alone_hides_no_damage(tmp_path: Path) -> None:
+    file = record.wanted_file(tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_text("{")
+    lost = wanted(tmp_path)
+    known = memory.Memory(tmp_path)
+    await known.refresh(lost)
+    known.hold(override.Override(kernel.Mode.DRY_RUN, "me", "why", 1.0))
+    await known.refresh(lost)
+    assert known.lost
+    await known.keep(lost)
+    assert file.read_text() == "{"
 
 
 async def test_a_disk_that_does_not_answer_leaves_the_last_settings_unknown(
