@@ -189,6 +189,18 @@ def _writes(where: cell.Cell, device: str) -> bool:
     return where.run("dd", "if=/dev/zero", f"of={device}", "count=1").returncode == 0
 
 
+@contextlib.contextmanager
+def _named_kubelet(folder: Path) -> Iterator[None]:
+    """A process of that name in our own mount namespace."""
+    program = shutil.copy(os.path.realpath("/bin/sleep"), folder / "kubelet")
+    process = subprocess.Popen([program, "1000"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_the_permission_follows_the_publication(where: cell.Cell, tmp_path: Path) -> None:
     """Where disks stay: granted, kept by a killed agent, renewed by the next one, ended."""
     images = [_content(tmp_path / name) for name in ("first", "second")]
@@ -215,8 +227,9 @@ def test_the_permission_follows_the_publication(where: cell.Cell, tmp_path: Path
         with _published(device, tmp_path):
             may(True, "the permission again")
             agent.kill()
-        agent.start()  # the pod ended while no agent was there
-        may(False, "a refusal by the next agent")
+        with _named_kubelet(tmp_path):  # else nobody can have unpublished it
+            agent.start()  # the pod ended while no agent was there
+            may(False, "a refusal by the next agent")
 
         with _published(device, tmp_path):
             may(True, "the permission a third time")
