@@ -16,7 +16,6 @@ import kit.redact
 from kit import messages, processes
 from kit.processes import DeadlineError as DeadlineError
 
-_MOST_READ = 2**16  # bytes of a child's last words that are looked at
 _REMEDY = "the source or the disk behind it hangs; it is tried again later"
 
 
@@ -41,7 +40,6 @@ async def call(function: Callable[..., Any], *arguments: Any, deadline: float) -
     except TimeoutError:
         raise DeadlineError(thing, f"no answer within {deadline:g}s", _REMEDY) from None
     if process.returncode or not out:
-        # Secrets first: the rest of one that was cut would not be known as one.
-        last = kit.redact.text(err[-_MOST_READ:].decode("utf-8", "replace"))[-1000:]
+        last = kit.redact.last(err.decode("utf-8", "replace"), 1000)
         raise RuntimeError(f"{name} ended with {process.returncode}: {last}")
     return messages.result(out, Any)

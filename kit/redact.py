@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "***"
+_MOST_READ = 2**16  # characters of a program's last words
 
 # Parameters of a URL whose values help to understand an error. The value of any other may sign it.
 _HARMLESS = {"service", "scope", "ns", "ref", "tag", "digest", "n", "last", "limit"}
@@ -138,6 +139,12 @@ def _parameter(said: str) -> str:
     if equals and name.lower() in _HARMLESS and "#" not in said:
         return said
     return f"{name}={HIDDEN}" if equals and re.fullmatch(r"[\w.%~-]+", name) else HIDDEN
+
+
+def last(said: str, most: int) -> str:
+    """Its last ``most`` characters, without secrets. They go before the cut: the rest of one that
+    was cut would not be known as one. Of a long text only the end is looked at."""
+    return text(said[-_MOST_READ:])[-most:]
 
 
 def value(said: Any, name: str = "") -> Any:

@@ -179,12 +179,8 @@ async def _mount_fuse(target: Path, way: Way, root: str, conf: Path, deadline: f
         failure = way.explain(number[-1] if number else refused)
         # A narrower directory may be tried after a refusal, and is no trouble then.
         tell = log.info if isinstance(failure, MayNotError) else log.error
-        tell(
-            "ceph-fuse failed",
-            dataset=way.thing,
-            root=root,
-            said=kit.redact.text(said.strip())[-200:],
-        )
+        last = kit.redact.last(said.strip(), 200)
+        tell("ceph-fuse failed", dataset=way.thing, root=root, said=last)
         raise failure
     await asyncio.to_thread(_move_out_of_our_cgroup, target)
 

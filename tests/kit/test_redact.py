@@ -18,6 +18,7 @@ import kit.errors
 import kit.findings
 import kit.redact
 from nodeagent import logs
+from tests.testbed.own_log import own_log
 
 # What the text around a secret says itself. Hypothesis takes strings from our code, too.
 _SAID = (
@@ -213,11 +214,8 @@ def test_errors_and_findings_hold_none() -> None:
 
 
 def test_log_holds_none(tmp_path: Path) -> None:
-    root, before = logging.getLogger(), logging.getLogger().handlers[:]
-    root.handlers.clear()
-    kept = structlog.get_config()
     file = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
-    try:
+    with own_log():
         drain = logs.configure(file)
         log: Any = structlog.get_logger("test")
         try:
@@ -226,9 +224,6 @@ def test_log_holds_none(tmp_path: Path) -> None:
             log.exception("failed", why=URL, deep={"a": [URL], "password": SECRET}, token=SECRET)
         logging.getLogger("library").error("failed: %s", URL)
         drain.close(60)
-    finally:
-        structlog.configure(**kept)
-        root.handlers[:] = before
     said = (tmp_path / "log").read_text()
     assert said.count("bucket.example") == 4
     assert SECRET not in said

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from kit import terminal
 from nodeagent import logs
+from tests.testbed.own_log import own_log
 
 # What a job may call its process or a file: clear the screen, a title, a forged line, a C1 control
 # sequence, text that runs backwards.
@@ -69,14 +70,8 @@ def test_only_our_own_colours_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_log_on_a_terminal_has_none_but_its_own_colours() -> None:
-    root, before, kept = (
-        logging.getLogger(),
-        logging.getLogger().handlers[:],
-        structlog.get_config(),
-    )
-    root.handlers.clear()
     ours, theirs = os.openpty()
-    try:
+    with own_log():
         drain = logs.configure(theirs)
         log: Any = structlog.get_logger("test")
         try:
@@ -85,9 +80,6 @@ def test_the_log_on_a_terminal_has_none_but_its_own_colours() -> None:
             log.exception(EVIL, why=EVIL, deep={"a": [EVIL]})
         logging.getLogger("library").error("failed: %s", EVIL)
         drain.close(60)
-    finally:
-        structlog.configure(**kept)
-        root.handlers[:] = before
     said = os.read(ours, 65536).decode().replace("\r\n", "\n")
     os.close(ours)
     os.close(theirs)

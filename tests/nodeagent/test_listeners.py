@@ -301,13 +301,18 @@ async def kubelet_asks(port: int, pause: float = 0.0) -> bytes:
     return answer
 
 
+def all_but_the_first_wait(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """For ever, as far as a test goes."""
+    monkeypatch.setattr(server, "REQUESTS_PER_SECOND", 0.0)
+    monkeypatch.setattr(server, "REQUESTS_AT_ONCE", at_once)
+    monkeypatch.setattr(server, "WAIT_SECONDS", 3600.0)
+
+
 async def test_ever_new_connections_are_closed_and_keep_no_probe_waiting(
     agent: app.Agent, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are of one host, whatever loopback addresses they come from."""
-    monkeypatch.setattr(server, "REQUESTS_PER_SECOND", 0.0)
-    monkeypatch.setattr(server, "REQUESTS_AT_ONCE", 1)
-    monkeypatch.setattr(server, "WAIT_SECONDS", 3600.0)
+    all_but_the_first_wait(monkeypatch, 1)
     monkeypatch.setattr(listeners, "NEW_PER_SECOND", 0.0, raising=False)
     with_admin(agent, metrics=f"127.0.0.1:{port}")
     most = 2 * listeners.MOST_CONNECTIONS
@@ -335,9 +340,7 @@ async def test_ever_new_connections_are_closed_and_keep_no_probe_waiting(
 async def test_who_goes_on_asking_for_probes_keeps_no_probe_waiting(
     agent: app.Agent, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "REQUESTS_PER_SECOND", 0.0)
-    monkeypatch.setattr(server, "REQUESTS_AT_ONCE", 3)
-    monkeypatch.setattr(server, "WAIT_SECONDS", 3600.0)
+    all_but_the_first_wait(monkeypatch, 3)
     with_admin(agent, metrics=f"127.0.0.1:{port}")
     probe = f"http://127.0.0.1:{port}/healthz"
     connector = aiohttp.TCPConnector(limit=1)  # one connection for all its requests
@@ -356,9 +359,7 @@ async def test_who_goes_on_asking_for_probes_keeps_no_probe_waiting(
 async def test_strangers_with_requests_wait_where_operators_do_not(
     agent: app.Agent, tcp: ApiSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "REQUESTS_PER_SECOND", 0.0)
-    monkeypatch.setattr(server, "REQUESTS_AT_ONCE", 1)
-    monkeypatch.setattr(server, "WAIT_SECONDS", 3600.0)
+    all_but_the_first_wait(monkeypatch, 1)
     async with listeners.serving(agent.state):
         ask = Asker(tcp).status
         assert await ask("GET", "/healthz") == 401

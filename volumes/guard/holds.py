@@ -94,12 +94,13 @@ class Holds:
         spare = _worker()
         try:
             await spare.start()
-            self._spare, spare = spare, _worker()
+            self._spare = spare
         except (kit.errors.AgentError, OSError) as error:
             log.warning("no child is ready for the next hold", error=str(error))
         finally:
             self._warming = None
-            await spare.close()
+            if self._spare is not spare:
+                await spare.close()
 
     async def _hold(self, device: blockdev.BlockDevice, seconds: float) -> None:
         worker, self._spare = self._spare or _worker(), None

@@ -43,8 +43,9 @@ class Memory:
 
     def hold(self, new: override.Override | None) -> None:
         """An operator's word that could be kept nowhere else."""
-        noted = tuple(self.noted)
-        self._held = override.Recalled(new, "", self._last, True, noted, self.lost)
+        self._held = override.Recalled(
+            new, last=self._last, unsaved=True, noted=tuple(self.noted), lost=self.lost
+        )
 
     async def refresh(
         self,

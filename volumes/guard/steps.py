@@ -172,8 +172,7 @@ class Executor:
             async with self._writing:
                 if self._entry(device) != written:
                     return
-                async with asyncio.timeout(SAVE_SECONDS):
-                    await disk.STATE.call(self.ledger.put, written.unused())
+                await self._put(written.unused())
             turn.entry = written.unused()
             await self._mirror(turn.known, turn.entry)
         except (OSError, TimeoutError) as error:
@@ -204,8 +203,12 @@ class Executor:
     async def _save(self, new: store.Entry) -> None:
         """Durable here when it returns. OSError or TimeoutError otherwise."""
         async with self._writing:
-            async with asyncio.timeout(SAVE_SECONDS):
-                await disk.STATE.call(self.ledger.put, new)
+            await self._put(new)
+
+    async def _put(self, new: store.Entry) -> None:
+        """As ``_save``, for who holds ``_writing``."""
+        async with asyncio.timeout(SAVE_SECONDS):
+            await disk.STATE.call(self.ledger.put, new)
 
     async def _mirror(self, known: Known, new: store.Entry) -> None:
         """Into the image's metadata, where credentials for its cluster are configured; content

@@ -78,6 +78,9 @@ class Csi:
                 return True
         return False
 
+    def close_mapping(self) -> bool:
+        return run("cryptsetup", "luksClose", self.image).returncode == 0
+
     def stage(self) -> bool:
         device = self.attach()
         done = formatters.ceph_csi(run, device, "ext4", TARGET, lambda: None)
@@ -100,7 +103,7 @@ class Csi:
         outcome = formatters.ceph_csi(run, mapper, "ext4", TARGET, lambda: None)
         if not outcome.mounted:
             self.refused += "not permitted" in outcome.mkfs_error
-            if run("cryptsetup", "luksClose", self.image).returncode == 0:
+            if self.close_mapping():
                 self.detach(device)
         return outcome.mounted
 
@@ -149,8 +152,7 @@ async def main() -> None:
     say(f"secret mounted {mounted} refused twice {secret.refused >= 2}")
     figure(f"secret: {secret.refused} refused, {secret.maps} maps")
     run("umount", TARGET)
-    closed = lambda: run("cryptsetup", "luksClose", "secret").returncode == 0  # noqa: E731
-    await possible("the mapping to be closed", closed)
+    await possible("the mapping to be closed", secret.close_mapping)
     await detached(secret, secret.mapped())
 
     # The pod goes away after its first try: nobody comes to use the lease.
