@@ -71,6 +71,18 @@ def _unapplied(setting: str) -> kit.findings.Finding:
     )
 
 
+def _unusable(problem: str) -> kit.findings.Finding:
+    return kit.findings.Finding(
+        id="settings-file",
+        rule="settings-unusable",
+        severity=kit.findings.Severity.WARNING,
+        subject="settings",
+        message=f"the settings file cannot be used, and the last good settings stay in force: "
+        f"{problem}",
+        advice="correct the file (nodeagent config check); it is taken over by itself",
+    )
+
+
 class Agent:
     """Runs the components of one settings file until a signal ends it.
 
@@ -91,7 +103,7 @@ class Agent:
         asked = settings.kubernetes
         self._cluster = None if asked is None else service.Cluster(asked, settings)
         self.state = state.build(self._merged())
-        self.state.config_error = problem
+        self._judge(problem)
         self.state.metrics.append(self._figures)
         self._supervisors: list[supervisor.Supervisor] = []
         self._stopping = asyncio.Event()
@@ -181,15 +193,20 @@ class Agent:
             try:
                 new = configfile.load(self.config)
             except kit.errors.SettingsError as error:
-                self.state.config_error = str(error)
+                self._judge(str(error))
                 log.error(
                     "settings file is unusable; the old settings stay in force", error=str(error)
                 )
                 continue
-            self.state.config_error = ""
+            self._judge("")
             self._file = new
             await self._keep()
             self._apply(self._merged())
+
+    def _judge(self, problem: str) -> None:
+        """``problem``: why the file's latest content cannot be used; "" when it can."""
+        self.state.config_error = problem
+        self.state.findings.report("settings-file", [_unusable(problem)] if problem else [])
 
     def _figures(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(

@@ -53,6 +53,7 @@ HANDSHAKE_SECONDS = 5.0
 STOP_SECONDS = 2.0
 NEW_SECONDS = 1.0  # so long a connection may wait with its first request
 ACCEPT_RETRY_SECONDS = 0.5
+BIND_AGAIN_SECONDS = 10.0
 # New connections of a listener without a login: of one address, and of all.
 NEW_PER_SECOND, NEW_AT_ONCE = 100.0, MOST_CONNECTIONS
 ALL_NEW_PER_SECOND, ALL_NEW_AT_ONCE = 400.0, 2 * MOST_CONNECTIONS
@@ -453,12 +454,46 @@ def _token_caller(
     return caller
 
 
+def _note_shut(state: State, error: kit.errors.HostError | None) -> None:
+    """Whether the API over TCP has its address. Without it a node keeps its agent all the same."""
+    found = []
+    if error is not None:
+        found.append(
+            kit.findings.Finding(
+                id="admin.api.listen",
+                rule="address-unavailable",
+                severity=kit.findings.Severity.WARNING,
+                subject=error.thing,
+                message=f"{error.thing}: {error.cause}; the API over TCP is shut",
+                advice=f"{error.remedy}; it is tried again by itself, a changed setting needs a "
+                "restart",
+            )
+        )
+    state.findings.report("admin.api.listen", found)
+    state.degraded["admin.api.listen"] = [each.message for each in found]
+
+
+async def _serve_later(
+    state: State, listen: str, app: web.Application, certificate: rotation.Certificate
+) -> None:
+    """As soon as the address can be had. Never returns."""
+    while True:
+        await asyncio.sleep(BIND_AGAIN_SECONDS)
+        try:
+            listening = await _bind_tcp("admin.api.listen", listen)
+        except kit.errors.HostError:
+            continue
+        _note_shut(state, None)
+        async with _Listener("api", app, listening, certificate).serving():
+            await asyncio.Event().wait()
+
+
 # --- all of them
 
 
 @contextlib.asynccontextmanager
 async def serving(state: State) -> AsyncIterator[None]:
-    """Listen while the block runs. HostError when an address cannot be had."""
+    """Listen while the block runs. HostError when socket or metrics cannot have their address."""
     admin, gid = _admitted(state)
     calls = access.CallLog(state.settings.state_dir)
     async with contextlib.AsyncExitStack() as stack:
@@ -494,10 +529,20 @@ async def serving(state: State) -> AsyncIterator[None]:
             await stack.enter_async_context(rotation.following(state, files, asked))
             # Its streams are counted apart: callers over the network take no place from root.
             door = server.Door(_token_caller(known, asked), calls, access.Hosts(host, admin.names))
-            listening = await _bind_tcp("admin.api.listen", admin.api.listen)
-            stack.callback(listening.close)
             app = server.application(state, door, held)
-            listeners.append(_Listener("api", app, listening, certificate))
+            try:
+                listening = await _bind_tcp("admin.api.listen", admin.api.listen)
+            except kit.errors.HostError as error:
+                _note_shut(state, error)
+                later = asyncio.create_task(
+                    _serve_later(state, admin.api.listen, app, certificate), name="api later"
+                )
+                stack.push_async_callback(asyncio.wait, [later])
+                stack.callback(later.cancel)
+            else:
+                _note_shut(state, None)
+                stack.callback(listening.close)
+                listeners.append(_Listener("api", app, listening, certificate))
         writer = asyncio.create_task(calls.write(), name="api.log")
         stack.callback(writer.cancel)
         stack.push_async_callback(calls.flush)

@@ -226,12 +226,18 @@ API = '"cert_file": "/c", "key_file": "/k", "tokens_file": "/t"'
 DOORS = {
     "{}": True,
     '{"socket": "/run/other/admin.sock"}': True,
+    '{"socket": "/var/lib/nodeagent/admin.sock"}': True,
+    '{"socket": "/etc/nodeagent/admin.sock"}': False,  # where settings are, read-only
+    '{"socket": "/run/containerd/admin.sock"}': False,  # the runtime's, read-only
+    '{"socket": "/run/x/../log/journal/admin.sock"}': False,
     '{"group": "operators"}': True,  # it degrades: tests/nodeagent/test_listeners.py
     '{"group_role": "read"}': True,
     '{"names": ["node.example"]}': True,
     '{"metrics": "127.0.0.1:9470"}': True,
     '{"metrics": "0.0.0.0:9470"}': True,
     f'{{"api": {{"listen": "0.0.0.0:9471", {API}}}}}': True,
+    # Only some nodes have it: the others' agents work without (tests/nodeagent/test_listeners.py).
+    f'{{"api": {{"listen": "10.0.0.17:9471", {API}}}}}': True,
     '{"metrics": null}': False,
     '{"metrics": ""}': False,
     '{"metrics": "0.0.0.0:9999"}': False,

@@ -17,7 +17,7 @@ import kit.errors
 import kit.processes
 import kit.room
 import kit.settings
-from nodeagent import app, configfile, logs, supervisor, watchdog
+from nodeagent import app, configfile, configwatch, logs, supervisor, watchdog
 from nodeagent.state import Running
 
 
@@ -43,6 +43,27 @@ def test_apply_keeps_settings_that_need_a_restart(agent: app.Agent) -> None:
     agent._apply(old)
     assert agent.state.refused == []
     assert agent.state.findings.current() == []
+
+
+async def test_a_slip_in_the_settings_is_a_finding_until_it_is_mended(
+    agent: app.Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, seen = agent.config.read_text(), list[list[tuple[str, str]]]()
+
+    async def changes(_: Path) -> AsyncIterator[None]:
+        for text in (good + "a_key_of_later: 1\n", good):
+            agent.config.write_text(text)
+            yield
+            found = agent.state.findings.current()
+            seen.append([(each.rule, each.message) for each in found])
+
+    monkeypatch.setattr(configwatch, "changes", changes)
+    await agent._follow_settings()
+    ((rule, message),) = seen[0]
+    assert rule == "settings-unusable" and "a_key_of_later" in message
+    assert seen[1] == []
+    started = app.Agent(agent.config, agent.state.settings, problem="x: a slip")
+    assert [each.rule for each in started.state.findings.current()] == ["settings-unusable"]
 
 
 def test_apply_refuses_a_new_or_lost_section(agent: app.Agent) -> None:

@@ -72,6 +72,14 @@ nodeagent/pool: {{ .pool }}
 {{- if not (has $metrics (list (printf "127.0.0.1:%v" $port) (printf "0.0.0.0:%v" $port))) -}}
 {{- fail (printf "pool %s: settings.admin.metrics is %s, and the probes ask 127.0.0.1:%v ('port'). They would find nobody, and kubelet would kill each agent again and again. Leave admin.metrics out, or set it to 0.0.0.0:%v; another port is set by 'port'" .pool $metrics $port $port) -}}
 {{- end -}}
+{{- $socket := clean (toString ($admin.socket | default "/run/nodeagent/admin.sock")) -}}
+{{- $possible := or (hasPrefix "/run/" $socket) (hasPrefix (printf "%s/" $host.state) $socket) -}}
+{{- range $below := list $runtime.socketDir "/run/log/journal" "/run/secrets" -}}
+{{- if hasPrefix (printf "%s/" $below) $socket -}}{{- $possible = false -}}{{- end -}}
+{{- end -}}
+{{- if not $possible -}}
+{{- fail (printf "pool %s: settings.admin.socket is %s, where the pod can make no socket: no agent could start. Leave it out, or name a place below /run or host.state (%s)" .pool $socket $host.state) -}}
+{{- end -}}
 {{- if hasSuffix (printf ":%v" $port) (toString ($admin.api | default dict).listen) -}}
 {{- fail (printf "pool %s: settings.admin.api.listen has the port %v of metrics and probes ('port'): no agent could start. Choose another port" .pool $port) -}}
 {{- end -}}
