@@ -46,6 +46,33 @@ async def test_override_of_a_newer_agent_is_left_alone(tmp_path: Path) -> None:
     assert file.read_text() == newer
 
 
+@pytest.mark.parametrize("text", ["{", '{"format": 2}'])
+async def test_an_override_that_cannot_be_read_lowers_nothing(tmp_path: Path, text: str) -> None:
+    """It may be the word of an operator who wants more than the settings do."""
+    plain = wanted(tmp_path, mode="dry-run")
+    strict = override.Override(kernel.Mode.ENFORCE, "me", "why", 1.5)
+    file = record.override_file(tmp_path)
+
+    async def in_the_kernel() -> kernel.Mode:
+        return kernel.Mode.ENFORCE
+
+    known = memory.Memory(tmp_path)
+    await override.save(plain, tmp_path, strict)
+    await known.refresh(plain, in_the_kernel)
+    assert known.mode(plain) is kernel.Mode.ENFORCE
+    file.write_text(text)
+    await known.refresh(plain)
+    assert known.error and known.mode(plain) is kernel.Mode.ENFORCE  # the last that was read
+    anew = memory.Memory(tmp_path)
+    await anew.refresh(plain, in_the_kernel)
+    assert anew.error and anew.mode(plain) is kernel.Mode.ENFORCE  # what an earlier agent left
+    await anew.refresh(plain)
+    assert anew.mode(plain) is kernel.Mode.ENFORCE
+    file.unlink()
+    await anew.refresh(plain)
+    assert anew.mode(plain) is kernel.Mode.DRY_RUN
+
+
 async def test_note_is_recalled(tmp_path: Path) -> None:
     assert (await override.recall(wanted(tmp_path), tmp_path)).noted == ()
     await override.note(tmp_path, "detach", "me", "why", mode="off")
