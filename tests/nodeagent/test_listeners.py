@@ -235,6 +235,36 @@ async def test_a_thousand_idle_connections_keep_nobody_out(agent: app.Agent, por
                 assert (await api.get("/v1/datasets")).status == 200
 
 
+async def test_the_longest_idle_is_closed_and_not_who_came_first(
+    agent: app.Agent, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prometheus keeps its connection and asks again and again."""
+    with_admin(agent, metrics=f"127.0.0.1:{port}")
+    monkeypatch.setattr(listeners, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(listeners, "NEW_SECONDS", 0.0)
+    monkeypatch.setattr(listeners, "NEW_AT_ONCE", 100)
+
+    async def asks() -> None:
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        length = 0
+        while (line := await reader.readline()) != b"\r\n":
+            if line.lower().startswith(b"content-length:"):
+                length = int(line.split()[1])
+        await reader.readexactly(length)
+
+    async with listeners.serving(agent.state), contextlib.AsyncExitStack() as stack:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        stack.callback(writer.close)
+        await asks()
+        for _ in range(20):
+            _, other = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(other.close)
+            other.write(b"GET /metrics HTTP/1.1\r\nX: ")
+            await asyncio.sleep(0.02)
+            await asks()
+
+
 @pytest.mark.real
 @pytest.mark.timeout(60 + CROWD_SECONDS)
 @pytest.mark.parametrize("path", ["/metrics", "/", "/healthz"])
