@@ -647,7 +647,7 @@ async def test_address_that_is_not_there_leaves_the_agent_and_is_tried_again(
         assert [each.rule for each in agent.state.findings.current()] == ["address-unavailable"]
         taken.close()
         await waiting.until_async(lambda: not agent.state.findings.current(), 30, "the address")
-        assert await Asker(tcp).status("GET", "/v1/status", TOKENS["read"]) == 200
+        assert await Asker(tcp).status("GET", "/v1/status", TOKENS[Role.READ]) == 200
     with socket.create_server((host, int(port))):
         pass  # nobody listens there any more
 
