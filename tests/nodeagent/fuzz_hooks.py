@@ -2,6 +2,8 @@
 
 import itertools
 import os
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import schemathesis
@@ -9,21 +11,28 @@ import schemathesis
 # A limit counts the calls of one caller: each request comes from another.
 _TOKENS = itertools.cycle(os.environ["FUZZ_TOKENS"].split())
 _DATASET, _IMAGE = os.environ["FUZZ_DATASET"], os.environ["FUZZ_IMAGE"]
-_turns = itertools.count()
+_turns: dict[str, Iterator[int]] = defaultdict(itertools.count)  # of each operation
 
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
-    """A caller; in every third request what exists here instead of what was made up."""
+    """A caller; what exists here instead of what was made up.
+
+    It stands in every third request of an operation that names something, the first one included:
+    counted over all operations, it was left to chance whether a request for an image ever did.
+    """
     case.headers = {**(case.headers or {}), "Authorization": f"Bearer {next(_TOKENS)}"}
-    named = "name" in (case.path_parameters or {})
-    if named and case.path.endswith("/progress"):
-        case.path_parameters["name"] += "-not-here"  # the stream of one that is here has no end
-    if next(_turns) % 3:
+    names = case.path_parameters or {}
+    if "name" in names and case.path.endswith("/progress"):
+        names["name"] += "-not-here"  # the stream of one that is here has no end
         return
-    if named and not case.path.endswith("/progress"):
-        case.path_parameters["name"] = _DATASET
-    if "ref" in (case.query or {}):
+    in_query = "ref" in (case.query or {})
+    in_body = isinstance(case.body, dict) and isinstance(case.body.get("ref"), str)
+    if not ("name" in names or in_query or in_body) or next(_turns[case.operation.label]) % 3:
+        return
+    if "name" in names:
+        names["name"] = _DATASET
+    if in_query:
         case.query["ref"] = _IMAGE
-    if isinstance(case.body, dict) and isinstance(case.body.get("ref"), str):
+    if in_body:
         case.body["ref"] = _IMAGE
