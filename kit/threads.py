@@ -13,13 +13,16 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+PATIENCE_SECONDS = 0.5
+
 
 class Apart:
     """One thread, made at the first call; calls wait for the ones before them.
 
     The caller has the deadline, for a thread that hangs cannot be ended. Whoever gives up takes his
     call back, unless it has begun. Then it keeps the thread, and until it ends further calls are
-    refused at once: nobody queues for a disk that does not answer.
+    refused after ``PATIENCE_SECONDS``: nobody queues for a disk that does not answer. One who gave
+    up early, as a room that is stopped does, is no sign of such a disk.
     """
 
     def __init__(self, name: str) -> None:
@@ -29,6 +32,8 @@ class Apart:
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What ``function`` returns or raises. TimeoutError while an earlier call hangs."""
+        if self._given_up is not None and not self._given_up.done():
+            await asyncio.wait([asyncio.wrap_future(self._given_up)], timeout=PATIENCE_SECONDS)
         if self._given_up is not None and not self._given_up.done():
             raise TimeoutError(
                 f"{self._name}: an earlier call hangs on the disk; it is tried again later"

@@ -8,6 +8,29 @@ import pytest
 import kit.threads
 
 
+async def test_a_call_that_was_given_up_and_ends_soon_is_no_hanging_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kit.threads, "PATIENCE_SECONDS", 60.0)
+    apart = kit.threads.Apart("a disk")
+    begun, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        over.wait()
+
+    stopped = asyncio.create_task(apart.call(work))
+    try:
+        assert await asyncio.to_thread(begun.wait, 60)
+        stopped.cancel()
+        await asyncio.gather(stopped, return_exceptions=True)
+        following = asyncio.create_task(apart.call(threading.get_ident))
+        await asyncio.sleep(0)
+    finally:
+        over.set()
+    assert await following != threading.get_ident()
+
+
 async def test_a_call_that_hangs_is_met_by_nobody_else() -> None:
     apart = kit.threads.Apart("a disk")
     begun, over = threading.Event(), threading.Event()
