@@ -484,8 +484,9 @@ async def _serve_later(
         except kit.errors.HostError:
             continue
         _note_shut(state, None)
-        async with _Listener("api", app, listening, certificate).serving():
-            await asyncio.Event().wait()
+        with contextlib.closing(listening):
+            async with _Listener("api", app, listening, certificate).serving():
+                await asyncio.Event().wait()
 
 
 # --- all of them
