@@ -38,7 +38,7 @@ async def attach(section: Section) -> dict[str, Any]:
     if recalled.override is not None:
         mode = recalled.override.mode
     elif recalled.error or recalled.lost:
-        mode = override.stronger(mode, (await _present(known)).mode)
+        mode = override.stronger(mode, recalled.least, (await _present(known)).mode)
     await asyncio.to_thread(_apply, known, mode, bool(recalled.lost))
     if given is None:
         return await _status(known, section, "" if section.error else _NO_SECTION)

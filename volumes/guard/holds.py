@@ -51,6 +51,7 @@ def hold(asked: Request) -> bool:
     _opened.enter_context(blockdev.opened(f"/dev/{asked.name}", asked.number))
     found = blockdev.identify(asked.name)  # from here on it stays what it is
     if found is None or found.diskseq != asked.diskseq:
+        _opened.close()  # not the other one either, not even until the agent has read the answer
         raise OSError(0, f"another device is attached as {asked.name}")
     signal.alarm(math.ceil(asked.seconds))
     return True

@@ -95,13 +95,17 @@ class LeaseManager(steps.Executor):
         """
         self._denied.add(name)
         soon = name in self._checking or self._check_denied(name)
-        known = self.known.get(name)
-        holds_data = (
-            known is not None and known.seen is not None and known.seen.has_content
-            and refused is not None and known.device.attachment == refused.attachment
-        )  # fmt: skip
-        if refused is not None and soon and not holds_data:
+        if refused is not None and soon and not self._holds_data(refused):
             self.holds.begin(refused, self.settings.lease)
+
+    def _holds_data(self, device: blockdev.BlockDevice) -> bool:
+        """By what is known before a look: then no check permits its format."""
+        known = self.known.get(device.name)
+        here = known is not None and known.device.attachment == device.attachment
+        if here and known is not None and known.seen is not None and known.seen.has_content:
+            return True
+        said = self.ledger.knowledge(device.volume, device.named_volume)
+        return said is store.Knowledge.CONTENT
 
     def _check_denied(self, name: str) -> bool:
         """Whether a check follows now."""
@@ -203,6 +207,7 @@ class LeaseManager(steps.Executor):
     def replaced(self, known: Known) -> None:
         """Another medium is in the device. Nothing that was permitted before counts for it, even
         while a check of the one before still waits for an answer."""
+        known.replaced = True
         self.holds.end(known.device.name)
         self.published.attached_anew(known.device.name)
         self._revoke(known.device.number)
@@ -285,6 +290,8 @@ class LeaseManager(steps.Executor):
             self._decided(known, ())  # what an operator permits to destroy is still there
             return LEASED_CHECK_SECONDS
         known.allowed_over = None
+        if first.has_content or self._until(device) is None:
+            known.allowed = False
         wait = await self._conclude(known, first)
         if known.doubt.wait is not None:
             wait = min(wait or math.inf, known.doubt.wait)
@@ -312,6 +319,14 @@ class LeaseManager(steps.Executor):
         held = self._held(device)
         if lease.met(held.diskseq if held else None, before, device.attachment):
             self._revoke(device.number)
+        if known is not None and device.driver not in lease.NEW_DISKS and not known.replaced:
+            # Nobody heard of another medium before this check. A disk that stays keeps its node,
+            # and with it the bind mounts that were made for the medium before. But nbd tells the
+            # name of a medium a moment after its size.
+            was = known.device
+            named = not was.volume and was.diskseq == device.diskseq
+            if not named and not lease.same_medium(was.attachment, device.attachment):
+                self.published.attached_anew(device.name)
         if known is None or before != device.attachment:
             known = self.known[device.name] = Known(device, checked=time.monotonic())
         known.device = device
@@ -325,7 +340,8 @@ class LeaseManager(steps.Executor):
         by_publication = raw_block.gave(self._entry(device).permitted_by)
         if not (self.settings.raw_block and device.name in self.published):
             earlier = held is not None and (held.until == math.inf or by_publication)
-            if earlier and self.settings.raw_block and not (known.raw or self.published.whole):
+            holds = earlier and self._until(device) is not None
+            if holds and self.settings.raw_block and not (known.raw or self.published.whole):
                 self._decided(known, ())
                 return RAW_CHECK_SECONDS
             if known.raw or earlier:
@@ -511,6 +527,7 @@ class LeaseManager(steps.Executor):
             known.allowed_over = (seen.type, seen.uuid) if seen.has_content else None
             known.seen = seen
             await self._grant(known, f"{by}: {reason}")
+            known.allowed = True
             self.holds.begin(device, self.settings.lease)  # ceph-csi would unmap it meanwhile
         finally:
             known.order.release()
@@ -543,9 +560,10 @@ def _monitors(device: blockdev.BlockDevice) -> frozenset[str]:
 
 
 def _may_be_held(known: Known, seen: Verdict) -> bool:
-    """Blank, or what an operator gave up."""
-    blank = seen.verdict is Kind.BLANK_VERIFIED
-    return blank or (seen.has_content and (seen.type, seen.uuid) == known.allowed_over)
+    """Blank, or what an operator gave up, recognised or not."""
+    if seen.has_content:
+        return (seen.type, seen.uuid) == known.allowed_over
+    return known.allowed or seen.verdict is Kind.BLANK_VERIFIED
 
 
 def missing(known: Known, entry: store.Entry | None) -> str:

@@ -66,8 +66,9 @@ class Memory:
             self.override = found.override
         if not (self.error or self.lost):
             self._floor = kernel.Mode.OFF
-        elif left is not None:
-            self._floor = await left()
+        else:
+            floor = self._floor if left is None else await left()
+            self._floor = override.stronger(floor, found.least)
 
     async def keep(self, wanted: settings.GuardSettings) -> None:
         """Bring to disk what is in force."""

@@ -55,7 +55,8 @@ class Recalled:
 
     ``last``: the guard's settings that were last in force, None when unknown. ``unsaved``: the
     override is in memory alone. ``noted``: the newest lines of the operator log. ``lost``: why the
-    last settings are not known, or not all of them, while those of now name no mode.
+    last settings are not known, or not all of them, while those of now name no mode. ``least``: the
+    mode that an operator set, while more of the override is not known; off: nor is that.
     """
 
     override: Override | None = None
@@ -64,6 +65,7 @@ class Recalled:
     unsaved: bool = False
     noted: tuple[dict[str, Any], ...] = ()
     lost: str = ""
+    least: kernel.Mode = kernel.Mode.OFF
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,17 @@ async def recall(wanted: settings.GuardSettings, state_dir: Path) -> Recalled:
         override = None if found["override"] is None else Override.of(found["override"])
     except (ValueError, KeyError, TypeError) as error:
         override, problem = None, f"{record.override_file(state_dir)} cannot be used ({error})"
+    least = _mode(found.get("word", "")) if problem else kernel.Mode.OFF
     if problem:
         problem += "; set the mode again, or remove the file"
-    return Recalled(override, problem, last, noted=noted, lost=lost)
+    return Recalled(override, problem, last, noted=noted, lost=lost, least=least)
+
+
+def _mode(word: str) -> kernel.Mode:
+    try:
+        return kernel.Mode(word)
+    except ValueError:  # no word, or one of another version
+        return kernel.Mode.OFF
 
 
 def _settings(fields: dict[str, Any] | None) -> tuple[settings.GuardSettings | None, str]:
@@ -174,7 +184,9 @@ async def remember(
 ) -> str:
     """Keep the settings that are in force. Returns why they could not be kept, or nothing."""
     now = wanted.model_copy(update={"mode": str(mode)})
-    if recalled.last == now:
+    last = recalled.last
+    # Equal values do not say which of them somebody named.
+    if last is not None and last == now and last.model_fields_set == now.model_fields_set:
         return ""
     # A default is no word of anybody's: a later version may have a better one.
     fields = now.model_dump(mode="json", exclude_unset=True)

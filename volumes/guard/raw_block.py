@@ -150,10 +150,13 @@ class Watch:
     """
 
     def __init__(self, changed: Callable[[Table, bool], None]) -> None:
-        """``changed``: gets the table, and whether a kubelet has been seen: what an earlier agent
-        knew of may be in the namespace of a kubelet that does not run now."""
+        """``changed``: gets the table, and whether it was once whole, with a kubelet: what an
+        earlier agent knew of may be in the namespace of a kubelet that does not run now, or in a
+        table that could not be read yet."""
         self._changed = changed
         self._seen_kubelet = False
+        self._whole = False
+        self._complete = self._followed = False  # the last look; the last search
         self._mounted = asyncio.Event()
         self._spaces = {1: _Space(mountinfo.Watch("/proc/1/mountinfo", self._mounted.set))}
         self._searched = -math.inf
@@ -182,7 +185,9 @@ class Watch:
         """Whatever is wrong with a look ends neither the guard nor the looks that follow."""
         try:
             found = await self._look()
-            self._changed(found, self._seen_kubelet)
+            # Afterwards what cannot be read counts as it was read last.
+            self._whole |= self._seen_kubelet and self._complete
+            self._changed(found, self._whole)
             self._trouble = ""
         except Exception as error:
             if str(error) != self._trouble:
@@ -212,13 +217,16 @@ class Watch:
             with contextlib.suppress(OSError):  # it ended; the next search finds its successor
                 table = f"/proc/{pid}/mountinfo"
                 self._spaces[pid] = _Space(mountinfo.Watch(table, self._mounted.set))
+        self._followed = pids <= self._spaces.keys()
 
     async def _look(self) -> Table:
         if time.monotonic() - self._searched >= SEARCH_SECONDS:
             try:
                 await self._search()
             except OSError as error:
+                self._followed = False
                 log.warning("kubelet's mount namespace is not looked for", error=str(error))
+        self._complete = self._followed
         found: dict[str, frozenset[int]] = {}
         for pid, space in list(self._spaces.items()):
             if space.watch is not None:
@@ -236,6 +244,7 @@ class Watch:
             table = await watch.read()
         except OSError as error:
             log.warning("a mount table cannot be read", pid=pid, error=str(error))
+            self._complete = False
             self._again_soon()
             return
         space.names = published(table)
@@ -262,6 +271,7 @@ class Watch:
             )
         except (kit.errors.AgentError, OSError, RuntimeError) as error:
             log.warning("device nodes of raw block volumes are not known", error=str(error))
+            self._complete = False
             numbers = {}
         for mount, target in unknown.items():
             if target in numbers:

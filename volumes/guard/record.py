@@ -1,6 +1,8 @@
-"""What the guard keeps in the state directory: three files.
+"""What the guard keeps in the state directory: four files.
 
 * ``guard-override.json``: the mode that an operator set over the settings, until it is cleared.
+* ``guard-override-mode``: that mode alone, as a word. It counts as the least one while the file
+  above cannot be used, and every version can read it.
 * ``guard-wanted.json``: the guard's settings that were last in force. Settings that cannot be used,
   or that name no mode, never make the guard weaker than these.
 * ``operator.log``: what operators did to the guard past the agent's own decisions, as JSON lines.
@@ -8,6 +10,7 @@
 The disk may hang, so agents and commands call all this in child processes (``kit.child``).
 """
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,15 @@ import kit.formats
 
 FORMAT = 1
 MOST_NOTED = 20
+MOST_WORD = 32  # characters
 
 
 def override_file(state_dir: Path) -> Path:
     return state_dir / "volumes" / "guard-override.json"
+
+
+def word_file(state_dir: Path) -> Path:
+    return state_dir / "volumes" / "guard-override-mode"
 
 
 def wanted_file(state_dir: Path) -> Path:
@@ -35,9 +43,10 @@ def log(state_dir: Path) -> Path:
 def read(state_dir: str) -> dict[str, Any]:
     """``override`` and ``wanted``: the files' fields, None without the file. ``errors``: by the
     same names, why a file cannot be used. ``noted``: the newest lines of the operator log, the
-    oldest of them first."""
+    oldest of them first. ``word``: the override's mode, when only it can be read."""
     noted = kit.files.last_entries(log(Path(state_dir)), MOST_NOTED)
     found: dict[str, Any] = {"override": None, "wanted": None, "errors": {}, "noted": noted}
+    found["word"] = ""
     files = {"override": override_file(Path(state_dir)), "wanted": wanted_file(Path(state_dir))}
     for name, file in files.items():
         try:
@@ -50,12 +59,21 @@ def read(state_dir: str) -> dict[str, Any]:
             found["errors"][name] = str(error)
         except (OSError, ValueError, AttributeError) as error:
             found["errors"][name] = f"{file} cannot be used ({error})"
+    if "override" in found["errors"]:
+        with contextlib.suppress(OSError, ValueError):
+            found["word"] = word_file(Path(state_dir)).read_text()[:MOST_WORD].strip()
     return found
 
 
 def write_override(state_dir: str, fields: dict[str, Any] | None) -> None:
     """Durable when it returns; None removes the file. OSError."""
-    _write(override_file(Path(state_dir)), fields)
+    file, word = override_file(Path(state_dir)), word_file(Path(state_dir))
+    if fields is not None:  # first, so that no override is there without it
+        word.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        kit.files.save(word, f"{fields['mode']}\n".encode())
+    _write(file, fields)
+    if fields is None:
+        word.unlink(missing_ok=True)
 
 
 def write_wanted(state_dir: str, fields: dict[str, Any] | None) -> None:

@@ -64,6 +64,8 @@ class Known:
     doubt: Doubt = field(default_factory=Doubt)
     pace: Pace = field(default_factory=Pace)
     allowed_over: tuple[str, str] | None = None  # type and UUID that an operator gave up
+    allowed: bool = False  # an operator permitted it, and no other content was seen since
+    replaced: bool = False  # another medium is in the device, and what follows from that was done
     changed_from: str = ""  # the ledger's content, when other content is there now
     missing: str = ""  # the ledger's content, when nothing recognisable is there now
     lease_seconds: float | None = None  # from first sight to lease

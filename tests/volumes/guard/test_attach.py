@@ -281,6 +281,23 @@ def test_kill_switch_without_agent_finds_a_guard_whose_place_is_lost(node: Node)
     assert not node.present().attached
 
 
+@pytest.mark.parametrize("text", ["{", '{"format": 2}'])
+def test_an_operators_enforce_comes_back_after_a_boot_though_its_file_is_damaged(
+    node: Node, text: str
+) -> None:
+    weak = node.text(mode="dry-run")
+    node.attach(weak)
+    known = settings.GuardSettings.model_validate(cell.settings(node.where, mode="dry-run"))
+    asyncio.run(override.set_mode(known, node.state, "enforce", "me", "why"))
+    (node.state / "volumes" / "guard-override.json").write_text(text)
+    for boot in (False, True):
+        if boot:
+            node.detach()
+        status = node.attach(weak)
+        assert "cannot be used" in str(status["damaged"]) or "newer" in str(status["damaged"])
+        assert node.present().mode is kernel.Mode.ENFORCE, boot
+
+
 # --- the kill switch and its disk
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.testbed import blockdev as disks
 from tests.testbed import waiting
 from tests.volumes.guard.world import BLANK, DEVICE, EXT4, World
 from volumes.guard import holds, lease, pace
+from volumes.ledger import store
 from volumes.probe.examine import Kind, Verdict
 
 NO_ANSWER = Verdict(Kind.TIMEOUT, "/dev/rbd99", where="no answer")
@@ -243,3 +245,32 @@ async def test_child_does_not_hold_another_attachment(disk: blockdev.BlockDevice
         held.begin(other, 60)
         assert held.names == []
     await held.close()
+
+
+async def test_what_the_ledger_knows_to_hold_data_is_not_held(world: World) -> None:
+    """No check can permit its format, so a hold only keeps a failover waiting: each refused mkfs of
+    a volume that cannot be read would hold it for a probe's deadline."""
+    world.verdict = NO_ANSWER
+    world.ledger.put(store.Entry(DEVICE.volume, type="ext4", uuid="u1"))
+    for _ in range(2):
+        world.manager.denied("rbd99", DEVICE)
+        assert not world.holds.names
+        await settled(world)
+    await world.manager.close()
+
+
+@pytest.mark.parametrize("kind", [Kind.UNKNOWN_CONTENT, Kind.AMBIVALENT])
+async def test_what_an_operator_permits_is_kept_whatever_it_holds(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    monkeypatch.setattr(blockdev, "by_path", lambda _: DEVICE)
+    monkeypatch.setattr(blockdev, "in_use", lambda _: False)
+    world.verdict = Verdict(kind, "/dev/rbd99", size=DEVICE.size, diskseq=7)
+    await world.manager.allow("/dev/rbd99", DEVICE.volume, "why", "me")
+    await settled(world)
+    assert world.map[DEVICE.number].until > time.monotonic()
+    assert world.holds.names == ["rbd99"]
+    world.verdict = EXT4
+    await waiting.until_async(lambda: not world.holds.names, 30, "the end of the hold")
+    await settled(world)  # a save that is cancelled keeps the next test's from the disk's thread
+    await world.manager.close()

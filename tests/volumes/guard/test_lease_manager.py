@@ -10,19 +10,23 @@ import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kit.child
 import kit.errors
 import kit.threads
 from ceph.protocol import Extents
+from kit import processes
 from linux import blockdev
 from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.testbed import waiting
-from tests.volumes.guard.world import BLANK, DEVICE, EXT4, IMAGE, SIZE, World
-from volumes import disk, explain, status
-from volumes.guard import doubt, kernel, lease, lease_manager, raw_block, steps
+from tests.volumes.guard.test_holds import NO_ANSWER
+from tests.volumes.guard.world import BLANK, DEVICE, EXT4, IMAGE, PUBLISHED, SIZE, World
+from volumes import disk, explain, settings, status
+from volumes.guard import controller, doubt, kernel, lease, lease_manager, raw_block, steps
 from volumes.guard.lease import Step
 from volumes.ledger import mirror, store
 from volumes.probe.examine import Kind, Verdict
@@ -567,3 +571,131 @@ async def test_a_disk_that_hangs_takes_no_thread_of_others(
             assert await asyncio.to_thread(lambda: "here") == "here"
     finally:
         over.set()
+
+
+NBD = dataclasses.replace(
+    DEVICE, number=(254, 99), driver="nbd", image=None, client=None, backing="first"
+)
+
+
+async def test_a_leaked_publication_permits_nothing_of_a_medium_that_a_check_meets_first(
+    world: World,
+) -> None:
+    """rbd-nbd of a raw volume died, its bind mount stays, and nbd connects another volume under the
+    number. The uevents were lost (Overflow), so the first to see it is a check: a denied mkfs."""
+    world.raw = True
+    world.ends_with_disk = False
+    world.device = NBD
+    manager = world.new_manager()
+    known = await world.checked(manager)
+    assert known.raw and NBD.number in world.map
+    world.device = second = dataclasses.replace(NBD, backing="second")  # same number and DISKSEQ
+    world.verdict = EXT4
+    world.did.clear()
+    # As Reports.denied does it for the mkfs that the kernel refused.
+    manager.schedule("rbd99", second)
+    manager.denied("rbd99", second)
+    await waiting.until_async(
+        lambda: manager.known["rbd99"].device == second
+        and manager.known["rbd99"].reasons is not None,
+        30, "the check",
+    )  # fmt: skip
+    try:
+        assert "grant" not in world.did, world.did
+        assert not world.map
+        # A publication of the next one counts all the same, also after its uevent.
+        mount = PUBLISHED.replace(b"1 2", b"9 2")
+        manager.mounts_changed(raw_block.published(PUBLISHED + b"\n" + mount))
+        await waiting.until_async(lambda: world.map, 30, "the permission")
+    finally:
+        await manager.close()
+
+
+async def test_at_the_start_what_cannot_be_looked_at_takes_nothing_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nodes in a tmpfs whose numbers nobody tells in time; a kubelet's table that fails."""
+    monkeypatch.setattr(raw_block, "spaces", lambda: (frozenset({1}), {b"1": 1}))
+    told: list[tuple[raw_block.Table, bool]] = []
+    watch = raw_block.Watch(lambda table, whole: told.append((table, whole)))
+    row = PUBLISHED.replace(b"/rbd99 ", b"/node ").replace(b"devtmpfs udev", b"tmpfs tmpfs")
+
+    async def read() -> bytes:
+        return row
+
+    async def late(*_: Any, **__: Any) -> Any:
+        raise processes.DeadlineError("block nodes", "no answer within 5s", "")
+
+    async def prompt(*_: Any, **__: Any) -> Any:
+        return {row.split()[4].decode(): (254, 99)}
+
+    async def fail() -> bytes:
+        raise OSError(24, "Too many open files")
+
+    try:
+        mounted = watch._spaces[1].watch
+        assert mounted is not None
+        monkeypatch.setattr(mounted, "read", fail)
+        await watch._tell()
+        monkeypatch.setattr(mounted, "read", read)
+        monkeypatch.setattr(kit.child, "call", late)
+        await watch._tell()
+        assert [whole for _, whole in told] == [False, False], told
+        monkeypatch.setattr(kit.child, "call", prompt)
+        await watch._tell()
+        assert told[-1][1]
+        monkeypatch.setattr(mounted, "read", fail)  # now it counts as it was
+        await watch._tell()
+        assert told[-1][1]
+    finally:
+        await watch.close()
+
+
+@pytest.mark.parametrize("verdict", [EXT4, NO_ANSWER])
+async def test_an_ended_permission_of_nbd_is_no_permission_while_no_kubelet_runs(
+    world: World, verdict: Verdict
+) -> None:
+    """The agent was away for longer than 120 s and no kubelet runs. What the kernel refuses must be
+    a finding, and the device be looked at."""
+    world.ends_with_disk = False
+    world.device = NBD
+    entry = store.Entry(NBD.volume).permit(f"{raw_block.BY}n", 1.0)
+    world.ledger.put(entry)
+    world.map[NBD.number] = kernel.Lease(time.monotonic() - 10.0, 3, 7)
+    world.verdict = verdict
+    manager = world.new_manager()
+    manager.mounts_changed({}, whole=False)
+    known = await world.checked(manager)
+    await manager.close()
+    assert known.reasons, "the kernel refuses, and it is said to be permitted"
+    assert "probe" in world.did
+
+
+async def test_a_uevent_of_another_volume_under_the_same_number_ends_publications(
+    world: World, tmp_path: Path
+) -> None:
+    """No fault at 53ebcef: nothing tested that the controller asks for the volume, too."""
+    world.raw, world.ends_with_disk, world.device = True, False, NBD
+    control = controller.Controller(settings.GuardSettings(), (), state_dir=tmp_path / "state")
+    control.manager = manager = world.new_manager()
+    assert (await world.checked(manager)).raw
+    world.device = dataclasses.replace(NBD, backing="second")
+    control._seen("rbd99")
+    try:
+        assert "rbd99" not in manager.published
+        assert not world.map
+    finally:
+        await manager.close()
+
+
+async def test_a_medium_that_gets_its_name_late_keeps_its_publication(world: World) -> None:
+    """No fault at 53ebcef: the kernel makes nbd's ``backend`` after the uevent of its size."""
+    world.ends_with_disk, world.device = False, dataclasses.replace(NBD, backing="")
+    manager = world.new_manager()
+    await world.checked(manager)
+    world.device = NBD
+    manager.mounts_changed(raw_block.published(PUBLISHED))
+    try:
+        await waiting.until_async(lambda: world.map, 30, "the permission")
+    finally:
+        await manager.close()

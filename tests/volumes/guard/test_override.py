@@ -73,6 +73,38 @@ async def test_an_override_that_cannot_be_read_lowers_nothing(tmp_path: Path, te
     assert anew.mode(plain) is kernel.Mode.DRY_RUN
 
 
+@pytest.mark.parametrize("text", ["{", '{"format": 2}'])
+@pytest.mark.parametrize(
+    ("said", "word", "then"),
+    [
+        ("enforce", None, "enforce"),
+        ("off", None, "dry-run"),  # by halves nothing is taken off
+        ("enforce", "a mode of later", "dry-run"),
+        ("enforce", b"\xff", "dry-run"),
+    ],
+)
+async def test_after_a_boot_the_word_of_a_damaged_override_counts(
+    tmp_path: Path, text: str, said: str, word: str | bytes | None, then: str
+) -> None:
+    """Then the kernel has no guard whose mode could be kept."""
+    plain = wanted(tmp_path, mode="dry-run")
+
+    async def in_the_kernel() -> kernel.Mode:
+        return kernel.Mode.OFF
+
+    await override.save(plain, tmp_path, override.Override(kernel.Mode(said), "me", "why", 1.5))
+    record.override_file(tmp_path).write_text(text)
+    if word is not None:
+        record.word_file(tmp_path).write_bytes(word if isinstance(word, bytes) else word.encode())
+    known = memory.Memory(tmp_path)
+    await known.refresh(plain, in_the_kernel)
+    assert (known.error != "", known.mode(plain)) == (True, kernel.Mode(then))
+    await override.save(plain, tmp_path, None)  # set-mode settings
+    assert not record.word_file(tmp_path).exists()
+    await known.refresh(plain)
+    assert known.mode(plain) is kernel.Mode.DRY_RUN
+
+
 async def test_note_is_recalled(tmp_path: Path) -> None:
     assert (await override.recall(wanted(tmp_path), tmp_path)).noted == ()
     await override.note(tmp_path, "detach", "me", "why", mode="off")
@@ -311,3 +343,22 @@ async def test_a_caller_who_leaves_does_not_block_the_kill_switch(
     done = await second
     assert did == [kernel.Mode.DRY_RUN, kernel.Mode.OFF, kernel.Mode.OFF]
     assert done.override is not None and done.override.mode is kernel.Mode.OFF
+
+
+async def test_a_line_that_says_the_default_is_kept_and_a_default_is_not(tmp_path: Path) -> None:
+    default = settings.GuardSettings()
+    # Every default, as 84e85b5 and earlier agents wrote them.
+    record.write_wanted(
+        str(tmp_path), default.model_copy(update={"mode": "enforce"}).model_dump(mode="json")
+    )
+    said = settings.GuardSettings(mode="enforce", drivers=default.drivers)
+    recalled = await override.recall(said, tmp_path)
+    assert not await override.remember(said, kernel.Mode.ENFORCE, recalled, tmp_path)
+    kept = json.loads(record.wanted_file(tmp_path).read_text())
+    assert "lease" not in kept
+    less = settings.GuardSettings(mode="enforce")
+    recalled = await override.recall(less, tmp_path)
+    assert not await override.remember(less, kernel.Mode.ENFORCE, recalled, tmp_path)
+    recalled = await override.recall(said, tmp_path)
+    assert not await override.remember(said, kernel.Mode.ENFORCE, recalled, tmp_path)
+    assert "drivers" in json.loads(record.wanted_file(tmp_path).read_text())
