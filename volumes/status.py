@@ -64,6 +64,16 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             + (f" ({guard.guard.no_watch})" if guard.guard is not None else ""),
             "ceph-csi's wait looks for them; mount the host's /sys/fs/bpf into the pod",
         )
+    elif guard.guard is not None and guard.guard.no_watch:
+        yield finding(
+            "leases-outlive-disks",
+            "leases-outlive-disks",
+            Severity.WARNING,
+            "the kernel does not end the lease of a number that a new disk gets "
+            f"({guard.guard.no_watch})",
+            "run a kernel with BTF (CONFIG_DEBUG_INFO_BTF); until then the agent ends it when it "
+            "meets the disk",
+        )
     if (change := guard.memory.override) is not None:
         yield finding(
             "guard-overridden",

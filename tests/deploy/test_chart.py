@@ -61,7 +61,7 @@ def test_the_check_takes_no_name_of_a_pool_and_no_place_on_a_dead_node() -> None
         assert tolerated["effect"] == "NoSchedule"  # of dead nodes there is also a NoExecute
 
 
-def test_an_upgrade_first_checks_the_settings_of_every_pool(tmp_path: Path) -> None:
+def test_an_install_and_an_upgrade_first_check_the_settings_of_every_pool(tmp_path: Path) -> None:
     two = ("--set", "pools.a.nodeSelector.gpu=a,pools.a.settings.cache.budget=1TiB")
     known = [(each["kind"], each["metadata"]["name"]) for each in _render(*two)]
     hooks = [
@@ -70,7 +70,9 @@ def test_an_upgrade_first_checks_the_settings_of_every_pool(tmp_path: Path) -> N
         if (each["kind"], each["metadata"]["name"]) not in known
     ]
     assert {each["kind"] for each in hooks} == {"ConfigMap", "Job"}
-    assert {each["metadata"]["annotations"]["helm.sh/hook"] for each in hooks} == {"pre-upgrade"}
+    assert {each["metadata"]["annotations"]["helm.sh/hook"] for each in hooks} == {
+        "pre-install,pre-upgrade"
+    }
     files = _one(hooks, "ConfigMap")["data"]
     real = {
         each["metadata"]["name"]: each["data"]["nodeagent.yaml"]

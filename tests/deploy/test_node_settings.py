@@ -50,6 +50,15 @@ def guard_of(node: installed.Node) -> dict[str, Any] | None:
     return found
 
 
+def attached(node: installed.Node) -> bool:
+    """What the kernel has, whether or not an agent runs."""
+    guard = node.cell.guard()
+    try:
+        return guard.read().attached
+    finally:
+        guard.close()
+
+
 def check(node: installed.Node, *, settings_in_force: bool, booted: bool = False) -> None:
     """``booted``: the agent may not have looked at the kernel yet."""
     wanted = 1.0 if settings_in_force else 0.0
@@ -102,13 +111,13 @@ def test_a_slip_in_the_configmap_never_lowers_the_guard(
         node.pod(tag=node.image.tag)
         check(node, settings_in_force=False)
 
-    reboot(node)  # takes the guard out of the kernel
-    check(node, settings_in_force=False, booted=True)
-    pod = node.pod()["metadata"]["name"]
-    said = node.kube.kubectl("logs", "-n", installed.SPACE, pod, "-c", "boot")
-    assert "enforce" in said, said  # before the agent began
-
+    reboot(node)  # takes the guard out of the kernel; the pod's first container brings it back
+    waiting.until(lambda: attached(node), 120, "the guard to be attached", detail=node.detail)
     with installed.attempts(node.cell, volume) as second:
+        check(node, settings_in_force=False, booted=True)
+        pod = node.pod()["metadata"]["name"]
+        said = node.kube.kubectl("logs", "-n", installed.SPACE, pod, "-c", "boot")
+        assert "enforce" in said, said  # before the agent began
         del node.values["settings"]["cache"][SLIP], node.values["checkSettings"]
         node.helm("upgrade", node.image.tag)
         check(node, settings_in_force=True)

@@ -12,8 +12,10 @@ import pytest
 import kit.errors
 import kit.files
 import kit.room
+import volumes.doctor
 from kit.checks import Check
 from nodeagent import configfile, doctor, rooms, uninstall, units
+from volumes.guard import raw_block
 
 FULL = {
     "cache": {
@@ -141,3 +143,14 @@ async def test_uninstall_is_refused_while_an_agent_runs(
     assert [each.trace for each in done.found] == [each.trace for each in listed.found]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["precious"]
     assert done.troubles == ()
+
+
+def test_doctor_reads_the_tables_in_which_raw_volumes_are_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(raw_block, "spaces", lambda: (frozenset({1}), {b"1": 1, b"2": os.getpid()}))
+    assert "and in a mount namespace of kubelet's own" in volumes.doctor.raw_volumes()
+    no_process = 2**22 + 1
+    monkeypatch.setattr(raw_block, "spaces", lambda: (frozenset({1}), {b"2": no_process}))
+    with pytest.raises(kit.errors.HostError, match="kubelet's mount namespace.*CAP_SYS_PTRACE"):
+        volumes.doctor.raw_volumes()
