@@ -43,7 +43,8 @@ def log(state_dir: Path) -> Path:
 def read(state_dir: str) -> dict[str, Any]:
     """``override`` and ``wanted``: the files' fields, None without the file. ``errors``: by the
     same names, why a file cannot be used. ``noted``: the newest lines of the operator log, the
-    oldest of them first. ``word``: the override's mode, when only it can be read."""
+    oldest of them first. ``word``: the override's mode by the file that has it alone; whether the
+    other can be used, its reader says: what is JSON may lack fields."""
     noted = kit.files.last_entries(log(Path(state_dir)), MOST_NOTED)
     found: dict[str, Any] = {"override": None, "wanted": None, "errors": {}, "noted": noted}
     found["word"] = ""
@@ -59,9 +60,8 @@ def read(state_dir: str) -> dict[str, Any]:
             found["errors"][name] = str(error)
         except (OSError, ValueError, AttributeError) as error:
             found["errors"][name] = f"{file} cannot be used ({error})"
-    if "override" in found["errors"]:
-        with contextlib.suppress(OSError, ValueError):
-            found["word"] = word_file(Path(state_dir)).read_text()[:MOST_WORD].strip()
+    with contextlib.suppress(OSError, ValueError):
+        found["word"] = word_file(Path(state_dir)).read_text()[:MOST_WORD].strip()
     return found
 
 

@@ -73,7 +73,16 @@ async def test_an_override_that_cannot_be_read_lowers_nothing(tmp_path: Path, te
     assert anew.mode(plain) is kernel.Mode.DRY_RUN
 
 
-@pytest.mark.parametrize("text", ["{", '{"format": 2}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"format": 2}',
+        '{"format": 1}',
+        '{"format": 1, "mode": "enforcd", "by": "me", "reason": "why", "at": 1.5}',
+        '{"format": 1, "mode": "enforce", "by": "me", "reason": "why"}',
+    ],
+)
 @pytest.mark.parametrize(
     ("said", "word", "then"),
     [
