@@ -29,12 +29,13 @@ class Apart:
         self._name = name
         self._pool = concurrent.futures.ThreadPoolExecutor(1, name)
         self._given_up: concurrent.futures.Future[Any] | None = None
+        self._ended: asyncio.Future[Any] | None = None  # the same, for the loop
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What ``function`` returns or raises. TimeoutError while an earlier call hangs."""
-        if self._given_up is not None and not self._given_up.done():
-            await asyncio.wait([asyncio.wrap_future(self._given_up)], timeout=PATIENCE_SECONDS)
-        if self._given_up is not None and not self._given_up.done():
+        if self._hangs() and self._ended is not None:
+            await asyncio.wait([self._ended], timeout=PATIENCE_SECONDS)
+        if self._hangs():
             raise TimeoutError(
                 f"{self._name}: an earlier call hangs on the disk; it is tried again later"
             )
@@ -44,4 +45,10 @@ class Apart:
         except asyncio.CancelledError:
             if not work.cancel():
                 self._given_up = work
+                # One for all who wait: it stays with the call for as long as that hangs.
+                self._ended = asyncio.wrap_future(work)
+                self._ended.add_done_callback(lambda it: it.cancelled() or it.exception())
             raise
+
+    def _hangs(self) -> bool:
+        return self._given_up is not None and not self._given_up.done()

@@ -1,6 +1,8 @@
 """A thread of one's own: what hangs there stays there."""
 
 import asyncio
+import errno
+import gc
 import threading
 
 import pytest
@@ -29,6 +31,40 @@ async def test_a_call_that_was_given_up_and_ends_soon_is_no_hanging_disk(
     finally:
         over.set()
     assert await following != threading.get_ident()
+
+
+async def test_who_waits_for_a_hanging_call_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A disk may hang for days and then fail: one error, and not one for each who has waited."""
+    monkeypatch.setattr(kit.threads, "PATIENCE_SECONDS", 0.01)
+    apart = kit.threads.Apart("a disk")
+    begun, over = threading.Event(), threading.Event()
+    unheard = list[str]()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: unheard.append(context["message"]))
+
+    def work() -> None:
+        begun.set()
+        over.wait()
+        raise OSError(errno.EIO, "a disk that fails at last")
+
+    stopped = asyncio.create_task(apart.call(work))
+    try:
+        assert await asyncio.to_thread(begun.wait, 60)
+        stopped.cancel()
+        await asyncio.gather(stopped, return_exceptions=True)
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match="hangs"):
+                await apart.call(threading.get_ident)
+        monkeypatch.setattr(kit.threads, "PATIENCE_SECONDS", 60.0)
+    finally:
+        over.set()
+    await apart.call(threading.get_ident)
+    del apart, stopped  # what it keeps of the call is told of when it goes
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not unheard
 
 
 async def test_a_call_that_hangs_is_met_by_nobody_else() -> None:
