@@ -232,6 +232,8 @@ DOORS = {
     '{"socket": "/etc/nodeagent/admin.sock"}': False,  # where settings are, read-only
     '{"socket": "/run/containerd/admin.sock"}': False,  # the runtime's, read-only
     '{"socket": "/run/x/../log/journal/admin.sock"}': False,
+    '{"socket": "/var/run/nodeagent/admin.sock"}': True,  # a link to /run
+    '{"socket": "/var/run/containerd/admin.sock"}': False,
     '{"group": "operators"}': True,  # it degrades: tests/nodeagent/test_listeners.py
     '{"group_role": "read"}': True,
     '{"names": ["node.example"]}': True,
@@ -270,6 +272,17 @@ def test_probes_find_every_door_that_renders(door: str, where: str, tmp_path: Pa
         asked = container[name]["httpGet"]
         assert asked["port"] == container["ports"][0]["hostPort"] == int(port)
         assert host in (asked["host"], "0.0.0.0")
+
+
+@pytest.mark.real
+def test_a_socket_where_the_agent_only_reads_is_refused() -> None:
+    words = ("--set-json", 'settings.admin={"socket": "/run/other/admin.sock"}')
+    assert _template(*words).returncode == 0
+    done = _template(*words, "--set", "host.paths={/run/other}")
+    assert done.returncode != 0 and "settings.admin.socket" in done.stderr
+    below = ("--set", "host.paths={/mnt},host.state=/mnt/nodeagent")
+    words = ("--set-json", 'settings.admin={"socket": "/mnt/nodeagent/admin.sock"}')
+    assert _template(*words, *below).returncode == 0  # its own mount, to be written
 
 
 def _annotations(*words: str) -> dict[str, str]:

@@ -72,11 +72,15 @@ nodeagent/pool: {{ .pool }}
 {{- if not (has $metrics (list (printf "127.0.0.1:%v" $port) (printf "0.0.0.0:%v" $port))) -}}
 {{- fail (printf "pool %s: settings.admin.metrics is %s, and the probes ask 127.0.0.1:%v ('port'). They would find nobody, and kubelet would kill each agent again and again. Leave admin.metrics out, or set it to 0.0.0.0:%v; another port is set by 'port'" .pool $metrics $port $port) -}}
 {{- end -}}
-{{- $socket := clean (toString ($admin.socket | default "/run/nodeagent/admin.sock")) -}}
-{{- $possible := or (hasPrefix "/run/" $socket) (hasPrefix (printf "%s/" $host.state) $socket) -}}
-{{- range $below := list $runtime.socketDir "/run/log/journal" "/run/secrets" -}}
-{{- if hasPrefix (printf "%s/" $below) $socket -}}{{- $possible = false -}}{{- end -}}
+{{- /* In the image /var/run is a link to /run. What is mounted below takes no socket: the agent only reads it. */ -}}
+{{- $socket := regexReplaceAll "^/var/run/" (clean (toString ($admin.socket | default "/run/nodeagent/admin.sock"))) "/run/" -}}
+{{- $possible := hasPrefix "/run/" $socket -}}
+{{- $read := list $runtime.socketDir $runtime.images $runtime.hosts $host.kubelet "/run/log/journal" "/run/secrets" -}}
+{{- range $below := concat $read $host.paths | compact -}}
+{{- if hasPrefix (printf "%s/" (regexReplaceAll "^/var/run/" $below "/run/")) $socket -}}{{- $possible = false -}}{{- end -}}
 {{- end -}}
+{{- /* It is mounted to be written, also below a directory that is not. */ -}}
+{{- if hasPrefix (printf "%s/" $host.state) $socket -}}{{- $possible = true -}}{{- end -}}
 {{- if not $possible -}}
 {{- fail (printf "pool %s: settings.admin.socket is %s, where the pod can make no socket: no agent could start. Leave it out, or name a place below /run or host.state (%s)" .pool $socket $host.state) -}}
 {{- end -}}
