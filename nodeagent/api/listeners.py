@@ -497,6 +497,7 @@ async def serving(state: State) -> AsyncIterator[None]:
     """Listen while the block runs. HostError when socket or metrics cannot have their address."""
     admin, gid = _admitted(state)
     calls = access.CallLog(state.settings.state_dir)
+    late = None
     async with contextlib.AsyncExitStack() as stack:
         door = server.Door(_socket_caller(admin), calls)
         listening = stack.enter_context(_unix(admin.socket, gid))
@@ -535,11 +536,7 @@ async def serving(state: State) -> AsyncIterator[None]:
                 listening = await _bind_tcp("admin.api.listen", admin.api.listen)
             except kit.errors.HostError as error:
                 _note_shut(state, error)
-                later = asyncio.create_task(
-                    _serve_later(state, admin.api.listen, app, certificate), name="api later"
-                )
-                stack.push_async_callback(asyncio.wait, [later])
-                stack.callback(later.cancel)
+                late = _serve_later(state, admin.api.listen, app, certificate)
             else:
                 _note_shut(state, None)
                 stack.callback(listening.close)
@@ -547,6 +544,10 @@ async def serving(state: State) -> AsyncIterator[None]:
         writer = asyncio.create_task(calls.write(), name="api.log")
         stack.callback(writer.cancel)
         stack.push_async_callback(calls.flush)
+        if late is not None:  # ends before the record does, as the other listeners
+            later = asyncio.create_task(late, name="api later")
+            stack.push_async_callback(asyncio.wait, [later])
+            stack.callback(later.cancel)
         for listener in listeners:
             await stack.enter_async_context(listener.serving())
         yield

@@ -652,6 +652,27 @@ async def test_address_that_is_not_there_leaves_the_agent_and_is_tried_again(
         pass  # nobody listens there any more
 
 
+async def test_calls_over_an_address_that_came_late_are_in_the_record(
+    agent: app.Agent, tcp: ApiSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call is noted when it ends, so the door shuts before the record is brought to disk."""
+    monkeypatch.setattr(listeners, "BIND_AGAIN_SECONDS", 0.02)
+    host, _, port = tcp.listen.rpartition(":")
+    flush, still_open = access.CallLog.flush, list[bool]()
+
+    async def brought_to_disk(calls: access.CallLog) -> None:
+        with socket.socket() as probe:
+            still_open.append(probe.connect_ex((host, int(port))) == 0)
+        await flush(calls)
+
+    monkeypatch.setattr(access.CallLog, "flush", brought_to_disk)
+    taken = socket.create_server((host, int(port)))
+    async with listeners.serving(agent.state):
+        taken.close()
+        await waiting.until_async(lambda: not agent.state.findings.current(), 30, "the address")
+    assert still_open == [False]
+
+
 async def test_handshakes_that_never_end_keep_nobody_out(
     agent: app.Agent, tcp: ApiSettings
 ) -> None:
