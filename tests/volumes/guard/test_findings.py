@@ -14,20 +14,21 @@ PROGRAM = bpf.ProgramInfo(1, kernel.FULL, "", 0, ())
 
 
 @pytest.mark.parametrize(
-    ("pinned", "no_watch", "rule"),
+    ("attached", "pinned", "no_watch", "rule"),
     [
-        (True, "", None),
-        (True, "no BTF", "leases-outlive-disks"),
-        (False, "the host does not have it mounted", "guard-not-pinned"),
+        (True, True, "", None),
+        (True, True, "no BTF", "leases-outlive-disks"),
+        (True, False, "the host does not have it mounted", "guard-not-pinned"),
+        (False, False, "no BTF", None),  # switched off: there are no leases
     ],
 )
 async def test_a_guard_that_lacks_something_says_what(
-    tmp_path: Path, pinned: bool, no_watch: str, rule: str | None
+    tmp_path: Path, attached: bool, pinned: bool, no_watch: str, rule: str | None
 ) -> None:
     control: Any = controller.Controller(settings.GuardSettings(), (), state_dir=tmp_path)
     control.guard = SimpleNamespace(no_watch=no_watch)
     control.present = kernel.Present(
-        kernel.Mode.ENFORCE, frozenset({252}), programs=(PROGRAM,), pinned=pinned
+        kernel.Mode.ENFORCE, frozenset({252}), programs=(PROGRAM,) * attached, pinned=pinned
     )
     lacks = {"leases-outlive-disks", "guard-not-pinned"}
     found = [each for each in status.findings(control, 0.0) if each.rule in lacks]
