@@ -691,6 +691,7 @@ async def test_a_uevent_of_another_volume_under_the_same_number_ends_publication
 async def test_a_medium_that_gets_its_name_late_keeps_its_publication(world: World) -> None:
     """No fault at 53ebcef: the kernel makes nbd's ``backend`` after the uevent of its size."""
     world.ends_with_disk, world.device = False, dataclasses.replace(NBD, backing="")
+    world.verdict = EXT4  # a blank one would get a permission without its publication, too
     manager = world.new_manager()
     await world.checked(manager)
     world.device = NBD
