@@ -7,6 +7,7 @@ of them, whatever deadline its caller has, and after a few such calls nothing of
 import asyncio
 import concurrent.futures
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,8 +22,8 @@ class Apart:
 
     The caller has the deadline, for a thread that hangs cannot be ended. Whoever gives up takes his
     call back, unless it has begun. Then it keeps the thread, and until it ends further calls are
-    refused after ``PATIENCE_SECONDS``: nobody queues for a disk that does not answer. One who gave
-    up early, as a room that is stopped does, is no sign of such a disk.
+    refused, from ``PATIENCE_SECONDS`` later on at once: nobody queues for a disk that does not
+    answer. One who gave up early, as a room that is stopped does, is no sign of such a disk.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,11 +31,13 @@ class Apart:
         self._pool = concurrent.futures.ThreadPoolExecutor(1, name)
         self._given_up: concurrent.futures.Future[Any] | None = None
         self._ended: asyncio.Future[Any] | None = None  # the same, for the loop
+        self._patient_until = 0.0
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What ``function`` returns or raises. TimeoutError while an earlier call hangs."""
         if self._hangs() and self._ended is not None:
-            await asyncio.wait([self._ended], timeout=PATIENCE_SECONDS)
+            left = self._patient_until - time.monotonic()
+            await asyncio.wait([self._ended], timeout=max(0.0, left))
         if self._hangs():
             raise TimeoutError(
                 f"{self._name}: an earlier call hangs on the disk; it is tried again later"
@@ -45,6 +48,7 @@ class Apart:
         except asyncio.CancelledError:
             if not work.cancel():
                 self._given_up = work
+                self._patient_until = time.monotonic() + PATIENCE_SECONDS
                 # One for all who wait: it stays with the call for as long as that hangs.
                 self._ended = asyncio.wrap_future(work)
                 self._ended.add_done_callback(lambda it: it.cancelled() or it.exception())

@@ -651,6 +651,26 @@ async def test_at_the_start_what_cannot_be_looked_at_takes_nothing_back(
         await watch.close()
 
 
+async def test_at_the_start_a_kubelet_that_has_just_ended_leaves_the_tables_incomplete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has a mount namespace of its own, which nobody can read any more."""
+    no_process = 2**22 + 1
+    spaces = (frozenset({1}), {b"1": 1, b"2": no_process})
+    monkeypatch.setattr(raw_block, "spaces", lambda: spaces)
+    told: list[bool] = []
+    watch = raw_block.Watch(lambda _, whole: told.append(whole))
+    try:
+        await watch._tell()
+        assert told == [False]
+        spaces = (frozenset({1}), {b"1": 1})
+        await watch._search()
+        await watch._tell()
+        assert told[-1]
+    finally:
+        await watch.close()
+
+
 @pytest.mark.parametrize("verdict", [EXT4, NO_ANSWER])
 async def test_an_ended_permission_of_nbd_is_no_permission_while_no_kubelet_runs(
     world: World, verdict: Verdict
@@ -679,11 +699,16 @@ async def test_a_uevent_of_another_volume_under_the_same_number_ends_publication
     control = controller.Controller(settings.GuardSettings(), (), state_dir=tmp_path / "state")
     control.manager = manager = world.new_manager()
     assert (await world.checked(manager)).raw
+    world.verdict = EXT4  # nothing but its publication permits it
     world.device = dataclasses.replace(NBD, backing="second")
     control._seen("rbd99")
     try:
         assert "rbd99" not in manager.published
         assert not world.map
+        # The next pod's publication comes before the check, which ends nothing once more.
+        mount = PUBLISHED.replace(b"1 2", b"9 2")
+        manager.mounts_changed(raw_block.published(PUBLISHED + b"\n" + mount))
+        await waiting.until_async(lambda: world.map, 30, "the permission")
     finally:
         await manager.close()
 
