@@ -82,7 +82,7 @@ nodeagent/pool: {{ .pool }}
 {{- /* It is mounted to be written, also below a directory that is not. */ -}}
 {{- if hasPrefix (printf "%s/" $host.state) $socket -}}{{- $possible = true -}}{{- end -}}
 {{- if not $possible -}}
-{{- fail (printf "pool %s: settings.admin.socket is %s, where the pod can make no socket: no agent could start. Leave it out, or name a place below /run or host.state (%s)" .pool $socket $host.state) -}}
+{{- fail (printf "pool %s: settings.admin.socket is %s, which the pod only reads, or which is neither below /run nor below host.state. Leave it out, or name a place below /run or host.state (%s)" .pool $socket $host.state) -}}
 {{- end -}}
 {{- if hasSuffix (printf ":%v" $port) (toString ($admin.api | default dict).listen) -}}
 {{- fail (printf "pool %s: settings.admin.api.listen has the port %v of metrics and probes ('port'): no agent could start. Choose another port" .pool $port) -}}
