@@ -1,7 +1,7 @@
 """What runs in this process: the app changes it, the admin API and the status page show it."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from prometheus_client.core import Metric
 
 import kit.errors
 import kit.room
+from kit.findings import Finding
 from nodeagent import rooms
 from nodeagent.reporter import Findings
 from nodeagent.settings import Settings
@@ -53,6 +54,11 @@ class State:
     config_error: str = ""  # why the file's latest content is not in force
     # Figures of the process's own parts.
     metrics: list[Callable[[], Iterable[Metric]]] = field(default_factory=list)
+
+    def judge(self, part: str, wrong: Sequence[Finding], warnings: Sequence[Finding] = ()) -> None:
+        """Say what is wrong with a part of the process itself; ``warnings`` degrade nothing."""
+        self.findings.report(part, [*wrong, *warnings])
+        self.degraded[part] = [each.message for each in wrong]
 
     def build(self, room: kit.room.Room) -> kit.room.Component[Any]:
         """A new component of a room, not started."""

@@ -55,8 +55,8 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             "attached",
             "Attach the guard before kubelet starts (docs/guard.md, Deployment)",
         )
-    attached = guard.present is not None and guard.present.attached
-    if guard.present is not None and attached and not guard.present.pinned:
+    attached = guard.present if guard.present is not None and guard.present.attached else None
+    if attached is not None and not attached.pinned:
         yield finding(
             "guard-not-pinned",
             "guard-not-pinned",
@@ -65,7 +65,7 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             + (f" ({guard.guard.no_watch})" if guard.guard is not None else ""),
             "ceph-csi's wait looks for them; mount the host's /sys/fs/bpf into the pod",
         )
-    elif attached and guard.guard is not None and guard.guard.no_watch:
+    elif attached is not None and guard.guard is not None and guard.guard.no_watch:
         yield finding(
             "leases-outlive-disks",
             "leases-outlive-disks",

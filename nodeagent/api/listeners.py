@@ -333,8 +333,7 @@ def _admitted(state: State) -> tuple[AdminSettings, int | None]:
             )
         )
         admin = admin.model_copy(update={"group": None})
-    state.findings.report("admin.group", found)
-    state.degraded["admin.group"] = [each.message for each in found]
+    state.judge("admin.group", found)
     return admin, gid
 
 
@@ -469,8 +468,7 @@ def _note_shut(state: State, error: kit.errors.HostError | None) -> None:
                 "restart",
             )
         )
-    state.findings.report("admin.api.listen", found)
-    state.degraded["admin.api.listen"] = [each.message for each in found]
+    state.judge("admin.api.listen", found)
 
 
 async def _serve_later(

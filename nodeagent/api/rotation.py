@@ -222,8 +222,7 @@ async def following(
                 await asyncio.to_thread(each.look)
             found = [finding for each in parts if (finding := each.finding())]
             warnings = [warning for each in held for warning in each.warnings()]
-            state.findings.report("admin", [*found, *warnings])
-            state.degraded["admin"] = [finding.message for finding in found]
+            state.judge("admin", found, warnings)
             looked.set()
             await asyncio.sleep(RECHECK_SECONDS)
 

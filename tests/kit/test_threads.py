@@ -5,10 +5,26 @@ import errno
 import gc
 import math
 import threading
+from collections.abc import Callable
 
 import pytest
 
 import kit.threads
+
+
+def hanging(
+    fails: Exception | None = None,
+) -> tuple[threading.Event, threading.Event, Callable[[], None]]:
+    """Work that has begun, and may be over; ``fails``: how it ends then."""
+    begun, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        over.wait()
+        if fails is not None:
+            raise fails
+
+    return begun, over, work
 
 
 async def test_a_call_that_was_given_up_and_ends_soon_is_no_hanging_disk(
@@ -16,12 +32,7 @@ async def test_a_call_that_was_given_up_and_ends_soon_is_no_hanging_disk(
 ) -> None:
     monkeypatch.setattr(kit.threads, "PATIENCE_SECONDS", 60.0)
     apart = kit.threads.Apart("a disk")
-    begun, over = threading.Event(), threading.Event()
-
-    def work() -> None:
-        begun.set()
-        over.wait()
-
+    begun, over, work = hanging()
     stopped = asyncio.create_task(apart.call(work))
     try:
         assert await asyncio.to_thread(begun.wait, 60)
@@ -40,16 +51,10 @@ async def test_who_waits_for_a_hanging_call_leaves_nothing_behind(
     """A disk may hang for days and then fail: one error, and not one for each who has waited."""
     monkeypatch.setattr(kit.threads, "PATIENCE_SECONDS", 0.01)
     apart = kit.threads.Apart("a disk")
-    begun, over = threading.Event(), threading.Event()
+    begun, over, work = hanging(OSError(errno.EIO, "a disk that fails at last"))
     unheard = list[str]()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: unheard.append(context["message"]))
-
-    def work() -> None:
-        begun.set()
-        over.wait()
-        raise OSError(errno.EIO, "a disk that fails at last")
-
     stopped = asyncio.create_task(apart.call(work))
     try:
         assert await asyncio.to_thread(begun.wait, 60)
@@ -70,20 +75,15 @@ async def test_who_waits_for_a_hanging_call_leaves_nothing_behind(
 
 async def test_a_call_that_hangs_is_met_by_nobody_else() -> None:
     apart = kit.threads.Apart("a disk")
-    begun, over = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        begun.set()
-        over.wait()
-
+    begun, over, work = hanging()
     try:
-        hanging = asyncio.create_task(apart.call(hang))
+        stopped = asyncio.create_task(apart.call(work))
         queued = asyncio.create_task(apart.call(threading.get_ident))
         assert await asyncio.to_thread(begun.wait, 60)
         queued.cancel()  # had not begun: it is taken back, and says nothing of the disk
         await asyncio.gather(queued, return_exceptions=True)
-        hanging.cancel()
-        await asyncio.gather(hanging, return_exceptions=True)
+        stopped.cancel()
+        await asyncio.gather(stopped, return_exceptions=True)
         for _ in range(3):
             with pytest.raises(TimeoutError, match="a disk: an earlier call hangs"):
                 await apart.call(threading.get_ident)

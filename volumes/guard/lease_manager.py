@@ -101,8 +101,8 @@ class LeaseManager(steps.Executor):
     def _holds_data(self, device: blockdev.BlockDevice) -> bool:
         """By what is known before a look: then no check permits its format."""
         known = self.known.get(device.name)
-        here = known is not None and known.device.attachment == device.attachment
-        if here and known is not None and known.seen is not None and known.seen.has_content:
+        here = known if known and known.device.attachment == device.attachment else None
+        if here is not None and here.seen is not None and here.seen.has_content:
             return True
         said = self.ledger.knowledge(device.volume, device.named_volume)
         return said is store.Knowledge.CONTENT
@@ -326,7 +326,7 @@ class LeaseManager(steps.Executor):
             was = known.device
             named = not was.volume and was.diskseq == device.diskseq
             if not named and not lease.same_medium(was.attachment, device.attachment):
-                self.published.attached_anew(device.name)
+                self.replaced(known)
         if known is None or before != device.attachment:
             known = self.known[device.name] = Known(device, checked=time.monotonic())
         known.device = device

@@ -98,7 +98,7 @@ async def recall(wanted: settings.GuardSettings, state_dir: Path) -> Recalled:
         found = await kit.child.call(record.read, str(state_dir), deadline=READ_SECONDS)
     except (kit.errors.AgentError, OSError, RuntimeError) as error:
         errors = {"override": str(error), "wanted": str(error)}
-        found = {"override": None, "wanted": None, "errors": errors, "noted": []}
+        found = {"override": None, "wanted": None, "errors": errors, "noted": [], "word": ""}
     noted = tuple(found["noted"])
     last, unusable = _settings(found["wanted"])
     lost = found["errors"].get("wanted", "")
@@ -115,8 +115,9 @@ async def recall(wanted: settings.GuardSettings, state_dir: Path) -> Recalled:
         override = None if found["override"] is None else Override.of(found["override"])
     except (ValueError, KeyError, TypeError) as error:
         override, problem = None, f"{record.override_file(state_dir)} cannot be used ({error})"
-    least = _mode(found.get("word", "")) if problem else kernel.Mode.OFF
+    least = kernel.Mode.OFF
     if problem:
+        least = _mode(found["word"])
         problem += "; set the mode again, or remove the file"
     return Recalled(override, problem, last, noted=noted, lost=lost, least=least)
 

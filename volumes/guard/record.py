@@ -46,8 +46,9 @@ def read(state_dir: str) -> dict[str, Any]:
     oldest of them first. ``word``: the override's mode by the file that has it alone; whether the
     other can be used, its reader says: what is JSON may lack fields."""
     noted = kit.files.last_entries(log(Path(state_dir)), MOST_NOTED)
-    found: dict[str, Any] = {"override": None, "wanted": None, "errors": {}, "noted": noted}
-    found["word"] = ""
+    found: dict[str, Any] = {
+        "override": None, "wanted": None, "errors": {}, "noted": noted, "word": ""
+    }  # fmt: skip
     files = {"override": override_file(Path(state_dir)), "wanted": wanted_file(Path(state_dir))}
     for name, file in files.items():
         try:

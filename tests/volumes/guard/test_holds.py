@@ -16,12 +16,10 @@ import pytest
 from linux import blockdev
 from tests.testbed import blockdev as disks
 from tests.testbed import waiting
-from tests.volumes.guard.world import BLANK, DEVICE, EXT4, World
+from tests.volumes.guard.world import BLANK, DEVICE, EXT4, NO_ANSWER, World
 from volumes.guard import holds, lease, pace
 from volumes.ledger import store
 from volumes.probe.examine import Kind, Verdict
-
-NO_ANSWER = Verdict(Kind.TIMEOUT, "/dev/rbd99", where="no answer")
 
 
 async def settled(world: World) -> None:

@@ -23,8 +23,7 @@ from kit import processes
 from linux import blockdev
 from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.testbed import waiting
-from tests.volumes.guard.test_holds import NO_ANSWER
-from tests.volumes.guard.world import BLANK, DEVICE, EXT4, IMAGE, PUBLISHED, SIZE, World
+from tests.volumes.guard.world import BLANK, DEVICE, EXT4, IMAGE, NO_ANSWER, PUBLISHED, SIZE, World
 from volumes import disk, explain, settings, status
 from volumes.guard import controller, doubt, kernel, lease, lease_manager, raw_block, steps
 from volumes.guard.lease import Step
@@ -578,6 +577,14 @@ NBD = dataclasses.replace(
 )
 
 
+async def the_next_pods_publication_permits(
+    world: World, manager: lease_manager.LeaseManager
+) -> None:
+    mount = PUBLISHED.replace(b"1 2", b"9 2")
+    manager.mounts_changed(raw_block.published(PUBLISHED + b"\n" + mount))
+    await waiting.until_async(lambda: world.map, 30, "the permission")
+
+
 async def test_a_leaked_publication_permits_nothing_of_a_medium_that_a_check_meets_first(
     world: World,
 ) -> None:
@@ -604,9 +611,7 @@ async def test_a_leaked_publication_permits_nothing_of_a_medium_that_a_check_mee
         assert "grant" not in world.did, world.did
         assert not world.map
         # A publication of the next one counts all the same, also after its uevent.
-        mount = PUBLISHED.replace(b"1 2", b"9 2")
-        manager.mounts_changed(raw_block.published(PUBLISHED + b"\n" + mount))
-        await waiting.until_async(lambda: world.map, 30, "the permission")
+        await the_next_pods_publication_permits(world, manager)
     finally:
         await manager.close()
 
@@ -694,7 +699,7 @@ async def test_an_ended_permission_of_nbd_is_no_permission_while_no_kubelet_runs
 async def test_a_uevent_of_another_volume_under_the_same_number_ends_publications(
     world: World, tmp_path: Path
 ) -> None:
-    """No fault at 53ebcef: nothing tested that the controller asks for the volume, too."""
+    """The number and DISKSEQ are the same: the controller asks for the volume, too."""
     world.raw, world.ends_with_disk, world.device = True, False, NBD
     control = controller.Controller(settings.GuardSettings(), (), state_dir=tmp_path / "state")
     control.manager = manager = world.new_manager()
@@ -706,15 +711,13 @@ async def test_a_uevent_of_another_volume_under_the_same_number_ends_publication
         assert "rbd99" not in manager.published
         assert not world.map
         # The next pod's publication comes before the check, which ends nothing once more.
-        mount = PUBLISHED.replace(b"1 2", b"9 2")
-        manager.mounts_changed(raw_block.published(PUBLISHED + b"\n" + mount))
-        await waiting.until_async(lambda: world.map, 30, "the permission")
+        await the_next_pods_publication_permits(world, manager)
     finally:
         await manager.close()
 
 
 async def test_a_medium_that_gets_its_name_late_keeps_its_publication(world: World) -> None:
-    """No fault at 53ebcef: the kernel makes nbd's ``backend`` after the uevent of its size."""
+    """The kernel makes nbd's ``backend`` after the uevent of its size."""
     world.ends_with_disk, world.device = False, dataclasses.replace(NBD, backing="")
     world.verdict = EXT4  # a blank one would get a permission without its publication, too
     manager = world.new_manager()

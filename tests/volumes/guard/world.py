@@ -24,6 +24,7 @@ PUBLISHED = (
     b"1 2 0:5 /rbd99 /var/lib/kubelet/plugins/kubernetes.io/csi/volumeDevices/publish/pvc/u"
     b" rw - devtmpfs udev rw"
 )
+NO_ANSWER = Verdict(Kind.TIMEOUT, "/dev/rbd99", where="no answer")
 EXT4 = Verdict(Kind.HAS_FS, "/dev/rbd99", type="ext4", uuid="u1", size=SIZE, diskseq=7)
 
 
