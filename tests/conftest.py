@@ -24,6 +24,7 @@ from tests.testbed import (
     kubernetes,
     leftovers,
     origins,
+    patience,
     starts,
     waiting,
 )
@@ -32,6 +33,7 @@ pytest_plugins = ("tests.testbed.judging",)
 
 TESTS = Path(__file__).parent
 INTERNAL_ERRORS = TESTS.parent / "build" / "report" / "internal-errors"
+patience.ensure(TESTS.parent / "build")
 STARTS = starts.watch()
 STRANGERS = TESTS.parent / "build" / "report" / "strangers.txt"
 
@@ -84,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         marked = item.get_closest_marker("timeout")
         limit = float(marked.args[0]) if marked else float(item.config.getini("timeout"))
-        item.add_marker(pytest.mark.timeout(limit * waiting.SLACK), append=False)
+        item.add_marker(pytest.mark.timeout(waiting.limit(limit)), append=False)
     if not config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         items.sort(key=_shared)
         return

@@ -48,7 +48,9 @@ def run(place: harness.Workplace) -> harness.Results:
         source, plain = room / "source", room / "plain" / "data"
         trees.make(source, sizes.files, SMALLEST, LARGEST, skew=SKEW)
         plain.parent.mkdir()
-        subprocess.run(["cp", "-a", str(source), str(plain)], check=True, timeout=300)
+        subprocess.run(
+            ["cp", "-a", str(source), str(plain)], check=True, timeout=waiting.limit(300)
+        )
         slow = settings(source, files_per_second=sizes.files_per_second)
         with agent.running(room / "agent", slow) as nodeagent:
             bench = View(place, room, sizes, plain)

@@ -175,7 +175,9 @@ def clear(folder: Path) -> None:
         # What serves a mount ends with it; SIGKILL before that would only leave a dead mount.
         for mount in reversed(mountinfo.read()):
             if os.fsencode(mount.target).startswith(inside):
-                subprocess.run(["umount", "-l", mount.target], check=False, timeout=60)
+                subprocess.run(
+                    ["umount", "-l", mount.target], check=False, timeout=waiting.limit(60)
+                )
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -212,9 +214,9 @@ def served(command: Sequence[str], target: Path, **environment: str) -> Iterator
         waiting.until(lambda: os.path.ismount(target), 30, f"the mount of {command[0]}")
         yield target
     finally:
-        subprocess.run(["umount", "-l", str(target)], check=False, timeout=60)
+        subprocess.run(["umount", "-l", str(target)], check=False, timeout=waiting.limit(60))
         try:
-            process.wait(20)
+            process.wait(waiting.limit(20))
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(20)
+            process.wait(waiting.limit(20))

@@ -294,7 +294,7 @@ async def _tokens(plane: ControlPlane, room: Path, names: Sequence[str]) -> dict
                 "apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest",
                 "spec": {"expirationSeconds": 7200, "boundObjectRef": bound, "audiences": []},
             },
-            about=f"token of {name}", deadline=120,
+            about=f"token of {name}", deadline=waiting.limit(120),
         )  # fmt: skip
         file = room / f"token-{name}"
         file.write_text(found["status"]["token"])

@@ -12,6 +12,7 @@ from typing import Any
 
 from ceph import native, objects
 from ceph.protocol import Entry
+from tests.testbed import waiting
 
 
 def _read(number: int, processes: int, conf: str, root: str, answers: Any) -> None:
@@ -41,7 +42,7 @@ def main() -> None:
     ]
     for member in crew:
         member.start()
-    counts = [answers.get(timeout=120) for _ in crew]
+    counts = [answers.get(timeout=waiting.limit(120)) for _ in crew]
     total = {"files": sum(c[0] for c in counts), "bytes": sum(c[1] for c in counts)}
     print(json.dumps(total))
 

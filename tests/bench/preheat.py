@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from tests.bench import harness
 from tests.preheat.rig import MB, Rig, pinned, started, state, until
-from tests.testbed import containerd, proxy, registry
+from tests.testbed import containerd, proxy, registry, waiting
 
 MOST_CYCLE_MS = 500
 Figures = dict[str, harness.Entry]
@@ -184,7 +184,7 @@ def _limited(port: int, rate: int) -> Iterator[str]:
             yield f"127.0.0.1:{int(child.stdout.readline())}"
         finally:
             child.stdin.close()
-            child.wait(timeout=20)
+            child.wait(timeout=waiting.limit(20))
 
 
 async def _ranges(folder: Path, images: registry.Registry, place: harness.Workplace) -> Figures:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.bench import harness
+from tests.testbed import waiting
 
 _SOURCE = Path(__file__).with_name("reader.c")
 # Long enough that starting threads does not count, short enough for many rounds.
@@ -30,7 +31,7 @@ class Reader:
         self._program = folder / "reader"
         if not self._program.exists():
             command = ["cc", "-O2", "-Wall", "-pthread", "-o", str(self._program), str(_SOURCE)]
-            subprocess.run(command, check=True, timeout=60)
+            subprocess.run(command, check=True, timeout=waiting.limit(60))
         self._list = folder / f"{name}.list"
         self._list.write_bytes(b"".join(file + b"\0" for file in files))
         self._files, self._size = len(files), size

@@ -42,7 +42,7 @@ def run(place: harness.Workplace) -> harness.Results:
         size = trees.make(room / "source", place.size(20_000, 60), 4096, 64 * 1024)
         askers = room / "askers"
         command = ["cc", "-O2", "-Wall", "-o", str(askers), str(_SOURCE)]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=waiting.limit(60))
         settings: dict[str, Any] = {
             "budget": "20GiB",
             "reserve": "1%",
@@ -116,7 +116,7 @@ class Fills:
                 yield found
             finally:
                 askers.terminate()
-                said, _ = askers.communicate(timeout=30)
+                said, _ = askers.communicate(timeout=waiting.limit(30))
         found.append(json.loads(said))
 
 

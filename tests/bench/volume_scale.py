@@ -53,7 +53,7 @@ def _crowd(spaces: int) -> Iterator[None]:
         yield
     finally:
         crowd.stdin.close()
-        crowd.wait(timeout=60)
+        crowd.wait(timeout=waiting.limit(60))
         crowd.stdout.close()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import harness
-from tests.testbed import blockdev, cell, formatters
+from tests.testbed import blockdev, cell, formatters, waiting
 from tests.testbed.agent import Agent
 from volumes import settings
 from volumes.guard import kernel
@@ -88,7 +88,7 @@ def _cost_of_opens(place: harness.Workplace, where: cell.Cell, device: str) -> h
 
 async def _probes(device: str, probes: int) -> list[float]:
     """Seconds for each of ``probes`` verdicts on a blank device."""
-    look = prober.Prober(deadline=30)
+    look = prober.Prober(deadline=waiting.limit(30))
     try:
         await look.warm()
         times = []

@@ -54,7 +54,9 @@ def say(text: object) -> None:
 
 def run(*command: str | Path) -> str:
     words = [str(word) for word in command]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=waiting.limit(120), check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{words}: {done.returncode}: {done.stderr}")
     return done.stdout
@@ -188,7 +190,7 @@ async def call(function: Callable[..., Any], *arguments: Any, deadline: float) -
     os.close(writing)
     with os.fdopen(reading, "rb") as stream:
         try:
-            async with asyncio.timeout(deadline * waiting.SLACK):
+            async with asyncio.timeout(waiting.limit(deadline)):
                 said = await asyncio.to_thread(stream.read)
         except TimeoutError:
             raise kit.child.DeadlineError(function.__name__, "no answer", "") from None

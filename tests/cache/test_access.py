@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cache import view
-from tests.testbed import trees
+from tests.testbed import trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
@@ -16,7 +16,12 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
 def reads(path: Path, user: int) -> bool:
     command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "cat", str(path)]
-    return subprocess.run(command, capture_output=True, check=False, timeout=30).returncode == 0
+    return (
+        subprocess.run(
+            command, capture_output=True, check=False, timeout=waiting.limit(30)
+        ).returncode
+        == 0
+    )
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def test_more_is_stored_while_a_batch_becomes_durable(
 
     def fdatasync(descriptor: int) -> None:
         syncing.set()
-        assert disk.wait(60 * waiting.SLACK)
+        assert disk.wait(waiting.limit(60))
         real(descriptor)
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
@@ -71,7 +71,7 @@ def test_more_is_stored_while_a_batch_becomes_durable(
         storing.put(1, data_of(1))
         storing.put(2, data_of(2))
         storing.commit()
-        assert syncing.wait(60 * waiting.SLACK)
+        assert syncing.wait(waiting.limit(60))
         storing.put(3, data_of(3))
         storing.put(4, data_of(4))
         assert storing.waiting == 2

@@ -23,7 +23,7 @@ from cache.store import image_copy, subset
 from cache.view import Stage
 from ceph.protocol import SnapshotFacts
 from linux import loop, mountinfo
-from tests.testbed import blockdev, rbdimage
+from tests.testbed import blockdev, rbdimage, waiting
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -69,7 +69,9 @@ class Node:
         rbdimage.file_system(self.image, "ext4", SIZE, write)
         self.source.mkdir()
         subprocess.run(
-            ["mount", "-o", "loop,ro", str(self.image), str(self.source)], check=True, timeout=60
+            ["mount", "-o", "loop,ro", str(self.image), str(self.source)],
+            check=True,
+            timeout=waiting.limit(60),
         )
         self.cache = CacheSettings(
             store=area / "store", views=area / "views", budget=2**40, reserve=0.0001
@@ -267,7 +269,7 @@ async def test_image_that_nothing_can_map_stays_while_a_pod_was_given_it(node: N
         assert node.shown(dataset)
         assert dataset.generation.state == "complete"
         pod.stdin.close()
-        pod.wait(30)
+        pod.wait(waiting.limit(30))
 
 
 async def test_operator_takes_an_image_out(node: Node) -> None:

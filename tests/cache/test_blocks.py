@@ -22,7 +22,7 @@ from cache.store import filesystem, image_copy
 from ceph.protocol import ImageAccess
 from linux import mounts
 from tests.cache import passes
-from tests.testbed import rbdimage
+from tests.testbed import rbdimage, waiting
 from tests.testbed.ceph import CephCluster
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -67,7 +67,9 @@ def access_of(cluster: CephCluster, image: str) -> ImageAccess:
 def look(access: ImageAccess, thing: str) -> dict[str, Any]:
     """As the agent looks at an image: in a child. Librados' threads would not stand later forks."""
     arguments = dataclasses.asdict(access), thing
-    found: dict[str, Any] = asyncio.run(kit.child.call(rbd.look, *arguments, deadline=90.0))
+    found: dict[str, Any] = asyncio.run(
+        kit.child.call(rbd.look, *arguments, deadline=waiting.limit(90.0))
+    )
     return found
 
 

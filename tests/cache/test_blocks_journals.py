@@ -14,7 +14,7 @@ import pytest
 
 from cache.store import filesystem, image_copy
 from tests.cache import test_blocks as blocks
-from tests.testbed import rbdimage
+from tests.testbed import rbdimage, waiting
 from tests.testbed.ceph import CephCluster
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -60,7 +60,7 @@ def write_and_cut(top: Path, chosen: random.Random) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    assert enough.wait(120)
+    assert enough.wait(waiting.limit(120))
     rbdimage.cut_off(top, flush=random.Random(least).random() < 0.5)
     writer.join()
 

@@ -18,6 +18,7 @@ from cache.store import filesystem, image_copy, ranges
 from ceph import image
 from ceph.protocol import ImageAccess, SnapshotFacts
 from tests.cache import passes
+from tests.testbed import waiting
 
 CHUNK = image_copy.CHUNK_BYTES
 COUNT = 12
@@ -219,6 +220,10 @@ def test_what_only_the_agent_needs_is_not_loaded() -> None:
     """A third of a short fill would be the start of its process."""
     code = "import sys, cache.fill.blocks; print(*{'asyncio', 'sqlite3'} & sys.modules.keys())"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=waiting.limit(60),
     )
     assert done.stdout.split() == []

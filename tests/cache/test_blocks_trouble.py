@@ -156,7 +156,7 @@ def test_encrypted_image_is_refused(cluster: CephCluster, area: Path, name: str)
     subprocess.run(
         ["cryptsetup", "luksFormat", "-q", "--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000",
          str(file), "-"],
-        input=b"secret", check=True, timeout=120,
+        input=b"secret", check=True, timeout=waiting.limit(120),
     )  # fmt: skip
     rbdimage.imported(cluster, file, name)
     assert "it is encrypted (crypto_LUKS)" in refused(access_of(cluster, name))

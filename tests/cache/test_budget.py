@@ -13,7 +13,7 @@ import pytest
 
 from cache.store import index
 from linux import mountinfo
-from tests.testbed import blockdev, trees
+from tests.testbed import blockdev, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -94,14 +94,14 @@ def test_lowered_budget_takes_out_a_part_and_readers_go_on(area: Path, node: Age
             lambda: "an earlier view" in node.said(), 60, "the eviction to wait for the reader"
         )
         assert kept(node) == before, "a process stands in the earlier view"
-        standing.communicate(b"\n", timeout=60)
+        standing.communicate(b"\n", timeout=waiting.limit(60))
         assert standing.returncode == 0
         node.wait_for(lambda: settled(node, whole // 2), 120, "the store to shrink")
         for descriptor, path in zip(held, sorted(before), strict=False):
             assert os.pread(descriptor, 2**20, 0) == (source / path).read_bytes()
     finally:
         standing.kill()
-        standing.wait(10)
+        standing.wait(waiting.limit(10))
         for descriptor in held:
             os.close(descriptor)
     half = kept(node)
@@ -197,7 +197,7 @@ def test_reader_by_id_reads_on_while_files_go(area: Path, node: Agent) -> None:
         node.wait_for(whole_again, 60, "the store to be shown by id")
     finally:
         (area / "enough").touch()
-        said = [reader.communicate(timeout=120)[0] for reader in readers]
+        said = [reader.communicate(timeout=waiting.limit(120))[0] for reader in readers]
     assert [reader.returncode for reader in readers] == [0, 0]
     assert all(int(each) > 0 for each in said)
 

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.testbed import waiting
+
 OF_AN_IDLE_NODE = (
     "cache.by_id",
     "cache.kept",
@@ -20,7 +22,11 @@ def test_calls_of_an_idle_node_load_nothing_that_only_the_agent_needs() -> None:
     """18 MB more for each node."""
     code = f"import sys, {', '.join(OF_AN_IDLE_NODE)}; print(*{OF_THE_AGENT} & sys.modules.keys())"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=waiting.limit(60),
     )
     assert done.stdout.split() == []
 
@@ -30,6 +36,10 @@ def test_what_calls_load_starts_no_thread() -> None:
     modules = ", ".join((*OF_AN_IDLE_NODE, "ceph.objects", "ceph.whereabouts", "ceph.image"))
     code = f"import os, {modules}; print(len(os.listdir('/proc/self/task')))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=waiting.limit(60),
     )
     assert done.stdout.split() == ["1"]

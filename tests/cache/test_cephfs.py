@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from linux import mountinfo
-from tests.testbed import ceph, leftovers, trees
+from tests.testbed import ceph, leftovers, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -249,7 +249,9 @@ def test_acls_are_kept_and_obeyed(
         refused, granted = 4711, 4712
 
         def give(entry: str, *paths: Path) -> None:
-            subprocess.run(["setfacl", "-m", entry, *map(str, paths)], check=True, timeout=30)
+            subprocess.run(
+                ["setfacl", "-m", entry, *map(str, paths)], check=True, timeout=waiting.limit(30)
+            )
 
         give(f"u:{refused}:---", top / "d0" / "f00000")
         os.chmod(top / "d1" / "f00001", 0o640)
@@ -270,7 +272,12 @@ def test_acls_are_kept_and_obeyed(
     def reads(name: str, user: int) -> bool:
         command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "cat"]
         path = str(node.view("a") / name)
-        return subprocess.run([*command, path], capture_output=True, timeout=30).returncode == 0
+        return (
+            subprocess.run(
+                [*command, path], capture_output=True, timeout=waiting.limit(30)
+            ).returncode
+            == 0
+        )
 
     assert reads("d0/f00000", granted)
     assert not reads("d0/f00000", refused)

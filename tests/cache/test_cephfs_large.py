@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import ceph
+from tests.testbed import ceph, waiting
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
@@ -55,7 +55,7 @@ def apart(which: str, area: Path, snapshot: Path, cluster: ceph.CephCluster) -> 
     ) as process:  # fmt: skip
         assert process.stderr is not None
         said = process.stderr.read()
-        assert process.wait(200) == 0, said
+        assert process.wait(waiting.limit(200)) == 0, said
     print(said)
 
 

@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from linux import mounts
-from tests.testbed import grave, leftovers, trees
+from tests.testbed import grave, leftovers, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -146,7 +146,7 @@ def mount_denied(below: Path, target: Path) -> None:
         ["setpriv", "--bounding-set", "-dac_override,-dac_read_search",
          "--inh-caps", "-dac_override,-dac_read_search",
          "bindfs", "-o", "allow_other", str(below), str(target)],
-        check=True, timeout=30,
+        check=True, timeout=waiting.limit(30),
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_dead_fuse_source_is_reported_and_heals(area: Path, node: Agent) -> None
     below, mounted = area / "below", area / "mounted"
     trees.plain(below, 600)
     mounted.mkdir()
-    subprocess.run(["bindfs", str(below), str(mounted)], check=True, timeout=30)
+    subprocess.run(["bindfs", str(below), str(mounted)], check=True, timeout=waiting.limit(30))
     node.cache["fill"] = {"files_per_second": 60}
     node.cache["source_timeout"] = "3s"
     node.add_dir("a", mounted)
@@ -165,8 +165,8 @@ def test_dead_fuse_source_is_reported_and_heals(area: Path, node: Agent) -> None
     node.wait_for(lambda: "died" in node.dataset("a")["why"], 60, "the cause to be told")
     assert 'cache_source_reachable{dataset="a"} 0.0' in node.get("/metrics")
     assert node.get("/healthz")["alive"]
-    subprocess.run(["umount", "-l", str(mounted)], check=True, timeout=30)
-    subprocess.run(["bindfs", str(below), str(mounted)], check=True, timeout=30)
+    subprocess.run(["umount", "-l", str(mounted)], check=True, timeout=waiting.limit(30))
+    subprocess.run(["bindfs", str(below), str(mounted)], check=True, timeout=waiting.limit(30))
     node.cache["fill"] = {}
     node.write()
     node.tell("a", "warm")
@@ -248,7 +248,7 @@ def test_overlay_of_changing_layers_shows_right_bytes(area: Path) -> None:
     finally:
         for reader in readers:
             reader.terminate()
-            reader.wait(30)
+            reader.wait(waiting.limit(30))
         mounts.detach(view)
     for seed in range(3):
         report = json.loads((area / f"report{seed}").read_text())

@@ -12,6 +12,7 @@ import kit.findings
 from cache import component, view
 from cache.settings import CacheSettings
 from cache.store import generations
+from tests.testbed import waiting
 
 
 class Nobody(kit.findings.Reporter):
@@ -62,7 +63,7 @@ async def test_trash_counts_until_deleted_and_is_retried(
     assert cache.orphans == {}
     assert cache.trashed == 10**9
     assert cache._trash is not None
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(waiting.limit(90)):
         await cache._trash
     assert tries[0] == 3
     assert cache.used() == 0
@@ -80,6 +81,6 @@ async def test_trash_discarded_meanwhile_is_deleted(root: Path, cache: component
         await asyncio.sleep(0)
     generations.discard(str(root), str(second))
     cache._empty_trash()
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(waiting.limit(90)):
         await task
     assert list((root / generations.TRASH).iterdir()) == []

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from cache.fill.control import MOST_WORKERS, Cancelled, Control, Throttle
+from tests.testbed import waiting
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_throttle_wait_ends_when_the_limit_is_lifted(page: Control) -> None:
     step = WaitingStep(page)
     assert step.thread.is_alive()
     page.set_limits(0.0, 0.0)
-    step.thread.join(10)
+    step.thread.join(waiting.limit(10))
     assert not step.thread.is_alive()
 
 
@@ -108,5 +109,5 @@ def test_throttle_wait_ends_with_cancel(page: Control) -> None:
     page.set_limits(1.0, 0.0)
     step = WaitingStep(page)
     page.cancel()
-    step.thread.join(10)
+    step.thread.join(waiting.limit(10))
     assert step.raised

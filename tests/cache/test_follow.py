@@ -52,7 +52,7 @@ def reading(area: Path, roots: list[tuple[list[str], str]]) -> Iterator[list[dic
         for reader in readers:
             reader.send_signal(signal.SIGTERM)
         for reader in readers:
-            reader.wait(60)
+            reader.wait(waiting.limit(60))
     seen += [json.loads(report.read_text()) for report in reports]
 
 

@@ -47,7 +47,7 @@ class Hanging:
     def end(self) -> None:
         self.hang(False)
         self.server.kill()
-        self.server.wait(10)
+        self.server.wait(waiting.limit(10))
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_worker_that_hangs_is_the_only_one_lost(
     made = passes.Generation(area)
     trees.plain(made.source, FILES, directories=1)
     target = sorted(made.source.rglob("f*"))[FILES // 2]
-    subprocess.run(["mount", "--bind", hanging.file, target], check=True, timeout=20)
+    subprocess.run(["mount", "--bind", hanging.file, target], check=True, timeout=waiting.limit(20))
     try:
         hanging.hang(True)
         fill = begin()

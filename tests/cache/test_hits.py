@@ -12,6 +12,7 @@ import pytest
 from cache import hits, page, users
 from cache.figures import Opens
 from cache.view import Stage
+from tests.testbed import waiting
 from tests.testbed.pod import pod
 from tests.testbed.waiting import until
 
@@ -122,10 +123,14 @@ def views(area: Path) -> Iterator[Path]:
     targets = [folder / "coco" / name for name in ("data", "by-id/g1", "by-id/g2")]
     for target in targets:
         target.mkdir(parents=True)
-    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True, timeout=60)
-    subprocess.run(["mount", "--make-shared", str(folder)], check=True, timeout=60)
+    subprocess.run(
+        ["mount", "--bind", str(folder), str(folder)], check=True, timeout=waiting.limit(60)
+    )
+    subprocess.run(["mount", "--make-shared", str(folder)], check=True, timeout=waiting.limit(60))
     for target in targets:
-        subprocess.run(["mount", "-t", "tmpfs", "none", str(target)], check=True, timeout=60)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "none", str(target)], check=True, timeout=waiting.limit(60)
+        )
         (target / "part").mkdir()
         for number in range(FILES):
             (target / f"f{number}").write_text("x")
@@ -134,7 +139,7 @@ def views(area: Path) -> Iterator[Path]:
         yield folder
     finally:
         for target in [*targets, folder]:
-            subprocess.run(["umount", "-l", str(target)], check=True, timeout=60)
+            subprocess.run(["umount", "-l", str(target)], check=True, timeout=waiting.limit(60))
 
 
 @pytest.fixture

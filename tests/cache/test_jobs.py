@@ -25,6 +25,7 @@ from cache.settings import CacheSettings, DatasetSettings, DirSource
 from cache.sources import base
 from cache.store import generations, index
 from tests.cache import passes
+from tests.testbed import waiting
 from tests.testbed.waiting import until_async
 
 
@@ -212,7 +213,7 @@ async def test_fill_that_gives_way_is_queued_again_and_has_not_failed(
     monkeypatch.setattr(Pass, "run", run)
     monkeypatch.setattr(Pass, "cancel", cancel)
     known["a"].fill_queued = True
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(waiting.limit(30)):
         await scheduler._fill(known["a"])
     assert known["a"].fill_queued
     assert known["a"].gave_way

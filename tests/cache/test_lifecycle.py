@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from linux import mountinfo, procfs
-from tests.testbed import grave, pod, trees
+from tests.testbed import grave, pod, trees, waiting
 from tests.testbed.agent import Agent, ApiError
 from tests.testbed.damage import flip
 
@@ -246,7 +246,7 @@ def test_remove_names_readers(area: Path, node: Agent) -> None:
             assert how in done.stderr
             assert done.stderr.count("\n") == 1
         finally:
-            job.communicate(b"\n", timeout=30)
+            job.communicate(b"\n", timeout=waiting.limit(30))
     assert node.dataset("a")["state"] == "complete"
     assert (node.view("a") / "d0/f00000").exists()
 

@@ -105,7 +105,7 @@ class Readers:
         for each in self._processes:
             each.send_signal(signal.SIGTERM)
         for each in self._processes:
-            each.wait(60 * waiting.SLACK)
+            each.wait(waiting.limit(60))
         return [json.loads(report.read_text()) for report in self._reports]
 
 

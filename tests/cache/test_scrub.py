@@ -16,7 +16,7 @@ from cache.store import cursor, generations, index
 from tests.cache import passes
 from tests.cache import test_generations_served as served
 from tests.cache.test_space import disk as plain_disk
-from tests.testbed import trees
+from tests.testbed import trees, waiting
 from tests.testbed.agent import Agent, ApiError
 from tests.testbed.damage import flip
 
@@ -53,9 +53,13 @@ def test_files_are_verified_before_a_disk_that_failed_serves_again(
     """A file whose bytes changed while the disk was in trouble never reaches a job."""
     node = stored
     mounted = node.store.parent
-    subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True, timeout=30)
+    subprocess.run(
+        ["mount", "-o", "remount,ro", str(mounted)], check=True, timeout=waiting.limit(30)
+    )
     node.wait_served("a", "source")
-    subprocess.run(["mount", "-o", "remount,rw", str(mounted)], check=True, timeout=30)
+    subprocess.run(
+        ["mount", "-o", "remount,rw", str(mounted)], check=True, timeout=waiting.limit(30)
+    )
     flip(node.tree("a") / "d7" / "f00007")
     (node.tree("a") / "d3" / "f00003").unlink()
     os.removexattr(node.tree("a") / "d4" / "f00004", "trusted.nodeagent.xxh3-128")
@@ -83,12 +87,16 @@ def test_files_are_verified_before_a_disk_that_failed_serves_again(
 def test_doubt_outlives_the_agent(area: Path, stored: Agent) -> None:
     node = stored
     mounted = node.store.parent
-    subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True, timeout=30)
+    subprocess.run(
+        ["mount", "-o", "remount,ro", str(mounted)], check=True, timeout=waiting.limit(30)
+    )
     node.wait_served("a", "source")
     kept = node.state / "cache-trust.json"
     node.wait_for(lambda: json.loads(kept.read_bytes())["troubles"] == 1, 30, "the note")
     node.kill()
-    subprocess.run(["mount", "-o", "remount,rw", str(mounted)], check=True, timeout=30)
+    subprocess.run(
+        ["mount", "-o", "remount,rw", str(mounted)], check=True, timeout=waiting.limit(30)
+    )
     flip(node.tree("a") / "d7" / "f00007")
     node.start()
     node.wait_state("a", "complete")

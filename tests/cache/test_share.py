@@ -11,7 +11,7 @@ import pytest
 from cache.fill import protocol, share
 from cache.store import index, tree
 from tests.cache import passes
-from tests.testbed import trees
+from tests.testbed import trees, waiting
 
 NOW = tree.Entry("f", 0o100644, 7, 8, 1000, 5_000_000_000, 42, 1, True, 6_000_000_000, 9)
 
@@ -50,7 +50,9 @@ class Two:
         self.old, self.new = passes.Generation(area / "old"), passes.Generation(area / "new")
         trees.plain(self.old.source, 60, directories=4)
         os.symlink("d0", self.old.source / "link")
-        subprocess.run(["cp", "-al", self.old.source, self.new.source], check=True, timeout=60)
+        subprocess.run(
+            ["cp", "-al", self.old.source, self.new.source], check=True, timeout=waiting.limit(60)
+        )
 
     def replace(self, name: str, data: bytes, *, like_before: bool = False) -> None:
         """As ``cp -p`` does with ``like_before``: size and mtime stay."""

@@ -18,6 +18,7 @@ from cache.jobs import Jobs
 from cache.running import Pass
 from cache.sources import base
 from tests.cache.test_jobs import Source, dataset, kept_in_memory
+from tests.testbed import waiting
 from tests.testbed.waiting import until_async
 
 REACHED = base.Reached("/nowhere", "1:1", "1:1", "slow")
@@ -131,7 +132,7 @@ async def test_what_is_wanted_now_is_so_no_more_once_it_lacks_room_or_is_evicted
         wanted.fill_queued = other.fill_queued = False
         wanted.eviction = Eviction("queued")
         following = asyncio.create_task(node.jobs.follow())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(waiting.limit(30)):
             while wanted.eviction.pending:
                 await asyncio.sleep(0)
         following.cancel()
@@ -288,7 +289,7 @@ def evicting(node: Node, monkeypatch: pytest.MonkeyPatch) -> Evicting:
 async def following(node: Node) -> AsyncIterator[None]:
     task = asyncio.create_task(node.jobs.follow())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(waiting.limit(60)):
             yield
     finally:
         task.cancel()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import trees
+from tests.testbed import trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -24,18 +24,22 @@ def disk(area: Path, fstype: str, size: int, *options: str) -> Iterator[Path]:
     with image.open("wb") as stream:
         stream.truncate(size)
     make = {"ext4": ["mkfs.ext4", "-qF", "-m", "0"], "xfs": ["mkfs.xfs", "-qf"]}[fstype]
-    subprocess.run([*make, *options, str(image)], check=True, timeout=60)
+    subprocess.run([*make, *options, str(image)], check=True, timeout=waiting.limit(60))
     target.mkdir()
     # Not "mount -o loop", which asks every other loop device of the machine for its file first.
     attach = ["losetup", "--find", "--show", str(image)]
-    loop = subprocess.run(attach, check=True, timeout=60, capture_output=True, text=True)
+    loop = subprocess.run(
+        attach, check=True, timeout=waiting.limit(60), capture_output=True, text=True
+    )
     device = loop.stdout.strip()
-    subprocess.run(["mount", device, str(target)], check=True, timeout=60)
-    subprocess.run(["losetup", "--detach", device], check=True, timeout=60)  # with its unmount
+    subprocess.run(["mount", device, str(target)], check=True, timeout=waiting.limit(60))
+    subprocess.run(
+        ["losetup", "--detach", device], check=True, timeout=waiting.limit(60)
+    )  # with its unmount
     try:
         yield target
     finally:
-        subprocess.run(["umount", "-l", str(target)], check=False, timeout=60)
+        subprocess.run(["umount", "-l", str(target)], check=False, timeout=waiting.limit(60))
 
 
 def test_budget_is_kept_and_can_be_raised(area: Path, node: Agent) -> None:

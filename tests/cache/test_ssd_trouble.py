@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import blockdev, trees
+from tests.testbed import blockdev, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -85,9 +85,9 @@ class Readers:
     def result(self) -> tuple[int, int, int, float]:
         """Reads, those that failed, wrong bytes, and when the last read failed (Unix time)."""
         self._end.set()
-        found = [self._results.get(timeout=60) for _ in self._jobs]
+        found = [self._results.get(timeout=waiting.limit(60)) for _ in self._jobs]
         for job in self._jobs:
-            job.join(10)
+            job.join(waiting.limit(10))
         reads, failed, wrong, last = zip(*found, strict=True)
         return sum(reads), sum(failed), sum(wrong), max(last)
 
@@ -140,11 +140,15 @@ def test_disk_that_hangs_is_left(area: Path, stored: Agent, disk: blockdev.Fault
 
 def test_disk_that_becomes_read_only_is_left(area: Path, stored: Agent) -> None:
     node = stored
-    subprocess.run(["mount", "-o", "remount,ro", str(area / "ssd")], check=True, timeout=30)
+    subprocess.run(
+        ["mount", "-o", "remount,ro", str(area / "ssd")], check=True, timeout=waiting.limit(30)
+    )
     node.wait_served("a", "source")
     assert "read-only" in node.dataset("a")["why"]
     trees.assert_equal(area / "source", node.view("a"))
-    subprocess.run(["mount", "-o", "remount,rw", str(area / "ssd")], check=True, timeout=30)
+    subprocess.run(
+        ["mount", "-o", "remount,rw", str(area / "ssd")], check=True, timeout=waiting.limit(30)
+    )
     node.wait_state("a", "complete", seconds=90)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import trees
+from tests.testbed import trees, waiting
 from tests.testbed.agent import Agent, ApiError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
@@ -28,7 +28,7 @@ def adopted(area: Path, node: Agent) -> Agent:
     """An agent over that store, its sources at other paths than then."""
     area.joinpath("node").mkdir(exist_ok=True)
     command = ["tar", "--xattrs", "--xattrs-include=*", "-xzf", str(STORE), "-C", str(area)]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=waiting.limit(60))
     node.put_store(area / "store")
     for name in ("done", "half", "bad"):
         (folder,) = (node.store / name).iterdir()

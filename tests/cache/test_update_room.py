@@ -9,7 +9,7 @@ import pytest
 from tests.cache.test_budget import taken
 from tests.cache.test_generations_served import add, generations, serves, snap
 from tests.cache.test_least_used import stored
-from tests.testbed import trees
+from tests.testbed import trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -114,7 +114,7 @@ class holding:
 
     def __exit__(self, *_: object) -> None:
         self._holder.kill()
-        self._holder.wait(10)
+        self._holder.wait(waiting.limit(10))
 
 
 def served_in_part(node: Agent, snapshot: str) -> dict[str, object]:

@@ -18,6 +18,7 @@ from cache import hits, users, uses
 from cache.figures import Use
 from cache.store import generations
 from cache.view import Stage
+from tests.testbed import waiting
 from tests.testbed.pod import pod
 from tests.testbed.waiting import until
 
@@ -30,15 +31,19 @@ def view(area: Path) -> Iterator[str]:
     views = area / "views"
     target = views / "coco" / "data"
     target.mkdir(parents=True)
-    subprocess.run(["mount", "--bind", str(views), str(views)], check=True, timeout=60)
-    subprocess.run(["mount", "--make-shared", str(views)], check=True, timeout=60)
-    subprocess.run(["mount", "-t", "tmpfs", "none", str(target)], check=True, timeout=60)
+    subprocess.run(
+        ["mount", "--bind", str(views), str(views)], check=True, timeout=waiting.limit(60)
+    )
+    subprocess.run(["mount", "--make-shared", str(views)], check=True, timeout=waiting.limit(60))
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "none", str(target)], check=True, timeout=waiting.limit(60)
+    )
     (target / "file").write_text("x")
     try:
         yield str(target)
     finally:
-        subprocess.run(["umount", "-l", str(target)], check=True, timeout=60)
-        subprocess.run(["umount", "-l", str(views)], check=True, timeout=60)
+        subprocess.run(["umount", "-l", str(target)], check=True, timeout=waiting.limit(60))
+        subprocess.run(["umount", "-l", str(views)], check=True, timeout=waiting.limit(60))
 
 
 OPENS = "import sys\nwhile True: open(sys.argv[1]).close()"
@@ -95,7 +100,7 @@ async def test_a_look_keeps_what_was_opened_for_the_hit_ratio(area: Path, view: 
     # What this process starts would count as the agent's, so a shell that ends starts it.
     script = '"$@" >/dev/null 2>&1 & echo $!'
     words = ["sh", "-c", script, "sh", sys.executable, "-c", OPENS, f"{view}/file"]
-    started = subprocess.run(words, check=True, timeout=60, stdout=subprocess.PIPE)
+    started = subprocess.run(words, check=True, timeout=waiting.limit(60), stdout=subprocess.PIPE)
     try:
         for _ in range(100):
             await looks._look_at_opens()

@@ -132,15 +132,17 @@ def test_directory_that_the_file_system_lost(area: Path, ssd: Path, node: Agent)
     assert node.stop() == 0
     for mount in reversed(mountinfo.read()):  # the view, and the generation by its id
         if mount.target.startswith(f"{node.views}/"):
-            subprocess.run(["umount", mount.target], check=True, timeout=30)
-    subprocess.run(["umount", str(ssd)], check=True, timeout=30)
+            subprocess.run(["umount", mount.target], check=True, timeout=waiting.limit(30))
+    subprocess.run(["umount", str(ssd)], check=True, timeout=waiting.limit(30))
     image = area / "ext4.img"
     # Its loop device goes with its last mount. Another test's namespace may have a copy of it for a
     # moment, and through that the file system would be mounted as it was.
     waiting.until(lambda: not loop.over(str(image)), 30, "the file system to be let go")
     command = ["debugfs", "-w", "-R", f"clri /{inside}", str(image)]
-    subprocess.run(command, check=True, timeout=30, capture_output=True)
-    subprocess.run(["mount", "-o", "loop", str(image), str(ssd)], check=True, timeout=30)
+    subprocess.run(command, check=True, timeout=waiting.limit(30), capture_output=True)
+    subprocess.run(
+        ["mount", "-o", "loop", str(image), str(ssd)], check=True, timeout=waiting.limit(30)
+    )
     node.start()
     node.wait_state("a", "complete")
     node.tell("a", "verify")

@@ -193,7 +193,7 @@ async def test_a_frozen_cluster_fails_in_time_and_answers_again(backend: CephClu
         await made.content(wanted, KEY, Extents())
         made._deadline = 3.0  # only for answers that do not come
         with backend.frozen("mon", "osd"):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(waiting.limit(20)):
                 for _ in range(2):
                     with pytest.raises(kit.errors.AgentError):
                         await made.content(wanted, KEY, Extents())

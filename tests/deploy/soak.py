@@ -21,6 +21,8 @@ FILES = 20_000
 DEVICES = 20
 RESULT = installed.REPO / "build" / "bench" / "node.json"
 
+SAMPLE_SECONDS = 0.5
+
 
 @dataclass
 class Sampler:
@@ -33,7 +35,7 @@ class Sampler:
 
     def run(self) -> None:
         cgroups = self.node.cgroups()
-        while not self._end.wait(0.5):
+        while not self._end.wait(SAMPLE_SECONDS):
             used = installed.usage_of(cgroups)
             self.memory.append(used.memory)
             self.cpu.append((time.monotonic(), used.cpu))

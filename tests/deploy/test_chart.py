@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.testbed import image, kubernetes
+from tests.testbed import image, kubernetes, waiting
 from tests.testbed.agent import COMMAND
 from volumes.audit.settings import AuditSettings
 
@@ -111,7 +111,7 @@ def _check_settings(folder: Path, configmap: dict[str, Any]) -> None:
     file.write_text(configmap["data"]["nodeagent.yaml"])
     done = subprocess.run(
         [COMMAND, "config", "check", str(file)],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=waiting.limit(60),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
@@ -182,7 +182,7 @@ def test_default_settings_have_all_rooms_and_a_guard_that_only_reports(
 @pytest.mark.real
 def test_manifests_are_rendered_from_the_chart(tmp_path: Path) -> None:
     made = tmp_path / "nodeagent.yaml"
-    subprocess.run([REPO / "scripts/manifests.sh", made], check=True, timeout=60)
+    subprocess.run([REPO / "scripts/manifests.sh", made], check=True, timeout=waiting.limit(60))
     assert made.read_text() == MANIFESTS.read_text(), "run scripts/manifests.sh"
 
 

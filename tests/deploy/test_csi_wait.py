@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.testbed import waiting
 from volumes import settings
 from volumes.guard import kernel, override, pins
 
@@ -38,7 +39,7 @@ class Wait:
     def says(self, seconds: str = "1") -> str:
         done = subprocess.run(
             ["sh", "-c", self.script], env={**os.environ, "WAIT_SECONDS": seconds},
-            capture_output=True, text=True, timeout=30, check=False,
+            capture_output=True, text=True, timeout=waiting.limit(30), check=False,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout

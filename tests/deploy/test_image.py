@@ -13,7 +13,7 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from tests.testbed import ceph, image
+from tests.testbed import ceph, image, waiting
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(image.BUILD_SECONDS)]
 
@@ -150,7 +150,7 @@ def test_image_has_the_packages_of_the_lock(container: image.Container, release:
 def test_image_is_small(container: image.Container) -> None:
     done = subprocess.run(
         ["du", "-sx", "--block-size=1M", "--apparent-size", str(container.root)],
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True, timeout=waiting.limit(60),
     )  # fmt: skip
     assert int(done.stdout.split()[0]) <= MEGABYTES
 
@@ -175,6 +175,6 @@ def test_package_sources_stay_out_of_the_image_and_its_history(
     assert image.SOURCES_CANARY not in said
     found = subprocess.run(
         ["grep", "-rlF", image.SOURCES_CANARY, str(container.root)],
-        capture_output=True, text=True, check=False, timeout=300,
+        capture_output=True, text=True, check=False, timeout=waiting.limit(300),
     )  # fmt: skip
     assert (found.returncode, found.stdout) == (1, "")  # 1: read all, nothing found

@@ -3,11 +3,15 @@
 import subprocess
 from pathlib import Path
 
+from tests.testbed import waiting
+
 SCRIPT = Path(__file__).parents[2] / "deploy/image/locked.sh"
 
 
 def run(lock: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(["sh", SCRIPT, lock], capture_output=True, text=True, timeout=30)
+    return subprocess.run(
+        ["sh", SCRIPT, lock], capture_output=True, text=True, timeout=waiting.limit(30)
+    )
 
 
 def installed(name: str) -> str:

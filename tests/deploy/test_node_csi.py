@@ -157,7 +157,7 @@ def summary(kube: kubernetes.Kubernetes) -> Any:
     context = ssl.create_default_context(cafile=pki / "ca.crt")
     context.load_cert_chain(pki / "admin.crt", pki / "admin.key")
     address = f"https://127.0.0.1:{kube.kubelet_port}/stats/summary"
-    with urllib.request.urlopen(address, context=context, timeout=20) as answer:
+    with urllib.request.urlopen(address, context=context, timeout=waiting.limit(20)) as answer:
         return json.load(answer)
 
 

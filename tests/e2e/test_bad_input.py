@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from linux import mountinfo
-from tests.testbed import blockdev, ceph, ports, trees
+from tests.testbed import blockdev, ceph, ports, trees, waiting
 from tests.testbed.agent import Agent, ApiError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -72,7 +72,7 @@ def test_run_without_root_is_refused(area: Path, node: Agent, source: Path) -> N
     done = subprocess.run(
         ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--bounding-set=-all",
          sys.executable, "-c", script, "--config", str(node.config), "run"],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=waiting.limit(60),
     )  # fmt: skip
     if "Permission denied" in done.stderr and done.returncode in (126, 127):
         # The interpreter lies where only root may look (a home directory): CAP_DAC_READ_SEARCH
@@ -81,7 +81,7 @@ def test_run_without_root_is_refused(area: Path, node: Agent, source: Path) -> N
             ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups",
              "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search",
              sys.executable, "-c", script, "--config", str(node.config), "run"],
-            capture_output=True, text=True, check=False, timeout=60,
+            capture_output=True, text=True, check=False, timeout=waiting.limit(60),
         )  # fmt: skip
     assert done.returncode == 4, done.stderr
     assert done.stderr.count("\n") == 1
@@ -94,7 +94,7 @@ def test_store_without_xattrs_is_not_used(area: Path, node: Agent, source: Path)
     (area / "below").mkdir()
     (area / "plain").mkdir()
     command = ["bindfs", "--xattr-none", str(area / "below"), str(area / "plain")]
-    subprocess.run(command, check=True, timeout=30)
+    subprocess.run(command, check=True, timeout=waiting.limit(30))
     node.cache["store"] = str(area / "plain" / "store")
     node.add_dir("a", source)
     assert_serves_without_store(node, str(area / "plain" / "store"), "xattrs", "ext4 or XFS")

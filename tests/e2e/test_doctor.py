@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import blockdev, cell, containerd, ports, trees
+from tests.testbed import blockdev, cell, containerd, ports, trees, waiting
 from tests.testbed.agent import COMMAND, Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -20,7 +20,8 @@ def doctor(node: Agent, *within: str) -> dict[str, dict[str, Any]]:
     node.write()
     done = subprocess.run(
         [*within, COMMAND, "--config", str(node.config), "doctor", "--json"],
-        capture_output=True, text=True, timeout=120, check=False, env=node.environment,
+        capture_output=True, text=True, timeout=waiting.limit(120), check=False,
+        env=node.environment,
     )  # fmt: skip
     return checked(done)
 

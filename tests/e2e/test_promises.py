@@ -25,7 +25,7 @@ KILLS = int(os.environ.get("PROMISE_KILLS", "3"))
 FROZEN_SECONDS = float(
     os.environ.get("PROMISE_FROZEN", "15")
 )  # at least; longer where a slow machine reads for longer
-READ_SECONDS = 30.0 * waiting.SLACK  # everything, once; an MDS shuts a client out after 300 s
+READ_SECONDS = waiting.limit(30.0)  # everything, once; an MDS shuts a client out after 300 s
 
 
 def wait_for_reads(readers: list[pod.PodReader], more: int = 100) -> None:

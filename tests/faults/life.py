@@ -31,7 +31,7 @@ CHANGED = 4  # one file of so many has other bytes in the second snapshot
 PACE = {"files_per_second": 150, "workers": 2}
 SCRUB = {"every": "1s", "bytes_per_second": "2MiB"}
 TORN = b"0" * 32
-# For a pass to begin, times SLACK: what came before may have left it nothing to do.
+# For a pass to begin, stretched by waiting.limit: what came before may have left it nothing to do.
 MEET_SECONDS = 1.5
 INDEX_BYTES = 2**20  # an index takes up to so much more than it is said to
 _KIND = re.compile(rb"cache\.fill\.(\w+)")
@@ -43,7 +43,7 @@ def snapshots(top: Path) -> dict[str, Path]:
     A quarter of the files change, some come and some go."""
     one, two = (top / ".snap" / name for name in ("s1", "s2"))
     trees.plain(one, FILES, directories=DIRECTORIES, mean=6000)
-    subprocess.run(["cp", "-al", str(one), str(two)], check=True, timeout=60)
+    subprocess.run(["cp", "-al", str(one), str(two)], check=True, timeout=waiting.limit(60))
     for number, path in enumerate(sorted(p for p in two.rglob("*") if p.is_file())):
         if number % CHANGED == 0:
             data = path.read_bytes()

@@ -18,7 +18,7 @@ import pytest
 from cache.fill import evict, protocol
 from cache.store import subset, tree
 from tests.cache import passes
-from tests.testbed import trees
+from tests.testbed import trees, waiting
 
 # 'make test-faults' has all of them: each call, instead of this many spread over all.
 TRIES = int(os.environ.get("NTH_CALLS", "2"))
@@ -47,7 +47,7 @@ class Calls:
     def __init__(self, area: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
         library, file = area / "nth_call.so", area / "nth_call"
         build = ["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"]
-        subprocess.run(build, check=True, timeout=60)
+        subprocess.run(build, check=True, timeout=waiting.limit(60))
         file.write_bytes(bytes(mmap.PAGESIZE))
         with file.open("r+b") as opened:
             self._page = mmap.mmap(opened.fileno(), mmap.PAGESIZE)
@@ -122,7 +122,7 @@ def spread(count: int) -> Iterator[int]:
 
 def copy(one: Path, two: Path) -> None:
     """With links, owners, times and attributes."""
-    subprocess.run(["cp", "-a", str(one), str(two)], check=True, timeout=60)
+    subprocess.run(["cp", "-a", str(one), str(two)], check=True, timeout=waiting.limit(60))
 
 
 def assert_sound(made: passes.Generation) -> None:
@@ -269,8 +269,12 @@ def test_update_survives_each_call_that_fails(
     (area / "old").mkdir()
     (area / "new").mkdir()
     old, new = passes.Generation(area / "old"), passes.Generation(area / "new")
-    subprocess.run(["cp", "-al", str(source), str(old.source)], check=True, timeout=60)
-    subprocess.run(["cp", "-al", str(source), str(new.source)], check=True, timeout=60)
+    subprocess.run(
+        ["cp", "-al", str(source), str(old.source)], check=True, timeout=waiting.limit(60)
+    )
+    subprocess.run(
+        ["cp", "-al", str(source), str(new.source)], check=True, timeout=waiting.limit(60)
+    )
     changed = new.source / "d1" / "f00001"
     data = changed.read_bytes()
     changed.unlink()

@@ -15,7 +15,7 @@ from linux import mountinfo
 from tests.cache.test_space import disk
 from tests.faults.life import NAME, Life
 from tests.faults.test_nth_call import Calls
-from tests.testbed import grave, leftovers, power, trees
+from tests.testbed import grave, leftovers, power, trees, waiting
 from tests.testbed.agent import Agent
 
 CUTS = int(os.environ.get("CUTS", "20"))
@@ -40,7 +40,7 @@ def cut(life: Life, ssd: Path, flag: int) -> bool:
     node.wait_for(lambda: not leftovers.processes(node.folder), 20, "its children to end")
     mounts = [m.target for m in mountinfo.read() if m.target.startswith(f"{node.views}/")]
     for target in reversed(mounts):
-        subprocess.run(["umount", "-l", target], check=False, timeout=30)
+        subprocess.run(["umount", "-l", target], check=False, timeout=waiting.limit(30))
     power.remount(ssd, ssd.with_suffix(".img"))
     lost = not bait.exists() or bait.read_bytes() != b"z" * 8192
     bait.unlink(missing_ok=True)
@@ -105,7 +105,9 @@ def test_complete_dataset_survives_power_cut(area: Path, node: Agent) -> None:
         node.wait_for(lambda: node.dataset("a")["state"] == "complete", 60, "a to be complete")
         power.cut(ssd, power.LOG_LOST)
         node.kill()
-        subprocess.run(["umount", "-l", str(node.view("a"))], check=False, timeout=30)
+        subprocess.run(
+            ["umount", "-l", str(node.view("a"))], check=False, timeout=waiting.limit(30)
+        )
         power.remount(ssd, area / "ext4.img")
         trees.assert_equal(source, node.tree("a"))
         source.rename(area / "gone")  # nothing is needed of the source

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kit import files
+from tests.testbed import waiting
 
 
 def test_save_replaces_file_readable_by_owner_only(tmp_path: Path) -> None:
@@ -35,7 +36,9 @@ def test_killed_save_leaves_old_file(tmp_path: Path) -> None:
         "os.replace = lambda *a: os.kill(os.getpid(), 9)\n"
         "kit.files.save(pathlib.Path(sys.argv[1]), b'new')\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(path)], check=False, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)], check=False, timeout=waiting.limit(30)
+    )
     assert done.returncode == -9
     assert path.read_bytes() == b"old"
     files.save(path, b"newer")

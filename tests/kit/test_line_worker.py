@@ -37,7 +37,7 @@ async def numbers(forked: bool) -> AsyncIterator[line_worker.Worker[called.Numbe
 async def test_ask_keeps_types_and_any_name(numbers: line_worker.Worker[called.Number]) -> None:
     name = os.fsdecode(b"not utf-8 \xff\n")
     for number in range(3):
-        answer = await numbers.ask(called.Question(number, name), deadline=20)
+        answer = await numbers.ask(called.Question(number, name), deadline=waiting.limit(20))
         assert answer == called.Number(2 * number, name)
     assert numbers.starts == 1
 
@@ -46,12 +46,12 @@ async def test_ask_raises_error_of_child_and_keeps_it(
     numbers: line_worker.Worker[called.Number],
 ) -> None:
     with pytest.raises(kit.errors.RefusedError, match="a: b; c"):
-        await numbers.ask(called.Question(1, "refuse"), deadline=20)
+        await numbers.ask(called.Question(1, "refuse"), deadline=waiting.limit(20))
     with pytest.raises(FileNotFoundError, match="gone"):
-        await numbers.ask(called.Question(1, "os"), deadline=20)
+        await numbers.ask(called.Question(1, "os"), deadline=waiting.limit(20))
     with pytest.raises(line_worker.ChildError, match="ZeroDivisionError: oops"):
-        await numbers.ask(called.Question(1, "bug"), deadline=20)
-    assert (await numbers.ask(called.Question(4), deadline=20)).value == 8
+        await numbers.ask(called.Question(1, "bug"), deadline=waiting.limit(20))
+    assert (await numbers.ask(called.Question(4), deadline=waiting.limit(20))).value == 8
     assert numbers.starts == 1
 
 
@@ -62,7 +62,9 @@ async def test_ask_never_takes_a_late_answer_for_the_next(
     with pytest.raises(processes.DeadlineError, match=r"numbers: no answer within 0\.5s"):
         await numbers.ask(called.Question(1, "late"), deadline=0.5)
     await asyncio.sleep(0.02)  # the pause after a failure
-    assert (await numbers.ask(called.Question(5, "x"), deadline=20)) == called.Number(10, "x")
+    assert (
+        await numbers.ask(called.Question(5, "x"), deadline=waiting.limit(20))
+    ) == called.Number(10, "x")
     assert numbers.starts == 2
 
 
@@ -70,9 +72,9 @@ async def test_ask_starts_another_child_after_its_end(
     numbers: line_worker.Worker[called.Number],
 ) -> None:
     with pytest.raises(line_worker.ChildError, match="the child process ended"):
-        await numbers.ask(called.Question(1, "end"), deadline=20)
+        await numbers.ask(called.Question(1, "end"), deadline=waiting.limit(20))
     await asyncio.sleep(0.02)
-    assert (await numbers.ask(called.Question(5), deadline=20)).value == 10
+    assert (await numbers.ask(called.Question(5), deadline=waiting.limit(20))).value == 10
 
 
 async def test_ask_fails_at_once_during_the_pause() -> None:
@@ -80,21 +82,21 @@ async def test_ask_fails_at_once_during_the_pause() -> None:
         NUMBERS, called.Number, about="numbers", backoff=line_worker.Backoff(600, 600)
     )
     with pytest.raises(line_worker.ChildError, match="ended"):
-        await made.ask(called.Question(1, "end"), deadline=20)
+        await made.ask(called.Question(1, "end"), deadline=waiting.limit(20))
     with pytest.raises(line_worker.ChildError, match="ended"):
-        await made.ask(called.Question(1), deadline=20)
+        await made.ask(called.Question(1), deadline=waiting.limit(20))
     assert made.starts == 1
     await made.close()
 
 
 async def test_idle_child_ends(forked: bool) -> None:
     made = line_worker.Worker(NUMBERS, called.Number, about="numbers", idle=0.05, forked=forked)
-    await made.ask(called.Question(1), deadline=20)
+    await made.ask(called.Question(1), deadline=waiting.limit(20))
     pid = made.pid
     assert pid is not None
     while Path(f"/proc/{pid}").exists():
         await asyncio.sleep(0.01)
-    assert (await made.ask(called.Question(3), deadline=20)).value == 6
+    assert (await made.ask(called.Question(3), deadline=waiting.limit(20))).value == 6
     await made.close()
 
 
@@ -124,7 +126,7 @@ async def test_listen_hears_the_last_words_and_says_that_the_child_ended(forked:
     made = line_worker.Worker(COUNT, called.Number, about="count", forked=forked)
     heard = []
     with pytest.raises(line_worker.ChildError, match="ended"):
-        async for message in made.listen(called.Question(4), silence=20):
+        async for message in made.listen(called.Question(4), silence=waiting.limit(20)):
             heard.append(message)
             await made.send(called.Question(0))
     assert [each.value for each in heard] == [4]
@@ -136,11 +138,11 @@ async def test_forked_child_works_for_the_agent_and_keeps_no_descriptor() -> Non
         "tests.kit.called:say_where_it_is", called.Place, about="place", forked=True
     )
     other = line_worker.Worker(NUMBERS, called.Number, about="numbers", forked=True)
-    assert (await other.ask(called.Question(1), deadline=20)).value == 2
+    assert (await other.ask(called.Question(1), deadline=waiting.limit(20))).value == 2
     gc.collect()  # what earlier tests left would go meanwhile
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        async for place in made.listen(called.Question(0), silence=20):
+        async for place in made.listen(called.Question(0), silence=waiting.limit(20)):
             assert place.agent == os.getpid()
             assert place.parent != os.getpid()
             assert place.group != os.getpgrp()
@@ -167,12 +169,12 @@ async def test_forked_child_ends_with_its_server_and_the_next_has_another() -> N
     made = line_worker.Worker(
         "tests.kit.called:say_where_it_is", called.Place, about="place", forked=True
     )
-    heard = made.listen(called.Question(0), silence=20)
+    heard = made.listen(called.Question(0), silence=waiting.limit(20))
     first = await anext(heard)
     os.kill(first.parent, signal.SIGKILL)
     with pytest.raises(line_worker.ChildError, match="ended"):
         await anext(heard)
-    heard = made.listen(called.Question(0), silence=20)
+    heard = made.listen(called.Question(0), silence=waiting.limit(20))
     assert (await anext(heard)).parent != first.parent
     await heard.aclose()
     await made.close()
@@ -184,7 +186,7 @@ async def test_fork_that_comes_too_late_is_told_by_name(monkeypatch: pytest.Monk
     with pytest.raises(processes.DeadlineError, match="could not start a process within 0s"):
         await made.start()
     monkeypatch.undo()
-    assert (await made.ask(called.Question(1), deadline=20)).value == 2
+    assert (await made.ask(called.Question(1), deadline=waiting.limit(20))).value == 2
     await made.close()
 
 

@@ -15,7 +15,10 @@ from tests.testbed import waiting
 
 async def test_run_returns_output_and_code() -> None:
     ended = await processes.run(
-        ["sh", "-c", "cat; echo bad >&2; exit 3"], about="test", deadline=20, input=b"good"
+        ["sh", "-c", "cat; echo bad >&2; exit 3"],
+        about="test",
+        deadline=waiting.limit(20),
+        input=b"good",
     )
     assert ended == processes.Ended(3, b"good", b"bad\n")
 
@@ -23,7 +26,9 @@ async def test_run_returns_output_and_code() -> None:
 async def test_run_names_missing_program() -> None:
     for outlives in (False, True):
         with pytest.raises(FileNotFoundError, match="no-such-program"):
-            await processes.run(["no-such-program"], about="x", deadline=20, outlives=outlives)
+            await processes.run(
+                ["no-such-program"], about="x", deadline=waiting.limit(20), outlives=outlives
+            )
 
 
 async def test_run_kills_all_that_a_late_program_started(tmp_path: Path) -> None:
@@ -50,13 +55,19 @@ async def test_run_kills_all_that_a_late_program_started(tmp_path: Path) -> None
 async def test_run_bounds_output() -> None:
     with pytest.raises(OSError, match="more than 1000 bytes"):
         await processes.run(
-            [sys.executable, "-c", "print('x' * 5000)"], about="x", deadline=20, largest=1000
+            [sys.executable, "-c", "print('x' * 5000)"],
+            about="x",
+            deadline=waiting.limit(20),
+            largest=1000,
         )
 
 
 async def test_run_passes_only_the_given_environment() -> None:
     ended = await processes.run(
-        ["env"], about="x", deadline=20, environment={"PATH": os.environ["PATH"], "A": "b"}
+        ["env"],
+        about="x",
+        deadline=waiting.limit(20),
+        environment={"PATH": os.environ["PATH"], "A": "b"},
     )
     lines = ended.out.decode().splitlines()
     assert "A=b" in lines
@@ -77,11 +88,11 @@ async def test_start_refuses_when_too_many_hang(
     assert not await processes.settled("device 0", 0.1)
     assert processes.hanging("device 1") == 1
     with pytest.raises(processes.DeadlineError, match="2 of its child processes hang"):
-        await processes.run(["true"], about="x", deadline=20)
+        await processes.run(["true"], about="x", deadline=waiting.limit(20))
     for number in range(2):
         (tmp_path / str(number)).touch()
         assert await processes.settled(f"device {number}", 60)
-    assert (await processes.run(["true"], about="x", deadline=20)).code == 0
+    assert (await processes.run(["true"], about="x", deadline=waiting.limit(20))).code == 0
 
 
 async def _abandoned(stack: contextlib.AsyncExitStack, free: Path, share: str) -> None:
@@ -112,7 +123,7 @@ async def test_each_share_is_kept_for_its_room(
 
     async def code(share: str) -> int:
         processes.in_share(share)
-        return (await processes.run(["true"], about="x", deadline=20)).code
+        return (await processes.run(["true"], about="x", deadline=waiting.limit(20))).code
 
     async with contextlib.AsyncExitStack() as stack:
         assert await asyncio.create_task(code("well")) == 0
@@ -121,8 +132,10 @@ async def test_each_share_is_kept_for_its_room(
         with pytest.raises(processes.TooManyHangError, match="3 of its .*, 3 of them of ill"):
             await asyncio.create_task(code("ill"))
         assert await asyncio.create_task(code("well")) == 0
-        assert (await processes.run(["true"], about="x", deadline=20)).code == 0
+        assert (await processes.run(["true"], about="x", deadline=waiting.limit(20))).code == 0
         await _abandoned(stack, tmp_path / "3", "well")
         with pytest.raises(processes.TooManyHangError, match="4 of its .*, 1 of them of well"):
             await asyncio.create_task(code("well"))
-        assert (await processes.run(["true"], about="x", deadline=20)).code == 0, "of no room"
+        assert (await processes.run(["true"], about="x", deadline=waiting.limit(20))).code == 0, (
+            "of no room"
+        )

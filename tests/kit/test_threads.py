@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 import kit.threads
+from tests.testbed import waiting
 
 
 def hanging(
@@ -89,7 +90,7 @@ async def test_a_call_that_hangs_is_met_by_nobody_else() -> None:
                 await apart.call(threading.get_ident)
     finally:
         over.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(waiting.limit(60)):
         while True:
             try:
                 assert await apart.call(threading.get_ident) != threading.get_ident()

@@ -15,7 +15,7 @@ from nodeagent.cluster import intent, kinds, requests, rollup, storage
 from nodeagent.state import State
 from tests.kube import agents
 from tests.kube.test_crds import dataset
-from tests.testbed import agent, damage
+from tests.testbed import agent, damage, waiting
 from tests.testbed.control_plane import ControlPlane, unique
 
 NOW = 1_800_000_000.0
@@ -103,7 +103,7 @@ async def test_object_that_is_busy_holds_up_no_other_and_is_asked_once(
     monkeypatch.setattr(requests, "SLOW_SECONDS", -1.0)
     room.over = End(True, "")
     room.open.clear()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(waiting.limit(30)):
         (now,) = await room.step("coco")  # it does not wait for the object
         tasks = [each.task for each in room.requests._beginning.values()]
         (now,) = await room.step("coco")

@@ -39,7 +39,7 @@ async def ask(
     """Why it was refused; nothing when it was done."""
     try:
         kind = kind if method == "PATCH" else "application/json"
-        await server.request(method, path, body, about=path, deadline=60, kind=kind)
+        await server.request(method, path, body, about=path, deadline=waiting.limit(60), kind=kind)
     except client.KubeError as error:
         return str(error)
     return ""

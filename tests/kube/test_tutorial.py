@@ -68,7 +68,7 @@ class Shell:
         return subprocess.run(
             ["bash", "-euxo", "pipefail", str(file)],
             cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, check=False, timeout=240 * waiting.SLACK,
+            capture_output=True, text=True, check=False, timeout=waiting.limit(240),
         )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from tests.testbed import waiting
 from tests.testbed.control_plane import ControlPlane, unique
 
 PATH = f"{kinds.API}/cacheddatasets"
+SILENCE_SECONDS = 5.0
 
 
 class Relay:
@@ -90,7 +91,7 @@ async def followed(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> Asyn
         login.model_copy(update={"server": f"https://127.0.0.1:{relay.port}"})
     )
     watch = watching.Watch[int](
-        server, PATH, about="datasets", changed=lambda: None, silence=5.0,
+        server, PATH, about="datasets", changed=lambda: None, silence=SILENCE_SECONDS,
         keep=lambda thing: int(thing["spec"].get("priority", 0)),
     )  # fmt: skip
     task = asyncio.create_task(watch.follow())

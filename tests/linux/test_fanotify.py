@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from linux import fanotify
+from tests.testbed import waiting
 
 pytestmark = pytest.mark.real
 
@@ -74,11 +75,11 @@ def test_a_closed_guard_allows_what_waits(area: Path) -> None:
     program = shutil.copy("/bin/true", area / "program")
     guard = fanotify.ExecPermission()
     guard.mark(str(program))
-    with subprocess.Popen(["sh", "-c", str(program)]) as waiting:
+    with subprocess.Popen(["sh", "-c", str(program)]) as asking:
         time.sleep(0.3)
-        assert waiting.poll() is None
+        assert asking.poll() is None
         os.close(guard.fd)
-        assert waiting.wait(20) == 0
+        assert asking.wait(waiting.limit(20)) == 0
 
 
 def test_exec_arguments_of_a_task_elsewhere_are_unknown() -> None:

@@ -52,7 +52,9 @@ def read_table(path: str) -> list[str]:
 
 
 async def test_visitor_reads_the_table_inside_and_returns(pid: int) -> None:
-    inside, own, folder = await kit.child.call(read_table, f"/proc/{pid}/ns/mnt", deadline=20)
+    inside, own, folder = await kit.child.call(
+        read_table, f"/proc/{pid}/ns/mnt", deadline=waiting.limit(20)
+    )
     assert inside.encode("latin-1") == Path(f"/proc/{pid}/mountinfo").read_bytes()
     assert (own, folder) == (os.readlink("/proc/self/ns/mnt"), "/")
 
@@ -93,7 +95,7 @@ async def test_detach_takes_the_private_copy_and_no_other_mount(
 
     async def detached(number: int, device: list[int]) -> int:
         arguments = (path, number, device, str(tmpfs))
-        return int(await kit.child.call(detach, *arguments, deadline=20))
+        return int(await kit.child.call(detach, *arguments, deadline=waiting.limit(20)))
 
     assert await detached(inode(pid), other) == 0  # another device is mounted there
     if not by_id:
@@ -110,5 +112,5 @@ async def test_detach_leaves_a_shared_mount_alone(tmpfs: Path) -> None:
         (copy,) = shown(pid, tmpfs)
         arguments = (inode(pid), list(copy.device), str(tmpfs))
         path = f"/proc/{pid}/ns/mnt"
-        assert await kit.child.call(detach, path, *arguments, deadline=20) == 0
+        assert await kit.child.call(detach, path, *arguments, deadline=waiting.limit(20)) == 0
         assert shown(pid, tmpfs) and shown(os.getpid(), tmpfs)

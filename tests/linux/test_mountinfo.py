@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from linux import mountinfo
 from tests.cache.test_space import disk
+from tests.testbed import waiting
 
 LINE = b"36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 shared:7 - ext4 /dev/root rw,errors=continue"
 
@@ -139,7 +140,7 @@ async def test_watch_reports_mounts_and_unmounts_of_the_namespace(area: Path) ->
         for command in (["mount", "-t", "tmpfs", "tmpfs", str(area)], ["umount", str(area)]):
             changed.clear()
             subprocess.run(command, check=True)
-            await asyncio.wait_for(changed.wait(), 60)
+            await asyncio.wait_for(changed.wait(), waiting.limit(60))
     finally:
         watch.close()
     with pytest.raises(OSError):

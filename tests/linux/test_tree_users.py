@@ -74,7 +74,7 @@ def test_user_is_found(tree: Path, shown: Path, how: str, detached: bool) -> Non
         )  # fmt: skip
         assert users(tree.parent / "other", shown) == []
     finally:
-        process.communicate(b"\n", timeout=30)
+        process.communicate(b"\n", timeout=waiting.limit(30))
     waiting.until(lambda: not users(tree, shown), 10, "nobody to use it")
 
 

@@ -19,6 +19,7 @@ import kit.room
 import kit.settings
 from nodeagent import app, configfile, configwatch, logs, supervisor, watchdog
 from nodeagent.state import Running
+from tests.testbed import waiting
 
 
 def test_apply_keeps_settings_that_need_a_restart(agent: app.Agent) -> None:
@@ -140,11 +141,11 @@ async def at_work(agent: app.Agent) -> AsyncIterator[asyncio.Task[None]]:
         yield task
     finally:
         agent._stopping.set()
-        await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(task, waiting.limit(60))
 
 
 async def until(true: Callable[[], Any]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(waiting.limit(60)):
         while not true():
             await asyncio.sleep(0.001)
 
@@ -253,7 +254,8 @@ async def test_stuck_loop_ends_the_process_and_says_where(tmp_path: Path) -> Non
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     done = await kit.processes.run(
-        [sys.executable, "-c", STUCK.format(fifo=fifo)], about="a stuck loop", deadline=30,
+        [sys.executable, "-c", STUCK.format(fifo=fifo)], about="a stuck loop",
+        deadline=waiting.limit(30),
         environment={**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[1])},
     )  # fmt: skip
     assert done.out == b"still here\n"
@@ -295,7 +297,7 @@ async def test_a_log_that_nobody_reads_stops_neither_the_loop_nor_its_watchdog(
         env={**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[1])},
     )  # fmt: skip
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(waiting.limit(60)):
             out, _ = await child.communicate()
     finally:
         os.close(unread)
@@ -313,7 +315,7 @@ async def test_systemd_hears_that_the_loop_runs(
         systemd.setblocking(False)
         systemd.bind(str(tmp_path / "notify"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        async with watchdog.watching(), asyncio.timeout(30):
+        async with watchdog.watching(), asyncio.timeout(waiting.limit(30)):
             said = await asyncio.get_running_loop().sock_recv(systemd, 100)
     assert said == b"WATCHDOG=1"
 

@@ -313,7 +313,9 @@ async def test_probes_are_answered_beside_a_crowd_of_ever_new_connections(
         assert crowd.stdout is not None
         assert await crowd.stdout.readline() == b"all have come\n"
         while crowd.returncode is None:
-            assert (await asyncio.wait_for(kubelet_asks(port), 30)).startswith(b"HTTP/1.1 200 OK")
+            assert (await asyncio.wait_for(kubelet_asks(port), waiting.limit(30))).startswith(
+                b"HTTP/1.1 200 OK"
+            )
             await asyncio.sleep(0.5)
         assert int(await crowd.stdout.read()) > 100  # the crowd was one
 
@@ -356,7 +358,7 @@ async def test_ever_new_connections_are_closed_and_keep_no_probe_waiting(
             writers.append(writer)
             waits.append(asyncio.create_task(reader.read()))
         for pause in (0.0, 0.1):
-            answer = await asyncio.wait_for(kubelet_asks(port, pause), 30)
+            answer = await asyncio.wait_for(kubelet_asks(port, pause), waiting.limit(30))
             head, _, body = answer.partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200 OK")
             assert body == own.ALIVE
@@ -425,7 +427,7 @@ async def test_connection_without_a_whole_request_is_closed(
         for begun in (b"", b"GET /metrics HTTP/1.1\r\nHost: localh"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(begun)
-            assert await asyncio.wait_for(reader.read(), 60) == b""
+            assert await asyncio.wait_for(reader.read(), waiting.limit(60)) == b""
             writer.close()
 
 
@@ -447,7 +449,7 @@ async def test_requests_too_large_or_not_http_are_refused_and_leave_the_log_alon
     async with listeners.serving(agent.state):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request_text.encode())
-        assert (await asyncio.wait_for(reader.readline(), 60)).split()[1] == b"400"
+        assert (await asyncio.wait_for(reader.readline(), waiting.limit(60))).split()[1] == b"400"
         writer.close()
     assert "aiohttp" not in caplog.text
 

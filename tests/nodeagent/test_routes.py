@@ -125,7 +125,7 @@ async def test_stream_is_lines_and_closed_when_the_client_leaves(agent: app.Agen
         assert answer.content_type == "application/x-ndjson"
         assert [await answer.content.readline() for _ in range(2)] == [b'{"n": 0}\n', b'{"n": 1}\n']
         answer.close()
-        await asyncio.wait_for(closed.wait(), 60)
+        await asyncio.wait_for(closed.wait(), waiting.limit(60))
 
 
 async def test_streams_are_bounded_for_each_caller_and_in_all(
@@ -194,7 +194,7 @@ async def test_stream_that_nobody_reads_ends_and_frees_its_place(
         url = client.make_url("/v1/x")
         reader, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
         writer.write(b"GET /v1/x HTTP/1.1\r\nHost: a\r\n\r\n")
-        await asyncio.wait_for(closed.wait(), 60)
+        await asyncio.wait_for(closed.wait(), waiting.limit(60))
         answer = await client.get("/v1/x")
         assert answer.status == 200
         answer.close()

@@ -281,7 +281,7 @@ async def test_slow_reading_is_ended_and_a_slow_change_continues(
     )
     async with api.serving(agent, *routes) as client:
         assert (await client.get("/v1/x")).status == 504
-        await asyncio.wait_for(cancelled.wait(), 60)
+        await asyncio.wait_for(cancelled.wait(), waiting.limit(60))
         cancelled.clear()
         answer = await client.post("/v1/x")
         assert answer.status == 504
@@ -292,7 +292,7 @@ async def test_slow_reading_is_ended_and_a_slow_change_continues(
                 return [each["call"] for each in logged if each["event"] == "api call ended late"]
 
             go.set()
-            await asyncio.wait_for(finished.wait(), 60)
+            await asyncio.wait_for(finished.wait(), waiting.limit(60))
             await waiting.until_async(late)
         assert not cancelled.is_set()
         assert late() == ["POST /v1/x"]

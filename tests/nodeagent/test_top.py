@@ -151,7 +151,7 @@ class Screen:
         os.write(self._ours, keys)
 
     async def ends(self) -> int:
-        async with asyncio.timeout(ENDS_SECONDS * waiting.SLACK):
+        async with asyncio.timeout(waiting.limit(ENDS_SECONDS)):
             return await self._process.wait()
 
     def is_put_back(self) -> bool:

@@ -17,7 +17,7 @@ BLOCKS = docpages.blocks(PAGE)
 STOP = "Ctrl-C in the first shell."
 GOES_ON = ("make run", "nodeagent.yaml run")
 HOST = "registry.example"  # of the image that the page has where nothing is set
-STEP_SECONDS = 60.0  # times waiting.SLACK
+STEP_SECONDS = 60.0  # for waiting.limit
 
 pytestmark = pytest.mark.real
 

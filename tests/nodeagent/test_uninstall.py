@@ -8,6 +8,7 @@ import pytest
 
 from kit.traces import Trace
 from nodeagent import uninstall, units
+from tests.testbed import waiting
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 GUARD = DEPLOY / "guard" / units.GUARD
@@ -38,7 +39,7 @@ def installed(root: Path) -> Path:
 
 def systemctl(root: Path, *arguments: str) -> None:
     command = ["systemctl", f"--root={root}", *arguments]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=waiting.limit(60))
 
 
 def found(root: Path) -> list[Trace]:
@@ -229,7 +230,9 @@ done
 def test_systemd_starts_every_kubelet_afterwards(installed: Path) -> None:
     def starts() -> subprocess.CompletedProcess[str]:
         command = ["unshare", "--mount", "sh", "-c", PROVE, "sh", str(installed)]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=waiting.limit(280)
+        )
 
     (installed / "etc/systemd/system" / units.GUARD).rename(installed / "away")
     done = starts()

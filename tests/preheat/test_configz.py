@@ -160,7 +160,7 @@ async def test_a_real_kubelet_tells_what_it_runs_with(
     )
     try:
         with pytest.raises(client.KubeError) as pods:
-            await api.request("GET", "/pods", about="pods", deadline=20)
+            await api.request("GET", "/pods", about="pods", deadline=waiting.limit(20))
     finally:
         await api.close()
     stranger = account.model_copy(update={"ca_file": _another_authority(tmp_path)})

@@ -18,7 +18,7 @@ from preheat.runtimes import containerd as adapter
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
 from tests.preheat.rig import Rig, until
-from tests.testbed import containerd
+from tests.testbed import containerd, waiting
 
 DIGEST = "sha256:" + "a" * 64
 CHANGING = (*api.CHANGING, cri.PULL_IMAGE)
@@ -152,7 +152,7 @@ async def send(box: adapter.Containerd, method: cri.Method[Any, Any], request: A
         ) as writer:
             await writer.send(request)
     else:
-        await box.connection.change(method, request, deadline=5.0)
+        await box.connection.change(method, request, deadline=waiting.limit(5.0))
 
 
 @pytest.mark.real
@@ -201,7 +201,7 @@ async def test_unchecked_calls_kill_containerd(
     killed = 0
     for path, request in shapes:
         with pytest.raises(grpc.aio.AioRpcError):
-            await kubelet.raw(path, request, timeout=5.0)
+            await kubelet.raw(path, request, timeout=waiting.limit(5.0))
         ended = await _within(5.0, lambda: not daemon.alive)
         if ended:
             killed += 1

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from preheat.runtimes import base, cri, cri_pb2
+from tests.testbed import waiting
 
 
 def test_breaker_rests_longer_each_time_and_forgets() -> None:
@@ -71,7 +72,7 @@ async def test_change_refuses_a_foreign_lease_and_other_requests(broken: cri.Cri
 async def test_missing_socket_does_not_trip_the_breaker(tmp_path: Path) -> None:
     runtime = cri.CriRuntime(tmp_path / "nobody")
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(waiting.limit(60)):
             with pytest.raises(base.RuntimeGoneError):
                 await runtime._pull_image("r.e/a:b", None, None, 5.0)
     finally:

@@ -16,6 +16,7 @@ import pytest
 
 from preheat.runtimes import base, crio
 from tests.preheat.rig import Rig, pinned, state, until
+from tests.testbed import waiting
 
 _LISTENER = """
 import pathlib, signal, socket, sys
@@ -43,7 +44,7 @@ def listener(tmp_path: Path) -> Iterator[Path]:
         yield socket
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(waiting.limit(10))
         if process.stdout is not None:
             process.stdout.close()
 

@@ -24,7 +24,7 @@ from preheat.runtimes import containerd_pb2 as pb
 from tests.cache.test_space import disk
 from tests.preheat import rig as rigs
 from tests.preheat.rig import MB, Image, Rig, pinned, state, until
-from tests.testbed import containerd, grave, power, proxy, registry
+from tests.testbed import containerd, grave, power, proxy, registry, waiting
 
 A, B, C = (f"sha256:{letter * 64}" for letter in "abc")
 
@@ -105,7 +105,9 @@ class Node:
         daemon.kill()
         for each in mountinfo.read():
             if each.target.startswith(f"{self.ssd}/"):  # where a layer was being unpacked
-                subprocess.run(["umount", "-l", each.target], check=False, timeout=60)
+                subprocess.run(
+                    ["umount", "-l", each.target], check=False, timeout=waiting.limit(60)
+                )
         power.remount(self.ssd, self.ssd.with_suffix(".img"))
         self.boots.append(f"boot {len(self.boots)}")
         daemon.start()

@@ -12,12 +12,15 @@ from google.protobuf.message import DecodeError
 from preheat.runtimes import base, containerd_api, cri, cri_pb2
 from preheat.runtimes import containerd_pb2 as pb
 from tests.testbed import published as published_protos
+from tests.testbed import waiting
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_generated_modules_are_current(tmp_path: Path) -> None:
-    subprocess.run([ROOT / "scripts" / "protobuf.sh", str(tmp_path)], check=True, timeout=50)
+    subprocess.run(
+        [ROOT / "scripts" / "protobuf.sh", str(tmp_path)], check=True, timeout=waiting.limit(50)
+    )
     made = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*_pb2.py*"))
 
     assert len(made) == 8

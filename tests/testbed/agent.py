@@ -21,7 +21,7 @@ from tests.testbed import leftovers, ports, waiting
 
 COMMAND = str(Path(sys.executable).parent / "nodeagent")
 START_SECONDS = 30.0
-STOP_SECONDS = 30.0 * waiting.SLACK  # to hang for longer is an error
+STOP_SECONDS = waiting.limit(30.0)  # to hang for longer is an error
 DONE = ("complete", "partial")
 _STARTED = '"event": "agent started"'  # a finding has the words, too
 
@@ -39,7 +39,7 @@ class UnixConnection(http.client.HTTPConnection):
     """HTTP over the admin socket."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__("agent", timeout=60)
+        super().__init__("agent", timeout=waiting.limit(60))
         self._path = path
 
     def connect(self) -> None:
@@ -198,7 +198,7 @@ class Agent:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         open_to_all = path.partition("?")[0] in ("/", "/metrics", "/healthz", "/readyz")
         connection = (
-            http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+            http.client.HTTPConnection("127.0.0.1", self.port, timeout=waiting.limit(60))
             if open_to_all
             else UnixConnection(self.socket)
         )

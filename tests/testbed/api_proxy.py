@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.testbed import ports
+from tests.testbed import ports, waiting
 
 CHUNK = 65536
 PIECE = 64  # bytes at a time of a slow watch
@@ -75,7 +75,7 @@ class ApiProxy:
     def stop(self) -> None:
         self._do(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(waiting.limit(10))
 
     @contextlib.contextmanager
     def down(self) -> Iterator[None]:
@@ -118,7 +118,7 @@ class ApiProxy:
         self._loop.close()
 
     def _do(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(waiting.limit(30))
 
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(

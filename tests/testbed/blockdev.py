@@ -165,7 +165,7 @@ def faulty_disk(
     finally:
         run("umount", "-l", str(mountpoint), check=False)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(timeout=5)
+            server.wait(timeout=waiting.limit(5))
         server.kill()
         server.wait()
         assert server.stdout is not None

@@ -23,7 +23,7 @@ from tests.testbed import leftovers, waiting
 
 PROGRAM = "chromium-headless-shell"
 START_SECONDS = 30.0
-ANSWER_SECONDS = 30.0  # of one call; times waiting.SLACK, as the others
+ANSWER_SECONDS = 30.0  # of one call; for waiting.limit, as the others
 _FLAGS = (
     "--no-sandbox",  # a sandbox of Chromium's does not start as root
     "--disable-dev-shm-usage",  # containers have a small /dev/shm
@@ -83,7 +83,7 @@ class Page:
         number = next(self._numbers)
         waiter = self._answers[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": given})
-        async with asyncio.timeout(ANSWER_SECONDS * waiting.SLACK):
+        async with asyncio.timeout(waiting.limit(ANSWER_SECONDS)):
             answer = await waiter
         if "error" in answer:
             raise BrowserError(f"{method}: {answer['error']}")
@@ -96,7 +96,7 @@ class Page:
         said = await self.call("Page.navigate", url=url)
         if "errorText" in said:
             raise BrowserError(f"{url}: {said['errorText']}")
-        async with asyncio.timeout(ANSWER_SECONDS * waiting.SLACK):
+        async with asyncio.timeout(waiting.limit(ANSWER_SECONDS)):
             await self._loaded.wait()
 
     async def follow(self, script: str) -> None:
@@ -104,7 +104,7 @@ class Page:
         self._loaded.clear()
         with contextlib.suppress(BrowserError):  # there may be no page left to answer
             await self.run(script)
-        async with asyncio.timeout(ANSWER_SECONDS * waiting.SLACK):
+        async with asyncio.timeout(waiting.limit(ANSWER_SECONDS)):
             await self._loaded.wait()
 
     async def run(self, script: str) -> Any:

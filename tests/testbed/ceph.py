@@ -177,7 +177,9 @@ class CephCluster:
         text = json.dumps(commands)
         for attempt in range(3):
             try:
-                out = self.run("/usr/bin/python3", "-c", _MON_COMMANDS, text, timeout=60.0)
+                out = self.run(
+                    "/usr/bin/python3", "-c", _MON_COMMANDS, text, timeout=waiting.limit(60.0)
+                )
                 return out.splitlines()
             except RuntimeError as error:
                 # Seen in a few of many starts: librados 16.2 itself aborts (boost::bad_get) or
@@ -279,7 +281,7 @@ class CephCluster:
                     stdin=subprocess.DEVNULL,
                     stdout=stream,
                     stderr=stream,
-                    timeout=60,
+                    timeout=waiting.limit(60),
                     check=True,
                 )
 
@@ -355,7 +357,8 @@ class CephCluster:
             if other != pool:
                 self.run("ceph", "osd", "pool", "set", other, "crush_rule", "first")
         subprocess.run(
-            ["ceph-osd", "-i", "1", "-k", ring], env=self.environment, timeout=60, check=True,
+            ["ceph-osd", "-i", "1", "-k", ring], env=self.environment,
+            timeout=waiting.limit(60), check=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         tree = json.loads(self.run("ceph", "osd", "tree", "--format", "json"))
@@ -401,9 +404,11 @@ class CephCluster:
         try:
             yield target
         finally:
-            subprocess.run(["umount", str(target)], check=False, timeout=60)
+            subprocess.run(["umount", str(target)], check=False, timeout=waiting.limit(60))
             if os.path.ismount(target):
-                subprocess.run(["umount", "-l", str(target)], check=False, timeout=60)
+                subprocess.run(
+                    ["umount", "-l", str(target)], check=False, timeout=waiting.limit(60)
+                )
             # umount returns before the process of ceph-fuse has ended.
             waiting.until(lambda: not _is_served(target), 40, f"ceph-fuse of {target} to end")
 

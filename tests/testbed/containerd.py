@@ -168,7 +168,7 @@ class Containerd:
             with contextlib.suppress(grpc.RpcError), self.channel() as channel:
                 path = "/runtime.v1.ImageService/ListImages"
                 call = channel.unary_unary(path, _same, _same)
-                call(b"", timeout=2.0)
+                call(b"", timeout=waiting.limit(2.0))
                 return True
             return False
 
@@ -183,7 +183,7 @@ class Containerd:
         """SIGKILL, as the OOM killer would."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=waiting.limit(20))
 
     def stop(self) -> None:
         """End it and everything it mounted or started; its folder stays."""
@@ -191,7 +191,7 @@ class Containerd:
             return
         self._process.terminate()
         try:
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=waiting.limit(10))
         except subprocess.TimeoutExpired:
             self.kill()
         for pid, words in leftovers.commands():
@@ -282,7 +282,9 @@ class Kubelet:
     async def _many(self, path: str, request: bytes) -> list[bytes]:
         metadata = (("containerd-namespace", "k8s.io"),)
         call = self._channel.unary_stream(path, _same, _same)
-        return [part async for part in call(request, timeout=30.0, metadata=metadata)]
+        return [
+            part async for part in call(request, timeout=waiting.limit(30.0), metadata=metadata)
+        ]
 
     async def content(self) -> dict[str, containerd_pb2.ContentInfo]:
         parts = await self._many("/containerd.services.content.v1.Content/List", b"")

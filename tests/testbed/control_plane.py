@@ -60,7 +60,9 @@ class ControlPlane(kubernetes.Kubernetes):
 
     def advance(self, versions: int) -> None:
         """Let etcd count on, as by writes of others."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.etcd_port, timeout=60)
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.etcd_port, timeout=waiting.limit(60)
+        )
         with contextlib.closing(connection):
             for _ in range(versions):
                 connection.request("POST", "/v3/kv/put", '{"key": "eA==", "value": "eA=="}')
@@ -73,7 +75,7 @@ class ControlPlane(kubernetes.Kubernetes):
             process = self._processes.pop(name, None)
             if process is not None:
                 process.kill()
-                process.wait(timeout=30)
+                process.wait(timeout=waiting.limit(30))
 
     # --- who asks
 

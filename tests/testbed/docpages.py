@@ -178,7 +178,7 @@ class Shell:
     def end(self) -> None:
         if self._process.poll() is None:
             self._process.kill()
-        self._process.wait(10)
+        self._process.wait(waiting.limit(10))
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # what it has not read
             self._process.stdin.close()

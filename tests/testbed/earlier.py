@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from tests.testbed import image
+from tests.testbed import image, waiting
 
 VERSION = "0.0.9"
 _SITE = "opt/nodeagent/lib/python3.11/site-packages"
@@ -42,4 +42,4 @@ def _other_guard(target: Path) -> None:
         source.write_text(text.replace(*_CHANGED))
         include = f"-I/usr/include/{os.uname().machine}-linux-gnu"
         words = ("clang", "-O2", "-g", "-target", "bpf", include, "-c", source, "-o", target)
-        subprocess.run(words, check=True, timeout=120)
+        subprocess.run(words, check=True, timeout=waiting.limit(120))

@@ -19,7 +19,7 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from tests.testbed import ports
+from tests.testbed import ports, waiting
 
 CHUNK = 65536
 _COPIED = ("Content-Type", "Docker-Content-Digest", "Content-Range", "Content-Length", "Etag")
@@ -114,7 +114,7 @@ class Front:
 
     def start(self) -> None:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(waiting.limit(10))
 
     async def _start(self) -> None:
         self._client = aiohttp.ClientSession(
@@ -147,9 +147,9 @@ class Front:
             await self._runner.cleanup()
 
         with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(end(), self._loop).result(waiting.limit(10))
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(waiting.limit(10))
         self._loop.close()
 
     def asked(self, agent: str = "nodeagent") -> list[Seen]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.testbed import ceph
+from tests.testbed import ceph, waiting
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "guest"
@@ -116,6 +116,8 @@ def replay(
                 f"{exported}cd {shlex.quote(root)}\nmodprobe -a {modules}\n"
                 f"python {shlex.join((str(program), *words))}\n"
             )
-            return run(script, seen, timeout=2000), cluster.fsid  # emulation on a busy machine
+            return run(
+                script, seen, timeout=waiting.limit(2000)
+            ), cluster.fsid  # emulation on a busy machine
         finally:
             cluster.stop()

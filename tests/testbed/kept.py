@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from linux import mountinfo
+from tests.testbed import waiting
 
 MOST_BYTES = 5 * 1024 * 1024  # a test
 MOST_FILE_BYTES = 512 * 1024  # the last of each
@@ -44,7 +45,9 @@ def keep(item: pytest.Item, target: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         for name, command in _LOOKS.items():
             with (target / name).open("wb") as out:
-                subprocess.run(command, stdout=out, stderr=out, timeout=10, check=False)
+                subprocess.run(
+                    command, stdout=out, stderr=out, timeout=waiting.limit(10), check=False
+                )
         run_folder = item.config.stash.get(RUN_FOLDER, None)
         if run_folder is not None:
             _copy(run_folder, target)

@@ -8,6 +8,8 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
+from tests.testbed import waiting
+
 
 class Api:
     """As the cluster's admin; ``pki`` has its certificate."""
@@ -28,7 +30,7 @@ class Api:
 
     def _get(self, path: str) -> bytes:
         connection = http.client.HTTPSConnection(
-            "127.0.0.1", self._port, timeout=30, context=self._context
+            "127.0.0.1", self._port, timeout=waiting.limit(30), context=self._context
         )
         with contextlib.closing(connection):
             connection.request("GET", path)

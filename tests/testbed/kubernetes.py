@@ -89,7 +89,7 @@ class Kubernetes:
             process = self._processes.pop(name, None)
             if process is not None:
                 process.kill()
-                process.wait(timeout=30)
+                process.wait(timeout=waiting.limit(30))
         self.registry.stop()
         leftovers.clear(self.folder, keep=True)
         self._detach()
@@ -287,7 +287,7 @@ class Kubernetes:
         self._beat = self._heartbeat()
         node = self._processes.pop("node")
         node.kill()
-        node.wait(timeout=30)
+        node.wait(timeout=waiting.limit(30))
         backing = Path(f"/sys/block/loop{self._loop}/loop/backing_file")
         waiting.until(lambda: not backing.exists(), 30, "the node's disk to be free")
 
@@ -463,7 +463,7 @@ def clear_cgroups(ours: str) -> bool:
 
 def _run(*words: str, cwd: Path | None = None) -> None:
     done = subprocess.run(
-        words, cwd=cwd, capture_output=True, text=True, timeout=120, check=False,
+        words, cwd=cwd, capture_output=True, text=True, timeout=waiting.limit(120), check=False,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, f"{words[:3]}: {done.stdout}{done.stderr}"

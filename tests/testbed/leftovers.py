@@ -102,7 +102,12 @@ def unmount(folder: Path) -> None:
         if not below:
             return
         for target in reversed(below):
-            subprocess.run(["umount", "-l", target], check=False, capture_output=True, timeout=30)
+            subprocess.run(
+                ["umount", "-l", target],
+                check=False,
+                capture_output=True,
+                timeout=waiting.limit(30),
+            )
     raise RuntimeError(f"mounts below {folder} do not go: {below}")
 
 
@@ -112,7 +117,7 @@ def detach_loops(folder: Path) -> None:
             backing = (block / "loop" / "backing_file").read_text().strip()
             if backing.startswith(f"{folder}/"):
                 command = ["losetup", "-d", f"/dev/{block.name}"]
-                subprocess.run(command, check=False, capture_output=True, timeout=30)
+                subprocess.run(command, check=False, capture_output=True, timeout=waiting.limit(30))
 
 
 def clear(folder: Path, *, keep: bool = False) -> None:
@@ -130,9 +135,9 @@ def clear(folder: Path, *, keep: bool = False) -> None:
         if folder.exists():  # paths too long for rmtree, immutable places of views
             subprocess.run(
                 ["chattr", "-R", "-f", "-i", str(folder)],
-                check=False, capture_output=True, timeout=300,
+                check=False, capture_output=True, timeout=waiting.limit(300),
             )  # fmt: skip
-            subprocess.run(["rm", "-rf", str(folder)], check=False, timeout=300)
+            subprocess.run(["rm", "-rf", str(folder)], check=False, timeout=waiting.limit(300))
 
 
 @contextlib.contextmanager

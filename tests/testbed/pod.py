@@ -91,7 +91,7 @@ class Pod:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            process.wait(10 * waiting.SLACK)
+            process.wait(waiting.limit(10))
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     with contextlib.suppress(BrokenPipeError):
@@ -128,7 +128,7 @@ class PodReader:
     def stop(self) -> dict[str, Any]:
         """End a looping reader; what it saw."""
         self.process.terminate()
-        return self.result(60)
+        return self.result(waiting.limit(60))
 
     def result(self, seconds: float) -> dict[str, Any]:
         self.process.wait(seconds)

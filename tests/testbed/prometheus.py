@@ -52,7 +52,9 @@ class Prometheus:
     def _ready(self) -> bool:
         assert self._process.poll() is None, self._said()
         try:
-            with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=5) as answer:
+            with urllib.request.urlopen(
+                f"http://{self._address}/-/ready", timeout=waiting.limit(5)
+            ) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -68,7 +70,7 @@ class Prometheus:
     def _get(self, what: str, **words: Any) -> list[dict[str, Any]]:
         address = f"http://{self._address}/api/v1/{what}?{urllib.parse.urlencode(words)}"
         try:
-            with urllib.request.urlopen(address, timeout=30) as answer:
+            with urllib.request.urlopen(address, timeout=waiting.limit(30)) as answer:
                 found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
         except urllib.error.HTTPError as error:
             raise QueryError(f"{words['query']}: {error.read().decode()}") from None
@@ -77,7 +79,7 @@ class Prometheus:
     def end(self) -> None:
         self._process.terminate()
         try:
-            self._process.wait(30)
+            self._process.wait(waiting.limit(30))
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(waiting.limit(10))

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from tests.testbed import ports
+from tests.testbed import ports, waiting
 
 CHUNK = 65536
 
@@ -71,7 +71,7 @@ class Proxy:
 
     def start(self) -> None:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(waiting.limit(10))
 
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(self._handle, "127.0.0.1", self.port, limit=2**20)
@@ -87,16 +87,16 @@ class Proxy:
     @contextlib.contextmanager
     def down(self) -> Iterator[None]:
         """Nothing listens while the block runs."""
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(waiting.limit(10))
         try:
             yield
         finally:
-            asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(waiting.limit(10))
 
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(waiting.limit(10))
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(waiting.limit(10))
 
     def reset(self) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from google.protobuf import descriptor_pb2, descriptor_pool
 
-from tests.testbed import kubernetes
+from tests.testbed import kubernetes, waiting
 
 # What the newest release has; a number that was published once never changes its meaning.
 MODULES = {
@@ -73,7 +73,7 @@ def messages(python: Path, work: Path) -> descriptor_pool.DescriptorPool:
     made = work / "published.bin"
     command = [str(python), "-m", "grpc_tools.protoc", f"-I{folder()}"]
     command += ["--include_imports", f"--descriptor_set_out={made}", *FILES]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=waiting.limit(60))
     found = descriptor_pb2.FileDescriptorSet.FromString(made.read_bytes())
     pool = descriptor_pool.DescriptorPool()
     for file in found.file:

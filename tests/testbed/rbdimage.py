@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.testbed import waiting
 from tests.testbed.ceph import CephCluster
 
 _GOING_DOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, the same number for XFS
@@ -15,7 +16,11 @@ _NO_LOG_FLUSH, _LOG_FLUSH = 2, 1
 
 def sh(*command: str | Path) -> str:
     done = subprocess.run(
-        [str(each) for each in command], capture_output=True, text=True, timeout=240, check=False
+        [str(each) for each in command],
+        capture_output=True,
+        text=True,
+        timeout=waiting.limit(240),
+        check=False,
     )
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout
@@ -94,5 +99,5 @@ def updated(cluster: CephCluster, file: Path, name: str, snapshot: str) -> int:
     """Make image rbd/``name`` equal to ``file`` and snapshot it; the bytes that were written."""
     return int(
         cluster.run("/usr/bin/python3", "-c", _WRITE, str(cluster.conf), name, str(file), snapshot,
-                    timeout=240)
+                    timeout=waiting.limit(240))
     )  # fmt: skip

@@ -117,13 +117,13 @@ class Registry:
     def stop(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=waiting.limit(10))
             self._process = None
 
     def _request(
         self, method: str, path: str, body: bytes = b"", kind: str = "application/octet-stream"
     ) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=waiting.limit(60))
         try:
             connection.request(method, path, body=body, headers={"Content-Type": kind})
             answer = connection.getresponse()

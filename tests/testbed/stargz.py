@@ -57,7 +57,7 @@ class Stargz:
     def stop(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=waiting.limit(10))
             self._process = None
         leftovers.unmount(self.folder)
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.testbed import docpages
 
-SECONDS = 20.0  # times waiting.SLACK
+SECONDS = 20.0  # for waiting.limit
 
 
 @pytest.fixture

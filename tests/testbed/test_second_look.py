@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts import test as runner
-from tests.testbed import judging
+from tests.testbed import judging, waiting
 
 REPO = Path(__file__).parents[2]
 
@@ -53,7 +53,7 @@ def run(folder: Path, body: str) -> tuple[int, str, Any]:
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=waiting.limit(240),
         check=False,
     )
     report = json.loads((folder / "build" / "report" / "unsteady.json").read_text())

@@ -4,6 +4,8 @@ import os
 import pathlib
 import subprocess
 
+from tests.testbed import waiting
+
 REPO = pathlib.Path(__file__).parents[2]
 
 # As Debian's: it prints what it knows and answers 1 when it does not know one of the names.
@@ -42,7 +44,7 @@ def run_packages(
         },
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=waiting.limit(30),
         check=False,
     )
     return done.returncode, asked.read_text() if asked.exists() else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.testbed import leftovers, waiting
 
 COMMAND_SECONDS = 20.0  # one call of tmux
-ANSWER_SECONDS = 20.0  # times waiting.SLACK: a command of ours starts in a second
+ANSWER_SECONDS = 20.0  # for waiting.limit: a command of ours starts in a second
 PROMPT = "node#"
 
 
@@ -28,7 +28,7 @@ class Terminal:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=COMMAND_SECONDS * waiting.SLACK,
+            timeout=waiting.limit(COMMAND_SECONDS),
             check=True,
         ).stdout
 

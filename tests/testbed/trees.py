@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from tests.testbed import grave
+from tests.testbed import grave, waiting
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _BUFFER = memoryview(bytearray(1024 * 1024))
@@ -262,12 +262,12 @@ def _xattrs_and_acls(top: bytes) -> None:
     os.setxattr(top + b"/xattrs", "user.on directory", b"d" * 1000)
     write(top + b"/xattrs/acl", b"acl")
     command = ["setfacl", "-m", "u:1001:rwx,g:2002:r", os.fsdecode(top + b"/xattrs/acl")]
-    subprocess.run(command, check=True, timeout=30)
+    subprocess.run(command, check=True, timeout=waiting.limit(30))
     # Its children were there before its default ACL: they have none and must not get one.
     os.makedirs(top + b"/xattrs/default/before")
     write(top + b"/xattrs/default/before/file", b"f")
     command = ["setfacl", "-d", "-m", "u:1003:rx", os.fsdecode(top + b"/xattrs/default")]
-    subprocess.run(command, check=True, timeout=30)
+    subprocess.run(command, check=True, timeout=waiting.limit(30))
     os.makedirs(top + b"/xattrs/default/after")
 
 

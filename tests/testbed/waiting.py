@@ -2,19 +2,31 @@
 
 Use this only where nothing can be awaited instead (another process, the kernel). A condition may be
 any callable; its first true value is returned. ``detail`` is called when the time is over, to say
-how things are instead. The seconds of a test are for a quiet machine: a busy one gets ``SLACK``
-times as many, because a test that is late has found nothing wrong.
+how things are instead.
+
+The seconds of a test are for a quiet machine. Waits get ``limit`` of them, because a test that is
+late has found nothing wrong; so does every other timeout of a test (``test_bare_timeouts.py``).
+Waits count what their own rounds took. A pause of the whole machine counts as one round.
 """
 
 import asyncio
 import inspect
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
+from tests.testbed import patience
+
 PAUSE_SECONDS = 0.02
 GUEST_PAUSE_SECONDS = 0.3  # under emulation, where asking takes long
-SLACK = 4.0  # tests/conftest.py stretches the limits of whole tests by it, too
+HEADROOM = 4.0  # the machine may become busy after it was measured
+ROUND_SECONDS = 5.0  # the most that one round counts
+
+
+def limit(seconds: float) -> float:
+    """How long to wait here for what takes at most ``seconds`` on a quiet machine."""
+    return seconds * HEADROOM * patience.check(os.environ.get(patience.NAME, "1"))
 
 
 def until(
@@ -25,12 +37,11 @@ def until(
     pause: float = PAUSE_SECONDS,
     detail: Callable[[], object] | None = None,
 ) -> Any:
-    """The first true value of ``condition``; AssertionError after ``seconds`` times SLACK."""
-    seconds *= SLACK
-    deadline = time.monotonic() + seconds
+    """The first true value of ``condition``; AssertionError after ``limit(seconds)``."""
+    clock = _Rounds(limit(seconds))
     while not (found := condition()):
-        if time.monotonic() > deadline:
-            raise _late(seconds, what, detail)
+        if clock.over():
+            raise _late(clock.seconds, what, detail)
         time.sleep(pause)
     return found
 
@@ -44,20 +55,39 @@ async def until_async(
     detail: Callable[[], object] | None = None,
 ) -> Any:
     """``until`` inside an event loop; ``condition`` may return an awaitable."""
-    seconds *= SLACK
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            while True:
-                found = condition()
-                if inspect.isawaitable(found):
+    clock = _Rounds(limit(seconds))
+    while True:
+        found = condition()
+        if inspect.isawaitable(found):
+            try:
+                async with asyncio.timeout(clock.seconds) as hanging:
                     found = await found
-                if found:
-                    return found
-                await asyncio.sleep(pause)
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise _late(seconds, what, detail) from None
+            except TimeoutError:
+                if not hanging.expired():
+                    raise
+                raise _late(clock.seconds, what, detail) from None
+        if found:
+            return found
+        if clock.over():
+            raise _late(clock.seconds, what, detail)
+        await asyncio.sleep(pause)
+
+
+class _Rounds:
+    """Time as a loop sees it: of a round that a pause of the machine made long, a part."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self._now = now
+        self._last = now()
+        self._spent = 0.0
+
+    def over(self) -> bool:
+        """Called once a round."""
+        now = self._now()
+        self._spent += min(now - self._last, ROUND_SECONDS)
+        self._last = now
+        return self._spent > self.seconds
 
 
 def _late(seconds: float, what: str, detail: Callable[[], object] | None) -> AssertionError:

@@ -12,6 +12,7 @@ import pytest
 import kit.errors
 import kit.files
 import kit.threads
+from tests.testbed import waiting
 from volumes import disk, settings
 from volumes.audit import journal
 from volumes.guard import controller, fallback
@@ -43,7 +44,7 @@ async def hanging(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[int]]:
 
 
 async def _others_work() -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(waiting.limit(60)):
         assert await asyncio.to_thread(lambda: "here") == "here"
 
 
@@ -52,7 +53,7 @@ async def test_starts_fail_in_time_and_leave_one_thread(hanging: list[int], tmp_
     for _ in range(TRIES):  # the room makes its objects anew each time
         made = controller.Controller(settings.GuardSettings(), (), state_dir=tmp_path)
         with pytest.raises(kit.errors.HostError, match="gave no answer|an earlier call hangs"):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(waiting.limit(60)):
                 await made.start()
     assert len(hanging) == 1
     await _others_work()
@@ -64,7 +65,7 @@ async def test_journal_and_flags_end_in_time_and_leave_one_thread(
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     written = journal.Journal(tmp_path)
     flags = fallback.Flags(tmp_path / "read-only-flags.json")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(waiting.limit(60)):
         for _ in range(TRIES):
             assert not await written.write({"action": "a"})
             assert await written.recall() is None

@@ -217,7 +217,7 @@ def test_agent_killed_at_any_moment_of_many_requests(
             time.sleep(pause)
             serving.kill()
             for each in threads:
-                each.join(30)
+                each.join(waiting.limit(30))
             serving.start()
             waiting.until(kubelet.registration.exists, 20, "the driver")
         for target in targets:
@@ -273,7 +273,7 @@ def controller_of(kubelet: csi.Kubelet) -> Iterator[Path]:
         def ask(request: bytes, _: object) -> bytes:
             with grpc.insecure_channel(f"unix:{kubelet.csi}") as channel:
                 stub: Any = channel.unary_unary(f"/csi.v1.Identity/{method}")
-                answer: bytes = stub(request, timeout=10)
+                answer: bytes = stub(request, timeout=waiting.limit(10))
                 return answer
 
         return grpc.unary_unary_rpc_method_handler(ask)
@@ -298,7 +298,7 @@ def controller_of(kubelet: csi.Kubelet) -> Iterator[Path]:
     try:
         yield socket
     finally:
-        server.stop(None).wait(5)
+        server.stop(None).wait(waiting.limit(5))
 
 
 def test_sanity_of_the_specification(serving: agent.Agent, kubelet: csi.Kubelet) -> None:
@@ -313,7 +313,7 @@ def test_sanity_of_the_specification(serving: agent.Agent, kubelet: csi.Kubelet)
                 f"--csi.stagingdir={kubelet.root}/pods/p/staging",
                 "--ginkgo.no-color", *(f"--ginkgo.skip={words}" for words in NOT_OURS),
             ],
-            capture_output=True, text=True, timeout=100 * waiting.SLACK, check=False,
+            capture_output=True, text=True, timeout=waiting.limit(100), check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     print(done.stdout)

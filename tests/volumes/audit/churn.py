@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.testbed import blockdev
+from tests.testbed import blockdev, waiting
 from tests.volumes.audit import stage as stages
 from volumes.audit import status
 
@@ -177,7 +177,7 @@ async def soak(
             result.looks = watch.audit.scanner.scans
     finally:
         crowd.stdin.close()
-        crowd.wait(timeout=30)
+        crowd.wait(timeout=waiting.limit(30))
     return result
 
 

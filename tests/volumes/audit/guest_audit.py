@@ -32,7 +32,9 @@ def say(text: object) -> None:
 
 
 def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=waiting.limit(120), check=False
+    )
     if check and done.returncode:
         raise RuntimeError(f"{command}: {done.returncode}: {done.stderr}")
     return done

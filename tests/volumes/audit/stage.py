@@ -35,7 +35,11 @@ UNIFIED = next(
 
 def run(*command: str | Path, check: bool = True) -> str:
     done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=60, check=False
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=waiting.limit(60),
+        check=False,
     )
     if check and done.returncode:
         raise RuntimeError(f"{command}: rc {done.returncode}: {done.stderr}")
@@ -56,7 +60,7 @@ class Stage:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)
-            process.wait(timeout=20)
+            process.wait(timeout=waiting.limit(20))
             if process.stdout:
                 process.stdout.close()
         for undo in reversed(self._undo):
@@ -154,7 +158,7 @@ class Stage:
     def end(self, pid: int) -> None:
         process = next(p for p in self.processes if p.pid == pid)
         process.kill()
-        process.wait(timeout=20)
+        process.wait(timeout=waiting.limit(20))
 
     def pod_cgroup(self) -> tuple[Path, str, str]:
         """A cgroup named like a container's: (path, pod uid, container id)."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import leftovers
+from tests.testbed import leftovers, waiting
 from tests.testbed.ceph import CephCluster
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, settings, watching
@@ -72,7 +72,7 @@ def shown_as_files(ceph: CephCluster, folder: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=False, timeout=30)
+        subprocess.run(["umount", "-l", str(folder)], check=False, timeout=waiting.limit(30))
         # It would wait for its cluster for ever, and a device that still lies on it with it: then
         # every sync(2) of the machine hangs.
         leftovers.end(folder)

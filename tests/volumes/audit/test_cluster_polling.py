@@ -11,6 +11,7 @@ import pytest
 
 from ceph import client, worker
 from ceph.protocol import ClusterView, Credentials
+from tests.testbed import waiting
 from tests.volumes.audit.world import INVENTORY, view
 from volumes.audit import cluster_polling
 from volumes.audit.settings import AuditSettings, ClusterSettings
@@ -48,7 +49,7 @@ async def test_poller_asks_soon_about_new_mappings(monkeypatch: pytest.MonkeyPat
     poller = cluster_polling.Poller(lambda: None)
     task = asyncio.create_task(poller.run(lambda: settings, lambda: (CLUSTER,)))
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(waiting.limit(60)):
             await asked.get()
             assert drawn == []
             poller.want(INVENTORY)

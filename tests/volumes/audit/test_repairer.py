@@ -11,6 +11,7 @@ import pytest
 
 import kit.errors
 from linux import blockdev
+from tests.testbed import waiting
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, run, settings, watching
 from volumes import explain
@@ -161,7 +162,7 @@ async def test_agent_killed_while_it_unmaps_goes_on_and_its_attempt_counts(
         wanted = RepairSettings(mode="on", settle=0.0)
         async with watching(stage, settings(stage), guard=lambda: view, repair=wanted) as watch:
             watch.audit._log_hits([hit(device)])
-            await asyncio.wait_for(under_way.wait(), 30)
+            await asyncio.wait_for(under_way.wait(), waiting.limit(30))
     assert journal(stage) == [("unmap", "begun")]
     assert size(device) > 0
     async with broken(stage, device, per_volume=1) as watch:

@@ -38,7 +38,12 @@ def say(text: str) -> None:
 
 def run(*command: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=60
+        command,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+        timeout=waiting.limit(60),
     )
 
 

@@ -207,7 +207,9 @@ def test_mode_is_never_lower_after_any_start(node: Node) -> None:
 
 
 def figures(agent: Agent) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{agent.port}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{agent.port}/metrics", timeout=waiting.limit(60)
+    ) as answer:
         return str(answer.read().decode())
 
 

@@ -168,9 +168,9 @@ def test_pace_slows_down_for_what_stays_the_same_and_begins_anew_for_a_change() 
     assert _waits(pace.Pace(), Kind.HAS_FS, 0.0) == [0.3, 5, 10, 20, 40, 60, 60, 60]
     assert _waits(pace.Pace(), Kind.BLANK_VERIFIED, 0.0)[:3] == [0.3, 5, 10]
     kept = pace.Pace((Kind.HAS_FS, True), 8, 1000.0)
-    assert (kept.wait(1001.0), kept.wait(1060.0)) == (59.0, 0.0)
-    assert kept.after((Kind.TIMEOUT, True), 1001.0).wait(1001.0) == pytest.approx(0.3)
-    assert kept.after((Kind.HAS_FS, False), 1001.0).wait(1001.0) == pytest.approx(0.3)
+    assert (kept.wait(now=1001.0), kept.wait(now=1060.0)) == (59.0, 0.0)
+    assert kept.after((Kind.TIMEOUT, True), 1001.0).wait(now=1001.0) == pytest.approx(0.3)
+    assert kept.after((Kind.HAS_FS, False), 1001.0).wait(now=1001.0) == pytest.approx(0.3)
     rested = 1000.0 + 3 * pace.LONGEST_SECONDS
     assert kept.after((Kind.HAS_FS, True), rested).wait(rested) == pytest.approx(5.0)
 

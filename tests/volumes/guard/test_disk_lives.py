@@ -19,7 +19,7 @@ import pytest
 
 import kit.errors
 from linux import bpf
-from tests.testbed import cell
+from tests.testbed import cell, waiting
 from volumes import settings
 from volumes.guard import kernel, pins
 
@@ -210,7 +210,7 @@ def test_a_watch_that_the_host_does_not_see_is_none(where: cell.Cell, tmp_path: 
     pin_folder = tmp_path / "bpf" / "nodeagent"
     done = subprocess.run(
         ["unshare", "--mount", sys.executable, "-c", _ALONE, str(where.path), str(pin_folder)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=waiting.limit(60), check=False,
     )  # fmt: skip
     assert done.stdout == (
         f"True True False the host does not have the bpf file system of {pin_folder} mounted\n"

@@ -126,7 +126,7 @@ def test_exec_filter_allows_what_it_cannot_decide_in_time(
     try:
         server.send_signal(signal.SIGSTOP)
         hanging = tmp_path / "fuse" / "disk"
-        assert where.run("mkfs.ext4", "-V", str(hanging), timeout=30).returncode == 0
+        assert where.run("mkfs.ext4", "-V", str(hanging), timeout=waiting.limit(30)).returncode == 0
         with blockdev.loop(blockdev.blank(tmp_path / "image", SIZE)) as device:
             blockdev.run("mkfs.ext4", "-q", str(tmp_path / "image"))
             assert where.run("mkfs.ext4", "-F", device).returncode == 126  # it decides again

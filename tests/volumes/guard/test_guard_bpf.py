@@ -350,7 +350,7 @@ def test_open_descriptor_outlives_lease_and_new_open_does_not(
         assert process.stdin is not None
         assert process.stdout.readline() == "open\n"
         guard.grant(number, time.monotonic() - 1, None)  # expired, not revoked
-        _, error = process.communicate("go\n", timeout=20)
+        _, error = process.communicate("go\n", timeout=waiting.limit(20))
         guard.revoke(number)
         guard.close()
     assert process.returncode != 0

@@ -69,7 +69,7 @@ async def test_a_stop_waits_for_no_check_that_was_just_asked_for(world: World) -
     world.manager.denied("rbd99", DEVICE)
     await settled(world)
     world.manager.schedule("rbd99", DEVICE)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(waiting.limit(30)):
         await world.manager.close()
 
 
@@ -88,7 +88,7 @@ async def test_data_is_let_go_before_its_cluster_answers(
     monkeypatch.setattr(world, "ask", slow)
     world.manager.denied("rbd99", DEVICE)
     assert world.holds.names == ["rbd99"]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(waiting.limit(30)):
         await asked.wait()
     assert not world.holds.names
     answers.set()

@@ -153,7 +153,7 @@ async def test_content_ends_the_lease_and_closes_the_permission(world: World) ->
     world.verdict = EXT4
     world.did.clear()
     world.manager.schedule("rbd99")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(waiting.limit(30)):
         while "grant" not in world.did:
             await asyncio.sleep(0.01)
     assert world.did == ["identify", "probe", "record ext4", "mirror", "grant"]
@@ -195,7 +195,7 @@ async def published(world: World, raw: bool) -> None:
     """kubelet's bind mount comes or goes, and the agent looks."""
     world.raw = raw
     world.manager.mounts_changed(raw_block.published(raw_block.host_table()))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(waiting.limit(30)):
         while world.manager.known["rbd99"].raw is not raw:
             await asyncio.sleep(0.01)
 
@@ -355,7 +355,7 @@ def content_findings(known: steps.Known) -> dict[str, str]:
 async def looked_again(world: World) -> steps.Known:
     before = world.manager.known["rbd99"].checked
     world.manager.schedule("rbd99")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(waiting.limit(30)):
         while (known := world.manager.known["rbd99"]).checked == before:
             await asyncio.sleep(0.01)
         while "rbd99" in world.manager._checking:  # what follows from it is not known before
@@ -566,7 +566,7 @@ async def test_a_disk_that_hangs_takes_no_thread_of_others(
         for _ in range(tries):
             with pytest.raises(TimeoutError):
                 await world.manager._save(store.Entry("volume"))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(waiting.limit(60)):
             assert await asyncio.to_thread(lambda: "here") == "here"
     finally:
         over.set()

@@ -95,7 +95,7 @@ async def test_hanging_cluster_is_unknown_in_time_and_recovers(
         assert (await made.ask(image, Extents())).extents is store.Knowledge.NONE
         await made.apply((_credentials(backend),), HANG_SECONDS)
         with backend.frozen("mon", "osd"):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(waiting.limit(20)):
                 for _ in range(2):
                     answer = await made.ask(image, Extents())
                     assert answer.extents is answer.mirror is store.Knowledge.UNKNOWN

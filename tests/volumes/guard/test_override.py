@@ -12,6 +12,7 @@ import pytest
 import kit.child
 import kit.errors
 from linux import bpf
+from tests.testbed import waiting
 from volumes import settings
 from volumes.guard import kernel, memory, override, pins, record
 
@@ -248,7 +249,7 @@ async def test_kill_switch_waits_for_no_other_thread(
     monkeypatch.setattr(override, "_to_kernel", to_kernel)
     switched = asyncio.create_task(override.detach(wanted(tmp_path), tmp_path, "me", "why"))
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(waiting.limit(60)):
             await reached.wait()
     finally:
         over.set()

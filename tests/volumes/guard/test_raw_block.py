@@ -129,7 +129,7 @@ async def test_a_look_that_fails_ends_no_guard_and_is_tried_again(
         try:
             await watch.start()  # and so does the guard
             failed.clear()
-            await asyncio.wait_for(failed.wait(), 60)
+            await asyncio.wait_for(failed.wait(), waiting.limit(60))
             assert not seen
             broken.setattr(raw_block, "spaces", lambda: (frozenset(), {b"1": 1}))
             await waiting.until_async(lambda: seen, 60, "the look after it")
@@ -262,7 +262,7 @@ async def _held(guard: controller.Controller, device: str) -> kernel.Lease:
     assert guard.guard is not None
     kernels = guard.guard
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(waiting.limit(60)):
         while (held := kernels.leases().get(number)) is None or not held.until:  # reserved
             guard.manager.mounts_changed(raw_block.published(raw_block.host_table()))
             await asyncio.sleep(0.05)

@@ -11,6 +11,7 @@ from ceph.protocol import Extents
 from kit import processes
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
+from tests.testbed import waiting
 from volumes import settings
 from volumes.guard import denials, kernel, lease, lease_manager, raw_block
 from volumes.ledger import mirror, store
@@ -142,7 +143,7 @@ class World:
         """What is known after a check."""
         manager = manager or self.manager
         manager.schedule("rbd99", self.device)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(waiting.limit(30)):
             while (known := manager.known.get("rbd99")) is None or known.reasons is None:
                 await asyncio.sleep(0.01)
         return known

@@ -17,7 +17,7 @@ from kube.volumes import attachment_name
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
 from tests.nodeagent.test_listeners import certify
-from tests.testbed import ports
+from tests.testbed import ports, waiting
 from volumes.ledger import witness as witness_module
 from volumes.ledger.settings import WitnessSettings
 from volumes.ledger.statement import HOLDS_DATA
@@ -110,7 +110,7 @@ async def asking(cluster: Cluster, folder: Path, **more: Any) -> AsyncIterator[W
 
 
 async def _until(condition: Any) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(waiting.limit(30)):
         while not condition():
             await asyncio.sleep(0.01)
 

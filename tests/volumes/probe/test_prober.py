@@ -21,7 +21,7 @@ SIZE = 320 * MiB
 
 @pytest.fixture
 async def probes() -> AsyncIterator[prober.Prober]:
-    made = prober.Prober(deadline=60.0)  # a busy machine
+    made = prober.Prober(deadline=waiting.limit(60.0))  # a busy machine
     yield made
     await made.close()
 
@@ -194,7 +194,7 @@ async def test_hanging_device_has_one_child(
             probes.deadline = 60.0  # the machine may be busy; and the only slot is free again
             assert (await probes.probe(well)).verdict is Kind.BLANK_VERIFIED
             disk.clear()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(waiting.limit(60)):
                 while probes.hanging:
                     await asyncio.sleep(0.05)
             assert (await probes.probe(disk.device)).verdict is Kind.BLANK_VERIFIED

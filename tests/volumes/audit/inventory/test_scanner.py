@@ -133,7 +133,7 @@ async def test_namespaces_are_found_without_the_kernels_list(
     pid = stage.holder("thread", stage.folder)
     number = os.stat(f"/dev/{device}").st_rdev
     walked, again = await kit.child.call(
-        visits.both_ways, os.major(number), os.minor(number), deadline=30
+        visits.both_ways, os.major(number), os.minor(number), deadline=waiting.limit(30)
     )
     # Another test's process may have copied the mounts of this machine just now.
     ours = [[each for each in found if each[0] == pid] for found in (walked, again)]

@@ -76,7 +76,7 @@ def running(folder: Path) -> Iterator[Journald]:
         for process in (sender, daemon):
             if process is not None:
                 process.send_signal(signal.SIGKILL)
-                process.wait(timeout=20)
+                process.wait(timeout=waiting.limit(20))
         if sender is not None and sender.stdin is not None:
             sender.stdin.close()
         _remove(cgroup)

@@ -1,0 +1,44 @@
+"""Find timeouts that a slow machine does not stretch: numbers where ``waiting.limit`` belongs.
+
+Such is a number as the argument ``timeout`` of any call, as the limit of ``asyncio.timeout`` and
+``asyncio.wait_for``, or as the only argument of a method ``wait``, ``join`` or ``result``. So are
+the product's ``deadline`` and ``silence`` of SHORTEST or more; a shorter one is meant to pass.
+Marks of pytest are stretched by tests/conftest.py. A number of 0 does not wait.
+"""
+
+import ast
+from collections.abc import Iterator
+
+_ASYNC = {"timeout": 0, "wait_for": 1}  # of asyncio: which argument
+_METHODS = {"wait", "join", "result"}
+_OURS = {"deadline", "silence"}
+SHORTEST = 5.0
+
+
+def numbers(source: str) -> Iterator[ast.Constant]:
+    """The nodes of such numbers, in no order."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and not _is_mark(node.func):
+            yield from (each for each in _limits(node) if _seconds(each))  # type: ignore[misc]
+
+
+def _limits(call: ast.Call) -> Iterator[ast.expr]:
+    for each in call.keywords:
+        if each.arg == "timeout" or (each.arg in _OURS and _seconds(each.value) >= SHORTEST):
+            yield each.value
+    if not isinstance(call.func, ast.Attribute):
+        return
+    name, of = call.func.attr, call.func.value
+    if name in _ASYNC and isinstance(of, ast.Name) and of.id == "asyncio":
+        yield from call.args[_ASYNC[name] : _ASYNC[name] + 1]
+    elif name in _METHODS and len(call.args) == 1:
+        yield call.args[0]
+
+
+def _seconds(node: ast.expr) -> float:
+    known = isinstance(node, ast.Constant) and type(node.value) in (int, float)
+    return float(node.value) if known else 0.0  # type: ignore[attr-defined]
+
+
+def _is_mark(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and ast.unparse(function) == "pytest.mark.timeout"
