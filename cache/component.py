@@ -49,6 +49,7 @@ log = structlog.get_logger("cache")
 # Deleting millions of files takes long; it happens beside everything else.
 TRASH_SECONDS = 6 * 3600.0
 TRASH_RETRY_SECONDS = 60.0
+OUTCOME_SECONDS = 1.0
 USERS_SECONDS = 60.0  # to look through all processes
 STORE_RETRY_SECONDS = (2.0, 60.0)
 # Each look at a source is a process of 22 MB and 44 ms of CPU, and may mount.
@@ -249,6 +250,7 @@ class Cache:
         return refused
 
     async def stop(self) -> None:
+        self.jobs.end()
         tasks = [*self._tasks.values(), self._hinter, self._trash, self._watching]
         for task in tasks:
             if task is not None:
@@ -261,7 +263,7 @@ class Cache:
         await self.soundness.stop()
         if self._scheduler is not None:
             # It writes the outcome of the pass, which was cancelled above.
-            done, _ = await asyncio.wait({self._scheduler}, timeout=1.0)
+            done, _ = await asyncio.wait({self._scheduler}, timeout=OUTCOME_SECONDS)
             if not done:
                 self._scheduler.cancel()
         await asyncio.gather(

@@ -44,21 +44,27 @@ class Evictor:
         self._withdrawn, self._clear_way = withdrawn, clear_way
         self._room_was_made = room_was_made
         self._wake = asyncio.Event()
+        self._ending = False
 
     def wake(self) -> None:
         """Something may be queued, or be evicted from now."""
         self._wake.set()
 
+    def end(self) -> None:
+        """Begin no other eviction: ``follow`` returns when the one that runs has ended."""
+        self._ending = True
+        self._wake.set()
+
     async def follow(self) -> None:
-        """Runs until it is cancelled."""
-        while True:
+        """Runs until it is cancelled, or ``end`` was called."""
+        while not self._ending:
             self._wake.clear()
             before = self._freed()
             await self._budgets.keep()
             if self._freed() != before:
                 await self._room_was_made(asked=False)
             async with self._budgets.turn:
-                dataset = self._slots.next_eviction()
+                dataset = None if self._ending else self._slots.next_eviction()
                 if dataset is not None:
                     asked = dataset.eviction.queued
                     with self._slots.work.on(work.EVICTIONS, dataset.name):

@@ -54,6 +54,7 @@ class Jobs:
         self._datasets = datasets
         self._foreign, self._trashed = foreign, trashed
         self._turn = asyncio.Event()
+        self._ending = False
         self._active: list[tuple[Dataset, Pass]] = []
         self.slot = slot.Slot(datasets, self._active)
         # Ends the scrub of a dataset: its jobs come first.
@@ -161,18 +162,24 @@ class Jobs:
 
     # --- the scheduler
 
+    def end(self) -> None:
+        """Begin no other job: ``follow`` returns when the outcome of what runs is written."""
+        self._ending = True
+        self.evictor.end()
+        self._turn.set()
+
     async def follow(self) -> None:
-        """Both slots. Runs until it is cancelled."""
+        """Both slots. Runs until it is cancelled, or ``end`` was called."""
         async with asyncio.TaskGroup() as slots:
             slots.create_task(self._follow(), name="jobs")
             slots.create_task(self.evictor.follow(), name="evictions")
 
     async def _follow(self) -> None:
-        while True:
+        while not self._ending:
             self._turn.clear()
             if self.budgets.lack():
                 await self.budgets.keep()
-            dataset = self.slot.next()
+            dataset = None if self._ending else self.slot.next()
             if dataset is None:
                 await self._turn.wait()
                 continue

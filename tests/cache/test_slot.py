@@ -411,3 +411,35 @@ async def test_warm_of_a_dataset_starts_the_update_that_waits(node: Node) -> Non
     await node.jobs.ask(shown)
     assert coming.due.fill()
     assert coming.due.look(complete=False)
+
+
+async def test_at_its_end_what_runs_ends_and_nothing_else_begins(
+    node: Node, evicting: Evicting
+) -> None:
+    """An agent that stops waits for the outcome of what it cancelled, and for nothing else."""
+    filled, queued, evicted = node.add("a", 5), node.add("b", 0), node.add("c", 0, "complete")
+    filled.fill_queued = queued.fill_queued = True
+    node.ends.clear()
+    follow = asyncio.create_task(node.jobs.follow())
+    await until_async(lambda: filled.job is not None, 30, "the fill")
+    node.jobs.end()
+    evicted.eviction = Eviction("queued")
+    node.jobs.wake()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not follow.done()
+    node.end = protocol.End("complete", "", protocol.FillEnd(0, 3, 300))
+    node.ends.set()
+    async with asyncio.timeout(waiting.limit(30)):
+        await follow
+    assert filled.generation.state == "complete"
+    assert queued.fill_queued
+    assert evicted.eviction.pending
+
+
+async def test_at_its_end_what_is_idle_ends_at_once(node: Node) -> None:
+    follow = asyncio.create_task(node.jobs.follow())
+    await asyncio.sleep(0)
+    node.jobs.end()
+    async with asyncio.timeout(waiting.limit(30)):
+        await follow
