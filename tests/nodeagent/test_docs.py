@@ -9,7 +9,7 @@ import pytest
 
 import kit.errors
 from nodeagent import main
-from tests.testbed import gate, scripts
+from tests.testbed import scripts
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text()
@@ -62,44 +62,6 @@ def test_links_beside_the_site_lead_somewhere(name: str) -> None:
     targets = re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text())
     local = [target.partition("#")[0] for target in targets if "://" not in target]
     assert [target for target in local if target and not (ROOT / target).exists()] == []
-
-
-def promises() -> list[tuple[str, list[str], list[str]]]:
-    """Each promise, its proofs in ``make test``, and those in ``make test-long``."""
-    text = (ROOT / "docs/promises.md").read_text()
-    rows = [line.split("|")[1:-1] for line in text.splitlines() if re.match(r"\| [^-]", line)]
-
-    def proofs(cell: str) -> list[str]:
-        return re.findall(r"`(tests/[^`]+)`", cell)
-
-    return [
-        (promise.strip(), proofs(soon), proofs(late))
-        for promise, soon, late in rows
-        if promise.strip() != "promise"
-    ]
-
-
-def is_real(proof: str) -> bool:
-    """Whether pytest's mark ``real`` is on the file or on the case."""
-    file, _, case = proof.partition("::")
-    text = (ROOT / file).read_text()
-    if re.search(r"^pytestmark = .*mark\.real", text, re.M) or not case:
-        return "mark.real" in text
-    head = text[: text.index(f"def {case}(")]
-    return "mark.real" in head[head.rindex("\n\n") :]
-
-
-def test_each_promise_has_a_proof_that_is_there_and_in_its_set() -> None:
-    entries = gate.lines(gate.FILE.read_text())
-    found = promises()
-    assert len(found) > 40
-    for promise, soon, late in found:
-        assert soon or late, f"nothing proves: {promise}"
-        for proof in (*soon, *late):
-            file, _, case = proof.partition("::")
-            assert not case or f"def {case}(" in (ROOT / file).read_text(), proof
-            listed = any(gate.names(each, proof) or each.startswith(proof) for each in entries)
-            assert (listed or not is_real(proof)) is (proof in soon), f"in the other set: {proof}"
 
 
 def test_files_and_tests_that_the_pages_name_are_there() -> None:

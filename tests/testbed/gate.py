@@ -19,16 +19,24 @@ def lines(text: str) -> list[str]:
     return [line for line in stripped if line and not line.startswith("#")]
 
 
+def files() -> list[str]:
+    """What the file names, without tests and cases."""
+    return list(dict.fromkeys(entry.partition("::")[0] for entry in lines(FILE.read_text())))
+
+
 def names(entry: str, nodeid: str) -> bool:
     """Whether an entry names this test."""
     return nodeid == entry or nodeid.startswith((f"{entry}/", f"{entry}::", f"{entry}["))
 
 
-def unknown(entries: Sequence[str], nodeids: Iterable[str]) -> list[str]:
-    """Entries whose file or folder was collected, and which name no test in it."""
+def unknown(
+    entries: Sequence[str], nodeids: Iterable[str], collected: Iterable[str] = ()
+) -> list[str]:
+    """Entries whose file or folder was ``collected``, and which name none of ``nodeids``, the real
+    tests in it."""
     every = list(nodeids)
-    files = {nodeid.partition("::")[0] for nodeid in every}
-    places = files.union(*(map(str, Path(file).parents) for file in files))
+    there = {nodeid.partition("::")[0] for nodeid in (*every, *collected)}
+    places = there.union(*(map(str, Path(file).parents) for file in there))
     return [
         entry
         for entry in entries
@@ -44,8 +52,8 @@ def mark(config: pytest.Config, items: list[pytest.Item]) -> None:
         if any(names(entry, item.nodeid) for entry in entries):
             item.add_marker(pytest.mark.gate)
     whole = not any("::" in str(each) for each in config.args) and not config.getoption("lf", False)
-    if whole and (wrong := unknown(entries, (item.nodeid for item in items))):
-        raise pytest.UsageError(f"{FILE.name} names tests that are not there: {', '.join(wrong)}")
-    files = dict.fromkeys(entry.partition("::")[0] for entry in entries)
-    if missing := [each for each in files if not (config.rootpath / each).exists()]:
+    ids = [item.nodeid for item in items]
+    if whole and (wrong := unknown(entries, (item.nodeid for item in real), ids)):
+        raise pytest.UsageError(f"{FILE.name} names no real test with: {', '.join(wrong)}")
+    if missing := [each for each in files() if not (config.rootpath / each).exists()]:
         raise pytest.UsageError(f"{FILE.name} names files that are not there: {', '.join(missing)}")

@@ -27,3 +27,5 @@ def test_comments_are_no_entries_and_a_wrong_name_is_found() -> None:
     assert entries == ["tests/a.py::test_x[2]", "tests/a.py::test_gone", "tests/c.py"]
     assert gate.unknown(entries, IDS) == ["tests/a.py::test_gone"]
     assert gate.unknown(["tests", "tests/linux"], IDS) == []
+    unit = ["tests/c.py::test_quick"]  # is in every run; its line would say what is not so
+    assert gate.unknown(["tests/c.py"], IDS, [*IDS, *unit]) == ["tests/c.py"]
