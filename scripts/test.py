@@ -8,6 +8,8 @@ green, and the test is named at its end and in build/report/unsteady.json. The r
 test fails each time, when more than MOST needed a second look, and without one when a test found
 bytes that are lost or wrong or a denial that is missing (tests/testbed/grave.py).
 
+Limits and waits are stretched by how slow the machine is when the run starts, or by TEST_PATIENCE.
+
 In build/report: JUnit of each pass, and a folder for each failed test with its logs.
 """
 
@@ -26,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.testbed import gate
+from tests.testbed import gate, patience
 
 MOST = 5
 LOOKS = 2
@@ -217,6 +219,8 @@ def main(chosen: str, *words: str) -> int:
     shutil.rmtree(REPORT, ignore_errors=True)
     REPORT.mkdir(parents=True)
     limit = PASS_SECONDS[chosen]
+    slow = patience.ensure(REPORT)
+    print(f"limits are stretched by {slow:g}, as slow as this machine is; {patience.NAME} says it")
     os.environ.update({name: os.environ.get(name, size) for name, size in SIZES[chosen].items()})
     # A shell has its background ignore Ctrl-C; pytest does not inherit that from us then.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
