@@ -98,10 +98,15 @@ def settings(where: Cell, **guard: Any) -> dict[str, Any]:
     }
 
 
+def volumes(where: Cell, **guard: Any) -> dict[str, Any]:
+    """Of a guard for the cell's loop devices, and of an audit that watches only these."""
+    return {"guard": settings(where, **guard), "audit": {"names": [blockdev.NAMES]}}
+
+
 @contextlib.contextmanager
 def agent(folder: Path, where: Cell, **guard: Any) -> Iterator[Agent]:
     """An agent that guards the cell's loop devices, started, and stopped at the end."""
-    made = Agent(folder, {"volumes": {"guard": settings(where, **guard)}})
+    made = Agent(folder, {"volumes": volumes(where, **guard)})
     made.start()
     try:
         yield made
