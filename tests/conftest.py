@@ -23,6 +23,7 @@ from tests.testbed import (
     kept,
     kubernetes,
     leftovers,
+    machine,
     origins,
     patience,
     starts,
@@ -82,6 +83,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:  # a registry's program is a real part, which only the full set-up brings
         if "images" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.real)
+        if item.get_closest_marker("real") and isinstance(item, pytest.Function):
+            item.fixturenames.insert(0, "one_run")  # before what a session starts
     gate.mark(config, items)
     for item in items:
         marked = item.get_closest_marker("timeout")
@@ -123,6 +126,14 @@ def fresh_machine() -> Iterator[None]:
         STRANGERS.parent.mkdir(parents=True, exist_ok=True)
         with STRANGERS.open("a") as out:
             out.writelines(f"{line}\n" for line in lacking)
+
+
+@pytest.fixture(scope="session")
+def one_run() -> Iterator[None]:
+    """The machine, for real tests only: ``pytest_collection_modifyitems`` gives it to them. Here
+    and not only in scripts/test.py, so that who runs one test by hand waits, too."""
+    with machine.held():
+        yield
 
 
 @pytest.fixture(scope="session")
