@@ -138,7 +138,7 @@ def one_run() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def run_folder(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """build/test-<pid>; gone at the end, with all that lives below it."""
+    """build/test-<id>; gone at the end, with all that lives below it."""
     with leftovers.run_folder(TESTS.parent / "build") as folder:
         request.config.stash[kept.RUN_FOLDER] = folder
         yield folder

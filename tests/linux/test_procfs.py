@@ -79,7 +79,7 @@ def test_a_name_that_is_cut_within_a_character_hides_no_process() -> None:
 
 def test_cgroup_path_of_an_id_and_of_one_that_is_gone() -> None:
     root = next(p for p in ("/sys/fs/cgroup/unified", "/sys/fs/cgroup") if _is_v2(p))
-    made = Path(root, f"nodeagent-test-{os.getpid()}")
+    made = Path(root, f"nodeagent-test-{os.urandom(4).hex()}")
     made.mkdir()
     number = made.stat().st_ino
     mount = os.open(root, os.O_RDONLY | os.O_DIRECTORY)

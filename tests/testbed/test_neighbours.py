@@ -1,0 +1,72 @@
+"""What another run on the machine made is left alone, and what a dead one left goes."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.testbed import blockdev, kubernetes, leftovers
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> Iterator[list[Path]]:
+    """Of cgroup hierarchies; directories behave like cgroups here."""
+    made = [tmp_path / name for name in ("cpu", "memory")]
+    for each in made:
+        each.mkdir()
+    yield made
+
+
+def test_a_node_that_lives_keeps_its_cgroups_empty_as_they_are(roots: list[Path]) -> None:
+    """Its processes may be in another pid namespace, and its cgroups empty for a while."""
+    ours, dead = f"{kubernetes.CGROUP}ours", f"{kubernetes.CGROUP}dead"
+    for root in roots:
+        (root / dead / "pod").mkdir(parents=True)
+    (roots[1] / f"{kubernetes.CGROUP}half").mkdir()
+    with kubernetes.claimed_cgroup(ours, roots):
+        (roots[1] / ours / "pod").mkdir()
+        kubernetes.clear_cgroups(roots)
+        assert [sorted(os.listdir(root)) for root in roots] == [[ours], [ours]]
+        assert (roots[1] / ours / "pod").is_dir()
+    kubernetes.clear_cgroups(roots)
+    assert [os.listdir(root) for root in roots] == [[], []]
+
+
+def test_a_node_takes_away_its_own_cgroups(roots: list[Path]) -> None:
+    name = f"{kubernetes.CGROUP}ours"
+    with kubernetes.claimed_cgroup(name, roots):
+        (roots[0] / name / "file").touch()  # as a process that has not ended
+        assert not kubernetes.remove_cgroup(name, roots)
+        (roots[0] / name / "file").unlink()
+        assert kubernetes.remove_cgroup(name, roots)
+
+
+def test_two_runs_of_one_clone_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two containers they may have the same pid, and by chance the same id."""
+    ids = iter((b"aa", b"aa", b"bb", b"aa"))
+    monkeypatch.setattr(os, "urandom", lambda size: next(ids))
+    build = tmp_path / "build"
+    with contextlib.ExitStack() as stack:
+        one, two = (stack.enter_context(leftovers.run_folder(build)) for _ in range(2))
+        (one / "file").touch()
+        assert one != two
+        assert (one / "file").exists(), "it lives"
+    assert os.listdir(build) == []
+
+
+@pytest.mark.real
+def test_a_device_that_is_somebody_elses_by_now_is_not_detached(area: Path) -> None:
+    for name in ("ours", "theirs"):
+        (area / name).mkdir()
+        blockdev.blank(area / name / "image", blockdev.MiB)
+    with contextlib.ExitStack() as stack:
+        device = stack.enter_context(blockdev.loop(area / "theirs" / "image"))
+        backing = Path("/sys/block", Path(device).name, "loop/backing_file")
+        blockdev.detach(device, str(area / "ours"))
+        assert backing.exists()
+        blockdev.detach(device, str(area / "theirs"))
+        assert not backing.exists()
