@@ -2,11 +2,14 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.linux import scripts
 from tests.testbed import blockdev, kubernetes, leftovers
 
 
@@ -70,3 +73,39 @@ def test_a_device_that_is_somebody_elses_by_now_is_not_detached(area: Path) -> N
         assert backing.exists()
         blockdev.detach(device, str(area / "theirs"))
         assert not backing.exists()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("how", ["apart.sh", "holder.py"])
+def test_a_copy_of_the_mounts_keeps_nothing_of_another_test(area: Path, how: str) -> None:
+    ours, theirs = area / "ours", area / "a folder of theirs"
+    with contextlib.ExitStack() as stack:
+        for folder in (ours, theirs):
+            folder.mkdir()
+            blockdev.run("mount", "-t", "tmpfs", "tmpfs", str(folder))
+            stack.callback(blockdev.run, "umount", "-l", str(folder))
+            (folder / "kept").mkdir()
+            blockdev.run("mount", "-t", "bpf", "bpf", str(folder / "kept"))
+        if how == "apart.sh":
+            pid = stack.enter_context(scripts.running("pass", within=scripts.apart(ours / "below")))
+        else:
+            pid = stack.enter_context(_holder(ours, ours / "below"))
+        seen = Path(f"/proc/{pid}/mountinfo").read_text()
+        assert f" {ours} " in seen and f" {ours}/kept " in seen
+        assert "theirs" not in seen
+        assert "theirs" in Path("/proc/self/mountinfo").read_text()
+
+
+@contextlib.contextmanager
+def _holder(empty: Path, keep: Path) -> Iterator[int]:
+    script = Path(leftovers.__file__).parents[1] / "volumes" / "audit" / "holder.py"
+    process = subprocess.Popen(
+        [sys.executable, str(script), "chroot", str(empty), str(keep)],
+        stdout=subprocess.PIPE, cwd="/",
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        yield process.pid
+    finally:
+        process.kill()
+        process.communicate()
