@@ -69,6 +69,22 @@ def loop(file: Path, number: int | None = None, *, options: Sequence[str] = ()) 
             _remove(control, number)
 
 
+def mount_image(image: Path, target: Path, options: str = "rw") -> None:
+    """Mount a file; its loop device goes with the unmount.
+
+    Not "mount -o loop", which asks every other loop device of the machine for its file first, also
+    one whose file hangs.
+    """
+    read_only = ["--read-only"] if "ro" in options.split(",") else []
+    limit = waiting.limit(60)
+    attach = ("losetup", "--find", "--show", *read_only, str(image))
+    device = run(*attach, timeout=limit).stdout.strip()
+    try:
+        run("mount", "-o", options, device, str(target), timeout=limit)
+    finally:
+        run("losetup", "--detach", device, timeout=limit)
+
+
 def detach(device: str, folder: str) -> None:
     """Detach ``device`` as long as it shows a file below ``folder``. A device that somebody
     detached before is free for every 'losetup -f' of the machine, and may be a stranger's now."""
