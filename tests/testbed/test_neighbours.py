@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.linux import scripts
-from tests.testbed import blockdev, kubernetes, leftovers
+from tests.testbed import blockdev, guest, image, kubernetes, leftovers
 
 
 @pytest.fixture
@@ -109,3 +109,40 @@ def _holder(empty: Path, keep: Path) -> Iterator[int]:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_an_archive_that_a_run_uses_outlives_the_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the run lives: an import may be minutes after the build."""
+    monkeypatch.setattr(image, "_buildah", lambda *words, check=True: "")
+    made = [image.Image(f"{n:02}", "1", tmp_path / f"{n:02}.tar") for n in range(image.KEPT + 2)]
+    for age, each in enumerate(made):
+        each.archive.touch()
+        os.utime(each.archive, (age, age))
+    used, unused, *newer = made
+    code = (
+        "import sys, pathlib; from tests.testbed import image; "
+        "image.keep(image.Image('00', '1', pathlib.Path(sys.argv[1]))); "
+        "print('ready', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(used.archive)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=image.REPO,
+    ) as run:  # fmt: skip
+        assert run.stdout is not None and run.stdout.readline() == b"ready\n"
+        os.utime(used.archive, (0, 0))
+        image._forget_old(tmp_path)
+        assert used.archive.exists() and not unused.archive.exists()
+        assert all(each.archive.exists() for each in newer)
+        run.kill()
+    image._forget_old(tmp_path)
+    assert not used.archive.exists()
+
+
+@pytest.mark.real
+def test_an_address_of_a_run_that_is_killed_goes_by_itself() -> None:
+    with guest.address() as ip:
+        shown = blockdev.run("ip", "-4", "-o", "address", "show", "to", ip).stdout
+        assert "forever" not in shown and "valid_lft" in shown
+    assert blockdev.run("ip", "-4", "-o", "address", "show", "to", ip).stdout == ""
