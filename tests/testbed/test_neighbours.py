@@ -89,18 +89,20 @@ def test_a_copy_of_the_mounts_keeps_nothing_of_another_test(area: Path, how: str
         if how == "apart.sh":
             pid = stack.enter_context(scripts.running("pass", within=scripts.apart(ours / "below")))
         else:
-            pid = stack.enter_context(_holder(ours, ours / "below"))
+            pid = stack.enter_context(_holder(ours / "root", ours / "below"))
         seen = Path(f"/proc/{pid}/mountinfo").read_text()
-        assert f" {ours} " in seen and f" {ours}/kept " in seen
+        assert f"{ours} " in seen and f"{ours}/kept " in seen
         assert "theirs" not in seen
         assert "theirs" in Path("/proc/self/mountinfo").read_text()
 
 
 @contextlib.contextmanager
-def _holder(empty: Path, keep: Path) -> Iterator[int]:
+def _holder(root: Path, keep: Path) -> Iterator[int]:
+    """A container with the host's root at /host."""
+    root.mkdir()
     script = Path(leftovers.__file__).parents[1] / "volumes" / "audit" / "holder.py"
     process = subprocess.Popen(
-        [sys.executable, str(script), "chroot", str(empty), str(keep)],
+        [sys.executable, str(script), "container", str(root), "private", str(keep)],
         stdout=subprocess.PIPE, cwd="/",
     )  # fmt: skip
     try:
