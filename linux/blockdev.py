@@ -14,11 +14,12 @@ import array
 import contextlib
 import dataclasses
 import fcntl
+import fnmatch
 import functools
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,9 @@ _LUKS_NAME = re.compile(
     rf"(CRYPT-LUKS\d+-[0-9a-f]+)(?:-|\+(?!{_NEXT}))(?:(?!\+{_NEXT}).)*", re.DOTALL
 )
 _LUKS_UUID = re.compile(r"(CRYPT-LUKS\d+-[0-9a-f]+)-.*", re.DOTALL)
+
+# A whole device whose name ends with a digit has a "p" before the number of a partition.
+_PARTITION = re.compile(r"(.*\d)p\d+|((?:sd|vd|hd|xvd)[a-z]+)\d+")
 
 Number = tuple[int, int]  # major, minor
 _Root = str | Path
@@ -176,6 +180,17 @@ class BlockDevice:
     def name_of(self, number: Number) -> str:
         """Name of the device or layer with that number."""
         return next((each.name for each in self.layers if each.number == number), self.name)
+
+
+def is_named(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the shell patterns matches the name of a device."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def whole_name(name: str) -> str:
+    """The name of the whole device of a partition (rbd0p1, sda1); of anything else its own."""
+    part = _PARTITION.fullmatch(name)
+    return part[1] or part[2] if part else name
 
 
 def unnamed(identity: str) -> str:

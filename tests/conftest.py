@@ -23,6 +23,7 @@ from tests.testbed import (
     kept,
     kubernetes,
     leftovers,
+    machine,
     origins,
     patience,
     starts,
@@ -82,6 +83,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:  # a registry's program is a real part, which only the full set-up brings
         if "images" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.real)
+        if item.get_closest_marker("real") and isinstance(item, pytest.Function):
+            item.fixturenames.insert(0, "one_run")  # before what a session starts
     gate.mark(config, items)
     for item in items:
         marked = item.get_closest_marker("timeout")
@@ -126,8 +129,16 @@ def fresh_machine() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def one_run() -> Iterator[None]:
+    """The machine, for real tests only: ``pytest_collection_modifyitems`` gives it to them. Here
+    and not only in scripts/test.py, so that who runs one test by hand waits, too."""
+    with machine.held():
+        yield
+
+
+@pytest.fixture(scope="session")
 def run_folder(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """build/test-<pid>; gone at the end, with all that lives below it."""
+    """build/test-<id>; gone at the end, with all that lives below it."""
     with leftovers.run_folder(TESTS.parent / "build") as folder:
         request.config.stash[kept.RUN_FOLDER] = folder
         yield folder

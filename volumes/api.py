@@ -116,7 +116,8 @@ async def _device(volumes: Volumes, request: Request) -> Json:
         raise kit.errors.NotFoundError(
             f"volume {name}",
             "no guarded device has that name",
-            "see 'nodeagent volume list'; devices of other drivers are not watched",
+            "see 'nodeagent volume list'; devices of other drivers, and those that "
+            "volumes.audit.names leaves out, are not watched",
         )
     return status.detail(audit, inventory, found)
 

@@ -460,7 +460,8 @@ def audit(ctx: CommandContext, last: bool) -> Shown:
 
 def _audit_lines(answer: dict[str, Any]) -> Iterator[str]:
     namespaces = f"{answer['mount_namespaces']} mount namespaces"
-    yield f"{answer['devices']} devices of {', '.join(answer['drivers'])}, {namespaces}"
+    named = "" if answer["names"] == ["*"] else f" named {', '.join(answer['names'])}"
+    yield f"{answer['devices']} devices of {', '.join(answer['drivers'])}{named}, {namespaces}"
     rules = [(rule["rule"], rule["state"], rule["why"]) for rule in answer["rules"]]
     yield from terminal.table(("RULE", "STATE", "WHY"), rules)
     for source, counts in answer["logs"].items():

@@ -1,6 +1,5 @@
 """Settings of the volumes room."""
 
-import fnmatch
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,6 +8,7 @@ from pydantic import AfterValidator, Field, field_validator
 import ceph.settings
 import kit.settings
 import kit.units
+from linux import blockdev
 from volumes.audit.settings import AuditSettings, ClusterSettings, RepairSettings
 from volumes.ledger.settings import WitnessSettings
 
@@ -90,8 +90,7 @@ class GuardSettings(kit.settings.Section):
 
     def examines(self, driver: str, name: str) -> bool:
         """Whether the agent looks at the device at all, and may give it a lease."""
-        matches = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
-        return driver in self.drivers and matches
+        return driver in self.drivers and blockdev.is_named(name, self.names)
 
 
 class VolumesSettings(kit.settings.Section):

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -30,6 +31,9 @@ LOOP_MS = 50.0
 RSS_MIB = 250.0  # the most that docs/deploy.md promises while auditing
 IDLE_PERCENT = 0.3
 VERDICT_SECONDS = 1.0
+# Numbers of their own: there are more volumes than blockdev has numbers for a run.
+_LOOPS = random.Random().randrange(10, 99)
+_NAMES = f"loop{_LOOPS}???"
 _BIND = 4096
 _NETWORK = 0x40000000  # CLONE_NEWNET
 _ISOLATED = (
@@ -70,7 +74,7 @@ def _node(place: harness.Workplace, folder: Path) -> Iterator[tuple[stages.Stage
             image = folder / f"image-{number}"
             blockdev.run("cp", "--sparse=always", str(first), str(image))
             blockdev.run("tune2fs", "-U", str(uuid.uuid4()), str(image))
-            device = stage.attach(image)
+            device = stage.attach(image, number=1000 * _LOOPS + number)
             target, handle = stage.staged(device, image=device)
             for _ in range(mounted // volumes - 1):
                 _publish(stage, target, handle)
@@ -89,7 +93,9 @@ def _publish(stage: stages.Stage, staged: Path, handle: str) -> None:
 async def _loop_ms(stage: stages.Stage, rounds: int) -> list[float]:
     """CPU of the loop's thread for a full look with its rules and findings."""
     found = []
-    configuration = stages.settings(stage, settle="1s", interval="1h", look_timeout="60s")
+    configuration = stages.settings(
+        stage, settle="1s", interval="1h", look_timeout="60s", names=[_NAMES]
+    )
     async with stages.watching(stage, configuration) as watch:
         for _ in range(rounds):
             before = time.thread_time()
@@ -169,11 +175,12 @@ def _enter(descriptor: int) -> None:
 @contextlib.contextmanager
 def _agent(stage: stages.Stage, folder: Path, note: str, interval: int) -> Iterator[Agent]:
     """An agent that has looked at every device."""
-    audit = stages.settings(stage, settle="1s").model_dump(mode="json", exclude_unset=True)
+    own = stages.settings(stage, settle="1s", names=[_NAMES, blockdev.NAMES])
+    audit = own.model_dump(mode="json", exclude_unset=True)
     audit["interval"] = f"{interval}s"
     folder.mkdir()
     with cell.cell(folder) as where:
-        guard = cell.settings(where, names=["loop*"], mode="dry-run")
+        guard = cell.settings(where, names=[_NAMES, blockdev.NAMES], mode="dry-run")
         agent = Agent(folder / "agent", {"volumes": {"guard": guard, "audit": audit}})
         agent.start()
         try:

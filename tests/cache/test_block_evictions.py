@@ -68,11 +68,7 @@ class Node:
         self.image, self.source = area / "image", area / "source"
         rbdimage.file_system(self.image, "ext4", SIZE, write)
         self.source.mkdir()
-        subprocess.run(
-            ["mount", "-o", "loop,ro", str(self.image), str(self.source)],
-            check=True,
-            timeout=waiting.limit(60),
-        )
+        blockdev.mount_image(self.image, self.source, "ro")
         self.cache = CacheSettings(
             store=area / "store", views=area / "views", budget=2**40, reserve=0.0001
         )

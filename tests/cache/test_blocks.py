@@ -22,7 +22,7 @@ from cache.store import filesystem, image_copy
 from ceph.protocol import ImageAccess
 from linux import mounts
 from tests.cache import passes
-from tests.testbed import rbdimage, waiting
+from tests.testbed import blockdev, rbdimage, waiting
 from tests.testbed.ceph import CephCluster
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -209,7 +209,7 @@ def test_dirty_journal_is_replayed_on_the_copy(cluster: CephCluster, area: Path,
     assert not filesystem.is_clean(str(made), "control")
     (area / "control").mkdir()
     assert run("fill", task(folder, access)).result == "complete"
-    rbdimage.sh("mount", "-o", "loop", made, area / "control")
+    blockdev.mount_image(made, area / "control")
     try:
         wanted = digests(area / "control")
     finally:

@@ -14,7 +14,7 @@ import pytest
 
 from cache.store import filesystem, image_copy
 from tests.cache import test_blocks as blocks
-from tests.testbed import rbdimage, waiting
+from tests.testbed import blockdev, rbdimage, waiting
 from tests.testbed.ceph import CephCluster
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -89,7 +89,7 @@ def test_an_image_cut_while_it_was_written_shows_what_its_journal_says(
     end = blocks.run("fill", blocks.task(folder, blocks.access_of(cluster, name)))
     assert end.result == "complete", end
     control.mkdir()
-    rbdimage.sh("mount", "-o", "loop", made, control)
+    blockdev.mount_image(made, control)
     try:
         wanted = blocks.digests(control), everything(control)
     finally:

@@ -13,7 +13,7 @@ from cache.fill import protocol
 from cache.store import image_copy
 from tests.cache import passes
 from tests.cache.test_blocks import MIB, SIZE, access_of, run, task, write
-from tests.testbed import rbdimage
+from tests.testbed import blockdev, rbdimage
 from tests.testbed.ceph import CephCluster
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -34,7 +34,7 @@ def disk(request: pytest.FixtureRequest, area: Path) -> Iterator[Path]:
     kind = "xfs" if request.param == "reflink" else "ext4"
     rbdimage.sh(f"mkfs.{kind}", "-q", file)
     at.mkdir()
-    rbdimage.sh("mount", "-o", "loop", file, at)
+    blockdev.mount_image(file, at)
     yield at
     rbdimage.sh("umount", at)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import trees, waiting
+from tests.testbed import blockdev, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -26,16 +26,7 @@ def disk(area: Path, fstype: str, size: int, *options: str) -> Iterator[Path]:
     make = {"ext4": ["mkfs.ext4", "-qF", "-m", "0"], "xfs": ["mkfs.xfs", "-qf"]}[fstype]
     subprocess.run([*make, *options, str(image)], check=True, timeout=waiting.limit(60))
     target.mkdir()
-    # Not "mount -o loop", which asks every other loop device of the machine for its file first.
-    attach = ["losetup", "--find", "--show", str(image)]
-    loop = subprocess.run(
-        attach, check=True, timeout=waiting.limit(60), capture_output=True, text=True
-    )
-    device = loop.stdout.strip()
-    subprocess.run(["mount", device, str(target)], check=True, timeout=waiting.limit(60))
-    subprocess.run(
-        ["losetup", "--detach", device], check=True, timeout=waiting.limit(60)
-    )  # with its unmount
+    blockdev.mount_image(image, target)
     try:
         yield target
     finally:

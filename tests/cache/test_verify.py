@@ -14,7 +14,7 @@ from cache.store import generations, index
 from linux import loop, mountinfo
 from tests.cache import passes
 from tests.cache.test_space import disk
-from tests.testbed import trees, waiting
+from tests.testbed import blockdev, trees, waiting
 from tests.testbed.agent import Agent
 from tests.testbed.damage import flip
 
@@ -140,9 +140,7 @@ def test_directory_that_the_file_system_lost(area: Path, ssd: Path, node: Agent)
     waiting.until(lambda: not loop.over(str(image)), 30, "the file system to be let go")
     command = ["debugfs", "-w", "-R", f"clri /{inside}", str(image)]
     subprocess.run(command, check=True, timeout=waiting.limit(30), capture_output=True)
-    subprocess.run(
-        ["mount", "-o", "loop", str(image), str(ssd)], check=True, timeout=waiting.limit(30)
-    )
+    blockdev.mount_image(image, ssd)
     node.start()
     node.wait_state("a", "complete")
     node.tell("a", "verify")

@@ -136,7 +136,7 @@ def test_journal_of_the_host_is_read_in_the_container(node: installed.Node, area
         waiting.until(lambda: "volumes are well" in journal.read(), 20, "the line")
         node.kube.on_node("cp", "-r", journal.directory, "/var/log/")
     said = node.run(
-        "journalctl", "--directory=/var/log/journal", f"--unit={journald.UNIT}", "--output=cat"
+        "journalctl", "--directory=/var/log/journal", f"--unit={journal.unit}", "--output=cat"
     )
     assert "volumes are well" in said
 

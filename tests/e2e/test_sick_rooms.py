@@ -100,7 +100,7 @@ def disk(area: Path) -> Iterator[Path]:
         yield target
     finally:
         subprocess.run(["umount", "-l", str(target)], check=False)
-        subprocess.run(["losetup", "--detach", device], check=False)
+        blockdev.detach(device, str(area))
 
 
 def mount(area: Path, *options: str) -> None:

@@ -92,6 +92,7 @@ def shell(kube: kubernetes.Kubernetes, area: Path) -> Iterator[Shell]:
                             "cgroup": str(guarded.path), "drivers": ["loop"],
                             "names": [blockdev.NAMES],
                         },
+                        "audit": {"names": [blockdev.NAMES]},
                     },
                 },
             },

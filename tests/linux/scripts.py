@@ -4,15 +4,16 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
-# Code for ``running``: a mount namespace of its own with private mounts. What other tests have
-# mounted goes from it: it would be held as long as the process lives, and count as used.
-APART = """
-libc.unshare(0x20000); libc.mount(b'none', b'/', None, 1 << 14 | 1 << 18, None)
-for line in reversed(open('/proc/self/mountinfo').readlines()):
-    target = line.split()[4]
-    if '/test-' in target and target != sys.argv[1]: libc.umount2(target.encode(), 2)
-"""
+from tests.testbed import blockdev
+
+
+def apart(keep: Path) -> tuple[str, ...]:
+    """For ``running``: within a mount namespace of its own with private mounts, without those that
+    other tests have."""
+    unshare = ("unshare", "--mount", "--propagation", "private")
+    return (*unshare, str(blockdev.APART), str(keep), "--")
 
 
 @contextlib.contextmanager

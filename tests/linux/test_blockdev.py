@@ -440,3 +440,18 @@ def test_identity_with_half_a_name_is_recognised() -> None:
     assert blockdev.unnamed("rbd:f1/3//101d+CRYPT-LUKS2-0123abcd+b") == (
         "rbd:f1/3//101d+CRYPT-LUKS2-0123abcd"
     )
+
+
+@pytest.mark.parametrize(("name", "whole"), [
+    ("rbd0p1", "rbd0"), ("nvme0n1p12", "nvme0n1"), ("loop123405p1", "loop123405"),
+    ("sda1", "sda"), ("vdab12", "vdab"), ("rbd10", "rbd10"), ("dm-3", "dm-3"), ("sda", "sda"),
+])  # fmt: skip
+def test_partition_is_called_after_its_device(name: str, whole: str) -> None:
+    assert blockdev.whole_name(name) == whole
+
+
+def test_patterns_of_names_are_those_of_a_shell() -> None:
+    assert blockdev.is_named("rbd7", ("nbd*", "rbd?"))
+    assert blockdev.is_named("rbd7", ("rbd[0-7]",))
+    assert not blockdev.is_named("rbd17", ("rbd?",))
+    assert not blockdev.is_named("rbd7", ())

@@ -41,13 +41,13 @@ def test_read_counts_the_records_that_were_overwritten(monkeypatch: pytest.Monke
 
 @pytest.mark.real
 def test_read_gives_new_records_in_order() -> None:
+    ours = f"nodeagent test {os.urandom(4).hex()}"
     log = kmsg.Kmsg(from_now=True, user=True)
     try:
         for number in range(3):
             with open("/dev/kmsg", "w") as stream:
-                stream.write(f"nodeagent test {os.getpid()} {number}\n")
+                stream.write(f"{ours} {number}\n")
         texts = [record.text for record in log.read()]
     finally:
         log.close()
-    ours = [text for text in texts if f"nodeagent test {os.getpid()}" in text]
-    assert [text[-1] for text in ours] == ["0", "1", "2"]
+    assert [text[-1] for text in texts if ours in text] == ["0", "1", "2"]

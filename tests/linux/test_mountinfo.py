@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from linux import mountinfo
 from tests.cache.test_space import disk
-from tests.testbed import waiting
+from tests.testbed import blockdev, waiting
 
 LINE = b"36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 shared:7 - ext4 /dev/root rw,errors=continue"
 
@@ -169,7 +169,7 @@ def test_ext4_without_a_journal_and_what_is_no_disk_do_not(area: Path) -> None:
         stream.truncate(64 * 2**20)
     subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True)
     target.mkdir()
-    subprocess.run(["mount", "-o", "loop", str(image), str(target)], check=True)
+    blockdev.mount_image(image, target)
     try:
         assert not asked(target)
     finally:

@@ -84,7 +84,7 @@ def whole(tmp_path: Path, area: Path) -> Iterator[tuple[agent.Agent, str]]:
         with cell.cell(tmp_path) as where:
             made = agent.Agent(area / "node")
             made.add_dir("coco", area / "source")
-            made.settings["volumes"] = {"guard": cell.settings(where)}
+            made.settings["volumes"] = cell.volumes(where)
             made.settings["preheat"] = {
                 "socket": str(daemon.socket), "hosts_dir": str(daemon.certs), "spread": 0,
                 "kubelet": {"gc_high": 0.995, "gc_low": 0.99, "eviction_free": 0.001},

@@ -8,7 +8,7 @@ import pytest
 
 from kit.traces import Trace
 from nodeagent import uninstall, units
-from tests.testbed import waiting
+from tests.testbed import blockdev, waiting
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 GUARD = DEPLOY / "guard" / units.GUARD
@@ -229,7 +229,8 @@ done
 @pytest.mark.timeout(300)
 def test_systemd_starts_every_kubelet_afterwards(installed: Path) -> None:
     def starts() -> subprocess.CompletedProcess[str]:
-        command = ["unshare", "--mount", "sh", "-c", PROVE, "sh", str(installed)]
+        apart = ("unshare", "--mount", str(blockdev.APART), str(installed), "--")
+        command = [*apart, "sh", "-c", PROVE, "sh", str(installed)]
         return subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=waiting.limit(280)
         )

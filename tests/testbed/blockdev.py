@@ -55,18 +55,43 @@ def blank(file: Path, size: int) -> Path:
 
 
 @contextlib.contextmanager
-def loop(file: Path, number: int | None = None) -> Iterator[str]:
+def loop(file: Path, number: int | None = None, *, options: Sequence[str] = ()) -> Iterator[str]:
     """/dev/loopN over ``file``, read-write; detached and removed afterwards. ``number``: one that
-    was free a moment ago."""
+    was free a moment ago. ``options``: more of losetup's."""
     with open("/dev/loop-control", "rb+", buffering=0) as control:
         number = _added(control, number)
-        device = f"/dev/loop{number}"
+        device, folder = f"/dev/loop{number}", os.path.realpath(file.parent)
         try:
-            run("losetup", device, str(file))
+            run("losetup", *options, device, str(file))
             yield device
         finally:
-            run("losetup", "-d", device, check=False)
+            detach(device, folder)
             _remove(control, number)
+
+
+def mount_image(image: Path, target: Path, options: str = "rw") -> None:
+    """Mount a file; its loop device goes with the unmount.
+
+    Not "mount -o loop", which asks every other loop device of the machine for its file first, also
+    one whose file hangs.
+    """
+    read_only = ["--read-only"] if "ro" in options.split(",") else []
+    limit = waiting.limit(60)
+    attach = ("losetup", "--find", "--show", *read_only, str(image))
+    device = run(*attach, timeout=limit).stdout.strip()
+    try:
+        run("mount", "-o", options, device, str(target), timeout=limit)
+    finally:
+        run("losetup", "--detach", device, timeout=limit)
+
+
+def detach(device: str, folder: str) -> None:
+    """Detach ``device`` as long as it shows a file below ``folder``. A device that somebody
+    detached before is free for every 'losetup -f' of the machine, and may be a stranger's now."""
+    backing = Path("/sys/block", Path(device).name, "loop/backing_file")
+    with contextlib.suppress(OSError):
+        if backing.read_text().startswith(f"{folder}/"):
+            run("losetup", "-d", device, check=False)
 
 
 def _added(control: BinaryIO, number: int | None) -> int:

@@ -19,19 +19,23 @@ _CHANGED = ("struct lease, 4096", "struct lease, 2048")
 def build(of: image.Image) -> image.Image:
     """From the cache when it was built before."""
     made = image.Image(f"{of.tag}-earlier", VERSION, of.archive.with_name(f"{of.tag}-earlier.tar"))
-    if made.archive.exists():
-        os.utime(made.archive)
-        return made
-    with image.container(of) as container:
-        site = container.root / _SITE
-        (info,) = site.glob("nodeagent-*.dist-info")
-        metadata = info / "METADATA"
-        text = metadata.read_text()
-        assert f"\nVersion: {of.version}\n" in text
-        metadata.write_text(text.replace(f"\nVersion: {of.version}\n", f"\nVersion: {VERSION}\n"))
-        _other_guard(site / "volumes" / "guard" / "guard.bpf.o")
-        container.commit(made)
+    with image.locked(of.archive.parent / "lock"):  # another run of this checkout builds it, too
+        if not made.archive.exists():
+            with image.container(of) as container:
+                _change(container, of)
+                container.commit(made)
+        image.keep(made)
     return made
+
+
+def _change(container: image.Container, of: image.Image) -> None:
+    site = container.root / _SITE
+    (info,) = site.glob("nodeagent-*.dist-info")
+    metadata = info / "METADATA"
+    text = metadata.read_text()
+    assert f"\nVersion: {of.version}\n" in text
+    metadata.write_text(text.replace(f"\nVersion: {of.version}\n", f"\nVersion: {VERSION}\n"))
+    _other_guard(site / "volumes" / "guard" / "guard.bpf.o")
 
 
 def _other_guard(target: Path) -> None:

@@ -20,6 +20,7 @@ from tests.testbed import ceph, waiting
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "guest"
 MEMORY_MIB = 1536
+ADDRESS_SECONDS = 7200.0  # longer than any test with a guest
 # What guards a kernel against its programs is dear to emulate: without it, and with one processor,
 # a guest needs a quarter less of the host's CPU.
 CPU = "max,la57=off,smap=off,smep=off"
@@ -73,9 +74,20 @@ def run(script: str, folder: Path, timeout: float = 180.0) -> Result:
 
 @contextlib.contextmanager
 def address() -> Iterator[str]:
-    """An address on the host's loopback device that the guest reaches too."""
-    ip = f"10.77.{random.randrange(256)}.{random.randrange(1, 255)}"
-    subprocess.run(["ip", "addr", "add", f"{ip}/32", "dev", "lo"], check=True)
+    """An address on the host's loopback device that the guest reaches too. The kernel takes it back
+    after a while, should this process be killed."""
+    seconds = str(round(waiting.limit(ADDRESS_SECONDS)))
+    while True:
+        ip = f"10.77.{random.randrange(256)}.{random.randrange(1, 255)}"
+        lives = ("valid_lft", seconds, "preferred_lft", seconds)
+        done = subprocess.run(
+            ["ip", "addr", "add", f"{ip}/32", "dev", "lo", *lives],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode == 0:
+            break
+        if "File exists" not in done.stderr:
+            raise RuntimeError(f"ip addr add {ip}: {done.stderr}")
     try:
         yield ip
     finally:

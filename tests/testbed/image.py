@@ -22,14 +22,14 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 REPO = Path(__file__).parents[2]
 CACHE = Path(os.environ.get("NODEAGENT_CACHE", "~/.cache/nodeagent")).expanduser()
 NAME = "localhost/nodeagent"
 RELEASE = "bookworm"
 BUILD_SECONDS = 1500.0  # the first time, on a busy machine; a changed version takes half a minute
-KEPT = 6  # archives; some tests make a second image of a checkout
+KEPT = 6  # archives that nobody uses; some tests make a second image of a checkout
 _LABEL = "org.opencontainers.image.version"
 MOST_LAYERS = 200
 # Files of the checkout that no image holds; as in .dockerignore.
@@ -48,6 +48,7 @@ _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _MOUNTED = "/etc/apt"
 # In the secret of every build; no image may hold it.
 SOURCES_CANARY = "canary-of-the-package-sources-7f3a"
+_kept: dict[Path, BinaryIO] = {}  # the archives that this process uses, locked
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,9 @@ def build(release: str = RELEASE, ceph: str = "", lock: str = "preferred") -> Im
     made = _named(files, release, arguments)
     home, archive, tag = made.archive.parent, made.archive, made.tag
     home.mkdir(parents=True, exist_ok=True)
-    with _locked(home / "lock"):
+    with locked(home / "lock"):
         if archive.exists():
-            os.utime(archive)
+            keep(made)
             return made
         with _folder(home / "work") as work:
             settings = _package_settings(work / "apt")
@@ -179,8 +180,17 @@ def build(release: str = RELEASE, ceph: str = "", lock: str = "preferred") -> Im
             with container(made) as inside:
                 shutil.copy(inside.root / SBOM, made.sbom)
             _push(home, made, work / "image.tar")
+        keep(made)
         _forget_old(home)
     return made
+
+
+def keep(made: Image) -> None:
+    """Of an image that this process uses, no other one deletes the archive until this one ends."""
+    os.utime(made.archive)
+    if made.archive not in _kept:
+        _kept[made.archive] = made.archive.open("rb")
+        fcntl.flock(_kept[made.archive], fcntl.LOCK_SH)
 
 
 def _arguments(ceph: str = "", lock: str = "preferred") -> dict[str, str]:
@@ -298,6 +308,11 @@ def _base_name(release: str) -> str:
 def _forget_old(home: Path) -> None:
     archives = sorted(home.glob("*.tar"), key=lambda path: path.stat().st_mtime)
     for archive in archives[:-KEPT]:
+        with archive.open("rb") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # a run uses it
         archive.unlink()
         archive.with_suffix(".cdx.json").unlink(missing_ok=True)
         _buildah(home, "rmi", f"{NAME}:{archive.stem}", check=False)
@@ -325,7 +340,7 @@ def _run(*words: str, check: bool = True) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     with path.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield

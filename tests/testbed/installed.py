@@ -207,7 +207,8 @@ def installed(kube: kubernetes.Kubernetes, folder: Path, *, files: int = FILES) 
                         "cgroup": str(guarded.path),
                         "drivers": ["loop"],
                         "names": [blockdev.NAMES],
-                    }
+                    },
+                    "audit": {"names": [blockdev.NAMES]},
                 },
             },
         }

@@ -14,11 +14,11 @@ scripts/kubernetes.sh builds the programs.
 
 import contextlib
 import fcntl
-import itertools
 import json
 import os
+import random
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,9 @@ COLLECTION_FAILED = "Image garbage collection failed"
 BOOT = "/etc/before-kubelet"  # a script on the node
 START_SECONDS = 90.0
 CGROUPS = Path("/sys/fs/cgroup")
+CGROUP = "nodeagent-node-"  # and an id
 LOOP_CONTROL = Path("/dev/loop-control")
 _LOOP_CTL_ADD, _LOOP_CTL_REMOVE = 0x4C80, 0x4C81
-
-_number = itertools.count()
 
 
 class Kubernetes:
@@ -64,18 +63,20 @@ class Kubernetes:
         self.etcd_port, self.peer_port, self.api_port, self.kubelet_port = ports.free(4)
         self.registry = registry.Registry(self.folder / "registry")
         self.busybox = ""
-        number = next(_number)  # of this process, which may have several
-        self._cgroup = f"nodeagent-kube-{number}-{os.getpid()}"
-        self._subnet = f"10.88.{(os.getpid() + number) % 250}.0/24"
-        # The kernel numbers up to 2**20.
-        self._loop = 1_000_000 + (os.getpid() + 20_000 * number) % 48_000
+        # Not made of the pid: other containers of the machine have the same ones.
+        self._cgroup = f"{CGROUP}{os.urandom(4).hex()}"
+        self._claim = contextlib.ExitStack()  # of the cgroup
+        self._subnet = ""
+        self._loop = 0  # the number of the disk's device
         self._beat = ""  # the last before the node was powered off
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     # --- its parts ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        clear_cgroups(self._cgroup)
+        clear_cgroups()
+        self._claim.enter_context(claimed_cgroup(self._cgroup))
+        self._subnet = free_subnet()
         for name in ("pki", "cni", "disk", "certs.d"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self._certificates()
@@ -93,7 +94,10 @@ class Kubernetes:
         self.registry.stop()
         leftovers.clear(self.folder, keep=True)
         self._detach()
-        waiting.until(lambda: clear_cgroups(self._cgroup), 20, "the node's cgroups to be empty")
+        try:
+            waiting.until(lambda: remove_cgroup(self._cgroup), 20, "the node's cgroups to be empty")
+        finally:
+            self._claim.close()
 
     def _spawn(self, name: str, *words: str) -> None:
         path = f"{containerd.RUNTIMES / self._runtime / 'usr/bin'}:{_runc().parent}:{BIN}"
@@ -206,8 +210,6 @@ class Kubernetes:
         _run(
             "mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=1,lazy_journal_init=1", str(disk)
         )
-        for controller in _controllers():
-            (controller / self._cgroup).mkdir(exist_ok=True)
         network = {
             "cniVersion": "1.0.0",
             "name": "ptp",
@@ -290,6 +292,7 @@ class Kubernetes:
         node.wait(timeout=waiting.limit(30))
         backing = Path(f"/sys/block/loop{self._loop}/loop/backing_file")
         waiting.until(lambda: not backing.exists(), 30, "the node's disk to be free")
+        self._detach()  # a free device is for every 'losetup -f' of the machine
 
     def restart_kubelet(self) -> None:
         """It is back after a moment; its images are looked at again at its start."""
@@ -297,14 +300,15 @@ class Kubernetes:
 
     def _attach(self, disk: Path) -> str:
         """A loop device with a number of its own: 'mount -o loop' asks every other one first."""
-        with LOOP_CONTROL.open("rb+", buffering=0) as control, contextlib.suppress(FileExistsError):
-            fcntl.ioctl(control, _LOOP_CTL_ADD, self._loop)
+        self._loop = _added_loop()
         _run("losetup", f"/dev/loop{self._loop}", str(disk))
         return f"/dev/loop{self._loop}"
 
     def _detach(self) -> None:
-        with contextlib.suppress(OSError), LOOP_CONTROL.open("rb+", buffering=0) as control:
-            fcntl.ioctl(control, _LOOP_CTL_REMOVE, self._loop)
+        if self._loop:
+            with contextlib.suppress(OSError), LOOP_CONTROL.open("rb+", buffering=0) as control:
+                fcntl.ioctl(control, _LOOP_CTL_REMOVE, self._loop)
+        self._loop = 0
 
     def _heartbeat(self) -> str:
         """When the kubelet last said that the node is ready; nothing when it is not."""
@@ -446,24 +450,69 @@ def _controllers() -> list[Path]:
     return [each for each in sorted(CGROUPS.iterdir()) if each.is_dir() and not each.is_symlink()]
 
 
-def clear_cgroups(ours: str) -> bool:
-    """Remove cgroups of runs that have ended, and ``ours``; whether none of ours is left."""
-    for controller in _controllers():
-        for top in controller.glob("nodeagent-kube-*"):
-            run = top.name.rpartition("-")[2]
-            if top.name != ours and Path("/proc", run).exists():
-                continue  # another node
-            for folder in sorted((each for each in top.rglob("*") if each.is_dir()), reverse=True):
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+@contextlib.contextmanager
+def claimed_cgroup(name: str, roots: Sequence[Path] = ()) -> Iterator[None]:
+    """Make the cgroup ``name`` in every hierarchy, and hold it against ``clear_cgroups`` of other
+    runs: it may be empty for a while, and whose it is shows in no pid that all of them see."""
+    first, *others = roots or _controllers()
+    while True:
+        (first / name).mkdir(exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(leftovers.locked(first / name))
+                if not (first / name).exists():
+                    continue  # somebody cleared it before it was locked
+            except FileNotFoundError:
+                continue
+            for other in others:
+                (other / name).mkdir(exist_ok=True)
+            yield
+            return
+
+
+def clear_cgroups(roots: Sequence[Path] = ()) -> None:
+    """Remove cgroups of runs that have ended: nobody holds them, and no process is in them."""
+    roots = roots or _controllers()
+    for name in {top.name for root in roots for top in root.glob(f"{CGROUP}*")}:
+        with contextlib.suppress(BlockingIOError), contextlib.ExitStack() as stack:
+            if (roots[0] / name).exists():
+                stack.enter_context(leftovers.locked(roots[0] / name, fcntl.LOCK_NB))
+            remove_cgroup(name, roots)
+
+
+def remove_cgroup(name: str, roots: Sequence[Path] = ()) -> bool:
+    """Whether nothing of the cgroup is left."""
+    roots = roots or _controllers()
+    for top in (root / name for root in reversed(roots)):  # the one that is held comes last
+        for folder in sorted((each for each in top.rglob("*") if each.is_dir()), reverse=True):
             with contextlib.suppress(OSError):
-                top.rmdir()
-    return not any((controller / ours).exists() for controller in _controllers())
+                folder.rmdir()
+        with contextlib.suppress(OSError):
+            top.rmdir()
+    return not any((root / name).exists() for root in roots)
 
 
-def _run(*words: str, cwd: Path | None = None) -> None:
+def free_subnet() -> str:
+    """A network for pods that nobody on this machine has an address or a route in."""
+    used = _run("ip", "-4", "-o", "address") + _run("ip", "-4", "route", "show", "table", "all")
+    free = [f"10.88.{each}" for each in range(250) if f" 10.88.{each}." not in used]
+    return f"{random.Random().choice(free)}.0/24"
+
+
+def _added_loop() -> int:
+    """The number of a new loop device; the kernel numbers up to 2**20."""
+    with LOOP_CONTROL.open("rb+", buffering=0) as control:
+        while True:
+            number = random.Random().randrange(1_000_000, 2**20)
+            with contextlib.suppress(FileExistsError):
+                fcntl.ioctl(control, _LOOP_CTL_ADD, number)
+                return number
+
+
+def _run(*words: str, cwd: Path | None = None) -> str:
     done = subprocess.run(
         words, cwd=cwd, capture_output=True, text=True, timeout=waiting.limit(120), check=False,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, f"{words[:3]}: {done.stdout}{done.stderr}"
+    return done.stdout

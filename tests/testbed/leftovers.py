@@ -142,28 +142,37 @@ def clear(folder: Path, *, keep: bool = False) -> None:
 
 @contextlib.contextmanager
 def run_folder(build: Path) -> Iterator[Path]:
-    """``build``/test-<pid>, cleared at the end; first clears those whose run has died.
+    """``build``/test-<id>, cleared at the end; first clears those whose run has died.
 
     A live run holds a lock on its folder. Folders are made and cleared under one lock, so that no
-    run clears another one's folder before it is locked.
+    run clears another one's folder before it is locked. The id is no pid: containers that share a
+    clone count their own.
     """
     build.mkdir(exist_ok=True)
     with contextlib.ExitStack() as held:
-        with _locked(build):
+        with locked(build):
             for folder in build.glob("test-*"):
-                with contextlib.suppress(BlockingIOError), _locked(folder, fcntl.LOCK_NB):
+                with contextlib.suppress(BlockingIOError), locked(folder, fcntl.LOCK_NB):
                     clear(folder)
-            made = build / f"test-{os.getpid()}"
-            made.mkdir(mode=0o755)
-            held.enter_context(_locked(made))
+            made = _made(build)
+            held.enter_context(locked(made))
         try:
             yield made
         finally:
             clear(made)
 
 
+def _made(build: Path) -> Path:
+    """A folder with a name of its own. The name is short: sockets lie below it."""
+    while True:
+        made = build / f"test-{os.urandom(2).hex()}"
+        with contextlib.suppress(FileExistsError):
+            made.mkdir(mode=0o755)
+            return made
+
+
 @contextlib.contextmanager
-def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
+def locked(folder: Path, flags: int = 0) -> Iterator[None]:
     """``folder`` locked against other processes; BlockingIOError with LOCK_NB when it is."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -6,7 +6,7 @@ import struct
 import subprocess
 from pathlib import Path
 
-from tests.testbed import waiting
+from tests.testbed import blockdev, waiting
 
 # linux/fs.h: _IOR('X', 125, __u32); 1 flushes the journal first, 2 does not
 SHUTDOWN = 0x8004587D
@@ -27,13 +27,4 @@ def remount(disk: Path, image: Path) -> None:
     subprocess.run(["umount", str(disk)], check=True, timeout=waiting.limit(60))
     # A loop device of its own: should anything still hold the file system that was cut (a mount
     # namespace of somebody else), the same device would bring back that one, dead as it is.
-    command = ["losetup", "-f", "--show", str(image)]
-    device = subprocess.run(
-        command, check=True, timeout=waiting.limit(60), capture_output=True, text=True
-    )
-    options = ["-o", "nouuid"] if image.name == "xfs.img" else []
-    subprocess.run(
-        ["mount", *options, device.stdout.strip(), str(disk)], check=True, timeout=waiting.limit(60)
-    )
-    detach = ["losetup", "--detach", device.stdout.strip()]
-    subprocess.run(detach, check=True, timeout=waiting.limit(60))  # with its unmount
+    blockdev.mount_image(image, disk, "nouuid" if image.name == "xfs.img" else "rw")

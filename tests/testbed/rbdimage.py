@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.testbed import waiting
+from tests.testbed import blockdev, waiting
 from tests.testbed.ceph import CephCluster
 
 _GOING_DOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, the same number for XFS
@@ -39,7 +39,7 @@ def file_system(
     sh(f"mkfs.{kind}", "-q", force, file)
     target = file.with_name(f"{file.name}.mount")
     target.mkdir()
-    sh("mount", "-o", "loop", file, target)
+    blockdev.mount_image(file, target)
     try:
         write(target)
         if cut:
@@ -87,7 +87,7 @@ def changed(file: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` change the file system in ``file``."""
     target = file.with_name(f"{file.name}.mount")
     target.mkdir()
-    sh("mount", "-o", "loop", file, target)
+    blockdev.mount_image(file, target)
     try:
         write(target)
     finally:

@@ -48,6 +48,7 @@ def run(folder: Path, body: str) -> tuple[int, str, Any]:
         env={
             **os.environ,
             "PYTHONPATH": str(REPO),
+            "NODEAGENT_TEST_LOCK": str(folder / "lock"),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take most of the time
             "PYTEST_ADDOPTS": "-p xdist",
         },

@@ -3,6 +3,7 @@
 import pytest
 
 from volumes import settings
+from volumes.audit.settings import AuditSettings
 
 
 @pytest.mark.parametrize(("change", "text"), [
@@ -13,3 +14,20 @@ from volumes import settings
 def test_guard_settings_reject_bad_values(change: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         settings.GuardSettings.model_validate(change)
+
+
+@pytest.mark.parametrize(("names", "watched"), [
+    (("*",), ["rbd0", "rbd0p1", "rbd10", "dm-1"]),
+    (("rbd0",), ["rbd0", "rbd0p1"]),
+    (("rbd1*", "dm-?"), ["rbd10", "dm-1"]),
+    ((), []),
+])  # fmt: skip
+def test_audit_watches_devices_by_name_with_their_partitions(
+    names: tuple[str, ...], watched: list[str]
+) -> None:
+    audit = settings.VolumesSettings.model_validate({"audit": {"names": names}}).audit
+    assert [name for name in ("rbd0", "rbd0p1", "rbd10", "dm-1") if audit.watches(name)] == watched
+
+
+def test_audit_watches_every_device_by_default() -> None:
+    assert AuditSettings().names == settings.GuardSettings().names == ("*",)

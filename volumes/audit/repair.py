@@ -212,6 +212,6 @@ def companions(device: blockdev.BlockDevice, inventory: Inventory) -> tuple[str,
         return ()
     return tuple(
         each.name
-        for each in inventory.devices
+        for each in (*inventory.devices, *inventory.related)
         if each.client and each.client.client == device.client.client and each.name != device.name
     )

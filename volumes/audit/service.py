@@ -238,9 +238,14 @@ class Audit:
         self._note(found)
         self._wake.set()
 
+    def _concerns(self, device: str) -> bool:
+        """Whether a log line is about what the audit watches. One that names no device may be."""
+        return not device or self.settings.watches(device)
+
     def _note(self, found: Sequence[matcher.Hit] = ()) -> None:
         """Add log hits, and drop old ones."""
         hold = self.settings.logs.hold
+        found = [hit for hit in found if self._concerns(hit.groups.get("device", ""))]
         self._hits = patterns.note(self._hits, found, self._patterns, time.time(), hold)
 
     async def _loop(self) -> None:
@@ -348,6 +353,7 @@ class Audit:
             users_of=depth.users_of,
             kubelet_set="kubelet" in self.settings.model_fields_set,
             changed=changed,
+            names=self.settings.names,
         )
 
     def _remember(self, inventory: Inventory) -> None:
@@ -387,7 +393,13 @@ class Audit:
             clock=clock,
             unread_logs=self.follower.states() if self.follower else {},
             flooding_logs={name: patterns.quota(name) for name in sorted(self._hits.flooding)},
-            logs=patterns.join(patterns.frequent(self._hits, self._patterns), self.inventory),
+            logs=tuple(
+                hit
+                for hit in patterns.join(
+                    patterns.frequent(self._hits, self._patterns), self.inventory
+                )
+                if self._concerns(hit.device)  # the setting may be newer than the line
+            ),
             former=self._mounted_before(),
         )
 

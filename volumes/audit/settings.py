@@ -9,6 +9,7 @@ import ceph.settings
 import kit.settings
 import kit.units
 from kit.findings import Severity
+from linux import blockdev
 
 _name = kit.settings.matching(
     r"[a-z0-9][a-z0-9-]{0,62}", "a name: use lower-case letters, digits and '-'"
@@ -161,6 +162,9 @@ class AuditSettings(kit.settings.Section):
 
     enabled: bool = True
     """false: no audit."""
+    names: tuple[str, ...] = ("*",)
+    """Devices of the guarded drivers that the audit watches, as shell patterns, with what lies on
+    them. The others have no findings, and nothing is done to them."""
     kubelet: kit.settings.AbsolutePath = Path("/var/lib/kubelet")
     """kubelet's root directory on the host."""
     containers: kit.settings.AbsolutePath = Path(
@@ -194,3 +198,8 @@ class AuditSettings(kit.settings.Section):
     """Logs."""
     actions: ActionSettings = ActionSettings()
     """Actions."""
+
+    def watches(self, name: str) -> bool:
+        """Whether the audit watches the device of that name, or the device of that partition."""
+        whole = blockdev.whole_name(name)
+        return blockdev.is_named(name, self.names) or blockdev.is_named(whole, self.names)

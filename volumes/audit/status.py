@@ -101,6 +101,7 @@ def overview(audit: Audit) -> dict[str, Any]:
     follower = audit.follower
     return {
         "drivers": list(audit.drivers),
+        "names": list(audit.settings.names),
         "looked_at": inventory.taken if inventory else None,
         "devices": len(inventory.devices) if inventory else 0,
         "mount_namespaces": inventory.namespaces if inventory else 0,

@@ -6,8 +6,9 @@
     holder.py fd FILE | cwd DIR                   a file or working directory on the host
     holder.py map FILE                            a mapping, the file closed
 
-What is mounted of loop devices below other places than KEEP, and views of datasets, are dropped
-from the copy at once: a copy keeps what it holds busy, and other tests run on this machine.
+What other tests have mounted is dropped from the copy at once, as tests/testbed/apart.sh does: a
+copy keeps what it holds busy, and other tests run on this machine. What is below or above KEEP
+stays.
 """
 
 import ctypes
@@ -38,10 +39,22 @@ def copy(propagation: int, keep: str, flags: int = NEWNS) -> None:
     with open(f"/proc/self/task/{threading.get_native_id()}/mountinfo") as table:
         lines = [line.split() for line in table]
     for fields in reversed(lines):
-        # Of a shared mount the unmount of its own test arrives here by itself.
-        disk = fields[2].startswith("7:") and propagation != SLAVE
-        if "/views/" in fields[4] or (disk and not fields[4].startswith(keep)):
-            libc.umount2(fields[4].encode(), 2)
+        target = fields[4].encode().decode("unicode_escape")  # \\040 is a space
+        if is_of_a_test(fields) and not are_nested(target, keep):
+            libc.umount2(target.encode("latin-1"), 2)
+
+
+def is_of_a_test(fields: list[str]) -> bool:
+    fstype, text = fields[fields.index("-") + 1], " ".join(fields[4:])
+    if fstype == "bpf":
+        return False
+    disk = fields[2].startswith("7:") or fstype == "fuse" or fstype.startswith("fuse.")
+    return disk or any(word in text for word in ("/views/", "/build/test-", "/pytest-of-"))
+
+
+def are_nested(target: str, keep: str) -> bool:
+    """Whether one of the two lies at or below the other."""
+    return f"{target}/".startswith(f"{keep}/") or f"{keep}/".startswith(f"{target.rstrip('/')}/")
 
 
 def container(rootfs: str, propagation: str, keep: str) -> None:

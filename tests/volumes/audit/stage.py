@@ -14,7 +14,7 @@ from typing import Any
 
 import kit.findings
 from nodeagent import reporter as reporting
-from tests.testbed import waiting
+from tests.testbed import blockdev, waiting
 from volumes.audit import service, status
 from volumes.audit.logs import matcher
 from volumes.audit.settings import AuditSettings, ClusterSettings
@@ -80,17 +80,12 @@ class Stage:
         read_only: bool = False,
         fs: str | None = None,
         partitions: bool = False,
+        number: int | None = None,
     ) -> str:
         options = [*(["-r"] if read_only else []), *(["-P"] if partitions else [])]
-
-        def attached() -> str:
-            try:
-                return run("losetup", "-f", "--show", *options, image)
-            except RuntimeError:
-                return ""  # another test took the minor in between
-
-        node: str = waiting.until(attached, 10, "a loop device", pause=0.1)
-        self._undo.append(lambda: run("losetup", "-d", node, check=False))
+        device = blockdev.loop(image, number, options=options)
+        node = device.__enter__()
+        self._undo.append(lambda: device.__exit__(None, None, None))
         if fs == "ext4":
             run("mkfs.ext4", "-q", "-F", node)
         elif fs == "xfs":
@@ -222,9 +217,10 @@ def staged(folder: Path) -> Iterator[Stage]:
 
 
 def settings(stage: Stage, **changes: Any) -> AuditSettings:
-    """Quick for tests: nothing of other tests' logs, no clusters."""
+    """Quick for tests: nothing of other tests' logs and devices, no clusters."""
     data: dict[str, Any] = {
         "kubelet": str(stage.kubelet),
+        "names": [blockdev.NAMES],
         "settle": "200ms",
         "clear_after": "1s",
         "logs": {"kernel": False, "sources": []},

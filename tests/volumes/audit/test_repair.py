@@ -110,6 +110,8 @@ def test_mappings_of_the_same_kernel_client_are_named() -> None:
     at = dataclasses.replace(INVENTORY, devices=(device(), same, other))
     assert repair.companions(device(), at) == ("rbd1",)
     assert repair.companions(device(client=None), at) == ()
+    left_out = dataclasses.replace(INVENTORY, devices=(device(),), related=(same, other))
+    assert repair.companions(device(), left_out) == ("rbd1",)  # it keeps the client, too
 
 
 # --- agents that are killed -----------------------------------------------------------------------

@@ -12,6 +12,7 @@ from tests.volumes.audit import world
 from volumes import metrics
 from volumes.audit import service, status
 from volumes.audit.inventory import model, scan
+from volumes.audit.logs import matcher
 from volumes.audit.settings import AuditSettings
 
 
@@ -167,3 +168,37 @@ async def test_a_disabled_audit_does_nothing(tmp_path: Path) -> None:
     assert await audit.reconcile(AuditSettings(enabled=True)) == ["audit.enabled"]
     assert audit.health().reasons == ()
     await audit.stop()
+
+
+async def test_log_lines_about_devices_that_are_left_out_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that name no device do: what they are about may be watched."""
+    asked: list[tuple[str, ...]] = []
+
+    async def look(request: scan.Request, deadline: float) -> model.Inventory:
+        asked.append(request.names)
+        return dataclasses.replace(world.INVENTORY, deep=request.deep)
+
+    audit = service.Audit(
+        AuditSettings.model_validate({"names": ["rbd0", "rbd1"]}),
+        drivers=("rbd",),
+        state_dir=tmp_path,
+        reporter=reporting.Findings(),
+    )
+    monkeypatch.setattr(audit.scanner, "scan", look)
+    audit._load_patterns(audit.settings)
+    named = ("rbd0", "rbd0p1", "rbd1", "rbd2", "rbd2p1", "")
+    audit._log_hits(
+        [matcher.Hit("block-io-error", "kernel", f"line {n}", {"device": n}) for n in named]
+    )
+
+    def about() -> set[str]:
+        return {f.evidence.get("device", "") for f in audit.findings if f.rule.startswith("log-")}
+
+    await audit.round()
+    assert about() == {"rbd0", "rbd0p1", "rbd1", ""}
+    await audit.reconcile(audit.settings.model_copy(update={"names": ("rbd1",)}))
+    await audit.round()
+    assert {hit.device for hit in audit._scene().logs} == {"rbd1", ""}
+    assert set(asked) == {("rbd0", "rbd1"), ("rbd1",)}

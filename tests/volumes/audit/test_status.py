@@ -12,7 +12,7 @@ import pytest
 
 from ceph.protocol import ImageView
 from nodeagent.api import openapi
-from tests.testbed import waiting
+from tests.testbed import blockdev, waiting
 from tests.testbed.agent import Agent, ApiError
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage
@@ -26,7 +26,10 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 def agent(stage: Stage) -> Iterator[Agent]:
     """An agent that audits the stage, and guards nothing."""
     guard = {"mode": "off", "drivers": ["loop"], "pins": "/sys/fs/bpf/nodeagent-audit-test"}
-    audit = {"kubelet": str(stage.kubelet), "settle": "300ms", "logs": {"sources": []}}
+    audit = {
+        "kubelet": str(stage.kubelet), "settle": "300ms", "logs": {"sources": []},
+        "names": [blockdev.NAMES],
+    }  # fmt: skip
     made = Agent(stage.folder / "agent", {"volumes": {"guard": guard, "audit": audit}})
 
     def scanned() -> Any:

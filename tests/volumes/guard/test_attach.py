@@ -217,7 +217,7 @@ def test_agent_starts_with_the_last_good_settings_and_says_so(
     where: cell.Cell, tmp_path: Path
 ) -> None:
     copy = tmp_path / "settings.yaml"
-    made = Agent(tmp_path, {"volumes": {"guard": cell.settings(where)}})
+    made = Agent(tmp_path, {"volumes": cell.volumes(where)})
     made.arguments = ("--last-good", str(copy))
     made.start()
     try:

@@ -19,7 +19,7 @@ import pytest
 
 import kit.errors
 from linux import bpf
-from tests.testbed import cell, waiting
+from tests.testbed import blockdev, cell, waiting
 from volumes import settings
 from volumes.guard import kernel, pins
 
@@ -209,7 +209,10 @@ print(present.attached, present.pinned, guard.ends_with_disk, guard.no_watch)
 def test_a_watch_that_the_host_does_not_see_is_none(where: cell.Cell, tmp_path: Path) -> None:
     pin_folder = tmp_path / "bpf" / "nodeagent"
     done = subprocess.run(
-        ["unshare", "--mount", sys.executable, "-c", _ALONE, str(where.path), str(pin_folder)],
+        [
+            *("unshare", "--mount", str(blockdev.APART), str(tmp_path), "--"),
+            *(sys.executable, "-c", _ALONE, str(where.path), str(pin_folder)),
+        ],
         capture_output=True, text=True, timeout=waiting.limit(60), check=False,
     )  # fmt: skip
     assert done.stdout == (

@@ -338,7 +338,10 @@ class _Kubelet:
         shutil.copy(os.path.realpath("/bin/sh"), folder / "kubelet")
         numbers = f"{os.major(number)} {os.minor(number)}"
         self.process = subprocess.Popen(
-            ["unshare", "--mount", str(folder / "kubelet"), "-ec", _KUBELET, "kubelet", dev],
+            [
+                *("unshare", "--mount", str(blockdev.APART), str(folder), "--"),
+                *(str(folder / "kubelet"), "-ec", _KUBELET, "kubelet", dev),
+            ],
             env={**os.environ, "FOLDER": str(folder), "DEVICE": device, "NUMBER": numbers},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
         )  # fmt: skip

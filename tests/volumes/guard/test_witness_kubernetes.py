@@ -140,7 +140,7 @@ def _node(
     settings = {
         "volumes": {
             "guard": cell.settings(where),
-            "audit": {"kubelet": str(kubelet)},
+            "audit": {"kubelet": str(kubelet), "names": [blockdev.NAMES]},
             "kubernetes": {
                 "server": server, "ca_file": str(ca), "token_file": str(folder / "token"), **more,
             },

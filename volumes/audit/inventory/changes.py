@@ -14,7 +14,7 @@ from typing import Any
 
 from volumes.audit.inventory.model import Inventory
 
-LISTS = ("devices", "host", "spaces", "users", "users_of", "volumes")
+LISTS = ("devices", "related", "host", "spaces", "users", "users_of", "volumes")
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,9 @@ class Inventory:
     cpu: float  # seconds of CPU
     deep: bool
     devices: tuple[blockdev.BlockDevice, ...] = ()  # watched devices that have a medium
+    # Devices that volumes.audit.names leaves out, but that show a watched one's content or use its
+    # Ceph client: what is true of the watched one depends on them.
+    related: tuple[blockdev.BlockDevice, ...] = ()
     # Device name -> where its node is bind-mounted, as kubelet does for raw block volumes, and
     # where kubelet has a record of it as one.
     raw: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -190,6 +193,27 @@ class Inventory:
 
     def volume_of(self, device: blockdev.BlockDevice) -> Volume | None:
         return self._volumes.get(device.name)
+
+
+def contents(device: blockdev.BlockDevice) -> list[str]:
+    """What must not be written through two devices. A snapshot never changes."""
+    if device.image is not None and device.image.snapshot:
+        return []
+    image = [f"image {device.image.head}"] if device.image is not None else []
+    return image + ([f"file {device.backing_file}"] if device.backing_file else [])
+
+
+def related(
+    watched: Iterable[blockdev.BlockDevice], others: Iterable[blockdev.BlockDevice]
+) -> list[blockdev.BlockDevice]:
+    """Those of the others that share content or a Ceph client with a watched device."""
+    known = {each for device in watched for each in _shared(device)}
+    return [device for device in others if known.intersection(_shared(device))]
+
+
+def _shared(device: blockdev.BlockDevice) -> list[str]:
+    client = device.client.client if device.client else ""
+    return contents(device) + ([f"client {client}"] if client else [])
 
 
 def _grouped(

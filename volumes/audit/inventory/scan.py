@@ -20,7 +20,7 @@ import kit.processes
 from linux import blockdev, mountinfo, procfs, rbd_sysfs
 from volumes.audit.inventory import changes, holders, records
 from volumes.audit.inventory.holders import Processes, host_space
-from volumes.audit.inventory.model import Inventory, Place, User, Volume
+from volumes.audit.inventory.model import Inventory, Place, User, Volume, related
 
 _ABOUT = "scan of the node"
 # Children that hang in the kernel at the same time; one more would only hang beside them.
@@ -44,6 +44,7 @@ class Request:
     kubelet_set: bool = False  # the settings say where kubelet's directory is
     changed: tuple[str, ...] | None = None  # devices named by uevents; None: read all
     known: int = 0  # the number of the answer that the agent has; 0: none
+    names: tuple[str, ...] = ("*",)  # shell patterns of the devices that are watched
 
 
 # -- the agent's end ---------------------------------------------------------------------------
@@ -152,7 +153,9 @@ def scan(request: Request, kept: Kept | None = None) -> Inventory:
     """The node now. OSError only when /proc or /sys themselves cannot be read."""
     cpu = time.process_time()
     kept = kept or Kept()
-    devices = kept.devices.scan(request.drivers, request.changed, request.sys, request.proc)
+    present = kept.devices.scan(request.drivers, request.changed, request.sys, request.proc)
+    devices = [each for each in present if blockdev.is_named(each.name, request.names)]
+    others = [each for each in present if not blockdev.is_named(each.name, request.names)]
     watched = {number for device in devices for number in device.numbers}
     gaps: list[str] = []
     processes: Processes | None = None
@@ -195,11 +198,13 @@ def scan(request: Request, kept: Kept | None = None) -> Inventory:
             if d.driver == "nbd"
         }  # fmt: skip
         users = holders.users(processes, request.proc, set(numbers), set(tables), servers)
+    watching = _named(devices, volumes)
     return Inventory(
         taken=time.time(),
         cpu=time.process_time() - cpu,
         deep=request.deep,
-        devices=tuple(_named(devices, volumes)),
+        devices=tuple(watching),
+        related=tuple(related(watching, others)),
         raw=_raw(devices, everything, nodes, noted),
         host=tuple(host),
         host_spaces=tuple(tables),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from ceph import protocol
 from linux import blockdev
-from volumes.audit.inventory.model import Inventory
+from volumes.audit.inventory.model import Inventory, contents
 from volumes.audit.rules import mounting
 from volumes.audit.rules.base import NO_CLUSTER, NOT_SCANNED, Outcome, cluster_rule, node_rule, rule
 from volumes.audit.types import LogHit, Scene, Severity, Trouble
@@ -140,21 +140,21 @@ def _device_of(inventory: Inventory, hit: LogHit) -> blockdev.BlockDevice | None
 )
 def mapped_twice(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
     groups: dict[str, list[blockdev.BlockDevice]] = {}
-    for device in inventory.devices:
-        for content in _contents(device):
+    for device in (*inventory.devices, *inventory.related):
+        for content in contents(device):
             groups.setdefault(content, []).append(device)
     distinct = {tuple(d.name for d in devices): content for content, devices in groups.items()}
     for content in distinct.values():
         devices = groups[content]
         writers = [device for device in devices if not device.read_only]
-        if len(devices) < 2 or not writers:
+        if len(devices) < 2 or not writers or not inventory.device(devices[0].name):
             continue
         names = ", ".join(device.name for device in devices)
         what = devices[0].image.spec if devices[0].image else devices[0].backing
         yield Trouble(
             subject=devices[0].name,
             key="+".join(device.name for device in devices[:8]),
-            device=writers[0].name,
+            device=(writers[0] if inventory.device(writers[0].name) else devices[0]).name,
             severity=Severity.CRITICAL if len(writers) > 1 else Severity.WARNING,
             message=f"{what} is mapped {len(devices)} times on this node ({names}); "
             f"{len(writers)} of the mappings can write",
@@ -163,14 +163,6 @@ def mapped_twice(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
             "Unmap all but the mapping in use (see 'nodeagent volume list')",
             evidence={"thing": content, "devices": names, "writers": str(len(writers))},
         )
-
-
-def _contents(device: blockdev.BlockDevice) -> list[str]:
-    """What must not be written through two devices. A snapshot never changes."""
-    if device.image is not None and device.image.snapshot:
-        return []
-    image = [f"image {device.image.head}"] if device.image is not None else []
-    return image + ([f"file {device.backing_file}"] if device.backing_file else [])
 
 
 # -- mapped-elsewhere --------------------------------------------------------------------------
@@ -235,12 +227,15 @@ def _other_writers(
             continue
         if image.migrating:
             continue  # librbd copies it, and watches it meanwhile
+        # A mapping that volumes.audit.names leaves out is a watcher of this node, too.
+        content = set(contents(devices[0]))
+        here = devices + [each for each in inventory.related if content & set(contents(each))]
         # rbd-mirror watches a mirrored image; which of the watchers it is, nobody says.
-        found = _other_watchers(devices, image)[int(image.mirrored) :]
+        found = _other_watchers(here, image)[int(image.mirrored) :]
         if not found or all(inventory.raw.get(device.name) for device in devices):
             continue  # a raw block volume may have users on many nodes (RWX, a VM that moves)
         writers = [device for device in devices if not device.read_only]
-        ours = {device.client.client for device in devices if device.client}
+        ours = {device.client.client for device in here if device.client}
         locks = [lock for lock in image.locks if lock.client not in ours]
         device = (writers or devices)[0]
         yield Trouble(

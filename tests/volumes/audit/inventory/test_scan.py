@@ -12,7 +12,17 @@ import pytest
 
 import kit.messages
 from linux import blockdev
-from tests.volumes.audit.world import DEVICE, IMAGE, INVENTORY, OWNER, place, scene, space, volume
+from tests.volumes.audit.world import (
+    DEVICE,
+    IMAGE,
+    INVENTORY,
+    OWNER,
+    device,
+    place,
+    scene,
+    space,
+    volume,
+)
 from volumes.audit import actions, scheduler
 from volumes.audit.inventory import holders, model, scan
 from volumes.audit.inventory.model import Inventory
@@ -224,3 +234,24 @@ def test_raw_volume_of_which_kubelet_has_a_record_is_not_idle(
     assert mappings.is_idle(_closed_raw_volume(host, monkeypatch), RBD)  # not kubelet's
     (data / "vol_data.json").write_text(json.dumps({"specVolID": "pv", "volumeHandle": "h"}))
     _check_held(_closed_raw_volume(host, monkeypatch), f"{RAW}/pv")
+
+
+def test_related_devices_share_content_or_a_client() -> None:
+    watched = [DEVICE]
+    others = {
+        "the same image": device(name="rbd1", client=None),
+        "a snapshot of it": device(
+            name="rbd2", client=None, image=dataclasses.replace(IMAGE, snapshot="s")
+        ),
+        "the same client": device(name="rbd3", image=dataclasses.replace(IMAGE, name="another")),
+        "a stranger": device(
+            name="rbd4", client=None, image=dataclasses.replace(IMAGE, name="another")
+        ),
+        "a loop of nothing": blockdev.BlockDevice("loop0", (7, 0), "loop", 1, False),
+    }
+    found = model.related(watched, others.values())
+    assert {each for each in others if others[each] in found} == {
+        "the same image", "the same client",
+    }  # fmt: skip
+    file = blockdev.BlockDevice("loop1", (7, 1), "loop", 1, False, backing="/image")
+    assert model.related([file], [dataclasses.replace(file, name="loop2")])

@@ -12,7 +12,7 @@ import pytest
 import kit.child
 import kit.processes
 from linux import mount_namespaces
-from tests.testbed import waiting
+from tests.testbed import blockdev, waiting
 from tests.volumes.audit.inventory import visits
 from tests.volumes.audit.stage import Stage, children, run, settings, watching
 from volumes.audit.inventory import holders, scan
@@ -25,6 +25,7 @@ CHILD = "volumes.audit.inventory.scan"
 def request(stage: Stage, **changes: object) -> scan.Request:
     fields: dict[str, object] = {
         "drivers": ("loop",),
+        "names": (blockdev.NAMES,),
         "kubelet": str(stage.kubelet),
         "proc": "/proc",
         "sys": "/sys",

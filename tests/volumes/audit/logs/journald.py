@@ -1,6 +1,7 @@
 """A real journald in a mount namespace of its own, with another machine's id; a unit that logs."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,6 @@ from tests.testbed import blockdev, waiting
 from tests.volumes.audit.stage import UNIFIED
 
 MACHINE = "0123456789abcdef0123456789abcdef"
-UNIT = "nodeagent-test.service"
 # As on a host with persistent storage, after the boot: 'flushed' says that /var can be written.
 _SCRIPT = """
 mount --bind "$1/run" /run && mount -t tmpfs tmpfs /var/log && mkdir /var/log/journal &&
@@ -29,8 +29,9 @@ for line in sys.stdin:
 
 
 class Journald:
-    def __init__(self, directory: Path, sender: "subprocess.Popen[str]") -> None:
+    def __init__(self, directory: Path, unit: str, sender: "subprocess.Popen[str]") -> None:
         self.directory = str(directory)  # as /var/log/journal
+        self.unit = unit
         self._sender = sender
 
     def write(self, line: str) -> None:
@@ -40,7 +41,12 @@ class Journald:
         self._sender.stdin.flush()
 
     def read(self) -> str:
-        command = ("journalctl", f"--directory={self.directory}", f"--unit={UNIT}", "--output=cat")
+        command = (
+            "journalctl",
+            f"--directory={self.directory}",
+            f"--unit={self.unit}",
+            "--output=cat",
+        )
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
@@ -51,7 +57,9 @@ def running(folder: Path) -> Iterator[Journald]:
     socket.mkdir(parents=True)
     (socket / "flushed").touch()
     (folder / "id").write_text(MACHINE + "\n")
-    cgroup = UNIFIED / "system.slice" / UNIT
+    # A name of its own: a run that was killed leaves its cgroup.
+    unit = f"nodeagent-test-{os.urandom(4).hex()}.service"
+    cgroup = UNIFIED / "system.slice" / unit
     slice_was_there = cgroup.parent.exists()
     cgroup.mkdir(parents=True)
     apart = ("unshare", "--mount", str(blockdev.APART), str(folder), "--")
@@ -68,7 +76,7 @@ def running(folder: Path) -> Iterator[Journald]:
             [sys.executable, "-c", _SENDER], stdin=subprocess.PIPE, text=True, cwd=socket
         )
         (cgroup / "cgroup.procs").write_text(str(sender.pid))
-        running = Journald(journal, sender)
+        running = Journald(journal, unit, sender)
         running.write("a line from before the test")
         waiting.until(lambda: "before the test" in running.read(), 30, "a line", pause=0.05)
         yield running

@@ -199,13 +199,16 @@ def journals(tmp_path: Path) -> Iterator[journald.Journald]:
         yield running
 
 
-@pytest.mark.parametrize("unit", [journald.UNIT, "nodeagent-t*.service"])
+@pytest.mark.parametrize("pattern", ["", "nodeagent-t*.service"])
 async def test_unit_of_another_machines_journal_is_read(
-    journals: journald.Journald, unit: str
+    journals: journald.Journald, pattern: str
 ) -> None:
     """As in a container, whose machine id is not the host's."""
     found: list[matcher.Hit] = []
-    units = [{"name": "kubelet", "unit": unit}, {"name": "k3s", "unit": "nosuch.service"}]
+    units = [
+        {"name": "kubelet", "unit": pattern or journals.unit},
+        {"name": "k3s", "unit": "nosuch.service"},
+    ]
     settings = log_settings(Path("/x"), sources=units)
     async with following(settings, found, journals=("/x", journals.directory)) as follower:
         await until_async(lambda: "no line of nosuch.service" in follower.states().get("k3s", ""))
@@ -216,7 +219,7 @@ async def test_unit_of_another_machines_journal_is_read(
 
 async def test_unit_continues_after_journalctl_ended(journals: journald.Journald) -> None:
     heard = Heard()
-    unit = sources.Unit(journald.UNIT, heard.feed, heard.states.append, (journals.directory,))
+    unit = sources.Unit(journals.unit, heard.feed, heard.states.append, (journals.directory,))
     async with running(unit) as task:
         journals.write("one")
         await until_async(lambda: heard.lines == [b"one"])
@@ -224,7 +227,7 @@ async def test_unit_continues_after_journalctl_ended(journals: journald.Journald
         (journalctl,) = children("--follow")
         os.kill(journalctl, signal.SIGKILL)
         await task
-        assert heard.states[-1] == f"journalctl for {journald.UNIT} ended with -9"
+        assert heard.states[-1] == f"journalctl for {journals.unit} ended with -9"
     journals.write("between")
     async with running(unit):
         # A line may come twice (OVERLAP_SECONDS), none may be missing.

@@ -72,6 +72,45 @@ def test_mapped_twice_is_one_image_with_a_writer(
     assert [t.severity for t in outcome.troubles] == ([severity] if severity else [])
 
 
+@pytest.mark.parametrize(
+    ("here", "there", "severity"),
+    [
+        (False, False, Severity.CRITICAL),
+        (True, False, Severity.WARNING),
+        (False, True, Severity.WARNING),
+        (True, True, None),
+    ],
+)
+def test_mapped_twice_sees_the_other_mapping_under_any_name(
+    here: bool, there: bool, severity: Severity | None
+) -> None:
+    """A second writer destroys a watched device, also one that volumes.audit.names leaves out."""
+    twin = device(name="rbd-of-others", number=(252, 16), read_only=there)
+    at = scene(devices=(device(read_only=here),), related=(twin,))
+    outcome = judge(mappings.mapped_twice, at)
+    assert [(t.subject, t.device, t.severity) for t in outcome.troubles] == (
+        [("rbd0", "rbd0", severity)] if severity else []
+    )
+
+
+def test_mapped_twice_is_not_about_devices_that_are_left_out() -> None:
+    """Both are there because of their client, not of what they show."""
+    others = tuple(
+        device(name=f"rbd{n}", number=(252, 16 * n), image=RbdImage("rbd", "another", fsid="f1"))
+        for n in (1, 2)
+    )
+    assert judge(mappings.mapped_twice, scene(related=others)).troubles == ()
+
+
+def test_mapped_elsewhere_knows_this_nodes_mappings_under_any_name() -> None:
+    client = RbdClient("1", THEIRS.client, THEIRS.address)
+    at = scene(
+        related=(device(name="rbd1", number=(252, 16), client=client),),
+        clusters={"c1": view(images=(image_view(OURS, THEIRS),))},
+    )
+    assert judge(mappings.mapped_elsewhere, at).troubles == ()
+
+
 def test_mapped_elsewhere_is_another_writing_client() -> None:
     rule = mappings.mapped_elsewhere
     alone = scene(clusters={"c1": view(images=(image_view(OURS),))})
