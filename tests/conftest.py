@@ -15,7 +15,12 @@ import hypothesis
 import hypothesis.internal.conjecture.optimiser
 import pytest
 
-from tests.testbed import (
+from tests.testbed import patience
+
+TESTS = Path(__file__).parent
+patience.ensure(TESTS.parent / "build")  # first: what is imported next has limits as constants
+
+from tests.testbed import (  # noqa: E402
     agent,
     bigset,
     ceph,
@@ -24,16 +29,13 @@ from tests.testbed import (
     kubernetes,
     leftovers,
     origins,
-    patience,
     starts,
     waiting,
 )
 
 pytest_plugins = ("tests.testbed.judging",)
 
-TESTS = Path(__file__).parent
 INTERNAL_ERRORS = TESTS.parent / "build" / "report" / "internal-errors"
-patience.ensure(TESTS.parent / "build")
 STARTS = starts.watch()
 STRANGERS = TESTS.parent / "build" / "report" / "strangers.txt"
 

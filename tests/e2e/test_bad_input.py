@@ -218,7 +218,7 @@ def test_bad_sources_are_reported_with_cause_and_remedy(
     area: Path, node: Agent, cases: dict[str, Any], source: Path
 ) -> None:
     (area / "empty").mkdir()
-    node.cache["source_timeout"] = "6s"
+    node.cache["source_timeout"] = f"{waiting.limit(3.0):g}s"  # nine of them mount at once
     names = {}
     for number, (case, (settings, _)) in enumerate(cases.items()):
         names[case] = f"case{number}"

@@ -1,9 +1,10 @@
 """Find timeouts that a slow machine does not stretch: numbers where ``waiting.limit`` belongs.
 
 Such is a number as the argument ``timeout`` of any call, as the limit of ``asyncio.timeout`` and
-``asyncio.wait_for``, or as the only argument of a method ``wait``, ``join`` or ``result``. So are
-the product's ``deadline`` and ``silence`` of SHORTEST or more; a shorter one is meant to pass.
-Marks of pytest are stretched by tests/conftest.py. A number of 0 does not wait.
+``asyncio.wait_for``, as the only argument of a method ``wait``, ``join`` or ``result``, or as the
+default of a parameter ``timeout``. So are the product's ``deadline`` and ``silence`` of SHORTEST or
+more; a shorter one is meant to pass. Marks of pytest are stretched by tests/conftest.py. A number
+of 0 does not wait.
 """
 
 import ast
@@ -20,6 +21,8 @@ def numbers(source: str) -> Iterator[ast.Constant]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and not _is_mark(node.func):
             yield from (each for each in _limits(node) if _seconds(each))  # type: ignore[misc]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from (each for each in _defaults(node.args) if _seconds(each))  # type: ignore[misc]
 
 
 def _limits(call: ast.Call) -> Iterator[ast.expr]:
@@ -33,6 +36,17 @@ def _limits(call: ast.Call) -> Iterator[ast.expr]:
         yield from call.args[_ASYNC[name] : _ASYNC[name] + 1]
     elif name in _METHODS and len(call.args) == 1:
         yield call.args[0]
+
+
+def _defaults(of: ast.arguments) -> Iterator[ast.expr]:
+    named = [*of.posonlyargs, *of.args]
+    given = [
+        *zip(named[len(named) - len(of.defaults) :], of.defaults, strict=True),
+        *zip(of.kwonlyargs, of.kw_defaults, strict=True),
+    ]
+    for parameter, default in given:
+        if parameter.arg == "timeout" and default is not None:
+            yield default
 
 
 def _seconds(node: ast.expr) -> float:

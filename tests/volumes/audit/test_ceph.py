@@ -104,7 +104,6 @@ def asking(stage: Stage, **changes: Any) -> AuditSettings:
     quick = {
         "cluster_interval": "1s",
         "cluster_wide_interval": "1s",
-        "cluster_timeout": "30s",  # its client may be starting
         "rules": {"mapped-elsewhere": {"patience": "0s"}, "audit-blind": {"patience": "0s"}},
     }
     return settings(stage, **(quick | changes))
