@@ -46,12 +46,17 @@ def _texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 @functools.cache
+def parsed(folder: str) -> list[ast.Module]:
+    return [ast.parse(file.read_text()) for file in (ROOT / folder).rglob("*.py")]
+
+
+@functools.cache
 def every_rule() -> set[str]:
     found = {rule.name for rule in evaluate.RULES} | {evaluate.BLIND}
     for folder in ("nodeagent", *(room.name for room in rooms.ROOMS)):
-        for file in (ROOT / folder).rglob("*.py"):
+        for tree in parsed(folder):
             prefix = "preheat-" if folder == "preheat" else ""
-            for rule in rules_in(ast.parse(file.read_text())):
+            for rule in rules_in(tree):
                 if _RULE.fullmatch(rule) and ("-" in rule or prefix):
                     found.add(prefix + rule)
     return found
@@ -99,8 +104,8 @@ def test_severities_are_those_of_the_code() -> None:
     checked = set()
     for folder in ("nodeagent", *(room.name for room in rooms.ROOMS)):
         prefix = "preheat-" if folder == "preheat" else ""
-        for file in (ROOT / folder).rglob("*.py"):
-            for rule, severity in severities_in(ast.parse(file.read_text())):
+        for tree in parsed(folder):
+            for rule, severity in severities_in(tree):
                 if prefix + rule in made and "-" in prefix + rule:
                     assert severity in made[prefix + rule], rule
                     checked.add(prefix + rule)

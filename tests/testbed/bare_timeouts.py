@@ -8,16 +8,23 @@ of 0 does not wait.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 
 _ASYNC = {"timeout": 0, "wait_for": 1}  # of asyncio: which argument
 _METHODS = {"wait", "join", "result"}
 _OURS = {"deadline", "silence"}
 SHORTEST = 5.0
+# What none of this matches has no such number. To parse a file takes much longer.
+_MAY_HAVE = re.compile(
+    r"(timeout|deadline|silence)[\w: |]*=\s*[\d.]|(timeout|wait|join|result)\(\s*[\d.]|wait_for\("
+)
 
 
 def numbers(source: str) -> Iterator[ast.Constant]:
     """The nodes of such numbers, in no order."""
+    if not _MAY_HAVE.search(source):
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and not _is_mark(node.func):
             yield from (each for each in _limits(node) if _seconds(each))  # type: ignore[misc]
