@@ -1,7 +1,8 @@
 """Run a set of tests, give what failed a second look, and say which tests are unsteady.
 
 test.py gate [PYTEST ARGUMENT...]   all unit tests, then the real ones that tests/gate.txt names
-test.py long [PYTEST ARGUMENT...]   the other real ones, and at full size those that gate has small
+test.py long [PYTEST ARGUMENT...]   the other real ones, and at full size those that gate has small;
+                                    unit tests that draw examples, with new and more of them
 
 A test that failed is run again, alone, after all others, at most twice. When it passes, the run is
 green, and the test is named at its end and in build/report/unsteady.json. The run is red when a
@@ -16,6 +17,7 @@ In build/report: JUnit of each pass, and a folder for each failed test with its 
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -36,12 +38,15 @@ REPORT = Path("build/report")
 NO_TESTS = 5  # of pytest's exit codes; 1: tests failed
 PASS_SECONDS = {"gate": 60 * 60, "long": 8 * 60 * 60}
 # xdist only where it was proved steady: tests that look at the whole machine meet one another.
-UNIT = ("-m", "not real", "--numprocesses", "2", "--dist", "loadgroup")
+IN_TWO = ("--numprocesses", "2", "--dist", "loadgroup")
+UNIT = ("-m", "not real", *IN_TWO)
+DRAWN = ("-m", "(hypothesis or random) and not real", *IN_TWO)
+SEED = "TEST_SEED"  # tests/testbed/examples.py
 LARGE = ("tests/e2e/test_promises.py", "tests/deploy/test_node_rounds.py")
 NAMED = [each for each in gate.files() if Path(each).exists()]  # others are not even read
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "gate": {"unit": UNIT, "gate": ("-m", "gate", *NAMED)},
-    "long": {"long": ("-m", "real and not gate"), "large": LARGE},
+    "long": {"fresh": DRAWN, "long": ("-m", "real and not gate"), "large": LARGE},
 }
 SIZES: dict[str, dict[str, str]] = {
     "gate": {},
@@ -191,6 +196,8 @@ def tell(passes: Sequence[Pass], red: str) -> None:
     ]
     text = json.dumps({"red": red, "load": os.getloadavg(), "tests": records}, indent=1)
     (REPORT / "unsteady.json").write_text(text)
+    if seed := os.environ.get(SEED):
+        print(f"\nThe examples were drawn with {SEED}={seed}.")
     strangers = REPORT / "strangers.txt"
     if strangers.exists():
         print("\nWARNING: this machine has what a fresh one lacks ('make test-fresh' judges):")
@@ -215,6 +222,10 @@ def tell(passes: Sequence[Pass], red: str) -> None:
     print(f"tests: {passed} passed, {failed} failed, {sum(e.skipped for e in first)} skipped")
 
 
+def new_seed() -> str:
+    return str(random.randrange(2**32))
+
+
 def main(chosen: str, *words: str) -> int:
     shutil.rmtree(REPORT, ignore_errors=True)
     REPORT.mkdir(parents=True)
@@ -225,6 +236,8 @@ def main(chosen: str, *words: str) -> int:
     # A shell has its background ignore Ctrl-C; pytest does not inherit that from us then.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda which, _: sys.exit(128 + which))
+    if chosen == "long":  # a second look has the same examples
+        print(f"seed of drawn examples: {SEED}={os.environ.setdefault(SEED, new_seed())}")
     passes: list[Pass] = []
     with contextlib.ExitStack() as stack:
         for name, of in SETS[chosen].items():

@@ -8,44 +8,38 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
-
 # Hypothesis imports it in the middle of a test, where parsing it anew for pytest's asserts made the
 # interpreter fail once ("AST constructor recursion depth mismatch").
-import hypothesis.internal.conjecture.optimiser
 import pytest
 
-from tests.testbed import (
+from tests.testbed import patience
+
+TESTS = Path(__file__).parent
+patience.ensure(TESTS.parent / "build")  # first: what is imported next has limits as constants
+
+from tests.testbed import (  # noqa: E402
     agent,
     bigset,
     ceph,
+    examples,
     gate,
     kept,
     kubernetes,
     leftovers,
+    long_ids,
     machine,
     origins,
-    patience,
     starts,
     waiting,
 )
 
 pytest_plugins = ("tests.testbed.judging",)
 
-TESTS = Path(__file__).parent
 INTERNAL_ERRORS = TESTS.parent / "build" / "report" / "internal-errors"
-patience.ensure(TESTS.parent / "build")
 STARTS = starts.watch()
 STRANGERS = TESTS.parent / "build" / "report" / "strangers.txt"
 
-# A small shared machine: an example may be slow without being wrong.
-hypothesis.settings.register_profile(
-    "suite",
-    deadline=None,
-    max_examples=150,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("suite")
+examples.load_profile()
 
 
 # Groups that take longest are started first, so that both workers end at about the same time.
@@ -76,6 +70,16 @@ def _shared(item: pytest.Item) -> int:
     """In one process: what needs the least of the session comes first, the kubelet last."""
     names = getattr(item, "fixturenames", ())
     return 2 if _NODES & set(names) else 1 if "cluster" in names else 0
+
+
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads its option
+def pytest_configure(config: pytest.Config) -> None:
+    if (seed := examples.seed()) is not None and config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(seed)
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    return long_ids.name(val)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -43,7 +43,7 @@ class Sizes:
 
 
 def run(place: harness.Workplace) -> harness.Results:
-    sizes = Sizes(200, 60, 0.5, 100, 50) if place.tiny else Sizes()
+    sizes = Sizes(200, 40, 0.2, 100, 50) if place.tiny else Sizes()
     with place.room("view") as room:
         source, plain = room / "source", room / "plain" / "data"
         trees.make(source, sizes.files, SMALLEST, LARGEST, skew=SKEW)

@@ -64,7 +64,7 @@ async def _resume(rig: Rig, pushed: registry.Pushed) -> Figures:
         await until(lambda: gate.blob_bytes >= pushed.fetched // 2, 60)
         await room.pause(ref)
         await asyncio.sleep(0.5)
-        missing = pushed.fetched - gate.blob_bytes
+        missing = max(1, pushed.fetched - gate.blob_bytes)  # a late pause leaves nothing
         gate.rate = 0
         gate.reset()
         await room.resume(ref)

@@ -156,7 +156,6 @@ def test_dead_fuse_source_is_reported_and_heals(area: Path, node: Agent) -> None
     mounted.mkdir()
     subprocess.run(["bindfs", str(below), str(mounted)], check=True, timeout=waiting.limit(30))
     node.cache["fill"] = {"files_per_second": 60}
-    node.cache["source_timeout"] = "3s"
     node.add_dir("a", mounted)
     node.start()
     node.wait_for(lambda: node.dataset("a")["files"]["done"] > 20, 30, "some files")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cache.fill import pipes, protocol
 from cache.store.tree import Entry
+from tests.testbed import examples
 
 raw_names = st.binary(min_size=1, max_size=255).filter(lambda b: b"\0" not in b and b"/" not in b)
 names = raw_names.map(os.fsdecode)
@@ -62,7 +63,7 @@ jobs = st.one_of(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples.number(20))
 @given(st.lists(answers, max_size=3), st.data())
 def test_stream_yields_equal_messages_for_any_cut(
     sent: list[protocol.Answer], data: st.DataObject

@@ -21,7 +21,7 @@ from cache.fill import coordinator, fetch, fill, listings, protocol, worker, wor
 from cache.store import index, manifest, published, tree
 from cache.store.tree import Entry
 from tests.cache import passes
-from tests.testbed import trees
+from tests.testbed import examples, trees
 
 real = pytest.mark.real  # trusted xattrs
 
@@ -90,7 +90,7 @@ files = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples.number(10))
 @given(st.dictionaries(names, st.lists(files, max_size=6, unique_by=lambda e: e.name), max_size=4))
 def test_manifest_has_every_entry_of_the_generation(
     tmp_path_factory: pytest.TempPathFactory, below: dict[str, list[Entry]]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cache import turns
 from cache.turns import Claim, Kind
+from tests.testbed import examples
 
 
 def test_next_is_what_operators_wait_for_then_the_higher_priority_then_the_name() -> None:
@@ -205,7 +206,7 @@ class Simulated:
                 self.not_before[name] = now + turns.AGAIN_SECONDS
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples.number(20))
 @given(
     _wishes,
     st.dictionaries(st.integers(0, 60), st.integers(0, 9).map(str), max_size=6),

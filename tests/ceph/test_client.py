@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
 KEY = "nodeagent.volume"
 SIZE = 64 * blockdev.MiB
-DEADLINE = 60.0  # of a cluster that works, whose client may be starting
+DEADLINE = waiting.limit(30.0)  # of a cluster that works, whose client may be starting
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,9 @@ async def test_view_of_a_key_without_rights_has_gaps(backend: CephCluster, tmp_p
 async def test_a_wrong_key_is_explained_and_not_shown(backend: CephCluster, tmp_path: Path) -> None:
     key = "AQAVUCdhj8DLCBAAKA9WzcQG6u44EeNooNObug=="
     (tmp_path / "k").write_text(key)
-    made = Cluster(admin(backend, secret_file=tmp_path / "k"), 20.0, patience=8.0)
+    made = Cluster(
+        admin(backend, secret_file=tmp_path / "k"), DEADLINE, patience=waiting.limit(8.0)
+    )
     try:
         with pytest.raises(kit.errors.SourceError, match="does not let us in") as caught:
             await made.connect()

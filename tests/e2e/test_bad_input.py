@@ -141,10 +141,10 @@ def test_kernel_without_overlayfs_degrades_the_cache(area: Path, node: Agent, so
     hide = f"mount --bind {shlex.quote(str(area / 'filesystems'))} /proc/filesystems"
     apart = ("unshare", "--mount", "--propagation", "slave", str(blockdev.APART), str(area), "--")
     node.start(*apart, "sh", "-c", f'{hide} && PATH=/nowhere exec "$@"', "sh")
+    found = node.wait_for(node.findings, 30, "the finding")[0]
     (reason,) = node.get("/readyz")["reasons"]
     assert "lacks overlayfs" in reason
     assert "modprobe overlay" in reason
-    (found,) = node.findings()
     assert found["id"] == "component-degraded/cache"
     assert node.get("/healthz")["alive"]
     with pytest.raises(ApiError) as refused:
@@ -218,7 +218,7 @@ def test_bad_sources_are_reported_with_cause_and_remedy(
     area: Path, node: Agent, cases: dict[str, Any], source: Path
 ) -> None:
     (area / "empty").mkdir()
-    node.cache["source_timeout"] = "6s"
+    node.cache["source_timeout"] = f"{waiting.limit(3.0):g}s"  # nine of them mount at once
     names = {}
     for number, (case, (settings, _)) in enumerate(cases.items()):
         names[case] = f"case{number}"

@@ -1,6 +1,7 @@
 """No child of a test outlives its loop."""
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator
 
 import pytest
@@ -9,6 +10,12 @@ from kit import processes
 
 
 @pytest.fixture(autouse=True)
+def settled_in_time(request: pytest.FixtureRequest) -> None:
+    if inspect.iscoroutinefunction(request.function):  # the others have no loop
+        request.getfixturevalue("settled")
+
+
+@pytest.fixture
 async def settled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """Wait until what a test killed is gone, and its pipes are closed: a busy machine may need
     longer for that than anybody waits for a process that hangs."""

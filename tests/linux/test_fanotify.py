@@ -1,4 +1,5 @@
 import os
+import select
 import shutil
 import subprocess
 import threading
@@ -76,7 +77,7 @@ def test_a_closed_guard_allows_what_waits(area: Path) -> None:
     guard = fanotify.ExecPermission()
     guard.mark(str(program))
     with subprocess.Popen(["sh", "-c", str(program)]) as asking:
-        time.sleep(0.3)
+        assert select.select([guard.fd], [], [], waiting.limit(20))[0]  # it asks
         assert asking.poll() is None
         os.close(guard.fd)
         assert asking.wait(waiting.limit(20)) == 0

@@ -268,13 +268,13 @@ UNREAD = """
 import asyncio, os, sys
 import structlog
 from nodeagent import logs, watchdog
-watchdog.ROUND_SECONDS, watchdog.ROUNDS, watchdog.LAST_WORDS_SECONDS = 0.1, 30, 0.2
+watchdog.ROUND_SECONDS, watchdog.ROUNDS, watchdog.LAST_WORDS_SECONDS = 0.05, 30, 0.2
 
 async def main():
     logs.configure()
     log = structlog.get_logger("agent")
     async with watchdog.watching():
-        for number in range(10_000):
+        for number in range(logs.MOST_WAITING_LINES + 1000):  # the pipe has room for some
             log.info("a line", number=number, text="x" * 200)
             if number % 100 == 0:
                 await asyncio.sleep(0)  # a slow machine is no blocked loop

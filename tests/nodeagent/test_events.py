@@ -50,7 +50,7 @@ def test_findings_become_events_once() -> None:
 def test_journal_is_bounded_and_numbers_go_on() -> None:
     journal = events.Journal()
     for number in range(events.MOST_EVENTS + 10):
-        journal.note("changed", f"s{number}", "x" * 10_000)
+        journal.note("changed", f"s{number}", "x" * (events.LONGEST_TEXT + 9))
     known = journal.after()
     assert len(known) == events.MOST_EVENTS
     assert known[0].number == 11

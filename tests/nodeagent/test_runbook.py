@@ -1,6 +1,7 @@
 """The runbook has every finding and every alert; alert rules fire, clear and name their entry."""
 
 import ast
+import functools
 import re
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -44,12 +45,18 @@ def _texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield each.value
 
 
+@functools.cache
+def parsed(folder: str) -> list[ast.Module]:
+    return [ast.parse(file.read_text()) for file in (ROOT / folder).rglob("*.py")]
+
+
+@functools.cache
 def every_rule() -> set[str]:
     found = {rule.name for rule in evaluate.RULES} | {evaluate.BLIND}
     for folder in ("nodeagent", *(room.name for room in rooms.ROOMS)):
-        for file in (ROOT / folder).rglob("*.py"):
+        for tree in parsed(folder):
             prefix = "preheat-" if folder == "preheat" else ""
-            for rule in rules_in(ast.parse(file.read_text())):
+            for rule in rules_in(tree):
                 if _RULE.fullmatch(rule) and ("-" in rule or prefix):
                     found.add(prefix + rule)
     return found
@@ -97,8 +104,8 @@ def test_severities_are_those_of_the_code() -> None:
     checked = set()
     for folder in ("nodeagent", *(room.name for room in rooms.ROOMS)):
         prefix = "preheat-" if folder == "preheat" else ""
-        for file in (ROOT / folder).rglob("*.py"):
-            for rule, severity in severities_in(ast.parse(file.read_text())):
+        for tree in parsed(folder):
+            for rule, severity in severities_in(tree):
                 if prefix + rule in made and "-" in prefix + rule:
                     assert severity in made[prefix + rule], rule
                     checked.add(prefix + rule)
@@ -124,15 +131,16 @@ def test_document_is_current() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_alerts_fire_and_clear(name: str) -> None:
-    for command in ("check", "test"):
-        file = f"{name}.{'rules' if command == 'check' else 'test'}.yaml"
+    tests = [f"{name}.test.yaml", *(each.name for each in ALERTS.glob(f"{name}-days.test.yaml"))]
+    for words in (("check", "rules", f"{name}.rules.yaml"), ("test", "rules", *tests)):
         done = subprocess.run(
-            ["promtool", command, "rules", file], capture_output=True, text=True, cwd=ALERTS,
-            check=False,
-        )  # fmt: skip
+            ["promtool", *words], capture_output=True, text=True, cwd=ALERTS, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     (group,) = yaml.safe_load((ALERTS / f"{name}.rules.yaml").read_text())["groups"]
-    tested = yaml.safe_load((ALERTS / f"{name}.test.yaml").read_text())["tests"]
+    tested = [
+        test for file in tests for test in yaml.safe_load((ALERTS / file).read_text())["tests"]
+    ]
     for rule in group["rules"]:
         cases = [
             bool(case["exp_alerts"])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from preheat import plan
 from preheat.desired import Request
 from preheat.estimate import union
+from tests.testbed import examples
 
 # A small world, so that layers are really shared and budgets really bind.
 PARTS = {f"s layer{n}": (n % 5 + 1) * 10 for n in range(12)}
@@ -107,7 +108,7 @@ def steps(
     return seen
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples.number(100))
 @given(nodes(), requests(), pins(), st.integers(0, 3))
 def test_plan_keeps_the_pin_budget_at_every_step(
     node: plan.Node, wanted: list[Request], pinned: list[plan.Pinned], slots: int
@@ -124,7 +125,7 @@ def test_plan_keeps_the_pin_budget_at_every_step(
             assert size <= max(node.pin_budget, reserved)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples.number(100))
 @given(nodes(), requests(), pins(), st.integers(0, 3))
 def test_plan_never_fills_the_disk_to_the_threshold(
     node: plan.Node, wanted: list[Request], pinned: list[plan.Pinned], slots: int
@@ -141,7 +142,7 @@ def test_plan_never_fills_the_disk_to_the_threshold(
     assert not any(by_ref[ref].blocked or by_ref[ref].present for ref in found.pulls)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples.number(100))
 @given(nodes(), requests(), pins(), st.integers(0, 3))
 def test_plan_under_pressure_only_releases_weakest_first(
     node: plan.Node, wanted: list[Request], pinned: list[plan.Pinned], slots: int
@@ -167,7 +168,7 @@ def test_plan_under_pressure_only_releases_weakest_first(
     assert not kept or freed >= shortage
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples.number(100))
 @given(nodes(), requests(), pins(), st.integers(0, 3))
 def test_plan_releases_nothing_for_a_lower_rank(
     node: plan.Node, wanted: list[Request], pinned: list[plan.Pinned], slots: int
@@ -186,7 +187,7 @@ def test_plan_releases_nothing_for_a_lower_rank(
             )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples.number(100))
 @given(nodes(), requests(), pins(), st.integers(0, 3))
 def test_plan_keeps_what_the_last_one_pinned(
     node: plan.Node, wanted: list[Request], pinned: list[plan.Pinned], slots: int
@@ -219,7 +220,7 @@ def test_plan_keeps_what_the_last_one_pinned(
     assert not {r.hold for r in second.releases} & set(done)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples.number(100))
 @given(nodes(), requests(), pins(), st.integers(0, 3))
 def test_plan_keeps_what_was_dropped_until_its_time(
     node: plan.Node, wanted: list[Request], pinned: list[plan.Pinned], slots: int

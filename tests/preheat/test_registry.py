@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.preheat.rig import MB, Rig, state, until
-from tests.testbed import agent
+from tests.testbed import agent, waiting
 
 LOGIN = ("team", "correct horse")
 SIGNED = "5ignedS3cret5ignedS3cret"
@@ -182,9 +182,10 @@ async def test_corrupt_blob_leaves_no_partial_bytes(rig: Rig) -> None:
 @ends
 async def test_stalled_registry_is_network_a_slow_one_is_not(rig: Rig) -> None:
     image = rig.push("fw/slow:v1", size=8 * MB)
-    rig.gate.rate = 2 * MB  # always moving
+    stall = waiting.limit(1.0)
+    rig.gate.rate = int(4 * MB / stall)  # always moving, for longer than a stall
     rig.gate.pause_at = 7 * MB  # not complete before it stalls
-    async with rig.running(images=[{"ref": image.ref}], stall_timeout=2) as room:
+    async with rig.running(images=[{"ref": image.ref}], stall_timeout=stall) as room:
         failed = room.reconciler.totals.failed
         await until(lambda: rig.gate.blob_bytes > 6 * MB)
         slow = failed["network"]

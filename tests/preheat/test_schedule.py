@@ -176,7 +176,7 @@ def down(each: schedule.Schedule, since: float, seconds: float) -> failure.Failu
 def test_registry_that_returns_is_met_in_turn() -> None:
     """Those with half of the image too: the outage cut them all off."""
     times, back = [], START + 7200
-    for number in range(2000):
+    for number in range(500):
         each = node(number)
         each.measured(REF, "sha256:1", GB, False, START)
         failed = down(each, START + 3600, 3600)
@@ -184,7 +184,7 @@ def test_registry_that_returns_is_met_in_turn() -> None:
         assert each.standing(REF, failed) is None
         times.append(each.pull_at(REF, back, begun=True))
 
-    assert most_per_second(times) < 30
+    assert most_per_second(times) < 10
     assert back <= min(times) <= max(times) <= back + 300
 
 

@@ -75,6 +75,7 @@ class Agent:
             "views": str(self.views),
             "reserve": "1%",
             "refresh_interval": "0.5s",
+            "source_timeout": f"{waiting.limit(4.0):g}s",  # as by default, on a quiet machine
             "datasets": [],
         }
         self.settings: dict[str, Any] = {
@@ -237,7 +238,7 @@ class Agent:
             [COMMAND, "--config", str(self.config), *words],
             capture_output=True,
             text=True,
-            timeout=seconds,
+            timeout=waiting.limit(seconds),
             check=False,
             env=self.environment,
             stdin=subprocess.DEVNULL,

@@ -1,25 +1,35 @@
 """Find timeouts that a slow machine does not stretch: numbers where ``waiting.limit`` belongs.
 
 Such is a number as the argument ``timeout`` of any call, as the limit of ``asyncio.timeout`` and
-``asyncio.wait_for``, or as the only argument of a method ``wait``, ``join`` or ``result``. So are
-the product's ``deadline`` and ``silence`` of SHORTEST or more; a shorter one is meant to pass.
-Marks of pytest are stretched by tests/conftest.py. A number of 0 does not wait.
+``asyncio.wait_for``, as the only argument of a method ``wait``, ``join`` or ``result``, or as the
+default of a parameter ``timeout``. So are the product's ``deadline`` and ``silence`` of SHORTEST or
+more; a shorter one is meant to pass. Marks of pytest are stretched by tests/conftest.py. A number
+of 0 does not wait.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 
 _ASYNC = {"timeout": 0, "wait_for": 1}  # of asyncio: which argument
 _METHODS = {"wait", "join", "result"}
 _OURS = {"deadline", "silence"}
 SHORTEST = 5.0
+# What none of this matches has no such number. To parse a file takes much longer.
+_MAY_HAVE = re.compile(
+    r"(timeout|deadline|silence)[\w: |]*=\s*[\d.]|(timeout|wait|join|result)\(\s*[\d.]|wait_for\("
+)
 
 
 def numbers(source: str) -> Iterator[ast.Constant]:
     """The nodes of such numbers, in no order."""
+    if not _MAY_HAVE.search(source):
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and not _is_mark(node.func):
             yield from (each for each in _limits(node) if _seconds(each))  # type: ignore[misc]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from (each for each in _defaults(node.args) if _seconds(each))  # type: ignore[misc]
 
 
 def _limits(call: ast.Call) -> Iterator[ast.expr]:
@@ -33,6 +43,17 @@ def _limits(call: ast.Call) -> Iterator[ast.expr]:
         yield from call.args[_ASYNC[name] : _ASYNC[name] + 1]
     elif name in _METHODS and len(call.args) == 1:
         yield call.args[0]
+
+
+def _defaults(of: ast.arguments) -> Iterator[ast.expr]:
+    named = [*of.posonlyargs, *of.args]
+    given = [
+        *zip(named[len(named) - len(of.defaults) :], of.defaults, strict=True),
+        *zip(of.kwonlyargs, of.kw_defaults, strict=True),
+    ]
+    for parameter, default in given:
+        if parameter.arg == "timeout" and default is not None:
+            yield default
 
 
 def _seconds(node: ast.expr) -> float:

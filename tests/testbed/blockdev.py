@@ -20,7 +20,7 @@ MiB = 2**20
 
 
 def run(
-    *command: str, check: bool = True, timeout: float = 60.0
+    *command: str, check: bool = True, timeout: float = waiting.limit(60.0)
 ) -> subprocess.CompletedProcess[str]:
     """As kubelet and CSI drivers run them: no terminal, output captured."""
     done = subprocess.run(
@@ -146,8 +146,14 @@ class FaultyDisk:
         rdev = os.stat(self.device).st_rdev
         return os.major(rdev), os.minor(rdev)
 
+    @property
+    def hangs(self) -> Path:
+        """Exists when a read hangs, or hung since the faults were set."""
+        return Path(f"{self.control}.hangs")
+
     def fault(self, *faults: dict[str, Any]) -> None:
         """Make reads fail like this from now on, cached ones too."""
+        self.hangs.unlink(missing_ok=True)
         new = self.control.with_suffix(".new")
         new.write_text(json.dumps(faults))
         os.replace(new, self.control)

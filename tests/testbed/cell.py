@@ -17,6 +17,9 @@ from tests.testbed import blockdev, leftovers, waiting
 from tests.testbed.agent import Agent
 from volumes.guard import cgroups, kernel
 
+# Of a device or a cluster that does answer; an interpreter may start within it. The settings allow
+# no more than 60 s.
+ANSWER_SECONDS = min(60.0, waiting.limit(10.0))
 _JOIN = 'echo 0 > "$CELL/cgroup.procs" && exec "$@"'
 
 
@@ -28,7 +31,7 @@ class Cell:
         self.pins = pins
 
     def run(
-        self, *command: str, cgroup: Path | None = None, timeout: float = 60.0
+        self, *command: str, cgroup: Path | None = None, timeout: float = waiting.limit(60.0)
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["sh", "-c", _JOIN, "sh", *command],
@@ -95,6 +98,8 @@ def settings(where: Cell, **guard: Any) -> dict[str, Any]:
         "names": [blockdev.NAMES],
         "cgroup": str(where.path),
         "pins": str(where.pins),
+        "probe_timeout": f"{ANSWER_SECONDS:g}s",
+        "cluster_timeout": f"{ANSWER_SECONDS:g}s",
         "quiet": "0s",  # the faults of earlier tests are still in the kernel's log
         **guard,
     }
@@ -103,6 +108,12 @@ def settings(where: Cell, **guard: Any) -> dict[str, Any]:
 def volumes(where: Cell, **guard: Any) -> dict[str, Any]:
     """Of a guard for the cell's loop devices, and of an audit that watches only these."""
     return {"guard": settings(where, **guard), "audit": {"names": [blockdev.NAMES]}}
+
+
+def answers_within(made: Agent, seconds: float) -> None:
+    """Change how long the agent waits for a device from now on: short where one does not answer."""
+    made.settings["volumes"]["guard"]["probe_timeout"] = f"{seconds:g}s"
+    made.write()
 
 
 @contextlib.contextmanager

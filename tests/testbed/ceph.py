@@ -158,7 +158,7 @@ class CephCluster:
     def environment(self) -> dict[str, str]:
         return {**os.environ, "CEPH_CONF": str(self.conf)}
 
-    def run(self, *command: str, timeout: float = 60.0) -> str:
+    def run(self, *command: str, timeout: float = waiting.limit(60.0)) -> str:
         """A command with this cluster's configuration; its output. Raises with its error text."""
         done = subprocess.run(
             command,

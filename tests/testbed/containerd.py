@@ -224,7 +224,11 @@ class Kubelet:
         await self._channel.close()
 
     async def raw(
-        self, path: str, request: bytes, timeout: float = 60.0, lease: str | None = None
+        self,
+        path: str,
+        request: bytes,
+        timeout: float = waiting.limit(60.0),
+        lease: str | None = None,
     ) -> bytes:
         """Any unary call with any bytes."""
         metadata = [("containerd-namespace", "k8s.io")]
@@ -234,7 +238,11 @@ class Kubelet:
         return await call(request, timeout=timeout, metadata=tuple(metadata))
 
     async def _cri(
-        self, method: str, request: Message, response: type[ResponseT], timeout: float = 60.0
+        self,
+        method: str,
+        request: Message,
+        response: type[ResponseT],
+        timeout: float = waiting.limit(60.0),
     ) -> ResponseT:
         path = f"/runtime.v1.ImageService/{method}"
         return response.FromString(await self.raw(path, request.SerializeToString(), timeout))
@@ -243,7 +251,7 @@ class Kubelet:
     def _image(ref: str) -> cri_pb2.ImageRequest:
         return cri_pb2.ImageRequest(image=cri_pb2.ImageSpec(image=ref))
 
-    async def pull(self, ref: str, timeout: float = 300.0) -> str:
+    async def pull(self, ref: str, timeout: float = waiting.limit(300.0)) -> str:
         request = cri_pb2.PullImageRequest(image=cri_pb2.ImageSpec(image=ref))
         answer = await self._cri("PullImage", request, cri_pb2.PullImageResponse, timeout)
         return answer.image_ref

@@ -10,7 +10,7 @@ import grpc
 
 from cache.csi import csi_pb2 as pb
 from cache.csi import volumes
-from tests.testbed import agent
+from tests.testbed import agent, waiting
 
 SECONDS = 110.0  # as kubelet has 2 minutes
 
@@ -48,7 +48,7 @@ class Kubelet:
                 request_serializer=lambda message: message.SerializeToString(),
                 response_deserializer=answer.FromString,
             )
-            return stub(request, timeout=seconds, wait_for_ready=False)
+            return stub(request, timeout=waiting.limit(seconds), wait_for_ready=False)
 
     def publish(
         self, target: Path, attributes: Mapping[str, str], *, identity: str = "v", **more: Any

@@ -2,7 +2,7 @@
 
 Run as a process: MOUNTPOINT BACKING CONTROL. CONTROL is JSON, replaced atomically while running: a
 list of {"offset", "length", and one of "errno": 5 | "zero": true | "hang": true}. A hanging read is
-answered when the control file no longer says so.
+answered when the control file no longer says so. Once one hangs, CONTROL.hangs exists.
 """
 
 import ctypes
@@ -50,6 +50,7 @@ class Server:
         self._device = os.open("/dev/fuse", os.O_RDWR)
         self._file = os.open(backing, os.O_RDWR)
         self._faults = Faults(Path(control))
+        self._hangs = Path(f"{control}.hangs")
         self._lock = threading.Lock()
         options = f"fd={self._device},rootmode=40000,user_id=0,group_id=0,max_read={_MOST}"
         libc = ctypes.CDLL(None, use_errno=True)
@@ -128,6 +129,7 @@ class Server:
     def _read(self, unique: int, offset: int, size: int) -> None:
         fault = self._faults.at(offset, size)
         while fault and fault.get("hang"):
+            self._hangs.touch()
             time.sleep(0.05)
             fault = self._faults.at(offset, size)
         if fault and "errno" in fault:

@@ -45,7 +45,7 @@ def prepare() -> None:
         raise RuntimeError(f"{FOLDER} has no guest: make it by scripts/guest.sh {FOLDER}")
 
 
-def run(script: str, folder: Path, timeout: float = 180.0) -> Result:
+def run(script: str, folder: Path, timeout: float = waiting.limit(180.0)) -> Result:
     """Run ``script`` (bash) in a fresh guest; it sees what is in ``folder`` at /mnt.
 
     Raises TimeoutExpired when it takes longer.

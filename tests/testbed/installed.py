@@ -207,6 +207,7 @@ def installed(kube: kubernetes.Kubernetes, folder: Path, *, files: int = FILES) 
                         "cgroup": str(guarded.path),
                         "drivers": ["loop"],
                         "names": [blockdev.NAMES],
+                        "probe_timeout": f"{cell.ANSWER_SECONDS:g}s",
                     },
                     "audit": {"names": [blockdev.NAMES]},
                 },

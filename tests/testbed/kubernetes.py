@@ -347,7 +347,8 @@ class Kubernetes:
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [str(BIN / "kubectl"), "--kubeconfig", str(self._kubeconfig("admin")), *words],
-            input=given, capture_output=True, text=True, timeout=seconds, check=False,
+            input=given, capture_output=True, text=True, check=False,
+            timeout=waiting.limit(seconds),
         )  # fmt: skip
 
     def _ask(self, *words: str) -> str:
@@ -389,7 +390,7 @@ class Kubernetes:
         path = f"{containerd.RUNTIMES / self._runtime / 'usr/bin'}:{os.environ['PATH']}"
         done = subprocess.run(
             ["nsenter", "-t", str(self.pid), "-m", "-p", *words],
-            capture_output=True, text=True, timeout=seconds, check=False,
+            capture_output=True, text=True, timeout=waiting.limit(seconds), check=False,
             stdin=subprocess.DEVNULL, env={**os.environ, "PATH": path},
         )  # fmt: skip
         assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
@@ -434,7 +435,7 @@ def helm(*words: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]
     home = {"HELM_CACHE_HOME": "/nonexistent", "HELM_CONFIG_HOME": "/nonexistent"}
     return subprocess.run(
         [str(BIN / "helm"), *words],
-        capture_output=True, text=True, timeout=seconds, check=False,
+        capture_output=True, text=True, timeout=waiting.limit(seconds), check=False,
         stdin=subprocess.DEVNULL, env={**os.environ, **home, "HELM_DATA_HOME": "/nonexistent"},
     )  # fmt: skip
 

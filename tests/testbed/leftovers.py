@@ -75,7 +75,7 @@ def end(folder: Path, seconds: float = 10.0, *, spare: str = "") -> None:
 
     ``spare``: a program that is continued but not killed.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + waiting.limit(seconds)
     for pid in processes(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)

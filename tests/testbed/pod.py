@@ -68,8 +68,8 @@ class Pod:
     def run(self, *words: str, seconds: float = 60.0) -> str:
         """A command in the pod; its output."""
         done = subprocess.run(
-            self.command(*words), capture_output=True, text=True, timeout=seconds, check=True,
-            env=self._environment,
+            self.command(*words), capture_output=True, text=True, check=True,
+            timeout=waiting.limit(seconds), env=self._environment,
         )  # fmt: skip
         return done.stdout
 

@@ -73,11 +73,15 @@ thread.join(10)
 future.result(10)
 http.client.HTTPConnection("::1", port, timeout=2.0)
 kit.child.call(work, deadline=20)
+def run(command, timeout=60.0): pass
+async def ask(*words, timeout: float = 60.0): pass
 """
 STRETCHED = """
 subprocess.run(command, timeout=waiting.limit(30))
 async with asyncio.timeout(SECONDS): pass
 process.wait()
+def run(command, timeout=waiting.limit(60)): pass
+def listen(answers=5.0, *, timeout=None): pass
 ", ".join(words)
 queue.get(timeout=0)
 kit.child.call(work, deadline=0.5)

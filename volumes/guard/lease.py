@@ -15,7 +15,7 @@ here. Two invariants follow from the order, even when the agent is killed betwee
   lease of a number that a new disk gets; and where disks stay (nbd, loop), whoever meets an
   attachment for the first time revokes a lease that was not given to it.
 
-The property tests drive these functions through 20,000 lives of a volume.
+The property tests drive these functions through thousands of lives of a volume.
 """
 
 import enum

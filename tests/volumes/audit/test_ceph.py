@@ -104,7 +104,6 @@ def asking(stage: Stage, **changes: Any) -> AuditSettings:
     quick = {
         "cluster_interval": "1s",
         "cluster_wide_interval": "1s",
-        "cluster_timeout": "30s",  # its client may be starting
         "rules": {"mapped-elsewhere": {"patience": "0s"}, "audit-blind": {"patience": "0s"}},
     }
     return settings(stage, **(quick | changes))
@@ -197,8 +196,12 @@ async def test_blocklisted_client(
         (record / "vol_data.json").write_text(json.dumps({"volumeHandle": "h"}))
         meta = {"pool": "rbd", "image": image, "device": f"/dev/{device}"}
         (record / "globalmount/image-meta.json").write_text(json.dumps(meta))
-        status = json.loads(ceph.run("rbd", "status", f"rbd/{image}", "--format", "json"))
-        address = status["watchers"][0]["address"]
+
+        def watchers() -> list[dict[str, Any]]:
+            shown = ceph.run("rbd", "status", f"rbd/{image}", "--format", "json")
+            return list(json.loads(shown)["watchers"])
+
+        address = waiting.until(watchers, 30, "its watcher")[0]["address"]
         try:
             async with watching(stage, asking(stage), clusters=cluster(ceph, secret)) as watch:
                 await watch.until(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kit.findings import Finding, Severity
 from linux.rbd_sysfs import RbdClient
+from tests.testbed import examples
 from tests.volumes.audit.world import INVENTORY, device
 from volumes.audit import repair
 from volumes.audit.repair import Case, Policy, Sight, Step
@@ -191,7 +192,7 @@ _policies = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=1_000, database=None)
+@settings(max_examples=examples.number(150))
 @given(st.randoms(use_true_random=False), _policies)
 def test_killed_agents_unmap_only_what_is_free_and_end_at_rest(
     choose: random.Random, policy: Policy

@@ -106,7 +106,7 @@ async def main() -> None:
         quiet=0,  # pydantic takes seconds
         pins=Path("/sys/fs/bpf/nodeagent"),
         cluster_timeout=60,  # python starts slowly here
-        probe_timeout=30,
+        probe_timeout=60,
     )
 
     def changed() -> None:

@@ -139,7 +139,7 @@ async def main() -> None:
     Path(KEY).write_bytes(b"k" * 64)
     os.environ["DM_DISABLE_UDEV"] = "1"
     wanted = settings.GuardSettings(
-        mode="enforce", quiet=0, pins=Path("/sys/fs/bpf/nodeagent"), probe_timeout=30,
+        mode="enforce", quiet=0, pins=Path("/sys/fs/bpf/nodeagent"), probe_timeout=60,
         settle=2, lease=LEASE_SECONDS,  # no lease before the first mkfs, however slow that is
     )  # fmt: skip
     guard = controller.Controller(wanted, (), state_dir=Path("/run/state"))

@@ -47,8 +47,10 @@ def test_guard_outlives_killed_agent_and_is_adopted(
         after = agent.cli_json("volume", "guard", "status")
         assert after["programs"] == before["programs"]
         # What was refused while no agent ran is told now.
-        told = waiting.until(lambda: agent.findings(), 10, "the refusal to be told")
-        assert {f["rule"] for f in told} == {"format-denied"}
+        waiting.until(
+            lambda: "format-denied" in {f["rule"] for f in agent.findings()},
+            10, "the refusal to be told", detail=agent.findings,
+        )  # fmt: skip
 
 
 def test_a_lease_of_a_disk_that_stays_ends_soon_after_its_agent(

@@ -4,6 +4,7 @@ A module of its own: two agents on one cell would share the ring buffer of the g
 goes to only one of them.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,17 @@ SIZE = 320 * blockdev.MiB
 
 @pytest.fixture(scope="module")
 def short(where: cell.Cell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
-    """An agent whose leases are short."""
-    with cell.agent(tmp_path_factory.mktemp("short"), where, lease="3s") as made:
+    """An agent whose leases are short, but long enough for a formatter to start."""
+    lease = f"{waiting.limit(1.5):g}s"
+    with cell.agent(tmp_path_factory.mktemp("short"), where, lease=lease) as made:
         yield made
+
+
+def _granted(agent: Agent) -> float:
+    """Leases until now, those that are over included."""
+    found = re.search(r"^nodeagent_volumes_guard_leases_total (\S+)$", agent.get("/metrics"), re.M)
+    assert found is not None
+    return float(found[1])
 
 
 @pytest.mark.parametrize("fstype", ["ext4", "xfs"])
@@ -69,8 +78,9 @@ def test_unused_lease_closes_permission_and_is_granted_again(
         found = [e for e in short.cli_json("volume", "ledger")["volumes"] if e["volume"] == volume]
         return found and found[0]["permitted"]
 
+    before = _granted(short)
     with blockdev.loop(blockdev.blank(tmp_path / "image", SIZE)) as device:
-        waiting.until(lambda: short.guarded(device).get("may_be_formatted"), 10, "a lease")
+        waiting.until(lambda: _granted(short) > before, 10, "a lease")
         waiting.until(lambda: not short.guarded(device)["may_be_formatted"], 10, "its end")
         waiting.until(lambda: permitted() == 0, 5, "the permission to be closed")
         assert where.run("mkfs.ext4", "-q", device).returncode != 0

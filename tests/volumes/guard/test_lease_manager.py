@@ -42,7 +42,7 @@ async def test_first_lease_follows_the_granting_order(world: World) -> None:
 
 
 async def test_grant_executes_the_step_list(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list that the 20,000 lives of test_lease.py drive, and no order of the manager's own."""
+    """The list that the lives of test_lease.py drive, and no order of the manager's own."""
     monkeypatch.setattr(lease, "GRANTING", (Step.MIRROR, Step.RECORD_PERMISSION))
     await world.checked()
     assert world.did[3:] == ["record permission"]  # nothing to mirror before, and no lease
@@ -163,6 +163,11 @@ async def test_content_ends_the_lease_and_closes_the_permission(world: World) ->
     assert (entry.type, entry.permitted) == ("ext4", 0.0)
 
 
+async def behind_the_uevent(world: World) -> None:
+    """The ledger is written there."""
+    await waiting.until_async(lambda: not world.manager._chores, 5.0, "the ledger")
+
+
 @pytest.mark.parametrize(("opens", "open_after"), [(0, False), (2, True)])
 async def test_detach_closes_only_an_unused_permission(
     world: World, opens: int, open_after: bool
@@ -172,13 +177,9 @@ async def test_detach_closes_only_an_unused_permission(
     world.device = None
     world.manager.forget("rbd99")
     assert world.map == {}
-    await asyncio.sleep(0.1)  # the ledger is written behind the uevent
-
-    def as_expected() -> bool:
-        entry = world.ledger.get(DEVICE.volume)
-        return entry is not None and bool(entry.permitted) is open_after
-
-    await waiting.until_async(as_expected, 5.0, "the ledger")
+    await behind_the_uevent(world)
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None and bool(entry.permitted) is open_after
 
 
 async def test_grant_fails_when_another_disk_came_after_the_reservation(world: World) -> None:
@@ -273,7 +274,7 @@ async def test_detach_of_a_raw_volume_does_not_close_its_permission(world: World
     await published(world, True)
     await waiting.until_async(lambda: world.map[254, 99].until == math.inf, 5.0)
     world.manager.forget("rbd99")
-    await asyncio.sleep(0.1)
+    await behind_the_uevent(world)
     entry = world.ledger.get(DEVICE.volume)
     assert entry is not None and entry.permitted
 

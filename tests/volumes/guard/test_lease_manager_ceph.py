@@ -23,7 +23,7 @@ from volumes.ledger import mirror, store
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
 SIZE = 64 * blockdev.MiB
-ANSWER_SECONDS = 60.0  # of a cluster that works, whose client may be starting
+ANSWER_SECONDS = cell.ANSWER_SECONDS  # of a cluster that works, whose client may be starting
 HANG_SECONDS = 3.0
 
 
@@ -120,7 +120,9 @@ class Bench:
         deadline: float = ANSWER_SECONDS,
     ) -> None:  # fmt: skip
         self.guard = where.guard()
-        wanted = settings.GuardSettings(drivers=("loop",), cluster_timeout=deadline)
+        wanted = settings.GuardSettings(
+            drivers=("loop",), cluster_timeout=deadline, probe_timeout=cell.ANSWER_SECONDS
+        )
         self.guard.apply(kernel.wanted(wanted, kernel.Mode.ENFORCE, {7: "loop"}))
         self.ledger = store.Store(folder)
         self.ledger.load()

@@ -1,7 +1,7 @@
 """The life of volumes under an enforcing agent: new ones, hanging ones, changed ones."""
 
 import json
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +15,28 @@ pytestmark = pytest.mark.real
 SIZE = 320 * blockdev.MiB
 
 
+@pytest.fixture
+def patient(agent: Agent) -> Iterator[Agent]:
+    """The agent, whose patience with devices a test changes."""
+    yield agent
+    cell.answers_within(agent, cell.ANSWER_SECONDS)
+
+
 def test_hanging_device_times_out_and_is_probed_once(
-    where: cell.Cell, agent: Agent, tmp_path: Path
+    where: cell.Cell, patient: Agent, tmp_path: Path
 ) -> None:
+    agent = patient
     with blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk:
         blockdev.run("mkfs.ext4", "-q", disk.device)
         waiting.until(lambda: agent.guarded(disk.device).get("verdict"), 10, "the first check")
+        cell.answers_within(agent, 3.0)
         disk.fault({"offset": 0, "length": SIZE, "hang": True})
-
-        began = time.monotonic()
-        slowest = 0.0
         for _ in range(20):  # everyone wants to know at once
             # mkfs would read first, and hang in that
             assert where.run("dd", "if=/dev/zero", f"of={disk.device}", "count=1").returncode == 1
-            asked = time.monotonic()
             assert agent.get("/healthz")["alive"]
-            slowest = max(slowest, time.monotonic() - asked)
         found = agent.cli_json("volume", "probe", disk.device)
         assert found["verdict"] == "timeout", json.dumps(found)
-        assert time.monotonic() - began < 60  # twenty looks that wait for the disk need more
-        assert slowest < 10
 
         status = agent.get("/v1/volumes/guard")
         # Waiting for a page, a child can be killed; for the device itself, it cannot.
@@ -44,6 +46,7 @@ def test_hanging_device_times_out_and_is_probed_once(
         assert len(probes.stdout.split()) <= 2  # the one that hangs, and the spare
         assert "probe-hangs" in {f["rule"] for f in agent.findings()}
 
+        cell.answers_within(agent, cell.ANSWER_SECONDS)
         disk.clear()
         waiting.until(
             lambda: not agent.get("/v1/volumes/guard")["probes_hanging"], 10, "the child to be gone"

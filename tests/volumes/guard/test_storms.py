@@ -69,7 +69,7 @@ def _node(folder: Path, mode: str) -> Iterator[Node]:
     blockdev.run("mkfs.ext4", "-q", str(backing))
     with (
         cell.cell(folder) as where,
-        cell.agent(folder / "agent", where, mode=mode, probe_timeout="1s") as agent,
+        cell.agent(folder / "agent", where, mode=mode) as agent,
         blockdev.faulty_disk(folder / "disk", backing=backing) as disk,
     ):
         made = Node(mode, where, agent, disk)
@@ -104,8 +104,10 @@ def test_one_caller_is_told_with_a_count_and_hides_nothing(tmp_path: Path, mode:
             assert node.finding("/disk")
 
             # It begins to hang: looks of a moment ago say nothing about that.
+            cell.answers_within(node.agent, 1.0)
             node.disk.fault({"offset": 0, "length": SIZE, "hang": True})
             waiting.until(lambda: node.verdict().get("verdict") == "timeout", 90, "the stall")
+            cell.answers_within(node.agent, cell.ANSWER_SECONDS)
             node.disk.clear()
             waiting.until(lambda: node.verdict().get("type") == "ext4", 30, "its content again")
 

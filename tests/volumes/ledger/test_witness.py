@@ -139,7 +139,7 @@ async def test_first_content_is_marked_once_and_forbids_from_then_on(tmp_path: P
         assert (said.knowledge, said.name) == (Knowledge.CONTENT, "pvc-1")
         for _ in range(20):
             witness.saw(DEVICE, ENTRY)
-        await asyncio.sleep(0.05)
+        assert witness.status()["waiting_marks"] == 0
         assert [each.split()[0] for each in cluster.asked].count("PATCH") == 1
     # Another node, which has seen nothing.
     async with asking(cluster, tmp_path) as other:
@@ -293,7 +293,7 @@ async def test_content_that_was_known_before_is_not_asked_about_at_once(tmp_path
         witness.saw(DEVICE, dataclasses.replace(ENTRY, first_seen=1.7e9))
         (mark,) = witness._marks.values()
         assert mark.due > asyncio.get_running_loop().time()
-        await asyncio.sleep(0.05)
+        await _until(lambda: not witness._wake.is_set())  # the worker has seen that, and waits
         assert cluster.asked == []
         mark.due = 0.0
         witness._wake.set()

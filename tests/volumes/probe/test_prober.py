@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import blockdev, waiting
+from tests.testbed import blockdev, expiry, waiting
 from volumes.probe import prober
 from volumes.probe.examine import Kind
 
@@ -178,41 +178,46 @@ async def test_probe_leaves_the_cache_of_a_mounted_device(
 
 
 async def test_hanging_device_has_one_child(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probes = prober.Prober(deadline=3.0, at_once=1)  # a busy machine starts children slowly
+    late = expiry.Expiry(monkeypatch)
+    probes = prober.Prober(deadline=late.seconds, at_once=1)
     try:
         with (
             blockdev.faulty_disk(tmp_path / "disk", SIZE) as disk,
             blockdev.loop(blockdev.blank(tmp_path / "well", SIZE)) as well,
         ):
             disk.fault({"offset": 0, "length": SIZE, "hang": True})
-            answers = await asyncio.gather(*(probes.probe(disk.device) for _ in range(20)))
+            first = asyncio.gather(*(probes.probe(disk.device) for _ in range(20)))
+            await waiting.until_async(disk.hangs.exists, 30, "a read that hangs")
+            late.pass_all()
+            answers = list(await first)
             answers += [await probes.probe(disk.device) for _ in range(20)]
             assert {a.verdict for a in answers} == {Kind.TIMEOUT}
             assert probes.started == 1 and probes.hanging == {disk.device}
-            probes.deadline = 60.0  # the machine may be busy; and the only slot is free again
+            probes.deadline = waiting.limit(60.0)  # the only slot is free again
             assert (await probes.probe(well)).verdict is Kind.BLANK_VERIFIED
             disk.clear()
-            async with asyncio.timeout(waiting.limit(60)):
-                while probes.hanging:
-                    await asyncio.sleep(0.05)
+            await waiting.until_async(lambda: not probes.hanging, 60, "the child to be gone")
             assert (await probes.probe(disk.device)).verdict is Kind.BLANK_VERIFIED
     finally:
         await probes.close()
 
 
 async def test_joined_probe_of_hanging_device_is_timeout(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probes = prober.Prober(deadline=0.6)
+    late = expiry.Expiry(monkeypatch)
+    probes = prober.Prober(deadline=late.seconds)
     silent = tmp_path / "device"
     os.mkfifo(silent)  # opening it waits for a writer, until SIGKILL: as a buffered read does
     try:
         first = asyncio.create_task(probes.probe(str(silent)))
-        while not probes.started:
-            await asyncio.sleep(0)
-        answers = [await probes.probe(str(silent)), await first]
+        await late.running()
+        second = asyncio.create_task(probes.probe(str(silent)))
+        await asyncio.sleep(0)  # it has joined the first
+        late.pass_all()
+        answers = [await second, await first]
         assert [a.verdict for a in answers] == [Kind.TIMEOUT, Kind.TIMEOUT]
         assert probes.started == 1
     finally:

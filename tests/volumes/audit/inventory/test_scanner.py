@@ -19,6 +19,8 @@ from volumes.audit.inventory import holders, scan
 
 pytestmark = pytest.mark.real
 
+ANSWER_SECONDS = waiting.limit(20.0)  # of a child that is not held up
+
 CHILD = "volumes.audit.inventory.scan"
 
 
@@ -37,12 +39,12 @@ def request(stage: Stage, **changes: object) -> scan.Request:
 
 async def test_scanner_abandons_a_hanging_scan(stage: Stage) -> None:
     scanner = scan.Scanner()
-    await scanner.scan(request(stage), 20.0)
+    await scanner.scan(request(stage), ANSWER_SECONDS)
     (child,) = children(CHILD)
     os.kill(child, signal.SIGSTOP)
     with pytest.raises(scan.BlindError, match=r"no answer within 0\.5s"):
         await scanner.scan(request(stage), 0.5)
-    inventory = await scanner.scan(request(stage), 20.0)
+    inventory = await scanner.scan(request(stage), ANSWER_SECONDS)
     assert inventory.namespaces > 0
     assert scanner.failures == 1
     await scanner.close()
@@ -50,10 +52,10 @@ async def test_scanner_abandons_a_hanging_scan(stage: Stage) -> None:
 
 async def test_close_waits_for_an_interrupted_child(stage: Stage) -> None:
     scanner = scan.Scanner()
-    await scanner.scan(request(stage), 20.0)
+    await scanner.scan(request(stage), ANSWER_SECONDS)
     (child,) = children(CHILD)
     os.kill(child, signal.SIGSTOP)
-    task = asyncio.create_task(scanner.scan(request(stage), 20.0))
+    task = asyncio.create_task(scanner.scan(request(stage), ANSWER_SECONDS))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -70,7 +72,7 @@ async def test_scanner_bounds_children_that_cannot_be_killed(
     frozen: list[int] = []
     try:
         for _ in range(scan.MOST_ABANDONED):
-            await scanner.scan(request(stage), 20.0)
+            await scanner.scan(request(stage), ANSWER_SECONDS)
             (child,) = set(children(CHILD)) - set(frozen)
             frozen.append(child)
             os.kill(child, signal.SIGSTOP)
@@ -78,7 +80,7 @@ async def test_scanner_bounds_children_that_cannot_be_killed(
                 await scanner.scan(request(stage), 0.2)
         assert scanner.stuck == scan.MOST_ABANDONED
         with pytest.raises(scan.BlindError, match="still hang in the kernel"):
-            await scanner.scan(request(stage), 20.0)
+            await scanner.scan(request(stage), ANSWER_SECONDS)
         assert len(children(CHILD)) == scan.MOST_ABANDONED
     finally:
         for pid in frozen:
@@ -92,7 +94,8 @@ async def test_blind_audit_keeps_its_findings(stage: Stage) -> None:
     stage.chrooted()
     rules = {"audit-blind": {"patience": "0s"}}
     patient, impatient = (
-        settings(stage, look_timeout=timeout, rules=rules) for timeout in ("30s", "1s")
+        settings(stage, rules=rules),
+        settings(stage, look_timeout="1s", rules=rules),
     )
     async with watching(stage, patient) as watch:
         run("umount", target)
@@ -119,7 +122,7 @@ async def test_scan_keeps_nothing_busy(stage: Stage) -> None:
     target, _ = stage.staged(device)
     scanner = scan.Scanner()
     for _ in range(3):
-        inventory = await scanner.scan(request(stage, users_of=(device,)), 20.0)
+        inventory = await scanner.scan(request(stage, users_of=(device,)), ANSWER_SECONDS)
         assert [user for user in inventory.users if user.device[1] == int(device[4:])] == []
     run("umount", target)  # would fail with 'target is busy' if the child were inside
     await scanner.close()
