@@ -45,7 +45,7 @@ SEED = "TEST_SEED"  # tests/testbed/examples.py
 LARGE = ("tests/e2e/test_promises.py", "tests/deploy/test_node_rounds.py")
 NAMED = [each for each in gate.files() if Path(each).exists()]  # others are not even read
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
-    "gate": {"unit": UNIT, "gate": ("-m", "gate", *NAMED)},
+    "gate": {"unit": UNIT, "gate": ("-m", "gate", *IN_TWO, *NAMED)},
     "long": {"fresh": DRAWN, "long": ("-m", "real and not gate"), "large": LARGE},
 }
 SIZES: dict[str, dict[str, str]] = {

@@ -67,7 +67,7 @@ def _group(item: pytest.Item) -> str:
 
 
 def _shared(item: pytest.Item) -> int:
-    """In one process: what needs the least of the session comes first, the kubelet last."""
+    """In one group: what needs the least of the session comes first, the kubelet last."""
     names = getattr(item, "fixturenames", ())
     return 2 if _NODES & set(names) else 1 if "cluster" in names else 0
 
@@ -102,7 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if group:
             item.add_marker(pytest.mark.xdist_group(group))
     order = {group: rank for rank, group in enumerate(_FIRST)} | {"": len(_FIRST) + 1}
-    items.sort(key=lambda item: order.get(groups[item], len(_FIRST)))
+    items.sort(key=lambda item: (order.get(groups[item], len(_FIRST)), _shared(item)))
 
 
 @pytest.hookimpl(tryfirst=True)  # sending it to the main process may break, too

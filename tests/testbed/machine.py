@@ -40,7 +40,8 @@ def held(
     file: Path = FILE, seconds: float = WAIT_SECONDS, say: Callable[[str], None] = tell
 ) -> Iterator[None]:
     """Wait for the run that has the machine, at most ``seconds``, and then have it."""
-    run = os.environ.setdefault(RUN, uuid.uuid4().hex)
+    of_workers = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # the same one in all of them
+    run = os.environ.setdefault(RUN, of_workers or uuid.uuid4().hex)
     begin = time.monotonic()
     told = float("-inf")
     while (descriptor := _taken(file, run)) is None:
