@@ -4,7 +4,6 @@ The guard is never attached above the child cgroup, so that nothing else on the 
 """
 
 import contextlib
-import fcntl
 import os
 import subprocess
 import time
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.testbed import blockdev, leftovers, waiting
+from tests.testbed import blockdev, waiting
 from tests.testbed.agent import Agent
 from volumes.guard import cgroups, kernel
 
@@ -56,7 +55,7 @@ class Cell:
 def _clear_stale(root: Path) -> None:
     """Remove programs and cgroups that a killed run left an hour ago or earlier."""
     for old in root.glob("nodeagent-test-*"):
-        with contextlib.suppress(OSError), leftovers.locked(old, fcntl.LOCK_NB):  # else it lives
+        with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > 3600 and not (old / "cgroup.procs").read_text():
                 kernel.Kernel(old, Path("/nonexistent")).detach()
                 for child in sorted(old.glob("**/"), reverse=True):
@@ -80,14 +79,13 @@ def cell(folder: Path) -> Iterator[Cell]:
     path.mkdir()
     pins = folder / "bpf" / "nodeagent"
     made = Cell(path, pins)
-    with leftovers.locked(path):
-        try:
-            yield made
-        finally:
-            guard = made.guard()
-            guard.detach()
-            blockdev.run("umount", str(pins.parent), check=False)
-            waiting.until(lambda: _removed(path), 10, f"the processes of {path} to end")
+    try:
+        yield made
+    finally:
+        guard = made.guard()
+        guard.detach()
+        blockdev.run("umount", str(pins.parent), check=False)
+        waiting.until(lambda: _removed(path), 10, f"the processes of {path} to end")
 
 
 def settings(where: Cell, **guard: Any) -> dict[str, Any]:
