@@ -184,6 +184,10 @@ def clear(folder: Path) -> None:
         if not pids:
             break
         time.sleep(0.1)
+    subprocess.run(  # immutable places of views
+        ["chattr", "-R", "-f", "-i", str(folder)],
+        check=False, capture_output=True, timeout=waiting.limit(60),
+    )  # fmt: skip
     shutil.rmtree(folder)
 
 

@@ -16,9 +16,8 @@ from tests.testbed import waiting
 class Expiry:
     """``seconds``: what the test gives as the deadline; no other timeout has exactly that."""
 
-    seconds = 59.875
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, seconds: float = 59.875) -> None:
+        self.seconds = seconds
         self._real = asyncio.timeout
         self._made: list[asyncio.Timeout] = []
         patch.setattr(asyncio, "timeout", self._timeout)

@@ -156,7 +156,7 @@ async def test_missing_journalctl_is_reported(
 async def test_a_silent_child_is_replaced_and_counting_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = expiry.Expiry(monkeypatch)
+    late = expiry.Expiry(monkeypatch, 3.125)  # it reports several times in that
     monkeypatch.setattr(followers, "SILENCE_SECONDS", late.seconds)
     monkeypatch.setattr(followers, "RESTART_SECONDS", 0.5)
     path = tmp_path / "x.log"
@@ -215,7 +215,7 @@ async def test_a_busy_unmount_in_the_log_leads_to_its_process(stage: Stage) -> N
     log = stage.folder / "kubelet.log"
     log.touch()
     logs = {"kernel": False, "sources": [{"name": "kubelet", "files": str(log)}]}
-    logs["hold"] = f"{waiting.limit(3.0):g}s"  # longer than all that it leads to
+    logs["hold"] = f"{waiting.limit(1.5):g}s"  # longer than all that it leads to
     async with watching(stage, settings(stage, logs=logs)) as watch:
         assert watch.audit.follower is not None
         await readable(watch.audit.follower)
