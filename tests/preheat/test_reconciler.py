@@ -75,13 +75,14 @@ async def test_image_that_does_not_fit_is_skipped_unfetched(small: Rig) -> None:
 async def test_no_space_midway_gives_every_byte_back(small: Rig) -> None:
     """Something else fills the disk while the pull runs."""
     image = small.push("fw/enospc:v1", size=20 * MB)
-    small.gate.rate = 20 * MB
+    small.gate.pause_at = 4 * MB
     before = _used(small)
     filler = small.daemon.folder / "filler"
     async with small.running(images=[{"ref": image.ref}]) as room:
         await until(lambda: small.gate.blob_bytes > 3 * MB)
         free = os.statvfs(small.daemon.folder)
         filler.write_bytes(bytes(free.f_bavail * free.f_frsize - 6 * MB))
+        small.gate.pause_at = 0
         await until(lambda: room.reconciler.totals.failed["disk"] > 0)
         filled = filler.stat().st_size
         await until(lambda: _used(small) - filled - before < 2 * MB)
@@ -89,7 +90,6 @@ async def test_no_space_midway_gives_every_byte_back(small: Rig) -> None:
         leases, ingests = await small.kubelet.leases(), await small.kubelet.ingests()
         fetched = room.reconciler.totals.fetched_bytes
         filler.unlink()
-        small.gate.rate = 0
         await room.resume(image.ref)
         await state(room, image.ref, "ready")
 
