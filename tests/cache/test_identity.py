@@ -114,7 +114,7 @@ def test_volumes_of_pods_hold_what_was_stored(
 def test_snapshot_made_again_during_a_fill_is_never_mixed(
     area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
 ) -> None:
-    trees.plain(fs / "during", 300, directories=30)
+    trees.plain(fs / "during", 120, directories=12)
     snapshot(fs, "during")
     node.cache["datasets"] = [dataset(cluster, area, "/during")]
     fill = held.Fill(node, 40)
