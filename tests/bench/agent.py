@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import harness
+from tests.testbed import held
 from tests.testbed.agent import Agent
 
 
 @contextlib.contextmanager
-def running(folder: Path, cache: dict[str, Any]) -> Iterator[Agent]:
-    """An agent with these ``cache`` settings beside store, views and state below ``folder``."""
+def running(folder: Path, cache: dict[str, Any], hold_after: int | None = None) -> Iterator[Agent]:
+    """An agent with these ``cache`` settings beside store, views and state below ``folder``.
+
+    ``hold_after``: its fills wait after so many files, see ``tests.testbed.held``.
+    """
     places = {"store": str(folder / "store"), "views": str(folder / "views")}
     made = Agent(folder, {"cache": places | cache})
     try:
+        if hold_after is not None:
+            held.Fill(made, hold_after, chunks=True)
         made.start()
         yield made
     except BaseException:

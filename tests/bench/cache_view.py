@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import agent, harness, reader, trees
-from tests.testbed import waiting
+from tests.testbed import held, waiting
 from tests.testbed.agent import Agent
 
 SMALLEST, LARGEST, SKEW = 512, 128 * 1024, 1.75  # mean about 15 KiB
@@ -18,13 +18,12 @@ FILL_SECONDS = 180.0
 READERS = 8
 
 
-def settings(source: Path, **fill: int) -> dict[str, Any]:
+def settings(source: Path) -> dict[str, Any]:
     """Cache settings for one frozen directory."""
     return {
         "budget": "20GiB",
         "reserve": "1%",
         "refresh_interval": f"{REFRESH_SECONDS}s",
-        "fill": fill,
         "datasets": [
             {"name": NAME, "freshness": "frozen", "source": {"kind": "dir", "path": str(source)}}
         ],
@@ -33,17 +32,14 @@ def settings(source: Path, **fill: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The rate is slow enough that a batch of a second is a small part: there is time to pause."""
-
     files: int = 40_000
-    files_per_second: int = 2500
     pause_at: float = 0.85
     one_cold_reader: int = 12_000
     rclone: int = 6_000
 
 
 def run(place: harness.Workplace) -> harness.Results:
-    sizes = Sizes(200, 40, 0.2, 100, 50) if place.tiny else Sizes()
+    sizes = Sizes(200, 0.5, 100, 50) if place.tiny else Sizes()
     with place.room("view") as room:
         source, plain = room / "source", room / "plain" / "data"
         trees.make(source, sizes.files, SMALLEST, LARGEST, skew=SKEW)
@@ -51,10 +47,11 @@ def run(place: harness.Workplace) -> harness.Results:
         subprocess.run(
             ["cp", "-a", str(source), str(plain)], check=True, timeout=waiting.limit(300)
         )
-        slow = settings(source, files_per_second=sizes.files_per_second)
-        with agent.running(room / "agent", slow) as nodeagent:
+        nearly = int(sizes.pause_at * sizes.files)
+        with agent.running(room / "agent", settings(source), hold_after=nearly) as nodeagent:
             bench = View(place, room, sizes, plain)
             yield from bench.filling(nodeagent)
+            held.Fill(nodeagent).go_on()
             nodeagent.tell(NAME, "resume", {})
             nodeagent.wait_state(NAME, "complete", seconds=FILL_SECONDS)
             yield from bench.complete(nodeagent.view(NAME))
@@ -80,13 +77,8 @@ class View:
 
     def _pause_nearly_full(self, nodeagent: Agent) -> None:
         """Pause the fill when most is stored; the view is the overlay then, and refreshed."""
-        least = self._sizes.pause_at * self._sizes.files
-
-        def nearly() -> bool:
-            files = nodeagent.dataset(NAME)["files"]
-            return bool(files["total"] == self._sizes.files and files["done"] >= least)
-
-        waiting.until(nearly, FILL_SECONDS, "a fill that is nearly done")
+        held.Fill(nodeagent).wait(FILL_SECONDS)
+        nodeagent.wait_served(NAME, "overlay")
         nodeagent.tell(NAME, "pause", {})
         # What was staged is still committed, and a refresh follows: wait until neither changes.
         before: tuple[Any, ...] = ()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from linux import mountinfo
-from tests.testbed import ceph, leftovers, trees, waiting
+from tests.testbed import ceph, held, leftovers, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -41,12 +41,14 @@ def snapshot(fs: Path, path: str) -> Path:
     return made
 
 
-def begin_slowly(node: Agent, wanted: dict[str, Any], files_per_second: int) -> None:
-    """A fill that goes on for long enough to look at, its overlay in place."""
+def begin(node: Agent, wanted: dict[str, Any]) -> held.Fill:
+    """A fill that is held, its overlay in place."""
     node.cache["datasets"] = [wanted]
-    node.cache["fill"] = {"files_per_second": files_per_second}
+    fill = held.Fill(node, 20)
     node.start()
     node.wait_served("a", "overlay")
+    fill.wait()
+    return fill
 
 
 def daemons(node: Agent) -> list[int]:
@@ -154,9 +156,10 @@ def test_dead_ceph_fuse_is_replaced(
     top = fs / "killed"
     trees.plain(top, 400)
     frozen = snapshot(fs, "killed")
-    begin_slowly(node, dataset(cluster, area, "/killed"), 40)
+    fill = begin(node, dataset(cluster, area, "/killed"))
     (daemon,) = daemons(node)
     os.kill(daemon, signal.SIGKILL)
+    fill.go_on()
     node.tell("a", "warm")
 
     def healed() -> bool:
@@ -166,8 +169,6 @@ def test_dead_ceph_fuse_is_replaced(
             return False
 
     node.wait_for(healed, 90, "the view to heal")
-    node.cache["fill"] = {}
-    node.write()
     node.wait_state("a", "complete", seconds=90)
 
 
@@ -177,11 +178,11 @@ def test_source_mount_of_other_path_is_replaced(
     for name, files in (("before", 300), ("after", 120)):
         trees.plain(fs / name, files, seed=files)
         snapshot(fs, name)
-    begin_slowly(node, dataset(cluster, area, "/before"), 20)
+    fill = begin(node, dataset(cluster, area, "/before"))
     node.kill()
     assert [m for m in mountinfo.read() if m.target.startswith(f"{node.state}/")]
     node.cache["datasets"] = [dataset(cluster, area, "/after")]
-    node.cache["fill"] = {}
+    fill.go_on()
     node.start()
     shown = node.wait_state("a", "complete", seconds=90)
     assert shown["files"]["done"] == 120
@@ -200,7 +201,7 @@ def test_secret_is_never_shown(
 ) -> None:
     trees.plain(fs / "secret", 50)
     snapshot(fs, "secret")
-    begin_slowly(node, dataset(cluster, area, "/secret"), 10)
+    begin(node, dataset(cluster, area, "/secret"))
     secret = cluster.secret().encode()
     for pid in leftovers.processes(node.folder):
         for name in ("cmdline", "environ"):
@@ -224,7 +225,7 @@ def test_remove_of_dropped_dataset_leaves_nothing(
 ) -> None:
     trees.plain(fs / "lost", 200)
     snapshot(fs, "lost")
-    begin_slowly(node, dataset(cluster, area, "/lost"), 10)
+    begin(node, dataset(cluster, area, "/lost"))
     folder = node.state / "sources" / "a"
     assert (folder / "keyring").exists() and os.path.ismount(folder / "mount")
     node.cache["datasets"] = []

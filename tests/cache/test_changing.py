@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from linux import mounts
-from tests.testbed import grave, leftovers, trees, waiting
+from tests.testbed import grave, held, leftovers, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -67,16 +67,17 @@ def test_changing_file_is_never_torn(area: Path, node: Agent) -> None:
 
 def test_vanished_files_do_not_fail_fill(area: Path, node: Agent) -> None:
     source = area / "source"
-    trees.plain(source, 900)
-    node.cache["fill"] = {"files_per_second": 150, "workers": 1}
+    trees.plain(source, 300)
+    node.cache["fill"] = {"workers": 1}
+    fill = held.Fill(node, 100)
     node.add_dir("a", source)
     node.start()
     node.wait_served("a", "overlay")
-    gone = [source / "d7" / f"f{number:05}" for number in range(7, 900, 80)]
+    fill.wait()
+    gone = [source / "d7" / f"f{number:05}" for number in range(7, 300, 40)]
     for path in gone:
-        path.unlink(missing_ok=True)
-    node.cache["fill"] = {}
-    node.write()
+        path.unlink()
+    fill.go_on()
     node.wait_state("a", "complete", seconds=60)
     stored = trees.records(node.tree("a"), content=False)
     listed = trees.records(source, content=False)
@@ -152,22 +153,22 @@ def mount_denied(below: Path, target: Path) -> None:
 
 def test_dead_fuse_source_is_reported_and_heals(area: Path, node: Agent) -> None:
     below, mounted = area / "below", area / "mounted"
-    trees.plain(below, 600)
+    trees.plain(below, 300)
     mounted.mkdir()
     subprocess.run(["bindfs", str(below), str(mounted)], check=True, timeout=waiting.limit(30))
-    node.cache["fill"] = {"files_per_second": 60}
+    fill = held.Fill(node, 30)
     node.add_dir("a", mounted)
     node.start()
+    fill.wait()
     node.wait_for(lambda: node.dataset("a")["files"]["done"] > 20, 30, "some files")
     for pid in leftovers.processes(mounted):
         os.kill(pid, signal.SIGKILL)
+    fill.go_on()
     node.wait_for(lambda: "died" in node.dataset("a")["why"], 60, "the cause to be told")
     assert 'cache_source_reachable{dataset="a"} 0.0' in node.get("/metrics")
     assert node.get("/healthz")["alive"]
     subprocess.run(["umount", "-l", str(mounted)], check=True, timeout=waiting.limit(30))
     subprocess.run(["bindfs", str(below), str(mounted)], check=True, timeout=waiting.limit(30))
-    node.cache["fill"] = {}
-    node.write()
     node.tell("a", "warm")
     node.wait_state("a", "complete", seconds=90)
     trees.assert_equal(below, node.view("a"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import trees
+from tests.testbed import held, trees
 from tests.testbed.agent import Agent, ApiError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -161,7 +161,8 @@ def test_follow_serves_each_new_snapshot(area: Path, node: Agent) -> None:
 
 @pytest.mark.parametrize("at", ["begins", "filling", "switched"])
 def test_kill_during_an_update_leaves_no_litter(area: Path, node: Agent, at: str) -> None:
-    top = versions(area, 2, files=900 if at == "filling" else 120)
+    top = versions(area, 2, files=240 if at == "filling" else 120)
+    fill = held.Fill(node)
     if at == "filling":  # much to copy
         for path in sorted(snap(top, "s2").rglob("f*"))[::2]:
             data = path.read_bytes()
@@ -172,12 +173,12 @@ def test_kill_during_an_update_leaves_no_litter(area: Path, node: Agent, at: str
     serves(node, "s1")
     old = node.dataset("a")["generation"]
     if at == "filling":
-        node.cache["fill"] = {"files_per_second": 40}  # not complete before the kill
-        node.write()
+        fill.hold(20)
     node.tell("a", "update", {"snapshot": "s2"})
     if at == "filling":
         node.wait_for(lambda: (node.dataset("a")["update"] or {}).get("files", {}).get("done", 0)
-                      > 450, 60, "some files of the new one")  # fmt: skip
+                      > 120, 60, "some files of the new one")  # fmt: skip
+        fill.wait()
     elif at == "switched":
         serves(node, "s2")  # the mount follows what the API says
     node.kill()
@@ -188,7 +189,7 @@ def test_kill_during_an_update_leaves_no_litter(area: Path, node: Agent, at: str
         )
     else:
         trees.assert_equal(snap(top, "s2" if at == "switched" else "s1"), node.view("a"))
-    node.cache["fill"] = {}
+    fill.go_on()
     node.start()
     serves(node, "s2")
     trees.assert_equal(snap(top, "s2"), node.view("a"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cache.test_cephfs import dataset, snapshot
-from tests.testbed import ceph, csi, trees, waiting
+from tests.testbed import ceph, csi, held, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -114,17 +114,17 @@ def test_volumes_of_pods_hold_what_was_stored(
 def test_snapshot_made_again_during_a_fill_is_never_mixed(
     area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
 ) -> None:
-    trees.plain(fs / "during", 300, directories=30)
+    trees.plain(fs / "during", 120, directories=12)
     snapshot(fs, "during")
     node.cache["datasets"] = [dataset(cluster, area, "/during")]
-    node.cache["fill"] = {"files_per_second": 40}
+    fill = held.Fill(node, 40)
     node.cache["refresh_interval"] = "1s"
     node.start()
+    fill.wait()
     node.wait_for(lambda: node.dataset("a")["files"]["done"] > 30, 60, "some files")
     frozen = make_again(fs, "during")
+    fill.go_on()
     node.wait_for(lambda: not node.passes(), 60, "the pass over the old one to end")
-    node.cache["fill"] = {}
-    node.write()
     node.tell("a", "warm")
     began_anew(node, "made again")
     node.wait_state("a", "complete", seconds=90)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cache.test_budget import taken
-from tests.testbed import trees
+from tests.testbed import held, trees
 from tests.testbed.agent import Agent, ApiError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -94,6 +94,7 @@ def test_dataset_that_was_not_read_goes_and_the_read_one_stays(area: Path, node:
 
 
 def test_evict_gives_room_back_and_names_who_uses_it(area: Path, node: Agent) -> None:
+    fill = held.Fill(node)
     two_with_room_for_them(area, node)
     with reader(node, "a") as holder:
         refused = node.cli("dataset", "evict", "a")
@@ -117,8 +118,7 @@ def test_evict_gives_room_back_and_names_who_uses_it(area: Path, node: Agent) ->
     shown = node.cli_json("dataset", "evict", "a")
     assert shown["files"]["done"] == 0
     assert_views(area, node, "a", "b")
-    node.cache["fill"] = {"files_per_second": 5}  # it does not end before it is to
-    node.write()
+    fill.hold(10)
     node.tell("a", "warm")
     node.wait_for(lambda: stored(node, "a"), 60, "a to be filled again")
     # Meanwhile another one gives what it is asked for, and what is beyond a budget.
@@ -130,8 +130,7 @@ def test_evict_gives_room_back_and_names_who_uses_it(area: Path, node: Agent) ->
     node.write()
     node.wait_for(lambda: node.dataset("b")["store_bytes"] <= half // 2, 60, "b to give more")
     assert node.dataset("a")["state"] == "filling"
-    node.cache["fill"] = {}
-    node.write()
+    fill.go_on()
     node.wait_state("a", "complete", seconds=120)
     assert_views(area, node, "a", "b")
     said_so = [json.loads(line) for line in node.said().splitlines() if line.startswith("{")]

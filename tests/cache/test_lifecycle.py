@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from linux import mountinfo, procfs
-from tests.testbed import grave, pod, trees, waiting
+from tests.testbed import grave, held, pod, trees, waiting
 from tests.testbed.agent import Agent, ApiError
 from tests.testbed.damage import flip
 
@@ -40,9 +40,10 @@ def assert_idle(node: Agent, seconds: float) -> None:
 def test_held_dataset_stays_held_over_restarts(
     area: Path, node: Agent, verb: str, state: str
 ) -> None:
-    source = some(area, node, files=800)
-    node.cache["fill"] = {"files_per_second": 150}
+    source = some(area, node)
+    fill = held.Fill(node, 30)
     node.start()
+    fill.wait()
     node.wait_for(lambda: node.dataset("a")["files"]["done"] > 20, 30, "some files")
     node.tell("a", verb)
     node.wait_for(lambda: not node.passes(), 20, "the pass to end")
@@ -55,8 +56,7 @@ def test_held_dataset_stays_held_over_restarts(
         assert_idle(node, 1.5)
         shown = node.dataset("a")
         assert (shown["state"], shown["files"]["done"]) == (state, done)
-    node.cache["fill"] = {}
-    node.write()
+    fill.go_on()
     node.tell("a", "resume")
     node.wait_state("a", "complete")
     trees.assert_equal(source, node.view("a"))
@@ -65,8 +65,8 @@ def test_held_dataset_stays_held_over_restarts(
 
 
 def test_pause_right_after_warm_holds(area: Path, node: Agent) -> None:
-    some(area, node, files=600, warm=False)
-    node.cache["fill"] = {"files_per_second": 100}
+    some(area, node, warm=False)
+    held.Fill(node, 20)  # six times: it never has all files
     node.start()
     node.wait_served("a", "source")
     for wait in (0.0, 0.05, 0.1, 0.2, 0.3, 0.4):
@@ -80,8 +80,8 @@ def test_pause_right_after_warm_holds(area: Path, node: Agent) -> None:
 
 def test_fill_stops_for_a_higher_priority_and_goes_on_by_itself(area: Path, node: Agent) -> None:
     for name, priority in (("low", 0), ("high", 5)):
-        some(area, node, name, files=1500, priority=priority, warm=False)
-    node.cache["fill"] = {"files_per_second": 60}  # 25 s for each: nothing here takes as long
+        some(area, node, name, priority=priority, warm=False)
+    fill = held.Fill(node, 30)
     node.start()
     for name in ("low", "high"):
         node.wait_served(name, "source")
@@ -101,8 +101,7 @@ def test_fill_stops_for_a_higher_priority_and_goes_on_by_itself(area: Path, node
     waits = "waits for low (priority 0, wanted now)"
     node.wait_for(lambda: node.dataset("high")["why"] == waits, 30, "the other way round")
 
-    node.cache["fill"] = {}
-    node.write()
+    fill.go_on()
     for name in ("low", "high"):
         node.wait_state(name, "complete")
         trees.assert_equal(area / f"source-{name}", node.view(name))
@@ -277,18 +276,18 @@ def test_remove_waits_for_pod(area: Path, node: Agent) -> None:
 
 
 def test_remove_while_filling(area: Path, node: Agent) -> None:
-    source = some(area, node, files=800)
-    node.cache["fill"] = {"files_per_second": 100}
+    source = some(area, node)
+    fill = held.Fill(node, 10)
     node.start()
     node.wait_served("a", "overlay")
     node.wait_for(lambda: node.dataset("a")["files"]["done"] > 0, 30, "some files")
+    fill.wait()
     node.remove("a")
     assert_idle(node, 1.0)
     assert node.generations("a") == []
     assert node.dataset("a")["state"] == "removed"
     assert not [m for m in mountinfo.read() if m.target == str(node.view("a"))]
-    node.cache["fill"] = {}
-    node.write()
+    fill.go_on()
     node.tell("a", "warm")
     node.wait_state("a", "complete")
     trees.assert_equal(source, node.view("a"))
@@ -299,9 +298,9 @@ def test_remove_while_filling(area: Path, node: Agent) -> None:
 
 @pytest.mark.parametrize("state", ["filling", "complete"])
 def test_restart_adopts_mounts(area: Path, node: Agent, state: str) -> None:
-    source = some(area, node, files=500)
+    source = some(area, node)
     if state == "filling":
-        node.cache["fill"] = {"files_per_second": 3}  # not complete before the end, on any machine
+        held.Fill(node, 10)  # in each of four lives
     node.start()
     node.wait_state("a", state)
     node.wait_served("a", "store" if state == "complete" else "overlay")
@@ -312,7 +311,7 @@ def test_restart_adopts_mounts(area: Path, node: Agent, state: str) -> None:
     # The shared mount, the view and, once it is complete, the generation by its id.
     node.wait_for(lambda: len(ours()) == (3 if state == "complete" else 2), 30, "the mounts")
     before = ours()
-    held = os.open(node.view("a") / "d0/f00000", os.O_RDONLY)
+    opened = os.open(node.view("a") / "d0/f00000", os.O_RDONLY)
     try:
         for end in (node.kill, node.stop, node.kill):
             end()
@@ -321,9 +320,9 @@ def test_restart_adopts_mounts(area: Path, node: Agent, state: str) -> None:
             node.wait_state("a", state)
             node.wait_served("a", "store" if state == "complete" else "overlay")
             assert ours() == before
-        assert os.pread(held, 10, 0) == (source / "d0/f00000").read_bytes()[:10]
+        assert os.pread(opened, 10, 0) == (source / "d0/f00000").read_bytes()[:10]
     finally:
-        os.close(held)
+        os.close(opened)
 
 
 def test_reload_adds_and_drops_datasets(area: Path, node: Agent) -> None:

@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from cache.csi import csi_pb2 as pb
-from tests.testbed import csi, rbdimage, waiting
+from tests.testbed import csi, held, rbdimage, waiting
 from tests.testbed.agent import Agent, ApiError
 from tests.testbed.ceph import CephCluster
 
@@ -93,11 +93,12 @@ def test_image_is_copied_served_adopted_and_removed(
     cluster: CephCluster, area: Path, node: Agent, image: str
 ) -> None:
     node.cache.update(settings(cluster, area, image))
-    node.cache["fill"] = {"bytes_per_second": "512KiB"}
+    fill = held.Fill(node, 1)
     kubelet = csi.Kubelet(area / "k")
     kubelet.serve(node)
     direct, parent = kubelet.target(), kubelet.target()
     node.start()
+    fill.wait()
     node.wait_state("train", "filling")
     notes = node.dataset("train")["notes"]
     assert any("no RBD client" in note for note in notes), notes
@@ -107,8 +108,7 @@ def test_image_is_copied_served_adopted_and_removed(
     with csi.refused("FAILED_PRECONDITION", "chunks, ") as said:
         kubelet.publish(direct, VOLUME)
     assert "not complete yet" in said[0] and "the view comes with the complete copy" in said[0]
-    node.cache["fill"] = {}
-    node.write()
+    fill.go_on()
     complete = node.wait_state("train", "complete")
     node.wait_served("train", "store")
     assert complete["bytes"]["done"] > 0 and complete["store_bytes"] < 64 * MIB
@@ -126,12 +126,12 @@ def test_image_is_copied_served_adopted_and_removed(
     node.wait_served("train", "store")
     assert loops(node) == before
     waiting.until(kubelet.registration.exists, 20, "the driver")
-    held = os.statvfs(direct)
+    disk = os.statvfs(direct)
     for target in (direct, parent):
         found = waiting.until(functools.partial(answered, kubelet, target), 20, "the sizes")
         assert [(each.unit, each.total, each.used, each.available) for each in found.usage] == [
-            (pb.Usage.BYTES, *[(held.f_blocks - held.f_bfree) * held.f_frsize] * 2, 0),
-            (pb.Usage.INODES, *[held.f_files - held.f_ffree] * 2, 0),
+            (pb.Usage.BYTES, *[(disk.f_blocks - disk.f_bfree) * disk.f_frsize] * 2, 0),
+            (pb.Usage.INODES, *[disk.f_files - disk.f_ffree] * 2, 0),
         ]
         assert found.usage[1].used >= len(FILES)
         assert not found.volume_condition.abnormal, found

@@ -17,7 +17,7 @@ from cache.settings import CacheSettings, DatasetSettings, DirSource
 from cache.view import Shown, Stage
 from linux import mountinfo, mounts
 from tests.cache.test_view import disk as disk
-from tests.testbed import trees
+from tests.testbed import held, trees
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
@@ -81,7 +81,8 @@ def test_view_of_a_deleted_store_shows_the_source_again(
     source = area / "source"
     trees.plain(source, 300)
     node.add_dir("a", source)
-    node.cache["fill"] = {"files_per_second": 60} if state == "filling" else {}
+    if state == "filling":
+        held.Fill(node, 30)
     node.start()
     node.wait_state("a", state)
     node.wait_served("a", "store" if state == "complete" else "overlay")

@@ -10,7 +10,7 @@ import pytest
 from tests.cache.test_cephfs import dataset
 from tests.cache.test_follow import change
 from tests.cache.test_generations_served import generations, settled
-from tests.testbed import ceph, trees
+from tests.testbed import ceph, held, trees
 from tests.testbed.agent import Agent, ApiError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -104,15 +104,15 @@ def settled_now(node: Agent) -> str:
 def test_rescan_goes_on_after_a_kill_and_is_cancelled_by_an_operator(
     area: Path, node: Agent
 ) -> None:
+    fill = held.Fill(node)
     source = start(area, node)
     was, first = trees.records(node.view("a")), node.dataset("a")["generation"]
     for path in sorted(source.rglob("f*")):
         if path.is_file():
             path.write_bytes(os.urandom(5000))
 
-    def slowly() -> dict[str, Any]:
-        node.cache["fill"] = {"files_per_second": 10}
-        node.write()
+    def rescanning() -> dict[str, Any]:
+        fill.hold(10)
         shown = node.tell("a", "rescan")
         assert shown["update"]["generation"] != first
 
@@ -123,7 +123,7 @@ def test_rescan_goes_on_after_a_kill_and_is_cancelled_by_an_operator(
         update: dict[str, Any] = node.wait_for(begun, 60, "files of the rescan")
         return update
 
-    slowly()
+    rescanning()
     with pytest.raises(ApiError, match="already"):
         node.tell("a", "rescan")
     node.tell("a", "cancel")
@@ -131,10 +131,10 @@ def test_rescan_goes_on_after_a_kill_and_is_cancelled_by_an_operator(
     shown = node.dataset("a")
     assert (shown["generation"], shown["state"], shown["update"]) == (first, "complete", None)
     assert trees.differences(was, trees.records(node.view("a"))) == []
-    coming = slowly()["generation"]
+    coming = rescanning()["generation"]
     node.kill()
     assert trees.differences(was, trees.records(node.view("a"))) == []
-    node.cache["fill"] = {}
+    fill.go_on()
     node.start()
     node.wait_for(lambda: node.dataset("a")["generation"] == coming, 90, "the rescan to serve")
     node.wait_state("a", "complete")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import blockdev, trees, waiting
+from tests.testbed import blockdev, held, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -141,13 +141,14 @@ def test_reserve_of_inodes_is_kept(area: Path, node: Agent) -> None:
 
 def test_full_disk_makes_partial_and_resumes(area: Path, node: Agent) -> None:
     source = area / "source"
-    trees.plain(source, 900, mean=60_000)
-    with disk(area, "ext4", 160 * MIB) as ssd:
+    trees.plain(source, 300, mean=60_000)
+    with disk(area, "ext4", 100 * MIB) as ssd:
         node.put_store(ssd / "store")
         node.cache["reserve"] = "0%"
-        node.cache["fill"] = {"files_per_second": 60}
+        fill = held.Fill(node, 60)
         node.add_dir("a", source)
         node.start()
+        fill.wait()
         node.wait_for(lambda: node.dataset("a")["files"]["done"] > 50, 60, "some files")
         with (ssd / "greedy").open("wb") as stream:
             try:
@@ -156,13 +157,12 @@ def test_full_disk_makes_partial_and_resumes(area: Path, node: Agent) -> None:
                     stream.flush()
             except OSError:
                 pass
+        fill.go_on()
         shown = node.wait_state("a", "partial", "failed", seconds=90)
         assert node.get("/healthz")["alive"]
         assert "no room" in shown["why"] or "disk is full" in shown["why"], shown
         trees.assert_equal(source, node.view("a"))
         (ssd / "greedy").unlink()
-        node.cache["fill"] = {}
-        node.write()
         node.tell("a", "warm")
         node.wait_state("a", "complete", seconds=90)
         trees.assert_equal(source, node.view("a"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import blockdev, trees, waiting
+from tests.testbed import blockdev, held, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -173,17 +173,17 @@ def test_fill_ends_with_its_disk_and_goes_on_with_it(
     with blockdev.mounted(disk.device, area / "ssd") as ssd:
         node.put_store(ssd / "store")
         node.add_dir("a", area / "source")
-        node.cache["fill"] = {"files_per_second": 100}
+        fill = held.Fill(node, 60)
         node.start()
         node.wait_served("a", "overlay")
+        fill.wait()
         node.wait_for(lambda: node.dataset("a")["files"]["done"] > 50, 60, "some files")
         disk.fault({**EVERYWHERE, "errno": 5})
+        fill.go_on()
         node.wait_served("a", "source")
         node.wait_for(lambda: not node.passes(), 30, "the pass to end")
         trees.assert_equal(area / "source", node.view("a"))
         disk.clear()
-        node.cache["fill"] = {}
-        node.write()
         node.wait_state("a", "complete", seconds=120)
         # A file system that had errors may have lost blocks that it had promised: the checksums
         # tell, and the source has the bytes.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import bigset, ceph, grave, pod, trees, waiting
+from tests.testbed import bigset, ceph, grave, held, pod, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -136,15 +136,15 @@ def test_readers_see_no_error_through_ten_agent_kills(
 ) -> None:
     source = bigset.source(cluster, area / "secret")
     node.cache["datasets"] = [{"name": "big", "freshness": "snapshot", "source": source}]
-    # Not complete before the last kill: each of them takes less than 20 s.
-    node.cache["fill"] = {"files_per_second": big.files // (20 * KILLS)}
+    # Not complete before the last kill, and at work at each of them.
+    fill = held.Fill(node, big.files // (KILLS + 2), chunks=True)
     node.start()
     node.wait_served("big", "source", "overlay")
     with pod.pod(area / "pod", node.views / "big") as job:
         readers = [job.reader(big.manifest, seed) for seed in range(READERS)]
         generator = random.Random(11)
         done = 0
-        for _ in range(KILLS):
+        for number in range(KILLS):
             before = done
 
             def more(before: int = before) -> bool:
@@ -155,10 +155,10 @@ def test_readers_see_no_error_through_ten_agent_kills(
             done = node.dataset("big")["files"]["done"]
             node.kill()
             wait_for_reads(readers)  # without an agent
+            if number == KILLS - 1:
+                fill.go_on()
             node.start()
         assert done < big.files, "it was complete before the last kill: nothing was at risk"
-        node.cache["fill"] = {}
-        node.write()
         node.wait_state("big", "complete", seconds=180)
         reports = [reader.stop() for reader in readers]
     for report in reports:

@@ -15,7 +15,7 @@ from linux import mountinfo
 from tests.cache.test_space import disk
 from tests.faults.life import NAME, Life
 from tests.faults.test_nth_call import Calls
-from tests.testbed import grave, leftovers, power, trees, waiting
+from tests.testbed import grave, held, leftovers, power, trees, waiting
 from tests.testbed.agent import Agent
 
 CUTS = int(os.environ.get("CUTS", "20"))
@@ -87,7 +87,9 @@ def test_without_syncfs_a_power_cut_leaves_wrong_bytes(
     with disk(area, "ext4", SIZE) as ssd:
         Calls(area, ssd, monkeypatch).lie()
         node.put_store(ssd / "store")
+        fill = held.Fill(node, 30)
         node.start()
+        fill.wait()
         node.wait_for(lambda: node.dataset(NAME)["files"]["done"] > 20, 60, "some files")
         cut(life, ssd, power.LOG_FLUSHED)
         assert any("0 wrong bytes" in each for each in life.wrong())

@@ -229,8 +229,10 @@ async def test_release_all_leaves_the_node_as_it_was(rig: Rig, tmp_path: Path) -
     for each in (one, two, three):
         await rig.kubelet.pull(each.ref)
     before = await everything(rig.kubelet)
-    section = rig.section(images=[{"ref": one.ref}, {"ref": half.ref}], bytes_per_second="1MB")
-    async with rig.running(images=section.images, bytes_per_second="1MB") as room:
+    rig.gate.pause_at = 4 * MB  # of half, which then stays what its name says
+    # Under a limit, however high, the agent fetches layers itself.
+    section = rig.section(images=[{"ref": one.ref}, {"ref": half.ref}], bytes_per_second="64MB")
+    async with rig.running(images=section.images, bytes_per_second="64MB") as room:
         await pinned(room, one.ref)
         await room.pin(two.ref)
         await room.pin(three.ref)

@@ -12,7 +12,6 @@ from preheat import limiter
 from tests.preheat.rig import MB, Rig, state, until
 from tests.testbed import agent, registry
 
-RATE = 60 * MB  # per connection; three layers at a time
 PAUSE_AT = 65 * MB  # of each layer: more than half of the image, and never the whole
 real = pytest.mark.real
 
@@ -38,9 +37,9 @@ def big(images: registry.Registry) -> registry.Pushed:
     return images.push("fw/big", "v1", layers)
 
 
-def slowly(rig: Rig) -> None:
-    """Not to the end, however late a test comes to stop it."""
-    rig.gate.rate, rig.gate.pause_at = RATE, PAUSE_AT
+def not_to_the_end(rig: Rig) -> None:
+    """However late a test comes to stop it."""
+    rig.gate.pause_at = PAUSE_AT
 
 
 async def half(rig: Rig, big: registry.Pushed) -> None:
@@ -48,13 +47,13 @@ async def half(rig: Rig, big: registry.Pushed) -> None:
 
 
 async def rest_of(rig: Rig, big: registry.Pushed) -> int:
-    """The bytes still missing once nothing flows any more; from now on at full speed.
+    """The bytes still missing once nothing flows any more; from now on all of it may come.
 
     What containerd has stored counts, and not what the proxy sent: that is in socket buffers, too.
     """
     await rig.quiet()
     missing = big.fetched - rig.daemon.stored_bytes()
-    rig.gate.rate = rig.gate.pause_at = 0
+    rig.gate.pause_at = 0
     rig.gate.reset()
     return missing
 
@@ -66,7 +65,7 @@ async def test_without_a_lease_a_cancelled_pull_restarts_from_zero(
 ) -> None:
     """The control: what a pull without a lease of ours does."""
     ref = f"{rig.gate.host}/fw/big:v1"
-    slowly(rig)
+    not_to_the_end(rig)
     task = asyncio.create_task(rig.kubelet.pull(ref))
     await half(rig, big)
     task.cancel()
@@ -89,7 +88,7 @@ async def test_without_a_lease_a_cancelled_pull_restarts_from_zero(
 @pytest.mark.timeout(180)
 async def test_paused_pull_fetches_only_the_rest(rig: Rig, big: registry.Pushed) -> None:
     ref = f"{rig.gate.host}/fw/big:v1"
-    slowly(rig)
+    not_to_the_end(rig)
     async with rig.running(images=[{"ref": ref}]) as room:
         await half(rig, big)
         paused = await room.pause(ref)
@@ -136,7 +135,7 @@ async def test_limited_pull_keeps_its_rate_and_resumes(rig: Rig, big: registry.P
 @pytest.mark.timeout(180)
 async def test_pull_survives_sigkill_of_containerd(rig: Rig, big: registry.Pushed) -> None:
     ref = f"{rig.gate.host}/fw/big:v1"
-    slowly(rig)
+    not_to_the_end(rig)
     async with rig.running(images=[{"ref": ref}]) as room:
         await half(rig, big)
         rig.daemon.kill()
@@ -155,7 +154,7 @@ async def test_operators_pull_survives_sigkill_of_the_agent(
 ) -> None:
     """The whole way: command line, agent process, containerd. The request itself survives too."""
     ref = f"{rig.gate.host}/fw/big:v1"
-    slowly(rig)
+    not_to_the_end(rig)
     await asyncio.to_thread(node.cli_json, "image", "preheat", ref)
     await half(rig, big)
     node.kill()

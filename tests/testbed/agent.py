@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from tests.testbed import leftovers, ports, waiting
+from tests.testbed import holding, leftovers, ports, waiting
 
 COMMAND = str(Path(sys.executable).parent / "nodeagent")
 START_SECONDS = 30.0
@@ -69,6 +69,7 @@ class Agent:
         self.store = folder / "store"
         self.views = folder / "views"
         self.state = folder / "state"
+        self.holds = folder / "holds"  # of tests.testbed.held
         self.process: subprocess.Popen[bytes] | None = None
         empty_cache = {
             "store": str(self.store),
@@ -116,7 +117,8 @@ class Agent:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**os.environ, leftovers.MARK: str(self.folder)}
+        mine = {leftovers.MARK: str(self.folder), holding.FOLDER: str(self.holds)}
+        return {**os.environ, **mine}
 
     def write(self) -> None:
         """Replace the file by a rename, as editors do."""

@@ -1,5 +1,9 @@
-"""Python imports this by itself in processes that a test started: see ``tests.testbed.starts``."""
+"""Python imports this by itself in processes that a test started.
 
+See ``tests.testbed.starts`` and, for agents, ``tests.testbed.held``.
+"""
+
+import contextlib
 import importlib.util
 import os
 from pathlib import Path
@@ -12,3 +16,10 @@ if folder.is_dir() and folder.name:
     starts = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(starts)
     starts.record(folder)
+
+if os.environ.get("NODEAGENT_TEST_HELD"):
+    # What cannot import them is another program that the agent started.
+    with contextlib.suppress(ImportError):
+        from tests.testbed import holding
+
+        holding.install()
