@@ -92,7 +92,8 @@ def test_wrong_bytes_once_are_red_without_a_second_look(tmp_path: Path) -> None:
 def test_shared_fixture_is_one_failure_and_all_its_tests_are_run_again(tmp_path: Path) -> None:
     body = (
         "@pytest.fixture(scope='session')\ndef cluster():\n    assert not first('cluster')\n"
-        "@pytest.mark.gate\n@pytest.mark.real\n@pytest.mark.parametrize('n', range(9))\n"
+        "@pytest.mark.gate\n@pytest.mark.real\n@pytest.mark.xdist_group('cluster')\n"
+        "@pytest.mark.parametrize('n', range(9))\n"
         "def test_many(cluster, n):\n    pass\n"
     )
     code, said, report = run(tmp_path, body)
