@@ -45,8 +45,8 @@ def run(folder: Path, body: str) -> tuple[int, str, Any]:
     done = subprocess.run(
         [sys.executable, str(REPO / "scripts" / "test.py"), "gate"],
         cwd=folder,
-        env={
-            **os.environ,
+        env={  # this may be a worker, but that run has workers of its own
+            **{key: each for key, each in os.environ.items() if "XDIST" not in key},
             "PYTHONPATH": str(REPO),
             "NODEAGENT_TEST_LOCK": str(folder / "lock"),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take most of the time
