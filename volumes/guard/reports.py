@@ -79,6 +79,11 @@ class Reports:
         """``mount``: the cgroup hierarchy, open; None where only /proc tells who it was."""
         name, device = self._behind(event.number)
         known = self._manager.known.get(name)
+        if known is not None and (device is None or known.device.attachment != device.attachment):
+            # One of both is of an earlier attachment. Where it is ours, a check of it would give
+            # the new volume's content to the old one.
+            name, device = self._behind(event.number, anew=True)
+            known = self._manager.known.get(name)
         volume, title = (device.volume, device.title) if device else ("", "")
         undecided = known is None or known.reasons is None
         remembered = self._ledger.get(volume)
@@ -101,11 +106,14 @@ class Reports:
                 self._manager.schedule(name, device)
             self._manager.denied(name, device if event.denied else None)
 
-    def _behind(self, number: kernel.Number) -> tuple[str, blockdev.BlockDevice | None]:
-        """The name of the device with this number, and what it is."""
+    def _behind(
+        self, number: kernel.Number, *, anew: bool = False
+    ) -> tuple[str, blockdev.BlockDevice | None]:
+        """The name of the device with this number, and what it is. ``anew``: now, and not a moment
+        ago."""
         now = time.monotonic()
         at, name, device = self._named.get(number, (-1e9, "", None))
-        if now - at >= FRESH_SECONDS:
+        if anew or now - at >= FRESH_SECONDS:
             name = blockdev.name_of(number) or f"{number[0]}:{number[1]}"
             device = blockdev.identify(name)
             if len(self._named) >= _MOST_NAMED:

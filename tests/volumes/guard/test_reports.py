@@ -1,0 +1,60 @@
+"""What a report of a denial starts: a look at the device that is there now."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linux import blockdev
+from tests.volumes.guard.world import DEVICE
+from volumes.guard import denials, events, reports, steps
+from volumes.ledger import store
+
+EVENT = events.Event(1.0, 9, 1, 0, DEVICE.number, True, "mkfs.ext4", "", ())
+
+
+class Manager:
+    """Notes what it is asked to check. It heard of ``DEVICE`` from the kernel's events."""
+
+    def __init__(self) -> None:
+        self.known = {DEVICE.name: steps.Known(DEVICE)}
+        self.scheduled: list[blockdev.BlockDevice] = []
+        self.refused: list[blockdev.BlockDevice | None] = []
+
+    def schedule(self, name: str, device: blockdev.BlockDevice) -> None:
+        self.scheduled.append(device)
+
+    def denied(self, name: str, refused: blockdev.BlockDevice | None) -> None:
+        self.refused.append(refused)
+
+
+async def test_a_denial_right_after_another_disk_came_is_about_that_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands behind a number is kept for a moment. A check of the disk that went would give
+    the new one's content to it, and take the new pod's permission."""
+    before = dataclasses.replace(DEVICE, diskseq=6, image=None)
+    there = [before]
+    monkeypatch.setattr(blockdev, "name_of", lambda number: DEVICE.name)
+    monkeypatch.setattr(blockdev, "identify", lambda name: there[-1])
+    manager: Any = Manager()
+    kept = denials.Denials()
+    told = reports.Reports(
+        manager, kept, store.Store(tmp_path), is_watched=lambda _: True, changed=lambda: None
+    )
+    manager.known = {DEVICE.name: steps.Known(before)}
+    told.denied(EVENT, None)
+    there.append(DEVICE)
+    manager.known = {DEVICE.name: steps.Known(DEVICE)}
+    told.denied(EVENT, None)
+    assert manager.scheduled == []
+    assert manager.refused == [before, DEVICE]
+    there.append(dataclasses.replace(DEVICE, diskseq=8))  # of which only the denial tells
+    told.denied(EVENT, None)
+    assert manager.scheduled == []  # known and kept agree; the check that follows finds it
+    there.append(DEVICE)
+    manager.known = {DEVICE.name: steps.Known(before)}
+    told.denied(EVENT, None)
+    assert manager.scheduled == [DEVICE]
+    told.close()
