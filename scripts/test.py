@@ -37,13 +37,14 @@ LOOKS = 2
 REPORT = Path("build/report")
 NO_TESTS = 5  # of pytest's exit codes; 1: tests failed
 PASS_SECONDS = {"gate": 60 * 60, "long": 8 * 60 * 60}
-# xdist only where it was proved steady: tests that look at the whole machine meet one another.
-IN_TWO = ("--numprocesses", "2", "--dist", "loadgroup")
+# The groups of tests/conftest.py in its order: the longest first, and not the one with most tests.
+IN_TWO = ("--numprocesses", "2", "--dist", "loadgroup", "--no-loadscope-reorder")
 UNIT = ("-m", "not real", *IN_TWO)
 DRAWN = ("-m", "(hypothesis or random) and not real", *IN_TWO)
 SEED = "TEST_SEED"  # tests/testbed/examples.py
 LARGE = ("tests/e2e/test_promises.py", "tests/deploy/test_node_rounds.py")
-NAMED = [each for each in gate.files() if Path(each).exists()]  # others are not even read
+# Others are not even read. In order: a fixture of a folder is made once.
+NAMED = sorted(each for each in gate.files() if Path(each).exists())
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "gate": {"unit": UNIT, "gate": ("-m", "gate", *IN_TWO, *NAMED)},
     "long": {"fresh": DRAWN, "long": ("-m", "real and not gate"), "large": LARGE},
@@ -229,8 +230,8 @@ def new_seed() -> str:
 def main(chosen: str, *words: str) -> int:
     shutil.rmtree(REPORT, ignore_errors=True)
     REPORT.mkdir(parents=True)
-    limit = PASS_SECONDS[chosen]
     slow = patience.ensure(REPORT)
+    limit = PASS_SECONDS[chosen] * slow
     print(f"limits are stretched by {slow:g}, as slow as this machine is; {patience.NAME} says it")
     os.environ.update({name: os.environ.get(name, size) for name, size in SIZES[chosen].items()})
     # A shell has its background ignore Ctrl-C; pytest does not inherit that from us then.
@@ -241,9 +242,11 @@ def main(chosen: str, *words: str) -> int:
     passes: list[Pass] = []
     with contextlib.ExitStack() as stack:
         for name, of in SETS[chosen].items():
-            if of != UNIT:
+            if of not in (UNIT, DRAWN):
                 # To the end, second looks included. The limit of a pass is not for waiting.
                 stack.enter_context(machine.held())
+            if any(Path(word.partition("::")[0]).exists() for word in words):
+                of = [each for each in of if each not in NAMED]  # the caller names others
             passes.append(run(name, [*of, *words], limit))
             if passes[-1].broken:
                 break

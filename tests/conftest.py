@@ -7,10 +7,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Hypothesis imports it in the middle of a test, where parsing it anew for pytest's asserts made the
 # interpreter fail once ("AST constructor recursion depth mismatch").
 import pytest
+from xdist import workermanage
 
 from tests.testbed import patience
 
@@ -40,6 +42,7 @@ STARTS = starts.watch()
 STRANGERS = TESTS.parent / "build" / "report" / "strangers.txt"
 
 examples.load_profile()
+workermanage.NodeManager.EXIT_TIMEOUT = 120  # after Ctrl-C a worker ends clusters and kubelets
 
 
 # Groups that take longest are started first, so that both workers end at about the same time.
@@ -63,7 +66,7 @@ def _group(item: pytest.Item) -> str:
         return "host"
     if "cluster" in getattr(item, "fixturenames", ()):
         return "cluster"
-    return room if room in ("preheat", "kube") else str(item.path)
+    return room if room in ("preheat", "kube") else str(item.path.relative_to(TESTS))
 
 
 def _shared(item: pytest.Item) -> int:
@@ -133,10 +136,16 @@ def fresh_machine() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def one_run() -> Iterator[None]:
+def one_run(pytestconfig: pytest.Config) -> Iterator[None]:
     """The machine, for real tests only: ``pytest_collection_modifyitems`` gives it to them. Here
     and not only in scripts/test.py, so that who runs one test by hand waits, too."""
-    with machine.held():
+    capture: Any = pytestconfig.pluginmanager.getplugin("capturemanager")
+
+    def say(text: str) -> None:
+        with capture.global_and_fixture_disabled():  # who waits must see why
+            machine.tell(f"\n{text}")
+
+    with machine.held(say=say):
         yield
 
 

@@ -115,7 +115,7 @@ async def _device(volumes: Volumes, request: Request) -> Json:
     if found is None:
         raise kit.errors.NotFoundError(
             f"volume {name}",
-            "no guarded device has that name",
+            "no watched device has that name",
             "see 'nodeagent volume list'; devices of other drivers, and those that "
             "volumes.audit.names leaves out, are not watched",
         )

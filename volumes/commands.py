@@ -460,7 +460,8 @@ def audit(ctx: CommandContext, last: bool) -> Shown:
 
 def _audit_lines(answer: dict[str, Any]) -> Iterator[str]:
     namespaces = f"{answer['mount_namespaces']} mount namespaces"
-    named = "" if answer["names"] == ["*"] else f" named {', '.join(answer['names'])}"
+    names = answer.get("names", ["*"])  # an earlier agent has none
+    named = "" if names == ["*"] else f" named {', '.join(names)}"
     yield f"{answer['devices']} devices of {', '.join(answer['drivers'])}{named}, {namespaces}"
     rules = [(rule["rule"], rule["state"], rule["why"]) for rule in answer["rules"]]
     yield from terminal.table(("RULE", "STATE", "WHY"), rules)

@@ -38,8 +38,13 @@ def ensure(folder: Path) -> float:
     ValueError when TEST_PATIENCE is no number of 1 or more.
     """
     if not (told := os.environ.get(NAME)):
-        folder.mkdir(parents=True, exist_ok=True)
-        measured = factor(_times(_start), _times(lambda: _fsync(folder)))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            measured = factor(_times(_start), _times(lambda: _fsync(folder)))
+        except (OSError, subprocess.CalledProcessError) as error:
+            # A folder of root's, an agent that does not start: that is for the tests to say.
+            print(f"{NAME} is 1, because nothing could be measured: {error}", file=sys.stderr)
+            measured = 1.0
         os.environ[NAME] = told = f"{measured:g}"
     return check(told)
 

@@ -13,6 +13,7 @@ from tests.testbed import gate
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "promises.md"
+_REAL = r"\bpytest\.mark\.real\b|^@real$"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def _of(root: Path, proof: str) -> str | None:
     if not file.exists():
         return None
     text = file.read_text()
-    whole = "".join(re.findall(r"^pytestmark = .*$", text, re.MULTILINE))
+    whole = "".join(re.findall(r"^pytestmark = (?:\[\n(?: .*\n)*\]|.*)$", text, re.MULTILINE))
     if not case:
         return whole + "".join(re.findall(r"^@pytest\.mark\.real$", text, re.MULTILINE))
     found = re.search(rf"^(?:async )?def {case}\(", text, re.MULTILINE)
@@ -76,6 +77,6 @@ def _of(root: Path, proof: str) -> str | None:
 
 
 def _is_soon(proof: str, entries: Sequence[str], head: str) -> bool:
-    if "mark.real" not in head:
+    if not re.search(_REAL, head, re.MULTILINE):
         return True
     return any(gate.names(each, proof) or each.startswith(proof) for each in entries)

@@ -35,6 +35,15 @@ def test_factor_is_measured_once_and_can_be_said(
     assert waiting.limit(3.0) == 3.0 * waiting.HEADROOM * 20.0
 
 
+def test_what_cannot_be_measured_is_no_reason_to_fail(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(patience.NAME, raising=False)
+    (tmp_path / "file").touch()
+    assert patience.ensure(tmp_path / "file" / "build") == 1.0
+    assert "nothing could be measured" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("told", ["0.5", "many", "inf", "nan"])
 def test_a_wrong_factor_is_named(told: str) -> None:
     with pytest.raises(ValueError, match=f"TEST_PATIENCE is '{told}'; it must be a number of 1"):
@@ -42,9 +51,12 @@ def test_a_wrong_factor_is_named(told: str) -> None:
 
 
 def test_a_pause_of_the_machine_counts_as_one_round() -> None:
-    now = iter([0.0, 1.0, 1000.0, 1001.0, 1002.0, 1004.5])
+    now = iter([0.0, 1.0, 20.0, 21.0, 22.0, 24.5])
     clock = waiting._Rounds(9.0, lambda: next(now))
     assert [clock.over() for _ in range(5)] == [False, False, False, False, True]
+    now = iter([0.0, 1.0, 28.0])  # three times as long is too long, whatever it was
+    clock = waiting._Rounds(9.0, lambda: next(now))
+    assert [clock.over() for _ in range(2)] == [False, True]
 
 
 def test_what_never_comes_is_named_with_how_things_are(monkeypatch: pytest.MonkeyPatch) -> None:

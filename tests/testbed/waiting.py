@@ -22,6 +22,7 @@ PAUSE_SECONDS = 0.02
 GUEST_PAUSE_SECONDS = 0.3  # under emulation, where asking takes long
 HEADROOM = 4.0  # the machine may become busy after it was measured
 ROUND_SECONDS = 5.0  # the most that one round counts
+LONGEST = 3.0  # no pause makes a wait so many times as long
 
 
 def limit(seconds: float) -> float:
@@ -79,7 +80,7 @@ class _Rounds:
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
         self._now = now
-        self._last = now()
+        self._begun = self._last = now()
         self._spent = 0.0
 
     def over(self) -> bool:
@@ -87,7 +88,7 @@ class _Rounds:
         now = self._now()
         self._spent += min(now - self._last, ROUND_SECONDS)
         self._last = now
-        return self._spent > self.seconds
+        return self._spent > self.seconds or now - self._begun > LONGEST * self.seconds
 
 
 def _late(seconds: float, what: str, detail: Callable[[], object] | None) -> AssertionError:

@@ -223,9 +223,9 @@ def settings(stage: Stage, **changes: Any) -> AuditSettings:
         "names": [blockdev.NAMES],
         "settle": "200ms",
         "clear_after": "1s",
-        # As by default, for a quiet machine.
-        "look_timeout": f"{waiting.limit(5.0):g}s",
-        "cluster_timeout": f"{waiting.limit(8.0):g}s",
+        # As by default, for a quiet machine. The settings allow no more than 300 s.
+        "look_timeout": f"{min(300.0, waiting.limit(5.0)):g}s",
+        "cluster_timeout": f"{min(300.0, waiting.limit(8.0)):g}s",
         "logs": {"kernel": False, "sources": []},
     }
     return AuditSettings.model_validate(data | changes)
