@@ -81,6 +81,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = str(seed)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of modules that are real as a whole a run of unit tests reads only the mark."""
+    if config.option.markexpr != gate.UNIT or not collection_path.name.startswith("test_"):
+        return None
+    return True if gate.is_real_whole(collection_path.read_text()) else None
+
+
 def pytest_make_parametrize_id(val: object) -> str | None:
     return long_ids.name(val)
 

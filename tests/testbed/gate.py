@@ -5,12 +5,14 @@ A line is a folder, a file, a test or one case of it, as pytest writes it: ``tes
 begins a comment. Unit tests are in every run and need no line.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
 FILE = Path(__file__).parents[1] / "gate.txt"
+UNIT = "not real"  # the expression of marks for unit tests
 
 
 def lines(text: str) -> list[str]:
@@ -44,6 +46,16 @@ def unknown(
     ]
 
 
+def module_marks(text: str) -> str:
+    """The marks that a module with this text gives to all its tests."""
+    return "".join(re.findall(r"^pytestmark = (?:\[\n(?: .*\n)*\]|.*)$", text, re.MULTILINE))
+
+
+def is_real_whole(text: str) -> bool:
+    """Whether every test of a module with this text has the mark ``real``."""
+    return re.search(r"\bpytest\.mark\.real\b", module_marks(text)) is not None
+
+
 def mark(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what the file names. UsageError when it names what is not there."""
     entries = lines(FILE.read_text())
@@ -52,6 +64,7 @@ def mark(config: pytest.Config, items: list[pytest.Item]) -> None:
         if any(names(entry, item.nodeid) for entry in entries):
             item.add_marker(pytest.mark.gate)
     whole = not any("::" in str(each) for each in config.args) and not config.getoption("lf", False)
+    whole = whole and config.option.markexpr != UNIT  # that reads no module of real tests
     ids = [item.nodeid for item in items]
     if whole and (wrong := unknown(entries, (item.nodeid for item in real), ids)):
         raise pytest.UsageError(f"{FILE.name} names no real test with: {', '.join(wrong)}")

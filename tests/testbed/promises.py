@@ -66,7 +66,7 @@ def _of(root: Path, proof: str) -> str | None:
     if not file.exists():
         return None
     text = file.read_text()
-    whole = "".join(re.findall(r"^pytestmark = (?:\[\n(?: .*\n)*\]|.*)$", text, re.MULTILINE))
+    whole = gate.module_marks(text)
     if not case:
         return whole + "".join(re.findall(r"^@pytest\.mark\.real$", text, re.MULTILINE))
     found = re.search(rf"^(?:async )?def {case}\(", text, re.MULTILINE)

@@ -20,6 +20,13 @@ def test_an_entry_is_a_folder_a_file_a_test_or_a_case() -> None:
     assert named("tests/a.py::test_x[2]") == [IDS[1]]
 
 
+def test_a_module_is_real_as_a_whole_by_its_own_mark() -> None:
+    assert gate.is_real_whole("import os\npytestmark = pytest.mark.real\n")
+    assert gate.is_real_whole("pytestmark = [\n    pytest.mark.real,\n]\nx = 1\n")
+    assert not gate.is_real_whole("pytestmark = pytest.mark.timeout(3)\n@pytest.mark.real\n")
+    assert not gate.is_real_whole("")
+
+
 def test_comments_are_no_entries_and_a_wrong_name_is_found() -> None:
     entries = gate.lines(
         "# head\n\ntests/a.py::test_x[2]  # why\ntests/a.py::test_gone\ntests/c.py\n"
