@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import re
 import time
+import urllib.parse
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,13 +81,18 @@ class Method(Generic[RequestT, ResponseT]):
     def error(self, error: grpc.aio.AioRpcError, *, gone: bool) -> base.RuntimeCallError:
         """A gRPC status as an error of ours, with the runtime's words, shortened."""
         code = error.code()
-        details = (error.details() or code.name)[:1000]
+        details = _plain(error.details() or code.name)[:1000]
         if gone:
             remedy = "check that it runs and that preheat.socket is its socket"
             return base.RuntimeGoneError(self._name, details, remedy, code.name)
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return base.RuntimeSlowError(self._name, "no answer in time", "", code.name)
         return base.RuntimeCallError(self._name, details, "", code.name)
+
+
+def _plain(details: str) -> str:
+    """gRPC writes the socket's path as in an address: %20 for a space."""
+    return re.sub(r"\bunix:\S+", lambda address: urllib.parse.unquote(address[0]), details)
 
 
 def require(condition: bool, what: str) -> None:
@@ -151,7 +157,7 @@ class Connection:
     def channel(self) -> grpc.aio.Channel:
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(
-                f"unix://{self._socket}",
+                f"unix:{urllib.parse.quote(str(self._socket))}",
                 options=[
                     ("grpc.max_receive_message_length", LARGEST_ANSWER),
                     ("grpc.max_send_message_length", LARGEST_REQUEST + 65536),

@@ -1,5 +1,6 @@
 import os
 import select
+import shlex
 import shutil
 import subprocess
 import threading
@@ -64,7 +65,9 @@ def test_exec_permission_decides_and_shows_the_arguments(area: Path, allow: bool
         answering = threading.Thread(target=_answered, args=(guard, allow, seen))
         answering.start()
         # The shell executes it: a thread of this process could not answer to its own vfork.
-        done = subprocess.run(["sh", "-c", f"{program} one 'two words'"], capture_output=True)
+        done = subprocess.run(
+            ["sh", "-c", f"{shlex.quote(str(program))} one 'two words'"], capture_output=True
+        )
         answering.join()
     finally:
         os.close(guard.fd)
@@ -76,7 +79,7 @@ def test_a_closed_guard_allows_what_waits(area: Path) -> None:
     program = shutil.copy("/bin/true", area / "program")
     guard = fanotify.ExecPermission()
     guard.mark(str(program))
-    with subprocess.Popen(["sh", "-c", str(program)]) as asking:
+    with subprocess.Popen(["sh", "-c", shlex.quote(str(program))]) as asking:
         assert select.select([guard.fd], [], [], waiting.limit(20))[0]  # it asks
         assert asking.poll() is None
         os.close(guard.fd)

@@ -157,7 +157,7 @@ def test_bundle_opens_has_an_index_and_no_secret(busy: agent.Agent, area: Path) 
     assert json.loads(files["api/datasets.json"])["datasets"][0]["name"] == "coco"
     assert json.loads(files["api/status.json"])["verdict"] == "well"
     assert "nodeagent_component_ready" in files["metrics.txt"]
-    assert str(busy.views) in files["kernel/mountinfo"]
+    assert str(busy.views).replace(" ", "\\040") in files["kernel/mountinfo"]
     assert json.loads(files["settings.json"])["cache"]["datasets"][0]["name"] == "coco"
     assert json.loads(files["state/odd.json"])["b"] == 1
     assert "state/secrets/s.json" not in files

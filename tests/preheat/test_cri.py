@@ -69,6 +69,39 @@ async def test_change_refuses_a_foreign_lease_and_other_requests(broken: cri.Cri
         await broken.connection.change(cri.PULL_IMAGE, request)
 
 
+async def test_socket_of_any_name_is_called_and_named(tmp_path: Path) -> None:
+    async def answer(request: bytes, context: object) -> bytes:
+        return cri_pb2.VersionResponse(runtime_name="here").SerializeToString()
+
+    plain, odd = tmp_path / "plain", tmp_path / "a %20#b?c"
+    server = grpc.aio.server()
+    handler: Any = grpc.unary_unary_rpc_method_handler(answer)
+    generic = grpc.method_handlers_generic_handler(
+        "runtime.v1.RuntimeService", {"Version": handler}
+    )
+    server.add_generic_rpc_handlers((generic,))
+    server.add_insecure_port(f"unix:{plain}")
+    await server.start()
+    runtime = cri.CriRuntime(odd)
+    try:
+        with pytest.raises(base.RuntimeGoneError) as gone:
+            await runtime.connection.read(cri.VERSION, cri.VERSION.request())
+        assert str(odd) in str(gone.value)
+        odd.symlink_to(plain)
+        answered = await waiting.until_async(lambda: _version(runtime), 30, "an answer")
+        assert answered.runtime_name == "here"
+    finally:
+        await runtime.close()
+        await server.stop(None)
+
+
+async def _version(runtime: cri.CriRuntime) -> cri_pb2.VersionResponse | None:
+    try:
+        return await runtime.connection.read(cri.VERSION, cri.VERSION.request())
+    except base.RuntimeCallError:
+        return None  # it connects anew in a moment
+
+
 async def test_missing_socket_does_not_trip_the_breaker(tmp_path: Path) -> None:
     runtime = cri.CriRuntime(tmp_path / "nobody")
     try:

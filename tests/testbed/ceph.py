@@ -400,7 +400,8 @@ class CephCluster:
     def mounted(self, target: Path, *options: str) -> Iterator[Path]:
         """CephFS by ceph-fuse at ``target`` with ceph-fuse's own defaults plus ``options``."""
         target.mkdir(parents=True, exist_ok=True)
-        self.run("ceph-fuse", "-c", str(self.conf), "-n", "client.admin", str(target), *options)
+        command = ("ceph-fuse", "-c", str(self.conf), "-n", "client.admin", str(target), *options)
+        self.run(*command, *_ANY_PATH)
         try:
             yield target
         finally:
@@ -411,6 +412,13 @@ class CephCluster:
                 )
             # umount returns before the process of ceph-fuse has ended.
             waiting.until(lambda: not _is_served(target), 40, f"ceph-fuse of {target} to end")
+
+
+# ceph-fuse trims its cache by a remount through a shell that does not quote the path, and ends when
+# that fails. The agent mounts where no path is odd; the tests need no trimming.
+_ANY_PATH = (
+    "--client_die_on_failed_remount=false", "--client_die_on_failed_dentry_invalidate=false",
+)  # fmt: skip
 
 
 def _is_stopped(pid: int) -> bool:

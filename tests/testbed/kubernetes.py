@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import random
+import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -273,7 +274,12 @@ class Kubernetes:
         """Start the node, also after ``power_off``. Its pods come back later."""
         loop = self._attach(self.folder / "disk.img")
         (self.folder / "node.sh").write_text(
-            node_files.NODE_SCRIPT.format(folder=self.folder, bin=BIN, disk=loop, boot=BOOT)
+            node_files.NODE_SCRIPT.format(
+                folder=shlex.quote(str(self.folder)),
+                bin=shlex.quote(str(BIN)),
+                disk=loop,
+                boot=BOOT,
+            )
         )
         self._spawn(
             "node", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
