@@ -45,15 +45,19 @@ class Calls:
     """Has a call on ``folder`` fail in the passes that are started while it is armed."""
 
     def __init__(self, area: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        library, file = area / "nth_call.so", area / "nth_call"
-        build = ["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"]
+        built, file = area / "nth_call.so", area / "nth_call"
+        build = ["gcc", "-shared", "-fPIC", "-O1", "-o", str(built), str(SOURCE), "-ldl"]
         subprocess.run(build, check=True, timeout=waiting.limit(60))
+        # LD_PRELOAD ends a path at a space. This one lies in memory, and goes with this process.
+        self._library = os.memfd_create("nth_call.so", 0)
+        os.write(self._library, built.read_bytes())
+        library = f"/proc/{os.getpid()}/fd/{self._library}"
         file.write_bytes(bytes(mmap.PAGESIZE))
         with file.open("r+b") as opened:
             self._page = mmap.mmap(opened.fileno(), mmap.PAGESIZE)
         self.state = Control.from_buffer(self._page)
         self.fired = 0  # calls that were made to fail
-        patch.setenv("LD_PRELOAD", str(library))
+        patch.setenv("LD_PRELOAD", library)
         patch.setenv("NTH_CALL", str(file))
         patch.setenv("NTH_CALL_FOLDER", str(folder))
 
