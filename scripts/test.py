@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.testbed import gate, machine, patience
+from tests.testbed import examples, gate, machine, patience
 
 MOST = 5
 LOOKS = 2
@@ -39,9 +39,8 @@ NO_TESTS = 5  # of pytest's exit codes; 1: tests failed
 PASS_SECONDS = {"gate": 60 * 60, "long": 8 * 60 * 60}
 # The groups of tests/conftest.py in its order: the longest first, and not the one with most tests.
 IN_TWO = ("--numprocesses", "2", "--dist", "loadgroup", "--no-loadscope-reorder")
-UNIT = ("-m", "not real", *IN_TWO)
-DRAWN = ("-m", "(hypothesis or random) and not real", *IN_TWO)
-SEED = "TEST_SEED"  # tests/testbed/examples.py
+UNIT = ("-m", gate.UNIT, *IN_TWO)
+DRAWN = ("-m", f"(hypothesis or random) and {gate.UNIT}", *IN_TWO)
 LARGE = ("tests/e2e/test_promises.py", "tests/deploy/test_node_rounds.py")
 # Others are not even read. In order: a fixture of a folder is made once.
 NAMED = sorted(each for each in gate.files() if Path(each).exists())
@@ -197,8 +196,8 @@ def tell(passes: Sequence[Pass], red: str) -> None:
     ]
     text = json.dumps({"red": red, "load": os.getloadavg(), "tests": records}, indent=1)
     (REPORT / "unsteady.json").write_text(text)
-    if seed := os.environ.get(SEED):
-        print(f"\nThe examples were drawn with {SEED}={seed}.")
+    if seed := os.environ.get(examples.NAME):
+        print(f"\nThe examples were drawn with {examples.NAME}={seed}.")
     strangers = REPORT / "strangers.txt"
     if strangers.exists():
         print("\nWARNING: this machine has what a fresh one lacks ('make test-fresh' judges):")
@@ -238,16 +237,19 @@ def main(chosen: str, *words: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda which, _: sys.exit(128 + which))
     if chosen == "long":  # a second look has the same examples
-        print(f"seed of drawn examples: {SEED}={os.environ.setdefault(SEED, new_seed())}")
+        seed = os.environ.setdefault(examples.NAME, new_seed())
+        print(f"seed of drawn examples: {examples.NAME}={seed}")
     passes: list[Pass] = []
+    # A caller who names files means these, and not those of the gate.
+    named = any(Path(word.partition("::")[0]).exists() for word in words)
+    left_out = set(NAMED) if named else set()
     with contextlib.ExitStack() as stack:
         for name, of in SETS[chosen].items():
             if of not in (UNIT, DRAWN):
                 # To the end, second looks included. The limit of a pass is not for waiting.
                 stack.enter_context(machine.held())
-            if any(Path(word.partition("::")[0]).exists() for word in words):
-                of = [each for each in of if each not in NAMED]  # the caller names others
-            passes.append(run(name, [*of, *words], limit))
+            kept = [each for each in of if each not in left_out]
+            passes.append(run(name, [*kept, *words], limit))
             if passes[-1].broken:
                 break
         red, again = verdict(passes, picked=bool(words))

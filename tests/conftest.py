@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Hypothesis imports it in the middle of a test, where parsing it anew for pytest's asserts made the
-# interpreter fail once ("AST constructor recursion depth mismatch").
 import pytest
 from xdist import workermanage
 

@@ -29,6 +29,7 @@ import grpc.aio
 from google.protobuf import empty_pb2
 from google.protobuf.message import DecodeError, Message
 
+import kit.sockets
 from preheat import manifest
 from preheat.runtimes import base, cri_pb2
 
@@ -157,7 +158,7 @@ class Connection:
     def channel(self) -> grpc.aio.Channel:
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(
-                f"unix:{urllib.parse.quote(str(self._socket))}",
+                kit.sockets.grpc_address(self._socket),
                 options=[
                     ("grpc.max_receive_message_length", LARGEST_ANSWER),
                     ("grpc.max_send_message_length", LARGEST_REQUEST + 65536),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from linux import mountinfo
-from tests.testbed import trees, waiting
+from tests.testbed import leftovers, trees, waiting
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "build" / "bench"
@@ -184,10 +184,7 @@ def clear(folder: Path) -> None:
         if not pids:
             break
         time.sleep(0.1)
-    subprocess.run(  # immutable places of views
-        ["chattr", "-R", "-f", "-i", str(folder)],
-        check=False, capture_output=True, timeout=waiting.limit(60),
-    )  # fmt: skip
+    leftovers.make_mutable(folder)
     shutil.rmtree(folder)
 
 

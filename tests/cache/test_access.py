@@ -16,12 +16,8 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
 def reads(path: Path, user: int) -> bool:
     command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "cat", str(path)]
-    return (
-        subprocess.run(
-            command, capture_output=True, check=False, timeout=waiting.limit(30)
-        ).returncode
-        == 0
-    )
+    done = subprocess.run(command, capture_output=True, check=False, timeout=waiting.limit(30))
+    return done.returncode == 0
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from linux import mountinfo
+from tests.cache import test_access
 from tests.testbed import ceph, held, leftovers, trees, waiting
 from tests.testbed.agent import Agent
 
@@ -271,14 +272,7 @@ def test_acls_are_kept_and_obeyed(
     node.folder.chmod(0o755)
 
     def reads(name: str, user: int) -> bool:
-        command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "cat"]
-        path = str(node.view("a") / name)
-        return (
-            subprocess.run(
-                [*command, path], capture_output=True, timeout=waiting.limit(30)
-            ).returncode
-            == 0
-        )
+        return test_access.reads(node.view("a") / name, user)
 
     assert reads("d0/f00000", granted)
     assert not reads("d0/f00000", refused)

@@ -1,6 +1,7 @@
 """The connection to a runtime: the breaker, and answers that cannot be read."""
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -31,26 +32,35 @@ def test_breaker_rests_longer_each_time_and_forgets() -> None:
     assert breaker.rests == 1.0
 
 
-@pytest_asyncio.fixture
-async def broken(tmp_path: Path) -> AsyncIterator[cri.CriRuntime]:
-    """A runtime whose answers are no messages."""
+@contextlib.asynccontextmanager
+async def answering(socket: Path, answer: bytes) -> AsyncIterator[None]:
+    """A runtime that says the same to everything."""
 
-    async def answer(request: bytes, context: object) -> bytes:
-        return b"\xff"
+    async def answered(request: bytes, context: object) -> bytes:
+        return answer
 
     server = grpc.aio.server()
     for service, method in (("RuntimeService", "Version"), ("ImageService", "PullImage")):
-        handler: Any = grpc.unary_unary_rpc_method_handler(answer)
+        handler: Any = grpc.unary_unary_rpc_method_handler(answered)
         generic = grpc.method_handlers_generic_handler(f"runtime.v1.{service}", {method: handler})
         server.add_generic_rpc_handlers((generic,))
-    server.add_insecure_port(f"unix://{tmp_path}/socket")
+    server.add_insecure_port(f"unix://{socket}")
     await server.start()
-    runtime = cri.CriRuntime(tmp_path / "socket")
     try:
-        yield runtime
+        yield
     finally:
-        await runtime.close()
         await server.stop(None)
+
+
+@pytest_asyncio.fixture
+async def broken(tmp_path: Path) -> AsyncIterator[cri.CriRuntime]:
+    """A runtime whose answers are no messages."""
+    async with answering(tmp_path / "socket", b"\xff"):
+        runtime = cri.CriRuntime(tmp_path / "socket")
+        try:
+            yield runtime
+        finally:
+            await runtime.close()
 
 
 async def test_broken_answer_is_an_error_not_none(broken: cri.CriRuntime) -> None:
@@ -70,29 +80,19 @@ async def test_change_refuses_a_foreign_lease_and_other_requests(broken: cri.Cri
 
 
 async def test_socket_of_any_name_is_called_and_named(tmp_path: Path) -> None:
-    async def answer(request: bytes, context: object) -> bytes:
-        return cri_pb2.VersionResponse(runtime_name="here").SerializeToString()
-
     plain, odd = tmp_path / "plain", tmp_path / "a %20#b?c"
-    server = grpc.aio.server()
-    handler: Any = grpc.unary_unary_rpc_method_handler(answer)
-    generic = grpc.method_handlers_generic_handler(
-        "runtime.v1.RuntimeService", {"Version": handler}
-    )
-    server.add_generic_rpc_handlers((generic,))
-    server.add_insecure_port(f"unix:{plain}")
-    await server.start()
+    answer = cri_pb2.VersionResponse(runtime_name="here").SerializeToString()
     runtime = cri.CriRuntime(odd)
     try:
         with pytest.raises(base.RuntimeGoneError) as gone:
             await runtime.connection.read(cri.VERSION, cri.VERSION.request())
         assert str(odd) in str(gone.value)
-        odd.symlink_to(plain)
-        answered = await waiting.until_async(lambda: _version(runtime), 30, "an answer")
+        async with answering(plain, answer):
+            odd.symlink_to(plain)
+            answered = await waiting.until_async(lambda: _version(runtime), 30, "an answer")
         assert answered.runtime_name == "here"
     finally:
         await runtime.close()
-        await server.stop(None)
 
 
 async def _version(runtime: cri.CriRuntime) -> cri_pb2.VersionResponse | None:

@@ -9,7 +9,7 @@ of 0 does not wait.
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 _ASYNC = {"timeout": 0, "wait_for": 1}  # of asyncio: which argument
 _METHODS = {"wait", "join", "result"}
@@ -26,10 +26,14 @@ def numbers(source: str) -> Iterator[ast.Constant]:
     if not _MAY_HAVE.search(source):
         return
     for node in ast.walk(ast.parse(source)):
+        found: Iterable[ast.expr] = ()
         if isinstance(node, ast.Call) and not _is_mark(node.func):
-            yield from (each for each in _limits(node) if _seconds(each))  # type: ignore[misc]
+            found = _limits(node)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from (each for each in _defaults(node.args) if _seconds(each))  # type: ignore[misc]
+            found = _defaults(node.args)
+        for each in found:
+            if isinstance(each, ast.Constant) and _seconds(each):
+                yield each
 
 
 def _limits(call: ast.Call) -> Iterator[ast.expr]:
@@ -57,8 +61,8 @@ def _defaults(of: ast.arguments) -> Iterator[ast.expr]:
 
 
 def _seconds(node: ast.expr) -> float:
-    known = isinstance(node, ast.Constant) and type(node.value) in (int, float)
-    return float(node.value) if known else 0.0  # type: ignore[attr-defined]
+    value = node.value if isinstance(node, ast.Constant) else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
 
 
 def _is_mark(function: ast.expr) -> bool:

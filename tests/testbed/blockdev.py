@@ -76,13 +76,11 @@ def mount_image(image: Path, target: Path, options: str = "rw") -> None:
     one whose file hangs.
     """
     read_only = ["--read-only"] if "ro" in options.split(",") else []
-    limit = waiting.limit(60)
-    attach = ("losetup", "--find", "--show", *read_only, str(image))
-    device = run(*attach, timeout=limit).stdout.strip()
+    device = run("losetup", "--find", "--show", *read_only, str(image)).stdout.strip()
     try:
-        run("mount", "-o", options, device, str(target), timeout=limit)
+        run("mount", "-o", options, device, str(target))
     finally:
-        run("losetup", "--detach", device, timeout=limit)
+        run("losetup", "--detach", device)
 
 
 def detach(device: str, folder: str) -> None:

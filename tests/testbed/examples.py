@@ -9,6 +9,10 @@ import os
 
 import hypothesis
 
+# Hypothesis imports it in the middle of a test, where parsing it anew for pytest's asserts made the
+# interpreter fail once ("AST constructor recursion depth mismatch").
+import hypothesis.internal.conjecture.optimiser
+
 NAME = "TEST_SEED"
 USUAL = 40  # of a property that says nothing else
 MORE = 10

@@ -13,6 +13,7 @@ import pytest
 
 FILE = Path(__file__).parents[1] / "gate.txt"
 UNIT = "not real"  # the expression of marks for unit tests
+REAL = r"\bpytest\.mark\.real\b"
 
 
 def lines(text: str) -> list[str]:
@@ -53,7 +54,7 @@ def module_marks(text: str) -> str:
 
 def is_real_whole(text: str) -> bool:
     """Whether every test of a module with this text has the mark ``real``."""
-    return re.search(r"\bpytest\.mark\.real\b", module_marks(text)) is not None
+    return re.search(REAL, module_marks(text)) is not None
 
 
 def mark(config: pytest.Config, items: list[pytest.Item]) -> None:

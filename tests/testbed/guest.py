@@ -128,8 +128,7 @@ def replay(
                 f"{exported}cd {shlex.quote(root)}\nmodprobe -a {modules}\n"
                 f"python {shlex.join((str(program), *words))}\n"
             )
-            return run(
-                script, seen, timeout=waiting.limit(2000)
-            ), cluster.fsid  # emulation on a busy machine
+            # Emulation on a busy machine.
+            return run(script, seen, timeout=waiting.limit(2000)), cluster.fsid
         finally:
             cluster.stop()

@@ -374,9 +374,8 @@ def attempts(where: cell.Cell, device: str) -> Iterator[Attempts]:
         yield made
     finally:  # whatever else failed: an open that was let through is worse
         try:
-            out, _ = process.communicate(
-                timeout=waiting.limit(30)
-            )  # its input ends, and so does it
+            # Its input ends, and so does it.
+            out, _ = process.communicate(timeout=waiting.limit(30))
             made.outcomes = json.loads(out)
         finally:
             process.kill()

@@ -120,6 +120,14 @@ def detach_loops(folder: Path) -> None:
                 subprocess.run(command, check=False, capture_output=True, timeout=waiting.limit(30))
 
 
+def make_mutable(folder: Path) -> None:
+    """Places of views are immutable, so that nobody writes below a mount that is missing."""
+    subprocess.run(
+        ["chattr", "-R", "-f", "-i", str(folder)],
+        check=False, capture_output=True, timeout=waiting.limit(300),
+    )  # fmt: skip
+
+
 def clear(folder: Path, *, keep: bool = False) -> None:
     """Processes, mounts, loops, then the files (unless ``keep``)."""
     # A ceph-fuse that is killed leaves a session at the MDS, and other clients wait for what it
@@ -133,10 +141,7 @@ def clear(folder: Path, *, keep: bool = False) -> None:
     if not keep and folder.exists():
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():  # paths too long for rmtree, immutable places of views
-            subprocess.run(
-                ["chattr", "-R", "-f", "-i", str(folder)],
-                check=False, capture_output=True, timeout=waiting.limit(300),
-            )  # fmt: skip
+            make_mutable(folder)
             subprocess.run(["rm", "-rf", str(folder)], check=False, timeout=waiting.limit(300))
 
 

@@ -5,7 +5,7 @@ any callable; its first true value is returned. ``detail`` is called when the ti
 how things are instead.
 
 The seconds of a test are for a quiet machine. Waits get ``limit`` of them, because a test that is
-late has found nothing wrong; so does every other timeout of a test (``test_bare_timeouts.py``).
+late has found nothing wrong; so does every other timeout of a test (``bare_timeouts.py``).
 Waits count what their own rounds took. A pause of the whole machine counts as one round.
 """
 

@@ -83,9 +83,9 @@ class Stage:
         number: int | None = None,
     ) -> str:
         options = [*(["-r"] if read_only else []), *(["-P"] if partitions else [])]
-        device = blockdev.loop(image, number, options=options)
-        node = device.__enter__()
-        self._undo.append(lambda: device.__exit__(None, None, None))
+        attached = contextlib.ExitStack()
+        node = attached.enter_context(blockdev.loop(image, number, options=options))
+        self._undo.append(attached.close)
         if fs == "ext4":
             run("mkfs.ext4", "-q", "-F", node)
         elif fs == "xfs":

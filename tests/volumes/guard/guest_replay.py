@@ -22,6 +22,7 @@ from ceph.settings import ClusterSettings
 from linux import blockdev
 from tests.testbed import formatters, waiting
 from tests.volumes.guard import guest_luks, guest_nbd, guest_raw
+from tests.volumes.guard.guest_shell import run, say
 from volumes import settings
 from volumes import status as volume_status
 from volumes.guard import controller
@@ -30,21 +31,6 @@ from volumes.guard.kernel import Mode
 CONF, MONITOR, _, SECRET = sys.argv[1:]
 TARGET = "/run/target"
 findings: list[kit.findings.Finding] = []
-
-
-def say(text: str) -> None:
-    print(f"check: {text}", flush=True)
-
-
-def run(*command: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        check=False,
-        timeout=waiting.limit(60),
-    )
 
 
 def attach(image: str) -> str:

@@ -4,7 +4,6 @@ refused (internal/rbd/nodeserver.go, undoStagingTransaction). Says ``check: text
 import asyncio
 import errno
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.testbed import formatters, waiting
+from tests.volumes.guard.guest_shell import run, say
 from volumes import settings
 from volumes.guard import controller
 from volumes.guard.kernel import Mode
@@ -27,23 +27,8 @@ MOST_STAGES = 7
 LEASE_SECONDS = 40.0
 
 
-def say(text: str) -> None:
-    print(f"check: {text}", flush=True)
-
-
 def figure(text: str) -> None:
     print(f"figure: {text}", flush=True)
-
-
-def run(*command: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        check=False,
-        timeout=waiting.limit(60),
-    )
 
 
 class Csi:
