@@ -34,6 +34,9 @@ fetch() {
   printf '%s' "$*" >"$stamp"
 }
 
-fetch bookworm containerd runc docker-registry busybox-static  # containerd 1.6.20
-fetch trixie containerd                         # containerd 1.7.24
-fetch sid containerd                            # containerd 2.x
+# Beside one another: each waits for the network most of the time. What each says comes whole.
+started=()
+fetch bookworm containerd runc docker-registry busybox-static & started+=($!)  # containerd 1.6.20
+fetch trixie containerd & started+=($!)                                        # containerd 1.7.24
+fetch sid containerd & started+=($!)                                           # containerd 2.x
+for each in "${started[@]}"; do wait "$each"; done

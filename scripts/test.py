@@ -232,6 +232,7 @@ def main(chosen: str, *words: str) -> int:
     slow = patience.ensure(REPORT)
     limit = PASS_SECONDS[chosen] * slow
     print(f"limits are stretched by {slow:g}, as slow as this machine is; {patience.NAME} says it")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each worker would compile every file again
     os.environ.update({name: os.environ.get(name, size) for name, size in SIZES[chosen].items()})
     # A shell has its background ignore Ctrl-C; pytest does not inherit that from us then.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

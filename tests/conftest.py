@@ -3,6 +3,7 @@
 Real tests that tests/gate.txt names have the mark ``gate``; scripts/test.py runs the two sets.
 """
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -60,10 +61,13 @@ def _group(item: pytest.Item) -> str:
     if item.get_closest_marker("guest"):
         return "guest"
     room = item.path.relative_to(TESTS).parts[0]
-    if room in ("volumes", "linux") or _NODES & set(getattr(item, "fixturenames", ())):
+    needs = set(getattr(item, "fixturenames", ()))
+    if needs & _NODES:
         return "host"
-    if "cluster" in getattr(item, "fixturenames", ()):
+    if "cluster" in needs:
         return "cluster"
+    if room in ("volumes", "linux"):
+        return "host"
     return room if room in ("preheat", "kube") else str(item.path.relative_to(TESTS))
 
 
@@ -111,6 +115,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(group))
     order = {group: rank for rank, group in enumerate(_FIRST)} | {"": len(_FIRST) + 1}
     items.sort(key=lambda item: (order.get(groups[item], len(_FIRST)), _shared(item)))
+
+
+def pytest_collection_finish() -> None:
+    """What was read stays to the end: the collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # sending it to the main process may break, too

@@ -1,5 +1,6 @@
 """A dataset: its next action over every combination of facts."""
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -8,14 +9,18 @@ from cache.view import Stage
 
 FLAGS = [name for name in Facts.__dataclass_fields__ if name != "stage"]
 
-EVERY = [
-    facts
-    for stage in Stage
-    for flags in itertools.product((False, True), repeat=len(FLAGS))
-    if (facts := Facts(stage, **dict(zip(FLAGS, flags, strict=True)))).servable
-    # A block image has neither directories nor an overlay.
-    or not (facts.skeleton or facts.stage is Stage.OVERLAY)
-]
+
+@functools.cache
+def every() -> list[Facts]:
+    """Made by the first test that wants it: every worker reads this module, and few run it."""
+    return [
+        facts
+        for stage in Stage
+        for flags in itertools.product((False, True), repeat=len(FLAGS))
+        if (facts := Facts(stage, **dict(zip(FLAGS, flags, strict=True)))).servable
+        # A block image has neither directories nor an overlay.
+        or not (facts.skeleton or facts.stage is Stage.OVERLAY)
+    ]
 
 
 def trusted(facts: Facts) -> bool:
@@ -24,7 +29,7 @@ def trusted(facts: Facts) -> bool:
 
 
 def test_store_is_published_only_when_complete_and_trusted() -> None:
-    for facts in EVERY:
+    for facts in every():
         if next_action(facts) is Action.PUBLISH_STORE:
             assert facts.complete
             assert facts.store_usable
@@ -32,7 +37,7 @@ def test_store_is_published_only_when_complete_and_trusted() -> None:
 
 
 def test_complete_dataset_needs_and_keeps_no_source() -> None:
-    for facts in filter(trusted, EVERY):
+    for facts in filter(trusted, every()):
         if facts.complete:
             wanted = Action.NOTHING if facts.stage is Stage.STORE else Action.PUBLISH_STORE
             if facts.stage is Stage.STORE:
@@ -44,7 +49,7 @@ def test_complete_dataset_needs_and_keeps_no_source() -> None:
 
 
 def test_source_is_released_only_when_not_needed() -> None:
-    for facts in EVERY:
+    for facts in every():
         if next_action(facts) is Action.RELEASE:
             assert trusted(facts)
             assert facts.complete
@@ -53,20 +58,20 @@ def test_source_is_released_only_when_not_needed() -> None:
 
 
 def test_overlay_needs_skeleton_or_overlay() -> None:
-    for facts in EVERY:
+    for facts in every():
         if next_action(facts) is Action.PUBLISH_OVERLAY:
             assert trusted(facts)
             assert facts.skeleton or facts.stage is Stage.OVERLAY
 
 
 def test_overlay_becomes_source_only_when_the_store_is_not_trusted() -> None:
-    for facts in filter(trusted, EVERY):
+    for facts in filter(trusted, every()):
         if facts.stage is Stage.OVERLAY:
             assert next_action(facts) is not Action.PUBLISH_SOURCE
 
 
 def test_unreachable_source_is_only_reached() -> None:
-    for facts in EVERY:
+    for facts in every():
         if not facts.reached and (not trusted(facts) or not facts.complete):
             wanted = Action.REACH if facts.reach_due else Action.NOTHING
             assert next_action(facts) is wanted
@@ -74,14 +79,14 @@ def test_unreachable_source_is_only_reached() -> None:
 
 def test_unknown_mount_is_replaced_as_soon_as_there_is_something_to_show() -> None:
     publishes = {Action.PUBLISH_SOURCE, Action.PUBLISH_OVERLAY, Action.PUBLISH_STORE}
-    for facts in EVERY:
+    for facts in every():
         source = facts.reached and facts.servable
         if facts.stage is Stage.UNKNOWN and (source or (facts.complete and trusted(facts))):
             assert next_action(facts) in publishes
 
 
 def test_generation_is_discarded_only_behind_a_view_of_the_source() -> None:
-    for facts in EVERY:
+    for facts in every():
         if next_action(facts) is Action.RENEW:
             assert facts.stale
             assert facts.reached
@@ -94,7 +99,7 @@ def test_generation_is_discarded_only_behind_a_view_of_the_source() -> None:
 
 
 def test_fill_is_queued_only_behind_a_view() -> None:
-    for facts in EVERY:
+    for facts in every():
         if next_action(facts) is Action.QUEUE:
             assert trusted(facts)
             if facts.servable:
@@ -105,7 +110,7 @@ def test_fill_is_queued_only_behind_a_view() -> None:
 
 
 def test_only_overlay_is_refreshed() -> None:
-    for facts in EVERY:
+    for facts in every():
         if next_action(facts) is Action.REFRESH:
             assert facts.stage is Stage.OVERLAY
             assert facts.refresh_due
@@ -134,7 +139,7 @@ def done(facts: Facts, action: Action) -> Facts:
 
 
 def test_actions_converge_on_the_best_view() -> None:
-    for facts in EVERY:
+    for facts in every():
         now = facts
         for _ in range(10):
             action = next_action(now)

@@ -1,5 +1,6 @@
 """Which generation follows: the decision, over every combination of facts."""
 
+import functools
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,19 @@ IDLE = Facts(
     earlier=(), keep=1, cramped=False, retire_due=True, left=False, shown=True,
 )  # fmt: skip
 FLAGS = [name for name, value in vars(IDLE).items() if isinstance(value, bool)]
-EVERY = [
-    Facts(**(vars(IDLE) | dict(zip(FLAGS, flags, strict=True))
-             | {"wanted": wanted, "coming": coming, "coming_state": state, "earlier": earlier}))
-    for wanted in ("", "a", "b", "c")
-    for coming, state in (("", ""), ("b", "new"), ("b", FITS), ("b", "complete"))
-    for earlier in ((), ("c",), ("c", "d"))
-    for flags in itertools.product((False, True), repeat=len(FLAGS))
-]  # fmt: skip
+
+
+@functools.cache
+def every() -> list[Facts]:
+    """Made by the first test that wants it: every worker reads this module, and few run it."""
+    return [
+        Facts(**(vars(IDLE) | dict(zip(FLAGS, flags, strict=True))
+                 | {"wanted": wanted, "coming": coming, "coming_state": state, "earlier": earlier}))
+        for wanted in ("", "a", "b", "c")
+        for coming, state in (("", ""), ("b", "new"), ("b", FITS), ("b", "complete"))
+        for earlier in ((), ("c",), ("c", "d"))
+        for flags in itertools.product((False, True), repeat=len(FLAGS))
+    ]  # fmt: skip
 
 
 def done(facts: Facts, step: Step) -> Facts:
@@ -59,7 +65,7 @@ def done(facts: Facts, step: Step) -> Facts:
 
 
 def test_only_what_is_complete_or_cannot_grow_serves() -> None:
-    for facts in EVERY:
+    for facts in every():
         match next_step(facts):
             case Step.SWITCH:
                 assert facts.coming_state in ("complete", FITS)
@@ -71,7 +77,7 @@ def test_only_what_is_complete_or_cannot_grow_serves() -> None:
 
 
 def test_one_at_a_time_is_filled() -> None:
-    for facts in EVERY:
+    for facts in every():
         step = next_step(facts)
         if step is Step.BEGIN:
             assert not facts.coming
@@ -94,14 +100,14 @@ def test_snapshot_that_comes_during_a_fill_waits() -> None:
 
 
 def test_no_more_than_kept_is_discarded() -> None:
-    for facts in EVERY:
+    for facts in every():
         if next_step(facts) is Step.RETIRE:
             assert facts.left or facts.cramped or len(facts.earlier) > facts.keep
 
 
 def test_steps_come_to_an_end() -> None:
     steps: dict[Facts, int] = {}  # until nothing is left to do
-    for facts in EVERY:
+    for facts in every():
         way, now = [], facts
         while now not in steps and (step := next_step(now)) is not Step.NOTHING:
             way.append(now)

@@ -34,7 +34,7 @@ round=0
 while :; do
   if /bin/busybox sha256sum -c -s SUMS; then round=$((round + 1)); echo round $round
   else echo ERROR after round $round; fi
-  sleep 0.1
+  sleep 0.4
 done
 """
 

@@ -260,7 +260,9 @@ class Kubernetes:
             "volumeStatsAggPeriod": "10s",
             "registryPullQPS": 0,
             "serializeImagePulls": False,
-            "featureGates": dict.fromkeys(self._gates, True),
+            # A container that ends is started again after a second, not after 10, 20, 40, ...
+            "crashLoopBackOff": {"maxContainerRestartPeriod": "1s"},
+            "featureGates": dict.fromkeys((*self._gates, "KubeletCrashLoopBackOffMax"), True),
         }
         (self.folder / "kubelet.yaml").write_text(json.dumps(kubelet))
         (self.folder / "containerd.toml").write_text(
@@ -299,6 +301,9 @@ class Kubernetes:
         backing = Path(f"/sys/block/loop{self._loop}/loop/backing_file")
         waiting.until(lambda: not backing.exists(), 30, "the node's disk to be free")
         self._detach()  # a free device is for every 'losetup -f' of the machine
+        # A boot begins without any; kubelet would ask 3 s about each container that they show.
+        tops = [root / self._cgroup for root in _controllers()]
+        waiting.until(lambda: all(list(map(_clear, tops))), 30, "the node's cgroups to go")
 
     def restart_kubelet(self) -> None:
         """It is back after a moment; its images are looked at again at its start."""
@@ -491,12 +496,18 @@ def remove_cgroup(name: str, roots: Sequence[Path] = ()) -> bool:
     """Whether nothing of the cgroup is left."""
     roots = roots or _controllers()
     for top in (root / name for root in reversed(roots)):  # the one that is held comes last
-        for folder in sorted((each for each in top.rglob("*") if each.is_dir()), reverse=True):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        _clear(top)
         with contextlib.suppress(OSError):
             top.rmdir()
     return not any((root / name).exists() for root in roots)
+
+
+def _clear(top: Path) -> bool:
+    """Remove the cgroups below, which have no process any more; whether none is left."""
+    for folder in sorted((each for each in top.rglob("*") if each.is_dir()), reverse=True):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+    return not any(each.is_dir() for each in top.rglob("*"))
 
 
 def free_subnet() -> str:

@@ -22,7 +22,7 @@ import xxhash
 
 # A job computes between its reads; readers that never pause would take the whole of a small
 # machine from what they watch. Times what the read took, and at most so many seconds.
-PAUSE = 2.0
+PAUSE = 6.0
 PAUSE_SECONDS = 0.05
 
 

@@ -36,14 +36,9 @@ while True:
 """
 
 
-@pytest.fixture(scope="module")
-def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CephCluster]:
-    cluster = CephCluster(tmp_path_factory.mktemp("ceph"), osd_bytes=4 * 2**30)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
+@pytest.fixture(scope="module", name="ceph")
+def _ceph(cluster: CephCluster) -> CephCluster:
+    return cluster
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ image (test_guest.py has real ones); everything that is asked of the cluster is 
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -28,15 +28,11 @@ HANG_SECONDS = 3.0
 
 
 @pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ceph.CephCluster]:
-    made = ceph.CephCluster(tmp_path_factory.mktemp("ceph"), osd_bytes=4 * 2**30)
-    try:
-        made.start()
-        made.run("rbd", "pool", "init", "rbd")
-        made.run("rbd", "namespace", "create", "rbd/team")
-        yield made
-    finally:
-        made.stop()
+def backend(cluster: ceph.CephCluster) -> ceph.CephCluster:
+    cluster.run("rbd", "pool", "init", "rbd")
+    if "team" not in cluster.run("rbd", "namespace", "list", "rbd"):
+        cluster.run("rbd", "namespace", "create", "rbd/team")
+    return cluster
 
 
 def _credentials(backend: ceph.CephCluster) -> ClusterSettings:
