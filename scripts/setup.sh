@@ -67,27 +67,22 @@ ceph_bindings() {
   done
 }
 
-parts() {
-  step scripts/runtimes.sh  # containerds and a registry, unpacked and not installed
-  step scripts/kubernetes.sh  # Kubernetes, etcd and helm, built once into a cache folder
-  step scripts/snapshotters.sh  # the stargz snapshotter, likewise
-}
-
-# pytest compiles a file of tests when it first reads it: half a minute, in each of its workers at once.
+# pytest compiles a file of tests when it first reads it: 15 s, in each of its workers at once.
 read_tests() {
   env -u PYTHONDONTWRITEBYTECODE TEST_PATIENCE=1 .venv/bin/python -m pytest -q --collect-only >/dev/null 2>&1 || true
 }
 
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT  # what is left when a step fails
+step environment
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT  # when a step fails
+if [[ " gate long " == *" $what "* ]] && [ -z "$(find tests -name '*-pytest-*.pyc' -print -quit)" ]; then read_tests & fi
 if [ "$what" != base ]; then
   mapfile -t names < <(grep -v '^#' scripts/packages.txt)
   [ ${#names[@]} -gt 0 ] || { say "scripts/packages.txt names no package"; exit 1; }
   step packages "${names[@]}"
-  parts & fetched=$!  # they wait for the network, and the environment computes
+  step scripts/runtimes.sh  # containerds and a registry, unpacked and not installed
+  step scripts/kubernetes.sh  # Kubernetes, etcd and helm, built once into a cache folder
+  step scripts/snapshotters.sh  # the stargz snapshotter, likewise
 fi
-step environment
-if [[ " gate long " == *" $what "* ]] && [ -z "$(find tests -name '*-pytest-*.pyc' -print -quit)" ]; then read_tests & fi
-if [ "$what" != base ]; then wait "$fetched"; fi
 ceph_bindings
 # An environment that forbids writing bytecode would compile every module at each start.
 .venv/bin/python -m compileall -q cache ceph kit kube linux nodeagent preheat volumes tests
