@@ -8,7 +8,7 @@ run: setup ; @scripts/demo.sh
 stop: ; @scripts/stop.sh
 test: ; @scripts/setup.sh gate && $(PY) scripts/test.py gate
 test-long: ; @scripts/setup.sh long && $(PY) scripts/test.py long
-test-fresh: ; @scripts/setup.sh full && scripts/fresh.sh
+test-fresh: ; @scripts/setup.sh full && $(PY) -m tests.testbed.machine scripts/fresh.sh
 test-guest: ; @scripts/setup.sh long && $(PY) -m pytest -q -m guest
 test-fuzz: ; @scripts/setup.sh full && FUZZ_EXAMPLES=500 $(PY) -m pytest -q tests/nodeagent/test_fuzz.py
 test-kube-faults: ; @scripts/setup.sh full && KUBE_FAULTS_FACTOR=1 KUBE_FAULTS_AWAY=600 $(PY) -m pytest -q -s tests/kube/test_faults.py

@@ -78,7 +78,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Pass:
-    """``broken``: why there is no result, when pytest itself failed."""
+    """``broken``: why there is no result."""
 
     name: str
     seconds: float
@@ -120,7 +120,7 @@ def verdict(passes: Sequence[Pass], *, picked: bool = False) -> tuple[str, bool]
     """
     for each in passes:
         if each.broken:
-            return f"pytest itself failed in the pass '{each.name}': {each.broken}", False
+            return f"no result of the pass '{each.name}': {each.broken}", False
     first = [each for each in passes if not each.name.startswith("again")]
     again = [each for each in passes if each.name.startswith("again")]
     failures = [failure for each in first for failure in each.failures]
@@ -141,7 +141,7 @@ def verdict(passes: Sequence[Pass], *, picked: bool = False) -> tuple[str, bool]
 
 
 def run(name: str, words: Sequence[str], seconds: float) -> Pass:
-    """One pass of pytest, with what it prints."""
+    """One pass of pytest, with what it prints. ``words``: for it; the ids of tests are such."""
     junit = REPORT / f"{name}.xml"
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-ra", "--durations", "30"),
@@ -172,6 +172,13 @@ def run(name: str, words: Sequence[str], seconds: float) -> Pass:
     if code == 1 and not failures:
         return Pass(name, took, passed, skipped, (), "exit code 1 without a failed test")
     return Pass(name, took, passed, skipped, failures)
+
+
+def left(passes: Sequence[Pass]) -> tuple[str, ...]:
+    """The tests that failed each time: those of the last look, or of all passes before the first.
+    By name: 'those that failed last' are all tests when none of them is found again."""
+    of = passes[-1:] if passes[-1].name.startswith("again") else passes
+    return tuple(sorted({failure.test for each in of for failure in each.failures}))
 
 
 def unsteady(passes: Iterable[Pass]) -> dict[str, list[Failure]]:
@@ -247,8 +254,11 @@ def main(chosen: str, *words: str) -> int:
     with contextlib.ExitStack() as stack:
         for name, of in SETS[chosen].items():
             if of not in (UNIT, DRAWN):
-                # To the end, second looks included. The limit of a pass is not for waiting.
-                stack.enter_context(machine.held())
+                try:  # to the end, second looks included; the limit of a pass is not for waiting
+                    stack.enter_context(machine.held())
+                except machine.BusyError as error:
+                    passes.append(Pass(name, 0.0, 0, 0, (), str(error)))
+                    break
             kept = [each for each in of if each not in left_out]
             passes.append(run(name, [*kept, *words], limit))
             if passes[-1].broken:
@@ -256,8 +266,7 @@ def main(chosen: str, *words: str) -> int:
         red, again = verdict(passes, picked=bool(words))
         while again:
             name = f"again-{sum(each.name.startswith('again') for each in passes) + 1}"
-            look = ("--last-failed", "--last-failed-no-failures", "none")
-            passes.append(run(name, look, limit))
+            passes.append(run(name, left(passes), limit))
             red, again = verdict(passes, picked=bool(words))
     tell(passes, red)
     return 1 if red else 0
@@ -265,8 +274,5 @@ def main(chosen: str, *words: str) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in SETS:
-        try:
-            sys.exit(main(*sys.argv[1:]))
-        except machine.BusyError as error:
-            sys.exit(f"RED: {error}")
+        sys.exit(main(*sys.argv[1:]))
     sys.exit(__doc__)

@@ -23,7 +23,7 @@ from cache.fill import protocol
 from cache.store import index
 from tests.bench import harness
 from tests.cache import passes
-from tests.testbed import trees
+from tests.testbed import machine, trees
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("sizes", type=int, nargs="*", default=[100_000, 1_000_000])
     sizes = parser.parse_args().sizes
     results: dict[str, list[dict[str, float]]] = {}
-    with harness.Workplace(harness.RESULTS / "scale") as place:
+    with machine.held(), harness.Workplace(harness.RESULTS / "scale") as place:
         for name, files, directories in shapes(sizes):
             found = measure(place.folder, files, directories)
             results.setdefault(name, []).append(found)

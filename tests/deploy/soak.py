@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.testbed import blockdev, installed, kubernetes, leftovers
+from tests.testbed import blockdev, installed, kubernetes, leftovers, machine
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))
 FILES = 20_000
@@ -66,7 +66,7 @@ class Sampler:
 
 def main() -> None:
     found: dict[str, dict[str, float]] = {}
-    with leftovers.run_folder(installed.REPO / "build") as folder:
+    with machine.held(), leftovers.run_folder(installed.REPO / "build") as folder:
         kube = kubernetes.Kubernetes(folder / "kube")
         try:
             kube.start()

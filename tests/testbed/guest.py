@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.testbed import ceph, waiting
+from tests.testbed import ceph, patience, waiting
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "guest"
@@ -119,7 +119,8 @@ def replay(
             for image in images:
                 cluster.run("rbd", "create", "--size", size, f"rbd/{image}")
             path, root = f"{ROOT}/.venv/bin:{os.environ['PATH']}", str(ROOT)
-            given = {name: os.environ[name] for name in passed if name in os.environ}
+            wanted = (patience.NAME, *passed)
+            given = {name: os.environ[name] for name in wanted if name in os.environ}
             exported = "".join(f"export {name}={shlex.quote(given[name])}\n" for name in given)
             words = ("/mnt/ceph.conf", cluster.monitor, "/mnt/keyring", cluster.secret())
             modules = "rbd nbd ext4 xfs dm_crypt xts loop"

@@ -8,7 +8,6 @@ A plugin of pytest. The record is JUnit's, as properties of the test:
 * ``logs``: the folder below build/report that has the logs of the test's own processes.
 """
 
-import os
 import re
 from collections.abc import Generator
 from typing import Any
@@ -21,7 +20,7 @@ _FIXTURE = "shared fixture: "
 
 
 def without_group(nodeid: str) -> str:
-    """As pytest writes it: xdist adds ``@GROUP``, under which ``--last-failed`` finds nothing."""
+    """As pytest takes it: xdist adds ``@GROUP``."""
     found = re.fullmatch(r"(.*(?:\]|::\w+))@[^\]]+", nodeid, re.DOTALL)
     return found[1] if found else nodeid
 
@@ -51,10 +50,3 @@ def pytest_runtest_makereport(
         item.user_properties += [("fixture", each) for each in grave.notes(error, _FIXTURE)]
         kept.keep(item, folder)
     return (yield)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """In the main process, which keeps what failed last; a worker's ids are compared by xdist."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        report.nodeid = without_group(report.nodeid)

@@ -1,8 +1,8 @@
 """Keep the logs of a failed test: its folder goes with the test, and the reason with it.
 
-Copied are logs, settings and journals below the run's folder, the newest first, and how mounts,
-loop devices and processes are. Nothing on a mount is looked at: a dead ceph-fuse would hold us for
-ever. Keys stay behind.
+Copied are logs, settings and journals below the run's folder and the test's ``tmp_path``, the
+newest first, and how mounts, loop devices and processes are. Nothing on a mount is looked at: a
+dead ceph-fuse would hold us for ever. Keys stay behind.
 """
 
 import contextlib
@@ -50,10 +50,14 @@ def keep(item: pytest.Item, target: Path) -> None:
                 )
         run_folder = item.config.stash.get(RUN_FOLDER, None)
         if run_folder is not None:
-            _copy(run_folder, target)
+            _copy(run_folder, target / "files")
+        own = getattr(item, "funcargs", {}).get("tmp_path")
+        if own is not None:
+            _copy(own, target / "tmp_path")
 
 
 def _copy(source: Path, target: Path) -> None:
+    """``target``: a folder, made when there is something to keep."""
     left = MOST_BYTES
     for path in sorted(islice(_files(source), MOST_FILES), key=_written, reverse=True):
         if left <= 0:
@@ -62,7 +66,7 @@ def _copy(source: Path, target: Path) -> None:
             size = os.fstat(stream.fileno()).st_size
             stream.seek(max(0, size - MOST_FILE_BYTES))
             data = stream.read(min(MOST_FILE_BYTES, left))
-            to = target / "files" / path.relative_to(source)
+            to = target / path.relative_to(source)
             to.parent.mkdir(parents=True, exist_ok=True)
             to.write_bytes(data)
             left -= len(data)

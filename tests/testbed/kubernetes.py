@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -357,7 +358,10 @@ class Kubernetes:
         self, *words: str, given: str | None = None, seconds: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [str(BIN / "kubectl"), "--kubeconfig", str(self._kubeconfig("admin")), *words],
+            [
+                *(str(BIN / "kubectl"), "--kubeconfig", str(self._kubeconfig("admin"))),
+                *map(_stretched, words),
+            ],
             input=given, capture_output=True, text=True, check=False,
             timeout=waiting.limit(seconds),
         )  # fmt: skip
@@ -440,6 +444,12 @@ class Kubernetes:
 
     def import_image(self, archive: Path) -> None:
         self.on_node("ctr", "-n", "k8s.io", "images", "import", str(archive))
+
+
+def _stretched(word: str) -> str:
+    """kubectl's own limit, as every other one."""
+    found = re.fullmatch(r"--timeout=(\d+)s", word)
+    return f"--timeout={waiting.limit(float(found[1])):.0f}s" if found else word
 
 
 def helm(*words: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:

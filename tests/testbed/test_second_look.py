@@ -69,14 +69,19 @@ def test_always_red_is_red_after_two_more_looks(tmp_path: Path) -> None:
 
 
 def test_red_once_is_green_and_named_with_its_first_failure(tmp_path: Path) -> None:
-    body = "@pytest.mark.gate\n@pytest.mark.real\ndef test_odd():\n    assert not first('odd')\n"
+    body = (
+        "@pytest.mark.gate\n@pytest.mark.real\ndef test_odd(tmp_path):\n"
+        "    (tmp_path / 'agent.log').write_text('said')\n    assert not first('odd')\n"
+    )
     code, said, report = run(tmp_path, body)
     assert code == 0, said
     assert "UNSTEADY: failed, and passed alone: 1" in said and "assert not True" in said
     assert said.splitlines()[-1] == "tests: 3 passed, 0 failed, 0 skipped"
     (told,) = report["tests"]
     assert (told["test"], told["passed_in"]) == ("test_sample.py::test_odd", "look 2")
-    assert Path(told["failures"][0]["logs"], "mountinfo").exists()
+    logs = Path(told["failures"][0]["logs"])
+    assert (logs / "mountinfo").exists()
+    assert (logs / "tmp_path" / "agent.log").read_text() == "said"
 
 
 def test_wrong_bytes_once_are_red_without_a_second_look(tmp_path: Path) -> None:
@@ -102,11 +107,26 @@ def test_shared_fixture_is_one_failure_and_all_its_tests_are_run_again(tmp_path:
     assert said.splitlines()[-1] == "tests: 11 passed, 0 failed, 0 skipped"
 
 
+def test_what_the_unit_tests_said_is_told_when_another_run_has_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()  # as good as one that waits in vain
+    code, said, report = run(tmp_path, "def test_bad():\n    assert 1 == 2\n")
+    assert code == 1 and "RED: no result of the pass 'gate': " in said and "remove it" in said
+    assert "unit: 1 passed, 1 failed" in said
+    assert [each["test"] for each in report["tests"]] == ["test_sample.py::test_bad"]
+
+
 FAILED = runner.Failure("t", "m", "")
 
 
 def passed(name: str, *failures: runner.Failure, number: int = 10, broken: str = "") -> runner.Pass:
     return runner.Pass(name, 1.0, number, 0, failures, broken)
+
+
+def test_a_look_is_at_what_failed_in_all_passes_and_then_at_what_failed_again() -> None:
+    other = runner.Failure("s[a b]", "", "")
+    passes = [passed("unit", FAILED), passed("gate", other, FAILED)]
+    assert runner.left(passes) == ("s[a b]", "t")
+    assert runner.left([*passes, passed("again-1", other)]) == ("s[a b]",)
 
 
 def test_more_than_five_are_no_noise() -> None:
@@ -119,7 +139,7 @@ def test_more_than_five_are_no_noise() -> None:
 @pytest.mark.parametrize(
     ("passes", "why"),
     [
-        ([passed("unit", broken="exit code 3")], "pytest itself failed"),
+        ([passed("unit", broken="exit code 3")], "no result of the pass 'unit'"),
         ([passed("unit"), passed("gate", number=0)], "no test was run in the pass 'gate'"),
         ([passed("unit", FAILED), passed("again-1", number=0)], "not at the tests that failed"),
         ([passed("unit", FAILED), passed("again-1", number=7)], "not at the tests that failed"),

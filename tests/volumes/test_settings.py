@@ -20,7 +20,6 @@ def test_guard_settings_reject_bad_values(change: dict[str, object], text: str) 
     (("*",), ["rbd0", "rbd0p1", "rbd10", "dm-1"]),
     (("rbd0",), ["rbd0", "rbd0p1"]),
     (("rbd1*", "dm-?"), ["rbd10", "dm-1"]),
-    ((), []),
 ])  # fmt: skip
 def test_audit_watches_devices_by_name_with_their_partitions(
     names: tuple[str, ...], watched: list[str]
@@ -31,3 +30,8 @@ def test_audit_watches_devices_by_name_with_their_partitions(
 
 def test_audit_watches_every_device_by_default() -> None:
     assert AuditSettings().names == settings.GuardSettings().names == ("*",)
+
+
+def test_an_audit_of_no_device_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"names\n.* at least 1"):
+        AuditSettings.model_validate({"names": []})

@@ -162,7 +162,7 @@ class AuditSettings(kit.settings.Section):
 
     enabled: bool = True
     """false: no audit."""
-    names: tuple[str, ...] = ("*",)
+    names: tuple[str, ...] = Field(default=("*",), min_length=1)
     """Devices of the guarded drivers that the audit watches, as shell patterns, with what lies on
     them. The others have no findings, and nothing is done to them."""
     kubelet: kit.settings.AbsolutePath = Path("/var/lib/kubelet")
