@@ -19,6 +19,8 @@ from typing import Any
 from tests.testbed import patience
 
 PAUSE_SECONDS = 0.02
+# To ask takes time from what is asked: who has waited for long may be a little late.
+LATE, LATE_SECONDS = 0.05, 0.2  # a part of the wait so far, at most so many seconds
 GUEST_PAUSE_SECONDS = 0.3  # under emulation, where asking takes long
 HEADROOM = 4.0  # the machine may become busy after it was measured
 ROUND_SECONDS = 5.0  # the most that one round counts
@@ -43,7 +45,7 @@ def until(
     while not (found := condition()):
         if clock.over():
             raise _late(clock.seconds, what, detail)
-        time.sleep(pause)
+        time.sleep(clock.pause(pause))
     return found
 
 
@@ -71,7 +73,7 @@ async def until_async(
             return found
         if clock.over():
             raise _late(clock.seconds, what, detail)
-        await asyncio.sleep(pause)
+        await asyncio.sleep(clock.pause(pause))
 
 
 class _Rounds:
@@ -89,6 +91,10 @@ class _Rounds:
         self._spent += min(now - self._last, ROUND_SECONDS)
         self._last = now
         return self._spent > self.seconds or now - self._begun > LONGEST * self.seconds
+
+    def pause(self, least: float) -> float:
+        """Until the next round."""
+        return max(least, min(self._spent * LATE, LATE_SECONDS))
 
 
 def _late(seconds: float, what: str, detail: Callable[[], object] | None) -> AssertionError:
