@@ -69,12 +69,13 @@ ceph_bindings() {
 
 # pytest compiles a file of tests when it first reads it: 15 s, in each of its workers at once.
 read_tests() {
-  env -u PYTHONDONTWRITEBYTECODE TEST_PATIENCE=1 .venv/bin/python -m pytest -q --collect-only >/dev/null 2>&1 || true
+  (unset PYTHONDONTWRITEBYTECODE; TEST_PATIENCE=1 .venv/bin/python -m pytest -q --collect-only >/dev/null 2>&1) || true
 }
 
 step environment
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT  # when a step fails
-if [[ " gate long " == *" $what "* ]] && [ -z "$(find tests -name '*-pytest-*.pyc' -print -quit)" ]; then read_tests & fi
+read=(tests/kit/__pycache__/*-pytest-*.pyc)  # the pattern itself, while there is none
+if [[ " gate long " == *" $what "* ]] && [ ! -e "${read[0]}" ]; then read_tests & fi
 if [ "$what" != base ]; then
   mapfile -t names < <(grep -v '^#' scripts/packages.txt)
   [ ${#names[@]} -gt 0 ] || { say "scripts/packages.txt names no package"; exit 1; }
