@@ -61,7 +61,7 @@ def _group(item: pytest.Item) -> str:
     if item.get_closest_marker("guest"):
         return "guest"
     room = item.path.relative_to(TESTS).parts[0]
-    needs = set(getattr(item, "fixturenames", ()))
+    needs = _needs(item)
     if needs & _NODES:
         return "host"
     if "cluster" in needs:
@@ -73,8 +73,18 @@ def _group(item: pytest.Item) -> str:
 
 def _shared(item: pytest.Item) -> int:
     """In one group: what needs the least of the session comes first, the kubelet last."""
-    names = getattr(item, "fixturenames", ())
-    return 2 if _NODES & set(names) else 1 if "cluster" in names else 0
+    needs = _needs(item)
+    return 2 if needs & _NODES else 1 if "cluster" in needs else 0
+
+
+def _needs(item: pytest.Item) -> set[str]:
+    """Its fixtures, and those that are named by its parameters."""
+    callspec = getattr(item, "callspec", None)
+    chosen = () if callspec is None else callspec.params.values()
+    return {
+        *getattr(item, "fixturenames", ()),
+        *(each for each in chosen if isinstance(each, str) and each in _NODES),
+    }
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its option

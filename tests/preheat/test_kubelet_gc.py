@@ -18,21 +18,22 @@ PULLED, OTHER = (f"{kubernetes.HOST}/gc/{name}:v1" for name in ("pulled", "other
 IMPORTED, NEVER = (f"registry.example/gc/{name}:v1" for name in ("imported", "never"))
 
 
-@pytest.fixture
-def greedy(newer: kubernetes.Kubernetes) -> Iterator[kubernetes.Kubernetes]:
+@pytest.fixture(params=["kube", "newer"])
+def greedy(request: pytest.FixtureRequest) -> Iterator[kubernetes.Kubernetes]:
     """Its kubelet wants nearly nothing to be on the disk, which is not that empty."""
-    config, ballast = newer.root / "var/lib/kubelet/config.yaml", newer.root / "mnt" / "ballast"
+    node: kubernetes.Kubernetes = request.getfixturevalue(request.param)
+    config, ballast = node.root / "var/lib/kubelet/config.yaml", node.root / "mnt" / "ballast"
     before = config.read_text()
     narrow = {"imageGCHighThresholdPercent": 1, "imageGCLowThresholdPercent": 0}
     config.write_text(json.dumps(json.loads(before) | narrow))
     try:
         with ballast.open("wb") as stream:
             os.posix_fallocate(stream.fileno(), 0, 300 * MB)
-        yield newer
+        yield node
     finally:
         ballast.unlink(missing_ok=True)
         config.write_text(before)
-        newer.restart_kubelet()
+        node.restart_kubelet()
 
 
 @pytest.fixture

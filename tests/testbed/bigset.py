@@ -17,7 +17,7 @@ import xxhash
 from tests.testbed import trees
 from tests.testbed.ceph import CephCluster
 
-FILES = int(os.environ.get("PROMISE_FILES", "5000"))
+FILES = int(os.environ.get("PROMISE_FILES", "3000"))
 DIRECTORIES = 200
 THREADS = 8
 PATH = "/big"
