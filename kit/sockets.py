@@ -5,5 +5,5 @@ from pathlib import Path
 
 
 def grpc_address(socket: Path) -> str:
-    """How gRPC is told of a socket of any name. It decodes what it is told as part of a URL."""
+    """The address of a socket for gRPC, which decodes the percent signs of an address."""
     return f"unix:{urllib.parse.quote(str(socket))}"

@@ -34,9 +34,11 @@ fetch() {
   printf '%s' "$*" >"$stamp"
 }
 
-# Beside one another: each waits for the network most of the time. What each says comes whole.
+# Beside one another. All have ended when this ends, also when one fails: the next set-up begins with what they left.
 started=()
 fetch bookworm containerd runc docker-registry busybox-static & started+=($!)  # containerd 1.6.20
 fetch trixie containerd & started+=($!)                                        # containerd 1.7.24
 fetch sid containerd & started+=($!)                                           # containerd 2.x
-for each in "${started[@]}"; do wait "$each"; done
+failed=
+for each in "${started[@]}"; do wait "$each" || failed=1; done
+[ -z "$failed" ]

@@ -67,15 +67,17 @@ ceph_bindings() {
   done
 }
 
-# pytest compiles a file of tests when it first reads it: 15 s, in each of its workers at once.
+# pytest compiles a file of tests when it first reads it: 15 s, in each of its workers at once. For the background, which
+# it becomes. What cannot be read, the run of the tests itself says.
 read_tests() {
-  (unset PYTHONDONTWRITEBYTECODE; TEST_PATIENCE=1 .venv/bin/python -m pytest -q --collect-only >/dev/null 2>&1) || true
+  unset PYTHONDONTWRITEBYTECODE
+  TEST_PATIENCE=1 exec .venv/bin/python -m pytest -q --collect-only >/dev/null 2>&1
 }
 
 step environment
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT  # when a step fails
-read=(tests/kit/__pycache__/*-pytest-*.pyc)  # the pattern itself, while there is none
-if [[ " gate long " == *" $what "* ]] && [ ! -e "${read[0]}" ]; then read_tests & fi
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT  # a step that fails leaves nothing at work; without jobs kill complains
+compiled=(tests/kit/__pycache__/*-pytest-*.pyc)  # the pattern itself, while there is none
+if [[ " gate long " == *" $what "* ]] && [ ! -e "${compiled[0]}" ]; then read_tests & fi
 if [ "$what" != base ]; then
   mapfile -t names < <(grep -v '^#' scripts/packages.txt)
   [ ${#names[@]} -gt 0 ] || { say "scripts/packages.txt names no package"; exit 1; }

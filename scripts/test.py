@@ -34,6 +34,7 @@ from tests.testbed import examples, gate, machine, patience
 
 MOST = 5
 LOOKS = 2
+LOOK = "again-"  # and its number
 REPORT = Path("build/report")
 NO_TESTS = 5  # of pytest's exit codes; 1: tests failed
 PASS_SECONDS = {"gate": 60 * 60, "long": 8 * 60 * 60}
@@ -87,6 +88,11 @@ class Pass:
     failures: tuple[Failure, ...]
     broken: str = ""
 
+    @property
+    def is_look(self) -> bool:
+        """At what failed before."""
+        return self.name.startswith(LOOK)
+
 
 def read(junit: Path) -> tuple[int, int, tuple[Failure, ...]]:
     """Tests that passed and were skipped, and the failures, of a JUnit file."""
@@ -121,8 +127,8 @@ def verdict(passes: Sequence[Pass], *, picked: bool = False) -> tuple[str, bool]
     for each in passes:
         if each.broken:
             return f"no result of the pass '{each.name}': {each.broken}", False
-    first = [each for each in passes if not each.name.startswith("again")]
-    again = [each for each in passes if each.name.startswith("again")]
+    first = [each for each in passes if not each.is_look]
+    again = [each for each in passes if each.is_look]
     failures = [failure for each in first for failure in each.failures]
     if bad := [failure for each in passes for failure in each.failures if failure.grave]:
         return f"{bad[0].grave}: {bad[0].test}", False
@@ -141,7 +147,7 @@ def verdict(passes: Sequence[Pass], *, picked: bool = False) -> tuple[str, bool]
 
 
 def run(name: str, words: Sequence[str], seconds: float) -> Pass:
-    """One pass of pytest, with what it prints. ``words``: for it; the ids of tests are such."""
+    """One pass of pytest with these words, and with what it prints."""
     junit = REPORT / f"{name}.xml"
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-ra", "--durations", "30"),
@@ -174,10 +180,10 @@ def run(name: str, words: Sequence[str], seconds: float) -> Pass:
     return Pass(name, took, passed, skipped, failures)
 
 
-def left(passes: Sequence[Pass]) -> tuple[str, ...]:
+def failing(passes: Sequence[Pass]) -> tuple[str, ...]:
     """The tests that failed each time: those of the last look, or of all passes before the first.
     By name: 'those that failed last' are all tests when none of them is found again."""
-    of = passes[-1:] if passes[-1].name.startswith("again") else passes
+    of = passes[-1:] if passes[-1].is_look else passes
     return tuple(sorted({failure.test for each in of for failure in each.failures}))
 
 
@@ -222,7 +228,7 @@ def tell(passes: Sequence[Pass], red: str) -> None:
         print(
             f"{each.name}: {each.passed} passed, {len(each.failures)} failed, {each.seconds:.0f} s"
         )
-    first = [each for each in passes if not each.name.startswith("again")]
+    first = [each for each in passes if not each.is_look]
     passed = sum(each.passed for each in first) + (0 if red else len(found))
     failed = len(found) if red else 0
     print(f"\n{'RED: ' + red if red else 'green'}")
@@ -265,8 +271,8 @@ def main(chosen: str, *words: str) -> int:
                 break
         red, again = verdict(passes, picked=bool(words))
         while again:
-            name = f"again-{sum(each.name.startswith('again') for each in passes) + 1}"
-            passes.append(run(name, left(passes), limit))
+            name = f"{LOOK}{sum(each.is_look for each in passes) + 1}"
+            passes.append(run(name, failing(passes), limit))
             red, again = verdict(passes, picked=bool(words))
     tell(passes, red)
     return 1 if red else 0

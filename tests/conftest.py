@@ -133,6 +133,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    shutil.rmtree(STARTS, ignore_errors=True)  # also after a run that only collects
+
+
 @pytest.hookimpl(tryfirst=True)  # sending it to the main process may break, too
 def pytest_internalerror(excrepr: object) -> None:
     """Keep what broke a worker: the main process says only that the worker has ended early."""
@@ -151,7 +155,6 @@ def fresh_machine() -> Iterator[None]:
     """
     yield
     lacking = origins.complaints(starts.found(STARTS), origins.listed())
-    shutil.rmtree(STARTS, ignore_errors=True)
     if os.environ.get("NODEAGENT_TEST_FRESH"):
         assert not lacking, "\n".join(lacking)
     elif lacking:

@@ -129,8 +129,6 @@ def test_generation_is_kept_while_it_is_used_and_retired_after(area: Path, node:
     finally:
         reader.kill()
         reader.wait()
-    node.kill()
-    node.start()  # it looks again after 20 s, or at its start
     settled(node, ["current"])
     assert not folder.exists()
     assert os.listdir(node.views / "a" / "by-id") == [node.dataset("a")["generation"]]

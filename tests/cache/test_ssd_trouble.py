@@ -1,5 +1,6 @@
 """An SSD that fails under load: the views show their sources within seconds, and come back."""
 
+import functools
 import multiprocessing
 import os
 import subprocess
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import blockdev, held, trees, waiting
+from tests.testbed import blockdev, held, reader, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -58,21 +59,25 @@ class Readers:
         reads = failed = wrong = 0
         last = 0.0
         names = list(self._truth)
+
+        def once(path: Path) -> None:
+            nonlocal reads, failed, wrong, last
+            reads += 1
+            try:
+                descriptor = os.open(view / path, os.O_RDONLY)
+                try:
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                    data = os.read(descriptor, 2**24)
+                finally:
+                    os.close(descriptor)
+            except OSError:
+                failed, last = failed + 1, time.time()
+            else:
+                wrong += data != self._truth[path]
+
         while not self._end.is_set():
             for path in names[seed::2] + names[:seed:2]:
-                reads += 1
-                try:
-                    descriptor = os.open(view / path, os.O_RDONLY)
-                    try:
-                        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                        data = os.read(descriptor, 2**24)
-                    finally:
-                        os.close(descriptor)
-                except OSError:
-                    failed, last = failed + 1, time.time()
-                    continue
-                wrong += data != self._truth[path]
-                time.sleep(0.001)  # or they take the machine from what they watch
+                reader.paced(functools.partial(once, path))
         self._results.put((reads, failed, wrong, last))
 
     def __enter__(self) -> "Readers":

@@ -24,8 +24,7 @@ PODS = int(os.environ.get("SOAK_PODS", "6"))
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300 + 10 * PODS)]
 
-# Many pods read more slowly, or they would measure the machine.
-READ = installed.READ.replace("  sleep 0.4\n", f"  sleep {PODS / 10}\n")
+READ = installed.read(PODS / 10)
 RESTRICTED = {
     "runAsUser": 65534,
     "runAsNonRoot": True,

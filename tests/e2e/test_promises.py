@@ -21,7 +21,7 @@ from tests.testbed.agent import Agent
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 
 READERS = 4
-LEAST = 500  # reads of each
+LEAST = 501  # reads of each
 KILLS = int(os.environ.get("PROMISE_KILLS", "3"))
 FROZEN_SECONDS = float(
     os.environ.get("PROMISE_FROZEN", "5")
@@ -29,9 +29,9 @@ FROZEN_SECONDS = float(
 READ_SECONDS = waiting.limit(30.0)  # everything, once; an MDS shuts a client out after 300 s
 
 
-def wait_for_reads(readers: list[pod.PodReader], more: int = 100, least: int = 0) -> None:
-    """Until every reader has read this many files from now on, and so many at all."""
-    wanted = [max(reader.reads() + more, least) for reader in readers]
+def wait_for_reads(readers: list[pod.PodReader], more: int = 100) -> None:
+    """Until every reader has read this many files from now on."""
+    wanted = [reader.reads() + more for reader in readers]
 
     def reached() -> bool:
         return all(reader.reads() >= count for reader, count in zip(readers, wanted, strict=True))
@@ -47,6 +47,7 @@ def served(
     folder = run_folder / "promises"
     folder.mkdir(mode=0o755)
     node = Agent(folder / "node")
+    fill = held.Fill(node, big.files // 2, chunks=True)
     source = bigset.source(cluster, folder / "secret")
     node.cache["datasets"] = [
         {"name": "big", "freshness": "snapshot", "warm": False, "source": source}
@@ -57,8 +58,11 @@ def served(
         with pod.pod(folder / "pod", node.views / "big") as job:
             readers = [job.reader(big.manifest, seed) for seed in range(READERS)]
             node.tell("big", "warm")
+            fill.wait(seconds=240)
+            wait_for_reads(readers, LEAST)
+            fill.go_on()
             node.wait_state("big", "complete", seconds=240)
-            wait_for_reads(readers, least=LEAST)  # after the last change of the view too
+            wait_for_reads(readers)  # after the last change of the view too
             reports = [reader.stop() for reader in readers]
             yield node, job, reports
     finally:
@@ -155,13 +159,12 @@ def test_readers_see_no_error_through_ten_agent_kills(
             time.sleep(generator.uniform(0.0, 1.5))  # a random point of a batch
             done = node.dataset("big")["files"]["done"]
             node.kill()
-            wait_for_reads(readers)  # without an agent
+            wait_for_reads(readers, LEAST // KILLS + 1)  # without an agent
             if number == KILLS - 1:
                 fill.go_on()
             node.start()
         assert done < big.files, "it was complete before the last kill: nothing was at risk"
         node.wait_state("big", "complete", seconds=180)
-        wait_for_reads(readers, least=LEAST)
         reports = [reader.stop() for reader in readers]
     for report in reports:
         with grave.wrong_bytes():

@@ -193,7 +193,7 @@ def test_only_the_secret_goes(said: str, shown: str) -> None:
 )  # fmt: skip
 def test_long_text_takes_no_longer_than_its_length(piece: str) -> None:
     """Work that grows with the square of the length would end at the test's time limit."""
-    assert kit.redact.text(piece * (200_000 // len(piece)))
+    assert kit.redact.text(piece * 100_000)
     clean = kit.redact.text(piece * 100)
     assert kit.redact.text(clean) == clean
 

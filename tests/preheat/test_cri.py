@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+import kit.sockets
 from preheat.runtimes import base, cri, cri_pb2
 from tests.testbed import waiting
 
@@ -44,7 +45,7 @@ async def answering(socket: Path, answer: bytes) -> AsyncIterator[None]:
         handler: Any = grpc.unary_unary_rpc_method_handler(answered)
         generic = grpc.method_handlers_generic_handler(f"runtime.v1.{service}", {method: handler})
         server.add_generic_rpc_handlers((generic,))
-    server.add_insecure_port(f"unix://{socket}")
+    server.add_insecure_port(kit.sockets.grpc_address(socket))
     await server.start()
     try:
         yield
@@ -54,7 +55,7 @@ async def answering(socket: Path, answer: bytes) -> AsyncIterator[None]:
 
 @pytest_asyncio.fixture
 async def broken(tmp_path: Path) -> AsyncIterator[cri.CriRuntime]:
-    """A runtime whose answers are no messages."""
+    """A runtime whose answers cannot be decoded."""
     async with answering(tmp_path / "socket", b"\xff"):
         runtime = cri.CriRuntime(tmp_path / "socket")
         try:

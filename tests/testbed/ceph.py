@@ -315,11 +315,11 @@ class CephCluster:
         waiting.until(usable, START_SECONDS, "a usable cluster", detail=lambda: status)
 
     def stop(self) -> None:
-        """SIGKILL to all: they may be frozen, and a clean end takes seconds or hangs without a mon.
-        What is on its disk is good for another start."""
+        """SIGKILL to all: a clean end takes seconds, and hangs without a mon or when frozen."""
         pids = [self.pid(kind) for kind in DAEMONS if self.alive(kind)]
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         waiting.until(lambda: all(_has_ended(pid) for pid in pids), 10, "the cluster's end")
         for file in (self.folder / "run").iterdir():
             file.unlink(missing_ok=True)

@@ -27,16 +27,22 @@ PINNED = f"{kubernetes.HOST}/test/framework:1"
 STATE = "var/lib/nodeagent"  # below the node's root
 FILES, FILE_BYTES = 100, 60_000
 # One round: every file is there and is what its checksum says.
-READ = """\
+_READ = """\
 until [ -e /data/data/SUMS ]; do sleep 0.1; done
 cd /data/data
 round=0
 while :; do
   if /bin/busybox sha256sum -c -s SUMS; then round=$((round + 1)); echo round $round
   else echo ERROR after round $round; fi
-  sleep 0.4
+  sleep {pause}
 done
 """
+
+
+def read(pause: float = 0.4) -> str:
+    """The script of a job. ``pause``: seconds between two rounds; many that never pause would
+    measure the machine."""
+    return _READ.format(pause=pause)
 
 
 @dataclass
@@ -290,7 +296,7 @@ def reader(name: str, busybox: str, *, unprivileged: bool) -> dict[str, Any]:
     }
     view = {"path": f"/{STATE}/views/{DATASET}", "type": "Directory"}
     return pod_of(
-        name, busybox, READ,
+        name, busybox, read(),
         container={"volumeMounts": [mount], "securityContext": security if unprivileged else {}},
         volumes=[{"name": "data", "hostPath": view}],
     )  # fmt: skip

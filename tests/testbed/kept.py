@@ -48,25 +48,25 @@ def keep(item: pytest.Item, target: Path) -> None:
                 subprocess.run(
                     command, stdout=out, stderr=out, timeout=waiting.limit(10), check=False
                 )
-        run_folder = item.config.stash.get(RUN_FOLDER, None)
-        if run_folder is not None:
-            _copy(run_folder, target / "files")
-        own = getattr(item, "funcargs", {}).get("tmp_path")
-        if own is not None:
-            _copy(own, target / "tmp_path")
+        folders = {
+            "files": item.config.stash.get(RUN_FOLDER, None),
+            "tmp_path": getattr(item, "funcargs", {}).get("tmp_path"),
+        }
+        _copy({source: target / name for name, source in folders.items() if source}, MOST_BYTES)
 
 
-def _copy(source: Path, target: Path) -> None:
-    """``target``: a folder, made when there is something to keep."""
-    left = MOST_BYTES
-    for path in sorted(islice(_files(source), MOST_FILES), key=_written, reverse=True):
+def _copy(folders: dict[Path, Path], left: int) -> None:
+    """``folders``: where the files of each go. ``left``: so many bytes of all of them."""
+    found = ((path, source) for source in folders for path in _files(source))
+    of = dict(islice(found, MOST_FILES))
+    for path in sorted(of, key=_written, reverse=True):
         if left <= 0:
             return
         with contextlib.suppress(OSError), path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             stream.seek(max(0, size - MOST_FILE_BYTES))
             data = stream.read(min(MOST_FILE_BYTES, left))
-            to = target / path.relative_to(source)
+            to = folders[of[path]] / path.relative_to(of[path])
             to.parent.mkdir(parents=True, exist_ok=True)
             to.write_bytes(data)
             left -= len(data)

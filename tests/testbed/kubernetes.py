@@ -20,7 +20,7 @@ import random
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tests.testbed import (
     containerd,
     kube_api,
     leftovers,
+    node_cgroups,
     node_files,
     ports,
     registry,
@@ -47,8 +48,6 @@ HOST = "registry.test"  # how the node calls the registry of the tests
 COLLECTION_FAILED = "Image garbage collection failed"
 BOOT = "/etc/before-kubelet"  # a script on the node
 START_SECONDS = 90.0
-CGROUPS = Path("/sys/fs/cgroup")
-CGROUP = "nodeagent-node-"  # and an id
 LOOP_CONTROL = Path("/dev/loop-control")
 _LOOP_CTL_ADD, _LOOP_CTL_REMOVE = 0x4C80, 0x4C81
 
@@ -66,7 +65,7 @@ class Kubernetes:
         self.registry = registry.Registry(self.folder / "registry")
         self.busybox = ""
         # Not made of the pid: other containers of the machine have the same ones.
-        self._cgroup = f"{CGROUP}{os.urandom(4).hex()}"
+        self._cgroup = f"{node_cgroups.NAME}{os.urandom(4).hex()}"
         self._claim = contextlib.ExitStack()  # of the cgroup
         self._subnet = ""
         self._loop = 0  # the number of the disk's device
@@ -76,8 +75,8 @@ class Kubernetes:
     # --- its parts ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        clear_cgroups()
-        self._claim.enter_context(claimed_cgroup(self._cgroup))
+        node_cgroups.clear()
+        self._claim.enter_context(node_cgroups.claimed(self._cgroup))
         self._subnet = free_subnet()
         for name in ("pki", "cni", "disk", "certs.d"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -97,7 +96,9 @@ class Kubernetes:
         leftovers.clear(self.folder, keep=True)
         self._detach()
         try:
-            waiting.until(lambda: remove_cgroup(self._cgroup), 20, "the node's cgroups to be empty")
+            waiting.until(
+                lambda: node_cgroups.remove(self._cgroup), 20, "the node's cgroups to be empty"
+            )
         finally:
             self._claim.close()
 
@@ -303,8 +304,7 @@ class Kubernetes:
         waiting.until(lambda: not backing.exists(), 30, "the node's disk to be free")
         self._detach()  # a free device is for every 'losetup -f' of the machine
         # A boot begins without any; kubelet would ask 3 s about each container that they show.
-        tops = [root / self._cgroup for root in _controllers()]
-        waiting.until(lambda: all(list(map(_clear, tops))), 30, "the node's cgroups to go")
+        waiting.until(lambda: node_cgroups.empty(self._cgroup), 30, "the node's cgroups to go")
 
     def restart_kubelet(self) -> None:
         """It is back after a moment; its images are looked at again at its start."""
@@ -415,7 +415,7 @@ class Kubernetes:
         """The container's directories, one of each hierarchy."""
         return [
             found
-            for controller in _controllers()
+            for controller in node_cgroups.hierarchies()
             for found in (controller / self._cgroup).rglob(container)
         ]
 
@@ -463,61 +463,6 @@ def helm(*words: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]
 
 def _runc() -> Path:
     return containerd.RUNTIMES / "bookworm" / "usr" / "sbin" / "runc"
-
-
-def _controllers() -> list[Path]:
-    """The roots of all cgroup hierarchies: of v1 one for each controller."""
-    if (CGROUPS / "cgroup.controllers").exists():
-        return [CGROUPS]
-    return [each for each in sorted(CGROUPS.iterdir()) if each.is_dir() and not each.is_symlink()]
-
-
-@contextlib.contextmanager
-def claimed_cgroup(name: str, roots: Sequence[Path] = ()) -> Iterator[None]:
-    """Make the cgroup ``name`` in every hierarchy, and hold it against ``clear_cgroups`` of other
-    runs: it may be empty for a while, and whose it is shows in no pid that all of them see."""
-    first, *others = roots or _controllers()
-    while True:
-        (first / name).mkdir(exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(leftovers.locked(first / name))
-                if not (first / name).exists():
-                    continue  # somebody cleared it before it was locked
-            except FileNotFoundError:
-                continue
-            for other in others:
-                (other / name).mkdir(exist_ok=True)
-            yield
-            return
-
-
-def clear_cgroups(roots: Sequence[Path] = ()) -> None:
-    """Remove cgroups of runs that have ended: nobody holds them, and no process is in them."""
-    roots = roots or _controllers()
-    for name in {top.name for root in roots for top in root.glob(f"{CGROUP}*")}:
-        with contextlib.suppress(BlockingIOError), contextlib.ExitStack() as stack:
-            if (roots[0] / name).exists():
-                stack.enter_context(leftovers.locked(roots[0] / name, fcntl.LOCK_NB))
-            remove_cgroup(name, roots)
-
-
-def remove_cgroup(name: str, roots: Sequence[Path] = ()) -> bool:
-    """Whether nothing of the cgroup is left."""
-    roots = roots or _controllers()
-    for top in (root / name for root in reversed(roots)):  # the one that is held comes last
-        _clear(top)
-        with contextlib.suppress(OSError):
-            top.rmdir()
-    return not any((root / name).exists() for root in roots)
-
-
-def _clear(top: Path) -> bool:
-    """Remove the cgroups below, which have no process any more; whether none is left."""
-    for folder in sorted((each for each in top.rglob("*") if each.is_dir()), reverse=True):
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-    return not any(each.is_dir() for each in top.rglob("*"))
 
 
 def free_subnet() -> str:

@@ -47,7 +47,7 @@ def held(
     of_workers = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # the same one in all of them
     run = os.environ.setdefault(RUN, of_workers or uuid.uuid4().hex)
     begin = time.monotonic()
-    told = begin + _SILENT_SECONDS - _TELL_SECONDS
+    tell_at = begin + _SILENT_SECONDS
     while (descriptor := _taken(file, run)) is None:
         now = time.monotonic()
         if now - begin > seconds:
@@ -56,8 +56,8 @@ def held(
                 f"stuck? End it, its lock goes with it; 'lslocks' and 'fuser {file}' show who "
                 "holds that. Then start again"
             )
-        if now - told >= _TELL_SECONDS:
-            told = now
+        if now >= tell_at:
+            tell_at = now + _TELL_SECONDS
             say(
                 f"real tests wait for {_holder(file)}, at most {seconds / 3600:.3g} h: one run of "
                 f"them at a time on a machine ({file}). Unit tests do not wait: -m 'not real'"
@@ -142,5 +142,10 @@ def _holder(file: Path) -> str:
 
 
 if __name__ == "__main__":
-    with held():
-        sys.exit(subprocess.call(sys.argv[1:]))
+    if not sys.argv[1:]:
+        sys.exit(__doc__)
+    try:
+        with held():
+            sys.exit(subprocess.call(sys.argv[1:]))
+    except BusyError as error:
+        sys.exit(str(error))

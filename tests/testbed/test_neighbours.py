@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.linux import scripts
-from tests.testbed import blockdev, guest, image, kubernetes, leftovers
+from tests.testbed import blockdev, guest, image, leftovers, node_cgroups
 
 
 @pytest.fixture
@@ -24,26 +24,26 @@ def roots(tmp_path: Path) -> Iterator[list[Path]]:
 
 def test_a_node_that_lives_keeps_its_cgroups_empty_as_they_are(roots: list[Path]) -> None:
     """Its processes may be in another pid namespace, and its cgroups empty for a while."""
-    ours, dead = f"{kubernetes.CGROUP}ours", f"{kubernetes.CGROUP}dead"
+    ours, dead = f"{node_cgroups.NAME}ours", f"{node_cgroups.NAME}dead"
     for root in roots:
         (root / dead / "pod").mkdir(parents=True)
-    (roots[1] / f"{kubernetes.CGROUP}half").mkdir()
-    with kubernetes.claimed_cgroup(ours, roots):
+    (roots[1] / f"{node_cgroups.NAME}half").mkdir()
+    with node_cgroups.claimed(ours, roots):
         (roots[1] / ours / "pod").mkdir()
-        kubernetes.clear_cgroups(roots)
+        node_cgroups.clear(roots)
         assert [sorted(os.listdir(root)) for root in roots] == [[ours], [ours]]
         assert (roots[1] / ours / "pod").is_dir()
-    kubernetes.clear_cgroups(roots)
+    node_cgroups.clear(roots)
     assert [os.listdir(root) for root in roots] == [[], []]
 
 
 def test_a_node_takes_away_its_own_cgroups(roots: list[Path]) -> None:
-    name = f"{kubernetes.CGROUP}ours"
-    with kubernetes.claimed_cgroup(name, roots):
+    name = f"{node_cgroups.NAME}ours"
+    with node_cgroups.claimed(name, roots):
         (roots[0] / name / "file").touch()  # as a process that has not ended
-        assert not kubernetes.remove_cgroup(name, roots)
+        assert not node_cgroups.remove(name, roots)
         (roots[0] / name / "file").unlink()
-        assert kubernetes.remove_cgroup(name, roots)
+        assert node_cgroups.remove(name, roots)
 
 
 def test_two_runs_of_one_clone_have_folders_of_their_own(

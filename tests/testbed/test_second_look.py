@@ -125,8 +125,8 @@ def passed(name: str, *failures: runner.Failure, number: int = 10, broken: str =
 def test_a_look_is_at_what_failed_in_all_passes_and_then_at_what_failed_again() -> None:
     other = runner.Failure("s[a b]", "", "")
     passes = [passed("unit", FAILED), passed("gate", other, FAILED)]
-    assert runner.left(passes) == ("s[a b]", "t")
-    assert runner.left([*passes, passed("again-1", other)]) == ("s[a b]",)
+    assert runner.failing(passes) == ("s[a b]", "t")
+    assert runner.failing([*passes, passed("again-1", other)]) == ("s[a b]",)
 
 
 def test_more_than_five_are_no_noise() -> None:
