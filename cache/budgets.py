@@ -67,6 +67,7 @@ class Budgets:
         self._lacking = NOTHING  # of the reserve, for longer than a look
         self._limits_of = limits_of
         self._evictions = evictions.Evictions(run, limits_of)
+        self._ending = False
         self.over = False  # something takes more than its budget
         self._look_again = 0.0  # monotonic time from which budgets are looked at again
         self._rounds: dict[str, tuple[int, bool]] = {}  # how many, and whether one shrank
@@ -166,6 +167,10 @@ class Budgets:
         """Whether somebody is to give room now: what is filled would find none."""
         return time.monotonic() >= self._look_again and self._next(()) is not None
 
+    def end(self) -> None:
+        """Ask no other dataset from now."""
+        self._ending = True
+
     async def keep(self) -> None:
         """Take files out of datasets until everything is within its budget, or all were asked."""
         async with self.turn:
@@ -177,7 +182,7 @@ class Budgets:
         asked: set[str] = set()
         if self._next(asked) is not None:
             await self._look()
-        while (name := self._next(asked)) is not None:
+        while not self._ending and (name := self._next(asked)) is not None:
             asked.add(name)
             await self._ask_for_all(self._datasets[name])
             self._look_at_reserve()

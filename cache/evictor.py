@@ -53,6 +53,7 @@ class Evictor:
     def end(self) -> None:
         """Begin no other eviction: ``follow`` returns when the one that runs has ended."""
         self._ending = True
+        self._budgets.end()
         self._wake.set()
 
     async def follow(self) -> None:

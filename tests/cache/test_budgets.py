@@ -94,6 +94,23 @@ async def test_kept_dataset_gives_only_what_is_beyond_its_own_budget(node: Node)
     assert asked["b"].wanted == 64 * MIB
 
 
+async def test_nobody_else_is_asked_after_the_end(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def settle(_: object, dataset: Dataset, **given: Any) -> bool:
+        asked.append(dataset.name)
+        node.budgets.end()  # the agent stops while one eviction runs
+        return True
+
+    monkeypatch.setattr(evictions.Evictions, "settle", settle)
+    node.add("a", 900 * MIB)
+    node.add("b", 900 * MIB)
+    await node.budgets.keep()
+    assert len(asked) == 1
+
+
 async def test_kept_dataset_beyond_its_inodes_keeps_its_bytes(node: Node) -> None:
     node.add("a", 2000 * MIB, keep=True, budget_inodes=100)
     node.least = Least(share=0.9)

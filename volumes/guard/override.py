@@ -314,15 +314,22 @@ async def _act(
     await _switch(wanted, mode, weaker)
     if "mode" not in wanted.model_fields_set:  # then they may not say either where it is attached
         wanted = in_force(wanted, (await recall(wanted, state_dir)).last)
-    kept, warning = await save(wanted, state_dir, override)
-    # Between the two an agent may have brought back what it knew.
+    # Each may wait for a disk that hangs, and an operator waits for both.
+    (kept, warning), missed = await asyncio.gather(
+        save(wanted, state_dir, override), _noted(state_dir, line)
+    )
+    # Meanwhile an agent may have brought back what it knew.
     attached = await _switch(wanted, mode, weaker)
+    return Done(attached, override, kept, tuple(filter(None, (warning, missed))))
+
+
+async def _noted(state_dir: Path, line: dict[str, str]) -> str:
+    """Why the line could not be written, or nothing."""
     try:
         await note(state_dir, **line)
-        missed = ""
     except kit.errors.HostError as error:
-        missed = f"the action is not in the operator log: {error}"
-    return Done(attached, override, kept, tuple(filter(None, (warning, missed))))
+        return f"the action is not in the operator log: {error}"
+    return ""
 
 
 async def _switch(wanted: settings.GuardSettings, mode: kernel.Mode, weaker: bool) -> bool:

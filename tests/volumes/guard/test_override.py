@@ -256,6 +256,28 @@ async def test_kill_switch_waits_for_no_other_thread(
         await asyncio.gather(stuck, switched)
 
 
+async def test_kill_switch_waits_once_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The override and the line of the log: both writes are under way before one of them ends."""
+    both = asyncio.Barrier(2)
+
+    async def hang(*_: object, deadline: float) -> None:
+        await both.wait()
+        raise kit.errors.HostError("the disk", "hangs", "")
+
+    monkeypatch.setattr(kit.child, "call", hang)
+    monkeypatch.setattr(override, "_to_kernel", lambda *_: False)
+    monkeypatch.setattr(pins, "file_system", lambda _: None)
+    guard = wanted(tmp_path, mode="enforce")
+    guard.pins.parent.mkdir()
+    async with asyncio.timeout(waiting.limit(30)):
+        done = await override.detach(guard, tmp_path, "me", "why")
+    assert done.kept
+    in_memory, missed = done.warnings
+    assert "until the next boot" in in_memory and "not in the operator log" in missed
+
+
 async def test_of_damaged_settings_the_rest_counts_and_the_damage_is_told(tmp_path: Path) -> None:
     lost = wanted(tmp_path)
     record.write_wanted(
