@@ -47,7 +47,7 @@ LARGE = ("tests/e2e/test_promises.py", "tests/deploy/test_node_rounds.py")
 NAMED = sorted(each for each in gate.files() if Path(each).exists())
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "gate": {"unit": UNIT, "gate": ("-m", "gate", *IN_TWO, *NAMED)},
-    "long": {"fresh": DRAWN, "long": ("-m", "real and not gate"), "large": LARGE},
+    "long": {"fresh": DRAWN, "long": ("-m", "real and not gate", *IN_TWO), "large": LARGE},
 }
 SIZES: dict[str, dict[str, str]] = {
     "gate": {},
