@@ -5,7 +5,8 @@ A plugin of pytest. The record is JUnit's, as properties of the test:
 * ``grave``: bytes were lost or wrong, or a denial was missing (tests/testbed/grave.py).
 * ``fixture``: the fixture of a session, package or module that failed; all tests that wanted it are
   one failure.
-* ``logs``: the folder below build/report that has the logs of the test's own processes.
+* ``logs``: the folder below build/report that has the logs of the test's own processes and, at
+  once, why it failed.
 """
 
 import re
@@ -49,4 +50,7 @@ def pytest_runtest_makereport(
         item.user_properties += [("grave", each) for each in grave.notes(error, grave.PREFIX)]
         item.user_properties += [("fixture", each) for each in grave.notes(error, _FIXTURE)]
         kept.keep(item, folder)
-    return (yield)
+    report = yield
+    if report.failed:
+        kept.say_why(item, report)
+    return report

@@ -55,6 +55,14 @@ def keep(item: pytest.Item, target: Path) -> None:
         _copy({source: target / name for name, source in folders.items() if source}, MOST_BYTES)
 
 
+def say_why(item: pytest.Item, report: pytest.TestReport) -> None:
+    """What pytest prints of a failure at the end of a run, which may be an hour later."""
+    with contextlib.suppress(OSError):
+        printed = "".join(f"\n--- {name}\n{text}" for name, text in report.sections)
+        text = f"{report.longreprtext}\n{printed}"[-MOST_FILE_BYTES:]
+        (folder(item) / f"failure-{report.when}").write_text(text, errors="backslashreplace")
+
+
 def _copy(folders: dict[Path, Path], left: int) -> None:
     """``folders``: where the files of each go. ``left``: so many bytes of all of them."""
     found = ((path, source) for source in folders for path in _files(source))

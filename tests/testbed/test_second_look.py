@@ -82,6 +82,7 @@ def test_red_once_is_green_and_named_with_its_first_failure(tmp_path: Path) -> N
     logs = Path(told["failures"][0]["logs"])
     assert (logs / "mountinfo").exists()
     assert (logs / "tmp_path" / "agent.log").read_text() == "said"
+    assert "assert not True" in (logs / "failure-call").read_text()
 
 
 def test_wrong_bytes_once_are_red_without_a_second_look(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_operator_finds_and_frees_a_leak(stage: Stage, agent: Agent) -> None:
 
 
 def test_bad_requests(agent: Agent) -> None:
-    assert "no guarded device has that name" in agent.cli("volume", "show", "nosuch").stderr
+    assert "no watched device has that name" in agent.cli("volume", "show", "nosuch").stderr
     assert "has no action for it" in agent.cli("volume", "act", "no/such").stderr
 
 
