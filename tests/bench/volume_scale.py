@@ -78,11 +78,14 @@ def _node(place: harness.Workplace, folder: Path) -> Iterator[tuple[stages.Stage
             target, handle = stage.staged(device, image=device)
             for _ in range(mounted // volumes - 1):
                 _publish(stage, target, handle)
-        yield stage, f"{volumes} volumes, {mounted} mounts, {spaces} namespaces"
+        try:
+            yield stage, f"{volumes} volumes, {mounted} mounts, {spaces} namespaces"
+        finally:  # first: the pods' mounts hold the devices
+            blockdev.run("umount", "-l", str(stage.kubelet.parent))
 
 
 def _publish(stage: stages.Stage, staged: Path, handle: str) -> None:
-    """As ``Stage.published``; all go at once with the stage's tree."""
+    """As ``Stage.published``; all go at once with the kubelet's tree."""
     home = stage.kubelet / "pods" / str(uuid.uuid4()) / "volumes/kubernetes.io~csi/pvc-1"
     (home / "mount").mkdir(parents=True)
     record = {"volumeHandle": handle, "specVolID": "pvc-1", "driverName": "rbd.csi.ceph.com"}

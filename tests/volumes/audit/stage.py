@@ -63,8 +63,9 @@ class Stage:
             process.wait(timeout=waiting.limit(20))
             if process.stdout:
                 process.stdout.close()
-        for undo in reversed(self._undo):
-            undo()
+        with contextlib.ExitStack() as rest:  # one that fails leaves none of the others undone
+            for undo in self._undo:
+                rest.callback(undo)
 
     def loop(self, *, megabytes: int = 32, read_only: bool = False, fs: str | None = "ext4") -> str:
         """A loop device with a file system; its kernel name."""

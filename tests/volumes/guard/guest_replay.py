@@ -25,7 +25,7 @@ from tests.volumes.guard import guest_luks, guest_nbd, guest_raw
 from tests.volumes.guard.guest_shell import run, say
 from volumes import settings
 from volumes import status as volume_status
-from volumes.guard import controller
+from volumes.guard import canary, controller
 from volumes.guard.kernel import Mode
 
 CONF, MONITOR, _, SECRET = sys.argv[1:]
@@ -99,6 +99,7 @@ async def main() -> None:
         findings[:] = volume_status.findings(guard, time.time())
 
     clusters = (ClusterSettings(name="c1", conf=Path(CONF), user="admin"),)
+    canary.DEADLINE_SECONDS = 60.0
     guard = controller.Controller(wanted, clusters, state_dir=Path("/run/state"), changed=changed)
     await guard.start()
     kernel = guard.guard
