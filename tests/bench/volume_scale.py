@@ -67,21 +67,20 @@ def _node(place: harness.Workplace, folder: Path) -> Iterator[tuple[stages.Stage
     volumes, mounted = place.size(500, 4), place.size(5000, 20)
     spaces = place.size(300, 3)
     with _crowd(spaces), stages.staged(folder / "stage") as stage:
-        stage.share_kubelet()
         first = blockdev.blank(folder / "first", 4 * blockdev.MiB)
         blockdev.run("mkfs.ext4", "-q", "-O", "^has_journal", str(first))
+        devices = []
         for number in range(volumes):
             image = folder / f"image-{number}"
             blockdev.run("cp", "--sparse=always", str(first), str(image))
             blockdev.run("tune2fs", "-U", str(uuid.uuid4()), str(image))
-            device = stage.attach(image, number=1000 * _LOOPS + number)
+            devices.append(stage.attach(image, number=1000 * _LOOPS + number))
+        stage.share_kubelet()  # undone before the devices, which its mounts hold
+        for device in devices:
             target, handle = stage.staged(device, image=device)
             for _ in range(mounted // volumes - 1):
                 _publish(stage, target, handle)
-        try:
-            yield stage, f"{volumes} volumes, {mounted} mounts, {spaces} namespaces"
-        finally:  # first: the pods' mounts hold the devices
-            blockdev.run("umount", "-l", str(stage.kubelet.parent))
+        yield stage, f"{volumes} volumes, {mounted} mounts, {spaces} namespaces"
 
 
 def _publish(stage: stages.Stage, staged: Path, handle: str) -> None:

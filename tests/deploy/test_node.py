@@ -94,12 +94,7 @@ def test_defaults_with_a_dataset_and_an_image_make_all_rooms_ready(node: install
     assert guard["in_force"] is True
     assert guard["mode"] == "dry-run"
     assert node.agent.dataset(DATASET)["served_by"]
-
-    def pinned() -> bool:
-        (row,) = node.agent.get("/v1/images")["images"]
-        return row["state"] == "ready" and bool(row["pinned"])
-
-    waiting.until(pinned, 60, "the image to be pinned", detail=lambda: node.agent.get("/v1/images"))
+    node.pinned_image()
     kept = node.kube.on_node("ctr", "-n", "k8s.io", "leases", "ls").stdout
     assert "nodeagent" in kept
 

@@ -1,7 +1,5 @@
 """The chart's Job takes everything of ours off the node; the last test, because the agent goes."""
 
-from typing import Any
-
 import pytest
 
 from tests.testbed import installed, kubernetes, waiting
@@ -29,15 +27,9 @@ def ended(node: installed.Node, *, removing: bool) -> tuple[str, str]:
     return result
 
 
-def pinned(node: installed.Node) -> dict[str, Any] | None:
-    """The only image, once it is pinned."""
-    (row,) = node.agent.get("/v1/images")["images"]
-    return row if row["pinned"] else None
-
-
 def test_job_lists_and_then_removes_all_that_is_ours(node: installed.Node) -> None:
     node.all_ready()
-    row: dict[str, Any] = waiting.until(lambda: pinned(node), 60, "its image to be pinned")
+    row = node.pinned_image()
     assert node.leases()
     state = node.kube.root / installed.STATE
     assert (state / "settings.yaml").exists()

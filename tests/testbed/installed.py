@@ -97,6 +97,18 @@ class Node:
 
         waiting.until(ready, 90, "all rooms to be ready", pause=0.2, detail=self.detail)
 
+    def pinned_image(self) -> dict[str, Any]:
+        """Its only image, once that is ready and pinned."""
+
+        def pinned() -> dict[str, Any] | None:
+            (row,) = self.agent.get("/v1/images")["images"]
+            return row if row["state"] == "ready" and row["pinned"] else None
+
+        found: dict[str, Any] = waiting.until(
+            pinned, 60, "the image to be pinned", detail=lambda: self.agent.get("/v1/images")
+        )
+        return found
+
     def detail(self) -> str:
         words = ("-n", SPACE, "--tail=20", "-l", PODS)
         return self.kube.kubectl("logs", *words) + self.kube.kubectl(

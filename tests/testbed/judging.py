@@ -52,5 +52,5 @@ def pytest_runtest_makereport(
         kept.keep(item, folder)
     report = yield
     if report.failed:
-        kept.say_why(item, report)
+        kept.say_why(kept.folder(item), report)
     return report

@@ -55,12 +55,13 @@ def keep(item: pytest.Item, target: Path) -> None:
         _copy({source: target / name for name, source in folders.items() if source}, MOST_BYTES)
 
 
-def say_why(item: pytest.Item, report: pytest.TestReport) -> None:
-    """What pytest prints of a failure at the end of a run, which may be an hour later."""
+def say_why(target: Path, report: pytest.TestReport) -> None:
+    """What pytest prints of a failure at the end of a run, which may be an hour later. The reason
+    comes last: of much output the beginning is left out."""
     with contextlib.suppress(OSError):
-        printed = "".join(f"\n--- {name}\n{text}" for name, text in report.sections)
-        text = f"{report.longreprtext}\n{printed}"[-MOST_FILE_BYTES:]
-        (folder(item) / f"failure-{report.when}").write_text(text, errors="backslashreplace")
+        printed = "".join(f"--- {name}\n{text}\n" for name, text in report.sections)
+        text = f"{printed}\n{report.longreprtext}\n"[-MOST_FILE_BYTES:]
+        (target / f"failure-{report.when}").write_text(text, errors="backslashreplace")
 
 
 def _copy(folders: dict[Path, Path], left: int) -> None:

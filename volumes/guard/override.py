@@ -314,12 +314,16 @@ async def _act(
     await _switch(wanted, mode, weaker)
     if "mode" not in wanted.model_fields_set:  # then they may not say either where it is attached
         wanted = in_force(wanted, (await recall(wanted, state_dir)).last)
+
+    async def save_and_switch() -> tuple[bool, bool, str]:
+        kept, warning = await save(wanted, state_dir, override)
+        # Meanwhile an agent may have brought back what it knew.
+        return await _switch(wanted, mode, weaker), kept, warning
+
     # Each may wait for a disk that hangs, and an operator waits for both.
-    (kept, warning), missed = await asyncio.gather(
-        save(wanted, state_dir, override), _noted(state_dir, line)
+    (attached, kept, warning), missed = await asyncio.gather(
+        save_and_switch(), _noted(state_dir, line)
     )
-    # Meanwhile an agent may have brought back what it knew.
-    attached = await _switch(wanted, mode, weaker)
     return Done(attached, override, kept, tuple(filter(None, (warning, missed))))
 
 

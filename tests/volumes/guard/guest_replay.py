@@ -99,7 +99,7 @@ async def main() -> None:
         findings[:] = volume_status.findings(guard, time.time())
 
     clusters = (ClusterSettings(name="c1", conf=Path(CONF), user="admin"),)
-    canary.DEADLINE_SECONDS = 60.0
+    canary.DEADLINE_SECONDS = 60.0  # its child is a python, too
     guard = controller.Controller(wanted, clusters, state_dir=Path("/run/state"), changed=changed)
     await guard.start()
     kernel = guard.guard
