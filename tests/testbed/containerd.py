@@ -117,11 +117,27 @@ class Containerd:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def _content(self) -> Path:
+        return self.folder / "root" / "io.containerd.content.v1.content"
+
     def stored_bytes(self) -> int:
         """What its content store has on disk: whole blobs, and the begun part of others."""
-        store = self.folder / "root" / "io.containerd.content.v1.content"
-        files = [*store.glob("blobs/*/*"), *store.glob("ingest/*/data")]
+        files = [*self._content.glob("blobs/*/*"), *self._content.glob("ingest/*/data")]
         return sum(file.stat().st_size for file in files)
+
+    def has_closed_parts(self) -> bool:
+        """Whether nobody writes to a begun blob any more: who closes one dates it last.
+
+        One that is collected earlier is forgotten, with files left ("directory not empty").
+        """
+        try:
+            return all(
+                part.with_name("updatedat").stat().st_mtime_ns > part.stat().st_mtime_ns
+                for part in self._content.glob("ingest/*/data")
+            )
+        except FileNotFoundError:  # it is being collected
+            return False
 
     def trust(self, host: str, url: str) -> None:
         """Pull images of ``host`` from the plain-http ``url``."""

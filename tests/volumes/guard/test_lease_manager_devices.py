@@ -35,6 +35,12 @@ def test_hanging_device_times_out_and_is_probed_once(
             # mkfs would read first, and hang in that
             assert where.run("dd", "if=/dev/zero", f"of={disk.device}", "count=1").returncode == 1
             assert agent.get("/healthz")["alive"]
+        # The look that runs may still have the old patience, which is longer than the API's.
+        waiting.until(
+            lambda: (agent.guarded(disk.device).get("verdict") or {}).get("verdict") == "timeout",
+            90,
+            "the stall",
+        )
         found = agent.cli_json("volume", "probe", disk.device)
         assert found["verdict"] == "timeout", json.dumps(found)
 
