@@ -299,7 +299,7 @@ class LeaseManager(steps.Executor):
             first,
             leased=self._until(device) is not None,
             attached=self.leases is not None,
-            asked=asked,
+            asked=asked or device.name in self._denied,  # somebody tried since this look began
         )
         if reasons is None:
             evidence = await self._evidence(known, first)

@@ -25,7 +25,7 @@ from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.testbed import waiting
 from tests.volumes.guard.world import BLANK, DEVICE, EXT4, IMAGE, NO_ANSWER, PUBLISHED, SIZE, World
 from volumes import disk, explain, settings, status
-from volumes.guard import controller, doubt, kernel, lease, lease_manager, raw_block, steps
+from volumes.guard import controller, denials, doubt, kernel, lease, lease_manager, raw_block, steps
 from volumes.guard.lease import Step
 from volumes.ledger import mirror, store
 from volumes.probe.examine import Kind, Verdict
@@ -317,6 +317,30 @@ async def test_operators_word_waits_for_a_check_that_saw_the_device_before(
     await allowed
     await waiting.until_async(lambda: "rbd99" not in world.manager._checking, 5.0)
     assert world.map[254, 99].until - time.monotonic() > lease.LINGER_SECONDS
+
+
+async def test_a_write_during_the_last_look_at_an_unused_lease_gets_a_lease_and_no_finding(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That look was not asked for by a writer, and would answer him "the next attempt gets one"."""
+    monkeypatch.setattr(lease_manager, "LEASED_CHECK_SECONDS", 0.01)
+    await world.checked()
+    probe, refused = world.probe, list[denials.Denial]()
+
+    async def met_by_a_writer(path: str, below: str = "", cluster: str = "") -> Verdict:
+        if not refused:
+            who = ("mkfs.ext4", "", "", "", "", "")
+            refused.append(denials.Denial(time.time(), "rbd99", DEVICE.volume, "v", True, 9, *who))
+            world.manager.denials.add(refused[0])
+            world.manager.denied("rbd99", DEVICE)
+        return await probe(path, below)
+
+    monkeypatch.setattr(world, "probe", met_by_a_writer)
+    world.map[254, 99] = dataclasses.replace(world.map[254, 99], until=time.monotonic() - 2.0)
+    await waiting.until_async(lambda: refused and not world.manager.denials.waiting, 10.0)
+    assert world.manager.denials.findings(time.time()) == []
+    assert world.manager.denials.delayed == 1
+    assert world.map[254, 99].until > time.monotonic()
 
 
 async def test_a_lease_needs_a_living_agent_where_disks_stay(
