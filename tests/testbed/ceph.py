@@ -283,6 +283,7 @@ class CephCluster:
                     stderr=stream,
                     timeout=waiting.limit(60),
                     check=True,
+                    start_new_session=True,  # ceph-mds stays in its starter's, and gets its Ctrl-C
                 )
 
     def _start_osd(self) -> None:
