@@ -340,10 +340,13 @@ def broken_off(begun: Sequence[Step]) -> tuple[Step, ...]:
     """What to do after the last of the ``begun`` steps failed.
 
     A permission that was recorded and whose GRANT was not begun permitted nothing, and this process
-    knows it. One whose GRANT was begun may have reached the kernel: it stays open.
+    knows it. One whose GRANT was begun may have reached the kernel: it stays open. What the kernel
+    has for the number goes first: no opens are counted under a reservation, and an earlier
+    permission, under which somebody wrote, would be closed as unused.
     """
-    recorded = Step.RECORD_PERMISSION in begun[:-1]
-    return (Step.CLOSE_PERMISSION, Step.MIRROR) if recorded and Step.GRANT not in begun else ()
+    if Step.RECORD_PERMISSION not in begun[:-1] or Step.GRANT in begun:
+        return ()
+    return (Step.REVOKE, Step.CLOSE_PERMISSION, Step.MIRROR)
 
 
 def conclude(
@@ -354,6 +357,7 @@ def conclude(
     expired: bool,
     opens: int,
     permitted: bool,
+    earlier: bool,
     by_pod: bool = False,
 ) -> tuple[Step, ...]:
     """What to do after a probe.
@@ -363,6 +367,8 @@ def conclude(
     under an expired lease closes a permission as unused: without the lease (after a reboot) nobody
     knows the count, and the permission stays open. ``by_pod``: it is of a raw block volume, which
     no count closes: a pod that opened the device once may go on writing without another open.
+    ``earlier``: another permission was open when this one was given. It stays open, so the lease
+    goes first: were the agent killed in between, its count would close that one, too.
     """
     closable = permitted and not by_pod
     if has_content:
@@ -371,6 +377,8 @@ def conclude(
     if not leased or not expired:
         return ()
     if opens == 0 and closable and blank:
+        if earlier:
+            return (Step.REVOKE, Step.CLOSE_PERMISSION, Step.MIRROR)
         return (Step.CLOSE_PERMISSION, Step.MIRROR, Step.REVOKE)
     return (Step.REVOKE,) if opens or not closable else ()
 

@@ -394,6 +394,7 @@ class LeaseManager(steps.Executor):
             expired=expired,
             opens=held.opens if held else 0,
             permitted=entry.permitted > 0,
+            earlier=bool(entry.earlier_by),
             by_pod=raw_block.gave(entry.permitted_by),
         )
         await self.carry_out(steps, turn)

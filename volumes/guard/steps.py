@@ -116,8 +116,11 @@ class Executor:
         try:
             await self._carry_out(steps, turn, begun)
         except (kit.errors.AgentError, OSError, TimeoutError):
-            if Step.CLOSE_PERMISSION in lease.broken_off(begun):
-                await self._close_ungranted(turn)
+            try:
+                await self._carry_out(lease.broken_off(begun), turn, [])
+            except (kit.errors.AgentError, OSError, TimeoutError) as error:
+                title = turn.known.device.title
+                log.warning("ungranted permission stays open", volume=title, error=str(error))
             raise
 
     async def _carry_out(self, steps: Iterable[Step], turn: Turn, begun: list[Step]) -> None:
@@ -160,26 +163,19 @@ class Executor:
                 case Step.RECORD_CONTENT:
                     await self._record(turn)
                 case Step.CLOSE_PERMISSION:
-                    if entry is not None:
-                        turn.entry = entry.unused()
-                        await self._save(turn.entry)
+                    turn.entry = await self._closed(device, entry)
 
-    async def _close_ungranted(self, turn: Turn) -> None:
-        """The permission of this turn permitted nothing. It stays open when it cannot be closed,
-        and when the ledger says something else by now: another device may show the same volume."""
-        written, device = turn.entry, turn.known.device
-        if written is None:
-            return
-        try:
-            async with self._writing:
-                if self._entry(device) != written:
-                    return
-                await self._put(written.unused())
-            turn.entry = written.unused()
-            await self._mirror(turn.known, turn.entry)
-        except (OSError, TimeoutError) as error:
-            title = turn.known.device.title
-            log.warning("ungranted permission stays open", volume=title, error=str(error))
+    async def _closed(
+        self, device: blockdev.BlockDevice, written: store.Entry | None
+    ) -> store.Entry | None:
+        """The entry without its last permission, in the ledger. None, and nothing is written, when
+        the ledger says something else by now: another device may show the same volume."""
+        async with self._writing:
+            if written is None or self._entry(device) != written:
+                return None
+            closed = written.unused()
+            await self._put(closed)
+        return closed
 
     async def _record(self, turn: Turn) -> None:
         """Save the content seen. Other content than the ledger's is a finding instead, and the

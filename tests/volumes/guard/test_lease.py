@@ -1,5 +1,6 @@
 """Who may format a device: never where any source says, or may say, "data"."""
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -266,11 +267,10 @@ class World:
         try:
             self._carry_out(steps, volume, seen, by, seconds, begun)
         except Broken:
-            if Step.CLOSE_PERMISSION in lease.broken_off(begun):
-                volume.entry = volume.entry.unused()
-                self.taken_back += 1
-                if self.cluster and self.cluster_up:
-                    volume.mirror = volume.entry
+            undo = lease.broken_off(begun)
+            self.taken_back += bool(undo)
+            with contextlib.suppress(Broken):
+                self._carry_out(undo, volume, seen, by, seconds, [])
 
     def _carry_out(
         self,
@@ -346,7 +346,7 @@ class World:
             leased=self.held is not None,
             expired=self.held is not None and self.now > self.held.until + 1,
             opens=self.held.opens if self.held else 0, permitted=volume.entry.permitted > 0,
-            by_pod=raw_block.gave(volume.entry.permitted_by),
+            earlier=bool(volume.entry.earlier_by), by_pod=raw_block.gave(volume.entry.permitted_by),
         ), volume, attachment)  # fmt: skip
         if lease.undisputed(seen, leased=self.leased, attached=True, asked=True) is not None:
             return
@@ -358,6 +358,11 @@ class World:
         )  # fmt: skip
         if not lease.refusals(evidence, lease.Policy()):
             self.carry_out(lease.GRANTING, volume, attachment)
+
+    def allow(self) -> None:
+        """An operator's word, whatever the volume holds; nothing is concluded before it."""
+        self.meet()
+        self.carry_out(lease.GRANTING, self.volume, self.attachment, "an operator")
 
     def publishes(self) -> bool:
         """The permission of a raw block volume, as long as it is published."""
@@ -455,8 +460,10 @@ class World:
                     self.published, self.pod_open = not self.published, False
                     if self.agent:
                         self.check()
-                case 11 | 12 | 13:
+                case 11 | 12:
                     self.pod()
+                case 13 if self.agent:
+                    self.allow()
             self.heard()
         except Killed:
             pass
@@ -514,6 +521,18 @@ def test_broken_off_closes_only_what_certainly_was_not_granted(steps: tuple[Step
         granted_maybe = Step.GRANT in begun
         recorded = count > 1 and steps[0] is Step.RECORD_PERMISSION
         assert bool(lease.broken_off(begun)) is (recorded and not granted_maybe), begun
+
+
+@pytest.mark.parametrize("steps", [
+    lease.broken_off(lease.GRANTING[:3]),
+    lease.conclude(has_content=False, blank=True, leased=True, expired=True, opens=0,
+                   permitted=True, earlier=True),
+])  # fmt: skip
+def test_what_proves_one_permission_unused_is_gone_before_it_is_closed(
+    steps: tuple[Step, ...],
+) -> None:
+    """Or, after a kill in between, it would prove the same of the earlier one."""
+    assert steps == (Step.REVOKE, Step.CLOSE_PERMISSION, Step.MIRROR)
 
 
 @pytest.mark.parametrize("broken", [

@@ -100,6 +100,36 @@ async def test_a_broken_grant_closes_no_permission_but_its_own(
     assert entry is not None and entry.permitted and entry.permitted_by == "the other mapping"
 
 
+async def test_a_broken_grant_leaves_no_count_that_closes_an_earlier_permission(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody wrote under the earlier one, and what he wrote cannot be seen. No open is counted
+    under the reservation of the second: its end must not look like that of an unused lease."""
+    world.ledger.put(store.Entry(DEVICE.volume).permit("automatic", 1.0))
+    monkeypatch.setattr(blockdev, "by_path", lambda _: world.device)
+    monkeypatch.setattr(blockdev, "in_use", lambda _: False)
+    identify, failing = blockdev.identify, True
+
+    async def no_cluster(*_: Any, **__: Any) -> mirror.Answer:
+        return mirror.NOT_ASKED
+
+    def identified(name: str) -> blockdev.BlockDevice | None:
+        if failing and "reserve" in world.did:  # the last look before the grant
+            raise OSError(5, "I/O error")
+        return identify(name)
+
+    monkeypatch.setattr(blockdev, "identify", identified)
+    with pytest.raises(OSError):
+        await world.manager.allow("/dev/rbd99", DEVICE.volume, "scratch", "me")
+    assert world.map == {}
+    failing = False
+    monkeypatch.setattr(world, "ask", no_cluster)
+    known = await world.checked()
+    assert any("may have happened" in reason for reason in known.reasons), known.reasons
+    entry = world.ledger.get(DEVICE.volume)
+    assert entry is not None and entry.permitted_by == "automatic"
+
+
 async def test_growth_keeps_the_permission_of_a_raw_volume(world: World) -> None:
     """Its pod may open the device at any moment, and a full state disk gives no new one."""
     await world.checked()
