@@ -74,7 +74,8 @@ def measure(room: Path, directories: int, files: int) -> dict[str, Any]:
             node.remove(NAME)
             source["manifest"] = "{snapshot}.manifest"
             node.cache["datasets"] = [dataset]
-            node.write()
+            node.stop()  # warmed before it had read the new settings, it would list again
+            node.start()
             found["from manifest"] = counted(cluster, node)
             if "directories are taken from" not in node.said():
                 raise RuntimeError("the manifest was not used")
