@@ -94,8 +94,10 @@ def test_fill_stops_for_a_higher_priority_and_goes_on_by_itself(area: Path, node
     shown = node.dataset("low")
     assert (shown["state"], shown["why"]) == ("queued", "waits for high (priority 5)")
     assert shown["files"]["done"] == len(stored)
-    told = [each["text"] for each in node.get("/v1/events")["events"]]
-    assert any("waits_for - → high (priority 5)" in each for each in told), told
+    waits = "waits_for - → high (priority 5)"
+    node.wait_for(
+        lambda: any(waits in each["text"] for each in node.get("/v1/events")["events"]), 30, waits
+    )
 
     node.cli_json("dataset", "warm", "low", "--now")
     waits = "waits for low (priority 0, wanted now)"
