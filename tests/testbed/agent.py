@@ -118,8 +118,9 @@ class Agent:
     @property
     def environment(self) -> dict[str, str]:
         mine = {leftovers.MARK: str(self.folder), holding.FOLDER: str(self.holds)}
-        ours = {"GRPC_ENABLE_FORK_SUPPORT"}  # of tests (tests/conftest.py)
-        return {name: value for name, value in os.environ.items() if name not in ours} | mine
+        made = {**os.environ, **mine}
+        made.pop("GRPC_ENABLE_FORK_SUPPORT", None)  # of tests (tests/conftest.py)
+        return made
 
     def write(self) -> None:
         """Replace the file by a rename, as editors do."""

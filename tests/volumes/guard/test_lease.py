@@ -341,13 +341,7 @@ class World:
         volume, seen, attachment = self.volume, self.probe(), self.attachment
         if seen.has_content and volume.mirror and self.cluster_up:
             volume.entry = merge(volume.entry, volume.mirror)
-        self.carry_out(lease.conclude(
-            has_content=seen.has_content, blank=not seen.has_content,
-            leased=self.held is not None,
-            expired=self.held is not None and self.now > self.held.until + 1,
-            opens=self.held.opens if self.held else 0, permitted=volume.entry.permitted > 0,
-            earlier=bool(volume.entry.earlier_by), by_pod=raw_block.gave(volume.entry.permitted_by),
-        ), volume, attachment)  # fmt: skip
+        self.carry_out(self.concludes(seen), volume, attachment)
         if lease.undisputed(seen, leased=self.leased, attached=True, asked=True) is not None:
             return
         mirror, extents = self.ask()
@@ -358,6 +352,16 @@ class World:
         )  # fmt: skip
         if not lease.refusals(evidence, lease.Policy()):
             self.carry_out(lease.GRANTING, volume, attachment)
+
+    def concludes(self, seen: Verdict) -> tuple[Step, ...]:
+        entry = self.volume.entry
+        return lease.conclude(
+            has_content=seen.has_content, blank=not seen.has_content,
+            leased=self.held is not None,
+            expired=self.held is not None and self.now > self.held.until + 1,
+            opens=self.held.opens if self.held else 0, permitted=entry.permitted > 0,
+            earlier=bool(entry.earlier_by), by_pod=raw_block.gave(entry.permitted_by),
+        )  # fmt: skip
 
     def allow(self) -> None:
         """An operator's word, whatever the volume holds; nothing is concluded before it."""
@@ -545,8 +549,7 @@ def test_a_kill_while_one_permission_is_closed_leaves_the_earlier_one_open(
     if how == "unused":
         world.allow()
         world.now += 100
-        steps = lease.conclude(has_content=False, blank=True, leased=True, expired=True, opens=0,
-                               permitted=True, earlier=True)  # fmt: skip
+        steps = world.concludes(world.probe())
     else:
         begun = lease.GRANTING[:3]
         world.carry_out(begun, world.volume, world.attachment, "an operator")
