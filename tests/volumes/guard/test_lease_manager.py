@@ -42,7 +42,7 @@ async def test_first_lease_follows_the_granting_order(world: World) -> None:
 
 
 async def test_grant_executes_the_step_list(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list that the lives of test_lease.py drive, and no order of the manager's own."""
+    """The list that test_lease_lives.py drives, and no order of the manager's own."""
     monkeypatch.setattr(lease, "GRANTING", (Step.MIRROR, Step.RECORD_PERMISSION))
     await world.checked()
     assert world.did[3:] == ["record permission"]  # nothing to mirror before, and no lease
