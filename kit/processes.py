@@ -8,8 +8,8 @@ never waited for again. Each costs memory, so their number is limited for the wh
 for each caller: 200 dead devices must not fill the agent's memory limit. A part of that number is
 kept for each room (``in_share``), so that what hangs in one room does not stop the others.
 
-Invariants: every process that ``start`` returns dies with the agent, except with ``outlives``; no
-process starts while ``MOST_HANGING`` abandoned ones exist.
+Invariants: every process that ``start`` returns dies with the agent; no process starts while
+``MOST_HANGING`` abandoned ones exist.
 """
 
 import asyncio
@@ -108,21 +108,17 @@ async def start(
     stdin: int | None = _PIPE,
     stderr: int | None = None,
     environment: Mapping[str, str] | None = None,
-    outlives: bool = False,
     limit: int = 2**16,
 ) -> Process:
     """Start a program in a session of its own, with / as working directory.
 
     ``job``: of ``kit.child_main``, the first code of every process that dies with the agent.
-    ``outlives``: it may go on after the agent (ceph-fuse). ``limit``: the longest line in bytes
-    that its stdout may be read by. OSError when it cannot be started (a missing program shows as
-    exit code 127 without ``outlives``), DeadlineError when too many hang already.
+    ``limit``: the longest line in bytes that its stdout may be read by. OSError when it cannot be
+    started (a missing program shows as exit code 127), DeadlineError when too many hang already.
     """
     _refuse_when_too_many_hang()
-    if not outlives:
-        argv = child_main.command(job, *argv)
     return await asyncio.create_subprocess_exec(
-        *argv,
+        *child_main.command(job, *argv),
         stdin=stdin,
         stdout=_PIPE,
         stderr=stderr,
@@ -232,7 +228,6 @@ async def run(
     deadline: float,
     input: bytes = b"",
     environment: Mapping[str, str] | None = None,
-    outlives: bool = False,
     largest: int = 2**20,
 ) -> Ended:
     """Run a program to its end, at most ``deadline`` seconds, reading at most ``largest`` bytes.
@@ -241,8 +236,7 @@ async def run(
     it started. OSError (ENOENT and others) when it cannot be started, EFBIG when it says more.
     """
     process = await start(
-        argv, stdin=_PIPE if input else _DEVNULL, stderr=_PIPE, environment=environment,
-        outlives=outlives,
+        argv, stdin=_PIPE if input else _DEVNULL, stderr=_PIPE, environment=environment
     )  # fmt: skip
     try:
         out, err = await to_the_end(process, _talk(process, input, largest), about, deadline)
@@ -252,7 +246,7 @@ async def run(
         ) from None
     code = process.returncode
     assert code is not None
-    if code == 127 and not outlives:
+    if code == 127:
         raise FileNotFoundError(2, err.decode(errors="replace").strip() or "not found", argv[0])
     return Ended(code, out, err)
 

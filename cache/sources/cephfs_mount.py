@@ -1,14 +1,20 @@
 """One mount of a CephFS: by the kernel's client or by ceph-fuse, in a folder of its own.
 
-The kernel client is used where the kernel has it, else ceph-fuse. ceph-fuse becomes a daemon and is
-moved out of the agent's cgroup, so that neither the end of the agent nor that of its service ends
-the mount: jobs read through it.
+The kernel client is used where the kernel has it, else ceph-fuse. ceph-fuse runs in a session and a
+cgroup of its own, so that neither the end of the agent nor that of its service ends the mount: jobs
+read through it.
+
+It is started in the foreground. As a daemon it closes its stdin, stdout and stderr; libfuse's pipes
+take their numbers, and what a program that it starts prints (mount, to trim the kernel's names)
+becomes part of an answer to the kernel, after which every reader hangs.
 """
 
 import asyncio
 import contextlib
 import os
 import re
+import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +25,6 @@ import structlog
 import kit.child
 import kit.errors
 import kit.files
-import kit.processes
 import kit.redact
 from cache.settings import CephfsSource
 from ceph import monitors, secrets
@@ -34,12 +39,17 @@ CLIENT_CACHE_INODES = 400_000
 CGROUP = "nodeagent-sources"
 DETACH_SECONDS = 15.0
 SHOWN = "shows.json"
+SAID = "ceph-fuse.log"  # what ceph-fuse and the programs that it starts print
+_LOOK_SECONDS = (0.01, 0.25)
 
 _CONF = """\
 [global]
 mon host = {monitors}
 keyring = {keyring}
 log file =
+# Only what keeps it from mounting is printed: it runs for months, and its log is a file of ours.
+log to stderr = false
+err to stderr = false
 admin socket =
 [client]
 client cache size = {inodes}
@@ -155,24 +165,20 @@ async def make(folder: Path, way: Way, root: str, deadline: float) -> None:
 async def _mount_fuse(target: Path, way: Way, root: str, conf: Path, deadline: float) -> None:
     source = way.source
     command = (
-        *("ceph-fuse", "-c", str(conf), "-n", f"client.{source.user}", str(target)),
+        *("ceph-fuse", "-f", "-c", str(conf), "-n", f"client.{source.user}", str(target)),
         *(f"--client_mountpoint={root}", f"--client_fs={source.filesystem}"),
         *("-o", "ro"),
     )
-    # The agent's environment may have Ceph settings or secrets.
-    environment = {"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")}
     try:
-        ended = await kit.processes.run(
-            command, about=way.thing, deadline=deadline + 5, environment=environment,
-            outlives=True,
-        )  # fmt: skip
+        mounted, said = await kit.child.call(
+            mount_fuse, str(target), command, deadline, deadline=deadline + 5
+        )
     except FileNotFoundError as error:
         why = "this host has neither a CephFS kernel client nor ceph-fuse"
         raise way.error(why, "load the ceph module or install ceph-fuse") from error
-    except kit.processes.DeadlineError as error:
+    except (kit.child.DeadlineError, TimeoutError) as error:
         raise way.explain("110") from error
-    if ended.code or mountinfo.top(target) is None:
-        said = (ended.out + ended.err).decode(errors="replace")
+    if not mounted:
         number = re.findall(r"\((\d+)\)", said)
         # A monitor answered but did not send its settings: the user is not authorized.
         refused = "13" if "failed to fetch mon config" in said else ""
@@ -183,6 +189,34 @@ async def _mount_fuse(target: Path, way: Way, root: str, conf: Path, deadline: f
         tell("ceph-fuse failed", dataset=way.thing, root=root, said=last)
         raise failure
     await asyncio.to_thread(_move_out_of_our_cgroup, target)
+
+
+def mount_fuse(target: str, command: Sequence[str], seconds: float) -> tuple[bool, str]:
+    """Start ceph-fuse and wait until it has mounted ``target``: whether it did, and what it said.
+
+    Runs in a child of the agent; ceph-fuse outlives both. TimeoutError after ``seconds``, with
+    ceph-fuse killed; FileNotFoundError when there is none.
+    """
+    said = Path(target).with_name(SAID)
+    said.unlink(missing_ok=True)  # an earlier one may still write to it
+    before = mountinfo.top(target)
+    # The agent's environment may have Ceph settings or secrets.
+    environment = {"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")}
+    with os.fdopen(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as log_file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file, env=environment,
+            cwd="/", start_new_session=True,
+        )  # fmt: skip
+    end, pause = time.monotonic() + seconds, _LOOK_SECONDS[0]
+    while process.poll() is None:
+        if mountinfo.top(target) != before:
+            return True, ""
+        if time.monotonic() >= end:
+            process.kill()
+            raise TimeoutError
+        time.sleep(pause)
+        pause = min(2 * pause, _LOOK_SECONDS[1])
+    return False, said.read_text(errors="replace")
 
 
 def _move_out_of_our_cgroup(target: Path) -> None:
@@ -225,7 +259,7 @@ async def release(folder: Path) -> bool:
             f"source mount {target}", f"it cannot be unmounted ({error.strerror})",
             "end the processes that use it; it is tried again",
         ) from error  # fmt: skip
-    for name in ("keyring", "ceph.conf", SHOWN):
+    for name in ("keyring", "ceph.conf", SHOWN, SAID):
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         target.rmdir()

@@ -221,6 +221,20 @@ def test_secret_is_never_shown(
             assert file.stat().st_mode & 0o077 == 0
 
 
+def test_what_ceph_fuse_prints_goes_into_no_pipe_of_its_protocol(
+    area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
+) -> None:
+    trees.plain(fs / "said", 20)
+    snapshot(fs, "said")
+    node.cache["datasets"] = [dataset(cluster, area, "/said") | {"warm": False}]
+    node.start()
+    node.wait_served("a", "source")
+    [pid] = daemons(node)
+    [log] = (node.state / "sources").glob("*/ceph-fuse.log")
+    places = [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)]
+    assert places == ["/dev/null", str(log), str(log)]
+
+
 def test_remove_of_dropped_dataset_leaves_nothing(
     area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
 ) -> None:

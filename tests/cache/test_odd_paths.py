@@ -56,10 +56,10 @@ def test_cephfs_is_served_from_a_state_directory_of_any_name(
     area: Path, node: Agent, cluster: ceph.CephCluster
 ) -> None:
     with cluster.mounted(area / "fs") as fs:
-        trees.plain(fs / "odd", 200)
-        snapshot(fs, "odd")
-        before = trees.records(fs / "odd")
-        node.cache["datasets"] = [dataset(cluster, area, "/odd") | {"warm": False}]
+        trees.plain(fs / "odd-state", 200)
+        snapshot(fs, "odd-state")
+        before = trees.records(fs / "odd-state")
+        node.cache["datasets"] = [dataset(cluster, area, "/odd-state") | {"warm": False}]
         node.start()
         node.wait_served("a", "source")
         clients = daemons(node)

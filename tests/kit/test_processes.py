@@ -24,11 +24,19 @@ async def test_run_returns_output_and_code() -> None:
 
 
 async def test_run_names_missing_program() -> None:
-    for outlives in (False, True):
-        with pytest.raises(FileNotFoundError, match="no-such-program"):
-            await processes.run(
-                ["no-such-program"], about="x", deadline=waiting.limit(20), outlives=outlives
-            )
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        await processes.run(["no-such-program"], about="x", deadline=waiting.limit(20))
+
+
+_STREAMS = "for n in 0 1 2; do readlink /proc/$$/fd/$n || echo none; done"
+
+
+async def test_programs_have_stdin_stdout_and_stderr() -> None:
+    """Else what they open takes these numbers, and what their own programs print ends up in it."""
+    ended = await processes.run(["sh", "-c", _STREAMS], about="test", deadline=waiting.limit(20))
+    places = ended.out.decode().split()
+    assert places[0] == "/dev/null"
+    assert [place.partition(":")[0] for place in places[1:]] == ["pipe", "pipe"]
 
 
 async def test_run_kills_all_that_a_late_program_started(tmp_path: Path) -> None:

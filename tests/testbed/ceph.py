@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ceph import native
-from tests.testbed import leftovers, ports, waiting
+from tests.testbed import ports, waiting
 
 START_SECONDS = 120.0
 # A client that was killed holds up others for this long, and not for the minute of a session.
@@ -397,9 +397,23 @@ class CephCluster:
     def mounted(self, target: Path, *options: str) -> Iterator[Path]:
         """CephFS by ceph-fuse at ``target`` with ceph-fuse's own defaults plus ``options``."""
         target.mkdir(parents=True, exist_ok=True)
-        command = ("ceph-fuse", "-c", str(self.conf), "-n", "client.admin", str(target), *options)
-        self.run(*command, *_ANY_PATH)
+        # In the foreground, as the agent does (cache.sources.cephfs_mount says why).
+        command = (
+            *("ceph-fuse", "-f", "-c", str(self.conf), "-n", "client.admin", str(target)),
+            *options, *_ANY_PATH,
+        )  # fmt: skip
+        said = self.folder / "log" / f"ceph-fuse-{uuid.uuid4().hex[:8]}.log"
+        with said.open("wb") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/",
+                start_new_session=True,
+            )  # fmt: skip
         try:
+            waiting.until(
+                lambda: os.path.ismount(target) or process.poll() is not None,
+                60, f"ceph-fuse to mount {target}",
+            )  # fmt: skip
+            assert process.poll() is None, said.read_text()
             yield target
         finally:
             subprocess.run(["umount", str(target)], check=False, timeout=waiting.limit(60))
@@ -408,7 +422,7 @@ class CephCluster:
                     ["umount", "-l", str(target)], check=False, timeout=waiting.limit(60)
                 )
             # umount returns before the process of ceph-fuse has ended.
-            waiting.until(lambda: not _is_served(target), 40, f"ceph-fuse of {target} to end")
+            process.wait(waiting.limit(40))
 
 
 # ceph-fuse trims its cache by a remount through a shell that does not quote the path, and ends when
@@ -445,9 +459,3 @@ def _has_ended(pid: int) -> bool:
         return state == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
     except OSError:
         return True
-
-
-def _is_served(target: Path) -> bool:
-    return any(
-        words[0].endswith("ceph-fuse") and str(target) in words for _, words in leftovers.commands()
-    )
