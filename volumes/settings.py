@@ -1,5 +1,6 @@
 """Settings of the volumes room."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,7 +24,36 @@ WORDS = (
     *("cryptsetup luksAddKey", "cryptsetup luksChangeKey", "cryptsetup luksKillSlot"),
     *("btrfs check", "btrfs rescue"),
 )
+# Commands that destroy what a device holds: they pass with a lease alone, wherever they stand among
+# the arguments, be it as the value of an option.
+NEVER = {
+    "cryptsetup": (
+        *("luksFormat", "reencrypt", "erase", "luksErase", "repair", "luksHeaderRestore"),
+        "convert",
+    ),
+}
+_CRYPTSETUP = """
+-B -I -M -S -T -b -c -d -h -i -l -o -p -s -t
+--active-name --align-payload --block-size --cipher --device-size --external-tokens-path --hash
+--header --header-backup-file --hotzone-size --integrity --integrity-key-size --iter-time
+--json-file --key-description --key-file --key-size --key-slot --keyfile-offset --keyfile-size
+--keyslot-cipher --keyslot-key-size --label --link-vk-to-keyring --luks2-keyslots-size
+--luks2-metadata-size --master-key-file --new-key-description --new-key-slot --new-keyfile
+--new-keyfile-offset --new-keyfile-size --new-token-id --offset --pbkdf --pbkdf-force-iterations
+--pbkdf-memory --pbkdf-parallel --priority --progress-frequency --reduce-device-size --resilience
+--resilience-hash --sector-size --size --skip --subsystem --timeout --token-id --token-type --tries
+--type --uuid --veracrypt-pim --volume-key-file --volume-key-keyring
+"""
+# Options before a command, each with its value as the next argument; of cryptsetup 2.4 to 2.8 and
+# btrfs-progs 6. What is not named here counts as one without a value, so its value is taken for
+# the command, and is refused.
+TAKE_VALUE = {"cryptsetup": tuple(_CRYPTSETUP.split()), "btrfs": ("--format", "--log")}
 _MOST = 60  # names or pairs that fit into the kernel's tables
+
+
+def of_programs(texts: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """(program, argument) pairs."""
+    return [(program, text) for program, those in texts.items() for text in those]
 
 
 class GuardSettings(kit.settings.Section):
@@ -43,8 +73,10 @@ class GuardSettings(kit.settings.Section):
     """Programs that may always open a guarded device for writing (process names, of which the first
     15 bytes count)."""
     words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
-    """'PROGRAM ARGUMENT': PROGRAM may open a guarded device for writing when ARGUMENT is its first
-    argument without a dash. Needs a kernel with BTF."""
+    """'PROGRAM ARGUMENT': PROGRAM may open a guarded device for writing when ARGUMENT is its
+    command: its first argument that is neither an option nor the value of one. With a word that
+    destroys data (cryptsetup luksFormat) anywhere among its arguments it may not. Needs a kernel
+    with BTF."""
     lease: kit.units.Seconds = Field(default=150.0, ge=1, le=300)
     """How long a device found blank may be formatted. Longer than kubelet's longest pause between
     two tries (122 s) and than one mkfs takes; after an unused lease the next attempt to write gets
@@ -82,9 +114,14 @@ class GuardSettings(kit.settings.Section):
     def _pairs(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for pair in value:
             parts = pair.split()
-            if len(parts) != 2 or len(parts[1].encode()) > 15:
+            if len(parts) != 2 or len(parts[1].encode()) > 31:
                 raise ValueError(
-                    f"{pair!r} is not 'PROGRAM ARGUMENT' with an argument of at most 15 bytes"
+                    f"{pair!r} is not 'PROGRAM ARGUMENT' with an argument of at most 31 bytes"
+                )
+            if parts[1] in NEVER.get(parts[0], ()):
+                raise ValueError(
+                    f"{pair!r} destroys what the device holds, and needs a lease: "
+                    "'nodeagent volume allow-format'"
                 )
         return value
 

@@ -187,7 +187,7 @@ def describe_kernel(present: kernel.Present) -> dict[str, Any]:
         "majors": sorted(present.majors),
         "partitions": sorted(f"{major}:{minor}" for major, minor in present.devices),
         "openers": sorted(present.openers),
-        "words": sorted(" ".join(pair) for pair in present.words),
+        "words": sorted(" ".join(pair) for pair in present.allowed()),
         "leases": [
             {
                 "device": f"{number[0]}:{number[1]}",

@@ -25,6 +25,7 @@ from pathlib import Path
 import kit.line_worker
 from kit import messages
 from linux import fanotify
+from volumes import settings
 
 _FORMATTERS = re.compile(
     r"(mkfs(\..+)?|mke2fs|mkswap|wipefs|blkdiscard|parted|sfdisk|fdisk|sgdisk|cryptsetup|dd|pvcreate"
@@ -128,7 +129,8 @@ def refused(tid: int, words: list[str], config: Config) -> tuple[int, int] | Non
     name = os.path.basename(words[0]) if words else ""
     if not inside(tid, config.cgroup):
         return None
-    if name == "cryptsetup" and _SAFE_CRYPTSETUP & set(words):
+    never = settings.NEVER.get(name, ())
+    if name == "cryptsetup" and _SAFE_CRYPTSETUP & set(words) and not set(never) & set(words):
         return None
     if name == "dd":  # it may read from any device
         words = [word for word in words if word.startswith("of=")]

@@ -5,7 +5,8 @@
 // A write open of a guarded block device passes only
 //   1. while the device has an unexpired lease (it was found blank, or an operator allowed it),
 //   2. for a named program that mounts, checks or grows a file system, or connects the device,
-//   3. for a named program with a named command (cryptsetup luksOpen, never luksFormat).
+//   3. for a named program with a named command (cryptsetup luksOpen), and without a word among its
+//      arguments that never passes (luksFormat).
 // Everything else is reported and, in mode enforce, refused. Reads, mknod, unmap: never touched.
 // Nothing here waits, and nothing here needs the agent to be alive.
 #include <linux/bpf.h>
@@ -14,9 +15,11 @@
 
 enum { MODE_OFF, MODE_DRY_RUN, MODE_ENFORCE };
 enum { BY_LEASE, BY_NAME, BY_WORD, WOULD_DENY, DENIED, LOST, COUNTERS };
-#define NAME 16             // of a task, as the kernel keeps it, and of a first argument
-#define PATH 128            // bytes of an argument; of a longer one the rest counts as the next
-#define WORDS 10            // arguments until the command is found
+enum { ALLOWED = 1, NEVER, TAKES_VALUE };   // of a word: a command; one that never passes; an option before its value
+#define NAME 16             // of a task, as the kernel keeps it
+#define WORD 32             // of an argument that is looked up
+#define PIECE 128           // bytes of an argument that are read at once
+#define PIECES 64           // of a command line; a longer one passes no word
 #define ARGS 256            // bytes of the command line kept for the report
 #define SECOND 1000000000ull
 #define TOLD 16             // denials of one caller on one device in a second that are reported
@@ -35,7 +38,7 @@ struct device { __u32 major, minor; };
 // CLOCK_MONOTONIC; opens let pass; for the agent; how long the lease holds without a beat of an agent, 0: to its end
 struct lease { __u64 until_ns, opens, diskseq, grace_ns; };
 struct backing_dev_info { char dev_name[64]; } __attribute__((preserve_access_index));
-struct word { char name[NAME], first[NAME]; };
+struct word { char name[NAME], text[WORD]; };
 struct caller { struct device dev; __u64 cgroup; char name[NAME]; };
 struct heard { __u64 since_ns, told, held_back; };   // held_back: counted only, since it was first heard
 struct event {
@@ -52,7 +55,7 @@ MAP(config, BPF_MAP_TYPE_ARRAY, __u32, __u32, 1);
 MAP(leases, BPF_MAP_TYPE_HASH, struct device, struct lease, 4096);
 MAP(beats, BPF_MAP_TYPE_ARRAY, __u32, __u64, 1);   // when an agent was last alive
 MAP(openers, BPF_MAP_TYPE_HASH, char[NAME], __u8, 128);
-MAP(words, BPF_MAP_TYPE_HASH, struct word, __u8, 128);
+MAP(words, BPF_MAP_TYPE_HASH, struct word, __u8, 512);
 MAP(connecting, BPF_MAP_TYPE_LRU_HASH, __u32, __u64, 1024);  // processes that passed by rule 3, and when
 MAP(callers, BPF_MAP_TYPE_LRU_HASH, struct caller, struct heard, 1024);
 MAP(counters, BPF_MAP_TYPE_PERCPU_ARRAY, __u32, __u64, COUNTERS);
@@ -67,24 +70,49 @@ static __always_inline int count(__u32 which, int answer)
 	return answer;
 }
 
-// Whether the named program's command is one that it may have: its first argument without a dash.
+// Whether the named program's command is one that it may have: its first argument that is neither an option nor an
+// option's value. All arguments are read, to the last: a word that never passes may stand behind the command.
 static __always_inline int word_allowed(struct task_struct *task, const char *name)
 {
 	unsigned long from = BPF_CORE_READ(task, mm, arg_start);
+	unsigned long end = BPF_CORE_READ(task, mm, arg_end);
+	enum { SEEKS, SKIPS_VALUE, FOUND } state = SEEKS;   // the command
+	int at, is_rest = 0, was_rest;
 	struct word key = {};
-	char text[PATH];
+	char text[PIECE];
+	__u8 *known, kind;
 	long size;
-	int at;
 
 	__builtin_memcpy(key.name, name, NAME);
-	for (at = 0; at < WORDS; at++, from += size) {
-		size = bpf_probe_read_user_str(text, sizeof(text), (void *)from);
+	for (at = 0; at < PIECES; at++, from += is_rest ? PIECE - 1 : size) {
+		if (from >= end)
+			return state == FOUND;
+		size = bpf_probe_read_user_str(text, PIECE, (void *)from);
 		if (size <= 0)
 			return 0;
-		if (!at || text[0] == '-')
+		was_rest = is_rest;
+		is_rest = size == PIECE;   // or it ends here, and the rest is empty
+		if (!at || was_rest)
 			continue;
-		bpf_probe_read_user_str(key.first, NAME, (void *)from);
-		return size <= NAME && bpf_map_lookup_elem(&words, &key);
+		kind = 0;
+		if (size <= WORD) {
+			__builtin_memset(key.text, 0, WORD);
+			bpf_probe_read_user_str(key.text, WORD, (void *)from);
+			known = bpf_map_lookup_elem(&words, &key);
+			kind = known ? *known : 0;
+		}
+		if (kind == NEVER)
+			return 0;
+		if (state == SKIPS_VALUE) {
+			state = SEEKS;
+		} else if (state == SEEKS) {
+			if (text[0] == '-' && text[1])
+				state = kind == TAKES_VALUE ? SKIPS_VALUE : SEEKS;
+			else if (kind == ALLOWED)
+				state = FOUND;
+			else
+				return 0;
+		}
 	}
 	return 0;
 }

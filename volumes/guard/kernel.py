@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import kit.errors
 import kit.files
@@ -34,11 +34,28 @@ OBJECT = Path(__file__).with_name("guard.bpf.o")
 FULL, PLAIN = "nodeagent_guard", "nodeagent_plain"  # the object's programs, the better one first
 COUNTERS = ("by_lease", "by_name", "by_word", "would_deny", "denied", "lost")
 NAME_BYTES = 16
+WORD_BYTES = 32
 _LEASE = struct.Struct("=QQQQ")
 _FOREVER = 2**63
 _LOCK_SECONDS = 10.0
 
 Number = tuple[int, int]  # major, minor
+
+
+class Kind(IntEnum):
+    """What an argument of a program is to the guard."""
+
+    ALLOWED = 1  # the command with which it may write
+    NEVER = 2  # it may not write with this word anywhere among its arguments
+    TAKES_VALUE = 3  # an option: the next argument is no command
+
+
+class Word(NamedTuple):
+    """An argument of a program, of which the first 15 bytes of the name count."""
+
+    program: str
+    text: str
+    kind: Kind
 
 
 class Mode(StrEnum):
@@ -63,6 +80,15 @@ def _number(key: bytes) -> Number:
 def task_name(text: str) -> bytes:
     """As the kernel keeps a task's name: at most 15 bytes."""
     return text.encode()[: NAME_BYTES - 1].ljust(NAME_BYTES, b"\0")
+
+
+def _word_key(word: Word) -> bytes:
+    return task_name(word.program) + word.text.encode().ljust(WORD_BYTES, b"\0")
+
+
+def _word(key: bytes, kind: bytes) -> Word:
+    """Of the map of an earlier program, too: it has only commands, and shorter keys."""
+    return Word(task_text(key[:NAME_BYTES]), task_text(key[NAME_BYTES:]), Kind(kind[0]))
 
 
 def task_text(raw: bytes) -> str:
@@ -97,13 +123,17 @@ class Lease:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What must be in force. ``words``: (program, first argument) pairs."""
+    """What must be in force."""
 
     mode: Mode = Mode.OFF
     majors: frozenset[int] = frozenset()
     devices: frozenset[Number] = frozenset()
     openers: frozenset[str] = frozenset()
-    words: frozenset[tuple[str, str]] = frozenset()
+    words: frozenset[Word] = frozenset()
+
+    def allowed(self) -> frozenset[tuple[str, str]]:
+        """Programs and the commands with which they may write."""
+        return frozenset((w.program, w.text) for w in self.words if w.kind is Kind.ALLOWED)
 
 
 def wanted(
@@ -113,13 +143,21 @@ def wanted(
     parts: frozenset[Number] = frozenset(),
 ) -> Wanted:
     """The settings in the kernel's terms. ``majors``: as blockdev.majors() returns them."""
-    pairs = (pair.split() for pair in guard.words)
+    pairs = {
+        Kind.ALLOWED: (pair.split() for pair in guard.words),
+        Kind.NEVER: settings.of_programs(settings.NEVER),
+        Kind.TAKES_VALUE: settings.of_programs(settings.TAKE_VALUE),
+    }
     return Wanted(
         mode=mode,
         majors=frozenset(major for major, name in majors.items() if name in guard.drivers),
         devices=parts,
         openers=frozenset(task_text(task_name(name)) for name in guard.openers),
-        words=frozenset((task_text(task_name(name)), word) for name, word in pairs),
+        words=frozenset(
+            Word(task_text(task_name(program)), text, kind)
+            for kind, words in pairs.items()
+            for program, text in words
+        ),
     )
 
 
@@ -249,7 +287,9 @@ class Kernel:
             devices=frozenset(_number(k) for k in self.maps["devices"].snapshot()),
             openers=frozenset(task_text(k) for k in self.maps["openers"].snapshot()),
             words=frozenset(
-                (task_text(k[:16]), task_text(k[16:])) for k in self.maps["words"].snapshot()
+                _word(key, kind)
+                for key in self.maps["words"].snapshot()
+                if (kind := self.maps["words"].get(key))
             ),
             leases=self.leases(),
             counters=self._counters(),
@@ -496,7 +536,7 @@ def fill(maps: Mapping[str, bpf.Map], wanted: Wanted) -> None:
     for number in wanted.devices:
         maps["devices"].set(_key(number), one)
     maps["openers"].replace({task_name(n): one for n in wanted.openers})
-    maps["words"].replace({task_name(n) + task_name(w): one for n, w in wanted.words})
+    maps["words"].replace({_word_key(word): bytes([word.kind]) for word in wanted.words})
     maps["config"].set(struct.pack("=I", 0), struct.pack("=I", wanted.mode.number))
 
 

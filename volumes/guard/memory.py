@@ -90,5 +90,8 @@ def at_least(wanted: kernel.Wanted, present: kernel.Present) -> kernel.Wanted:
         wanted,
         majors=wanted.majors | present.majors,
         openers=present.openers,
-        words=present.words,
+        words=frozenset(
+            {word for word in present.words if word.kind is kernel.Kind.ALLOWED}
+            | {word for word in wanted.words if word.kind is not kernel.Kind.ALLOWED}
+        ),
     )

@@ -22,7 +22,11 @@ def test_layouts_match_program_source() -> None:
     assert "enum { MODE_OFF, MODE_DRY_RUN, MODE_ENFORCE };" in text
     names = ", ".join(name.upper() for name in kernel.COUNTERS)
     assert f"enum {{ {names}, COUNTERS }};" in text
-    assert len(text.splitlines()) < 250
+    kinds = (f"{kind.name} = {kind}" if kind == 1 else kind.name for kind in kernel.Kind)
+    assert f"enum {{ {', '.join(kinds)} }};" in text
+    assert f"#define NAME {kernel.NAME_BYTES} " in text
+    assert f"#define WORD {kernel.WORD_BYTES} " in text
+    assert len(text.splitlines()) < 300
 
 
 def test_wanted_counts_per_device_majors_as_rbd(tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ def test_lost_settings_take_no_driver_and_admit_nobody() -> None:
     assert found.mode is kernel.Mode.ENFORCE
     assert found.majors == {7, 252}
     assert found.openers == {"mount"}
-    assert not found.words
+    assert not found.allowed()
     assert memory.at_least(default, kernel.Present()) == default  # nothing is attached
 
 
