@@ -15,6 +15,7 @@ from prometheus_client.core import Metric
 import kit.child
 import kit.errors
 import kit.findings
+import kit.formats
 import kit.line_worker
 import kit.room
 from cache import (
@@ -159,9 +160,16 @@ class Cache:
         """AgentError when the store cannot be used."""
         try:
             await self._check_disk()
-            await kit.child.call(generations.prepare, self._store, deadline=STORE_SECONDS)
+            known = await asyncio.to_thread(disk.kept_uuid, self._store, self._state_dir)
+            await kit.child.call(generations.prepare, self._store, known, deadline=STORE_SECONDS)
             await asyncio.to_thread(disk.remember, self._store, self._state_dir)
             await asyncio.to_thread(lock.hold, self._store)
+            if self.soundness.unknown:
+                self.soundness.number_from(
+                    await kit.child.call(
+                        generations.highest_verified, self._store, deadline=STORE_SECONDS
+                    )
+                )
         except (OSError, RuntimeError) as error:
             full = isinstance(error, OSError) and error.errno == errno.ENOSPC
             cause, remedy = ("it is full", "free some space there")
@@ -401,7 +409,7 @@ class Cache:
             await kit.child.call(by_id.take_down_all, target, deadline=VIEW_SECONDS)
             await kit.child.call(view.take_down, target, deadline=VIEW_SECONDS)
             await kinds.release(kinds.folder_of(self._state_dir, name))
-            kept.file_of(self._state_dir, name).unlink(missing_ok=True)
+            kit.formats.forget(kept.file_of(self._state_dir, name))
         for folder in folders:
             await kit.child.call(generations.discard, self._store, folder, deadline=STORE_SECONDS)
         try:
