@@ -52,6 +52,7 @@ TRASH_SECONDS = 6 * 3600.0
 TRASH_RETRY_SECONDS = 60.0
 OUTCOME_SECONDS = 1.0
 USERS_SECONDS = 60.0  # to look through all processes
+DAMAGED_SECONDS = 60.0  # until damaged files of the store are looked at again
 STORE_RETRY_SECONDS = (2.0, 60.0)
 # Each look at a source is a process of 22 MB and 44 ms of CPU, and may mount.
 MOST_LOOKS = 12
@@ -71,6 +72,8 @@ class Cache:
         self.datasets: dict[str, Dataset] = {}
         self.successions: dict[str, Succession] = {}
         self.orphans: dict[str, int] = {}  # folders that no dataset has, and their SSD bytes
+        self.damaged: list[str] = []  # files of the store that were kept aside
+        self._damaged_due = 0.0
         self.lost_views: list[str] = []  # names of views that no dataset has
         self._past = figures.Totals()  # of datasets that the settings lost
         self.trashed = 0  # SSD bytes of discarded generations that are not deleted yet
@@ -253,6 +256,8 @@ class Cache:
         if [each for each in self.datasets.values() if each.take_discarded()]:
             await self._weigh_trash()
             self._empty_trash()
+        if self.damaged and self.no_store is None and time.monotonic() >= self._damaged_due:
+            await self._look_at_damaged()
         self.jobs.wake()
         self._report()
         return refused
@@ -327,6 +332,7 @@ class Cache:
             found = await kit.child.call(
                 generations.adopt_all, self._store, names, deadline=STORE_SECONDS
             )
+            await self._look_at_damaged()  # what begins anew takes its damaged file along
         for dataset, kept_ones in zip(new, found, strict=True):
             succession = Succession(dataset, self._empty_trash)
             fields = succession.adopt(kept_ones)
@@ -429,6 +435,13 @@ class Cache:
         datasets = self.datasets.values()
         ours = {each.folder for dataset in datasets for each in dataset.every_generation()}
         self.orphans = {folder: used for folder, used in found.items() if folder not in ours}
+        await self._look_at_damaged(also=self.damaged)
+
+    async def _look_at_damaged(self, also: Iterable[str] = ()) -> None:
+        """Find which files of the store were damaged. ``also``: what was found before stays."""
+        found = await kit.child.call(generations.damaged, self._store, deadline=STORE_SECONDS)
+        self.damaged = sorted({*found, *also})
+        self._damaged_due = time.monotonic() + DAMAGED_SECONDS
 
     async def _weigh_trash(self) -> None:
         async with self._weighing:
@@ -484,6 +497,7 @@ class Cache:
             *status.findings(self.datasets, self.orphans, self.no_store, self.lost_views),
             *evicting.findings(self.datasets, self.jobs.budgets.in_the_way),
             *self.reserve.findings(),
+            *status.damaged(self._store, self.damaged),
         ]
         self._reporter.report("cache", found)
 

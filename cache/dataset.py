@@ -201,8 +201,10 @@ class Dataset(standing.Standing):
             self._look_at_view({}, int((fields or {}).get("tree", 0)))
             log.error("dataset of a newer agent is left alone", dataset=self.name, why=str(error))
             return
-        lost = str(remembered) if isinstance(remembered, kit.formats.Damage) else ""
-        remembered = {} if lost or remembered is None else remembered
+        lost = ""
+        if isinstance(remembered, kit.formats.Damage):
+            lost, remembered = str(remembered), None
+        remembered = remembered or {}
         self.removed = bool(remembered.get("removed"))
         self._published_device = str(remembered.get("device", ""))
         self.chosen = dict(remembered.get("chosen") or {})

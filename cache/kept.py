@@ -17,7 +17,7 @@ def file_of(state_dir: Path, name: str) -> Path:
     return state_dir / "datasets" / f"{name}.json"
 
 
-def load(path: Path) -> dict[str, Any] | None | kit.formats.Damage:
+def load(path: Path) -> dict[str, Any] | kit.formats.Damage | None:
     """As ``kit.formats.read``."""
     return kit.formats.read(path, FORMAT, _checked)
 
@@ -25,6 +25,7 @@ def load(path: Path) -> dict[str, Any] | None | kit.formats.Damage:
 def _checked(value: Any) -> dict[str, Any]:
     """ValueError, TypeError for what no agent wrote."""
     fields = dict(value)
+    fields["removed"]
     for name, kind in _KINDS.items():
         if not isinstance(fields.get(name, kind()), kind):
             raise ValueError(f"{name} is {str(fields[name])[:40]!r}")

@@ -1,4 +1,4 @@
-"""Files that an agent leaves on disk for the next one: newer ones are left alone, damaged ones kept.
+"""Files that an agent leaves for the next one: newer ones are left alone, damaged ones kept.
 
 Each JSON file of ours says its format under ``KEY``. A file without it is of format 1. A format is
 raised when an older agent would misread the file, not when a field is added.
@@ -51,7 +51,7 @@ def check(thing: str, fields: Mapping[str, Any], known: int) -> None:
         )
 
 
-def read(path: Path, known: int | None, take: Callable[[Any], T]) -> T | None | Damage:
+def read(path: Path, known: int | None, take: Callable[[Any], T]) -> T | Damage | None:
     """What ``take`` makes of a file of ours; it may raise whatever a wrong shape leads to.
 
     None: there is none. HostError when a newer agent wrote it. A damaged one is kept aside; a link
@@ -63,7 +63,7 @@ def read(path: Path, known: int | None, take: Callable[[Any], T]) -> T | None | 
     return found
 
 
-def look(path: Path, known: int | None, take: Callable[[Any], T]) -> T | None | Damage:
+def look(path: Path, known: int | None, take: Callable[[Any], T]) -> T | Damage | None:
     """As ``read``; a damaged file stays where it is."""
     try:
         value = json.loads(_content(path))
@@ -86,7 +86,9 @@ def _content(path: Path) -> bytes:
     with os.fdopen(os.open(path, flags), "rb") as stream:
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is a directory" if stat.S_ISDIR(status.st_mode) else "it is no file")
+            raise ValueError(
+                "it is a directory" if stat.S_ISDIR(status.st_mode) else "it is no file"
+            )
         if status.st_size > LARGEST:
             raise ValueError(f"it has {status.st_size} bytes")
         if content := stream.read(LARGEST):

@@ -124,7 +124,7 @@ def _places(value: Any) -> dict[str, str]:
     return {key: str(kept[key]) for key in kept if key != kit.formats.KEY}
 
 
-def marker_of(store: Path) -> dict[str, Any] | None | kit.formats.Damage:
+def marker_of(store: Path) -> dict[str, Any] | kit.formats.Damage | None:
     """What nodeagent.json of a store says, of whatever format; it stays where it is."""
     return kit.formats.look(store / MARKER, None, _marked)
 

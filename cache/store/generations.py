@@ -187,7 +187,8 @@ def load(folder: str) -> dict[str, Any] | None:
     try:
         found = kit.formats.read(path, GENERATION_FORMAT, _checked)
     except kit.errors.HostError:  # a newer agent's: ``generation_of`` says so
-        return dict(json.loads(path.read_bytes()))
+        newer = kit.formats.look(path, None, _as_newer)
+        return newer if isinstance(newer, dict) else None
     if isinstance(found, kit.formats.Damage):
         return {"lost": f"{found}: {path.parent.name} is filled anew"}
     if found is None and any(os.path.lexists(path.with_name(name)) for name in _STORED):
@@ -198,10 +199,26 @@ def load(folder: str) -> dict[str, Any] | None:
 def _checked(value: Any) -> dict[str, Any]:
     """ValueError, TypeError for what no agent wrote."""
     fields = dict(value)
-    known = msgspec.convert({"dataset": "", "identity": "", **fields}, type=Generation)
-    if known.state not in STATES:
+    known = msgspec.convert(fields, type=Generation)
+    if fields["state"] not in STATES:
         raise ValueError(f"there is no state {known.state[:40]!r}")
     return fields
+
+
+def _as_newer(value: Any) -> dict[str, Any]:
+    """Of another agent's fields, those that mean here what they say."""
+    try:
+        return _checked(value)
+    except (ValueError, TypeError, LookupError):
+        return {kit.formats.KEY: value[kit.formats.KEY]}
+
+
+def damaged(store: str) -> list[str]:
+    """Files that were kept aside, by their former names below the store."""
+    root, suffix = Path(store), kit.formats.SUFFIX
+    found = (*root.glob(f"*{suffix}"), *root.glob(f"*/*/*{suffix}"))
+    names = (str(path.relative_to(store)).removesuffix(suffix) for path in found)
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def highest_verified(store: str) -> int:

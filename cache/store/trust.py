@@ -37,7 +37,7 @@ def file_of(state_dir: Path) -> Path:
     return state_dir / "cache-trust.json"
 
 
-def load(path: Path) -> Kept | None | kit.formats.Damage:
+def load(path: Path) -> Kept | kit.formats.Damage | None:
     """As ``kit.formats.read``."""
     return kit.formats.read(path, FORMAT, _kept)
 
@@ -46,6 +46,7 @@ def _kept(fields: dict[str, Any]) -> Kept:
     """ValueError for what no agent wrote."""
     known = Kept.__dataclass_fields__
     found = Kept(**{key: value for key, value in fields.items() if key in known})
+    fields["troubles"]  # without a number nothing may be believed
     errors = 0 if found.errors is None else found.errors
     for number in (found.troubles, found.crashes, errors):
         if not isinstance(number, int) or number < 0:
