@@ -43,7 +43,10 @@ def load(path: Path) -> Kept:
 
 
 def _kept(fields: dict[str, Any]) -> Kept:
-    return Kept(str(fields["boot"]), frozenset(map(str, list(fields["doubted"]))))
+    boot, doubted = fields["boot"], list(fields["doubted"])
+    if any(not isinstance(each, str) for each in (boot, *doubted)):
+        raise ValueError("a name in it is no text")
+    return Kept(boot, frozenset(doubted))
 
 
 def save(path: str, boot: str, doubted: list[str]) -> None:
