@@ -11,13 +11,11 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-import kit.formats
 from cache.store import trust
 from tests.testbed import damage, trees, waiting
 from tests.testbed.agent import Agent

@@ -118,7 +118,7 @@ FILES = [
          lambda f: isinstance(users.load(f / users.FILE), kit.formats.Damage)),
     Kept("cache-disk.json", lambda f: kit.formats.save(
              str(f / "cache-disk.json"), {"store": str(f / "store"), "disk": "/"}, disk.FORMAT),
-         lambda f: disk.check(str(f / "store"), None, f) is None, _needs_a_store),
+         lambda f: not _needs_a_store(f), _needs_a_store),
     Kept("generation.json", _write_generation,
          lambda f: "lost" not in (generations.load(str(f)) or {"lost": ""}),
          lambda f: "filled anew" in (generations.load(str(f)) or {}).get("lost", "")),
