@@ -5,7 +5,7 @@ import errno
 import functools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ TRASH_RETRY_SECONDS = 60.0
 OUTCOME_SECONDS = 1.0
 USERS_SECONDS = 60.0  # to look through all processes
 DAMAGED_SECONDS = 60.0  # until damaged files of the store are looked at again
+_NONE: Mapping[str, str] = {}
 STORE_RETRY_SECONDS = (2.0, 60.0)
 # Each look at a source is a process of 22 MB and 44 ms of CPU, and may mount.
 MOST_LOOKS = 12
@@ -72,7 +73,7 @@ class Cache:
         self.datasets: dict[str, Dataset] = {}
         self.successions: dict[str, Succession] = {}
         self.orphans: dict[str, int] = {}  # folders that no dataset has, and their SSD bytes
-        self.damaged: list[str] = []  # files of the store that were kept aside
+        self.damaged: dict[str, str] = {}  # files of the store that were kept aside, and why
         self._damaged_due = 0.0
         self.lost_views: list[str] = []  # names of views that no dataset has
         self._past = figures.Totals()  # of datasets that the settings lost
@@ -437,10 +438,10 @@ class Cache:
         self.orphans = {folder: used for folder, used in found.items() if folder not in ours}
         await self._look_at_damaged(also=self.damaged)
 
-    async def _look_at_damaged(self, also: Iterable[str] = ()) -> None:
+    async def _look_at_damaged(self, also: Mapping[str, str] = _NONE) -> None:
         """Find which files of the store were damaged. ``also``: what was found before stays."""
         found = await kit.child.call(generations.damaged, self._store, deadline=STORE_SECONDS)
-        self.damaged = sorted({*found, *also})
+        self.damaged = {**also, **found}
         self._damaged_due = time.monotonic() + DAMAGED_SECONDS
 
     async def _weigh_trash(self) -> None:

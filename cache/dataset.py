@@ -274,8 +274,8 @@ class Dataset(standing.Standing):
         while True:
             self._wake.clear()
             try:
-                if self.removed and self.stage is not Stage.NONE and self.newer is None:
-                    await self.remove()  # an earlier agent was killed meanwhile
+                if self._half_removed():
+                    await self.remove()
                     self.discarded = True
                 async with self.lock:
                     await self._allow()
@@ -287,6 +287,11 @@ class Dataset(standing.Standing):
                 with contextlib.suppress(TimeoutError):  # something is due
                     async with asyncio.timeout(self.due.patience(complete=self._served_by_store())):
                         await self._wake.wait()
+
+    def _half_removed(self) -> bool:
+        """An earlier agent ended while it removed it, and nobody has it now."""
+        shown = self.removed and self.stage is not Stage.NONE
+        return shown and self.newer is None and not self.has_volumes()
 
     def _served_by_store(self) -> bool:
         usable = self.no_store is None and not self.doubted
@@ -508,7 +513,8 @@ class Dataset(standing.Standing):
                 await kit.child.call(by_id.take_down_all, self.view, deadline=VIEW_SECONDS)
                 await kit.child.call(view.take_down, self.view, deadline=VIEW_SECONDS)
             except (kit.errors.AgentError, OSError, RuntimeError):
-                await self.save_state()  # it stays as it was
+                with contextlib.suppress(kit.errors.AgentError, OSError, RuntimeError):
+                    await self.save_state()  # it stays as it was
                 raise
             self.stage = Stage.NONE
             self.removed, self.unsure, self._allowed = True, "", None

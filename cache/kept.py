@@ -10,7 +10,7 @@ from typing import Any
 import kit.formats
 
 FORMAT = 1
-_KINDS = {"removed": bool, "unsure": bool, "device": str, "chosen": dict, "shown": dict}
+_KINDS = {"removed": bool, "unsure": str, "device": str, "chosen": dict, "shown": dict}
 
 
 def file_of(state_dir: Path, name: str) -> Path:

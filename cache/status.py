@@ -20,7 +20,6 @@ from kit.findings import Finding, Severity
 from kit.metrics import counter, gauge, state
 
 FAILURES_SECONDS = 15.0
-_MOST_DAMAGED = 50  # files that are told
 _NOTHING = Totals()
 
 
@@ -231,9 +230,9 @@ def findings(
     return found
 
 
-def damaged(store: str, names: Sequence[str]) -> Iterable[Finding]:
-    """``names``: files of the store that were kept aside."""
-    for name in names[:_MOST_DAMAGED]:
+def damaged(store: str, files: Mapping[str, str]) -> Iterable[Finding]:
+    """``files``: of the store, that were kept aside, and what was wrong with them."""
+    for name, why in files.items():
         match name.rpartition("/")[2]:
             case disk.MARKER:
                 assumed = "it was made anew, for the store has datasets"
@@ -243,7 +242,7 @@ def damaged(store: str, names: Sequence[str]) -> Iterable[Finding]:
                 )
             case _:
                 assumed = "what it said is learned again"
-        yield kit.findings.damaged(store, name, assumed)
+        yield kit.findings.damaged(store, name, why, assumed)
 
 
 def _finding(

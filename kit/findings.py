@@ -38,7 +38,7 @@ def said(subject: str, message: str) -> str:
     return message if message.startswith(subject) else f"{subject}: {message}"
 
 
-def damaged(where: str, name: str, assumed: str) -> Finding:
+def damaged(where: str, name: str, why: str, assumed: str) -> Finding:
     """``name``: of a file of ours below ``where``, a state directory or a store."""
     kept = f"{name}{kit.formats.SUFFIX}"
     return Finding(
@@ -46,9 +46,9 @@ def damaged(where: str, name: str, assumed: str) -> Finding:
         rule="state-file-damaged",
         severity=Severity.WARNING,
         subject=f"{where}/{name}",
-        message=f"{name} was damaged, and is kept as {kept}: {assumed}",
-        advice="see the agent's log for what was wrong with it, the kernel log and smartctl for "
-        f"its disk; then delete {where}/{kept}",
+        message=f"{name} was damaged ({why}), and is kept as {kept}: {assumed}",
+        advice="was its disk full, or does it fail (kernel log, smartctl), did somebody edit it? "
+        f"Then delete {where}/{kept}",
     )
 
 

@@ -37,6 +37,7 @@ class Damage:
 
     path: str
     why: str
+    unread: bool = False  # nothing says that its content is damaged: it stays where it is
 
     def __str__(self) -> str:
         return f"{self.path} is damaged ({self.why})"
@@ -58,7 +59,7 @@ def read(path: Path, known: int | None, take: Callable[[Any], T]) -> T | Damage 
     counts as one, and is not followed. ``known``: the newest format that we read; None: any.
     """
     found = look(path, known, take)
-    if isinstance(found, Damage):
+    if isinstance(found, Damage) and not found.unread:
         set_aside(path)
     return found
 
@@ -75,25 +76,30 @@ def look(path: Path, known: int | None, take: Callable[[Any], T]) -> T | Damage 
             return Damage(str(path), "an earlier look found that")
         return None
     except OSError as error:
-        why = "it is a link" if error.errno == errno.ELOOP else error.strerror or str(error)
-        return Damage(str(path), why)
+        if error.errno == errno.ELOOP:
+            return Damage(str(path), "it is a link")
+        if error.errno == errno.ENXIO:
+            return Damage(str(path), "it is a socket")
+        return Damage(str(path), error.strerror or str(error), unread=True)
     except _WRONG as error:
         return Damage(str(path), _short(error))
 
 
 def _content(path: Path) -> bytes:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags), "rb") as stream:
-        status = os.fstat(stream.fileno())
+    with kit.files.closing(os.open(path, flags)) as descriptor:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise ValueError("it is a directory")
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(
-                "it is a directory" if stat.S_ISDIR(status.st_mode) else "it is no file"
-            )
+            raise ValueError("it is no file")
         if status.st_size > LARGEST:
             raise ValueError(f"it has {status.st_size} bytes")
-        if content := stream.read(LARGEST):
-            return content
+        with os.fdopen(descriptor, "rb", closefd=False) as stream:
+            content = stream.read(LARGEST)
+    if not content:
         raise ValueError("it is empty")
+    return content
 
 
 def _short(error: BaseException) -> str:
@@ -106,6 +112,12 @@ def _short(error: BaseException) -> str:
 def aside(path: Path) -> Path:
     """Where a damaged file is kept."""
     return path.with_name(f"{path.name}{SUFFIX}")
+
+
+def what_was_wrong(kept: Path) -> str:
+    """Of a file that was kept aside, as far as it tells without its reader."""
+    found = look(kept, None, lambda value: value)
+    return found.why if isinstance(found, Damage) else "its fields are not what an agent writes"
 
 
 def set_aside(path: Path) -> None:

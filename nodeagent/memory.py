@@ -7,6 +7,7 @@ file is there. So also the next agent tells it, and a person who has looked at i
 
 import asyncio
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ import kit.findings
 import kit.formats
 import kit.threads
 from kit.findings import Finding, Severity
+from kit.formats import SUFFIX
 from nodeagent.state import State
 
 log = structlog.get_logger("agent")
@@ -25,6 +27,7 @@ LOOK_SECONDS = 5.0
 ANSWER_SECONDS = 5.0  # of the disk
 LEAST_BYTES = 2**20  # less is full: each file is written beside the one that it replaces
 LEAST_INODES = 16
+FRESH_NS = 2_000_000_000  # a change just before a look: the next one may have the same time
 MOST_TOLD = 50  # damaged files
 # Of the process's own files: what is assumed while one is damaged.
 FILES = {
@@ -40,28 +43,36 @@ class Look:
 
     folder: Path
     assumed: Mapping[str, str]
-    _seen: dict[Path, tuple[int, list[str]]] = field(default_factory=dict)
+    _seen: dict[Path, tuple[int, dict[str, str]]] = field(default_factory=dict)
 
-    def damaged(self) -> dict[str, str]:
-        """Names of damaged files, and what is assumed. Blocking."""
-        found: dict[str, str] = {}
+    def damaged(self) -> dict[str, tuple[str, str]]:
+        """Names of damaged files, what was wrong with them and what is assumed. Blocking."""
+        found: dict[str, tuple[str, str]] = {}
         for pattern, assumed in self.assumed.items():
-            for name in self._kept(self.folder / Path(pattern).parent):
-                path = self.folder / Path(pattern).parent / name
-                if path.match(pattern):
-                    found[str(path.relative_to(self.folder))] = assumed
+            folder = Path(pattern).parent
+            for name, why in self._kept(self.folder / folder).items():
+                if (folder / name).match(pattern):
+                    found[str(folder / name)] = why, assumed
         return found
 
-    def _kept(self, folder: Path) -> list[str]:
-        """What is kept aside in it, by the names of before."""
+    def _kept(self, folder: Path) -> dict[str, str]:
+        """What is kept aside in it, by the names of before, and what was wrong."""
         try:
             changed = folder.stat().st_mtime_ns
-            if self._seen.get(folder, (0, []))[0] != changed:
-                names = [e.name for e in os.scandir(folder) if e.name.endswith(kit.formats.SUFFIX)]
-                cut = sorted(name.removesuffix(kit.formats.SUFFIX) for name in names)
-                self._seen[folder] = changed, cut
+            if time.time_ns() - changed < FRESH_NS:
+                changed = 0  # it may change again without another time
+            if not changed or self._seen.get(folder, (0, {}))[0] != changed:
+                kept = [each for each in os.scandir(folder) if each.name.endswith(SUFFIX)]
+                names = sorted(each.name for each in kept)[:MOST_TOLD]
+                self._seen[folder] = (
+                    changed,
+                    {
+                        name.removesuffix(SUFFIX): kit.formats.what_was_wrong(folder / name)
+                        for name in names
+                    },
+                )
         except OSError:
-            return []
+            return {}
         return self._seen[folder][1]
 
     def full(self) -> str:
@@ -94,7 +105,7 @@ def findings(look: Look) -> tuple[list[Finding], list[Finding]]:
     """What degrades the agent, and what is a warning only. Blocking, OSError."""
     why = look.full()
     told = sorted(look.damaged().items())[:MOST_TOLD]
-    warnings = [kit.findings.damaged(str(look.folder), *each) for each in told]
+    warnings = [kit.findings.damaged(str(look.folder), name, *said) for name, said in told]
     return [_full(look.folder, why)] if why else [], warnings
 
 

@@ -48,6 +48,7 @@ _STORED = ("tree", image_copy.IMAGE, image_copy.CHUNKS)  # of a generation that 
 _PROBE = ".probe"
 READ_ONLY, CANNOT_WRITE = "it is read-only", "it cannot be written"
 QUARANTINE = "unreplaced.jsonl"
+MOST_DAMAGED = 50  # files that are told
 LOCK_SECONDS = 2.0  # for the coordinator of a killed agent to end
 _NAMES_AT_ONCE = 1000  # names of up to 255 bytes each in one message
 
@@ -213,12 +214,13 @@ def _as_newer(value: Any) -> dict[str, Any]:
         return {kit.formats.KEY: value[kit.formats.KEY]}
 
 
-def damaged(store: str) -> list[str]:
-    """Files that were kept aside, by their former names below the store."""
+def damaged(store: str) -> dict[str, str]:
+    """Files that were kept aside, by their former names below the store, and what was wrong."""
     root, suffix = Path(store), kit.formats.SUFFIX
     found = (*root.glob(f"*{suffix}"), *root.glob(f"*/*/*{suffix}"))
-    names = (str(path.relative_to(store)).removesuffix(suffix) for path in found)
-    return sorted(name for name in names if not name.startswith("."))
+    names = {str(path.relative_to(store)).removesuffix(suffix): path for path in found}
+    told = [name for name in sorted(names) if not name.startswith(".")][:MOST_DAMAGED]
+    return {name: kit.formats.what_was_wrong(names[name]) for name in told}
 
 
 def highest_verified(store: str) -> int:

@@ -2,6 +2,7 @@
 reading, and the file is kept for a person to look at."""
 
 import asyncio
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -248,6 +249,28 @@ def test_a_newer_agents_file_is_left_alone(tmp_path: Path, one: Kept) -> None:
         assert "99" in error.cause
     assert path.read_text() == text
     assert not list(tmp_path.rglob(f"*{kit.formats.SUFFIX}"))
+
+
+def test_a_file_that_cannot_be_read_now_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many open files, an I/O error: its content may be well."""
+    path = trust.file_of(tmp_path)
+    trust.save(str(path), asdict(trust.Kept(3)))
+
+    def fails(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", fails)
+        assert isinstance(trust.load(path), kit.formats.Damage)
+    assert trust.load(path) == trust.Kept(3)
+
+
+def test_a_dataset_that_may_have_been_removed_stays_so_over_restarts(tmp_path: Path) -> None:
+    file = kept.file_of(tmp_path, "a")
+    kept.save(str(file), {"removed": False, "unsure": "it was damaged"})
+    assert (kept.load(file) or {}) == {"format": 1, "removed": False, "unsure": "it was damaged"}
 
 
 def test_a_second_damage_takes_the_place_of_the_first(tmp_path: Path) -> None:
