@@ -202,18 +202,24 @@ class CallLog:
                 async with asyncio.timeout(AGAIN_SECONDS if missed else None):
                     path, entry = await self._lines.get()
             except TimeoutError:
-                for path in list(missed):
-                    line = {"at": time.time(), "who": "nodeagent", "not_recorded": missed[path]}
-                    if await self._append(path, line):
-                        del missed[path]
-                if not missed:
-                    self._failed("")
+                await self._catch_up(missed)
                 continue
             try:
-                missed[path] += not await self._append(path, entry)
-                missed = +missed
+                if not await self._append(path, entry):
+                    missed[path] += 1
+                elif missed:
+                    await self._catch_up(missed)
             finally:
                 self._lines.task_done()
+
+    async def _catch_up(self, missed: collections.Counter[Path]) -> None:
+        """Note in each file how many lines it lacks."""
+        for path, count in list(missed.items()):
+            line = {"at": time.time(), "who": "nodeagent", "not_recorded": count}
+            if await self._append(path, line):
+                del missed[path]
+        if not missed:
+            self._failed("")
 
     async def _append(self, path: Path, entry: dict[str, Any]) -> bool:
         largest = LARGEST_RECORD if path == self._file else None
