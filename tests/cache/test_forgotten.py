@@ -30,7 +30,7 @@ def started(
         warm=True,
         freshness=freshness,
         source=source,
-        **more,  # type: ignore[arg-type]
+        **more,
     )
     cache = CacheSettings(store=folder / "store", views=folder / "views")
     dataset = Dataset(settings, cache, folder / "state", lambda: None)
