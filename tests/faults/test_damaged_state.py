@@ -20,7 +20,7 @@ from cache.store import trust
 from tests.testbed import damage, trees, waiting
 from tests.testbed.agent import Agent
 
-STARTS = int(os.environ.get("STARTS", "3"))
+STARTS = int(os.environ.get("STARTS", "2"))
 SECONDS = 8.0  # for a start and its looks
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120 + int(4 * SECONDS) * STARTS)]
 
