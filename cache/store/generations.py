@@ -156,6 +156,8 @@ def _check_format(store: Path, former: str) -> None:
         if "uuid" not in kept:  # of an agent before 2026-12
             _mark(marker, "")
         return
+    if kept is not None and kept.unread:
+        raise OSError(errno.EIO, kept.why, str(marker))
     if not disk.has_generations(store):
         former = ""
         # An agent that was killed during its first start leaves these.
