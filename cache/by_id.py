@@ -143,8 +143,13 @@ def all_users(data: str) -> list[str]:
     return [using for each in (data, *ids) for using in view.users(each)]
 
 
-def take_down_all(data: str) -> None:
-    """Unmount all of a dataset. InUseError names who uses one; then all of them stay."""
+def refuse_used(data: str) -> None:
+    """InUseError names who uses the view of a dataset, or one of its generations by its id."""
+    _refuse_used_ids(data)
+    view.refuse_used(data)
+
+
+def _refuse_used_ids(data: str) -> None:
     folder = folder_of(data)
     for each in shown(data):
         if using := view.users(f"{folder}/{each}"):
@@ -153,6 +158,12 @@ def take_down_all(data: str) -> None:
                 f"generation {each} at {folder}", "in use by " + "; ".join(using[:_NAMED]) + more,
                 "end them, then try again",
             )  # fmt: skip
+
+
+def take_down_all(data: str) -> None:
+    """Unmount all of a dataset. InUseError names who uses one; then all of them stay."""
+    folder = folder_of(data)
+    _refuse_used_ids(data)
     for each in shown(data):
         if not hide(data, each):
             raise kit.errors.InUseError(

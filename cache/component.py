@@ -5,7 +5,7 @@ import errno
 import functools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from prometheus_client.core import Metric
 import kit.child
 import kit.errors
 import kit.findings
+import kit.formats
 import kit.line_worker
 import kit.room
 from cache import (
@@ -51,6 +52,8 @@ TRASH_SECONDS = 6 * 3600.0
 TRASH_RETRY_SECONDS = 60.0
 OUTCOME_SECONDS = 1.0
 USERS_SECONDS = 60.0  # to look through all processes
+DAMAGED_SECONDS = 60.0  # until damaged files of the store are looked at again
+_NONE: Mapping[str, str] = {}
 STORE_RETRY_SECONDS = (2.0, 60.0)
 # Each look at a source is a process of 22 MB and 44 ms of CPU, and may mount.
 MOST_LOOKS = 12
@@ -70,6 +73,8 @@ class Cache:
         self.datasets: dict[str, Dataset] = {}
         self.successions: dict[str, Succession] = {}
         self.orphans: dict[str, int] = {}  # folders that no dataset has, and their SSD bytes
+        self.damaged: dict[str, str] = {}  # files of the store that were kept aside, and why
+        self._damaged_due = 0.0
         self.lost_views: list[str] = []  # names of views that no dataset has
         self._past = figures.Totals()  # of datasets that the settings lost
         self.trashed = 0  # SSD bytes of discarded generations that are not deleted yet
@@ -159,9 +164,16 @@ class Cache:
         """AgentError when the store cannot be used."""
         try:
             await self._check_disk()
-            await kit.child.call(generations.prepare, self._store, deadline=STORE_SECONDS)
+            known = await asyncio.to_thread(disk.kept_uuid, self._store, self._state_dir)
+            await kit.child.call(generations.prepare, self._store, known, deadline=STORE_SECONDS)
             await asyncio.to_thread(disk.remember, self._store, self._state_dir)
             await asyncio.to_thread(lock.hold, self._store)
+            if self.soundness.unknown:
+                self.soundness.number_from(
+                    await kit.child.call(
+                        generations.highest_verified, self._store, deadline=STORE_SECONDS
+                    )
+                )
         except (OSError, RuntimeError) as error:
             full = isinstance(error, OSError) and error.errno == errno.ENOSPC
             cause, remedy = ("it is full", "free some space there")
@@ -245,6 +257,8 @@ class Cache:
         if [each for each in self.datasets.values() if each.take_discarded()]:
             await self._weigh_trash()
             self._empty_trash()
+        if self.damaged and self.no_store is None and time.monotonic() >= self._damaged_due:
+            await self._look_at_damaged()
         self.jobs.wake()
         self._report()
         return refused
@@ -319,6 +333,7 @@ class Cache:
             found = await kit.child.call(
                 generations.adopt_all, self._store, names, deadline=STORE_SECONDS
             )
+            await self._look_at_damaged()  # what begins anew takes its damaged file along
         for dataset, kept_ones in zip(new, found, strict=True):
             succession = Succession(dataset, self._empty_trash)
             fields = succession.adopt(kept_ones)
@@ -401,7 +416,7 @@ class Cache:
             await kit.child.call(by_id.take_down_all, target, deadline=VIEW_SECONDS)
             await kit.child.call(view.take_down, target, deadline=VIEW_SECONDS)
             await kinds.release(kinds.folder_of(self._state_dir, name))
-            kept.file_of(self._state_dir, name).unlink(missing_ok=True)
+            kit.formats.forget(kept.file_of(self._state_dir, name))
         for folder in folders:
             await kit.child.call(generations.discard, self._store, folder, deadline=STORE_SECONDS)
         try:
@@ -421,6 +436,13 @@ class Cache:
         datasets = self.datasets.values()
         ours = {each.folder for dataset in datasets for each in dataset.every_generation()}
         self.orphans = {folder: used for folder, used in found.items() if folder not in ours}
+        await self._look_at_damaged(also=self.damaged)
+
+    async def _look_at_damaged(self, also: Mapping[str, str] = _NONE) -> None:
+        """Find which files of the store were damaged. ``also``: what was found before stays."""
+        found = await kit.child.call(generations.damaged, self._store, deadline=STORE_SECONDS)
+        self.damaged = {**also, **found}
+        self._damaged_due = time.monotonic() + DAMAGED_SECONDS
 
     async def _weigh_trash(self) -> None:
         async with self._weighing:
@@ -476,6 +498,7 @@ class Cache:
             *status.findings(self.datasets, self.orphans, self.no_store, self.lost_views),
             *evicting.findings(self.datasets, self.jobs.budgets.in_the_way),
             *self.reserve.findings(),
+            *status.damaged(self._store, self.damaged),
         ]
         self._reporter.report("cache", found)
 

@@ -27,6 +27,7 @@ import structlog
 
 import kit.child
 import kit.errors
+import kit.formats
 from cache import by_id, due, hits, kept, soundness, standing, trouble, view
 from cache.action import Action, Facts, next_action
 from cache.figures import Figures, Job, Scrub, Scrubs, Verification
@@ -78,6 +79,7 @@ class Dataset(standing.Standing):
         self.has_volumes: Callable[[], bool] = lambda: False  # pods hold what is stored
         self.discarded = False  # a generation went to the trash, which is to be emptied
         self.removed = False
+        self.unsure = ""  # why an operator may have removed it, which is not known
         self.notes: list[str] = []
         self.refreshes = self.evicted = self.freed = 0  # since the start; files and their SSD bytes
         # Jobs: what is asked for, what runs, and when a fill may be asked for again.
@@ -199,11 +201,33 @@ class Dataset(standing.Standing):
             self._look_at_view({}, int((fields or {}).get("tree", 0)))
             log.error("dataset of a newer agent is left alone", dataset=self.name, why=str(error))
             return
+        lost = ""
+        if isinstance(remembered, kit.formats.Damage):
+            lost, remembered = str(remembered), None
+        remembered = remembered or {}
         self.removed = bool(remembered.get("removed"))
         self._published_device = str(remembered.get("device", ""))
         self.chosen = dict(remembered.get("chosen") or {})
         self._look_at_view(remembered, int((fields or {}).get("tree", 0)))
+        self.unsure = str(remembered.get("unsure", ""))
+        if lost:
+            log.error("what was decided about a dataset is lost", dataset=self.name, why=lost)
+            self.chosen = self._probably_chosen()
+            # What is removed has neither a view nor anything in the store.
+            self.unsure = lost if self.stage is Stage.NONE else ""
+        if self.generation.state != "new":
+            self.unsure = ""
         self.due.first_check(self._check_interval())
+
+    def _probably_chosen(self) -> dict[str, str]:
+        """When an operator's choice is lost: to stay with the generation that serves, where a later
+        one is complete."""
+        now = self.generation
+        if not now.served or not any(e.record.completed > now.completed for e in self.earlier):
+            return {}
+        if self.settings.freshness == "frozen":
+            return {"scan": self.current.scan}
+        return {"snapshot": now.snapshot, "instead": snapshot_of(self.settings.source)}
 
     def _look_at_view(self, remembered: dict[str, Any], tree: int) -> None:
         names = ("device", "root", "layer")
@@ -214,11 +238,13 @@ class Dataset(standing.Standing):
         self.stage = view.stage_of(self.view, self.layer, self.mounts.now(), self._shown, tree)
         self.due.refresh_wanted = self.stage is Stage.OVERLAY  # something was stored since
 
-    async def save_state(self) -> None:
+    async def save_state(self, **other: Any) -> None:
+        """``other``: fields that are to be as they are not yet. AgentError, OSError."""
         self._refuse_newer()
         fields = {
             "removed": self.removed, "device": self._published_device, "chosen": self.chosen,
             "shown": {**dataclasses.asdict(self._shown), "generation": self.generation.created},
+            **({"unsure": self.unsure} if self.unsure else {}), **other,
         }  # fmt: skip
         await kit.child.call(kept.save, str(self._state), fields, deadline=STORE_SECONDS)
 
@@ -248,6 +274,9 @@ class Dataset(standing.Standing):
         while True:
             self._wake.clear()
             try:
+                if self._half_removed():
+                    await self.remove()
+                    self.discarded = True
                 async with self.lock:
                     await self._allow()
                     acted = await self._act(next_action(self.facts()))
@@ -259,6 +288,11 @@ class Dataset(standing.Standing):
                     async with asyncio.timeout(self.due.patience(complete=self._served_by_store())):
                         await self._wake.wait()
 
+    def _half_removed(self) -> bool:
+        """An earlier agent ended while it removed it, and nobody has it now."""
+        shown = self.removed and self.stage is not Stage.NONE
+        return shown and self.newer is None and not self.has_volumes()
+
     def _served_by_store(self) -> bool:
         usable = self.no_store is None and not self.doubted
         return self.generation.state == "complete" and usable
@@ -267,6 +301,11 @@ class Dataset(standing.Standing):
     def doubted(self) -> bool:
         """The disk has failed since its files were verified: the view shows the source."""
         return self.soundness.doubts(self.generation)
+
+    @property
+    def doubt(self) -> str:
+        before = self.soundness.lost or "the SSD had errors"
+        return f"{before}: stored files are verified before they are used again"
 
     def _check_interval(self) -> float:
         return self.cache.source_check if self.source.replaceable else math.inf
@@ -291,7 +330,7 @@ class Dataset(standing.Standing):
             fill_wanted=wanted
             and unfinished
             and (not generation.held or generation.evicting)
-            and not self.removed
+            and not (self.removed or self.unsure)
             and self.coming is None
             and self.due.fill(),
             job_there=self.fill_queued or self.job is not None,
@@ -458,19 +497,28 @@ class Dataset(standing.Standing):
 
     async def put_back(self) -> None:
         """It was removed, and is wanted again. The caller has the lock."""
-        self.removed = False
+        self.removed, self.unsure = False, ""
         await self.save_state()
 
     async def remove(self) -> None:
-        """Take the view down and discard the store. InUseError names who uses the view."""
+        """Take the view down and discard the store. InUseError names who uses the view.
+
+        Durable first: a disk that takes nothing must not bring it back at the next start.
+        """
         self._refuse_newer()
         async with self.lock:
-            await kit.child.call(by_id.take_down_all, self.view, deadline=VIEW_SECONDS)
-            await kit.child.call(view.take_down, self.view, deadline=VIEW_SECONDS)
+            await kit.child.call(by_id.refuse_used, self.view, deadline=VIEW_SECONDS)
+            await self.save_state(removed=True)
+            try:
+                await kit.child.call(by_id.take_down_all, self.view, deadline=VIEW_SECONDS)
+                await kit.child.call(view.take_down, self.view, deadline=VIEW_SECONDS)
+            except (kit.errors.AgentError, OSError, RuntimeError):
+                with contextlib.suppress(kit.errors.AgentError, OSError, RuntimeError):
+                    await self.save_state()  # it stays as it was
+                raise
             self.stage = Stage.NONE
-            self.removed, self._allowed = True, None
+            self.removed, self.unsure, self._allowed = True, "", None
             self.fill_queued = False
-            await self.save_state()
         await self.stop()
         async with self.lock:
             for each in self.every_generation():

@@ -96,6 +96,16 @@ class Generation:
             self.record = dataclasses.replace(found, snapshot=self.record.snapshot)
             self.show_kept_figures()
 
+    def lost(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """For ``adopt``: its record was lost (``generations.load``). What lies there is perhaps of
+        another source, or doubted: the view shows the source, and all of it is filled anew."""
+        why = str(fields["lost"])
+        return {
+            "dataset": self.dataset, "identity": self.record.identity, "state": "stale",
+            "why": why, "replaced": why, "wanted": True,
+            "tree": fields["tree"], "used": fields.get("used", 0),
+        }  # fmt: skip
+
     def look_away(self, fields: dict[str, Any]) -> None:
         """A newer agent filled it: only the space that it takes is known."""
         used = int(fields.get("used", 0))
@@ -113,7 +123,7 @@ class Generation:
         new = generations.new(self.dataset, self.record.identity)
         new = dataclasses.replace(new, snapshot=self.record.snapshot)
         self.record = dataclasses.replace(new, **changes)
-        self.figures, self.unproven = Figures(), ""
+        self.figures, self.unproven, self.leaves = Figures(), "", False
 
     def show_kept_figures(self) -> None:
         """Show the figures of generation.json, while no job reports newer ones."""

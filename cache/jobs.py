@@ -117,7 +117,7 @@ class Jobs:
         await self._hold(dataset, held="paused")
 
     async def resume(self, dataset: Dataset) -> None:
-        if not dataset.generation.held:
+        if not dataset.generation.held and not dataset.unsure:
             raise dataset.refused("it is not paused", "nothing to do")
         await self.warm(dataset)
 
@@ -284,6 +284,7 @@ class Jobs:
             # It stays queued until it runs, or a second fill would be requested.
             reached = dataset.reached
             held = dataset.generation.held or dataset.removed or dataset.no_store is not None
+            held = held or dataset.unsure
             stale = dataset.generation.state == "stale"
             if reached is None or held or stale or not dataset.fill_queued:
                 dataset.fill_queued = False

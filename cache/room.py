@@ -64,6 +64,17 @@ _DATASETS = Intent(
     ),
 )
 
+_STATE_FILES = {
+    "cache-trust.json": "all stored files are doubted: datasets are read from their sources until "
+    "their files are verified",
+    "cache-disk.json": "without cache.disk the store is used only where one is found",
+    "dataset-uses.json": "datasets count as used when the agent started",
+    "datasets/*.json": "a dataset of which nothing is stored may have been removed, so it is not "
+    "filled: 'nodeagent dataset warm' or 'nodeagent dataset remove' decides; else what it shows "
+    "stays what it is",
+    "csi/*.json": "while something is mounted where its volume was, no dataset is removed",
+}
+
 ROOM = Room(
     name="cache",
     summary="The dataset cache; absent: no cache on this node.",
@@ -83,6 +94,7 @@ ROOM = Room(
     traces=_traces,
     intents=(_DATASETS,),
     condition=("CacheDegraded", "CacheWell"),
+    state_files=_STATE_FILES,
     presence=Presence(
         "dataset",
         read=calls("cache.presence:read"),

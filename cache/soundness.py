@@ -8,6 +8,7 @@ import structlog
 
 import kit.child
 import kit.errors
+import kit.formats
 from cache.store import generations, trust
 from linux import procfs
 
@@ -26,15 +27,32 @@ class Soundness:
         self._path = None if state_dir is None else trust.file_of(state_dir)
         self.kept = trust.Kept()
         self._saved = trust.Kept()
+        self.lost = ""  # why it is not known which trouble was the last: all is doubted
+        self.unknown = False  # nor may a number be given, before those in the store are known
         self._dirty = asyncio.Event()
 
     def start(self) -> None:
-        """Read what an earlier agent kept. HostError when a newer one wrote it; OSError."""
-        if self._path is not None:
-            self._saved = trust.load(self._path)
-            self._set(trust.begun(self._saved, procfs.boot_id()))
-            if self.kept.crashes > self._saved.crashes:
-                log.warning("the node went down while the agent ran; scrubs come sooner")
+        """Read what an earlier agent kept. HostError when a newer one wrote it."""
+        if self._path is None:
+            return
+        found = trust.load(self._path)
+        if isinstance(found, kit.formats.Damage):
+            self.lost = str(found)
+            log.error("the store's troubles are forgotten; all stored files are doubted",
+                      why=self.lost)  # fmt: skip
+        self.unknown = not isinstance(found, trust.Kept)
+        self._saved = found if isinstance(found, trust.Kept) else trust.Kept()
+        self._set(trust.begun(self._saved, procfs.boot_id()))
+        if self.kept.crashes > self._saved.crashes:
+            log.warning("the node went down while the agent ran; scrubs come sooner")
+
+    def number_from(self, highest: int) -> None:
+        """``highest``: number of a trouble after which anything in the store was verified. No later
+        one may be given again, and none that is doubted may count as verified."""
+        if self.unknown:
+            self.unknown = False
+            number = highest + bool(self.lost) + self.kept.troubles  # those since the start
+            self._set(dataclasses.replace(self.kept, troubles=number))
 
     @property
     def troubles(self) -> int:
@@ -42,7 +60,8 @@ class Soundness:
 
     def doubts(self, generation: generations.Generation) -> bool:
         """Whether its files must be verified before they are served."""
-        return generation.state not in _NOTHING and generation.verified < self.kept.troubles
+        doubted = generation.verified < self.kept.troubles or bool(self.lost and self.unknown)
+        return generation.state not in _NOTHING and doubted
 
     def verified(
         self, generation: generations.Generation, before: generations.Generation | None
@@ -90,8 +109,8 @@ class Soundness:
             log.warning("the end of the agent could not be noted", why=str(error))
 
     async def _save(self, kept: trust.Kept) -> None:
-        if self._path is None or kept == self._saved:
-            return
+        if self._path is None or kept == self._saved or self.unknown:
+            return  # while the numbers are unknown, the file stays as it was found
         fields = trust.fields_of(kept)
         await kit.child.call(trust.save, str(self._path), fields, deadline=SAVE_SECONDS)
         self._saved = kept

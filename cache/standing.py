@@ -14,6 +14,7 @@ class Standing:
     """What is known of a dataset, as ``cache.dataset`` keeps it."""
 
     removed: bool
+    unsure: str
     newer: kit.errors.HostError | None
     no_store: kit.errors.AgentError | None
     trouble: kit.errors.AgentError | None
@@ -47,6 +48,11 @@ class Standing:
 
     @property
     def doubted(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def doubt(self) -> str:
+        """Why, when it is."""
         raise NotImplementedError
 
     @property
@@ -87,6 +93,8 @@ class Standing:
             return "verifying"
         if generation.held and generation.state != "complete":
             return generation.held
+        if self.unsure:
+            return "paused"
         if generation.state == "complete" and self.stage is not Stage.STORE:
             return "failed" if self.trouble is not None else "queued"
         if generation.state in ("complete", "partial"):
@@ -124,7 +132,12 @@ class Standing:
         if self.no_store is not None:
             return str(self.no_store)
         if self.doubted:
-            return "the SSD had errors: stored files are verified before they are used again"
+            return self.doubt
+        if self.unsure:
+            return (
+                f"{self.unsure}, so it is not known whether it was removed: 'nodeagent dataset "
+                f"warm {self.name}' fills it, 'remove' removes it"
+            )
         if self.state() == "queued" and (other := self.waits_for()):
             return f"waits for {other}"
         return self.generation.why

@@ -14,7 +14,7 @@ from cache import choices, evicting, frozen, hits, scrubs
 from cache.dataset import Dataset
 from cache.figures import Totals, Verification
 from cache.generation import Generation
-from cache.store import generations, subset
+from cache.store import disk, generations, subset
 from cache.view import Stage
 from kit.findings import Finding, Severity
 from kit.metrics import counter, gauge, state
@@ -228,6 +228,21 @@ def findings(
         )
         found.append(_finding("store-orphan", name, Severity.INFO, message, advice, about=folder))
     return found
+
+
+def damaged(store: str, files: Mapping[str, str]) -> Iterable[Finding]:
+    """``files``: of the store, that were kept aside, and what was wrong with them."""
+    for name, why in files.items():
+        match name.rpartition("/")[2]:
+            case disk.MARKER:
+                assumed = "it was made anew, for the store has datasets"
+            case generations.NAME:
+                assumed = (
+                    "nothing that was stored of it is used again, and the dataset is filled anew"
+                )
+            case _:
+                assumed = "what it said is learned again"
+        yield kit.findings.damaged(store, name, why, assumed)
 
 
 def _finding(

@@ -71,10 +71,21 @@ class Succession:
             if each is not None and fields is not None:
                 known.append((each, fields))
         chosen = max(known, key=_rank, default=None)
-        if chosen is None or _rank(chosen) == (0.0, 0.0):  # nothing has served or is complete
-            if found.get(dataset.folder) is None:
+        served = chosen is not None and _rank(chosen) != (0.0, 0.0)  # else nothing is complete
+        wanted = found.get(dataset.folder)
+        lost = {folder: each for folder, each in found.items() if each and "lost" in each}
+        if dataset.folder in lost and (not served or dataset.settings.freshness == "snapshot"):
+            chosen, served = (dataset.current, dataset.current.lost(lost.pop(dataset.folder))), True
+            dataset.current.leaves = True  # what is mounted by its id, too
+        for folder, fields in lost.items():
+            each = dataset.generation_of(dataset.settings.source)
+            each.folder = folder
+            each.adopt(each.lost(fields))
+            dataset.left.append(each)  # it goes when nobody uses it
+        if chosen is None or not served:
+            if wanted is None:
                 dataset.due.spread_fill(dataset.cache.fill.jitter)
-            return found.get(dataset.folder)
+            return wanted
         dataset.current = chosen[0]
         chosen[1].pop("damaged", None)  # as another one that is partial
         rest = [(each, fields) for each, fields in known if each is not chosen[0]]
@@ -97,11 +108,11 @@ class Succession:
 
     def _known(self, folder: str, fields: dict[str, Any] | None) -> Generation | None:
         """The generation in ``folder`` when it is of this dataset's source."""
-        if fields is None:
+        if fields is None or "lost" in fields:
             return None
         try:
-            named = json.loads(fields.get("identity", ""))
-        except ValueError:
+            named = dict(json.loads(fields.get("identity", "")))
+        except (ValueError, TypeError, RecursionError):
             return None
         place, scan = self.dataset.settings.source, str(named.get("scan", ""))
         snapshot = str(named.get("snapshot") or fields.get("snapshot") or "")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import kit.errors
+import kit.formats
 from cache import by_id, view
 from cache.csi import mounts as csi_mounts
 from cache.csi import records, volumes
@@ -53,7 +54,8 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     ]  # fmt: skip
     if (Path(store) / disk.MARKER).exists():
         found.append(Trace("store", store))
-    kept = (sources, *(Path(state_dir, name) for name in _STATE))
+    files = [Path(state_dir, name) for name in _STATE]
+    kept = (sources, *files, *map(kit.formats.aside, files))
     found += [Trace("state", str(path)) for path in kept if path.exists()]
     found += [Trace("folder", path) for path in (views, store) if os.path.isdir(path)]
     return [trace.as_json() for trace in found]
@@ -156,6 +158,7 @@ def _remove_store(path: str) -> None:
             _rmdir(folder.parent)
     for name in (generations.TRASH, ".probe"):
         _delete(store / name)
+    _delete(kit.formats.aside(store / disk.MARKER))
     _delete(store / disk.MARKER)
 
 

@@ -79,13 +79,11 @@ def _tree(view: str, target: str, layer: str) -> str:
     return f"{os.path.dirname(os.path.dirname(layer))}/{generation}/{name}"
 
 
-def load(path: Path) -> dict[str, float]:
-    """The times by dataset. {} if the file is missing or damaged. HostError: a newer agent's."""
-    kept = kit.formats.load(path, FORMAT)
-    try:
-        return {str(name): float(at) for name, at in dict(kept["used"]).items()}
-    except (ValueError, TypeError, KeyError):
-        return {}
+def load(path: Path) -> dict[str, float] | kit.formats.Damage | None:
+    """The times by dataset, as ``kit.formats.read``."""
+    return kit.formats.read(
+        path, FORMAT, lambda kept: {name: float(at) for name, at in dict(kept["used"]).items()}
+    )
 
 
 def save(path: str, used: dict[str, float]) -> None:

@@ -22,6 +22,7 @@ import structlog
 
 import kit.child
 import kit.errors
+import kit.formats
 from cache import users
 from cache.dataset import Dataset
 from cache.figures import Opens, Use
@@ -50,16 +51,23 @@ class Uses:
         self._has_volumes = has_volumes
         self._kept: dict[str, float] = {}
         self._saved: dict[str, float] = {}
+        self._lost = False  # nothing is chosen to go by what was forgotten
         self._newer = False  # a newer agent's file: it is left alone
         self._trouble = ""
 
     def start(self) -> None:
         """Read what an earlier agent kept."""
         try:
-            self._kept = users.load(self._path)
+            found = users.load(self._path)
         except kit.errors.HostError as error:
             self._newer = True
             log.error("times of use of a newer agent are left alone", why=str(error))
+            return
+        if isinstance(found, kit.formats.Damage):
+            self._lost = True
+            log.error("when datasets were used is forgotten; all count as used now", why=str(found))
+        elif found is not None:
+            self._kept = found
         self._saved = dict(self._kept)
 
     def take(self, added: Iterable[Dataset]) -> None:
@@ -67,7 +75,7 @@ class Uses:
         now = time.time()
         for dataset in added:
             record = dataset.generation
-            first = now if record.state == "new" else min(record.created, now)
+            first = now if record.state == "new" or self._lost else min(record.created, now)
             dataset.use = Use(min(self._kept.get(dataset.name, first), now))
 
     async def follow(self) -> None:

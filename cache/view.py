@@ -287,13 +287,18 @@ def take_down(view: str) -> None:
         Path(view).parent.rmdir()
 
 
-def take_off(view: str) -> None:
-    """Unmount the view. InUseError names who uses it."""
+def refuse_used(view: str) -> None:
+    """InUseError names who uses it."""
     if using := users(view):
         more = f" and {len(using) - 5} more" if len(using) > 5 else ""
         raise kit.errors.InUseError(
             f"view {view}", "in use by " + "; ".join(using[:5]) + more, "end them, then try again"
         )
+
+
+def take_off(view: str) -> None:
+    """Unmount the view. InUseError names who uses it."""
+    refuse_used(view)
     while mountinfo.stacked(view):
         try:
             mounts.unmount(view)

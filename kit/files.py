@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,23 @@ def closing(descriptor: int) -> Iterator[int]:
 def save(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Replace ``path`` by ``data``: after a power cut it holds either the old or the new bytes.
 
-    Written beside it, fsynced, renamed, and the directory fsynced. Raises OSError and leaves the
-    old file and no litter when any step fails.
+    Written beside it, fsynced, renamed, and the directory fsynced. Raises OSError that names
+    ``path``, and leaves the old file and no litter when any step fails.
     """
     temporary = path.with_name(f".{path.name}.new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     with closing(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as directory:
         os.fsync(directory)
 
@@ -81,20 +84,26 @@ def append(path: Path, entry: Mapping[str, Any], largest: int | None = None) -> 
         os.replace(path, path.with_name(f"{path.name}.1"))
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     with closing(os.open(path, flags, 0o600)) as descriptor:
-        os.write(descriptor, json.dumps(entry).encode() + b"\n")
-        os.fsync(descriptor)
+        try:
+            os.write(descriptor, json.dumps(entry).encode() + b"\n")
+            os.fsync(descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def last_entries(path: Path, most: int) -> list[dict[str, Any]]:
-    """The newest entries of an appended file, oldest first; a torn line is left out."""
+    """The newest entries of an appended file, oldest first; a damaged line is left out."""
     try:
-        lines = path.read_bytes().splitlines()[-most:]
+        return entries(path.read_bytes().splitlines()[-most:])
     except OSError:
         return []
+
+
+def entries(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """What was appended; a damaged line is left out."""
     found = []
     for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(entry := json.loads(line), dict):
+                found.append(entry)
     return found

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+import kit.formats
 import kit.redact
 
 
@@ -35,6 +36,20 @@ class Finding:
 def said(subject: str, message: str) -> str:
     """What it is about and what is wrong with it; many messages begin with their subject."""
     return message if message.startswith(subject) else f"{subject}: {message}"
+
+
+def damaged(where: str, name: str, why: str, assumed: str) -> Finding:
+    """``name``: of a file of ours below ``where``, a state directory or a store."""
+    kept = f"{name}{kit.formats.SUFFIX}"
+    return Finding(
+        id=f"state-file-damaged/{name}",
+        rule="state-file-damaged",
+        severity=Severity.WARNING,
+        subject=f"{where}/{name}",
+        message=f"{name} was damaged ({why}), and is kept as {kept}: {assumed}",
+        advice="was its disk full, or does it fail (kernel log, smartctl), did somebody edit it? "
+        f"Then delete {where}/{kept}",
+    )
 
 
 class Reporter(Protocol):

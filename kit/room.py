@@ -387,3 +387,5 @@ class Room:
     # A condition of the Node that critical findings of the room make True, and its reason while
     # there are none.
     condition: tuple[str, str] | None = None
+    # Its files below the state directory, by pattern: what is assumed while one is damaged.
+    state_files: Mapping[str, str] = field(default_factory=dict)

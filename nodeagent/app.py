@@ -28,7 +28,7 @@ import kit.errors
 import kit.files
 import kit.findings
 from linux import nvml
-from nodeagent import configfile, configwatch, events, gpus, state, supervisor, watchdog
+from nodeagent import configfile, configwatch, events, gpus, memory, state, supervisor, watchdog
 from nodeagent.api import listeners
 from nodeagent.cluster import service
 from nodeagent.settings import Process, Settings
@@ -135,6 +135,7 @@ class Agent:
         tasks.append(asyncio.create_task(self._follow_settings(), name="settings"))
         telling = events.watch(self.state.running, self.state.findings.journal)
         tasks.append(asyncio.create_task(telling, name="events"))
+        tasks.append(asyncio.create_task(memory.follow(self.state), name="state directory"))
         self.state.metrics.append(gpus.stalls)
         if nvml.installed():
             found = gpus.Gpus()

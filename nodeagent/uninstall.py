@@ -15,6 +15,7 @@ from typing import Any
 
 import kit.child
 import kit.errors
+import kit.formats
 import kit.traces
 from nodeagent import configfile, rooms, units
 from nodeagent.settings import Settings
@@ -50,6 +51,7 @@ def find(settings: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     """The process's own traces."""
     socket = Path(settings["socket"])
     paths = [Path(state_dir) / name for name in _STATE]
+    paths += [kit.formats.aside(path) for path in paths]
     if Path(state_dir).name == "state" and _is_ours(Path(state_dir).parent):
         paths += [Path(state_dir).parent / name for name in _BESIDE]
     secrets = socket.parent / "secrets"  # keys that objects of the cluster refer to
@@ -86,6 +88,8 @@ def remove(settings: dict[str, Any], state_dir: str, kind: str, name: str) -> No
     with contextlib.suppress(FileNotFoundError):
         if kind == "link":
             units.remove_link(path)
+        elif kind == "file" and path.name.endswith(kit.formats.SUFFIX):
+            kit.formats.forget(path)  # a directory, perhaps
         elif kind == "file":
             path.unlink()
         else:

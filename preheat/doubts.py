@@ -5,11 +5,13 @@ Small, because a child process imports it to write the file.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import kit.formats
 
 STATE = "preheat-boot.json"  # in the state directory
 FORMAT = 1
+LOST = "lost"  # no boot has this id
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,19 @@ def begun(kept: Kept, boot: str, loose: frozenset[str]) -> Kept:
 
 
 def load(path: Path) -> Kept:
-    """HostError when a newer agent wrote it. A missing or damaged file is as none."""
-    found = kit.formats.load(path, FORMAT)
-    try:
-        return Kept(str(found["boot"]), frozenset(map(str, found["doubted"])))
-    except (TypeError, KeyError):
-        return Kept()
+    """HostError when a newer agent wrote it. After a damaged file it counts as another boot: what
+    is not known to be durable is doubted."""
+    found = kit.formats.read(path, FORMAT, _kept)
+    if isinstance(found, kit.formats.Damage):
+        return Kept(LOST)
+    return Kept() if found is None else found
+
+
+def _kept(fields: dict[str, Any]) -> Kept:
+    boot, doubted = fields["boot"], list(fields["doubted"])
+    if any(not isinstance(each, str) for each in (boot, *doubted)):
+        raise ValueError("a name in it is no text")
+    return Kept(boot, frozenset(doubted))
 
 
 def save(path: str, boot: str, doubted: list[str]) -> None:

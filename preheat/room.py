@@ -35,6 +35,10 @@ ROOM = Room(
     checks=calls("preheat.doctor:checks"),
     traces=_traces,
     intents=(_IMAGES,),
+    state_files={
+        "preheat-boot.json": "layers that are not known to be on the disk are doubted, and "
+        "unpacked again",
+    },
     report=Report(
         "images",
         node_status.ImageStatus,

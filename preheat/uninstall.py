@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import kit.errors
+import kit.formats
 from kit.traces import Trace
 from preheat import component, documents, doubts
 from preheat.runtimes import base, containerd, unpacked
@@ -68,6 +69,8 @@ def _files(settings: PreheatSettings, state_dir: Path) -> list[Trace]:
 
 async def _take(runtime: base.Runtime, inventory: base.Inventory, kind: str, name: str) -> None:
     match kind:
+        case "file" if name.endswith(kit.formats.SUFFIX):
+            kit.formats.forget(Path(name))  # a directory, perhaps
         case "file":
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name)
@@ -141,7 +144,8 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     kept = Path(state_dir) / documents.FOLDER
     found += [Trace("documents", str(kept))] if kept.is_dir() else []
     boot = Path(state_dir) / doubts.STATE
-    found += [Trace("file", str(boot))] if boot.exists() else []
+    files = (boot, kit.formats.aside(boot))
+    found += [Trace("file", str(path)) for path in files if path.exists()]
     return [trace.as_json() for trace in found]
 
 

@@ -29,6 +29,16 @@ ROOM = Room(
     checks=calls("volumes.doctor:checks"),
     traces=_traces,
     condition=("StorageHazard", "NoHazard"),
+    state_files=dict.fromkeys(
+        (
+            "volumes/guard-override.json",
+            "volumes/guard-override-mode",
+            "volumes/guard-wanted.json",
+            "volumes/ledger/*.json",
+        ),
+        "the guard was as strict as it could be; what was written since counts",
+    )
+    | {"volumes/read-only-flags.json": "flags of an earlier agent stay"},
     report=Report(
         "guard",
         node_status.GuardStatus,

@@ -54,10 +54,10 @@ class Driver:
 
     def users(self, dataset: str) -> list[str]:
         """Pods that have a dataset as a volume, a line each."""
-        return [str(each) for each in self.node.volumes.values() if each.dataset == dataset]
+        return [str(each) for each in self.node.volumes.values() if each.holds(dataset)]
 
     def has_volumes(self, dataset: str) -> bool:
-        return any(each.dataset == dataset for each in self.node.volumes.values())
+        return any(each.holds(dataset) for each in self.node.volumes.values())
 
     def reasons(self) -> list[str]:
         """Why pods get no volumes."""

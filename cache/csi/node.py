@@ -70,7 +70,7 @@ class Node:
             )
             before = self.volumes.get(target)
             if await self._mounted(target):
-                if before is None:  # its record is lost: nobody knows what it shows
+                if before is None or not before.dataset:  # nobody knows what it shows
                     await self._unmount(target)
                 elif (before.id, before.dataset, before.layout) == (
                     identity, volume.dataset, volume.layout,
@@ -200,15 +200,16 @@ class Node:
             await kit.child.call(mounts.unpublish, target, deadline=UNMOUNT_SECONDS)
         volume = self.volumes.pop(target, None)
         self._sizes.pop(target, None)
-        if volume is not None and volume.dataset in self._datasets:
-            self._datasets[volume.dataset].wake()  # it may discard now what the volume held
+        for name, dataset in self._datasets.items():
+            if volume is not None and volume.holds(name):
+                dataset.wake()  # it may discard now what the volume held
 
     # --- what volumes hold
 
     @contextlib.contextmanager
     def leaving(self, dataset: str) -> Iterator[None]:
         """While a dataset is removed it is given to nobody. InUseError: who has it."""
-        using = [str(each) for each in self.volumes.values() if each.dataset == dataset]
+        using = [str(each) for each in self.volumes.values() if each.holds(dataset)]
         if using:
             more = f" and {len(using) - MOST_NAMED} more" if len(using) > MOST_NAMED else ""
             raise kit.errors.InUseError(

@@ -7,9 +7,10 @@ leaves no mount without one. After a reboot there are files without mounts; ``lo
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -33,6 +34,10 @@ class Volume:
     layout: str
     pod: str = ""
 
+    def holds(self, dataset: str) -> bool:
+        """Whether it is of that dataset, or may be: its record is lost."""
+        return self.dataset in (dataset, "")
+
     def __str__(self) -> str:
         return f"pod {self.pod or 'unknown'} has it at {self.target}"
 
@@ -46,26 +51,56 @@ def file_of(folder: Path, target: str) -> Path:
 
 
 def read(folder: Path) -> list[Volume]:
-    """All that can be read; one of a newer agent, or a torn one, is left as it is."""
-    found = []
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-        try:
-            fields = json.loads(path.read_bytes())
-            kit.formats.check(str(path), fields, FORMAT)
-            fields.pop(kit.formats.KEY, None)
-            found.append(Volume(**fields))
-        except (OSError, ValueError, TypeError, AttributeError, kit.errors.HostError) as error:
-            log.warning("record of a volume cannot be read", path=str(path), why=str(error))
-    return found
+    """All that can be read; one of a newer agent, or a damaged one, is left as it is."""
+    found = (_one(path, kit.formats.look) for path in _paths(folder))
+    return [each for each in found if isinstance(each, Volume)]
 
 
 def load(folder: Path, mounted: Collection[str]) -> dict[str, Volume]:
-    """Volumes by their target. ``mounted``: all mount points; a volume that has none is dropped."""
-    volumes = {volume.target: volume for volume in read(folder)}
-    for target in [each for each in volumes if each not in mounted]:
-        forget(folder, target)
-        del volumes[target]
+    """Volumes by their target. ``mounted``: all mount points; a volume that has none is dropped.
+
+    The name of a damaged record, which is kept aside, tells its target. While that is mounted, the
+    volume may be of any dataset (``Volume.holds``).
+    """
+    volumes: dict[str, Volume] = {}
+    damaged: set[Path] = set()
+    for path in _paths(folder):
+        one = _one(path, kit.formats.read)
+        if isinstance(one, kit.formats.Damage):
+            damaged.add(path)
+        elif one is not None and one.target in mounted:
+            volumes[one.target] = one
+        elif one is not None:
+            forget(folder, one.target)
+    for target in mounted if damaged else ():
+        if file_of(folder, target) in damaged:
+            volumes[target] = Volume("", target, "", "")
     return volumes
+
+
+def _paths(folder: Path) -> list[Path]:
+    found = [*folder.glob("*.json"), *folder.glob(f"*.json{kit.formats.SUFFIX}")]
+    return sorted({path.with_name(path.name.removesuffix(kit.formats.SUFFIX)) for path in found})
+
+
+def _one(path: Path, read: Callable[..., Any]) -> Volume | kit.formats.Damage | None:
+    """None for one of a newer agent, too."""
+    try:
+        found: Volume | kit.formats.Damage | None = read(path, FORMAT, _volume)
+    except kit.errors.HostError as error:
+        log.warning("record of a volume cannot be read", path=str(path), why=str(error))
+        return None
+    if isinstance(found, kit.formats.Damage):
+        log.warning("record of a volume cannot be read", path=str(path), why=found.why)
+    return found
+
+
+def _volume(value: Any) -> Volume:
+    """ValueError, TypeError for what no agent wrote."""
+    found = Volume(**{name: each for name, each in value.items() if name != kit.formats.KEY})
+    if any(not isinstance(each, str) for each in dataclasses.astuple(found)):
+        raise ValueError("a field of it is no text")
+    return found
 
 
 def write(folder: Path, volume: Volume) -> None:
@@ -76,4 +111,4 @@ def write(folder: Path, volume: Volume) -> None:
 
 
 def forget(folder: Path, target: str) -> None:
-    file_of(folder, target).unlink(missing_ok=True)
+    kit.formats.forget(file_of(folder, target))

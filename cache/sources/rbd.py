@@ -271,7 +271,7 @@ def _mounted(folder: Path, device: str, thing: str, partition: int) -> int:
 
 def _noted(folder: Path) -> dict[str, Any]:
     """What ``mapped.json`` says; {} when it is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads((folder / MAPPED).read_bytes())
         return found if isinstance(found, dict) else {}
     return {}

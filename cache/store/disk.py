@@ -7,16 +7,17 @@ that is mounted; ``cache.disk`` says so for the first time, too.
 Where the mount table cannot tell, the store's UUID does: it is remembered in ``state_dir``.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import kit.errors
-import kit.files
+import kit.formats
 from linux import mountinfo
 
 MARKER = "nodeagent.json"  # format and UUID of the store
+FORMAT = 1  # of what is remembered in the state directory
 _HOST = Path("/proc/1/mountinfo")
 
 
@@ -107,24 +108,63 @@ def _memory(state_dir: Path) -> Path:
     return state_dir / "cache-disk.json"
 
 
-def _kept(state_dir: Path, store: str) -> dict[str, str]:
-    try:
-        kept = dict(json.loads(_memory(state_dir).read_bytes()))
-        return {key: str(kept[key]) for key in kept} if kept["store"] == store else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+def _kept(state_dir: Path, store: str) -> dict[str, str] | kit.formats.Damage:
+    """HostError when a newer agent wrote it."""
+    found = kit.formats.read(_memory(state_dir), FORMAT, _places)
+    if isinstance(found, kit.formats.Damage):
+        return found
+    return found if found is not None and found["store"] == store else {}
 
 
-def _remembered(state_dir: Path, store: str) -> str:
-    return _kept(state_dir, store).get("disk", "/")
+def _places(value: Any) -> dict[str, str]:
+    kept = dict(value)
+    for name in ("store", "disk"):
+        if not isinstance(kept[name], str):
+            raise ValueError(f"its {name} is no path")
+    return {key: str(kept[key]) for key in kept if key != kit.formats.KEY}
+
+
+def marker_of(store: Path) -> dict[str, Any] | kit.formats.Damage | None:
+    """What nodeagent.json of a store says, of whatever format; it stays where it is."""
+    return kit.formats.look(store / MARKER, None, _marked)
+
+
+def _marked(value: Any) -> dict[str, Any]:
+    marked = dict(value)
+    marked["format"]
+    if not isinstance(marked.get("uuid", ""), str):
+        raise ValueError("its uuid is no text")
+    return marked
+
+
+def has_generations(store: Path) -> bool:
+    """Whether what lies there is a store, by what datasets left there."""
+    for path in store.glob("*/*/generation.json"):
+        found = kit.formats.look(path, None, dict)
+        if isinstance(found, dict) and {"dataset", "identity"} <= found.keys():
+            return True
+    return False
+
+
+def _is_store(store: Path) -> bool:
+    return isinstance(marker_of(store), dict) or has_generations(store)
+
+
+def _lost_marker(store: Path) -> bool:
+    """Its marker is to be made anew: that store is not gone."""
+    return not isinstance(marker_of(store), dict) and has_generations(store)
+
+
+def kept_uuid(store: str, state_dir: Path) -> str:
+    """Of the store that was there last; '' when that is not known. HostError as ``check``."""
+    kept = _kept(state_dir, store)
+    return "" if isinstance(kept, kit.formats.Damage) else kept.get("uuid", "")
 
 
 def uuid_of(store: str) -> str:
     """The UUID of the store that lies there; '' when there is none, or of an older agent."""
-    try:
-        return str(json.loads((Path(store) / MARKER).read_bytes()).get("uuid", ""))
-    except (OSError, ValueError, AttributeError):
-        return ""
+    found = marker_of(Path(store))
+    return found.get("uuid", "") if isinstance(found, dict) else ""
 
 
 def check(store: str, disk: Path | None, state_dir: Path) -> None:
@@ -135,14 +175,23 @@ def check(store: str, disk: Path | None, state_dir: Path) -> None:
             f"cache.store {store}", why,
             "put it on an ext4 or XFS of the SSD; in a pod mount that directory of the host",
         )  # fmt: skip
-    wanted = _remembered(state_dir, store) if disk is None else os.path.realpath(disk)
+    kept = _kept(state_dir, store)
+    if isinstance(kept, kit.formats.Damage):
+        if disk is None and not _is_store(Path(store)):
+            raise kit.errors.HostError(
+                f"cache.store {store}",
+                f"{kept}, and no store is there: the disk that it lay on may not be mounted",
+                "mount the SSD, or set cache.disk: / for a store on the root disk",
+            )
+        kept = {}
+    wanted = kept.get("disk", "/") if disk is None else os.path.realpath(disk)
     if why := problem(place(store), wanted):
         remedy = f"mount the SSD at {wanted}"
         if disk is None:
             remedy += ", or set cache.disk to / if the store may lie on another disk now"
         raise kit.errors.HostError(f"cache.store {store}", why, remedy)
-    uuid = _kept(state_dir, store).get("uuid", "")
-    if uuid and uuid_of(store) != uuid and not _is_certain(store):
+    uuid = kept.get("uuid", "")
+    if uuid and uuid_of(store) != uuid and not _is_certain(store) and not _lost_marker(Path(store)):
         raise kit.errors.HostError(
             f"cache.store {store}",
             f"the store {uuid} that was there is gone, and this pod cannot see whether a disk is "
@@ -157,4 +206,4 @@ def remember(store: str, state_dir: Path) -> None:
     kept = {"store": store, "disk": place(store), "uuid": uuid_of(store)}
     if kept != _kept(state_dir, store):
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        kit.files.save(_memory(state_dir), json.dumps(kept).encode())
+        kit.formats.save(str(_memory(state_dir)), kept, FORMAT)

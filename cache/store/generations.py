@@ -14,6 +14,9 @@ Each line is [path of the directory, name]. It is not in the index, because an i
 a bad file has the size and times of a good one, so no scan would find it again.
 Invariant: nothing is filled while the list exists (``cache.jobs`` withdraws its files first).
 
+A damaged generation.json has lost what its files are of and whether they are doubted: nothing of
+that generation is used again. A damaged nodeagent.json is made anew where generations are.
+
 The functions that take a path run in a child process: the disk may hang.
 """
 
@@ -29,6 +32,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import kit.errors
 import kit.files
 import kit.formats
@@ -37,9 +42,13 @@ from cache.store import disk, image_copy, index, large, subset, tree
 FORMAT = 1  # of the store
 GENERATION_FORMAT = 1  # of generation.json
 TRASH = ".trash"
+NAME = "generation.json"
+STATES = ("new", "filling", "partial", "complete", "stale")
+_STORED = ("tree", image_copy.IMAGE, image_copy.CHUNKS)  # of a generation that has begun
 _PROBE = ".probe"
 READ_ONLY, CANNOT_WRITE = "it is read-only", "it cannot be written"
 QUARANTINE = "unreplaced.jsonl"
+MOST_DAMAGED = 50  # files that are told
 LOCK_SECONDS = 2.0  # for the coordinator of a killed agent to end
 _NAMES_AT_ONCE = 1000  # names of up to 255 bytes each in one message
 
@@ -80,8 +89,11 @@ def new(dataset: str, identity: str) -> Generation:
     return Generation(dataset=dataset, identity=identity, created=time.time())
 
 
-def prepare(path: str) -> None:
-    """Make the store if it does not exist and check it. HostError, and then nothing is left."""
+def prepare(path: str, former: str = "") -> None:
+    """Make the store if it does not exist and check it. HostError, and then nothing is left.
+
+    ``former``: UUID of the store that was there, which keeps it when its marker is lost.
+    """
     store = Path(path)
     made = []
     missing = store
@@ -91,7 +103,7 @@ def prepare(path: str) -> None:
     try:
         store.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_abilities(store)
-        _check_format(store)
+        _check_format(store, former)
     except BaseException:
         for directory in made:
             with contextlib.suppress(OSError):
@@ -133,42 +145,90 @@ def _check_abilities(store: Path) -> None:
             probe.rmdir()
 
 
-def _check_format(store: Path) -> None:
+def _check_format(store: Path, former: str) -> None:
     marker = store / disk.MARKER
-    if marker.exists():
-        try:
-            kept = dict(json.loads(marker.read_text()))
-            found = kept["format"]
-        except (ValueError, KeyError, TypeError) as error:
-            remedy = "set cache.store to an empty directory, or empty this one: it is only a cache"
-            raise _unusable(store, f"its {disk.MARKER} is damaged", remedy) from error
-        if found != FORMAT:
+    kept = disk.marker_of(store)
+    if isinstance(kept, dict):
+        if kept["format"] != FORMAT:
             remedy = "run the agent version that made it, or set cache.store to an empty directory"
-            why = f"its format is {found}, this agent reads format {FORMAT}"
+            why = f"its format is {kept['format']}, this agent reads format {FORMAT}"
             raise _unusable(store, why, remedy)
         if "uuid" not in kept:  # of an agent before 2026-12
-            _mark(marker)
+            _mark(marker, "")
         return
-    # An agent that was killed during its first start leaves these.
-    ours = ("lost+found", f".{disk.MARKER}.new", _PROBE)
-    strangers = [entry.name for entry in store.iterdir() if entry.name not in ours]
-    if strangers:
-        why = f"it is not empty and not a store (it contains {strangers[0]!r})"
-        raise _unusable(store, why, "set cache.store to an empty directory")
-    _mark(marker)
+    if kept is not None and kept.unread:
+        raise OSError(errno.EIO, kept.why, str(marker))
+    if not disk.has_generations(store):
+        former = ""
+        # An agent that was killed during its first start leaves these.
+        ours = ("lost+found", f".{disk.MARKER}.new", _PROBE)
+        remedy = "set cache.store to an empty directory"
+        if kept is not None:
+            remedy += ", or empty this one: it is only a cache"
+            raise _unusable(store, f"its {disk.MARKER} is damaged ({kept.why})", remedy)
+        strangers = [entry.name for entry in store.iterdir() if entry.name not in ours]
+        if strangers:
+            why = f"it is not empty and not a store (it contains {strangers[0]!r})"
+            raise _unusable(store, why, remedy)
+    if kept is not None:
+        kit.formats.set_aside(marker)
+    _mark(marker, former)
 
 
-def _mark(marker: Path) -> None:
-    fields = {"format": FORMAT, "uuid": str(uuid.uuid4())}
+def _mark(marker: Path, known: str) -> None:
+    fields = {"format": FORMAT, "uuid": known or str(uuid.uuid4())}
     kit.files.save(marker, json.dumps(fields).encode())
 
 
 def load(folder: str) -> dict[str, Any] | None:
-    """The fields of generation.json; None when it is missing or damaged."""
+    """The fields of generation.json; None when nothing was stored yet.
+
+    ``lost``: why the others are not known. A damaged file is kept aside, and one that is missing
+    beside a tree is damaged, too.
+    """
+    path = Path(folder) / NAME
     try:
-        return dict(json.loads((Path(folder) / "generation.json").read_bytes()))
-    except (OSError, ValueError):
-        return None
+        found = kit.formats.read(path, GENERATION_FORMAT, _checked)
+    except kit.errors.HostError:  # a newer agent's: ``generation_of`` says so
+        newer = kit.formats.look(path, None, _as_newer)
+        return newer if isinstance(newer, dict) else None
+    if isinstance(found, kit.formats.Damage):
+        return {"lost": f"{found}: {path.parent.name} is filled anew"}
+    if found is None and any(os.path.lexists(path.with_name(name)) for name in _STORED):
+        return {"lost": f"{path} is missing: {path.parent.name} is filled anew"}
+    return found
+
+
+def _checked(value: Any) -> dict[str, Any]:
+    """ValueError, TypeError for what no agent wrote."""
+    fields = dict(value)
+    known = msgspec.convert(fields, type=Generation)
+    if fields["state"] not in STATES:
+        raise ValueError(f"there is no state {known.state[:40]!r}")
+    return fields
+
+
+def _as_newer(value: Any) -> dict[str, Any]:
+    """Of another agent's fields, those that mean here what they say."""
+    try:
+        return _checked(value)
+    except (ValueError, TypeError, LookupError):
+        return {kit.formats.KEY: value[kit.formats.KEY]}
+
+
+def damaged(store: str) -> dict[str, str]:
+    """Files that were kept aside, by their former names below the store, and what was wrong."""
+    root, suffix = Path(store), kit.formats.SUFFIX
+    found = (*root.glob(f"*{suffix}"), *root.glob(f"*/*/*{suffix}"))
+    names = {str(path.relative_to(store)).removesuffix(suffix): path for path in found}
+    told = [name for name in sorted(names) if not name.startswith(".")][:MOST_DAMAGED]
+    return {name: kit.formats.what_was_wrong(names[name]) for name in told}
+
+
+def highest_verified(store: str) -> int:
+    """Number of the last trouble of the disk after which anything that lies there was verified."""
+    found = (load(str(path.parent)) or {} for path in Path(store).glob(f"*/*/{NAME}"))
+    return max((int(each.get("verified", 0)) for each in found), default=0)
 
 
 def adopt(folders: list[str]) -> list[dict[str, Any] | None]:
@@ -193,7 +253,7 @@ def adopt_all(store: str, datasets: list[str]) -> list[dict[str, dict[str, Any] 
 
 def _adopt(folder: str) -> dict[str, Any] | None:
     fields = load(folder)
-    if fields is not None:
+    if fields is not None and "lost" not in fields:
         try:
             os.close(kit.files.lock(Path(folder) / "lock", LOCK_SECONDS))
             with tree.opened_root(folder) as directory:
@@ -205,6 +265,7 @@ def _adopt(folder: str) -> dict[str, Any] | None:
             if fields.get("state") == "complete" and has_quarantined(folder):
                 fields["state"] = "partial"
                 fields["damaged"] = len(read_quarantined(Path(folder)))
+    if fields is not None:
         fields["tree"] = 0
         for name in ("tree", image_copy.IMAGE):
             with contextlib.suppress(OSError):
@@ -218,7 +279,8 @@ def _with_figures(fields: dict[str, Any] | None, folder: str) -> dict[str, Any] 
     While directories are listed again the index knows less of what is used, so the higher figure
     counts.
     """
-    if fields is not None and (fields.get("state") == "filling" or fields.get("evicting")):
+    unknown = fields is not None and (fields.get("evicting") or "lost" in fields)
+    if fields is not None and (fields.get("state") == "filling" or unknown):
         with contextlib.suppress(OSError):
             allocated = image_copy.used(Path(folder))
             fields["used"] = max(int(fields.get("used", 0)), allocated)
@@ -274,7 +336,7 @@ def save(folder: str, fields: dict[str, Any]) -> None:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     text = json.dumps({kit.formats.KEY: GENERATION_FORMAT, **fields}, indent=1)
-    kit.files.save(path / "generation.json", text.encode())
+    kit.files.save(path / NAME, text.encode())
 
 
 def generation_of(fields: dict[str, Any]) -> Generation:
@@ -352,7 +414,7 @@ def write_quarantined(folder: Path, files: Sequence[tuple[list[str], str]]) -> N
 
 def add_quarantined(folder: Path, files: Sequence[tuple[list[str], str]]) -> None:
     """Have ``files`` on the list, too. Nothing where the generation has gone. OSError."""
-    if (folder / "generation.json").exists():
+    if (folder / NAME).exists():
         known = read_quarantined(folder)
         seen = {(tuple(path), name) for path, name in known}
         new = [each for each in files if (tuple(each[0]), each[1]) not in seen]

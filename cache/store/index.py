@@ -71,7 +71,7 @@ class Index(sharing.Sharing):
     @classmethod
     def read_only(cls, path: Path) -> "Index":
         """For reading, also while a coordinator writes. FileNotFoundError when there is none."""
-        if not path.exists():
+        if not path.exists() or path.is_symlink():
             raise FileNotFoundError(2, "no index", str(path))
         return cls(sqlite3.connect(path, isolation_level=None, timeout=10.0))
 

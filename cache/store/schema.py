@@ -5,6 +5,8 @@ import errno
 import sqlite3
 from pathlib import Path
 
+import kit.formats
+
 FORMAT = 1
 NAME = "index.sqlite"
 
@@ -102,6 +104,8 @@ TOTALS_OF_OLDER = (
 
 def connect(path: Path) -> sqlite3.Connection:
     """Open it for writing; makes a new one. DatabaseError when it is damaged or outdated."""
+    if path.is_symlink():
+        raise sqlite3.DatabaseError("it is a link")
     db = sqlite3.connect(path, isolation_level=None, timeout=10.0)
     try:
         db.execute("PRAGMA journal_mode=WAL")
@@ -141,7 +145,7 @@ def discard(path: Path) -> None:
             if version > FORMAT:
                 raise _newer(path, version)
     for suffix in ("", "-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
+        kit.formats.forget(path.with_name(path.name + suffix))
 
 
 def _newer(path: Path, found: int) -> OSError:

@@ -3,7 +3,8 @@
 A file system that had I/O errors may have lost bytes that it had promised to be durable. So each
 trouble of the disk gets a number, and a generation carries the number of the last trouble after
 which all its files were verified (``Generation.verified``). One with a lower number is *doubted*:
-it is not served until it is verified. Numbers, not times: clocks jump.
+it is not served until it is verified. Numbers, not times: clocks jump. A damaged file has lost the
+number: then all that is stored is doubted.
 
 An unclean shutdown of the node is counted too. It breaks no promise of a file system, so it raises
 no doubt; the scrub only comes sooner (``Generation.crashes``).
@@ -14,8 +15,8 @@ at least as high as what is in the file, so a failing write may be tried again l
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import kit.files
 import kit.formats
 
 FORMAT = 1
@@ -36,11 +37,23 @@ def file_of(state_dir: Path) -> Path:
     return state_dir / "cache-trust.json"
 
 
-def load(path: Path) -> Kept:
-    """HostError when a newer agent wrote it. A damaged file is as none."""
-    found = kit.formats.load(path, FORMAT)
+def load(path: Path) -> Kept | kit.formats.Damage | None:
+    """As ``kit.formats.read``."""
+    return kit.formats.read(path, FORMAT, _kept)
+
+
+def _kept(fields: dict[str, Any]) -> Kept:
+    """ValueError for what no agent wrote."""
     known = Kept.__dataclass_fields__
-    return Kept(**{key: value for key, value in found.items() if key in known})
+    found = Kept(**{key: value for key, value in fields.items() if key in known})
+    fields["troubles"]  # without a number nothing may be believed
+    errors = 0 if found.errors is None else found.errors
+    for number in (found.troubles, found.crashes, errors):
+        if not isinstance(number, int) or number < 0:
+            raise ValueError(f"{number!r} is no count")
+    if not isinstance(found.boot, str) or not isinstance(found.clean, bool):
+        raise ValueError("its boot is none")
+    return found
 
 
 def save(path: str, fields: dict[str, object]) -> None:

@@ -13,7 +13,7 @@ import functools
 import ipaddress
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ LARGEST_RECORD = 8 * 2**20  # bytes of changes, twice
 MOST_CALLERS = 4096
 MOST_WAITING_LINES = 1000
 CLOSE_SECONDS = 2.0
+AGAIN_SECONDS = 10.0  # until a record that could not be written is tried again
 MOST_STREAMS = 64
 STREAMS_OF_CALLER = 16
 
@@ -166,8 +167,10 @@ class CallLog:
     the guard's kill switch from working.
     """
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, failed: Callable[[str], None] = lambda why: None) -> None:
+        """``failed`` is told why calls are not recorded, and '' when they are again."""
         self._file, self._refused = state_dir / "api.log", state_dir / "api-refused.log"
+        self._failed = failed
         self._rate, self._skipped = Rate(REFUSED_PER_SECOND, REFUSED_AT_ONCE), 0
         self._lost = 0
         self._lines: asyncio.Queue[tuple[Path, dict[str, Any]]] = asyncio.Queue(MOST_WAITING_LINES)
@@ -193,15 +196,40 @@ class CallLog:
 
     async def write(self) -> None:
         """Never returns."""
+        missed: collections.Counter[Path] = collections.Counter()
         while True:
-            path, entry = await self._lines.get()
-            largest = LARGEST_RECORD if path == self._file else None
             try:
-                await asyncio.to_thread(kit.files.append, path, entry, largest)
-            except OSError as error:
-                log.error("api call not recorded", file=str(path), error=str(error))
+                async with asyncio.timeout(AGAIN_SECONDS if missed else None):
+                    path, entry = await self._lines.get()
+            except TimeoutError:
+                await self._catch_up(missed)
+                continue
+            try:
+                if not await self._append(path, entry):
+                    missed[path] += 1
+                elif missed:
+                    await self._catch_up(missed)
             finally:
                 self._lines.task_done()
+
+    async def _catch_up(self, missed: collections.Counter[Path]) -> None:
+        """Note in each file how many lines it lacks."""
+        for path, count in list(missed.items()):
+            line = {"at": time.time(), "who": "nodeagent", "not_recorded": count}
+            if await self._append(path, line):
+                del missed[path]
+        if not missed:
+            self._failed("")
+
+    async def _append(self, path: Path, entry: dict[str, Any]) -> bool:
+        largest = LARGEST_RECORD if path == self._file else None
+        try:
+            await asyncio.to_thread(kit.files.append, path, entry, largest)
+        except OSError as error:
+            log.error("api call not recorded", file=str(path), error=str(error))
+            self._failed(f"{path}: {error.strerror or error}")
+            return False
+        return True
 
     async def flush(self) -> None:
         with contextlib.suppress(TimeoutError):

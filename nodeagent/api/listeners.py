@@ -487,6 +487,18 @@ async def _serve_later(
                 await asyncio.Event().wait()
 
 
+def _note_unrecorded(state: State, why: str) -> None:
+    found = kit.findings.Finding(
+        id="api-record",
+        rule="api-calls-not-recorded",
+        severity=kit.findings.Severity.WARNING,
+        subject="api.log",
+        message=f"who changed what by the API is in the agent's log only: {why}",
+        advice="make the file writable, or free its disk; the next lines come by themselves",
+    )
+    state.judge("api.log", [], [found] if why else [])
+
+
 # --- all of them
 
 
@@ -494,7 +506,7 @@ async def _serve_later(
 async def serving(state: State) -> AsyncIterator[None]:
     """Listen while the block runs. HostError when socket or metrics cannot have their address."""
     admin, gid = _admitted(state)
-    calls = access.CallLog(state.settings.state_dir)
+    calls = access.CallLog(state.settings.state_dir, functools.partial(_note_unrecorded, state))
     late = None
     async with contextlib.AsyncExitStack() as stack:
         door = server.Door(_socket_caller(admin), calls)

@@ -11,6 +11,7 @@ limit on the time of the handler. ``nodeagent.api.listeners`` decides where all 
 
 import asyncio
 import contextlib
+import errno
 import json
 import re
 import time
@@ -63,6 +64,17 @@ _STATUS = {
     kit.errors.SettingsError: 400,
     kit.errors.SourceError: 502,
     kit.errors.DegradedError: 503,
+}
+
+
+_FREE = "free some space on that disk, then try again"
+_LOOK = "see the kernel log and the mount options of that disk, then try again"
+# A disk that takes nothing is no fault of the agent: status, and what to do.
+_DISK = {
+    errno.ENOSPC: (507, _FREE),
+    errno.EDQUOT: (507, _FREE),
+    errno.EROFS: (503, _LOOK),
+    errno.EIO: (503, _LOOK),
 }
 
 
@@ -139,10 +151,20 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return web.json_response(_error_body(shown), status=error.status, headers=kept)
     except ConnectionError:
         raise  # the client has left
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _DISK:
+            return _disk_failed(request, error)
         log.exception("request failed", method=request.method, path=_plain(request.path))
         shown = kit.errors.AgentError(_plain(request.path), "the agent failed", "see its log")
         return web.json_response(_error_body(shown), status=500)
+
+
+def _disk_failed(request: web.Request, error: OSError) -> web.Response:
+    status, remedy = _DISK[error.errno or 0]
+    thing = _plain(str(error.filename or request.path))
+    shown = kit.errors.HostError(thing, error.strerror or str(error), remedy)
+    log.error("request failed", method=request.method, path=_plain(request.path), why=str(shown))
+    return web.json_response(_error_body(shown), status=status)
 
 
 def _plain(text: str) -> str:

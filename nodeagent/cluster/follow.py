@@ -7,6 +7,7 @@ agent that starts while no API server answers goes on as before.
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -16,11 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 import kit.errors
 import kit.files
 import kit.findings
+import kit.formats
 from kube import client, watching
 from nodeagent.cluster import intent, kinds, requests
 from nodeagent.settings import ClusterSettings, Settings
@@ -145,6 +148,8 @@ class Follower:
                 apply()
             await self._release(state)
             await self.requests.step(state, self.verdicts)
+            if self.synced:
+                await self.requests.settle()
             state.findings.report(ORIGIN, self._findings())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_SECONDS):
@@ -286,13 +291,22 @@ def _finding(rule: str, key: intent.Key, message: str, advice: str) -> kit.findi
 
 
 def _load(file: Path) -> intent.Known:
-    try:
-        return intent.from_json(json.loads(file.read_bytes()))
-    except FileNotFoundError:
+    """What was lost, the cluster says again when it answers."""
+    found = kit.formats.read(file, None, _remembered)
+    if isinstance(found, kit.formats.Damage):
+        log.error("what the cluster wanted is forgotten", why=str(found))
         return intent.Known()
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        log.warning("what the cluster wanted is forgotten", file=str(file), why=str(error))
-        return intent.Known()
+    return found or intent.Known()
+
+
+def _remembered(value: Any) -> intent.Known:
+    """What a wrong shape leads to."""
+    found = intent.from_json(value)
+    for each in found.wishes.values():
+        msgspec.convert(dataclasses.asdict(each), type=intent.Wish)
+        each.kept_by("", msgspec.convert(found.labels, type=dict[str, str]))
+        intent.elements_of(each)
+    return found
 
 
 def _put(file: Path, content: bytes) -> None:

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 import kit.errors
 import kit.files
+import kit.formats
 import kit.room
 from nodeagent.cluster import intent, kinds
 from nodeagent.state import State
@@ -27,6 +29,7 @@ FILE = "requests.json"  # in the state directory
 SLOW_SECONDS = 60.0  # after which a request that still begins says so
 MOST_AT_ONCE = 8  # objects whose requests begin at the same time; the others wait in order
 LONGEST_TEXT = 300
+LOST = "whether it was carried out is not known: requests.json was damaged; give it another value"
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Requests:
         self._slots = asyncio.Semaphore(MOST_AT_ONCE)
         self._beginning: dict[intent.Key, _Beginning] = {}  # at most one for each object
         self._file = folder / FILE
+        self._lost = False  # what objects ask for may have been carried out already
         self._load()
 
     def of(self, key: intent.Key) -> Mapping[str, Asked]:
@@ -82,7 +86,7 @@ class Requests:
                 key, value = (*verdict.wish.key, request.verb), verdict.wish.asks[request.verb]
                 wanted.add(key)
                 if key not in self.asked or self.asked[key].value != value:
-                    self.asked[key] = Asked(value)
+                    self.asked[key] = Asked(value, "failed", LOST) if self._lost else Asked(value)
             # What an object asks for that is refused is not done, and what was done for it before
             # is not forgotten: mended, it must not be done again.
             if asked and verdict.keys and room in running:
@@ -165,14 +169,25 @@ class Requests:
         except OSError as error:
             log.warning("what was asked for cannot be remembered", why=str(error))
 
+    async def settle(self) -> None:
+        """All objects are known by now: what they ask for from here on is new."""
+        if self._lost:
+            self._lost = False
+            await self._save()
+
     def _load(self) -> None:
-        try:
-            for kind, name, verb, value, state, message in json.loads(self._file.read_bytes()):
-                self.asked[kind, name, verb] = Asked(value, state, message)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, TypeError) as error:
-            log.warning("what was asked for is forgotten", file=str(self._file), why=str(error))
+        found = kit.formats.read(self._file, None, _rows)
+        if isinstance(found, kit.formats.Damage):
+            log.error("what was asked for is forgotten", why=str(found))
+            self._lost = True
+        elif found is not None:
+            self.asked = found
+
+
+def _rows(value: Any) -> dict[Key, Asked]:
+    """ValueError, TypeError for what no agent wrote."""
+    rows = msgspec.convert(value, type=list[tuple[str, str, str, str, str, str]])
+    return {row[:3]: Asked(*row[3:]) for row in rows}
 
 
 def _looked(now: Asked, request: kit.room.Asking, component: Any, name: str) -> Asked:

@@ -22,7 +22,8 @@ class Nobody(kit.findings.Reporter):
 
 def generation(root: Path, name: str, *, state: str, used: int) -> Path:
     folder = root / name / "g"
-    generations.save(str(folder), {"state": state, "used": used})
+    fields = {"dataset": name, "identity": "{}", "state": state, "used": used}
+    generations.save(str(folder), fields)
     (folder / "tree" / "d").mkdir(parents=True)
     (folder / "tree" / "d" / "f").write_text("x")
     return folder

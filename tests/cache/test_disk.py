@@ -53,13 +53,22 @@ def test_setting_counts_at_the_first_start(tmp_path: Path, place: list[str]) -> 
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"disk": 1}', '{"store": "/s"}'])
-def test_damaged_memory_is_none(tmp_path: Path, place: list[str], text: str) -> None:
+def test_after_a_damaged_memory_only_a_store_that_is_there_is_used(
+    tmp_path: Path, place: list[str], text: str
+) -> None:
     (tmp_path / "cache-disk.json").write_text(text)
-    disk.check("/s", None, tmp_path)
-    disk.remember("/s", tmp_path)
+    store = tmp_path / "s"
+    store.mkdir()
+    for _ in range(2):  # nothing was written meanwhile
+        with pytest.raises(kit.errors.HostError, match="no store is there"):
+            disk.check(str(store), None, tmp_path)
+    disk.check(str(store), Path("/"), tmp_path)  # the operator's word counts
+    (store / disk.MARKER).write_text('{"format": 1}')
+    disk.check(str(store), None, tmp_path)
+    disk.remember(str(store), tmp_path)
     place.append("/")
-    with pytest.raises(kit.errors.HostError):
-        disk.check("/s", None, tmp_path)
+    with pytest.raises(kit.errors.HostError, match="no disk is mounted at /mnt/ssd"):
+        disk.check(str(store), None, tmp_path)
 
 
 HOST = """\

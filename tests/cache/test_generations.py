@@ -20,7 +20,8 @@ files = st.lists(
 
 def generation(root: Path, name: str, *, state: str, used: int, indexed: int) -> None:
     folder = root / name / "g"
-    generations.save(str(folder), {"state": state, "used": used})
+    fields = {"dataset": name, "identity": "{}", "state": state, "used": used}
+    generations.save(str(folder), fields)
     known = index.Index.open(folder / index.NAME)
     known.add_root(Entry("", 0o40755, 0, 0, 0, 0, 1, 1, False))
     known.listed(index.ROOT, entries=1, files=1, size=1, stored=(1, 1, indexed), skipped=0)
@@ -47,7 +48,9 @@ def test_generation_of_a_newer_agent_is_refused(tmp_path: Path) -> None:
 
 
 def test_generation_ignores_fields_of_other_versions(tmp_path: Path) -> None:
-    generations.save(str(tmp_path), {"dataset": "a", "identity": "{}", "later": 1, "files": 7})
+    generations.save(
+        str(tmp_path), {"dataset": "a", "identity": "{}", "state": "new", "later": 1, "files": 7}
+    )
     fields = generations.load(str(tmp_path))
     assert fields is not None
     assert generations.generation_of(fields) == generations.Generation(

@@ -129,7 +129,8 @@ async def test_requests_and_the_dataset_itself_save_one_after_the_other(tmp_path
 
     asked = [scheduler.warm(shown) for _ in range(8)]
     await asyncio.gather(*asked, *(publish() for _ in range(8)))
-    assert kept.load(kept.file_of(tmp_path / "state", "a"))["removed"] is False
+    remembered = kept.load(kept.file_of(tmp_path / "state", "a"))
+    assert isinstance(remembered, dict) and remembered["removed"] is False
     saved = generations.load(shown.folder)
     assert saved is not None and saved["wanted"] is True
 

@@ -160,17 +160,19 @@ async def test_what_a_newer_agent_kept_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"used": 3}', '{"used": {"a": "x"}}'])
-def test_damaged_times_are_none(tmp_path: Path, text: str) -> None:
-    path = tmp_path / users.FILE
-    path.write_text(text)
-    assert users.load(path) == {}
+def test_after_damaged_times_all_count_as_used_now(tmp_path: Path, text: str) -> None:
+    (tmp_path / users.FILE).write_text(text)
+    before, old = time.time(), dataset("a", state="complete", created=50.0)
+    made(tmp_path, old)
+    assert old.use.last >= before
 
 
 async def test_only_so_many_times_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uses, "MOST_KEPT", 2)
     many = [dataset(name, state="complete", created=at) for at, name in enumerate("abc", 1)]
     await made(tmp_path, *many)._save()
-    assert set(users.load(tmp_path / users.FILE)) == {"b", "c"}
+    kept = users.load(tmp_path / users.FILE)
+    assert isinstance(kept, dict) and set(kept) == {"b", "c"}
 
 
 def test_looks_at_a_crowded_node_are_rare() -> None:

@@ -135,7 +135,7 @@ def test_store_of_a_newer_format_is_left_alone(tmp_path: Path) -> None:
     marker.write_text('{"format": 2, "more": 1}')
     (tmp_path / "what we do not know").mkdir()
     with pytest.raises(kit.errors.HostError, match="its format is 2"):
-        generations._check_format(tmp_path)
+        generations._check_format(tmp_path, "")
     assert marker.read_text() == '{"format": 2, "more": 1}'
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["nodeagent.json", "what we do not know"]

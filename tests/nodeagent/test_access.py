@@ -8,6 +8,7 @@ import pytest
 import kit.files
 from kit.room import Role
 from nodeagent.api import access
+from tests.testbed import waiting
 
 ALICE = access.Caller("alice", Role.DANGEROUS, "alice")
 
@@ -114,3 +115,25 @@ async def test_the_record_says_how_many_lines_it_lost(tmp_path: Path) -> None:
     await calls.flush()
     writer.cancel()
     assert kit.files.last_entries(tmp_path / "api.log", 1)[0]["lost"] == 7
+
+
+async def test_a_record_that_takes_nothing_is_told_and_says_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "AGAIN_SECONDS", 0.01)
+    told: list[str] = []
+    (tmp_path / "api.log").mkdir()
+    calls = access.CallLog(tmp_path, told.append)
+    writer = asyncio.create_task(calls.write())
+    for _ in range(3):
+        calls.note(ALICE, changed=True)
+    await calls.flush()
+    assert "api.log: Is a directory" in told[-1]
+    (tmp_path / "api.log").rmdir()
+    await waiting.until_async(lambda: told[-1] == "", 10, "the record to go on")
+    calls.note(ALICE, changed=True, path="after")
+    await calls.flush()
+    writer.cancel()
+    first, last = kit.files.last_entries(tmp_path / "api.log", 9)
+    assert (first["who"], first["not_recorded"]) == ("nodeagent", 3)
+    assert last["path"] == "after"

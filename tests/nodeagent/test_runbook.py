@@ -53,7 +53,7 @@ def parsed(folder: str) -> list[ast.Module]:
 @functools.cache
 def every_rule() -> set[str]:
     found = {rule.name for rule in evaluate.RULES} | {evaluate.BLIND}
-    for folder in ("nodeagent", *(room.name for room in rooms.ROOMS)):
+    for folder in ("kit", "nodeagent", *(room.name for room in rooms.ROOMS)):
         for tree in parsed(folder):
             prefix = "preheat-" if folder == "preheat" else ""
             for rule in rules_in(tree):

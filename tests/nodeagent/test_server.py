@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
 import json
+import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -296,6 +298,25 @@ async def test_slow_reading_is_ended_and_a_slow_change_continues(
             await waiting.until_async(late)
         assert not cancelled.is_set()
         assert late() == ["POST /v1/x"]
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "do"),
+    [(errno.ENOSPC, 507, "free some space"), (errno.EDQUOT, 507, "free some space"),
+     (errno.EROFS, 503, "mount options"), (errno.EIO, 503, "kernel log")],
+)  # fmt: skip
+async def test_a_disk_that_takes_nothing_is_named(
+    agent: app.Agent, number: int, status: int, do: str
+) -> None:
+    async def handler(_: api.Fake, __: Request) -> kit.room.Json:
+        raise OSError(number, os.strerror(number), "/state/datasets/a.json")
+
+    async with api.serving(agent, Route("GET", "/v1/x", handler)) as client:
+        answer = await client.get("/v1/x")
+        error = (await answer.json())["error"]
+    assert answer.status == status
+    assert (error["thing"], error["cause"]) == ("/state/datasets/a.json", os.strerror(number))
+    assert do in error["remedy"] and error["exit_code"] == 4
 
 
 async def test_unexpected_error_is_json_without_details(agent: app.Agent) -> None:

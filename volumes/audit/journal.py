@@ -6,7 +6,7 @@ the agent's end interrupted can be recognised. Two files of at most 1 MiB.
 
 import asyncio
 import collections
-import json
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,15 +53,6 @@ class Journal:
         """What earlier agents wrote, the oldest first. Blocks. Damaged lines are left out."""
         found = []
         for file in (self._path.with_name(f"{self._path.name}.1"), self._path):
-            try:
-                text = file.read_text(encoding="utf-8", errors="replace")
-            except OSError:
-                continue
-            for line in text.splitlines():
-                try:
-                    entry = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(entry, dict):
-                    found.append(entry)
+            with contextlib.suppress(OSError):
+                found += kit.files.entries(file.read_bytes().splitlines())
         return found

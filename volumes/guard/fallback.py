@@ -20,6 +20,7 @@ import structlog
 import kit.child
 import kit.errors
 import kit.files
+import kit.formats
 import kit.line_worker
 from linux import blockdev
 from volumes import disk
@@ -53,13 +54,12 @@ class Flags:
 
     def read(self) -> None:
         """What an earlier agent has flagged. Blocks."""
-        try:
-            self.attachments = json.loads(self.file.read_text())
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:
-            self.unknown = f"{self.file} cannot be used ({error})"
-            log.error("read-only flags of an earlier agent are not known", error=str(error))
+        found = kit.formats.read(self.file, None, _flagged)
+        if isinstance(found, kit.formats.Damage):
+            self.unknown = str(found)
+            log.error("read-only flags of an earlier agent are not known", error=str(found))
+        elif found is not None:
+            self.attachments = found
 
     async def set(self, device: blockdev.BlockDevice) -> None:
         # What others made read-only is not ours to undo.
@@ -100,6 +100,12 @@ class Flags:
         text = json.dumps(self.attachments).encode()
         async with asyncio.timeout(_SAVE_SECONDS):
             await disk.STATE.call(kit.files.save, self.file, text)
+
+
+def _flagged(value: Any) -> dict[str, int | None]:
+    if any(not isinstance(each, int | None) for each in value.values()):
+        raise ValueError("a DISKSEQ is no number")
+    return dict(value)
 
 
 def _set_flag(path: str, number: list[int], flag: bool) -> None:

@@ -11,7 +11,6 @@ The disk may hang, so agents and commands call all this in child processes (``ki
 """
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +50,16 @@ def read(state_dir: str) -> dict[str, Any]:
     }  # fmt: skip
     files = {"override": override_file(Path(state_dir)), "wanted": wanted_file(Path(state_dir))}
     for name, file in files.items():
+        # It stays where it is until another one is written: so it counts as damaged until then.
         try:
-            fields = json.loads(file.read_text())
-            kit.formats.check(str(file), fields, FORMAT)
-            found[name] = fields
-        except FileNotFoundError:
-            continue
+            fields = kit.formats.look(file, FORMAT, dict)
         except kit.errors.HostError as error:
             found["errors"][name] = str(error)
-        except (OSError, ValueError, AttributeError) as error:
-            found["errors"][name] = f"{file} cannot be used ({error})"
+            continue
+        if isinstance(fields, kit.formats.Damage):
+            found["errors"][name] = f"{file} cannot be used ({fields.why})"
+        else:
+            found[name] = fields
     with contextlib.suppress(OSError, ValueError):
         found["word"] = word_file(Path(state_dir)).read_text()[:MOST_WORD].strip()
     return found
@@ -71,10 +70,12 @@ def write_override(state_dir: str, fields: dict[str, Any] | None) -> None:
     file, word = override_file(Path(state_dir)), word_file(Path(state_dir))
     if fields is not None:  # first, so that no override is there without it
         word.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if word.is_dir():
+            kit.formats.set_aside(word)
         kit.files.save(word, f"{fields['mode']}\n".encode())
     _write(file, fields)
     if fields is None:
-        word.unlink(missing_ok=True)
+        kit.formats.forget(word)
 
 
 def write_wanted(state_dir: str, fields: dict[str, Any] | None) -> None:
@@ -84,7 +85,7 @@ def write_wanted(state_dir: str, fields: dict[str, Any] | None) -> None:
 
 def _write(file: Path, fields: dict[str, Any] | None) -> None:
     if fields is None:
-        file.unlink(missing_ok=True)
+        kit.formats.forget(file)
     else:
         kit.formats.save(str(file), fields, FORMAT)
 

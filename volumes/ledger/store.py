@@ -12,13 +12,16 @@ wrote is never replaced.
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import kit.files
+import kit.formats
 from linux import blockdev
 
 VERSION = 1
@@ -117,7 +120,14 @@ def parse(text: str) -> Entry:
     """ValueError or TypeError for anything but an entry of a version that this agent knows."""
     if len(text) > 16 * MOST_BYTES:
         raise ValueError("too long for a ledger entry")
-    data = json.loads(text)
+    try:
+        return entry_of(json.loads(text))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def entry_of(data: Any) -> Entry:
+    """As ``parse``, of the fields."""
     if not isinstance(data, dict) or not isinstance(data.get("version"), int):
         raise ValueError("not a ledger entry")
     if data["version"] > VERSION:
@@ -125,8 +135,11 @@ def parse(text: str) -> Entry:
     known = {name: data[name] for name in Entry.__dataclass_fields__ if name in data}
     known["previous"] = tuple(str(p) for p in known.get("previous", ()))
     for name in ("volume", "type", "uuid"):
-        if not isinstance(known.get(name), str):
+        if name not in known:
             raise ValueError(f"{name} is missing")
+    for name in ("volume", "type", "uuid", "title", "label", "node", "permitted_by", "earlier_by"):
+        if not isinstance(known.get(name, ""), str):
+            raise ValueError(f"{name} is no text")
     for name in ("first_seen", "last_seen", "permitted"):
         known[name] = float(known.get(name, 0.0))
     return Entry(**known)
@@ -172,17 +185,24 @@ class Store:
         self.unreadable.clear()
         self._newer.clear()
         self._former.clear()
-        for file in sorted(self.folder.glob("*.json")):
-            try:
-                found = parse(file.read_text(encoding="utf-8"))
-                if self._file(found.volume) != file:
-                    raise ValueError("its name does not match its content")
-            except (OSError, ValueError, TypeError) as error:
-                self.unreadable[file.name] = str(error)
-                if isinstance(error, NewerError):
-                    self._newer.add(file.name)
-            else:
+        kept = self.folder.glob(f"*.json{kit.formats.SUFFIX}")
+        lost = {each.with_name(each.name.removesuffix(kit.formats.SUFFIX)) for each in kept}
+        for file in sorted(lost | set(self.folder.glob("*.json"))):
+            found = kit.formats.look(file, None, functools.partial(self._checked, file))
+            if isinstance(found, Entry):
                 self._take(found, file)
+            elif found is not None:
+                self.unreadable[file.name] = found.why
+
+    def _checked(self, file: Path, fields: Any) -> Entry:
+        try:
+            found = entry_of(fields)
+        except NewerError:
+            self._newer.add(file.name)
+            raise
+        if self._file(found.volume) != file:
+            raise ValueError("its name does not match its content")
+        return found
 
     def _take(self, found: Entry, file: Path) -> None:
         volume = blockdev.unnamed(found.volume)
@@ -212,6 +232,8 @@ class Store:
         file = self._file(new.volume)
         if file.name in self._newer:
             raise OSError(errno.EPROTONOSUPPORT, self.unreadable[file.name], str(file))
+        if file.name in self.unreadable:
+            kit.formats.set_aside(file)
         kit.files.save(file, new.dump().encode())
         self.unreadable.pop(file.name, None)
         self._entries[new.volume] = new
@@ -242,7 +264,7 @@ class Store:
         for old in sorted(images, key=lambda e: max(e.last_seen, e.permitted))[
             : len(self._entries) - MOST_ENTRIES
         ]:
-            self._file(old.volume).unlink(missing_ok=True)
+            kit.formats.forget(self._file(old.volume))
             self._drop_former(old.volume)
             del self._entries[old.volume]
 
