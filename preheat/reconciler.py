@@ -228,9 +228,8 @@ class Reconciler:
             }
             self._tags.keep(requests)
             self.turns.section = section
-            sources = {ref: requests[ref].source for ref in asked}
-            self.turns.want(asked, time.time(), sources)
-            self.resolver.request(sources, section)
+            self.turns.want(asked, time.time())
+            self.resolver.request(asked, section)
             self.failures = {
                 ref: each
                 for ref, each in self.failures.items()
@@ -422,11 +421,7 @@ class Reconciler:
         target = inventory.target_of(request.ref)
         if target is None:
             return
-        hold = base.Hold(
-            *("", "pin", request.ref, request.by, target),
-            keep=request.keep,
-            source=request.held_source,
-        )
+        hold = base.Hold(*("", "pin", request.ref, request.by, target), keep=request.keep)
         self.healer.remember(await self.runtime.pin(hold))
         log.info("image pinned", image=request.ref, by=request.by)
         self.wake()

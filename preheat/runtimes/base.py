@@ -89,7 +89,6 @@ class Hold:
     names: tuple[str, ...] = ()  # image records to restore when somebody removes them
     state: str = ""
     keep: str = ""  # the pin rule as desired.Request writes it
-    source: str = ""  # where an operator's image comes from, if not from its registry
     created: float = 0.0
     expires: float | None = None
 
@@ -249,23 +248,12 @@ class Runtime(Protocol):
         size: int,
         source: manifest.Blobs,
         hold: Hold,
-        origin: tuple[str, str] | None,
+        origin: tuple[str, str],
     ) -> None:
         """Write a blob into the store under ``hold``, from where an earlier attempt stopped.
 
         ``origin``: the registry and the repository that have it, too.
         """
-
-    async def adopt(
-        self,
-        names: Sequence[str],
-        shape: manifest.Shape,
-        documents: Mapping[str, bytes],
-        hold: Hold,
-        deadline: float,
-    ) -> str:
-        """Make an image of layers that ``write`` brought: unpacked, known by ``names`` to the
-        kubelet too; the image id. ``deadline``: seconds for one layer."""
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         """Delete half-fetched blobs."""

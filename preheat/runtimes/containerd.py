@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from preheat import manifest
-from preheat.runtimes import adopted, base, cri, cri_pb2, leases, marks, tending, unpacked
+from preheat.runtimes import base, cri, leases, marks, tending, unpacked
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
 
@@ -37,7 +37,6 @@ _UNPACKING = frozenset({"overlayfs", "native", "btrfs", "zfs", "devmapper", "blo
 # that begin alike: soci has /remote/... on layers that it unpacked, too, and containerd fetches and
 # unpacks the layer that nydus marks as its bootstrap.
 _REMOTE = frozenset({"containerd.io/snapshot/remote", "containerd.io/snapshot/nydus-blob"})
-KNOWN_SECONDS = 20.0  # for CRI to hear of a new image record (measured: milliseconds)
 _ORIGIN = "containerd.io/distribution.source."
 WRITE_CHUNK = 2 * 1024**2
 
@@ -54,8 +53,7 @@ class Containerd(cri.CriRuntime):
         self.release_after: float | None = None
         self._leases = leases.Leases(self.connection)
         self._marks = marks.Marks(self.connection)
-        self._unpacking: adopted.Locks = adopted.Locks()
-        self._layers = unpacked.Unpacked(self.connection, self._snapshot, self._unpacking)
+        self._layers = unpacked.Unpacked(self.connection, self._snapshot)
         self._checked = False  # whether what an interrupted agent left was put right
         self._images_path = ""
         self._version = ""
@@ -259,19 +257,9 @@ class Containerd(cri.CriRuntime):
         size: int,
         source: manifest.Blobs,
         hold: base.Hold,
-        origin: tuple[str, str] | None,
+        origin: tuple[str, str],
     ) -> None:
-        label = {} if origin is None else {f"{_ORIGIN}{origin[0]}": origin[1]}
-        await self._write(digest, size, source, hold, label)
-
-    async def _write(
-        self,
-        digest: str,
-        size: int,
-        source: manifest.Blobs,
-        hold: base.Hold,
-        labels: Mapping[str, str],
-    ) -> None:
+        labels = {f"{_ORIGIN}{origin[0]}": origin[1]}
         ref = f"{base.OWN_PREFIX}{digest}"
         writer = cri.Exchange(self.connection, api.WRITE, hold.id)
         try:
@@ -313,45 +301,6 @@ class Containerd(cri.CriRuntime):
                 )
                 offset += len(data)
         return offset
-
-    async def adopt(
-        self,
-        names: Sequence[str],
-        shape: manifest.Shape,
-        documents: Mapping[str, bytes],
-        hold: base.Hold,
-        deadline: float,
-    ) -> str:
-        made = adopted.Adoption(
-            *(self.connection, self._leases, self._snapshotter, hold, self._unpacking)
-        )
-        wanted = made.labels(shape)
-        for digest, data in documents.items():
-
-            async def bytes_from(offset: int, data: bytes = data) -> AsyncIterator[bytes]:
-                yield data[offset:]
-
-            await self._write(digest, len(data), bytes_from, hold, wanted[digest])
-            await made.label(digest, wanted[digest])
-        await made.unpack(shape, deadline)
-        for name in names:
-            await made.record(name, shape.top)
-        return await self._known(names[0], shape)
-
-    async def _known(self, name: str, shape: manifest.Shape) -> str:
-        """Wait until CRI has made its own of a new record; the image id."""
-        wanted = cri_pb2.ImageRequest(image=cri_pb2.ImageSpec(image=name))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KNOWN_SECONDS):
-                while True:
-                    answer = await self.connection.read(cri.IMAGE_STATUS, wanted)
-                    names = [each.name for each in await self._records()]
-                    if answer.image.id == shape.image_id and shape.image_id in names:
-                        return shape.image_id
-                    await asyncio.sleep(0.05)
-        raise base.RuntimeCallError(
-            name, "containerd's CRI did not take the image that was imported", "see its log"
-        )
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         kinds = ("nodeagent",) if ours_only else ("layer", "nodeagent")

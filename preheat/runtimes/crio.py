@@ -75,19 +75,9 @@ class Crio(cri.CriRuntime):
         size: int,
         source: manifest.Blobs,
         hold: base.Hold,
-        origin: tuple[str, str] | None,
+        origin: tuple[str, str],
     ) -> None:
         raise base.RuntimeCallError(digest, "CRI-O does not take layers", "", "UNIMPLEMENTED")
-
-    async def adopt(
-        self,
-        names: Sequence[str],
-        shape: manifest.Shape,
-        documents: Mapping[str, bytes],
-        hold: base.Hold,
-        deadline: float,
-    ) -> str:
-        raise base.RuntimeCallError(names[0], "CRI-O does not take images", "", "UNIMPLEMENTED")
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         """CRI-O keeps no half-fetched blobs."""
