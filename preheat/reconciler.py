@@ -153,11 +153,12 @@ class Reconciler:
                 await self.runtime.connect()
                 gap = asyncio.create_task(self._after_gap(), name="resync")
                 try:
-                    async for name in self.runtime.removals():
+                    async for change in self.runtime.changes():
                         wait = RECONNECT_FIRST
-                        if not await self.healer.removed(name):
+                        if not await self.healer.changed(change):
                             self.wake()
                 finally:
+                    self.healer.sees(False)
                     gap.cancel()
                     await asyncio.gather(gap, return_exceptions=True)
             except kit.errors.AgentError as error:
@@ -169,10 +170,12 @@ class Reconciler:
         """Heal what was removed during the gap: now, and again once the new stream surely runs."""
         for wait in (0.0, 0.5):
             await asyncio.sleep(wait)
+            self.healer.sees(wait > 0)
             with contextlib.suppress(kit.errors.AgentError):
                 async with self.lock:
+                    moves = self.healer.moves
                     inventory = await self.runtime.inventory()
-                    self.healer.learn(inventory.holds)
+                    self.healer.learn(inventory, moves)
                     await self.healer.resync(inventory)
         self.wake()
 
@@ -206,13 +209,13 @@ class Reconciler:
 
     async def cycle(self) -> None:
         async with self.lock:
-            section = self.section
+            section, moves = self.section, self.healer.moves
             inventory = await self.runtime.inventory()
             self.runtime.release_after = section.release_after
             if await self.runtime.tend(inventory) or await self._pins.end_lost(inventory):
                 inventory = await self.runtime.inventory()
             self.healer.per_hour = section.heal.per_hour
-            self.healer.learn(inventory.holds)
+            self.healer.learn(inventory, moves)
             await self.healer.resync(inventory)
             shapes = await self.local.shapes(inventory, section.platform)
             inventory = await self.uses.note(inventory, shapes)
@@ -352,7 +355,7 @@ class Reconciler:
             pull_at=self.turns.pull_at(ref, now, begun=bool(inventory.held("pull", ref))),
             failed=self.turns.standing(ref, self.failures.get(ref)),
             heals=self.runtime.abilities.watches,
-            pins=tuple(inventory.held("pin", ref)),
+            pins=tuple(p for p in inventory.held("pin", ref) if self.healer.restores(p, ref)),
             limited=self.section.bytes_per_second is not None,
         )
         return hurdle.reason(facts, now)

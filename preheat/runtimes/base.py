@@ -53,7 +53,7 @@ class InvalidCallError(kit.errors.AgentError):
 class Abilities:
     """What a runtime can do."""
 
-    watches: bool  # reports at once that an image record was removed
+    watches: bool  # reports at once that an image record was made, changed or removed
     ingests: bool  # takes blobs from us and unpacks them, so that we can limit the rate
     estimates: bool  # lists the blobs and snapshots that it has
 
@@ -69,6 +69,14 @@ class Record:
     target: manifest.Target
     pinned: bool = False
     ours: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """One image record was made, changed (it may name another image now) or removed."""
+
+    name: str
+    how: Literal["made", "moved", "removed"]
 
 
 @dataclass(frozen=True)
@@ -287,5 +295,8 @@ class Runtime(Protocol):
         """Unpack the layers ``which`` (chain ids) of an image again, or remove them with those on
         top of them for a pull to bring them. ``deadline``: seconds for one layer."""
 
-    def removals(self) -> AsyncIterator[str]:
-        """Names of image records as they are removed, until the connection ends."""
+    async def target_of(self, name: str) -> manifest.Target | None:
+        """What an image record names now; None without one."""
+
+    def changes(self) -> AsyncIterator[Change]:
+        """Image records as they are made, changed and removed, until the connection ends."""

@@ -14,6 +14,7 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
@@ -39,6 +40,11 @@ _UNPACKING = frozenset({"overlayfs", "native", "btrfs", "zfs", "devmapper", "blo
 _REMOTE = frozenset({"containerd.io/snapshot/remote", "containerd.io/snapshot/nydus-blob"})
 _ORIGIN = "containerd.io/distribution.source."
 WRITE_CHUNK = 2 * 1024**2
+_CHANGES: Mapping[str, Literal["made", "moved", "removed"]] = {
+    "ImageCreate": "made",
+    "ImageUpdate": "moved",
+    "ImageDelete": "removed",
+}
 
 
 class Containerd(cri.CriRuntime):
@@ -317,7 +323,9 @@ class Containerd(cri.CriRuntime):
         assert hold.target is not None
         digest = hold.target.digest
         names = [each.name for each in await self._records(f"target.digest=={digest}")]
-        image_id = hold.image_id or next((n for n in names if manifest.is_digest(n)), "")
+        # The tag may have moved since its pull: an id of another image must not name this one.
+        ids = [name for name in names if manifest.is_digest(name)]
+        image_id = hold.image_id if hold.image_id in ids or not ids else ids[0]
         # The image-id record first: healed before the others, it brings the mark with it. The lease
         # holds a limited number of names, so those that matter least come last.
         names.sort(key=lambda name: (not manifest.is_digest(name), name != hold.ref, name))
@@ -389,12 +397,22 @@ class Containerd(cri.CriRuntime):
                 healed += 1
         return healed
 
-    async def removals(self) -> AsyncIterator[str]:
-        wanted = f'topic=="/images/delete",namespace=="{cri.NAMESPACE}"'
-        request = pb.ListRequest(filters=[wanted])
+    async def target_of(self, name: str) -> manifest.Target | None:
+        with leases.allowing("NOT_FOUND"):
+            answer = await self.connection.read(api.GET_IMAGE, pb.GetImageRequest(name=name))
+            return _target(answer.image.target)
+        return None
+
+    async def changes(self) -> AsyncIterator[base.Change]:
+        topics = ("/images/create", "/images/update", "/images/delete")
+        filters = [f'topic=="{topic}",namespace=="{cri.NAMESPACE}"' for topic in topics]
+        request = pb.ListRequest(filters=filters)
         async for envelope in self.connection.stream(api.SUBSCRIBE, request, deadline=None):
-            if envelope.HasField("event"):
-                yield cri.decode(pb.ImageDelete, envelope.event.value, "a removal event").name
+            how = _CHANGES.get(envelope.event.type_url.rpartition(".")[2])
+            if how is not None:
+                # The name is the same field of all three.
+                event = cri.decode(pb.ImageDelete, envelope.event.value, "an event of an image")
+                yield base.Change(event.name, how)
 
 
 def is_remote(labels: Mapping[str, str]) -> bool:

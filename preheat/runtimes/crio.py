@@ -158,9 +158,12 @@ class Crio(cri.CriRuntime):
     async def heal(self, hold: base.Hold) -> int:
         return 0  # the plan pulls it again
 
-    async def removals(self) -> AsyncIterator[str]:
+    async def target_of(self, name: str) -> manifest.Target | None:
+        return None  # nothing asks: it has no events
+
+    async def changes(self) -> AsyncIterator[base.Change]:
         return
-        yield ""
+        yield base.Change("", "removed")
 
     async def _write_drop_in(self) -> None:
         """Write the pinned names for CRI-O and have it read them, if they changed."""
