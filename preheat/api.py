@@ -69,7 +69,7 @@ async def _watch(preheat: Preheat, request: Request) -> Stream:
 
 def _is_final(row: Json) -> bool:
     if row["state"] == "failed":
-        return row["retry_at"] is None or row["failure_kind"] in ("auth", "not_found")
+        return row["retry_at"] is None or row["failure_kind"] in status.FOR_OPERATORS
     return row["state"] in (*status.PRESENT, "released", "refused", "skipped", "paused")
 
 

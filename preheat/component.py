@@ -122,7 +122,7 @@ class Preheat:
 
     def has(self, ref: str) -> bool:
         """Whether the runtime has this image, requested or not."""
-        return bool(self.reconciler.snapshot.inventory.digest_of(ref))
+        return bool(self.reconciler.snapshot.inventory.served(ref))
 
     def show(self, text: str) -> status.Status:
         """Raises NotFoundError when nobody requests or pins the image."""
@@ -151,7 +151,7 @@ class Preheat:
         ref = _reference(text)
         async with self._asking():
             inventory = await self.reconciler.runtime.inventory()
-            target = inventory.target_of(ref)
+            target = inventory.target_of(ref) if inventory.served(ref) else None
             if target is not None:
                 await self._check_budget(ref, target, inventory)
                 await self._drop_notes(ref)

@@ -162,6 +162,12 @@ class Inventory:
         target = self.target_of(ref)
         return "" if target is None else target.digest
 
+    def served(self, ref: str) -> str:
+        """The digest that pods get under ``ref``: what it names, if the kubelet is told of it too.
+        containerd keeps the record of a pull that failed, and does not tell it. Empty: none."""
+        digest = self.digest_of(ref)
+        return digest if digest and self.has(ref, digest) else ""
+
     def has(self, ref: str, digest: str) -> bool:
         """Whether ``ref`` names ``digest``, for the kubelet as well.
 

@@ -90,7 +90,7 @@ async def test_events_name_the_records_and_what_became_of_them(
             await rig.kubelet.pull(image.ref)
             await rig.kubelet.remove(image.ref)
             wanted = {
-                base.Change(name, how)  # type: ignore[arg-type]
+                base.Change(name, how)
                 for name in (image.ref, image.pushed.config)
                 for how in ("made", "removed")
             }
