@@ -293,7 +293,7 @@ class Reconciler:
         failed = self.failures.get(request.ref)
         served = bool(inventory.served(request.ref)) and (failed is None or not failed.spoils(here))
         if shape is None:
-            self._check_pulled(request.ref, served, "its CRI does not list it")
+            self._check_pulled(request.ref, served, "does not list it")
         if shape is None and not served and lookup is not None and lookup.leaves_it_to_the_runtime:
             blocked = "" if running else self._hurdle(request, "", lookup, inventory)
             return desired.untold(request, self.section.unknown_image, running, blocked)
@@ -307,7 +307,7 @@ class Reconciler:
         listed = inventory.has(request.ref, digest) and not spoilt
         present = listed and (not estimates or (estimate.is_here(shape, inventory) and not doubted))
         if not doubted:
-            why = "some of its layers or documents are not there" if listed else "CRI lists another"
+            why = "some of its layers or documents are not there" if listed else "does not list it"
             self._check_pulled(request.ref, present, why)
         usages = await self.local.usages(shape, inventory)
         cost = estimate.cost(shape, inventory, self.resolver.unpacked(shape) | usages)
