@@ -10,6 +10,7 @@ from cache.jobs import Jobs
 from kit.room import Answer, Handler, Json, Request, Role, Route, Stream, watch
 
 MOST_FAILURES = 1000  # on one page
+LONGEST_NAME = 255
 
 
 def _named(cache: Cache, request: Request) -> Dataset:
@@ -100,9 +101,11 @@ async def _progress(cache: Cache, request: Request) -> Stream:
 
 async def _update(cache: Cache, request: Request) -> Answer:
     snapshot = request.fields(snapshot=str).get("snapshot", "")
+    bad = snapshot in (".", "..") or "/" in snapshot or not snapshot.isprintable()
+    if bad or len(snapshot) > LONGEST_NAME:
+        cause = f"{snapshot[:100]!r} is not a name"
+        raise kit.errors.SettingsError("snapshot", cause, "correct it")
     dataset = _named(cache, request)
-    if snapshot in (".", "..") or "/" in snapshot:
-        raise kit.errors.SettingsError("snapshot", f"{snapshot!r} is not a name", "correct it")
     await choices.update(cache.successions[dataset.name], snapshot)
     return _accepted(dataset)
 

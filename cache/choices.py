@@ -6,6 +6,8 @@ a snapshot, or for a frozen dataset the *scan*: which listing of its source is w
 
 import time
 
+import kit.errors
+import kit.settings
 from cache import mending
 from cache.dataset import Dataset
 from cache.settings import at_snapshot, snapshot_of
@@ -21,12 +23,23 @@ async def update(succession: Succession, snapshot: str) -> None:
     if dataset.no_store is not None:
         raise dataset.no_store
     if snapshot:
+        if dataset.settings.source.kind == "rbd":
+            _refuse_words(snapshot)
         await _choose(succession, snapshot, check=True)
         return
     async with dataset.lock:
         dataset.chosen = {}
         await dataset.save_state()
     succession.insist()
+
+
+def _refuse_words(snapshot: str) -> None:
+    """SettingsError unless it is one word, as in the settings: the kernel's RBD client takes a line
+    of words."""
+    try:
+        kit.settings.word(snapshot)
+    except ValueError as error:
+        raise kit.errors.SettingsError("snapshot", str(error), "correct it") from None
 
 
 async def rollback(succession: Succession) -> None:

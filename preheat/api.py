@@ -6,7 +6,7 @@ from typing import Any
 import kit.errors
 import kit.units
 from kit.room import Answer, Json, Request, Role, Route, Stream, watch
-from preheat import sources, status
+from preheat import settings, status
 from preheat.component import Preheat
 
 Change = Callable[[Preheat, str], Awaitable[status.Status | None]]
@@ -35,16 +35,6 @@ def _keep(value: object) -> str:
     raise kit.errors.SettingsError(
         "pin", f"{str(value)[:60]!r} is not a rule", 'send always, never or {"for": "72h"}'
     )
-
-
-def _source(value: object) -> str:
-    """Where the image of a request lies; empty: in its registry."""
-    if value == "":
-        return ""
-    try:
-        return sources.check(str(value))
-    except ValueError as error:
-        raise kit.errors.SettingsError("source", str(error), "name it as in the settings") from None
 
 
 async def _list(preheat: Preheat, _: Request) -> Json:
@@ -79,14 +69,16 @@ async def _watch(preheat: Preheat, request: Request) -> Stream:
 
 def _is_final(row: Json) -> bool:
     if row["state"] == "failed":
-        return row["retry_at"] is None or row["failure_kind"] in ("auth", "not_found")
+        return row["retry_at"] is None or row["failure_kind"] in status.FOR_OPERATORS
     return row["state"] in (*status.PRESENT, "released", "refused", "skipped", "paused")
 
 
 async def _preheat(preheat: Preheat, request: Request) -> Answer:
-    body = request.fields(ref=object, pin=object, source=object)
-    keep = _keep(body.get("pin", "always"))
-    row = await preheat.preheat(_ref(body), keep, _source(body.get("source", "")))
+    if "source" in request.body:
+        remedy = "send the name that it has there"
+        raise kit.errors.SettingsError("request field 'source'", settings.NO_LAYOUTS, remedy)
+    body = request.fields(ref=object, pin=object)
+    row = await preheat.preheat(_ref(body), _keep(body.get("pin", "always")))
     return Answer(row.as_json(), 202)
 
 

@@ -131,22 +131,12 @@ def _detail_lines(row: dict[str, Any]) -> Iterator[str]:
 @click.argument("ref")
 @click.option("--wait", is_flag=True, help="Show progress until it is ready; fail if it fails.")
 @click.option("--pin", default="always", metavar="RULE", help="always, never or a time like 72h.")
-@click.option(
-    "--from",
-    "source",
-    default="",
-    metavar="SOURCE",
-    help="oci:/PATH or oci:DATASET/PATH, an OCI layout on the node; default: the registry.",
-)
 @terminal.json_option
 @click.pass_obj
-def preheat(
-    ctx: CommandContext, ref: str, wait: bool, pin: str, source: str, as_json: bool
-) -> None:
+def preheat(ctx: CommandContext, ref: str, wait: bool, pin: str, as_json: bool) -> None:
     """Pull REF to this node now and pin it."""
     rule: Any = pin if pin in ("always", "never") else {"for": pin}
-    asked = {"ref": ref, "pin": rule} | ({"source": source} if source else {})
-    row = _call(ctx, "POST", "/preheat", asked)
+    row = _call(ctx, "POST", "/preheat", {"ref": ref, "pin": rule})
     if wait:
         row = asyncio.run(_wait(ctx, row, quiet=as_json))
     terminal.show((row, _row_lines), as_json=as_json)

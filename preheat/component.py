@@ -122,7 +122,7 @@ class Preheat:
 
     def has(self, ref: str) -> bool:
         """Whether the runtime has this image, requested or not."""
-        return bool(self.reconciler.snapshot.inventory.digest_of(ref))
+        return bool(self.reconciler.snapshot.inventory.served(ref))
 
     def show(self, text: str) -> status.Status:
         """Raises NotFoundError when nobody requests or pins the image."""
@@ -134,21 +134,14 @@ class Preheat:
 
     # --- what operators ask -----------------------------------------------------------------------
 
-    async def preheat(self, text: str, keep: str = "always", source: str = "") -> status.Status:
-        """Pull an image before what the settings request, and pin it unless ``never``.
-
-        ``source``: ``oci:/PATH`` or ``oci:DATASET/PATH``; empty: its registry.
-        """
+    async def preheat(self, text: str, keep: str = "always") -> status.Status:
+        """Pull an image before what the settings request, and pin it unless ``never``."""
         ref = _reference(text)
-        if source and not self.reconciler.runtime.abilities.ingests:
-            raise kit.errors.RefusedError(
-                f"image {ref}", "its runtime takes no images from the agent", "use its registry"
-            )
         async with self._asking():
             await self._drop_notes(ref)
             expires = time.time() + self.reconciler.section.partial_keep
             await self.reconciler.runtime.begin(
-                base.Hold(*("", "pull", ref, "operator"), keep=keep, source=source, expires=expires)
+                base.Hold(*("", "pull", ref, "operator"), keep=keep, expires=expires)
             )
             self._hurry(ref)
         return await self._after(ref)
@@ -158,13 +151,11 @@ class Preheat:
         ref = _reference(text)
         async with self._asking():
             inventory = await self.reconciler.runtime.inventory()
-            target = inventory.target_of(ref)
+            target = inventory.target_of(ref) if inventory.served(ref) else None
             if target is not None:
                 await self._check_budget(ref, target, inventory)
                 await self._drop_notes(ref)
-                known = self.reconciler.snapshot.requests.get(ref)
-                source = known.source if known is not None else ""
-                hold = base.Hold("", "pin", ref, "operator", target, keep="always", source=source)
+                hold = base.Hold("", "pin", ref, "operator", target, keep="always")
                 self.reconciler.healer.remember(await self.reconciler.runtime.pin(hold))
         if target is None:
             return await self.preheat(ref)

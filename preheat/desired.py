@@ -41,7 +41,6 @@ class Request:
     keep: str = "always"
     priority: int = 0
     share_private: bool = False
-    source: str = ""  # where it comes from, if not from its registry
     released: bool = False  # an operator released it: not pulled or pinned until asked for again
     paused: bool = False
     done: bool = False  # pulled once with keep ``never``
@@ -97,11 +96,6 @@ class Request:
             return ""
         return f"dropped from policy; released at {kit.units.format_time(self.dropped_until)}"
 
-    @property
-    def held_source(self) -> str:
-        """What holds remember of it: of the settings' images the settings know it."""
-        return self.source if self.by == "operator" else ""
-
     def is_ended(self, now: float) -> bool:
         """Whether nothing of it is to be kept any more."""
         return self.released or (self.dropped_until is not None and self.dropped_until <= now)
@@ -137,8 +131,7 @@ def gather(section: settings.PreheatSettings, holds: Iterable[base.Hold]) -> dic
     """The requests of the settings and of operators, by reference."""
     found = {
         each.ref: Request(
-            *(each.ref, "policy", keep_text(each.pin), each.priority, each.share_private),
-            source=each.source or "",
+            each.ref, "policy", keep_text(each.pin), each.priority, each.share_private
         )
         for each in section.images
         if each.nodes.items() <= section.node_labels.items()
@@ -156,7 +149,6 @@ def gather(section: settings.PreheatSettings, holds: Iterable[base.Hold]) -> dic
                 hold.keep or "always",
                 known.priority if known else 0,
                 share_private=True,
-                source=hold.source or (known.source if known else ""),
             )
     for ref, states in notes.items():
         if ref in found:

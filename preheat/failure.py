@@ -24,19 +24,21 @@ class Kind(StrEnum):
     DISK = "disk"  # no space left
     BAD_IMAGE = "bad_image"  # a reference, manifest or platform that cannot work
     RUNTIME = "runtime"  # the container runtime went away or failed
+    INCOMPLETE = "incomplete"  # the runtime pulled it, and does not have it complete
 
 
-# First and longest wait in seconds. None: no retry before the settings change or an operator asks.
-# Missing tags are pushed and secrets rotated, so the agent looks again, slowly.
-_WAITS: dict[Kind, tuple[float, float] | None] = {
+# First and longest wait in seconds. Missing tags are pushed, secrets rotated and mirrors mended, so
+# the agent looks again, slowly.
+_WAITS: dict[Kind, tuple[float, float]] = {
     Kind.NOT_FOUND: (300.0, 3600.0),
     Kind.AUTH: (300.0, 3600.0),
     Kind.NETWORK: (2.0, 300.0),
     Kind.BUSY: (30.0, 1800.0),
     Kind.CORRUPT: (5.0, 1800.0),
     Kind.DISK: (60.0, 600.0),
-    Kind.BAD_IMAGE: None,
+    Kind.BAD_IMAGE: (300.0, 3600.0),
     Kind.RUNTIME: (1.0, 60.0),
+    Kind.INCOMPLETE: (60.0, 3600.0),
 }
 
 _REMEDIES = {
@@ -48,9 +50,14 @@ _REMEDIES = {
     Kind.CORRUPT: "the agent dropped the half-fetched layers and fetches them again; check the "
     "registry and any proxy in between",
     Kind.DISK: "the agent deleted what it had fetched; make room or lower pin_budget",
-    Kind.BAD_IMAGE: "correct the reference or the platform; the agent does not retry until then",
+    Kind.BAD_IMAGE: "correct the image, the reference or preheat.platform, or whatever answers in "
+    "place of its registry",
     Kind.RUNTIME: "the agent tries again when the runtime answers; see the runtime's log",
+    Kind.INCOMPLETE: "compare the platforms of its index with preheat.platform, and see the "
+    "runtime's log",
 }
+# What they say holds for one image, not for another one of its name.
+_OF_ONE_IMAGE = (Kind.NOT_FOUND, Kind.CORRUPT, Kind.BAD_IMAGE, Kind.INCOMPLETE)
 
 
 LONGEST_ASKED = 3600.0  # a registry that asks for more is asked again after an hour
@@ -91,9 +98,14 @@ class Failure:
 
     def concerns(self, digest: str) -> bool:
         """Whether it says something of the image ``digest`` (empty: not known), too: bytes that
-        are missing or wrong are one image's, not those of another one that has its tag now."""
-        other = bool(self.digest and digest) and self.digest != digest
-        return not (other and self.kind in (Kind.NOT_FOUND, Kind.CORRUPT, Kind.BAD_IMAGE))
+        are missing or wrong are one image's, not those of another one that has its tag now. Nor of
+        one that is known by now, when nothing was of what was pulled."""
+        return self.kind not in _OF_ONE_IMAGE or not digest or self.digest == digest
+
+    def spoils(self, digest: str) -> bool:
+        """Whether the image ``digest`` is not to be trusted, although the runtime lists it."""
+        kinds = (Kind.CORRUPT, Kind.BAD_IMAGE)
+        return self.kind in kinds and self.digest in ("", digest)
 
 
 def after(
@@ -108,10 +120,9 @@ def after(
     ``spread``: over how many seconds the fleet asks a registry again that is back. A registry may
     have told all nodes the same moment; they come after it, over ``spread``.
     """
-    waits = _WAITS[error.kind]
-    if waits is None:
+    if error.kind is Kind.BAD_IMAGE and error.final:  # until the settings change or somebody asks
         return Failure(error.kind, str(error), attempts, None, now, error.final)
-    first, longest = waits
+    first, longest = _WAITS[error.kind]
     longest = max(longest, spread)
     wait = min(first * 2 ** min(attempts - 1, 20), longest) * (0.5 + jitter())
     if error.wait is not None:

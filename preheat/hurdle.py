@@ -17,7 +17,7 @@ class Facts:
     pull_at: float  # when its turn comes, see schedule.Schedule.pull_at
     failed: failure.Failure | None
     heals: bool  # the runtime reports removals, and the room restores what is pinned
-    pins: tuple[base.Hold, ...]  # of this reference
+    pins: tuple[base.Hold, ...]  # of this reference, which a heal would bring back
     limited: bool = False  # bytes_per_second holds, which only the agent's own fetches keep
 
 

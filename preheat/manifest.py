@@ -178,22 +178,57 @@ def descriptor(value: Any, what: str) -> tuple[str, int, str]:
     return digest, size, str(value.get("mediaType", ""))
 
 
+Platform = tuple[str, str, str]  # os, architecture, variant
+_ARCHITECTURES = {"i386": "386", "x86_64": "amd64", "x86-64": "amd64", "aarch64": "arm64"}
+_PLAIN = {("amd64", "v1"): "", ("arm64", "v8"): "", ("arm64", "8"): "", ("arm", ""): "v7"}
+
+
+def _normal(os: str, architecture: str, variant: str) -> Platform:
+    """As containerd compares it: one name for each platform."""
+    os, architecture, variant = os.lower() or "linux", architecture.lower(), variant.lower()
+    architecture = _ARCHITECTURES.get(architecture, architecture)
+    if architecture in ("armhf", "armel"):
+        architecture, variant = "arm", "v7" if architecture == "armhf" else "v6"
+    if architecture == "386":
+        variant = ""
+    elif architecture == "arm" and variant in ("5", "6", "7", "8"):
+        variant = f"v{variant}"
+    return os, architecture, _PLAIN.get((architecture, variant), variant)
+
+
+def _runs(platform: str) -> list[Platform]:
+    """What a node of this platform runs, the best first (containerd's ``platforms.Only``): a plain
+    amd64 takes no v2 or v3, and 386 where there is nothing else."""
+    os, architecture, variant = _normal(*[*platform.split("/"), "", ""][:3])
+    level = int(variant[1:]) if re.fullmatch(r"v[0-9]{1,2}", variant) else 0
+    found = [(os, architecture, variant)]
+    if architecture == "amd64":
+        found += [_normal(os, "amd64", f"v{each}") for each in range(level - 1, 0, -1)]
+        found.append((os, "386", ""))
+    elif architecture == "arm64":
+        found += [(os, "arm", f"v{each}") for each in (8, 7, 6, 5)]
+    elif architecture == "arm":
+        found += [(os, "arm", f"v{each}") for each in range(level - 1, 4, -1)]
+    return found
+
+
 def for_platform(index: Mapping[str, Any], platform: str) -> Any:
-    """The manifest for ``os/architecture[/variant]``; an index lists the best match first."""
-    wanted = platform.split("/")
+    """The manifest for ``os/architecture[/variant]`` that containerd chooses too: that of the best
+    platform, and of equal ones the first. Another one would be waited for and never come."""
     manifests = index.get("manifests")
     if not isinstance(manifests, list) or len(manifests) > 1000:
         raise BadImageError("the index does not list manifests")
-    seen = []
+    there: dict[Platform, Any] = {}
     for entry in manifests:
-        found = entry.get("platform") if isinstance(entry, dict) else None
-        if not isinstance(found, dict):
-            continue
-        parts = [found.get("os"), found.get("architecture"), found.get("variant")]
-        seen.append("/".join(str(part) for part in parts if part))
-        if parts[: len(wanted)] == wanted:
-            return entry
-    raise NoPlatformError(f"it has no image for {platform}, only for {', '.join(seen[:8])}")
+        given = entry.get("platform") if isinstance(entry, dict) else None
+        if isinstance(given, dict):
+            parts = (str(given.get(name) or "") for name in ("os", "architecture", "variant"))
+            there.setdefault(_normal(*parts), entry)
+    for wanted in _runs(platform):
+        if wanted in there:
+            return there[wanted]
+    names = ", ".join("/".join(filter(None, each)) for each in list(there)[:8])
+    raise NoPlatformError(f"it has no image for {platform}, only for {names}")
 
 
 async def shape(top: Target, read: Read, platform: str) -> Shape:

@@ -76,10 +76,7 @@ class Pins:
             if hold.by == "operator":  # the request stays
                 expires = time.time() + desired.REQUEST_SECONDS
                 request = base.Hold(
-                    *("", "pull", hold.ref, hold.by),
-                    keep=hold.keep,
-                    source=hold.source,
-                    expires=expires,
+                    *("", "pull", hold.ref, hold.by), keep=hold.keep, expires=expires
                 )
                 await self._runtime.begin(request)
             await self._runtime.unpin(hold)

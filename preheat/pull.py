@@ -34,7 +34,6 @@ from preheat import (
     estimate,
     failure,
     lanes,
-    layout,
     limiter,
     manifest,
     ranges,
@@ -125,9 +124,6 @@ class Puller:
         # What is not known to be public is pulled without login unless it may be shared.
         self._secret = request.share_private or lookup.private is not None
         self._find_logins = find
-        self._layout: layout.Layout | None = None
-        if lookup.source:
-            self._layout = layout.of(lookup.source, section.datasets)
         layers = self._shape.layers if self._shape is not None else ()
         total = self._shape.bytes_total if self._shape is not None else 0
         self.progress = Progress(
@@ -171,8 +167,6 @@ class Puller:
 
     async def _complete(self, hold: base.Hold) -> str:
         """The image id, once the runtime has all of it."""
-        if self._layout is not None:
-            return await self._adopt(hold)
         try:
             return await self._pull(hold)
         except _TakeOver:
@@ -197,7 +191,6 @@ class Puller:
             ref=self._ref.text,
             by=self._request.by,
             keep=self._request.keep,
-            source=self._request.held_source,
             expires=time.time() + self._section.partial_keep,
         )
         try:
@@ -230,16 +223,13 @@ class Puller:
 
     async def _ingest(self, hold: base.Hold) -> None:
         """Fetch layers ourselves: under a limit, by several connections, and those begun so."""
-        if self._shape is None:
-            return
-        if self._layout is None and not self._runtime.abilities.ingests:
+        if self._shape is None or not self._runtime.abilities.ingests:
             return
         inventory = await self._runtime.inventory()
         layers = [
             layer
             for layer in estimate.missing(self._shape, inventory)
             if self._limit.rate
-            or self._layout is not None
             or (self._several and layer.size >= ranges.LARGE)
             or inventory.ingests.get(layer.digest, base.Ingest()).ours is not None
         ]
@@ -267,7 +257,7 @@ class Puller:
                     layer.size,
                     lambda offset: self._source(layer, offset),
                     hold,
-                    (self._ref.host, self._ref.path) if self._layout is None else None,
+                    (self._ref.host, self._ref.path),
                 )
             except _Foreign:
                 await self._runtime.drop_partials(frozenset({layer.digest}), ours_only=True)
@@ -283,11 +273,7 @@ class Puller:
             stream = self._blob(layer, offset, login)
             return stream, await self._next(stream)
 
-        if self._layout is not None:
-            stream = self._layout.blob(layer.digest, layer.size, offset)
-            chunk = await self._next(stream)
-        else:
-            (stream, chunk), _ = await credentials.attempt(self._find, start)
+        (stream, chunk), _ = await credentials.attempt(self._find, start)
         async with contextlib.aclosing(stream):
             while chunk is not None:
                 if layer.digest in self._foreign:
@@ -333,27 +319,6 @@ class Puller:
 
         image_id, _ = await credentials.attempt(self._find, ask)
         return image_id
-
-    async def _adopt(self, hold: base.Hold) -> str:
-        """The image id of what was imported from a layout."""
-        assert self._layout is not None
-        assert self._shape is not None
-        documents = {}
-        for digest, size in reversed(self._shape.documents):  # the config first, the index last
-            documents[digest] = await self._layout.read(digest)
-            if len(documents[digest]) != size:
-                text = f"{digest} has {len(documents[digest])} bytes, not {size} as is said of it"
-                raise PullError(self._ref.text, Kind.BAD_IMAGE, text)
-        names = (self._ref.text, f"{self._ref.repository}@{self._shape.top.digest}")
-        watch = asyncio.create_task(self._keep_progress(), name="progress")
-        try:
-            return await self._runtime.adopt(
-                tuple(dict.fromkeys(names)),
-                *(self._shape, documents, hold, self._section.attempt_timeout),
-            )
-        finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
 
     async def _attempt(self, hold: base.Hold, login: base.Login | None) -> str:
         """PullImage; cancelled when it makes no progress, so that a new attempt can begin."""
@@ -482,7 +447,6 @@ class Puller:
                 target=target,
                 image_id=image_id if manifest.is_digest(image_id) else "",
                 keep=self._request.keep,
-                source=self._request.held_source,
             )
         )
 

@@ -12,6 +12,7 @@ is in the runtime's holds, where the next agent finds it.
 import asyncio
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -109,6 +110,9 @@ class Reconciler:
         self.snapshot = Snapshot(requests=desired.gather(section, ()))
         self.running: dict[str, pull.Running] = {}
         self.failures: dict[str, failure.Failure] = {}
+        # Pulls that ended well, and were not yet seen as an image; monotonic times of their ends.
+        self._pulled: dict[str, float] = {}
+        self._looked = 0.0  # monotonic time before the cycle's inventory was asked for
         self.trouble = "not connected yet"  # why the runtime cannot be used, or ""
         self.version = ""
         self.last_cycle = time.monotonic()
@@ -153,11 +157,12 @@ class Reconciler:
                 await self.runtime.connect()
                 gap = asyncio.create_task(self._after_gap(), name="resync")
                 try:
-                    async for name in self.runtime.removals():
+                    async for change in self.runtime.changes():
                         wait = RECONNECT_FIRST
-                        if not await self.healer.removed(name):
+                        if not await self.healer.changed(change):
                             self.wake()
                 finally:
+                    self.healer.sees(False)
                     gap.cancel()
                     await asyncio.gather(gap, return_exceptions=True)
             except kit.errors.AgentError as error:
@@ -169,10 +174,12 @@ class Reconciler:
         """Heal what was removed during the gap: now, and again once the new stream surely runs."""
         for wait in (0.0, 0.5):
             await asyncio.sleep(wait)
+            self.healer.sees(wait > 0)
             with contextlib.suppress(kit.errors.AgentError):
                 async with self.lock:
+                    moves = self.healer.moves
                     inventory = await self.runtime.inventory()
-                    self.healer.learn(inventory.holds)
+                    self.healer.learn(inventory, moves)
                     await self.healer.resync(inventory)
         self.wake()
 
@@ -206,13 +213,14 @@ class Reconciler:
 
     async def cycle(self) -> None:
         async with self.lock:
-            section = self.section
+            section, moves = self.section, self.healer.moves
+            self._looked = time.monotonic()
             inventory = await self.runtime.inventory()
             self.runtime.release_after = section.release_after
             if await self.runtime.tend(inventory) or await self._pins.end_lost(inventory):
                 inventory = await self.runtime.inventory()
             self.healer.per_hour = section.heal.per_hour
-            self.healer.learn(inventory.holds)
+            self.healer.learn(inventory, moves)
             await self.healer.resync(inventory)
             shapes = await self.local.shapes(inventory, section.platform)
             inventory = await self.uses.note(inventory, shapes)
@@ -222,20 +230,20 @@ class Reconciler:
             await self._keep_notes(inventory, requests)
             await self.durability.look(inventory, shapes)
             asked = {
-                each.ref: each.by == "operator" and not inventory.digest_of(each.ref)
+                each.ref: each.by == "operator" and not inventory.served(each.ref)
                 for each in requests.values()
                 if each.is_looked_up
             }
             self._tags.keep(requests)
             self.turns.section = section
-            sources = {ref: requests[ref].source for ref in asked}
-            self.turns.want(asked, time.time(), sources)
-            self.resolver.request(sources, section)
+            self.turns.want(asked, time.time())
+            self.resolver.request(asked, section)
             self.failures = {
                 ref: each
                 for ref, each in self.failures.items()
                 if ref in requests and each.concerns(self.resolver.digest(ref))
             }
+            self._pulled = {ref: at for ref, at in self._pulled.items() if ref in requests}
             node = self.snapshot.node or await self.node(inventory.images_path)
             requests = {
                 ref: await self._measured(each, inventory, shapes, node)
@@ -281,26 +289,31 @@ class Reconciler:
         if unconfirmed:
             shape = shapes[here]
         last_used = inventory.last_used.get(here, 0.0)
-        if not here and lookup is not None and lookup.leaves_it_to_the_runtime:
-            running = request.ref in self.running
+        running = request.ref in self.running
+        failed = self.failures.get(request.ref)
+        served = bool(inventory.served(request.ref)) and (failed is None or not failed.spoils(here))
+        if shape is None:
+            self._check_pulled(request.ref, served, "does not list it")
+        if shape is None and not served and lookup is not None and lookup.leaves_it_to_the_runtime:
             blocked = "" if running else self._hurdle(request, "", lookup, inventory)
             return desired.untold(request, self.section.unknown_image, running, blocked)
         if shape is None:
-            return dataclasses.replace(
-                request, digest=here, last_used=last_used, present=bool(here)
-            )
+            digest = here if served else ""
+            return dataclasses.replace(request, digest=digest, last_used=last_used, present=served)
         digest = shape.top.digest
         estimates = self.runtime.abilities.estimates
         doubted = self.durability.doubted(shape)
-        present = inventory.has(request.ref, digest) and (
-            not estimates or (estimate.is_here(shape, inventory) and not doubted)
-        )
+        spoilt = failed is not None and failed.spoils(digest)
+        listed = inventory.has(request.ref, digest) and not spoilt
+        present = listed and (not estimates or (estimate.is_here(shape, inventory) and not doubted))
+        if not doubted:
+            why = "some of its layers or documents are not there" if listed else "does not list it"
+            self._check_pulled(request.ref, present, why)
         usages = await self.local.usages(shape, inventory)
         cost = estimate.cost(shape, inventory, self.resolver.unpacked(shape) | usages)
         parts = cost.parts
         if present and estimates:
             parts = await self.local.parts(shape, inventory)
-        running = request.ref in self.running
         costed = dataclasses.replace(request, fetch=cost.fetch)
         known = "" if lookup is None or lookup.shape is None else digest
         self.turns.measured(request.ref, known, cost.fetch, present, time.time())
@@ -326,6 +339,24 @@ class Reconciler:
             running=running,
             blocked=blocked,
         )
+
+    def _check_pulled(self, ref: str, present: bool, why: str) -> None:
+        """A pull that ended well and brought no image waits like one that failed: else the next
+        would follow at once, for ever."""
+        known = self.failures.get(ref)
+        if present:
+            self._pulled.pop(ref, None)
+            if known is not None and known.kind is Kind.INCOMPLETE:
+                del self.failures[ref]
+        elif self._pulled.get(ref, math.inf) < self._looked and ref not in self.running:
+            del self._pulled[ref]
+            attempts = known.attempts + 1 if known is not None else 1
+            error = PullError(
+                ref, Kind.INCOMPLETE, f"the runtime says that it pulled it, but {why}"
+            )
+            log.warning("pull brought no image", image=ref, error=str(error))
+            self._failed(ref, error, attempts, self.resolver.digest(ref))
+            self._wake_for_retry(ref)
 
     def _moved_here(self, ref: str, here: str, shape: manifest.Shape | None) -> bool:
         """Whether the node's digest of a tag is newer than the registry's answer. Asks again."""
@@ -353,7 +384,7 @@ class Reconciler:
             pull_at=self.turns.pull_at(ref, now, begun=bool(inventory.held("pull", ref))),
             failed=self.turns.standing(ref, self.failures.get(ref)),
             heals=self.runtime.abilities.watches,
-            pins=tuple(inventory.held("pin", ref)),
+            pins=tuple(p for p in inventory.held("pin", ref) if self.healer.restores(p, ref)),
             limited=self.section.bytes_per_second is not None,
         )
         return hurdle.reason(facts, now)
@@ -422,11 +453,7 @@ class Reconciler:
         target = inventory.target_of(request.ref)
         if target is None:
             return
-        hold = base.Hold(
-            *("", "pin", request.ref, request.by, target),
-            keep=request.keep,
-            source=request.held_source,
-        )
+        hold = base.Hold(*("", "pin", request.ref, request.by, target), keep=request.keep)
         self.healer.remember(await self.runtime.pin(hold))
         log.info("image pinned", image=request.ref, by=request.by)
         self.wake()
@@ -451,7 +478,10 @@ class Reconciler:
             elif request.by == "policy":
                 with contextlib.suppress(base.RuntimeCallError):
                     await self.note(ref, "policy", "done")
-            self.failures.pop(ref, None)
+            known = self.failures.get(ref)
+            if known is not None and known.kind is not Kind.INCOMPLETE:  # that is not known yet
+                del self.failures[ref]
+            self._pulled[ref] = time.monotonic()
             self.turns.answered(ref, time.time())
             self.totals.pulls += 1
             log.info("pull done", image=ref, fetched=puller.fetched, pinned=pin is not None)
@@ -469,7 +499,7 @@ class Reconciler:
         except Exception as error:  # a bug must not become a loop of pulls
             log.exception("pull failed unexpectedly", image=ref)
             text = f"{type(error).__name__}, see the agent's log"
-            self._failed(ref, PullError(ref, Kind.BAD_IMAGE, text), 1, puller.digest)
+            self._failed(ref, PullError(ref, Kind.BAD_IMAGE, text, final=True), 1, puller.digest)
         finally:
             self.totals.fetched_bytes += puller.fetched
             self.running.pop(ref, None)

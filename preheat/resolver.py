@@ -6,7 +6,7 @@ answer is good for ``refresh``; after a failure the next lookup waits as its cla
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import structlog
@@ -17,7 +17,6 @@ from preheat import (
     credentials,
     estimate,
     failure,
-    layout,
     manifest,
     registry,
     schedule,
@@ -39,7 +38,6 @@ class Lookup:
     """The latest answer for one reference. It has no login: secrets are read at each use."""
 
     ref: manifest.Reference
-    source: str = ""  # where it comes from, if not from its registry
     shape: manifest.Shape | None = None
     private: bool | None = None  # None: its own registry did not say
     has_login: bool = False
@@ -55,7 +53,7 @@ class Lookup:
         more of registries. Only that there is no such image is believed at once; a registry that
         is away is asked by lookups first, which cost it less."""
         failed = self.failed
-        if self.shape is not None or failed is None or failed.final or self.source:
+        if self.shape is not None or failed is None or failed.final:
             return False
         passing = failed.kind in (Kind.NETWORK, Kind.BUSY)
         return not passing or failed.attempts >= PATIENCE
@@ -89,17 +87,15 @@ class Resolver:
         lookup = self._lookups.get(ref)
         return lookup.shape.top.digest if lookup is not None and lookup.shape is not None else ""
 
-    def request(self, refs: Mapping[str, str], section: settings.PreheatSettings) -> None:
-        """Keep answers for exactly these references, each with its source (empty: its registry);
-        start the lookups that are due."""
-        known = {ref: lookup.source for ref, lookup in self._lookups.items()}
-        for gone in [ref for ref, source in known.items() if refs.get(ref) != source]:
+    def request(self, refs: Collection[str], section: settings.PreheatSettings) -> None:
+        """Keep answers for exactly these references; start the lookups that are due."""
+        for gone in self._lookups.keys() - set(refs):
             lookup = self._lookups.pop(gone)
             if lookup.task is not None:
                 lookup.task.cancel()
         now = time.time()
         for ref in sorted(refs):
-            lookup = self._lookups.setdefault(ref, Lookup(manifest.parse(ref), refs[ref]))
+            lookup = self._lookups.setdefault(ref, Lookup(manifest.parse(ref)))
             if lookup.task is None and self.turn(lookup) <= now:
                 lookup.task = asyncio.create_task(self._run(lookup, section), name=f"look up {ref}")
 
@@ -129,7 +125,7 @@ class Resolver:
     async def _run(self, lookup: Lookup, section: settings.PreheatSettings) -> None:
         try:
             async with self._slots:
-                await (self._open if lookup.source else self._ask)(lookup, section)
+                await self._ask(lookup, section)
             if lookup.failed is not None:
                 log.info("image lookup works again", image=lookup.ref.text)
             lookup.failed = None
@@ -185,13 +181,6 @@ class Resolver:
         if doubt is not None:
             raise doubt  # so it is asked again soon
 
-    async def _open(self, lookup: Lookup, section: settings.PreheatSettings) -> None:
-        """Look it up where it lies on this node. Whoever could put it there has it already."""
-        found = layout.of(lookup.source, section.datasets)
-        target = await found.target(lookup.ref, section.platform)
-        lookup.shape = await found.shape(lookup.ref, target, section.platform)
-        lookup.private, lookup.has_login, lookup.mirrored = False, False, False
-
     async def _is_private(
         self, lookup: Lookup, login: base.Login | None
     ) -> tuple[bool | None, PullError | None]:
@@ -217,8 +206,6 @@ class Resolver:
         lookup = self._lookups.get(ref)
         if lookup is None or lookup.shape is None:
             return False
-        if lookup.source:
-            return True  # sizes are guessed
         unknown = [each for each in lookup.shape.layers if each.digest not in self._sizes]
         if not lookup.measured and unknown and lookup.task is None:
             lookup.task = asyncio.create_task(

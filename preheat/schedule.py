@@ -42,7 +42,7 @@ def share(node: str, ref: str, what: str = "") -> float:
 
 @dataclass
 class _Image:
-    registry: str  # its host, or the source that is used instead of it
+    registry: str  # its host
     since: float  # Unix time at which the settings named it
     urgent: bool = False  # an operator waits for it
     digest: str = ""  # of the latest look-up
@@ -71,22 +71,14 @@ class Schedule:
 
     # --- what happens -----------------------------------------------------------------------------
 
-    def want(
-        self, refs: Mapping[str, bool], now: float, sources: Mapping[str, str] | None = None
-    ) -> None:
-        """Exactly these images are requested. True: an operator waits for it.
-
-        ``sources``: where they come from instead of their registry. A layout that is away says
-        nothing of the registry in the reference.
-        """
+    def want(self, refs: Mapping[str, bool], now: float) -> None:
+        """Exactly these images are requested. True: an operator waits for it."""
         for gone in self._images.keys() - refs.keys():
             del self._images[gone]
         for ref, urgent in refs.items():
-            where = (sources or {}).get(ref) or manifest.parse(ref).host
-            if ref in self._images:
-                self._images[ref].registry = where
-            else:
-                self._images[ref] = _Image(where, now, urgent or ref in self._hurried)
+            if ref not in self._images:
+                host = manifest.parse(ref).host
+                self._images[ref] = _Image(host, now, urgent or ref in self._hurried)
         self._hurried.clear()
         used = {image.registry for image in self._images.values()}
         self._registries = {host: self._registries.get(host, _Registry()) for host in used}

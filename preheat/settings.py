@@ -12,7 +12,7 @@ import kit.errors
 import kit.settings
 import kit.units
 import kube.settings
-from preheat import manifest, sources
+from preheat import manifest
 
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _window = kit.settings.matching(
@@ -51,6 +51,20 @@ SHORT_PIN = r"[0-9]+(\.[0-9]+)?(ms|s|m|h|d)"
 Pin = Annotated[Literal["always", "never"] | KeepFor, BeforeValidator(_pin)]
 
 
+# What to do instead of ``source`` and ``datasets``, which said where OCI layouts are.
+NO_LAYOUTS = (
+    "images of OCI layouts are not taken any more: push them to a registry or to a mirror that "
+    "hosts_dir names, or import them on the node ('ctr -n k8s.io images import FILE') and list them"
+)
+
+
+def _without(name: str, value: object) -> object:
+    """ValueError where a setting is still given that is gone."""
+    if isinstance(value, dict) and name in value:
+        raise ValueError(f"{name!r}: {NO_LAYOUTS}")
+    return value
+
+
 class ImageSettings(kit.settings.Section):
     """One image that must be on the node before a job asks for it."""
 
@@ -65,11 +79,13 @@ class ImageSettings(kit.settings.Section):
     """Allow an image that cannot be pulled without credentials. Default no: once it is on the node,
     any pod of any tenant can run it without credentials, unless the kubelet verifies them again
     (docs/preheat.md)."""
-    source: Annotated[str, AfterValidator(sources.check)] | None = None
-    """oci:/PATH, an OCI image layout on this node (a directory, or a tar without compression), or
-    oci:DATASET/PATH, one in a dataset of the cache. Absent: its registry."""
     nodes: dict[str, str] = Field(default_factory=dict)
     """Only on nodes with all these labels (see node_labels); empty: every node."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_source(cls, value: object) -> object:
+        return _without("source", value)
 
 
 class RetainSettings(kit.settings.Section):
@@ -170,8 +186,6 @@ class PreheatSettings(kit.settings.Section):
     runtime can find out how large it is."""
     images: tuple[ImageSettings, ...] = Field(default=(), max_length=500)
     """Images that must be on the node."""
-    datasets: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/views")
-    """The folder of the cache's views (cache.views), for images from a dataset."""
     drop_after: kit.units.Seconds = Field(default=86400.0, ge=0)
     """How long an image stays pinned that these settings list no longer, so that a slip in them
     deletes nothing while there is room. Under disk pressure, or when a listed image needs the pin
@@ -227,6 +241,11 @@ class PreheatSettings(kit.settings.Section):
     node_labels: dict[str, str] = Field(default_factory=dict)
     """This node's labels, for images[].nodes."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_datasets(cls, value: object) -> object:
+        return _without("datasets", value)
+
     @model_validator(mode="after")
     def _consistent(self) -> "PreheatSettings":
         refs = [each.ref for each in self.images]
@@ -239,8 +258,6 @@ class PreheatSettings(kit.settings.Section):
             )
         if self.runtime == "crio" and self.connections > 1:
             raise ValueError("connections needs containerd: the agent cannot give layers to CRI-O")
-        if self.runtime == "crio" and any(each.source for each in self.images):
-            raise ValueError("source needs containerd: the agent cannot give images to CRI-O")
         if self.runtime == "crio" and self.release_after is not None:
             raise ValueError("release_after needs containerd: CRI-O's pins cannot expire")
         if self.partial_keep < self.attempt_timeout + 3600:

@@ -35,6 +35,8 @@ STATES = (
 )
 # On the node as far as its snapshotter fetches anything.
 PRESENT = ("ready", "lazy")
+# Failures that seldom go away without somebody who does something.
+FOR_OPERATORS = ("auth", "not_found", "bad_image", "incomplete")
 # A failure that goes away by itself becomes a finding after this many attempts in a row.
 PATIENCE = 3
 # The breaker's short rests at a restart of the runtime are not worth a finding.
@@ -281,7 +283,8 @@ def findings(reconciler: Reconciler) -> list[Finding]:
                 "remove the containers of the image; it is then unpacked again within the hour",
             )
     for row in images(reconciler):
-        if row.state == "failed" and (row.attempts >= PATIENCE or row.retry_at is None):
+        lasting = row.retry_at is None or row.failure_kind in ("bad_image", "incomplete")
+        if row.state == "failed" and (row.attempts >= PATIENCE or lasting):
             rule, advice = "pull-failed", "see the failure's class in docs/preheat.md"
         elif row.state == "skipped":
             rule, advice = "image-skipped", "make room, raise pin_budget or raise its priority"

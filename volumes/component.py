@@ -151,7 +151,8 @@ class Volumes:
     async def probe(self, path: str) -> dict[str, Any]:
         """The verdict on any block device, with what the ledger knows of its volume."""
         device = await asyncio.to_thread(blockdev.by_path, path)
-        found = await self.guard.manager.prober.probe(path, device.encrypts)
+        # By its own name: whoever gave ``path`` may have it lead elsewhere by now.
+        found = await self.guard.manager.prober.probe(device.path, device.encrypts)
         return status.describe_probe(device, found, self.guard.ledger.get(device.volume))
 
     def ledger(self) -> list[dict[str, Any]]:

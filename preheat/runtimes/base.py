@@ -53,7 +53,7 @@ class InvalidCallError(kit.errors.AgentError):
 class Abilities:
     """What a runtime can do."""
 
-    watches: bool  # reports at once that an image record was removed
+    watches: bool  # reports at once that an image record was made, changed or removed
     ingests: bool  # takes blobs from us and unpacks them, so that we can limit the rate
     estimates: bool  # lists the blobs and snapshots that it has
 
@@ -69,6 +69,14 @@ class Record:
     target: manifest.Target
     pinned: bool = False
     ours: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """One image record was made, changed (it may name another image now) or removed."""
+
+    name: str
+    how: Literal["made", "moved", "removed"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,6 @@ class Hold:
     names: tuple[str, ...] = ()  # image records to restore when somebody removes them
     state: str = ""
     keep: str = ""  # the pin rule as desired.Request writes it
-    source: str = ""  # where an operator's image comes from, if not from its registry
     created: float = 0.0
     expires: float | None = None
 
@@ -154,6 +161,12 @@ class Inventory:
         """The top digest that ``ref`` names in the runtime now; empty without a record."""
         target = self.target_of(ref)
         return "" if target is None else target.digest
+
+    def served(self, ref: str) -> str:
+        """The digest that pods get under ``ref``: what it names, if the kubelet is told of it too.
+        containerd keeps the record of a pull that failed, and does not tell it. Empty: none."""
+        digest = self.digest_of(ref)
+        return digest if digest and self.has(ref, digest) else ""
 
     def has(self, ref: str, digest: str) -> bool:
         """Whether ``ref`` names ``digest``, for the kubelet as well.
@@ -249,23 +262,12 @@ class Runtime(Protocol):
         size: int,
         source: manifest.Blobs,
         hold: Hold,
-        origin: tuple[str, str] | None,
+        origin: tuple[str, str],
     ) -> None:
         """Write a blob into the store under ``hold``, from where an earlier attempt stopped.
 
         ``origin``: the registry and the repository that have it, too.
         """
-
-    async def adopt(
-        self,
-        names: Sequence[str],
-        shape: manifest.Shape,
-        documents: Mapping[str, bytes],
-        hold: Hold,
-        deadline: float,
-    ) -> str:
-        """Make an image of layers that ``write`` brought: unpacked, known by ``names`` to the
-        kubelet too; the image id. ``deadline``: seconds for one layer."""
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         """Delete half-fetched blobs."""
@@ -299,5 +301,8 @@ class Runtime(Protocol):
         """Unpack the layers ``which`` (chain ids) of an image again, or remove them with those on
         top of them for a pull to bring them. ``deadline``: seconds for one layer."""
 
-    def removals(self) -> AsyncIterator[str]:
-        """Names of image records as they are removed, until the connection ends."""
+    async def target_of(self, name: str) -> manifest.Target | None:
+        """What an image record names now; None without one."""
+
+    def changes(self) -> AsyncIterator[Change]:
+        """Image records as they are made, changed and removed, until the connection ends."""

@@ -14,11 +14,12 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
 from preheat import manifest
-from preheat.runtimes import adopted, base, cri, cri_pb2, leases, marks, tending, unpacked
+from preheat.runtimes import base, cri, leases, marks, tending, unpacked
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
 
@@ -37,9 +38,13 @@ _UNPACKING = frozenset({"overlayfs", "native", "btrfs", "zfs", "devmapper", "blo
 # that begin alike: soci has /remote/... on layers that it unpacked, too, and containerd fetches and
 # unpacks the layer that nydus marks as its bootstrap.
 _REMOTE = frozenset({"containerd.io/snapshot/remote", "containerd.io/snapshot/nydus-blob"})
-KNOWN_SECONDS = 20.0  # for CRI to hear of a new image record (measured: milliseconds)
 _ORIGIN = "containerd.io/distribution.source."
 WRITE_CHUNK = 2 * 1024**2
+_CHANGES: Mapping[str, Literal["made", "moved", "removed"]] = {
+    "ImageCreate": "made",
+    "ImageUpdate": "moved",
+    "ImageDelete": "removed",
+}
 
 
 class Containerd(cri.CriRuntime):
@@ -54,8 +59,7 @@ class Containerd(cri.CriRuntime):
         self.release_after: float | None = None
         self._leases = leases.Leases(self.connection)
         self._marks = marks.Marks(self.connection)
-        self._unpacking: adopted.Locks = adopted.Locks()
-        self._layers = unpacked.Unpacked(self.connection, self._snapshot, self._unpacking)
+        self._layers = unpacked.Unpacked(self.connection, self._snapshot)
         self._checked = False  # whether what an interrupted agent left was put right
         self._images_path = ""
         self._version = ""
@@ -259,19 +263,9 @@ class Containerd(cri.CriRuntime):
         size: int,
         source: manifest.Blobs,
         hold: base.Hold,
-        origin: tuple[str, str] | None,
+        origin: tuple[str, str],
     ) -> None:
-        label = {} if origin is None else {f"{_ORIGIN}{origin[0]}": origin[1]}
-        await self._write(digest, size, source, hold, label)
-
-    async def _write(
-        self,
-        digest: str,
-        size: int,
-        source: manifest.Blobs,
-        hold: base.Hold,
-        labels: Mapping[str, str],
-    ) -> None:
+        labels = {f"{_ORIGIN}{origin[0]}": origin[1]}
         ref = f"{base.OWN_PREFIX}{digest}"
         writer = cri.Exchange(self.connection, api.WRITE, hold.id)
         try:
@@ -314,45 +308,6 @@ class Containerd(cri.CriRuntime):
                 offset += len(data)
         return offset
 
-    async def adopt(
-        self,
-        names: Sequence[str],
-        shape: manifest.Shape,
-        documents: Mapping[str, bytes],
-        hold: base.Hold,
-        deadline: float,
-    ) -> str:
-        made = adopted.Adoption(
-            *(self.connection, self._leases, self._snapshotter, hold, self._unpacking)
-        )
-        wanted = made.labels(shape)
-        for digest, data in documents.items():
-
-            async def bytes_from(offset: int, data: bytes = data) -> AsyncIterator[bytes]:
-                yield data[offset:]
-
-            await self._write(digest, len(data), bytes_from, hold, wanted[digest])
-            await made.label(digest, wanted[digest])
-        await made.unpack(shape, deadline)
-        for name in names:
-            await made.record(name, shape.top)
-        return await self._known(names[0], shape)
-
-    async def _known(self, name: str, shape: manifest.Shape) -> str:
-        """Wait until CRI has made its own of a new record; the image id."""
-        wanted = cri_pb2.ImageRequest(image=cri_pb2.ImageSpec(image=name))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KNOWN_SECONDS):
-                while True:
-                    answer = await self.connection.read(cri.IMAGE_STATUS, wanted)
-                    names = [each.name for each in await self._records()]
-                    if answer.image.id == shape.image_id and shape.image_id in names:
-                        return shape.image_id
-                    await asyncio.sleep(0.05)
-        raise base.RuntimeCallError(
-            name, "containerd's CRI did not take the image that was imported", "see its log"
-        )
-
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         kinds = ("nodeagent",) if ours_only else ("layer", "nodeagent")
         answer = await self.connection.read(api.LIST_STATUSES, pb.ListRequest())
@@ -368,7 +323,9 @@ class Containerd(cri.CriRuntime):
         assert hold.target is not None
         digest = hold.target.digest
         names = [each.name for each in await self._records(f"target.digest=={digest}")]
-        image_id = hold.image_id or next((n for n in names if manifest.is_digest(n)), "")
+        # The tag may have moved since its pull: an id of another image must not name this one.
+        ids = [name for name in names if manifest.is_digest(name)]
+        image_id = hold.image_id if hold.image_id in ids or not ids else ids[0]
         # The image-id record first: healed before the others, it brings the mark with it. The lease
         # holds a limited number of names, so those that matter least come last.
         names.sort(key=lambda name: (not manifest.is_digest(name), name != hold.ref, name))
@@ -440,12 +397,22 @@ class Containerd(cri.CriRuntime):
                 healed += 1
         return healed
 
-    async def removals(self) -> AsyncIterator[str]:
-        wanted = f'topic=="/images/delete",namespace=="{cri.NAMESPACE}"'
-        request = pb.ListRequest(filters=[wanted])
+    async def target_of(self, name: str) -> manifest.Target | None:
+        with leases.allowing("NOT_FOUND"):
+            answer = await self.connection.read(api.GET_IMAGE, pb.GetImageRequest(name=name))
+            return _target(answer.image.target)
+        return None
+
+    async def changes(self) -> AsyncIterator[base.Change]:
+        topics = ("/images/create", "/images/update", "/images/delete")
+        filters = [f'topic=="{topic}",namespace=="{cri.NAMESPACE}"' for topic in topics]
+        request = pb.ListRequest(filters=filters)
         async for envelope in self.connection.stream(api.SUBSCRIBE, request, deadline=None):
-            if envelope.HasField("event"):
-                yield cri.decode(pb.ImageDelete, envelope.event.value, "a removal event").name
+            how = _CHANGES.get(envelope.event.type_url.rpartition(".")[2])
+            if how is not None:
+                # The name is the same field of all three.
+                event = cri.decode(pb.ImageDelete, envelope.event.value, "an event of an image")
+                yield base.Change(event.name, how)
 
 
 def is_remote(labels: Mapping[str, str]) -> bool:

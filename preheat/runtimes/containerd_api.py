@@ -4,7 +4,7 @@ A hold is a containerd lease, and the lease's labels are its whole state:
 
 id       nodeagent-pull-<h>, nodeagent-pin-<h>, nodeagent-note-<h> (base.hold_id)
 labels   nodeagent/owner = preheat        what our listing filters by
-         nodeagent/role, /ref, /by, /state, /keep, /created, /image-id, /source
+         nodeagent/role, /ref, /by, /state, /keep, /created, /image-id
          nodeagent/target = JSON          media type, digest and size of the top descriptor
          nodeagent/name.<n>               image records to restore
          containerd.io/gc.expire          pulls only: nothing stays for ever when an agent dies
@@ -70,8 +70,7 @@ def _check_mask(mask: field_mask_pb2.FieldMask) -> None:
 
 def _check_update_image(request: pb.UpdateImageRequest) -> None:
     _check_image(request)
-    if list(request.update_mask.paths) != ["target"]:
-        _check_mask(request.update_mask)
+    _check_mask(request.update_mask)
 
 
 def _check_update_content(request: pb.UpdateContentRequest) -> None:
@@ -128,11 +127,6 @@ def _check_snapshot(snapshotter: str, key: str) -> None:
 def _check_prepare(request: pb.PrepareSnapshotRequest) -> None:
     _check_snapshot(request.snapshotter, request.key)
     require(not request.parent or manifest.is_digest(request.parent), "a parent that is no layer")
-
-
-def _check_commit(request: pb.CommitSnapshotRequest) -> None:
-    _check_snapshot(request.snapshotter, request.key)
-    require(manifest.is_digest(request.name), "a layer without its id")
 
 
 def _check_remove(request: pb.SnapshotRequest) -> None:
@@ -200,7 +194,6 @@ ADD_RESOURCE = Method(_LEASES + "AddResource", pb.AddResourceRequest, Empty, _ch
 PREPARE = Method(
     _SNAPSHOTS + "Prepare", pb.PrepareSnapshotRequest, pb.PrepareSnapshotResponse, _check_prepare
 )
-COMMIT = Method(_SNAPSHOTS + "Commit", pb.CommitSnapshotRequest, Empty, _check_commit)
 REMOVE = Method(_SNAPSHOTS + "Remove", pb.SnapshotRequest, Empty, _check_remove)
 REMOVE_LAYER = Method(_SNAPSHOTS + "Remove", pb.SnapshotRequest, Empty, _check_remove_layer)
 UPDATE_SNAPSHOT = Method(
@@ -210,7 +203,7 @@ APPLY = Method(_SERVICES + "diff.v1.Diff/Apply", pb.ApplyRequest, pb.ApplyRespon
 
 # The fuzz test sends these.
 CHANGING: tuple[Method[Any, Any], ...] = (
-    *(PREPARE, COMMIT, REMOVE, REMOVE_LAYER, UPDATE_SNAPSHOT, APPLY),
+    *(PREPARE, REMOVE, REMOVE_LAYER, UPDATE_SNAPSHOT, APPLY),
     *(CREATE_IMAGE, UPDATE_IMAGE, UPDATE_CONTENT, ABORT, WRITE),
     *(CREATE_LEASE, DELETE_LEASE, ADD_RESOURCE),
 )
@@ -235,7 +228,7 @@ def lease_labels(hold: base.Hold) -> dict[str, str]:
         _P + "created": f"{hold.created:.0f}",
     }
     texts = {"state": hold.state, "keep": hold.keep, "image-id": hold.image_id}
-    for key, value in (texts | {"source": hold.source}).items():
+    for key, value in texts.items():
         if value:
             found[_P + key] = value
     if hold.target is not None:
@@ -284,7 +277,6 @@ def hold_of(lease: pb.Lease) -> base.Hold | None:
         names=tuple(found[key] for key in keys if key in found),
         state=found.get(_P + "state", ""),
         keep=found.get(_P + "keep", ""),
-        source=found.get(_P + "source", ""),
         created=created,
         expires=expires,
     )

@@ -367,16 +367,6 @@ class PrepareSnapshotResponse(_message.Message):
     mounts: _containers.RepeatedCompositeFieldContainer[Mount]
     def __init__(self, mounts: _Optional[_Iterable[_Union[Mount, _Mapping]]] = ...) -> None: ...
 
-class CommitSnapshotRequest(_message.Message):
-    __slots__ = ("snapshotter", "name", "key")
-    SNAPSHOTTER_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    snapshotter: str
-    name: str
-    key: str
-    def __init__(self, snapshotter: _Optional[str] = ..., name: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
-
 class ApplyRequest(_message.Message):
     __slots__ = ("diff", "mounts")
     DIFF_FIELD_NUMBER: _ClassVar[int]

@@ -75,19 +75,9 @@ class Crio(cri.CriRuntime):
         size: int,
         source: manifest.Blobs,
         hold: base.Hold,
-        origin: tuple[str, str] | None,
+        origin: tuple[str, str],
     ) -> None:
         raise base.RuntimeCallError(digest, "CRI-O does not take layers", "", "UNIMPLEMENTED")
-
-    async def adopt(
-        self,
-        names: Sequence[str],
-        shape: manifest.Shape,
-        documents: Mapping[str, bytes],
-        hold: base.Hold,
-        deadline: float,
-    ) -> str:
-        raise base.RuntimeCallError(names[0], "CRI-O does not take images", "", "UNIMPLEMENTED")
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
         """CRI-O keeps no half-fetched blobs."""
@@ -168,9 +158,12 @@ class Crio(cri.CriRuntime):
     async def heal(self, hold: base.Hold) -> int:
         return 0  # the plan pulls it again
 
-    async def removals(self) -> AsyncIterator[str]:
+    async def target_of(self, name: str) -> manifest.Target | None:
+        return None  # nothing asks: it has no events
+
+    async def changes(self) -> AsyncIterator[base.Change]:
         return
-        yield ""
+        yield base.Change("", "removed")
 
     async def _write_drop_in(self) -> None:
         """Write the pinned names for CRI-O and have it read them, if they changed."""

@@ -4,9 +4,7 @@ The label is on the layer's snapshot, so images that share the layer share it, a
 snapshot.
 """
 
-import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
-from weakref import WeakValueDictionary
 
 from preheat import manifest
 from preheat.runtimes import base, cri, leases, marks
@@ -38,15 +36,9 @@ def in_place(mounts: Sequence[pb.Mount]) -> pb.Mount | None:
 class Unpacked:
     """The layers of one containerd; ``request`` knows which snapshotter has a layer."""
 
-    def __init__(
-        self,
-        connection: cri.Connection,
-        request: Request,
-        locks: WeakValueDictionary[str, asyncio.Lock],
-    ) -> None:
+    def __init__(self, connection: cri.Connection, request: Request) -> None:
         self._connection = connection
         self._request = request
-        self._locks = locks
 
     async def note(self, chain_ids: Iterable[str], *, durable: bool) -> None:
         """Set or clear the label; a layer that is gone is passed over."""
@@ -70,13 +62,9 @@ class Unpacked:
         """
         below = ""
         for layer in layers:
-            if layer.chain_id in which:
-                # Imports prepare snapshots under the same name.
-                async with self._locks.setdefault(layer.chain_id, asyncio.Lock()):
-                    done = await self._in_place(layer, below, deadline)
-                if not done:
-                    await self._remove(layers[layers.index(layer) :])
-                    return
+            if layer.chain_id in which and not await self._in_place(layer, below, deadline):
+                await self._remove(layers[layers.index(layer) :])
+                return
             below = layer.chain_id
 
     async def _in_place(self, layer: manifest.Layer, below: str, deadline: float) -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import click.testing
@@ -12,7 +11,7 @@ import pytest
 import kit.errors
 from nodeagent import main
 from tests.preheat.rig import MB, Rig, until
-from tests.testbed import agent, layouts, registry
+from tests.testbed import agent, registry
 
 pytestmark = [
     pytest.mark.real,
@@ -105,25 +104,6 @@ async def test_preheat_without_a_pin_waits_and_succeeds(rig: Rig, node: agent.Ag
     assert row["state"] == "ready"
     assert row["bytes_done"] == row["bytes_total"]
     assert await rig.kubelet.status(image.ref) is not None
-
-
-async def test_an_image_of_a_layout_by_hand(rig: Rig, node: agent.Agent, tmp_path: Path) -> None:
-    layouts.write(tmp_path / "layout", "v1", [registry.layer("hand", MB, 58)])
-    ref, cli = "registry.example/fw/hand:v1", Cli(node)
-    row = await cli.json("preheat", ref, "--from", f"oci:{tmp_path}/layout", "--wait")
-    refused = await cli.run("preheat", ref, "--from", "docker://x", status=3)
-    await asyncio.to_thread(node.stop)
-    await asyncio.to_thread(node.start)
-
-    async def known() -> bool:
-        rows = await cli.json("list")
-        return any((row["ref"], row["state"]) == (ref, "ready") for row in rows)
-
-    await until(known, what="the next agent to find it")
-    again = await cli.json("show", ref)
-    assert (row["state"], row["pinned"]) == ("ready", True)
-    assert "is not oci:/PATH" in refused
-    assert (again["state"], again["by"], again["failure_kind"]) == ("ready", "operator", "")
 
 
 async def test_commands_name_what_is_wrong(rig: Rig, node: agent.Agent) -> None:

@@ -72,14 +72,16 @@ async def test_begin_keeps_an_equal_hold_and_renews_another(
     assert image.pushed.layers[0].digest in content
 
 
-async def test_removals_name_the_records(rig: Rig, box: adapter.Containerd) -> None:
+async def test_events_name_the_records_and_what_became_of_them(
+    rig: Rig, box: adapter.Containerd
+) -> None:
     image = rig.push("fw/events:v1")
     await rig.kubelet.pull(image.ref)
-    names: list[str] = []
+    seen: list[base.Change] = []
 
     async def listen() -> None:
-        async for name in box.removals():
-            names.append(name)  # noqa: PERF401
+        async for change in box.changes():
+            seen.append(change)  # noqa: PERF401
 
     listener = asyncio.create_task(listen())
     try:
@@ -87,12 +89,26 @@ async def test_removals_name_the_records(rig: Rig, box: adapter.Containerd) -> N
         async def heard() -> bool:
             await rig.kubelet.pull(image.ref)
             await rig.kubelet.remove(image.ref)
-            return {image.ref, image.pushed.config} <= set(names)
+            wanted = {
+                base.Change(name, how)
+                for name in (image.ref, image.pushed.config)
+                for how in ("made", "removed")
+            }
+            return wanted <= set(seen)
 
         await until(heard)
+        target = await box.target_of(image.ref)
+        await rig.kubelet.pull(image.ref)
+        rig.push("fw/events:v1", mark="moved")
+        await rig.kubelet.pull(image.ref)
+        await until(lambda: base.Change(image.ref, "moved") in seen)
+        moved = await box.target_of(image.ref)
     finally:
         listener.cancel()
         await asyncio.gather(listener, return_exceptions=True)
+    assert target is None
+    assert moved is not None
+    assert moved.digest not in ("", image.pushed.top)
 
 
 async def test_hundreds_of_cycles_leave_nothing(rig: Rig, box: adapter.Containerd) -> None:

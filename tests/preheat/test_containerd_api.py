@@ -46,7 +46,6 @@ def test_lease_labels_give_the_hold_back(
         names=tuple(names),
         state="paused",
         keep=keep,
-        source="oci:shared/images" if keep else "",
         created=1_800_000_000.0,
         expires=expires,
     )

@@ -40,19 +40,6 @@ def test_gather_puts_operators_before_the_policy() -> None:
     assert found[REF] == Request(REF, "operator", "for:60", 3, share_private=True)
 
 
-def test_where_an_image_comes_from_is_kept_with_what_an_operator_asked() -> None:
-    """Its pin says it too: the next agent must not ask a registry for it."""
-    by_hand = dataclasses.replace(hold("pin", "operator"), source="oci:/mnt/x")
-    found = desired.gather(section(), [by_hand])
-    assert (found[REF].source, found[REF].held_source) == ("oci:/mnt/x", "oci:/mnt/x")
-    policy = section(images=[{"ref": REF, "source": "oci:shared/x"}])
-    listed = desired.gather(policy, ())[REF]
-    assert (listed.source, listed.held_source) == ("oci:shared/x", "")
-    asked = desired.gather(policy, [hold("pull", "operator")])[REF]
-    assert asked.source == "oci:shared/x"
-    assert desired.gather(policy, [by_hand])[REF].source == "oci:/mnt/x"
-
-
 @pytest.mark.parametrize("state", ["released", "paused", "done"])
 def test_gather_applies_notes(state: str) -> None:
     policy = section(images=[{"ref": REF}])

@@ -60,8 +60,37 @@ def test_pull_that_met_a_limit_does_not_come_back_at_once() -> None:
     assert waits == [30.0, 60.0, 120.0, 1800.0]
 
 
-def test_bad_images_are_not_retried() -> None:
-    assert failure.after(failure.PullError("r", failure.Kind.BAD_IMAGE, "x"), 1, 0).retry_at is None
+def test_bad_images_are_asked_for_again_slowly_and_wrong_platforms_are_not() -> None:
+    """What answered in place of the registry may be mended."""
+    bad = failure.PullError("r", failure.Kind.BAD_IMAGE, "x")
+    assert [failure.after(bad, n, 0, jitter=lambda: 0.5).retry_at for n in (1, 9)] == [300, 3600]
+    final = failure.PullError("r", failure.Kind.BAD_IMAGE, "x", final=True)
+    assert failure.after(final, 1, 0).retry_at is None
+
+
+def test_every_class_waits_and_says_what_to_do() -> None:
+    for kind in failure.Kind:
+        error = failure.PullError("r", kind, "x")
+        waits = [failure.after(error, n, 0, jitter=lambda: 0.5).retry_at or 0 for n in (1, 20)]
+        assert 0 < waits[0] < waits[1], kind
+        assert error.remedy, kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "pulled", "here", "spoils"),
+    [
+        ("corrupt", "sha256:a", "sha256:a", True),
+        ("corrupt", "", "sha256:a", True),  # pulled without a lookup
+        ("corrupt", "sha256:a", "sha256:b", False),
+        ("network", "sha256:a", "sha256:a", False),
+        ("not_found", "", "sha256:a", False),  # it may have been imported since
+    ],
+)
+def test_image_whose_pull_failed_is_not_there(
+    kind: str, pulled: str, here: str, spoils: bool
+) -> None:
+    failed = failure.Failure(failure.Kind(kind), "x", 1, None, digest=pulled)
+    assert failed.spoils(here) is spoils
 
 
 @pytest.mark.parametrize(
@@ -83,3 +112,10 @@ def test_what_one_image_lacks_does_not_hold_up_another_one_of_its_name(
 ) -> None:
     failed = failure.Failure(failure.Kind(kind), "x", 1, None, digest="sha256:a")
     assert failed.concerns(digest) is concerns
+
+
+def test_a_pull_of_what_nobody_knew_says_nothing_of_what_is_known_now() -> None:
+    for kind, concerns in ((failure.Kind.BAD_IMAGE, False), (failure.Kind.NETWORK, True)):
+        failed = failure.Failure(kind, "x", 1, None)
+        assert failed.concerns("sha256:a") is concerns
+        assert failed.concerns("")

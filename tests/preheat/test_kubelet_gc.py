@@ -1,4 +1,4 @@
-"""The image garbage collection of a real kubelet takes what is not pinned, wherever it is from."""
+"""The image garbage collection of a real kubelet takes what is not pinned."""
 
 import json
 import os
@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import agent, kubernetes, layouts, registry
+from tests.testbed import agent, kubernetes, registry
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
 MB = 1_000_000
-PULLED, OTHER = (f"{kubernetes.HOST}/gc/{name}:v1" for name in ("pulled", "other"))
-# Nobody listens at this registry: they come from a layout.
-IMPORTED, NEVER = (f"registry.example/gc/{name}:v1" for name in ("imported", "never"))
+NAMES = ("pulled", "other", "unpinned", "never")
+PULLED, OTHER, UNPINNED, NEVER = (f"{kubernetes.HOST}/gc/{name}:v1" for name in NAMES)
 
 
 @pytest.fixture(params=["kube", "newer"])
@@ -41,8 +40,8 @@ def on_node(area: Path, greedy: kubernetes.Kubernetes) -> Iterator[agent.Agent]:
     """An agent on that node, not started: its mounts, its processes, its containerd."""
     listed = [
         {"ref": PULLED},
-        {"ref": IMPORTED, "source": f"oci:{area}/layout"},
-        {"ref": NEVER, "source": f"oci:{area}/layout", "pin": "never"},
+        {"ref": UNPINNED},
+        {"ref": NEVER, "pin": "never"},
     ]
     # The agent does not know what this kubelet wants: else it would give up pins itself.
     limits = {"gc_high": 0.995, "gc_low": 0.99, "eviction_free": 0.001}
@@ -62,18 +61,16 @@ def image(node: agent.Agent, ref: str) -> dict[str, Any]:
 
 
 def test_pinned_images_outlast_the_kubelets_collection_until_they_are_released(
-    on_node: agent.Agent, greedy: kubernetes.Kubernetes, area: Path
+    on_node: agent.Agent, greedy: kubernetes.Kubernetes
 ) -> None:
     node, kube = on_node, greedy
     command = (agent.COMMAND, "--config", str(node.config), "image")
-    for number, name in enumerate(("pulled", "other")):
+    for number, name in enumerate(NAMES):
         kube.registry.push(f"gc/{name}", "v1", [registry.layer(name, MB, 90 + number)])
-    for number, ref in enumerate((IMPORTED, NEVER)):
-        layouts.write(area / "layout", ref, [registry.layer(ref, MB, 92 + number)])
     hosts = "/etc/containerd/certs.d"
     kube.on_node("ctr", "-n", "k8s.io", "images", "pull", "--hosts-dir", hosts, OTHER)
     node.start("nsenter", "-t", str(kube.pid), "-m", "-p")
-    for ref, pinned in ((PULLED, True), (IMPORTED, True), (NEVER, False)):
+    for ref, pinned in ((PULLED, True), (UNPINNED, True), (NEVER, False)):
 
         def there(ref: str = ref, pinned: bool = pinned) -> bool:
             row = image(node, ref)
@@ -83,8 +80,8 @@ def test_pinned_images_outlast_the_kubelets_collection_until_they_are_released(
 
     kube.collect_images(OTHER, NEVER)
     first = set(kube.images())
-    kube.on_node(*command, "unpin", IMPORTED)
-    kube.collect_images(IMPORTED)
+    kube.on_node(*command, "unpin", UNPINNED)
+    kube.collect_images(UNPINNED)
     second = set(kube.images())
     heals = [e for e in node.get("/metrics").splitlines() if "preheat_heals_total" in e]
     node.end()
@@ -92,8 +89,8 @@ def test_pinned_images_outlast_the_kubelets_collection_until_they_are_released(
     kube.collect_images(PULLED)
     last = set(kube.images())
 
-    assert {PULLED, IMPORTED} <= first
+    assert {PULLED, UNPINNED} <= first
     assert PULLED in second
     assert heals[-1].split()[-1] in ("0", "0.0"), "it went, and was put back"
     assert PULLED in released
-    assert not {PULLED, OTHER, IMPORTED, NEVER} & last
+    assert not {PULLED, OTHER, UNPINNED, NEVER} & last

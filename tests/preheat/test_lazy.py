@@ -12,7 +12,7 @@ from preheat import estimate, manifest
 from preheat.runtimes import base, containerd_pb2
 from preheat.runtimes import containerd as adapter
 from tests.preheat.rig import MB, Rig, pinned, started, state, until
-from tests.testbed import containerd, layouts, proxy, registry, stargz
+from tests.testbed import containerd, proxy, registry, stargz
 
 LAYERS = tuple(
     manifest.Layer(f"sha256:{name}", size, "tar", f"sha256:chain-{name}")
@@ -112,28 +112,6 @@ async def test_mounted_image_is_lazy_and_never_pulled_or_healed_for_that(lazy: R
     assert (whole.bytes_missing, whole.reason) == (0, "")
     # The restored records find the mounts that the pin's lease kept.
     assert (healed.state, healed.pinned, heals) == ("lazy", True, 1)
-
-
-@pytest.mark.real
-@pytest.mark.timeout(120)
-async def test_image_of_a_layout_is_never_lazy(lazy: Rig, tmp_path: Path) -> None:
-    """No registry has its layers, even if they are in a form that the snapshotter could mount."""
-    mounted = stargz.layer({"opt/one": b"x" * 3 * MB})
-    made = layouts.write(tmp_path / "layout", "v1", [mounted])
-    ref = "registry.example/fw/layout:v1"  # nobody listens there
-    wanted = [{"ref": ref, "source": f"oci:{tmp_path}/layout"}]
-    async with lazy.running(images=wanted) as room:
-        row = await state(room, ref, "ready")
-        await pinned(room, ref)
-        await until(lambda: not room.reconciler.running)
-        await lazy.kubelet.collect()
-        content = await lazy.kubelet.content()
-        status = await lazy.kubelet.status(ref)
-
-    assert (row.bytes_missing, row.reason) == (0, "")
-    assert mounted.digest in content
-    assert status is not None
-    assert status.id == made.config
 
 
 @pytest.mark.real

@@ -117,3 +117,49 @@ async def test_shape_refuses_layers_without_matching_ids() -> None:
 
     with pytest.raises(manifest.BadImageError, match="1 layers but 0"):
         await manifest.shape(top, documents.read, "linux/amd64")
+
+
+# What containerd's platforms.Only chooses of an index: the position, None for none.
+# tests/preheat/test_presence.py asks real ones the same.
+CHOICES: dict[str, tuple[str, list[str], int | None]] = {
+    "plain": ("linux/amd64", ["linux/arm64", "linux/amd64"], 1),
+    "the first of equal ones": ("linux/amd64", ["linux/amd64", "linux/amd64"], 0),
+    "v3 is no plain amd64": ("linux/amd64", ["linux/amd64/v3", "linux/amd64"], 1),
+    "v2 neither": ("linux/amd64", ["linux/amd64/v2", "linux/amd64/v1"], 1),
+    "v2 alone": ("linux/amd64", ["linux/amd64/v2"], None),
+    "386 where there is no other": ("linux/amd64", ["linux/amd64/v3", "linux/386"], 1),
+    "386 is second": ("linux/amd64", ["linux/386", "linux/amd64"], 1),
+    "other spellings": ("linux/amd64", ["linux/386", "Linux/x86_64"], 1),
+    "another system": ("linux/amd64", ["windows/amd64", "linux/amd64"], 1),
+    "attestations": ("linux/amd64", ["unknown/unknown", "linux/amd64"], 1),
+    "a setting of v3": ("linux/amd64/v3", ["linux/amd64", "linux/amd64/v2", "linux/amd64/v4"], 1),
+    "arm64 is v8": ("linux/arm64", ["linux/amd64", "linux/arm64/v8"], 1),
+    "v8 is arm64": ("linux/arm64/v8", ["linux/arm64"], 0),
+    "arm64 runs arm": ("linux/arm64", ["linux/arm/v6", "linux/arm/v7"], 1),
+    "arm is v7": ("linux/arm/v7", ["linux/arm/v8", "linux/arm/v6", "linux/arm"], 2),
+    "armhf is arm v7": ("linux/arm/v7", ["linux/armel", "linux/armhf"], 1),
+}
+
+
+def index_of(platforms: list[str]) -> list[dict[str, str]]:
+    """The platform of each entry of an index."""
+    names = ("os", "architecture", "variant")
+    return [dict(zip(names, text.split("/"), strict=False)) for text in platforms]
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_manifest_is_chosen_as_containerd_chooses(case: str) -> None:
+    platform, there, wanted = CHOICES[case]
+    entries = [{"n": n, "platform": each} for n, each in enumerate(index_of(there))]
+    if wanted is None:
+        with pytest.raises(manifest.NoPlatformError, match="no image for linux/amd64, only for"):
+            manifest.for_platform({"manifests": entries}, platform)
+        return
+    assert manifest.for_platform({"manifests": entries}, platform)["n"] == wanted
+
+
+@pytest.mark.parametrize("odd", [None, "linux/amd64", {}, {"os": 1, "architecture": []}])
+def test_entries_with_an_odd_platform_are_passed_over(odd: object) -> None:
+    good = {"n": 1, "platform": {"os": "linux", "architecture": "amd64"}}
+    found = manifest.for_platform({"manifests": [{"platform": odd}, good]}, "linux/amd64")
+    assert found == good

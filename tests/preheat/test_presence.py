@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from preheat import estimate, local_tags, manifest
+from preheat import estimate, failure, local_tags, manifest
 from preheat.runtimes import base
 from tests.preheat.rig import MB, Rig, pinned, started, state, until
-from tests.testbed import containerd, pods, proxy, registry
+from tests.preheat.test_manifest import CHOICES, index_of
+from tests.testbed import containerd, front, pods, proxy, registry
 
 REF = "r.e/fw/a:v1"
 LAYER = manifest.Layer("sha256:l", 10, "tar", "sha256:c")
@@ -135,3 +136,124 @@ async def test_tag_that_a_kubelet_moved_is_looked_up_at_once(
     assert (settled.state, settled.digest, settled.pinned) == ("ready", new.pushed.top, True)
     assert in_use == {old.pushed.config, new.pushed.config}
     assert after == {new.pushed.config}
+
+
+def push_index(rig: Rig, name: str, platforms: list[str]) -> tuple[str, list[registry.Pushed]]:
+    """An image for each platform and an index of them; its reference at the proxy."""
+    made, entries = [], []
+    for number, platform in enumerate(index_of(platforms)):
+        layer = registry.layer(f"{name}{number}", 2000, number)
+        tag, mark = f"{name}-{number}", f"{name}{number}"
+        one = rig.images.push("fw/choice", tag, [layer], index=False, mark=mark)
+        size = one.documents - _config_size(rig, one)
+        made.append(one)
+        kind = registry.MANIFEST
+        entry = {"mediaType": kind, "digest": one.top, "size": size, "platform": platform}
+        entries.append(entry)
+    body = {"schemaVersion": 2, "mediaType": registry.INDEX, "manifests": entries}
+    rig.images.put_manifest("fw/choice", name, body)
+    return f"{rig.gate.host}/fw/choice:{name}", made
+
+
+def _config_size(rig: Rig, image: registry.Pushed) -> int:
+    path = f"/v2/{image.repository}/blobs/{image.config}"
+    return len(rig.images._request("GET", path)[2])
+
+
+@pytest.mark.real
+@pytest.mark.timeout(120)
+async def test_manifest_is_chosen_as_the_runtime_chooses_it(rig: Rig) -> None:
+    """What is waited for is what the runtime brings: else it is pulled for ever."""
+    amd64 = {n: c for n, c in CHOICES.items() if c[0] == "linux/amd64" and c[2] is not None}
+    wanted, got = {}, {}
+    for number, (name, (_, platforms, chosen)) in enumerate(amd64.items()):
+        ref, made = push_index(rig, f"c{number}", platforms)
+        await rig.kubelet.pull(ref)
+        status = await rig.kubelet.status(ref)
+        assert status is not None
+        assert chosen is not None
+        wanted[name], got[name] = made[chosen].config, status.id
+    assert got == wanted
+
+
+@pytest.mark.real
+@pytest.mark.timeout(120)
+async def test_index_with_variants_is_pulled_once(rig: Rig) -> None:
+    ref, made = push_index(rig, "variants", ["linux/amd64/v3", "linux/amd64"])
+    async with rig.running(images=[{"ref": ref}]) as room:
+        row = await pinned(room, ref)
+        await until(lambda: not room.reconciler.running)
+        await room.reconciler.cycle()
+        pulls = room.reconciler.totals.pulls
+
+    assert (row.state, row.image_id) == ("ready", made[1].config)
+    assert pulls == 1
+
+
+@pytest.mark.real
+@pytest.mark.timeout(120)
+async def test_pull_that_brings_no_image_waits_and_is_a_finding(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the reason: here the agent takes another platform's manifest for the node's."""
+    ref, _ = push_index(rig, "mistaken", ["linux/arm64", "linux/amd64"])
+    monkeypatch.setattr(manifest, "for_platform", lambda index, _: index["manifests"][0])
+    async with rig.running(images=[{"ref": ref}]) as room:
+        row = await state(room, ref, "failed")
+        for _ in range(3):
+            await room.reconciler.cycle()
+        await until(lambda: not room.reconciler.running)
+        pulls = room.reconciler.totals.pulls
+        await room.reconcile(room.reconciler.section)
+        found = [each for each in rig.reported.found if each.subject == ref]
+        first = row.retry_at
+        # The next one waits longer: what came of the first is not forgotten by its success.
+        await room.resume(ref)
+        await until(lambda: room.reconciler.totals.pulls > pulls)
+        again = await state(room, ref, "failed")
+
+    assert pulls == 1
+    assert (row.failure_kind, row.attempts) == ("incomplete", 1)
+    assert "the runtime says that it pulled it" in row.reason
+    assert [each.rule for each in found] == ["preheat-pull-failed"]
+    assert first is not None
+    assert again.failure_kind == "incomplete"
+
+
+@pytest.mark.real
+@pytest.mark.timeout(120)
+async def test_page_in_place_of_a_manifest_is_no_image(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mirror that answers 200 and HTML. What the kubelet has counts, not containerd's record."""
+    short = failure._WAITS | {
+        failure.Kind.BAD_IMAGE: (0.2, 0.4),
+        failure.Kind.NOT_FOUND: (0.2, 0.4),
+    }
+    layers = [registry.layer("portal", MB, 84)]
+    pushed = rig.images.push("fw/portal", "v1", layers)
+    portal = front.Front(rig.images.port)
+    portal.start()
+    try:
+        portal.page = True
+        place = rig.daemon.certs / "portal.example"
+        place.mkdir()
+        text = f'server = "{portal.url}"\n[host."{portal.url}"]\n'
+        (place / "hosts.toml").write_text(text)
+        ref = "portal.example/fw/portal:v1"
+        async with rig.running(images=[{"ref": ref}]) as room:
+            row = await state(room, ref, "failed", "ready")
+            await room.reconciler.cycle()
+            still = room.show(ref)
+            listed = await rig.kubelet.status(ref)
+            monkeypatch.setattr(failure, "_WAITS", short)
+            portal.page = False
+            await room.resume(ref)
+            await until(lambda: room.show(ref).state == "ready")
+            after = await pinned(room, ref)
+
+    finally:
+        portal.stop()
+    assert listed is None
+    assert (row.state, still.state) == ("failed", "failed")
+    assert (after.digest, after.failure_kind) == (pushed.top, "")

@@ -225,20 +225,3 @@ def test_nodes_that_were_told_the_same_time_come_back_apart() -> None:
 
     assert START + 60 <= min(times) <= max(times) <= START + 360
     assert most_per_second(times) < 30
-
-
-def test_layout_that_is_away_is_no_outage_of_the_registry() -> None:
-    """Both references name one registry; the first image comes from a dataset."""
-
-    def pull_at(sources: dict[str, str]) -> float:
-        each = node(5)
-        each.want(dict.fromkeys((REF, OTHER), False), START, sources)
-        each.answered(OTHER, START)
-        each.measured(OTHER, "sha256:1", GB, False, START)
-        for at in (START + 10, START + 1000):
-            each.failed(REF, PullError(REF, Kind.NETWORK, "not served"), 1, at)
-        each.answered(REF, START + 5000)
-        return each.pull_at(OTHER, START + 5000, begun=False)
-
-    assert pull_at({REF: "oci:images/torch"}) == START + 5000
-    assert pull_at({}) > START + 5000  # the registry itself was away

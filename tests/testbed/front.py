@@ -95,6 +95,7 @@ class Front:
         self.deaths = 0  # how often that happens
         self.wanted_header: tuple[str, str] | None = None
         self.broken_documents = False  # what lookups of the agent get is not JSON
+        self.page = False  # 200 and a page of HTML to everything, as a captive portal
         self.refuses_agent = False  # 403 to the agent, as a firewall that knows containerd only
         self.blob_bytes = 0  # sent so far
         self.seen: list[Seen] = []
@@ -225,6 +226,8 @@ class Front:
         return web.Response(status=307, headers={"Location": self.elsewhere + request.path})
 
     async def _broken(self, request: web.Request) -> web.StreamResponse | None:
+        if self.page:
+            return web.Response(text="<html>please log in</html>", content_type="text/html")
         mine = request.headers.get("User-Agent", "").startswith("nodeagent")
         if not self.broken_documents or not mine or request.method != "GET":
             return None

@@ -31,7 +31,6 @@ nodeagent/pool: {{ .pool }}
 {{- if $runtime.bundles -}}{{- $_ := set $audit "containers" $runtime.bundles -}}{{- end -}}
 {{- $preheat := dict "runtime" $runtime.name "socket" (printf "%s/%s" $runtime.socketDir $runtime.socket) -}}
 {{- $_ := set $preheat "kubelet" (dict "root_dir" $host.kubelet) -}}
-{{- $_ := set $preheat "datasets" (printf "%s/views" $host.state) -}}
 {{- if $runtime.hosts -}}{{- $_ := set $preheat "hosts_dir" $runtime.hosts -}}{{- end -}}
 {{- if $runtime.dropIns -}}
 {{- $_ := set $preheat "crio" (dict "drop_in" (printf "%s/50-nodeagent-pinned-images.conf" $runtime.dropIns)) -}}
