@@ -69,7 +69,7 @@ class CephfsSource(kit.settings.Section):
     @field_validator("path")
     @classmethod
     def _plain_path(cls, value: str) -> str:
-        parts = [part for part in value.split("/") if part]
+        parts = [part for part in value.split("/") if part not in ("", ".")]
         if not value.startswith("/") or ".." in parts or ".snap" in parts:
             raise ValueError(
                 f"{value!r} is not an absolute path inside the file system; set a snapshot with "

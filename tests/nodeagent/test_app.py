@@ -52,8 +52,11 @@ async def test_a_slip_in_the_settings_is_a_finding_until_it_is_mended(
     good, seen = agent.config.read_text(), list[list[tuple[str, str]]]()
 
     async def changes(_: Path) -> AsyncIterator[None]:
-        for text in (good + "a_key_of_later: 1\n", good):
-            agent.config.write_text(text)
+        for text in (good + "a_key_of_later: 1\n", good, None, good):
+            if text is None:
+                agent.config.unlink()
+            else:
+                agent.config.write_text(text)
             yield
             found = agent.state.findings.current()
             seen.append([(each.rule, each.message) for each in found])
@@ -62,7 +65,9 @@ async def test_a_slip_in_the_settings_is_a_finding_until_it_is_mended(
     await agent._follow_settings()
     ((rule, message),) = seen[0]
     assert rule == "settings-unusable" and "a_key_of_later" in message
-    assert seen[1] == []
+    assert seen[1] == seen[3] == []
+    ((rule, message),) = seen[2]
+    assert rule == "settings-unusable" and "there is no such settings file" in message
     started = app.Agent(agent.config, agent.state.settings, problem="x: a slip")
     assert [each.rule for each in started.state.findings.current()] == ["settings-unusable"]
 
