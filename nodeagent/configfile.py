@@ -24,7 +24,7 @@ DEFAULT_PATH = Path("/etc/nodeagent/nodeagent.yaml")
 ENVIRONMENT = "NODEAGENT_CONFIG"
 LARGEST_FILE = 2**20  # bytes; a ConfigMap has no more
 MOST_MISTAKES = 20  # that an error names
-LONGEST_MISTAKE = 300  # characters of it
+LONGEST_MISTAKE = 1000  # characters of it
 # The line of a file that is no YAML any more.
 _STATE_DIR = re.compile(r"""^state_dir: *(["']?)(?P<path>/[^"'#\n]*?)\1 *(#.*)?$""", re.MULTILINE)
 

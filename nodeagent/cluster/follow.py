@@ -319,9 +319,9 @@ def _load(file: Path) -> intent.Known:
 
 
 def _put(file: Path, content: bytes) -> None:
-    """OSError, also when others could replace the file, or put a link in its place."""
+    """OSError, also when its folder is not ours."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_ours(file.parent)
+    _own(file.parent)
     if file.is_symlink() or not file.exists() or file.read_bytes() != content:
         kit.files.save(file, content, 0o600)
 
@@ -329,18 +329,25 @@ def _put(file: Path, content: bytes) -> None:
 def _forget(folder: Path, kept: Collection[str]) -> None:
     """Delete what ``_put`` wrote, this agent's or an earlier one's, but for ``kept``. OSError."""
     try:
-        _check_ours(folder)
+        _own(folder)
     except FileNotFoundError:
         return
+    _delete(folder, kept)
+
+
+def _delete(folder: Path, kept: Collection[str]) -> None:
     for file in folder.iterdir():
         written = _WRITTEN.fullmatch(file.name)
         if written is not None and written["name"] not in kept:
             file.unlink(missing_ok=True)
 
 
-def _check_ours(folder: Path) -> None:
-    """OSError when ``folder`` is a link, or others may write there."""
+def _own(folder: Path) -> None:
+    """Let nobody else write in ``folder``: they could put a link or a file of their own in the
+    place of ours. OSError when it is a link, or of somebody else."""
     status = folder.lstat()
-    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-    if not ours or status.st_mode & 0o022:
-        raise OSError(errno.EPERM, "it is not a directory that only the agent writes", str(folder))
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise OSError(errno.EPERM, "it is not a directory of the agent's own", str(folder))
+    if status.st_mode & 0o022:  # as a new emptyDir is
+        folder.chmod(0o700)
+        _delete(folder, ())
