@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -27,6 +28,7 @@ import kit.files
 import kit.findings
 from kube import client, watching
 from nodeagent.cluster import intent, kinds, requests
+from nodeagent.reporter import MOST_FINDINGS
 from nodeagent.settings import ClusterSettings, Settings
 from nodeagent.state import State
 
@@ -152,7 +154,8 @@ class Follower:
                 await apply()
             await self._release(state)
             await self.requests.step(state, self.verdicts)
-            state.findings.report(ORIGIN, self._findings())
+            # Beside the loop: how many objects are refused is not ours to say.
+            state.findings.report(ORIGIN, await asyncio.to_thread(self._findings))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_SECONDS):
                     await self._changed.wait()
@@ -268,9 +271,8 @@ class Follower:
 
     def _findings(self) -> list[kit.findings.Finding]:
         found = []
-        for each in self.verdicts:
-            if each.accepted and not each.collides:
-                continue
+        refused = (each for each in self.verdicts if each.collides or not each.accepted)
+        for each in itertools.islice(refused, MOST_FINDINGS):
             rule = "intent-collision" if each.collides else "intent-refused"
             found.append(
                 _finding(
