@@ -93,7 +93,7 @@ def glean(path: Path, room: str) -> tuple[Path | None, bool]:
     An empty value is no word: ``room:`` with nothing behind it may be what a slip left.
     """
     try:
-        text = read(path).decode("utf-8")
+        text = read(path).decode("utf-8").replace("\r\n", "\n")
     except (OSError, ValueError):
         return None, False
     try:

@@ -39,6 +39,7 @@ SETTLE_SECONDS = 0.2  # objects that come together are taken over together
 CHECK_SECONDS = 5.0  # for what is to be given up, and for what is over
 SECRET_SECONDS = 600.0
 SECRET_AGAIN_SECONDS = 20.0  # when nobody answered
+MOST_SECRETS = 20  # that are read in one go
 RELEASE_SECONDS = 180.0
 ORIGIN = "agent.kubernetes"
 # A file of a Secret, also half written (``kit.files.save``).
@@ -230,9 +231,11 @@ class Follower:
     async def _read_secrets(self) -> None:
         wanted = intent.secrets_of(self._known.wishes.values())
         now, silent = time.monotonic(), 0.0
-        for ref in sorted(wanted, key=lambda each: (each.name, each.key)):
-            if self._read.get(ref, 0.0) > now:
-                continue
+        # Those that wait longest first: with many no more than some are asked for at a time, and
+        # whoever may make objects may name many that this agent may not read.
+        due = [each for each in wanted if self._read.get(each, 0.0) <= now]
+        due.sort(key=lambda each: (self._read.get(each, 0.0), each.name, each.key))
+        for ref in due[:MOST_SECRETS]:
             if silent:  # or each of them would hold up everything else
                 self._read[ref] = now + silent
                 continue

@@ -21,6 +21,7 @@ from ceph.monitors import parse
 from kube import client
 from linux import krbd, rbd_sysfs
 from nodeagent.cluster import follow, intent, kinds
+from nodeagent.settings import ClusterSettings, Settings
 from preheat import hosts, manifest, sources
 from tests.kube import hostile
 
@@ -268,6 +269,30 @@ def test_only_files_of_secrets_are_deleted(tmp_path: Path) -> None:
     assert {each.name for each in folder.iterdir()} == {
         kept, "ceph.admin", "b" * 63, f"{'b' * 64}.json",
     }  # fmt: skip
+
+
+async def test_secrets_are_asked_for_in_turn_and_some_at_a_time(tmp_path: Path) -> None:
+    settings = Settings.model_validate(
+        {"admin": {"socket": str(tmp_path / "s")}, "state_dir": str(tmp_path), "cache": {}}
+    )
+    asked = ClusterSettings(server="https://127.0.0.1:1", namespace="n", node="a")
+    follower = follow.Follower(asked, settings)
+    wishes = [
+        intent.Wish("CachedDataset", f"d{n}", "u", 1, "", {"secretRef": {"name": f"s{n}"}})
+        for n in range(50)
+    ]
+    follower._known = intent.Known(wishes={each.key: each for each in wishes})
+    paths: list[str] = []
+
+    async def refuse(_: str, path: str, **__: Any) -> dict[str, Any]:
+        paths.append(path)
+        raise client.KubeError(path, "no", 403)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(follower.server, "request", refuse)
+        for count in (20, 40, 50, 50):
+            await follower._read_secrets()
+            assert len(paths) == len(set(paths)) == count
 
 
 def test_link_in_the_place_of_a_file_that_is_written_is_not_followed(tmp_path: Path) -> None:
