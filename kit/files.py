@@ -29,8 +29,9 @@ def save(path: Path, data: bytes, mode: int = 0o600) -> None:
     ``path``, and leaves the old file and no litter when any step fails.
     """
     temporary = path.with_name(f".{path.name}.new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        descriptor = os.open(temporary, flags, mode)
         try:
             with os.fdopen(descriptor, "wb") as stream:
                 stream.write(data)

@@ -5,7 +5,7 @@ likes. This module compares the list with the one before, by the findings' ids, 
 logged once when it appears and once when it clears, and keeps the time at which it was first seen.
 """
 
-import dataclasses
+import copy
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -39,7 +39,8 @@ class Findings:
         for finding in findings[:MOST_FINDINGS]:
             known = before.get(finding.id)
             since = known.since if known else finding.since or time.time()
-            now[finding.id] = dataclasses.replace(finding, since=since)
+            now[finding.id] = noted = copy.copy(finding)  # a new one would be redacted again
+            object.__setattr__(noted, "since", since)
             if known is None:
                 log.warning(
                     "finding",

@@ -195,7 +195,7 @@ class Node:
 
     async def _unmount(self, target: str) -> None:
         """First the record goes, so that a hanging publish mounts nothing afterwards."""
-        records.forget(self._folder, target)
+        await asyncio.to_thread(records.forget, self._folder, target)
         async with self._slots:
             await kit.child.call(mounts.unpublish, target, deadline=UNMOUNT_SECONDS)
         volume = self.volumes.pop(target, None)

@@ -230,7 +230,7 @@ class Cephfs:
         await asyncio.to_thread(cephfs_mount.configure, self._folder, way, deadline)
         # Written before the mount, so that a mount is known even if the agent is killed meanwhile.
         await asyncio.to_thread(kit.files.save, self._shown, self._shows.encode("ascii"))
-        self._target.mkdir(exist_ok=True, mode=0o700)
+        await asyncio.to_thread(self._target.mkdir, exist_ok=True, mode=0o700)
         if by_kernel:  # costs no process; that its mounts can be shared was not tried on a kernel
             await cephfs_mount.make(self._folder, way, self._source.path, deadline)
             return

@@ -147,7 +147,7 @@ async def make(folder: Path, way: Way, root: str, deadline: float) -> None:
     source, target = way.source, folder / POINT
     by_kernel = await uses_kernel(way)
     conf = await asyncio.to_thread(configure, folder, way, deadline)
-    target.mkdir(exist_ok=True, mode=0o700)
+    await asyncio.to_thread(target.mkdir, exist_ok=True, mode=0o700)
     if not by_kernel:
         await _mount_fuse(target, way, root, conf, deadline)
         return
@@ -259,12 +259,16 @@ async def release(folder: Path) -> bool:
             f"source mount {target}", f"it cannot be unmounted ({error.strerror})",
             "end the processes that use it; it is tried again",
         ) from error  # fmt: skip
+    await asyncio.to_thread(_delete, folder)
+    return unmounted
+
+
+def _delete(folder: Path) -> None:
     for name in ("keyring", "ceph.conf", SHOWN, SAID):
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        target.rmdir()
+        (folder / POINT).rmdir()
         folder.rmdir()
-    return unmounted
 
 
 def _daemons(target: str) -> list[int]:

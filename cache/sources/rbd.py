@@ -161,7 +161,7 @@ class Rbd:
             if self._source.client == "krbd":
                 raise self._error(lacking, "load the rbd module, or set client: auto")
             return "", f"{lacking}: the view comes with the complete copy"
-        self._target.mkdir(exist_ok=True, mode=0o700)
+        await asyncio.to_thread(self._target.mkdir, exist_ok=True, mode=0o700)
         protocol, hosts = monitors.one_protocol(addresses)
         try:
             refused = await kit.child.call(

@@ -161,7 +161,7 @@ class Shared:
             why = f"an earlier mount at {main} cannot be detached"
             raise way.error(why, "see the kernel log")
         shown = json.dumps(_fields(way.source, root), sort_keys=True).encode()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True, mode=0o700)
         await asyncio.to_thread(kit.files.save, folder / cephfs_mount.SHOWN, shown)
         await cephfs_mount.make(folder, way, root, deadline)
 

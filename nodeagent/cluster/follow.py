@@ -8,12 +8,17 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
+import itertools
 import json
+import os
 import random
+import re
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,7 @@ import kit.findings
 import kit.formats
 from kube import client, watching
 from nodeagent.cluster import intent, kinds, requests
+from nodeagent.reporter import MOST_FINDINGS
 from nodeagent.settings import ClusterSettings, Settings
 from nodeagent.state import State
 
@@ -36,8 +42,11 @@ SETTLE_SECONDS = 0.2  # objects that come together are taken over together
 CHECK_SECONDS = 5.0  # for what is to be given up, and for what is over
 SECRET_SECONDS = 600.0
 SECRET_AGAIN_SECONDS = 20.0  # when nobody answered
+MOST_SECRETS = 20  # that are read in one go
 RELEASE_SECONDS = 180.0
 ORIGIN = "agent.kubernetes"
+# A file of a Secret, also half written (``kit.files.save``).
+_WRITTEN = re.compile(r"\.?(?P<name>[0-9a-f]{64})(\.new)?")
 
 
 class Follower:
@@ -49,12 +58,13 @@ class Follower:
         self.verdicts: list[intent.Verdict] = []
         self._waits: dict[intent.Key, str] = {}  # what could not be given up yet, and why
         self.name, self.namespace = asked.node_name, asked.own_namespace
-        self._secrets = settings.admin.socket.parent / "secrets"
+        self._secrets = intent.Secrets(settings.admin.socket.parent / "secrets", self.namespace)
         self._file = settings.state_dir / FILE
         self._known = _load(self._file)
         self._changed = asyncio.Event()
         self.requests = requests.Requests(settings.state_dir, self._changed.set)
-        self._read: dict[tuple[str, str], float] = {}  # Secrets, and when they are due again
+        self._read: dict[kinds.SecretRef, float] = {}  # Secrets, and when they are due again
+        self._kept: set[str] | None = None  # names of files of Secrets, since others were deleted
         self.watches = {
             each.kind: watching.Watch[intent.Wish](
                 self.server,
@@ -120,7 +130,7 @@ class Follower:
 
     # --- work
 
-    async def follow(self, state: State, apply: Callable[[], None]) -> None:
+    async def follow(self, state: State, apply: Callable[[], Awaitable[None]]) -> None:
         """Never ends."""
         tasks = [
             asyncio.create_task(each.follow(), name=name) for name, each in self.watches.items()
@@ -137,7 +147,7 @@ class Follower:
             await asyncio.gather(*tasks, working, return_exceptions=True)
             await self.server.close()
 
-    async def _work(self, state: State, apply: Callable[[], None]) -> None:
+    async def _work(self, state: State, apply: Callable[[], Awaitable[None]]) -> None:
         while True:
             self._changed.clear()
             before = self._known
@@ -145,12 +155,13 @@ class Follower:
             await self._read_secrets()
             if self._known != before:
                 await self._save()
-                apply()
+                await apply()
             await self._release(state)
             await self.requests.step(state, self.verdicts)
             if self.synced:
                 await self.requests.settle()
-            state.findings.report(ORIGIN, self._findings())
+            # Beside the loop: how many objects are refused is not ours to say.
+            state.findings.report(ORIGIN, await asyncio.to_thread(self._findings))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_SECONDS):
                     await self._changed.wait()
@@ -177,23 +188,32 @@ class Follower:
         )
 
     async def _save(self) -> None:
-        text = json.dumps(intent.to_json(self._known)).encode()
+        known = self._known
+
+        def save() -> None:  # all of it grows with the objects
+            kit.files.save(self._file, json.dumps(intent.to_json(known)).encode())
+
         try:
-            await asyncio.to_thread(kit.files.save, self._file, text)
+            await asyncio.to_thread(save)
         except OSError as error:
             log.warning("what the cluster wants cannot be remembered", why=str(error))
 
     async def _release(self, state: State) -> None:
         """Give up what deleted objects asked for, once nobody uses it."""
         running = {each.room.name: each for each in state.running if each.started}
+        rooms = {found.kind: (room, found) for room, found in kinds.intents()}
+        wanted: dict[str, set[Any]] = {}
         waits: dict[intent.Key, str] = {}
-        for kind, key in sorted(self._known.releasing):
-            room, found = next((r, i) for r, i in kinds.intents() if i.kind == kind)
+        before = self._known.releasing
+        for kind, key in sorted(before):
+            room, found = rooms[kind]
             section = getattr(state.settings, room.name)
             done = section is None or found.release is None
             if not done:
                 assert found.release is not None
-                if any(getattr(e, found.key) == key for e in getattr(section, found.field)):
+                if kind not in wanted:
+                    wanted[kind] = {getattr(e, found.key) for e in getattr(section, found.field)}
+                if key in wanted[kind]:
                     done = True  # wanted again
                 elif room.name in running:
                     try:
@@ -207,52 +227,60 @@ class Follower:
                         waits[kind, key] = str(error) or "it takes longer than expected"
             if done:
                 self._known = intent.released(self._known, (kind, key))
-                await self._save()
+        if self._known.releasing != before:
+            await self._save()  # once: each time it is all that is known
         self._waits = waits
 
     # --- Secrets: by name, never listed or watched
 
     async def _read_secrets(self) -> None:
-        wanted = {each.secret for each in self._known.wishes.values()} - {None}
+        wanted = intent.secrets_of(self._known.wishes.values())
         now, silent = time.monotonic(), 0.0
-        for name, key in sorted(each for each in wanted if each is not None):
-            if self._read.get((name, key), 0.0) > now:
-                continue
+        # Those that wait longest first: with many no more than some are asked for at a time, and
+        # whoever may make objects may name many that this agent may not read.
+        due = [each for each in wanted if self._read.get(each, 0.0) <= now]
+        due.sort(key=lambda each: (self._read.get(each, 0.0), each.name, each.key))
+        for ref in due[:MOST_SECRETS]:
             if silent:  # or each of them would hold up everything else
-                self._read[name, key] = now + silent
+                self._read[ref] = now + silent
                 continue
             pause = SECRET_SECONDS
             try:
-                await self._read_secret(name, key)
+                await self._read_secret(ref)
             except (client.KubeError, OSError, ValueError) as error:
                 pause = SECRET_SECONDS / 10
                 if isinstance(error, client.KubeError) and error.status in (0, 401, 429):
                     pause = silent = SECRET_AGAIN_SECONDS
-                log.warning("Secret cannot be read", secret=name, key=key, why=str(error))
-            self._read[name, key] = now + pause * random.uniform(0.75, 1.0)
+                log.warning("Secret cannot be read", secret=ref.name, key=ref.key, why=str(error))
+            self._read[ref] = now + pause * random.uniform(0.75, 1.0)
         for old in self._read.keys() - wanted:
             del self._read[old]
-            intent.secret_file(self._secrets, *old).unlink(missing_ok=True)
+        kept = {self._secrets.file(each).name for each in wanted}
+        if kept != self._kept:
+            try:
+                await asyncio.to_thread(_forget, self._secrets.folder, kept)
+                self._kept = kept
+            except OSError as error:
+                log.warning("files of Secrets cannot be deleted", why=str(error))
 
-    async def _read_secret(self, name: str, key: str) -> None:
-        path = f"/api/v1/namespaces/{self.namespace}/secrets/{name}"
-        about = f"Secret {self.namespace}/{name}"
+    async def _read_secret(self, ref: kinds.SecretRef) -> None:
+        path = client.path_to("/api/v1/namespaces", self.namespace, "secrets", ref.name)
+        about = f"Secret {self.namespace}/{ref.name}"
         found = await self.server.request(
             "GET", path, about=about, deadline=watching.ANSWER_SECONDS
         )
-        entry = (found.get("data") or {}).get(key)
+        entry = (found.get("data") or {}).get(ref.key)
         if entry is None:
-            raise client.KubeError(about, f"it has no entry {key!r}")
+            raise client.KubeError(about, f"it has no entry {ref.key!r}")
         content = base64.b64decode(str(entry), validate=True)
-        await asyncio.to_thread(_put, intent.secret_file(self._secrets, name, key), content)
+        await asyncio.to_thread(_put, self._secrets.file(ref), content)
 
     # --- findings
 
     def _findings(self) -> list[kit.findings.Finding]:
         found = []
-        for each in self.verdicts:
-            if each.accepted and not each.collides:
-                continue
+        refused = (each for each in self.verdicts if each.collides or not each.accepted)
+        for each in itertools.islice(refused, MOST_FINDINGS):
             rule = "intent-collision" if each.collides else "intent-refused"
             found.append(
                 _finding(
@@ -310,6 +338,35 @@ def _remembered(value: Any) -> intent.Known:
 
 
 def _put(file: Path, content: bytes) -> None:
+    """OSError, also when its folder is not ours."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not file.exists() or file.read_bytes() != content:
+    _own(file.parent)
+    if file.is_symlink() or not file.exists() or file.read_bytes() != content:
         kit.files.save(file, content, 0o600)
+
+
+def _forget(folder: Path, kept: Collection[str]) -> None:
+    """Delete what ``_put`` wrote, this agent's or an earlier one's, but for ``kept``. OSError."""
+    try:
+        _own(folder)
+    except FileNotFoundError:
+        return
+    _delete(folder, kept)
+
+
+def _delete(folder: Path, kept: Collection[str]) -> None:
+    for file in folder.iterdir():
+        written = _WRITTEN.fullmatch(file.name)
+        if written is not None and written["name"] not in kept:
+            file.unlink(missing_ok=True)
+
+
+def _own(folder: Path) -> None:
+    """Let nobody else write in ``folder``: they could put a link or a file of their own in the
+    place of ours. OSError when it is a link, or of somebody else."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise OSError(errno.EPERM, "it is not a directory of the agent's own", str(folder))
+    if status.st_mode & 0o022:  # as a new emptyDir is
+        folder.chmod(0o700)
+        _delete(folder, ())

@@ -21,6 +21,7 @@ def with_datasets(*lines: str) -> str:
 
 
 FROZEN = "freshness: frozen"
+INSIDE = "/x/../var/lib/nodeagent/store/y"
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,10 @@ def test_live_tree_is_refused_with_alternatives(line: str) -> None:
         ("{name: Über, freshness: frozen, source: {kind: dir, path: /a}}", "dataset name"),
         ("{name: a/b, freshness: frozen, source: {kind: dir, path: /a}}", "dataset name"),
         ("{name: .., freshness: frozen, source: {kind: dir, path: /a}}", "dataset name"),
+        ('{name: "demo\\n", freshness: frozen, source: {kind: dir, path: /a}}', "dataset name"),
+        ('{name: a, freshness: frozen, source: {kind: dir, path: "/a\\0b"}}', "NUL"),
+        ("{name: a, freshness: frozen, source: {kind: dir, path: //etc/x}}", "lies in /etc"),
+        (f"{{name: a, source: {{kind: dir, path: {INSIDE}}}, freshness: frozen}}", "inside store"),
         (f"{{name: {'a' * 64}, freshness: frozen, source: {{kind: dir, path: /a}}}}", "at most 63"),
         ("{name: a, freshness: frozen, source: {kind: dir, path: a}}", "relative"),
         ("{name: a, freshness: frozen, source: {kind: nfs, path: /a}}", "nfs"),

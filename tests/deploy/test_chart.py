@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from nodeagent import configfile
+from nodeagent.settings import AdminSettings
 from tests.testbed import image, kubernetes, waiting
 from volumes.audit.settings import AuditSettings
 
@@ -164,6 +165,14 @@ def test_only_what_mounts_for_the_host_is_bidirectional(pod: dict[str, Any]) -> 
         volumes = {"/var/lib/kubelet/pods"} if container["name"] == "nodeagent" else set()
         assert both == {"/var/lib/nodeagent", "/sys/fs/bpf"} | volumes
     assert pod["hostPID"] is True
+
+
+def test_keys_of_secrets_are_in_memory(pod: dict[str, Any]) -> None:
+    """Beside the socket, where the agent puts them (``nodeagent.cluster.follow``)."""
+    place = f"{AdminSettings().socket.parent}/secrets"
+    mounts = {each["mountPath"]: each["name"] for each in pod["containers"][0]["volumeMounts"]}
+    (volume,) = (each for each in pod["volumes"] if each["name"] == mounts[place])
+    assert volume["emptyDir"]["medium"] == "Memory"
 
 
 def test_default_settings_have_all_rooms_and_a_guard_that_only_reports(

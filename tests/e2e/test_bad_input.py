@@ -7,7 +7,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,41 @@ def test_listen_address_in_use_is_refused(area: Path, node: Agent, source: Path)
 
 
 # --- sources: reported and tried again, the agent runs on --------------------------------------
+
+
+def test_settings_file_that_cannot_be_read_any_more_is_told(
+    area: Path, node: Agent, source: Path
+) -> None:
+    """Gone, a directory in its place, or larger than a ConfigMap: the next start would end."""
+    node.add_dir("a", source)
+    node.start()
+
+    def told() -> list[str]:
+        found = node.findings()
+        return [each["message"] for each in found if each["rule"] == "settings-unusable"]
+
+    def directory() -> None:
+        node.config.unlink()
+        node.config.mkdir()
+
+    def large() -> None:
+        node.config.write_bytes(b"#" * (2**20 + 1))
+
+    cases: list[tuple[Callable[[], object], str]] = [
+        (node.config.unlink, "there is no such settings file"),
+        (directory, "Is a directory"),
+        (large, "more than 1048576 bytes"),
+    ]
+    for spoil, words in cases:
+        spoil()
+        waiting.until(lambda: told() != [], 30, words, detail=node.said)
+        assert words in told()[0]
+        assert any(words in each for each in node.get("/readyz")["reasons"])
+        if node.config.is_dir():
+            node.config.rmdir()
+        node.write()
+        waiting.until(lambda: not told(), 30, "the file to be taken again", detail=told)
+    assert node.stop() == 0
 
 
 @pytest.fixture

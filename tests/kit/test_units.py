@@ -93,3 +93,15 @@ def test_format_share_says_all_and_nothing_only_when_it_is_so(share: float, text
 )
 def test_format_duration_is_short(seconds: float, text: str) -> None:
     assert units.format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("0", 0), ("007", 7), ("100", 100), ("101", None), ("", None), ("-1", None), ("+1", None),
+        ("1.0", None), (" 1", None), ("1\n", None), ("\u00b2", None), ("\u0663", None),
+        ("1_0", None), ("9" * 5000, None),
+    ],
+)  # fmt: skip
+def test_count_is_of_ascii_digits_and_bounded(text: str, count: int | None) -> None:
+    assert units.parse_count(text, 100) == count

@@ -106,6 +106,17 @@ CASES = [
         "and not both",
     ),
     ({"secretRef": KEY}, "this kind of source has no key"),
+    (
+        {
+            "source": CEPHFS, "freshness": "snapshot",
+            "secretRef": {"name": "ceph?x=/../../../../outside/stolen", "key": "admin"},
+        },
+        "spec.secretRef.name",
+    ),
+    (
+        {"source": CEPHFS, "freshness": "snapshot", "secretRef": {"name": "ceph", "key": "../x"}},
+        "spec.secretRef.key",
+    ),
     ({"priority": 5000}, "less than or equal to 1000"),
     ({"access": {"mode": "rwx"}}, "spec.access.mode"),
     ({"prioritty": 1}, 'unknown field "prioritty"'),

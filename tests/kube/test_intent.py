@@ -1,13 +1,18 @@
 """What objects add to the settings file, who wins, and when a missing one ends. Pure."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nodeagent.cluster import intent
-from nodeagent.settings import Settings
+import pytest
 
-SECRETS = Path("/run/nodeagent/secrets")
+from nodeagent.cluster import intent, kinds
+from nodeagent.settings import Settings
+from tests.testbed import growth
+
+SECRETS = intent.Secrets(Path("/run/nodeagent/secrets"), "nodeagent")
 DIR = {"kind": "dir", "path": "/mnt/a"}
+CEPHFS = {"kind": "cephfs", "monitors": ["10.0.0.1:6789"], "snapshot": "v1"}
 NOW = 1_000_000.0
 
 
@@ -79,7 +84,9 @@ def test_key_from_a_secret_is_a_file_for_the_room() -> None:
     source = {"kind": "cephfs", "monitors": ["10.0.0.1:6789"], "snapshot": "v1"}
     asked = wish("coco", source=source, freshness="snapshot", secretRef={"name": "ceph"})
     made, _ = intent.merge(settings(), [asked], SECRETS)
-    assert made.cache.datasets[0].source.secret_file == SECRETS / "ceph.key"
+    file = SECRETS.file(kinds.SecretRef(name="ceph", key="key"))
+    assert made.cache.datasets[0].source.secret_file == file
+    assert file.parent == SECRETS.folder
 
 
 def test_only_selected_objects_count() -> None:
@@ -123,3 +130,62 @@ def test_known_objects_survive_a_restart() -> None:
     left = {"CachedDataset": {"a": wish("a")}}
     known = intent.step(first, left, (), {"x": "y"}, NOW, 60.0)
     assert intent.from_json(intent.to_json(known)) == known
+
+
+MANY_KINDS = [
+    lambda n: wish(f"d{n}", source={"kind": "dir", "path": f"/mnt/d{n}"}),
+    lambda n: wish(f"d{n}", source={"kind": "dir", "path": "/etc/x"}),
+    lambda n: wish("same", source={"kind": "dir", "path": f"/mnt/d{n}"}),
+    lambda n: wish(
+        f"d{n}", source=CEPHFS, freshness="snapshot", secretRef={"name": "a", "key": "/"}
+    ),
+    lambda n: images(f"s{n}", f"r.test/a{n}:1"),
+    lambda n: images(f"s{n}", *(f"r.test/a{k}:1" for k in range(5))),
+]
+
+
+@pytest.mark.parametrize("make", MANY_KINDS)
+def test_work_grows_with_the_objects(make: Callable[[int], intent.Wish]) -> None:
+    """Whoever may make one may make many, and each node judges them all."""
+
+    def work(count: int) -> int:
+        wishes = [make(n) for n in range(count)]
+        places = ("cache/settings.py", "cache/closed.py", "cluster/intent.py", "kit/settings.py")
+        return growth.lines(
+            lambda: intent.merge(settings(), wishes, SECRETS), *places, "pathlib.py"
+        )
+
+    assert work(160) < 5 * work(40)
+
+
+def test_objects_beyond_what_a_node_can_have_are_refused_alone() -> None:
+    wishes = [images(f"s{n:03}", *(f"r.test/{n}-{k}:1" for k in range(3))) for n in range(200)]
+    wishes.append(images("small", "r.test/small:1", "r.test/0-0:1"))
+    made, verdicts = intent.merge(settings(), wishes, SECRETS)
+    assert len(made.preheat.images) == 499  # the last place is for one, and small asks for one
+    found = {each.wish.name: each for each in verdicts}
+    assert found["s165"].accepted and not found["s166"].accepted
+    assert "at most 500" in found["s166"].message and "at most 500" in found["s199"].message
+
+
+def test_keys_of_secrets_never_share_a_file() -> None:
+    names = ("a", "a.b", "a.b.c", "b")
+    keys = ("c", "b.c", "a", ".", "..", "_")
+    files = {
+        intent.Secrets(Path("/s"), space).file(kinds.SecretRef(name=name, key=key))
+        for space in ("one", "two") for name in names for key in keys
+    }  # fmt: skip
+    assert len(files) == 2 * len(names) * len(keys)
+    assert {each.parent for each in files} == {Path("/s")}
+
+
+@pytest.mark.parametrize(
+    "ref", [{"name": "../x"}, {"name": "a", "key": "a/b"}, {}, "a", {"name": 7}]
+)
+def test_reference_that_no_secret_can_have_is_refused_and_not_read(ref: Any) -> None:
+    asked = wish("bad", source=CEPHFS, freshness="snapshot", secretRef=ref)
+    good = wish("good", source=CEPHFS, freshness="snapshot", secretRef={"name": "a"})
+    made, verdicts = intent.merge(settings(), [asked, good], SECRETS)
+    assert [each.name for each in made.cache.datasets] == ["good"]
+    assert [each.accepted for each in verdicts] == [False, True]
+    assert intent.secrets_of([asked, good]) == {kinds.SecretRef(name="a")}

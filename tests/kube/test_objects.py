@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from nodeagent.cluster import intent, kinds
 from tests.kube import agents
 from tests.kube.test_crds import dataset
 from tests.testbed import agent, waiting
-from tests.testbed.control_plane import ControlPlane, unique
+from tests.testbed.control_plane import NAMESPACE, ControlPlane, unique
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(150)]
 
@@ -139,7 +140,8 @@ def test_secret_is_read_by_name_and_is_no_file_of_the_state(
         )
     )
     node.start()
-    file = node.socket.parent / "secrets" / "ceph.admin"
+    secrets = intent.Secrets(node.socket.parent / "secrets", NAMESPACE)
+    file = secrets.file(kinds.SecretRef(name="ceph", key="admin"))
     waiting.until(file.exists, 30, "the key", detail=node.said)
     assert file.read_text() == "QVFBQUFBPT0="
     assert file.stat().st_mode & 0o777 == 0o600

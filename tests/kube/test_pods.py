@@ -122,6 +122,14 @@ SHAPES: dict[str, tuple[dict[str, str], dict[str, Any], dict[str, Any]]] = {
             "volumes": [volume(), volume("imagenet")], "affinity": near("coco", "imagenet"),
         },
     ),
+    "a dataset twice": (
+        {ASKS: "coco,imagenet, coco,"},
+        {"containers": mounting("coco", "imagenet")},
+        {
+            "containers": mounting("coco", "imagenet"),
+            "volumes": [volume(), volume("imagenet")], "affinity": near("coco", "imagenet"),
+        },
+    ),
     "a dot in the name, and how to wait": (
         {ASKS: "coco.v2", f"{ASKS}-wait": "complete", f"{ASKS}-layout": "parent"},
         {"containers": mounting("coco-v2")},
@@ -198,6 +206,9 @@ def test_name_that_is_none_is_refused_readably(plane: ControlPlane, policy: None
     made = pod({}, {ASKS: "Co co"})
     done = plane._kubectl("create", "--dry-run=server", "-f", "-", given=json.dumps(made))
     assert done.returncode != 0 and 'spec.volumes[0].name: Invalid value: "Co co"' in done.stderr
+    made = pod({}, {ASKS: "a.b,a-b"})
+    done = plane._kubectl("create", "--dry-run=server", "-f", "-", given=json.dumps(made))
+    assert done.returncode != 0 and 'spec.volumes[1].name: Duplicate value: "a-b"' in done.stderr
 
 
 def test_policy_is_there_only_when_asked_for() -> None:

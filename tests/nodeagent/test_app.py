@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import kit.processes
 import kit.room
 import kit.settings
 from nodeagent import app, configfile, configwatch, logs, supervisor, watchdog
+from nodeagent.settings import Settings
 from nodeagent.state import Running
 from tests.testbed import waiting
 
@@ -52,8 +54,11 @@ async def test_a_slip_in_the_settings_is_a_finding_until_it_is_mended(
     good, seen = agent.config.read_text(), list[list[tuple[str, str]]]()
 
     async def changes(_: Path) -> AsyncIterator[None]:
-        for text in (good + "a_key_of_later: 1\n", good):
-            agent.config.write_text(text)
+        for text in (good + "a_key_of_later: 1\n", good, None, good):
+            if text is None:
+                agent.config.unlink()
+            else:
+                agent.config.write_text(text)
             yield
             found = agent.state.findings.current()
             seen.append([(each.rule, each.message) for each in found])
@@ -62,9 +67,35 @@ async def test_a_slip_in_the_settings_is_a_finding_until_it_is_mended(
     await agent._follow_settings()
     ((rule, message),) = seen[0]
     assert rule == "settings-unusable" and "a_key_of_later" in message
-    assert seen[1] == []
+    assert seen[1] == seen[3] == []
+    ((rule, message),) = seen[2]
+    assert rule == "settings-unusable" and "there is no such settings file" in message
     started = app.Agent(agent.config, agent.state.settings, problem="x: a slip")
     assert [each.rule for each in started.state.findings.current()] == ["settings-unusable"]
+
+
+async def test_what_grows_with_others_texts_is_done_beside_the_loop(
+    agent: app.Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file with many mistakes, and many objects: their authors are not to stop the loop."""
+    threads: dict[str, bool] = {}
+    good = agent.state.settings
+
+    def beside(what: str) -> Settings:
+        threads[what] = threading.current_thread() is not threading.main_thread()
+        return good
+
+    async def changes(_: Path) -> AsyncIterator[None]:
+        yield
+
+    monkeypatch.setattr(configwatch, "changes", changes)
+    monkeypatch.setattr(configfile, "load", lambda _: beside("file"))
+    monkeypatch.setattr(agent, "_merged", lambda: beside("objects"))
+    await agent._follow_settings()
+    assert threads == {"file": True, "objects": True}
+    threads.clear()
+    await agent._take_objects()
+    assert threads == {"objects": True}
 
 
 def test_apply_refuses_a_new_or_lost_section(agent: app.Agent) -> None:

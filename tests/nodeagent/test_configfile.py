@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import kit.errors
 from nodeagent import configfile, main
 from nodeagent.settings import Settings
+from tests.testbed import growth
 
 # The shape that other tools rely on, word by word.
 ISSUE = """\
@@ -147,6 +148,30 @@ def test_malformed_value_is_reported_with_its_line(text: str, place: str) -> Non
 def test_all_errors_are_reported_at_once() -> None:
     message = refused("cache:\n  bugdet: 1\n  reserve: 2\nadmn: {}\n")
     assert [int(n) for n in re.findall(r"file\.yaml:(\d+)", message)] == [2, 3, 4]
+
+
+def test_an_error_names_twenty_mistakes_and_counts_the_others() -> None:
+    message = refused("".join(f"wrong_{n}: 1\n" for n in range(1000)))
+    assert len(re.findall(r"there is no such setting", message)) == 20
+    assert message.startswith("file.yaml:1: wrong_0") and "and 980 more mistakes" in message
+    assert len(refused(f"{'k' * 500_000}: 1\n{'v' * 500_000}: 1\n")) < 3000
+
+
+def test_work_for_mistakes_grows_with_their_number() -> None:
+    def work(count: int) -> int:
+        text = "".join(f"wrong_{n}: 1\n" for n in range(count))
+        return growth.lines(lambda: refused(text), "nodeagent/configfile.py")
+
+    assert work(800) < 5 * work(200)
+
+
+def test_file_larger_than_a_config_map_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_bytes(b"#" * 2**20)
+    configfile.load(file)
+    file.write_bytes(b"#" * (2**20 + 1))
+    with pytest.raises(kit.errors.SettingsError, match="more than 1048576 bytes"):
+        configfile.load(file)
 
 
 def test_config_check_output_reads_back(tmp_path: Path) -> None:

@@ -72,6 +72,14 @@ async def test_new_file_is_noticed(tmp_path: Path) -> None:
     await seen(watch, lambda: path.write_text("here"))
 
 
+async def test_file_that_goes_and_comes_back_as_it_was_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("one")
+    watch = aiter(configwatch.changes(path))
+    await seen(watch, path.unlink)
+    await seen(watch, lambda: path.write_text("one"))
+
+
 async def test_configmap_swap_is_noticed(tmp_path: Path) -> None:
     # As kubelet lays it out: file -> ..data/file, ..data -> ..<time>, replaced by rename.
     def version(number: int) -> None:
@@ -118,7 +126,10 @@ async def test_change_between_items_is_not_missed(tmp_path: Path) -> None:
 async def test_without_watches_the_file_is_polled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    has_read = asyncio.Event()
+
     def none_left(*_: Any) -> None:
+        has_read.set()
         raise OSError(errno.EMFILE, "Too many open files")
 
     path = tmp_path / "a.yaml"
@@ -129,7 +140,7 @@ async def test_without_watches_the_file_is_polled(
         full.setattr(configwatch, "Inotify", none_left)
         for text in ("two", "three"):
             task = asyncio.ensure_future(anext(watch))
-            await asyncio.sleep(0)  # it has read what is there now
+            await asyncio.wait_for(has_read.wait(), SOON)  # what is there now
             path.write_text(text)
             await asyncio.wait_for(task, SOON)
     assert len(said) == 1
