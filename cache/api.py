@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 
 import kit.errors
+import kit.units
 from cache import choices, publishing, status
 from cache.component import Cache
 from cache.dataset import Dataset
@@ -81,12 +82,12 @@ async def _remove(cache: Cache, request: Request) -> Json:
 
 async def _failures(cache: Cache, request: Request) -> Json:
     limit = request.query.get("limit", "100")
-    if not limit.isdigit() or not 1 <= int(limit) <= MOST_FAILURES:
+    if not (number := kit.units.parse_count(limit, MOST_FAILURES)):
         raise kit.errors.SettingsError(
             "limit", f"{limit!r} is not a number from 1 to {MOST_FAILURES}", "correct it"
         )
     after = request.query.get("after", "")
-    return await status.failures(_named(cache, request), int(limit), after)
+    return await status.failures(_named(cache, request), number, after)
 
 
 async def _progress(cache: Cache, request: Request) -> Stream:

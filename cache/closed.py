@@ -4,8 +4,8 @@ Who may name a source (the settings file, a ConfigMap, an object of the cluster)
 node read it. So a directory with other pods' volumes and images, or with keys, is no source.
 """
 
+import os.path
 from collections.abc import Mapping
-from pathlib import PurePath
 
 KUBELET, RUNTIME, AGENT = "the kubelet's", "the container runtime's", "the agent's"
 CLUSTER = "of the cluster's own services"
@@ -39,16 +39,24 @@ ALWAYS: Mapping[str, str] = {
 OF_USERS: Mapping[str, str] = {"/home": "its users'"}
 
 
+def plain(path: str) -> str:
+    """An absolute path without '..', '.' and double slashes; links are not followed."""
+    return os.path.normpath("/" + path.lstrip("/"))
+
+
+def lies_in(path: str, folder: str) -> bool:
+    """Whether ``path`` is ``folder`` or lies in it."""
+    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
+
+
 def why(path: str, folders: Mapping[str, str]) -> str:
     """Why ``path`` is no source; '' when it lies neither in one of ``folders`` nor above one.
 
-    Paths are absolute and without '..'; links are not followed.
+    Paths are ``plain``.
     """
-    wanted = PurePath(path)
     for folder, whose in folders.items():
-        other = PurePath(folder)
-        if wanted == other or other in wanted.parents:
+        if lies_in(path, folder):
             return f"it lies in {folder}, which is {whose}: pods would read it"
-        if wanted in other.parents:
+        if lies_in(folder, path):
             return f"{folder}, which is {whose}, lies in it: pods would read that too"
     return ""

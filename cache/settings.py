@@ -1,6 +1,5 @@
 """Settings of the dataset cache."""
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -13,7 +12,7 @@ import kit.units
 import kube.settings
 from cache import closed
 
-_NAME = re.compile(r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 
 LIVE_TREE = (
     "a live, changing tree cannot be cached: the kernel would answer ESTALE or ENOENT for names "
@@ -76,7 +75,7 @@ class CephfsSource(kit.settings.Section):
                 f"{value!r} is not an absolute path inside the file system; set a snapshot with "
                 "'snapshot'"
             )
-        return "/" + "/".join(parts)
+        return kit.settings.one_line("/" + "/".join(parts))
 
     @field_validator("manifest")
     @classmethod
@@ -94,7 +93,7 @@ class CephfsSource(kit.settings.Section):
     def _plain_name(cls, value: str | None) -> str | None:
         if value is not None and (not value or "/" in value or value in (".", "..")):
             raise ValueError(f"{value!r} is not a snapshot name")
-        return value
+        return None if value is None else kit.settings.one_line(value)
 
 
 class RbdSource(kit.settings.Section):
@@ -127,8 +126,13 @@ class RbdSource(kit.settings.Section):
     @field_validator("namespace")
     @classmethod
     def _plain_namespace(cls, value: str) -> str:
-        if "/" in value or "@" in value:
-            raise ValueError(f"{value!r} is not a namespace name")
+        return value and kit.settings.word(value)
+
+    @field_validator("snapshot")
+    @classmethod
+    def _is_snapshot(cls, value: str) -> str:
+        if value == "-":  # as the kernel writes the image itself, which changes
+            raise ValueError("'-' is not a snapshot name")
         return value
 
 
@@ -213,7 +217,7 @@ class DatasetSettings(kit.settings.Section):
     @field_validator("name")
     @classmethod
     def _label(cls, value: str) -> str:
-        if not _NAME.match(value) or ".." in value:
+        if not _NAME.fullmatch(value) or ".." in value:
             raise ValueError(
                 f"{value!r} is not a dataset name: use lower-case letters, digits, '-' and '.', "
                 "at most 63, and begin and end with a letter or digit"
@@ -367,20 +371,19 @@ class CacheSettings(kit.settings.Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "CacheSettings":
-        names = [dataset.name for dataset in self.datasets]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"dataset {name!r} exists twice; names are unique")
-        roots = {"store": self.store, "views": self.views}
+        if (name := kit.settings.twice(dataset.name for dataset in self.datasets)) is not None:
+            raise ValueError(f"dataset {name!r} exists twice; names are unique")
+        roots = {"store": str(self.store), "views": str(self.views)}
         for dataset in self.datasets:
             if isinstance(dataset.source, DirSource):
-                roots[f"the source of dataset {dataset.name!r}"] = dataset.source.path
+                roots[f"the source of dataset {dataset.name!r}"] = str(dataset.source.path)
         self._refuse_closed()
+        plain = {other: closed.plain(path) for other, path in roots.items()}
         for key in ("store", "views"):
             for other, path in roots.items():
-                if other != key and (path == roots[key] or roots[key] in path.parents):
+                if other != key and closed.lies_in(plain[other], plain[key]):
                     raise ValueError(f"{other} ({path}) lies inside {key} ({roots[key]})")
-                if other != key and path in roots[key].parents and other != "store":
+                if other not in (key, "store") and closed.lies_in(plain[key], plain[other]):
                     raise ValueError(f"{key} ({roots[key]}) lies inside {other} ({path})")
         return self
 
@@ -392,5 +395,5 @@ class CacheSettings(kit.settings.Section):
         for dataset in self.datasets:
             if isinstance(dataset.source, DirSource):
                 path = str(dataset.source.path)
-                if why := closed.why(os.path.normpath(path), folders):
+                if why := closed.why(closed.plain(path), folders):
                     raise ValueError(f"the source of dataset {dataset.name!r} ({path}): {why}")

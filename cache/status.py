@@ -10,6 +10,7 @@ import kit.child
 import kit.errors
 import kit.findings
 import kit.processes
+import kit.units
 from cache import choices, evicting, frozen, hits, scrubs
 from cache.dataset import Dataset
 from cache.figures import Totals, Verification
@@ -175,7 +176,7 @@ async def failures(shown: Dataset, limit: int, after: str) -> dict[str, Any]:
         "after", f"{after!r} is not the 'next' of a page", "leave it out to read from the start"
     )
     number, _, name = after.partition("/")
-    if after and not number.removeprefix("-").isdigit():
+    if after and kit.units.parse_count(number.removeprefix("-"), 2**63 - 1) is None:
         raise wrong
     try:
         start = [int(number or 0), os.fsdecode(bytes.fromhex(name))]

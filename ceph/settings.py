@@ -55,8 +55,6 @@ ClusterT = TypeVar("ClusterT", bound=ClusterSettings)
 
 def unique(clusters: tuple[ClusterT, ...]) -> tuple[ClusterT, ...]:
     """``clusters`` when each has a name of its own, else ValueError."""
-    names = [cluster.name for cluster in clusters]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"cluster {name!r} is there twice; names are unique")
+    if (name := kit.settings.twice(cluster.name for cluster in clusters)) is not None:
+        raise ValueError(f"cluster {name!r} is there twice; names are unique")
     return clusters

@@ -72,7 +72,8 @@ def save(path: Path, data: bytes, mode: int = 0o600) -> None:
     old file and no litter when any step fails.
     """
     temporary = path.with_name(f".{path.name}.new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, mode)
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(data)

@@ -1,12 +1,14 @@
 """The base of every settings model, and the field types that several rooms use."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class Section(BaseModel):
@@ -34,7 +36,27 @@ def absolute(path: Path) -> Path:
     """``path`` when it is absolute, else ValueError: no working directory counts."""
     if not path.is_absolute():
         raise ValueError(f"{str(path)!r} is relative; give an absolute path")
+    if "\0" in str(path):
+        raise ValueError(f"{str(path)!r} has a NUL character, which no path can have")
     return path
+
+
+def one_line(text: str) -> str:
+    """``text`` when it has no control characters, else ValueError: it becomes an argument of a
+    program or a line of a file."""
+    if _CONTROL.search(text):
+        raise ValueError(f"{text!r} has control characters")
+    return text
+
+
+def twice(names: Iterable[str]) -> str | None:
+    """The first of ``names`` that is there a second time."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def matching(pattern: str, what: str) -> Callable[[str], str]:

@@ -64,6 +64,16 @@ def parse_share(value: object) -> float:
     return share
 
 
+def parse_count(text: str, most: int) -> int | None:
+    """A whole number from 0 to ``most`` in ASCII digits; None for any other text.
+
+    ``str.isdigit`` takes characters that ``int`` does not, and ``int`` has a longest text.
+    """
+    if not (text.isascii() and text.isdecimal() and len(text) <= 20):
+        return None
+    return number if (number := int(text)) <= most else None
+
+
 def format_size(size: float) -> str:
     """``1.5 GiB`` for people; exact below 1 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -8,8 +8,10 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import socket
 import time
+import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -32,6 +34,19 @@ KEEPALIVE = (8, 4, 3)
 AWAY_SECONDS, REFUSED_SECONDS = 20.0, 120.0  # longest pauses (``Pauses``)
 REFUSALS = (400, 403, 404, 409, 413, 422)  # answers that stay so until somebody does something
 MERGE_PATCH = "application/merge-patch+json"
+
+
+# A path of the API as ``path_to`` makes it, and perhaps a query as urllib makes it.
+_PATH = re.compile(r"(/(?!\.{1,2}(?:[/?]|$))[A-Za-z0-9._~%:-]+)+(\?[A-Za-z0-9._~%=&+-]*)?")
+
+
+def path_to(root: str, *names: str) -> str:
+    """``root``, a path of the API, with ``names`` below it. Each of them is one part of the path,
+    whatever others wrote into it. KubeError for one that cannot be one."""
+    for name in names:
+        if name in ("", ".", ".."):
+            raise KubeError(f"{root}/{name}", f"{name!r} is not the name of an object", 404)
+    return "/".join([root, *(urllib.parse.quote(name, safe=":") for name in names)])
 
 
 class KubeError(kit.errors.AgentError):
@@ -156,6 +171,8 @@ class ApiServer:
     async def _sent(
         self, method: str, path: str, data: bytes | None = None, kind: str = ""
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if not _PATH.fullmatch(path):
+            raise ValueError(f"{path[:100]!r} is not a path of the API")  # nobody quoted it
         found = await asyncio.to_thread(self._reader.read)
         if self._session is None:
             self._session = aiohttp.ClientSession(

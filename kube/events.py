@@ -49,11 +49,11 @@ class Events:
             self.dropped += 1
             return False
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        path = f"/api/v1/namespaces/{NAMESPACE}/events"
+        path = client.path_to("/api/v1/namespaces", NAMESPACE, "events")
         if known is not None:
             body: dict[str, Any] = {"count": known.count + 1, "lastTimestamp": stamp}
             try:
-                await self._ask("PATCH", f"{path}/{known.name}", body)
+                await self._ask("PATCH", client.path_to(path, known.name), body)
                 known.count, known.at = known.count + 1, now
                 self._known.move_to_end(key)
                 self.sent += 1

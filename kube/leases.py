@@ -7,6 +7,7 @@ from typing import Any
 from kube import client
 
 ANSWER_SECONDS = 10.0
+LEASES = "/apis/coordination.k8s.io/v1/namespaces"
 
 
 class Lease:
@@ -17,7 +18,6 @@ class Lease:
     ) -> None:
         self.note: dict[str, str] = {}
         self._server = server
-        self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._about = f"Lease {namespace}/{name}"
         self._namespace, self._name = namespace, name
         self._identity = identity
@@ -34,8 +34,10 @@ class Lease:
     async def hold(self, note: dict[str, str]) -> bool:
         """Take or renew it, with ``note``; False while another has it. KubeError."""
         began = time.monotonic()
+        leases = client.path_to(LEASES, self._namespace, "leases")
+        lease = client.path_to(leases, self._name)
         try:
-            found = await self._ask("GET", f"{self._path}/{self._name}")
+            found = await self._ask("GET", lease)
         except client.KubeError as error:
             if error.status != 404:
                 raise
@@ -45,9 +47,9 @@ class Lease:
         body = self._body(note, found)
         try:
             if found is None:
-                await self._ask("POST", self._path, body)
+                await self._ask("POST", leases, body)
             else:
-                await self._ask("PUT", f"{self._path}/{self._name}", body)
+                await self._ask("PUT", lease, body)
         except client.KubeError as error:
             if error.status != 409:
                 raise

@@ -7,13 +7,14 @@ from typing import Any
 from kube import client
 
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
+NODES = "/api/v1/nodes"
 TAINT = {"key": "nodeagent.io/volume-repair", "effect": "NoSchedule"}
 
 
 async def taint(server: client.ApiServer, node: str, *, wanted: bool, deadline: float) -> None:
     """Put it on the node, or take it away; others stay. KubeError, also (409) when somebody wrote
     to the node since it was read."""
-    about, path = f"Node {node}", f"/api/v1/nodes/{node}"
+    about, path = f"Node {node}", client.path_to(NODES, node)
     found = await server.request("GET", path, about=about, deadline=deadline)
     try:
         version = found["metadata"]["resourceVersion"]
@@ -37,7 +38,7 @@ async def label(
 ) -> None:
     """Write these labels, None: take it away; all others stay. KubeError."""
     await server.request(
-        "PATCH", f"/api/v1/nodes/{node}", {"metadata": {"labels": dict(labels)}},
+        "PATCH", client.path_to(NODES, node), {"metadata": {"labels": dict(labels)}},
         about=f"Node {node}", deadline=deadline, kind=client.MERGE_PATCH,
         largest=client.LARGEST_ANSWER * 4,
     )  # fmt: skip
@@ -64,7 +65,7 @@ async def set_condition(
         "lastTransitionTime": now if changed or before is None else before["lastTransitionTime"],
     }  # fmt: skip
     await server.request(
-        "PATCH", f"/api/v1/nodes/{node}/status", {"status": {"conditions": [body]}},
+        "PATCH", client.path_to(NODES, node, "status"), {"status": {"conditions": [body]}},
         about=f"Node {node}", deadline=deadline, kind=STRATEGIC_MERGE_PATCH,
         largest=client.LARGEST_ANSWER * 4,
     )  # fmt: skip

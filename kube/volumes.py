@@ -43,7 +43,7 @@ class Volumes:
         if not _NAME.fullmatch(name):
             raise client.KubeError(f"PersistentVolume {name!r}", "not the name of an object")
         about = f"PersistentVolume {name}"
-        path = f"/api/v1/persistentvolumes/{name}"
+        path = client.path_to("/api/v1/persistentvolumes", name)
         return _parse(
             await self.server.request("GET", path, about=about, deadline=self.deadline), about
         )
@@ -53,7 +53,7 @@ class Volumes:
         name = attachment_name(driver, handle, node)
         about = f"VolumeAttachment {name}"
         found = await self.server.request(
-            "GET", f"/apis/storage.k8s.io/v1/volumeattachments/{name}",
+            "GET", client.path_to("/apis/storage.k8s.io/v1/volumeattachments", name),
             about=about, deadline=self.deadline,
         )  # fmt: skip
         try:
@@ -68,7 +68,7 @@ class Volumes:
             "metadata": {"resourceVersion": volume.version, "annotations": {key: value}}
         }
         found = await self.server.request(
-            "PATCH", f"/api/v1/persistentvolumes/{volume.name}", body,
+            "PATCH", client.path_to("/api/v1/persistentvolumes", volume.name), body,
             about=about, deadline=self.deadline, kind=client.MERGE_PATCH,
         )  # fmt: skip
         return _parse(found, about)

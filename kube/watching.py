@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
+import kit.units
 from kit.line_worker import Backoff
 from kube import client
 
@@ -317,4 +318,4 @@ def _version(found: Mapping[str, Any]) -> str:
 
 
 def _number(version: str) -> int:
-    return int(version) if version.isdigit() else 0
+    return kit.units.parse_count(version, 2**64 - 1) or 0

@@ -5,13 +5,16 @@ number of a device in remove_single_major (Documentation/ABI/testing/sysfs-bus-r
 through that file and shows nowhere. A snapshot is mapped without a watch and without a lock.
 """
 
+import errno
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from linux import rbd_sysfs
 
 _BUS = "bus/rbd"
+_WORD = re.compile(r"[^\s,\0]+")  # of what the kernel takes apart at spaces and commas
 
 
 def available(sysfs: str | Path = "/sys") -> bool:
@@ -65,6 +68,9 @@ def map_snapshot(
         options.append("ms_mode=prefer-crc")
     if image.namespace:
         options.append(f"_pool_ns={image.namespace}")
+    for text in (*monitors, *options, image.pool, image.name, image.snapshot):
+        if not _WORD.fullmatch(text):
+            raise OSError(errno.EINVAL, "a name has a character that the kernel takes as an end")
     words = (",".join(monitors), ",".join(options), image.pool, image.name, image.snapshot)
     before = set(mapped(image))
     _write("add", " ".join(words))

@@ -107,6 +107,7 @@ class Agent:
         self.state.metrics.append(self._figures)
         self._supervisors: list[supervisor.Supervisor] = []
         self._stopping = asyncio.Event()
+        self._renewing = asyncio.Lock()
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT; AgentError when the process itself cannot start."""
@@ -191,7 +192,8 @@ class Agent:
         await self._keep()
         async for _ in configwatch.changes(self.config):
             try:
-                new = configfile.load(self.config)
+                # Beside the loop: a large file with many mistakes takes seconds.
+                new = await asyncio.to_thread(configfile.load, self.config)
             except kit.errors.SettingsError as error:
                 self._judge(str(error))
                 log.error(
@@ -201,7 +203,7 @@ class Agent:
             self._judge("")
             self._file = new
             await self._keep()
-            self._apply(self._merged())
+            await self._renew()
 
     def _judge(self, problem: str) -> None:
         """``problem``: why the file's latest content cannot be used; "" when it can."""
@@ -219,9 +221,15 @@ class Agent:
         """The settings file with what objects of the cluster add."""
         return self._file if self._cluster is None else self._cluster.merged(self._file)
 
-    def _take_objects(self) -> None:
+    async def _take_objects(self) -> None:
         log.info("objects of the cluster have changed")
-        self._apply(self._merged())
+        await self._renew()
+
+    async def _renew(self) -> None:
+        """Adopt the file and the objects as they are now. How many objects there are is not ours to
+        say, so they are merged beside the loop; one after another, for the latest has to win."""
+        async with self._renewing:
+            self._apply(await asyncio.to_thread(self._merged))
 
     def _apply(self, new: Settings) -> None:
         """Adopt what can change while running; note in ``state.refused`` what cannot."""

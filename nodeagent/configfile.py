@@ -5,6 +5,7 @@ the file is composed into nodes first: duplicates are refused there, and the pla
 pydantic refuses is looked up there afterwards.
 """
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -21,6 +22,9 @@ from nodeagent.settings import Settings
 
 DEFAULT_PATH = Path("/etc/nodeagent/nodeagent.yaml")
 ENVIRONMENT = "NODEAGENT_CONFIG"
+LARGEST_FILE = 2**20  # bytes; a ConfigMap has no more
+MOST_MISTAKES = 20  # that an error names
+LONGEST_MISTAKE = 300  # characters of it
 # The line of a file that is no YAML any more.
 _STATE_DIR = re.compile(r"""^state_dir: *(["']?)(?P<path>/[^"'#\n]*?)\1 *(#.*)?$""", re.MULTILINE)
 
@@ -33,7 +37,7 @@ def locate(given: Path | None) -> Path:
 def load(path: Path) -> Settings:
     """The settings in ``path``. SettingsError names the file, the line, the cause and a remedy."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read(path).decode("utf-8")
     except FileNotFoundError as error:
         raise kit.errors.SettingsError(
             str(path),
@@ -45,6 +49,15 @@ def load(path: Path) -> Settings:
             str(path), f"cannot be read ({error})", "make it a readable UTF-8 file"
         ) from error
     return parse(text, str(path))
+
+
+def read(path: Path) -> bytes:
+    """OSError, also when there is more in it than settings can be."""
+    with path.open("rb") as stream:
+        data = stream.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise OSError(errno.EFBIG, f"it has more than {LARGEST_FILE} bytes", str(path))
+    return data
 
 
 def load_or_last(path: Path, last_good: Path | None) -> tuple[Settings, str]:
@@ -65,7 +78,7 @@ def load_or_last(path: Path, last_good: Path | None) -> tuple[Settings, str]:
 def keep(path: str, last_good: str) -> str:
     """Copy settings that were found good. Returns why no copy could be made, or nothing."""
     try:
-        data, copy = Path(path).read_bytes(), Path(last_good)
+        data, copy = read(Path(path)), Path(last_good)
         if not copy.exists() or copy.read_bytes() != data:
             copy.parent.mkdir(parents=True, exist_ok=True)
             kit.files.save(copy, data)
@@ -80,7 +93,7 @@ def glean(path: Path, room: str) -> tuple[Path | None, bool]:
     An empty value is no word: ``room:`` with nothing behind it may be what a slip left.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read(path).decode("utf-8")
     except (OSError, ValueError):
         return None, False
     try:
@@ -168,7 +181,7 @@ def _refuse_duplicates(
                 if key.value in seen:
                     raise kit.errors.SettingsError(
                         f"{origin}:{key.start_mark.line + 1}",
-                        f"{key.value!r} is set twice",
+                        f"{_short(key.value)!r} is set twice",
                         "keep one of them",
                     )
                 seen.add(key.value)
@@ -183,12 +196,16 @@ def _readable(
     error: pydantic.ValidationError, root: yaml.Node, origin: str
 ) -> kit.errors.SettingsError:
     lines = []
-    for problem in error.errors():
-        line, path = _find(root, problem["loc"])
+    index: Index = {}
+    for problem in error.errors(include_url=False, include_input=False):
+        line, path = _find(root, problem["loc"], index)
         lines.append((line, f"{path or 'the file'}: {_cause(problem)}"))
     lines.sort()
     first_line, first = lines[0]
-    more = "".join(f"\n  {origin}:{line}: {text}" for line, text in lines[1:])
+    more = "".join(f"\n  {origin}:{line}: {_short(text)}" for line, text in lines[1:MOST_MISTAKES])
+    if len(lines) > MOST_MISTAKES:
+        more += f"\n  and {len(lines) - MOST_MISTAKES} more mistakes"
+    first = _short(first)
     return kit.errors.SettingsError(
         f"{origin}:{first_line}", first + more, "correct it and run 'nodeagent config check' again"
     )
@@ -212,7 +229,26 @@ def _cause(problem: pydantic_core.ErrorDetails) -> str:
     return problem["msg"].removeprefix("Value error, ")
 
 
-def _find(root: yaml.Node, location: tuple[int | str, ...]) -> tuple[int, str]:
+def _short(text: str) -> str:
+    """A key or a value may be as long as the file."""
+    return text if len(text) <= LONGEST_MISTAKE else f"{text[:LONGEST_MISTAKE]}…"
+
+
+# The keys of mappings that were looked through, with their lines and values.
+Index = dict[yaml.Node, dict[str, tuple[int, yaml.Node]]]
+
+
+def _keys(node: yaml.MappingNode, index: Index) -> dict[str, tuple[int, yaml.Node]]:
+    if node not in index:
+        index[node] = {
+            key.value: (key.start_mark.line + 1, value)
+            for key, value in node.value
+            if isinstance(key, yaml.ScalarNode)
+        }
+    return index[node]
+
+
+def _find(root: yaml.Node, location: tuple[int | str, ...], index: Index) -> tuple[int, str]:
     """Line and dotted path of the deepest part of ``location`` that the file has.
 
     Skips parts that are not keys of the file: pydantic also names the members of unions.
@@ -220,14 +256,11 @@ def _find(root: yaml.Node, location: tuple[int | str, ...]) -> tuple[int, str]:
     node, line, path = root, root.start_mark.line + 1, ""
     for position, part in enumerate(location):
         if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value == str(part):
-                    node, line = value, key.start_mark.line + 1
-                    path = f"{path}.{part}" if path else str(part)
-                    break
-            else:
-                if position == len(location) - 1:
-                    path = f"{path}.{part}" if path else str(part)
+            if str(part) in (keys := _keys(node, index)):
+                line, node = keys[str(part)]
+                path = f"{path}.{part}" if path else str(part)
+            elif position == len(location) - 1:
+                path = f"{path}.{part}" if path else str(part)
         elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
             node = node.value[part]
             line, path = node.start_mark.line + 1, f"{path}[{part}]"

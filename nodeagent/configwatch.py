@@ -15,6 +15,8 @@ from pathlib import Path
 import structlog
 from asyncinotify import Inotify, Mask
 
+from nodeagent import configfile
+
 log = structlog.get_logger("settings")
 
 # kubelet replaces a ConfigMap in two steps within milliseconds; editors write several times.
@@ -41,9 +43,10 @@ def _directories(path: Path) -> set[Path]:
     return {directory for directory in found if directory.is_dir()}
 
 
-def _read(path: Path) -> bytes | None:
+async def _read(path: Path) -> bytes | None:
+    """None: there is no such file, or none that can be read."""
     try:
-        return path.read_bytes()
+        return await asyncio.to_thread(configfile.read, path)
     except OSError:
         return None
 
@@ -57,7 +60,7 @@ async def _wait(path: Path, last: bytes | None) -> None:
         for directory in _directories(path):
             inotify.add_watch(directory, _CHANGES)
         # What changed before the watches were in place raises no event.
-        if _read(path) in (last, None):
+        if await _read(path) == last:
             try:
                 async with asyncio.timeout(POLL_SECONDS):
                     await inotify.get()
@@ -67,8 +70,8 @@ async def _wait(path: Path, last: bytes | None) -> None:
 
 
 async def changes(path: Path) -> AsyncIterator[None]:
-    """One item whenever the bytes of ``path`` differ from those at the last item."""
-    last = _read(path)
+    """One item whenever the bytes of ``path`` differ from those at the last item, or it is gone."""
+    last = await _read(path)
     watched = True
     while True:
         try:
@@ -83,7 +86,7 @@ async def changes(path: Path) -> AsyncIterator[None]:
                 )  # fmt: skip
             watched = False
             await asyncio.sleep(POLL_SECONDS)
-        now = _read(path)
-        if now is not None and now != last:
+        now = await _read(path)
+        if now != last:
             last = now
             yield

@@ -24,10 +24,11 @@ _REPLACED = {
 
 def address(text: str) -> tuple[str, int]:
     """Host and port of HOST:PORT; ValueError when it is not one."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    host, colon, digits = text.rpartition(":")
+    port = kit.units.parse_count(digits, 65535)
+    if not colon or not host or port is None:
         raise ValueError(f"{text!r} is not HOST:PORT, like 127.0.0.1:9470 or [::1]:9470")
-    return host.strip("[]"), int(port)
+    return host.strip("[]"), port
 
 
 def is_loopback(host: str) -> bool:

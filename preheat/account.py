@@ -38,7 +38,7 @@ class Grant:
 async def grant(asked: settings.ServiceAccountSettings, wanted: TokenAttributes) -> Grant:
     """A new token, good for an hour. Raises KubeError, MissingAnnotationError."""
     server = client.ApiServer(asked)
-    path = f"/api/v1/namespaces/{asked.namespace}/serviceaccounts/{asked.name}"
+    path = client.path_to("/api/v1/namespaces", asked.namespace, "serviceaccounts", asked.name)
     about = f"ServiceAccount {asked.namespace}/{asked.name}"
     try:
         annotations: dict[str, object] = {}

@@ -229,10 +229,8 @@ class PreheatSettings(kit.settings.Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "PreheatSettings":
-        refs = [each.ref for each in self.images]
-        for ref in refs:
-            if refs.count(ref) > 1:
-                raise ValueError(f"image {ref!r} is listed twice")
+        if (ref := kit.settings.twice(each.ref for each in self.images)) is not None:
+            raise ValueError(f"image {ref!r} is listed twice")
         if self.runtime == "crio" and self.bytes_per_second is not None:
             raise ValueError(
                 "bytes_per_second needs containerd: the agent cannot give layers to CRI-O"

@@ -7,12 +7,16 @@ agent that starts while no API server answers goes on as before.
 import asyncio
 import base64
 import contextlib
+import errno
 import functools
 import hashlib
 import json
+import os
 import random
+import re
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,8 @@ SECRET_SECONDS = 600.0
 SECRET_AGAIN_SECONDS = 20.0  # when nobody answered
 RELEASE_SECONDS = 180.0
 ORIGIN = "agent.kubernetes"
+# A file of a Secret, also half written (``kit.files.save``).
+_WRITTEN = re.compile(r"\.?(?P<name>[0-9a-f]{64})(\.new)?")
 
 
 class Follower:
@@ -46,12 +52,13 @@ class Follower:
         self.verdicts: list[intent.Verdict] = []
         self._waits: dict[intent.Key, str] = {}  # what could not be given up yet, and why
         self.name, self.namespace = asked.node_name, asked.own_namespace
-        self._secrets = settings.admin.socket.parent / "secrets"
+        self._secrets = intent.Secrets(settings.admin.socket.parent / "secrets", self.namespace)
         self._file = settings.state_dir / FILE
         self._known = _load(self._file)
         self._changed = asyncio.Event()
         self.requests = requests.Requests(settings.state_dir, self._changed.set)
-        self._read: dict[tuple[str, str], float] = {}  # Secrets, and when they are due again
+        self._read: dict[kinds.SecretRef, float] = {}  # Secrets, and when they are due again
+        self._kept: set[str] | None = None  # names of files of Secrets, since others were deleted
         self.watches = {
             each.kind: watching.Watch[intent.Wish](
                 self.server,
@@ -117,7 +124,7 @@ class Follower:
 
     # --- work
 
-    async def follow(self, state: State, apply: Callable[[], None]) -> None:
+    async def follow(self, state: State, apply: Callable[[], Awaitable[None]]) -> None:
         """Never ends."""
         tasks = [
             asyncio.create_task(each.follow(), name=name) for name, each in self.watches.items()
@@ -134,7 +141,7 @@ class Follower:
             await asyncio.gather(*tasks, working, return_exceptions=True)
             await self.server.close()
 
-    async def _work(self, state: State, apply: Callable[[], None]) -> None:
+    async def _work(self, state: State, apply: Callable[[], Awaitable[None]]) -> None:
         while True:
             self._changed.clear()
             before = self._known
@@ -142,7 +149,7 @@ class Follower:
             await self._read_secrets()
             if self._known != before:
                 await self._save()
-                apply()
+                await apply()
             await self._release(state)
             await self.requests.step(state, self.verdicts)
             state.findings.report(ORIGIN, self._findings())
@@ -172,23 +179,32 @@ class Follower:
         )
 
     async def _save(self) -> None:
-        text = json.dumps(intent.to_json(self._known)).encode()
+        known = self._known
+
+        def save() -> None:  # all of it grows with the objects
+            kit.files.save(self._file, json.dumps(intent.to_json(known)).encode())
+
         try:
-            await asyncio.to_thread(kit.files.save, self._file, text)
+            await asyncio.to_thread(save)
         except OSError as error:
             log.warning("what the cluster wants cannot be remembered", why=str(error))
 
     async def _release(self, state: State) -> None:
         """Give up what deleted objects asked for, once nobody uses it."""
         running = {each.room.name: each for each in state.running if each.started}
+        rooms = {found.kind: (room, found) for room, found in kinds.intents()}
+        wanted: dict[str, set[Any]] = {}
         waits: dict[intent.Key, str] = {}
-        for kind, key in sorted(self._known.releasing):
-            room, found = next((r, i) for r, i in kinds.intents() if i.kind == kind)
+        before = self._known.releasing
+        for kind, key in sorted(before):
+            room, found = rooms[kind]
             section = getattr(state.settings, room.name)
             done = section is None or found.release is None
             if not done:
                 assert found.release is not None
-                if any(getattr(e, found.key) == key for e in getattr(section, found.field)):
+                if kind not in wanted:
+                    wanted[kind] = {getattr(e, found.key) for e in getattr(section, found.field)}
+                if key in wanted[kind]:
                     done = True  # wanted again
                 elif room.name in running:
                     try:
@@ -202,44 +218,51 @@ class Follower:
                         waits[kind, key] = str(error) or "it takes longer than expected"
             if done:
                 self._known = intent.released(self._known, (kind, key))
-                await self._save()
+        if self._known.releasing != before:
+            await self._save()  # once: each time it is all that is known
         self._waits = waits
 
     # --- Secrets: by name, never listed or watched
 
     async def _read_secrets(self) -> None:
-        wanted = {each.secret for each in self._known.wishes.values()} - {None}
+        wanted = intent.secrets_of(self._known.wishes.values())
         now, silent = time.monotonic(), 0.0
-        for name, key in sorted(each for each in wanted if each is not None):
-            if self._read.get((name, key), 0.0) > now:
+        for ref in sorted(wanted, key=lambda each: (each.name, each.key)):
+            if self._read.get(ref, 0.0) > now:
                 continue
             if silent:  # or each of them would hold up everything else
-                self._read[name, key] = now + silent
+                self._read[ref] = now + silent
                 continue
             pause = SECRET_SECONDS
             try:
-                await self._read_secret(name, key)
+                await self._read_secret(ref)
             except (client.KubeError, OSError, ValueError) as error:
                 pause = SECRET_SECONDS / 10
                 if isinstance(error, client.KubeError) and error.status in (0, 401, 429):
                     pause = silent = SECRET_AGAIN_SECONDS
-                log.warning("Secret cannot be read", secret=name, key=key, why=str(error))
-            self._read[name, key] = now + pause * random.uniform(0.75, 1.0)
+                log.warning("Secret cannot be read", secret=ref.name, key=ref.key, why=str(error))
+            self._read[ref] = now + pause * random.uniform(0.75, 1.0)
         for old in self._read.keys() - wanted:
             del self._read[old]
-            intent.secret_file(self._secrets, *old).unlink(missing_ok=True)
+        kept = {self._secrets.file(each).name for each in wanted}
+        if kept != self._kept:
+            try:
+                await asyncio.to_thread(_forget, self._secrets.folder, kept)
+                self._kept = kept
+            except OSError as error:
+                log.warning("files of Secrets cannot be deleted", why=str(error))
 
-    async def _read_secret(self, name: str, key: str) -> None:
-        path = f"/api/v1/namespaces/{self.namespace}/secrets/{name}"
-        about = f"Secret {self.namespace}/{name}"
+    async def _read_secret(self, ref: kinds.SecretRef) -> None:
+        path = client.path_to("/api/v1/namespaces", self.namespace, "secrets", ref.name)
+        about = f"Secret {self.namespace}/{ref.name}"
         found = await self.server.request(
             "GET", path, about=about, deadline=watching.ANSWER_SECONDS
         )
-        entry = (found.get("data") or {}).get(key)
+        entry = (found.get("data") or {}).get(ref.key)
         if entry is None:
-            raise client.KubeError(about, f"it has no entry {key!r}")
+            raise client.KubeError(about, f"it has no entry {ref.key!r}")
         content = base64.b64decode(str(entry), validate=True)
-        await asyncio.to_thread(_put, intent.secret_file(self._secrets, name, key), content)
+        await asyncio.to_thread(_put, self._secrets.file(ref), content)
 
     # --- findings
 
@@ -296,6 +319,28 @@ def _load(file: Path) -> intent.Known:
 
 
 def _put(file: Path, content: bytes) -> None:
+    """OSError, also when others could replace the file, or put a link in its place."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not file.exists() or file.read_bytes() != content:
+    _check_ours(file.parent)
+    if file.is_symlink() or not file.exists() or file.read_bytes() != content:
         kit.files.save(file, content, 0o600)
+
+
+def _forget(folder: Path, kept: Collection[str]) -> None:
+    """Delete what ``_put`` wrote, this agent's or an earlier one's, but for ``kept``. OSError."""
+    try:
+        _check_ours(folder)
+    except FileNotFoundError:
+        return
+    for file in folder.iterdir():
+        written = _WRITTEN.fullmatch(file.name)
+        if written is not None and written["name"] not in kept:
+            file.unlink(missing_ok=True)
+
+
+def _check_ours(folder: Path) -> None:
+    """OSError when ``folder`` is a link, or others may write there."""
+    status = folder.lstat()
+    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not ours or status.st_mode & 0o022:
+        raise OSError(errno.EPERM, "it is not a directory that only the agent writes", str(folder))

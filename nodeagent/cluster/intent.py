@@ -8,6 +8,8 @@ seen ends an object there and then.
 """
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,10 +59,10 @@ class Wish:
         return self.selects(labels) and (not self.spread or node in self.chosen)
 
     @property
-    def secret(self) -> tuple[str, str] | None:
-        """Name and key of the Secret that it refers to."""
+    def secret(self) -> kinds.SecretRef | None:
+        """The key that it refers to. ValidationError when there can be no such Secret."""
         found = self.spec.get("secretRef")
-        return (str(found["name"]), str(found.get("key") or "key")) if found else None
+        return None if found is None else kinds.SecretRef.model_validate(found)
 
 
 def wish(kind: str, thing: Mapping[str, Any]) -> Wish:
@@ -158,12 +160,36 @@ def elements_of(old: Wish) -> list[str]:
     return [old.name] if not intent.many else [str(e[intent.key]) for e in old.spec[intent.many]]
 
 
+@dataclass(frozen=True)
+class Secrets:
+    """Where keys of Secrets of ``namespace`` are put for the rooms: in ``folder``."""
+
+    folder: Path
+    namespace: str
+
+    def file(self, ref: kinds.SecretRef) -> Path:
+        """Each key of each Secret has one of its own. Names that others gave are no part of it."""
+        text = json.dumps([self.namespace, ref.name, ref.key])
+        return self.folder / hashlib.sha256(text.encode()).hexdigest()
+
+
+def secrets_of(wishes: Iterable[Wish]) -> set[kinds.SecretRef]:
+    """What they refer to, but for names that no Secret can have: ``merge`` refuses these."""
+    found = set()
+    for each in wishes:
+        try:
+            found.add(each.secret)
+        except pydantic.ValidationError:
+            continue
+    return {each for each in found if each is not None}
+
+
 def merge(
-    settings: Settings, wishes: Iterable[Wish], secrets: Path
+    settings: Settings, wishes: Iterable[Wish], secrets: Secrets
 ) -> tuple[Settings, list[Verdict]]:
     """The settings of the file with what the objects add, and what became of each object.
 
-    ``secrets``: the directory in which Secrets are files (``secret_file``).
+    Its work grows with the objects, not with their square: whoever may make one may make many.
     """
     verdicts: list[Verdict] = []
     changed: dict[str, Any] = {}
@@ -177,52 +203,85 @@ def merge(
                 for each in mine
             ]
             continue
-        for each in mine:
-            section, verdict = _add(section, room, intent, each, secrets)
-            verdicts.append(verdict)
-        changed[room.name] = section
+        changed[room.name], found = _added(section, room, intent, mine, secrets)
+        verdicts += found
     return settings.model_copy(update=changed), verdicts
 
 
-def _add(
-    section: Any, room: kit.room.Room, intent: kit.room.Intent, asked: Wish, secrets: Path
-) -> tuple[Any, Verdict]:
-    """The section with one object's elements, or without them and why."""
-    there = getattr(section, intent.field)
-    taken = {getattr(each, intent.key) for each in there}
+def _added(
+    section: Any,
+    room: kit.room.Room,
+    intent: kit.room.Intent,
+    wishes: Iterable[Wish],
+    secrets: Secrets,
+) -> tuple[Any, list[Verdict]]:
+    """The section with the elements of objects of one kind, and what became of each.
+
+    The section judges what one object adds as if there were nothing else in its list, then the
+    whole list once: beside their keys and their number its elements know nothing of one another.
+    """
+    given = {name: getattr(section, name) for name in section.model_fields_set}
+    elements = list(getattr(section, intent.field))
+    taken = {getattr(each, intent.key) for each in elements}
+    most = _most(room.settings, intent.field)
+    verdicts = []
+    for asked in wishes:
+        if most is not None and len(elements) >= most:
+            verdicts.append(Verdict(asked, False, message=_full(intent, most)))
+            continue
+        try:
+            plain = _elements(intent, asked, secrets)
+            wanted = [intent.model.model_validate(each) for each in plain]
+            new = [each for each in wanted if getattr(each, intent.key) not in taken]
+            room.settings.model_validate({**given, intent.field: new})
+        except (pydantic.ValidationError, LookupError, TypeError) as error:
+            verdicts.append(Verdict(asked, False, message=_readable(error)))
+            continue
+        if most is not None and len(elements) + len(new) > most:
+            verdicts.append(Verdict(asked, False, message=_full(intent, most)))
+            continue
+        keys = [getattr(each, intent.key) for each in new]
+        lost = [key for each in wanted if (key := getattr(each, intent.key)) in taken]
+        message = ""
+        if lost:
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            message = (
+                f"{', '.join(map(str, lost[:3]))}{more}: the settings file of the node or an older "
+                "object has it too, and wins"
+            )
+        elements += new
+        taken.update(keys)
+        verdicts.append(Verdict(asked, bool(new), tuple(map(str, keys)), message, bool(lost)))
+    if not any(each.accepted for each in verdicts):
+        return section, verdicts
     try:
-        wanted = [intent.model.model_validate(each) for each in _elements(intent, asked, secrets)]
-        new = [each for each in wanted if getattr(each, intent.key) not in taken]
-        given = {name: getattr(section, name) for name in section.model_fields_set}
-        made = room.settings.model_validate({**given, intent.field: (*there, *new)})
-    except (pydantic.ValidationError, LookupError, TypeError) as error:
-        return section, Verdict(asked, False, message=_readable(error))
-    lost = [str(getattr(each, intent.key)) for each in wanted if each not in new]
-    keys = tuple(str(getattr(each, intent.key)) for each in new)
-    message = ""
-    if lost:
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        message = (
-            f"{', '.join(lost[:3])}{more}: the settings file of the node or an older object has it "
-            "too, and wins"
-        )
-    return made, Verdict(asked, bool(new), keys, message, bool(lost))
+        return room.settings.model_validate({**given, intent.field: elements}), verdicts
+    except pydantic.ValidationError as error:
+        why = _readable(error)
+        return section, [Verdict(each.wish, False, message=why) for each in verdicts]
 
 
-def _elements(intent: kit.room.Intent, asked: Wish, secrets: Path) -> Iterable[Mapping[str, Any]]:
+def _most(section: type[pydantic.BaseModel], field: str) -> int | None:
+    """How many elements the list may have; None: any number."""
+    limits = (getattr(each, "max_length", None) for each in section.model_fields[field].metadata)
+    return next((limit for limit in limits if limit is not None), None)
+
+
+def _full(intent: kit.room.Intent, most: int) -> str:
+    return f"{intent.field}: a node has at most {most}, and older objects and its settings file win"
+
+
+def _elements(
+    intent: kit.room.Intent, asked: Wish, secrets: Secrets
+) -> Iterable[Mapping[str, Any]]:
     if intent.many:
         yield from asked.spec[intent.many]
         return
     plain = {k: v for k, v in asked.spec.items() if k not in OURS}
     if asked.secret is not None and intent.secret:
         outer, inner = intent.secret
-        plain[outer] = {**plain[outer], inner: str(secret_file(secrets, *asked.secret))}
+        plain[outer] = {**plain[outer], inner: str(secrets.file(asked.secret))}
     yield {**plain, intent.key: asked.name}
-
-
-def secret_file(secrets: Path, name: str, key: str) -> Path:
-    """Where a key of a Secret is put for the rooms."""
-    return secrets / f"{name}.{key}"
 
 
 def _readable(error: Exception) -> str:

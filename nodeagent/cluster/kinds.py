@@ -7,6 +7,8 @@ alone: of a ``NodeStorage`` by that node's, of the others by the one that rolls 
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
+from pydantic import Field
+
 import kit.room
 import kit.settings
 from nodeagent import rooms
@@ -39,9 +41,9 @@ def label_prefixes() -> tuple[str, ...]:
 class SecretRef(kit.settings.Shown):
     """A key of a Secret in the agent's namespace."""
 
-    name: str
+    name: str = Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)
     """Name of the Secret."""
-    key: str = "key"
+    key: str = Field(default="key", pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)
     """Which of its entries."""
 
 

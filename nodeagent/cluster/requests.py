@@ -68,7 +68,8 @@ class Requests:
 
     def of(self, key: intent.Key) -> Mapping[str, Asked]:
         """By verb."""
-        return {verb: each for (*of, verb), each in self.asked.items() if tuple(of) == key}
+        verbs = (each.verb for _, i in kinds.intents() if i.kind == key[0] for each in i.requests)
+        return {v: self.asked[(*key, v)] for v in verbs if (*key, v) in self.asked}
 
     async def step(self, state: State, verdicts: Iterable[intent.Verdict]) -> None:
         """Begin what is new, and look at what was begun. It waits for neither."""

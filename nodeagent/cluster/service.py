@@ -1,7 +1,7 @@
 """The agent's part in a cluster. Its trouble is never the trouble of a room."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 from prometheus_client.core import Metric
@@ -44,7 +44,7 @@ class Cluster:
         writes = {"node": writer.writes, "rollup": writer.rolls}
         yield counter("cluster_writes", "Writes of NodeStorage and of roll-ups.", writes, "what")
 
-    async def follow(self, state: State, apply: Callable[[], None]) -> None:
+    async def follow(self, state: State, apply: Callable[[], Awaitable[None]]) -> None:
         """Never ends. ``apply`` is called when ``merged`` may give something else."""
         state.metrics.append(self.metrics)
         backoff = Backoff(5.0, 300.0)

@@ -46,12 +46,13 @@ def of_objects(
     are not given up yet, and what they wait for ("": nothing). ``asked_of``: what annotations of an
     object asked for, by verb. ``candidates``: objects with ``spread`` that select this node."""
     found = []
+    shown: dict[str, dict[str, Any]] = {}  # by kind, what its room reports by key
+    for _, made in kinds.intents():
+        _, elements = reported.get(made.field, (None, ()))
+        shown[made.kind] = {str(getattr(each, made.key)): each for each in elements}
     for verdict in verdicts:
         asked = verdict.wish
-        made = next(each for _, each in kinds.intents() if each.kind == asked.kind)
-        _, shown = reported.get(made.field, (None, ()))
-        by_key = {str(getattr(each, made.key)): each for each in shown}
-        mine = [by_key.get(key) for key in verdict.keys]
+        mine = [shown[asked.kind].get(key) for key in verdict.keys]
         there = [each for each in mine if each is not None]
         size = sum(each.bytes for each in there)
         ready = bool(mine) and all(each is not None and each.percent == 100 for each in mine)

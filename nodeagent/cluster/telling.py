@@ -73,8 +73,8 @@ class Teller:
     async def _write(self, each: trouble.Condition, node: dict[str, Any]) -> None:
         name = self._follower.name
         found = await self._server.request(
-            "GET", f"/api/v1/nodes/{name}", about=f"Node {name}", deadline=ANSWER_SECONDS,
-            largest=client.LARGEST_ANSWER * 4,
+            "GET", client.path_to(nodes.NODES, name), about=f"Node {name}",
+            deadline=ANSWER_SECONDS, largest=client.LARGEST_ANSWER * 4,
         )  # fmt: skip
         there = (found.get("status") or {}).get("conditions") or []
         before = next((one for one in there if one.get("type") == each.type), None)

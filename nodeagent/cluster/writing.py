@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+import kit.units
 from kube import client, leases, watching
 from nodeagent.cluster import follow, kinds, labels, rollup, storage, telling
 from nodeagent.state import State
@@ -28,6 +29,7 @@ NODES = "nodeagent.io/nodes"  # the leader's note: how many nodes there are
 # Seconds for each node between two looks at the Lease by those that do not hold it (7,500 nodes: 25
 # looks a second), and between two roll-ups (75 s).
 LOOK_EACH = 0.04
+MOST_NODES = 100_000  # that the note is believed: every agent may write it
 ROLL_EACH = 0.01
 MOST_AT_ONCE = 50  # roll-ups written in one round
 # NodeStorages in one answer: with many datasets one has some kilobytes, and all of 7,500 nodes
@@ -109,7 +111,7 @@ class Writer:
         if now == self._written and epoch == self._epoch and time.monotonic() < self._beat:
             return
         body = {"status": {**now, "written": storage.rfc3339(time.time())}}
-        path = f"{kinds.API}/{kinds.NODE_STORAGES}/{follower.name}/status"
+        path = client.path_to(kinds.API, kinds.NODE_STORAGES, follower.name, "status")
         try:
             await self._patch(path, body, f"NodeStorage {follower.name}")
         except client.KubeError as error:
@@ -134,7 +136,7 @@ class Writer:
             "metadata": {"name": name, "ownerReferences": [owner]},
         }
         await self.server.request(
-            "POST", f"{kinds.API}/{kinds.NODE_STORAGES}", body,
+            "POST", client.path_to(kinds.API, kinds.NODE_STORAGES), body,
             about=f"NodeStorage {name}", deadline=ANSWER_SECONDS,
         )  # fmt: skip
 
@@ -155,8 +157,8 @@ class Writer:
                     log.info("another agent rolls up")
             except client.KubeError as error:
                 log.info("the Lease of the roll-up cannot be asked for", why=str(error))
-            nodes = self._lease.note.get(NODES, "")
-            pause = max(self._interval, LOOK_EACH * int(nodes if nodes.isdigit() else 0))
+            nodes = kit.units.parse_count(str(self._lease.note.get(NODES, "")), MOST_NODES) or 0
+            pause = max(self._interval, LOOK_EACH * nodes)
             await asyncio.sleep(pause * random.uniform(0.75, 1.25))
 
     async def _roll(self) -> None:
@@ -191,7 +193,7 @@ class Writer:
             plural = next(each.plural for _, each in kinds.intents() if each.kind == kind)
             for asked in list(objects.objects.values()):
                 await asyncio.sleep(0)  # with many nodes each takes a while, and others want a turn
-                path = f"{kinds.API}/{plural}/{asked.name}"
+                path = client.path_to(kinds.API, plural, asked.name)
                 about = f"{kind} {asked.name}"
                 try:
                     before = self._rolled.get(asked.key)

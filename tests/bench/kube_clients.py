@@ -147,7 +147,7 @@ class Client:
         await asyncio.sleep(random.uniform(0, within))
         await self._cluster.follow(self._state, self._apply)
 
-    def _apply(self) -> None:
+    async def _apply(self) -> None:
         made: Any = self._cluster.merged(self._base)
         self._state.settings = made
         self._filling.want(each.name for each in made.cache.datasets)

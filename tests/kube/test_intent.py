@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from nodeagent.cluster import intent
+from nodeagent.cluster import intent, kinds
 from nodeagent.settings import Settings
 
-SECRETS = Path("/run/nodeagent/secrets")
+SECRETS = intent.Secrets(Path("/run/nodeagent/secrets"), "nodeagent")
 DIR = {"kind": "dir", "path": "/mnt/a"}
 NOW = 1_000_000.0
 
@@ -79,7 +79,9 @@ def test_key_from_a_secret_is_a_file_for_the_room() -> None:
     source = {"kind": "cephfs", "monitors": ["10.0.0.1:6789"], "snapshot": "v1"}
     asked = wish("coco", source=source, freshness="snapshot", secretRef={"name": "ceph"})
     made, _ = intent.merge(settings(), [asked], SECRETS)
-    assert made.cache.datasets[0].source.secret_file == SECRETS / "ceph.key"
+    file = SECRETS.file(kinds.SecretRef(name="ceph", key="key"))
+    assert made.cache.datasets[0].source.secret_file == file
+    assert file.parent == SECRETS.folder
 
 
 def test_only_selected_objects_count() -> None:

@@ -87,9 +87,8 @@ class LogSettings(kit.settings.Section):
     @classmethod
     def _names_differ(cls, value: tuple[LogSource, ...]) -> tuple[LogSource, ...]:
         names = ["kernel", *(source.name for source in value)]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two logs have the name {name!r}: give each its own")
+        if (name := kit.settings.twice(names)) is not None:
+            raise ValueError(f"two logs have the name {name!r}: give each its own")
         return value
 
 
