@@ -39,7 +39,7 @@ def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
     for name, source in sources.items():
         cost = f"dataset {name} is not served"
         if isinstance(source, DirSource):
-            where = str(source.path), str(state_dir)
+            where = str(source.path), str(state_dir), source.by_object
             found.append(Check(f"source {name}", directory, where, cost))
             continue
         key = (str(source.secret_file), source.user)
@@ -136,9 +136,9 @@ def kubelet(root: str) -> str:
     return f"{pods} and {registry} can be used"
 
 
-def directory(path: str, state_dir: str) -> str:
+def directory(path: str, state_dir: str, by_object: bool) -> str:
     try:
-        root = roots.look_in_place(path, state_dir)
+        root = roots.look_in_place(path, state_dir, by_object)
     except OSError as error:
         raise base.explain(f"directory {path}", error) from error
     if root["empty"]:

@@ -210,8 +210,9 @@ async def test_bundle_of_an_unusable_settings_file_has_none_of_its_text(tmp_path
 
 
 @pytest.fixture
-def own_state(area: Path) -> Path:
+def own_state(area: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The settings of a node whose state directory has a log, and a store below it."""
+    monkeypatch.setattr(bundle, "DOCTOR_SECONDS", 0.1)
     state, config = area / "state", area / "nodeagent.yaml"
     for name in ("state/store/coco/tree", "state/sources/coco/mount", "state/odd", "data"):
         (area / name).mkdir(parents=True)
@@ -241,12 +242,13 @@ async def test_bundle_outlives_a_disk_that_hangs(
     own_state: Path, area: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bundle, "STATE_SECONDS", 2.0)
-    (area / "below").mkdir()
-    command = ["bindfs", "-f", str(area / "below"), str(area / "state")]
+    (area / "hung").mkdir()
+    own_state.write_text(own_state.read_text().replace(f"{area}/state", f"{area}/hung"))
+    command = ["bindfs", "-f", str(area / "state"), str(area / "hung")]
     with subprocess.Popen(command) as daemon:
         try:
             await asyncio.to_thread(
-                waiting.until, lambda: mountinfo.top(area / "state") is not None, 20, "the mount"
+                waiting.until, lambda: mountinfo.top(area / "hung") is not None, 20, "the mount"
             )
             daemon.send_signal(signal.SIGSTOP)
             index, files = await made(own_state, area / "b.tar.gz")
