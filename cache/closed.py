@@ -8,7 +8,7 @@ import os.path
 from collections.abc import Mapping
 
 KUBELET, RUNTIME, AGENT = "the kubelet's", "the container runtime's", "the agent's"
-CLUSTER = "of the cluster's own services"
+CLUSTER = "the cluster's"
 ALWAYS: Mapping[str, str] = {
     "/var/lib/kubelet": KUBELET,
     "/var/log/pods": KUBELET,
