@@ -11,7 +11,7 @@ import kit.errors
 from ceph import secrets
 from kube import access, kubelet
 from kube.settings import AccessSettings, KubeletSource
-from nodeagent import bundle_files
+from nodeagent import bundle_files, configfile
 from nodeagent.api import rotation
 from preheat import credentials, hosts, manifest, settings
 from volumes.audit.logs import patterns
@@ -38,6 +38,7 @@ class Kubelet(KubeletSource):
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
+    "settings": configfile.load,
     "key of Ceph": lambda path: secrets.read(path, "gpu", "dataset a"),
     "token of the account": lambda path: api_server(token_file=path),
     "authority": lambda path: api_server(token_file=Path("/etc/hostname"), ca_file=path),
