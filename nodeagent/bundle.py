@@ -229,7 +229,7 @@ async def _add_state(bundle: Bundle, settings: Any) -> None:
     limits = (MOST_STATE_FILES, 2 * LARGEST, 2 * MOST_BYTES)
     try:
         found = await kit.child.call(
-            bundle_files.state, os.path.realpath(folder), leave_out, *limits, deadline=STATE_SECONDS
+            bundle_files.state, str(folder), leave_out, *limits, deadline=STATE_SECONDS
         )
     except (kit.errors.AgentError, OSError, RuntimeError) as error:
         bundle.lacks("state", str(folder), str(error))

@@ -34,7 +34,9 @@ def state(
     of a dataset), links, and what has 'secret' in its name. OSError.
     """
     listed, texts, lacks = [], {}, {}
-    names = sorted(_walk(folder, set(leave_out) | _mounted(), 100 * most_files))
+    top = os.path.realpath(folder)
+    left_out = {os.path.join(top, os.path.relpath(each, folder)) for each in leave_out}
+    names = sorted(_walk(top, left_out | _mounted(), 100 * most_files))
     for name in names[:most_files]:
         path = os.path.join(folder, name)
         try:
@@ -53,10 +55,9 @@ def _mounted() -> set[str]:
 
 
 def _walk(folder: str, leave_out: set[str], most: int) -> Iterator[str]:
-    """Names of regular files below ``folder`` on its file system, of the first ``most`` entries."""
+    """Names of regular files below ``folder``, on its file system, of its first ``most`` entries."""
     device = os.stat(folder).st_dev
-    folders = [os.path.realpath(folder)]
-    top = folders[0]
+    folders = [folder]
     while folders:
         path = folders.pop()
         with kit.files.closing(os.open(path, _DIRECTORY)) as opened:
@@ -72,4 +73,4 @@ def _walk(folder: str, leave_out: set[str], most: int) -> Iterator[str]:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(below)
                 elif entry.is_file(follow_symlinks=False):
-                    yield os.path.relpath(below, top)
+                    yield os.path.relpath(below, folder)
