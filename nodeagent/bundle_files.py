@@ -55,7 +55,7 @@ def _mounted() -> set[str]:
 
 
 def _walk(folder: str, leave_out: set[str], most: int) -> Iterator[str]:
-    """Names of regular files below ``folder``, on its file system, of its first ``most`` entries."""
+    """Names of regular files below ``folder`` on its file system, of ``most`` entries."""
     device = os.stat(folder).st_dev
     folders = [folder]
     while folders:
