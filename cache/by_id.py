@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import kit.errors
 import kit.files
 from cache import places, view
+from cache.store.tree import open_source
 from kit import child_main
 from linux import mountinfo, mounts, tree_users
 
@@ -83,18 +84,21 @@ def fall_back(data: str, name: str) -> bool:
     return True
 
 
-def show_source(data: str, name: str, root: str) -> None:
+def show_source(data: str, name: str, root: str, stamp: str = "") -> None:
     """Have what is mounted by an id show the source of that generation, at ``root``. OSError.
+    ``stamp`` as for ``tree.open_source``.
 
     Open files stay what they are.
     """
     target = f"{folder_of(data)}/{name}"
     if mountinfo.top(target) is None:
         return
-    with kit.files.closing(mounts.clone_tree(root)) as tree:
-        mounts.make_private(tree)
-        mounts.set_attributes(tree, mounts.READ_ONLY_DATA)
-        mounts.swap(tree, target)
+    with kit.files.closing(open_source(root, stamp)) as held:
+        made = mounts.clone_tree(f"/proc/self/fd/{held}")
+    with kit.files.closing(made):
+        mounts.make_private(made)
+        mounts.set_attributes(made, mounts.READ_ONLY_DATA)
+        mounts.swap(made, target)
 
 
 def users(data: str, name: str, layer: str) -> list[str]:

@@ -8,6 +8,7 @@ import os.path
 from collections.abc import Mapping
 
 KUBELET, RUNTIME, AGENT = "the kubelet's", "the container runtime's", "the agent's"
+CLUSTER = "the cluster's"
 ALWAYS: Mapping[str, str] = {
     "/var/lib/kubelet": KUBELET,
     "/var/log/pods": KUBELET,
@@ -23,10 +24,19 @@ ALWAYS: Mapping[str, str] = {
     "/run/k3s": RUNTIME,
     "/run/nodeagent": AGENT,
     "/run/secrets": AGENT,  # its token in the cluster
+    "/var/lib/etcd": CLUSTER,
+    "/var/lib/rook": CLUSTER,
+    "/var/lib/ceph": CLUSTER,
+    "/var/lib/cni": CLUSTER,
     "/etc": "the host's configuration",
+    "/boot": "the host's",
+    "/root": "root's",
+    "/dev": "the kernel's",
     "/proc": "the kernel's",
     "/sys": "the kernel's",
 }
+# Administrators keep datasets there too, and say so in the settings file.
+OF_USERS: Mapping[str, str] = {"/home": "its users'"}
 
 
 def plain(path: str) -> str:

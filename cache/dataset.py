@@ -436,9 +436,10 @@ class Dataset(standing.Standing):
     async def publish(self, stage: Stage) -> None:
         """Have ``stage`` serve the view. OSError."""
         source = self.reached.root if self.reached else ""
+        hide = self.settings.access.mode is None and bool(self.source.place)
         done = await kit.child.call(
             view.publish, self.view, str(stage), source, self.layer, self._scratch, self.stage,
-            deadline=VIEW_SECONDS,
+            self.reached.stamp if self.reached else "", hide, deadline=VIEW_SECONDS,
         )  # fmt: skip
         log.info("view published", dataset=self.name, before=str(self.stage), now=str(stage))
         self.stage = stage

@@ -19,7 +19,7 @@ from linux import devmapper, krbd, mountinfo, mounts
 
 
 def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
-    store, views = os.path.realpath(section.store), os.path.realpath(section.views)
+    store, views = str(section.store), str(section.views)  # the disk below may hang
     wanted_disk = None if section.disk is None else str(section.disk)
     found = [
         Check("overlayfs", overlay, (), "no dataset is served"),
@@ -39,7 +39,7 @@ def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
     for name, source in sources.items():
         cost = f"dataset {name} is not served"
         if isinstance(source, DirSource):
-            where = str(source.path), str(state_dir)
+            where = str(source.path), str(state_dir), source.by_object
             found.append(Check(f"source {name}", directory, where, cost))
             continue
         key = (str(source.secret_file), source.user)
@@ -70,6 +70,7 @@ def overlay() -> str:
 
 
 def ssd(store: str, wanted: str | None, state_dir: str, reserve: float) -> str:
+    store = os.path.realpath(store)
     disk.check(store, None if wanted is None else Path(wanted), Path(state_dir))
     there = kit.files.existing(store)
     try:
@@ -100,6 +101,7 @@ def ssd(store: str, wanted: str | None, state_dir: str, reserve: float) -> str:
 
 def propagation(views: str) -> str:
     """A mount namespace of our own must hand on what is mounted in it."""
+    views = os.path.realpath(views)
     own = mountinfo.read()
     mount = mountinfo.containing(views, own)
     if mount is not None and mount.shared is not None:
@@ -136,9 +138,9 @@ def kubelet(root: str) -> str:
     return f"{pods} and {registry} can be used"
 
 
-def directory(path: str, state_dir: str) -> str:
+def directory(path: str, state_dir: str, by_object: bool) -> str:
     try:
-        root = roots.look_in_place(path, state_dir)
+        root = roots.look_in_place(path, state_dir, by_object)
     except OSError as error:
         raise base.explain(f"directory {path}", error) from error
     if root["empty"]:

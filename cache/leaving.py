@@ -55,8 +55,9 @@ async def leave(dataset: Dataset, leaving: Generation) -> None:
             thing = f"dataset {dataset.name}: generation {leaving.id}"
             raise kit.errors.SourceError(thing, other, "it stays with the SSD")
         await kit.child.call(
-            by_id.show_source, dataset.view, leaving.id, reached.root, deadline=VIEW_SECONDS
-        )
+            by_id.show_source, dataset.view, leaving.id, reached.root, reached.stamp,
+            deadline=VIEW_SECONDS,
+        )  # fmt: skip
     log.info("generation is read from its source", dataset=dataset.name, generation=leaving.id)
 
 

@@ -1,7 +1,7 @@
 """The cache as the process registers it."""
 
 import kit.traces
-from cache import node_status, settings
+from cache import node_status, objects, settings
 from kit.room import Asking, Command, Intent, Presence, Report, Room, Rule, calls, named
 
 
@@ -54,6 +54,7 @@ _DATASETS = Intent(
         ),
     ),
     secret=("source", "secret_file"),
+    given=objects.given,
     release=calls("cache.component:Cache.release"),
     spread=True,
     requests=(

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 import ceph.settings
 import kit.settings
@@ -31,6 +31,17 @@ class DirSource(kit.settings.Section):
     """The directory that is the dataset's root."""
 
     needs: ClassVar = "a .snap path"
+    _by_object: bool = PrivateAttr(default=False)
+
+    @property
+    def by_object(self) -> bool:
+        """An object of the cluster names it: no link on the way to it is followed."""
+        return self._by_object
+
+    def named_by_object(self) -> "DirSource":
+        named = self.model_copy()
+        named._by_object = True
+        return named
 
     @property
     def in_snapshot(self) -> bool:
@@ -167,7 +178,8 @@ def same_place(old: Source, new: Source) -> bool:
     if snapshot_of(old) and snapshot_of(new):
         new = at_snapshot(new, snapshot_of(old))
     ways = {name: getattr(old, name) for name in WAYS if hasattr(old, name)}
-    return type(old) is type(new) and new.model_copy(update=ways) == old
+    same = type(old) is type(new)
+    return same and new.model_copy(update=ways).model_dump() == old.model_dump()
 
 
 class AccessSettings(kit.settings.Section):
@@ -366,6 +378,9 @@ class CacheSettings(kit.settings.Section):
     """Hints from readers."""
     csi: CsiSettings = CsiSettings()
     """Volumes for pods."""
+    object_keys: kit.settings.AbsolutePath = Path("/etc/nodeagent/object-keys")
+    """The only directory of the node in which objects of the cluster may name key files
+    (source.secret_file). A secretRef needs none."""
     datasets: tuple[DatasetSettings, ...] = ()
     """What is cached."""
 

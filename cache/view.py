@@ -25,7 +25,7 @@ from typing import Any
 import kit.errors
 import kit.files
 from cache import places
-from cache.store import disk, filesystem, image_copy, mixed
+from cache.store import disk, filesystem, image_copy, mixed, tree
 from kit import child_main
 from linux import detached, mountinfo, mounts, procfs
 
@@ -163,24 +163,53 @@ def is_allowed(view: str, owner: int, group: int, mode: str | None, source: str)
 
 
 def _all_may_pass(source: str) -> bool:
+    """Whether each directory above ``source`` lets all users pass. OSError."""
     above = Path(os.path.realpath(source)).parents
     return all(each.stat().st_mode & stat.S_IXOTH for each in above)
 
 
+def _all_pass_to(directory: int) -> bool:
+    """The same for an open directory: whoever renames what is above it leads to no others."""
+    with contextlib.ExitStack() as opened:
+        for _ in Path(os.readlink(f"/proc/self/fd/{directory}")).parents:
+            directory = os.open("..", os.O_PATH | os.O_DIRECTORY, dir_fd=directory)
+            opened.callback(os.close, directory)
+            if not os.fstat(directory).st_mode & stat.S_IXOTH:
+                return False
+    return True
+
+
 def publish(
-    view: str, stage: str, source: str, layer: str, scratch: str, before: str = ""
+    view: str,
+    stage: str,
+    source: str,
+    layer: str,
+    scratch: str,
+    before: str = "",
+    stamp: str = "",
+    hide: bool = False,
 ) -> dict[str, Any]:
     """Mount ``stage`` at ``view``, in place of ``before``, the stage that is there. HostError,
-    OSError.
+    OSError; ESHUTDOWN when ``source`` is another directory by now than the one with ``stamp``.
 
+    ``hide``: the view is root's alone when a directory above the source keeps users out.
     The fields of ``Shown``, and ``clean``: False when the old mount stays below it (kernels before
     6.5).
     """
     with places.parent(view) as parent:
         at = places.mount_point(parent, Path(view).name, view)
-        clean = _changed(view, stage, source, layer, before) or _mount(
-            view, at, stage, source, layer, scratch
-        )
+        clean = _changed(view, stage, source, layer, before)
+        if not clean:
+            with contextlib.ExitStack() as opened:
+                held = ""
+                if stage in (Stage.SOURCE, Stage.OVERLAY):
+                    # By this descriptor alone: the name may lead elsewhere at any moment.
+                    root = tree.open_source(source, stamp)
+                    opened.enter_context(kit.files.closing(root))
+                    held = f"/proc/self/fd/{root}"
+                    if hide and not _all_pass_to(root):
+                        os.fchmod(parent, 0o700)
+                clean = _mount(view, at, stage, source, layer, scratch, held)
     top = mountinfo.stacked(view)[-1]
     return {
         "clean": clean,
@@ -214,23 +243,28 @@ def _changed(view: str, stage: str, source: str, layer: str, before: str) -> boo
     return shown == mixed.at(source)
 
 
-def _mount(view: str, at: str, stage: str, source: str, layer: str, scratch: str) -> bool:
-    """Mount ``stage`` at ``view``; False when the old mount stays below it."""
+def _mount(
+    view: str, at: str, stage: str, source: str, layer: str, scratch: str, held: str
+) -> bool:
+    """Mount ``stage`` at ``view``; False when the old mount stays below it.
+
+    ``held``: a path of the source that leads nowhere else.
+    """
     match Stage(stage):
         case Stage.OVERLAY if not mixed.at(source):
-            tree = _overlay([layer, source], Path(scratch))
+            made = _overlay([layer, held], Path(scratch))
         case Stage.STORE if os.path.isfile(layer):
             partition = image_copy.partition_of(Path(layer).parent)
-            tree = filesystem.view_of(layer, partition)
+            made = filesystem.view_of(layer, partition)
         case Stage.SOURCE | Stage.STORE | Stage.OVERLAY:
-            tree = mounts.clone_tree(layer if stage == Stage.STORE else source)
-            mounts.set_attributes(tree, mounts.READ_ONLY_DATA)
+            made = mounts.clone_tree(layer if stage == Stage.STORE else held)
+            mounts.set_attributes(made, mounts.READ_ONLY_DATA)
         case Stage.NONE | Stage.UNKNOWN:
             raise ValueError("nothing to publish")
-    with kit.files.closing(tree):
+    with kit.files.closing(made):
         if mountinfo.stacked(view):
-            return mounts.swap(tree, view)
-        mounts.attach(tree, at)
+            return mounts.swap(made, view)
+        mounts.attach(made, at)
     return True
 
 

@@ -3,18 +3,35 @@
 import re
 from pathlib import Path
 
+import kit.child
 import kit.errors
+import kit.files
 
+LARGEST = 64 * 1024  # bytes; a keyring may hold the keys of many users
+READ_SECONDS = 10.0
 _KEY = re.compile(r"[A-Za-z0-9+/]{20,}={0,2}")
 
 
-def read(path: Path, user: str, thing: str) -> str:
-    """The key of ``user`` (without 'client.') in a bare secret file or a keyring.
+async def fetch(path: Path, user: str, thing: str) -> str:
+    """As ``read``, in a child: the file may be on a file system that hangs. SourceError."""
+    try:
+        key: str = await kit.child.call(read, str(path), user, thing, deadline=READ_SECONDS)
+        return key
+    except kit.child.DeadlineError as error:
+        raise kit.errors.SourceError(
+            thing,
+            f"secret_file {path} cannot be read ({error.cause})",
+            "put the user's key on a disk of the node; it is tried again",
+        ) from None
+
+
+def read(path: str | Path, user: str, thing: str) -> str:
+    """The key of ``user`` (without 'client.') in a bare secret file or a keyring. May hang.
 
     SourceError about ``thing``, whose text never shows what the file holds.
     """
     try:
-        text = path.read_text(encoding="ascii").strip()
+        text = kit.files.read_small(path, LARGEST).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise kit.errors.SourceError(

@@ -8,12 +8,14 @@ the call is about: a path, a device) fail at once with a DeadlineError.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import kit.redact
-from kit import messages, processes
+from kit import files, messages, processes
 from kit.processes import DeadlineError as DeadlineError
 
 _REMEDY = "the source or the disk behind it hangs; it is tried again later"
@@ -43,3 +45,13 @@ async def call(function: Callable[..., Any], *arguments: Any, deadline: float) -
         last = kit.redact.last(err.decode("utf-8", "replace"), 1000)
         raise RuntimeError(f"{name} ended with {process.returncode}: {last}")
     return messages.result(out, Any)
+
+
+async def read_small(path: Path, most: int, deadline: float) -> bytes:
+    """As ``kit.files.read_small``, in a child. OSError, DeadlineError, RuntimeError as ``call``."""
+    return os.fsencode(await call(content, str(path), most, deadline=deadline))
+
+
+def content(path: str, most: int) -> str:
+    """In the child."""
+    return os.fsdecode(files.read_small(path, most))

@@ -1,16 +1,19 @@
-"""Small durable files: replaced whole, appended to, locked; descriptors that are closed again."""
+"""Small files: read bounded, replaced whole, appended to, locked; descriptors that are closed
+again."""
 
 import contextlib
 import errno
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 LARGEST_LOG = 2**20  # bytes; then the file becomes NAME.1 and a new one begins
+LARGEST_SMALL = 2**20  # bytes of a file of settings, certificates or logins
 
 
 @contextlib.contextmanager
@@ -20,6 +23,46 @@ def closing(descriptor: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def regular(path: str | Path) -> Iterator[str]:
+    """A path of the regular file ``path`` that leads nowhere else while the block runs.
+
+    OSError, with the cause as its text, for anything else, which is not opened: a pipe waits for a
+    writer, and opening a device may begin what it does. Links are followed, as those of a
+    Kubernetes Secret are.
+    """
+    with closing(os.open(path, os.O_PATH | os.O_CLOEXEC)) as found:
+        if not stat.S_ISREG(os.fstat(found).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        yield f"/proc/self/fd/{found}"
+
+
+@contextlib.contextmanager
+def small(path: str | Path, most: int = LARGEST_SMALL) -> Iterator[str]:
+    """As ``regular``, of at most ``most`` bytes, for libraries that read what a path names."""
+    with regular(path) as found:
+        if os.stat(found).st_size > most:
+            raise _too_large(path, most)
+        yield found
+
+
+def read_small(path: str | Path, most: int = LARGEST_SMALL) -> bytes:
+    """A regular file of at most ``most`` bytes: the one way to read what somebody else named.
+
+    OSError as ``regular``. A dead network file system hangs it: call it in a child where the path
+    may lead to one (``kit.child.read_small``).
+    """
+    with small(path, most) as found, Path(found).open("rb") as stream:
+        data = stream.read(most + 1)
+    if len(data) > most:  # it grew, or it is one of /proc
+        raise _too_large(path, most)
+    return data
+
+
+def _too_large(path: str | Path, most: int) -> OSError:
+    return OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
 
 
 def save(path: Path, data: bytes, mode: int = 0o600) -> None:

@@ -321,6 +321,9 @@ class Intent:
     # Two names: the field of the field of ``model`` that names a file with a key, which objects may
     # give as a Secret instead.
     secret: tuple[str, str] | tuple[()] = ()
+    # element, section, the directory of Secrets: the element as an object may give it.
+    # SettingsError for what only the settings file may say. None: all of it.
+    given: Callable[[Any, Any, Path], Any] | None = None
     # component, key: give up what a deleted object asked for. InUseError: who uses it. None: the
     # settings without the element are enough.
     release: Callable[[Any, str], Awaitable[None]] | None = None

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import kit.files
 import kit.slips
 from kube.settings import AccessSettings
-
-_LARGEST_FILE = 1 << 20
 
 
 class AccessError(ValueError):
@@ -75,8 +74,8 @@ class Reader:
             server, token, trust = _kubeconfig(self._asked.kubeconfig)
         else:
             server = self._asked.server or _in_cluster()
-            token = self._asked.token_file.read_text(encoding="ascii").strip()
-            trust = _Trust(self._asked.ca_file.read_bytes())
+            token = kit.files.read_small(self._asked.token_file).decode("ascii").strip()
+            trust = _Trust(kit.files.read_small(self._asked.ca_file))
         if self._last is None or self._last[0] != trust:
             try:
                 self._last = trust, trust.context()
@@ -94,8 +93,7 @@ def _in_cluster() -> str:
 
 def _kubeconfig(file: Path) -> tuple[str, str, _Trust]:
     """Server, token and trust of the current context."""
-    with file.open("rb") as stream:
-        text = stream.read(_LARGEST_FILE)
+    text = kit.files.read_small(file)
     try:
         whole = kit.slips.load_yaml(text)
         context = _named(whole["contexts"], whole["current-context"])["context"]
@@ -108,7 +106,8 @@ def _kubeconfig(file: Path) -> tuple[str, str, _Trust]:
         raise AccessError(f"{file}: the server {server!r} is not https://")
     token = str(user.get("token") or "")
     if "tokenFile" in user:
-        token = (file.parent / str(user["tokenFile"])).read_text(encoding="ascii").strip()
+        named = file.parent / str(user["tokenFile"])
+        token = kit.files.read_small(named).decode("ascii").strip()
     certificate = _content(file, user, "client-certificate")
     if not token and not certificate:
         raise AccessError(
@@ -138,4 +137,4 @@ def _content(file: Path, section: dict[str, Any], name: str) -> bytes:
     except ValueError:
         raise AccessError(f"{file}: {name}-data is not base64") from None
     path = section.get(name)
-    return (file.parent / str(path)).read_bytes() if path else b""
+    return kit.files.read_small(file.parent / str(path)) if path else b""

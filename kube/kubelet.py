@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import kit.errors
+import kit.files
 import kit.slips
 from kube import settings
 
 AVAILABLE, INODES = "imagefs.available", "imagefs.inodesFree"
 NODEFS_AVAILABLE, NODEFS_INODES = "nodefs.available", "nodefs.inodesFree"
 _DEFAULTS = {AVAILABLE: "15%", INODES: "5%", NODEFS_AVAILABLE: "10%", NODEFS_INODES: "5%"}
-LARGEST_FILE = 1024**2
 MOST_DROP_INS = 100
 # Errors of a text that is not a KubeletConfiguration, beside OSError.
 NO_CONFIGURATION = (
@@ -137,11 +137,7 @@ def _of(content: Mapping[str, Any], origin: str) -> Thresholds:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with path.open("rb") as stream:
-        data = stream.read(LARGEST_FILE + 1)
-    if len(data) > LARGEST_FILE:
-        raise ValueError(f"it has more than {LARGEST_FILE} bytes")
-    content = kit.slips.load_yaml(data) or {}
+    content = kit.slips.load_yaml(kit.files.read_small(path)) or {}
     if not isinstance(content, dict):
         raise ValueError("it is not a mapping")
     return content

@@ -25,6 +25,28 @@ def syscall(number: int, what: str, *arguments: Any) -> int:
     return checked(int(libc.syscall(ctypes.c_long(number), *passed)), what)
 
 
+_OPENAT2 = 437
+_AT_FDCWD = -100
+_RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS = 0x02, 0x04
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = (
+        ("flags", ctypes.c_uint64),
+        ("mode", ctypes.c_uint64),
+        ("resolve", ctypes.c_uint64),
+    )
+
+
+def open_without_links(path: str, flags: int) -> int:
+    """A descriptor; ELOOP when any part of ``path`` is a symbolic link (openat2(2)). OSError."""
+    how = _OpenHow(flags | os.O_CLOEXEC, 0, _RESOLVE_NO_MAGICLINKS | _RESOLVE_NO_SYMLINKS)
+    return syscall(
+        _OPENAT2, f"openat2 {path}", _AT_FDCWD, ctypes.c_char_p(os.fsencode(path)),
+        ctypes.byref(how), ctypes.sizeof(how),
+    )  # fmt: skip
+
+
 def syncfs(path: str) -> None:
     """Write out the file system of ``path``; returns when it is durable. May hang. OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

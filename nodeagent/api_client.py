@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 
 import kit.errors
+import kit.files
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
@@ -60,7 +61,7 @@ class Client:
                 self._address, "a token would travel in clear text", "use https://"
             )
         try:
-            return self._token_file.read_text().strip()
+            return kit.files.read_small(self._token_file).decode().strip()
         except (OSError, ValueError) as error:
             raise kit.errors.SettingsError(
                 f"token file {self._token_file}", f"cannot be read ({error})", "correct it"

@@ -9,7 +9,6 @@ effective ones, field by field, never the file's text. Bounded: ``LARGEST`` for 
 import asyncio
 import importlib.metadata
 import io
-import itertools
 import json
 import os
 import platform
@@ -20,11 +19,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import kit.child
 import kit.errors
 import kit.processes
 import kit.redact
 import kit.room
-from nodeagent import configfile, doctor, rooms
+from nodeagent import bundle_files, configfile, doctor, rooms
 
 LARGEST = 2**20
 MOST_BYTES = 9 * 2**20
@@ -33,12 +33,17 @@ LOG_LINES = 5000
 ANSWER_SECONDS = 20.0
 DOCTOR_SECONDS = 60.0
 JOURNAL_SECONDS = 20.0
+FILE_SECONDS = 10.0
+STATE_SECONDS = 20.0
 FORMAT = 1
 
 _KERNEL = ("version", "cmdline", "mountinfo", "filesystems", "partitions", "diskstats", "meminfo",
            "loadavg", "modules", "pressure/cpu", "pressure/io", "pressure/memory")  # fmt: skip
 _KEY_END = re.compile(r"-----END [A-Z ]{0,30}PRIVATE KEY-----")
 _KEY_BEGIN = re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----")
+
+# Directories of the state directory in which sources are mounted, and overlays made.
+_OF_DATASETS = ("sources", "scratch")
 
 Read = Callable[[], Awaitable[str]]
 
@@ -125,7 +130,7 @@ async def make(
         await _add(bundle, f"kernel/{name.replace('/', '-')}", str(path), _reads(path))
     await _add(bundle, "os-release", "/etc/os-release", _reads(Path("/etc/os-release")))
     if settings is not None:
-        _add_state(bundle, settings.state_dir)
+        await _add_state(bundle, settings)
     for path in logs:
         await _add(bundle, f"logs/{path.name}", str(path), _reads(path, newest=True), newest=True)
     if not logs:
@@ -153,17 +158,11 @@ async def _add(bundle: Bundle, name: str, source: str, read: Read, *, newest: bo
 def _reads(path: Path, *, newest: bool = False) -> Read:
     """The file's beginning or end; twice what is kept, so that nothing is cut before redaction."""
 
-    def read() -> str:
-        with path.open("rb") as file:
-            if newest:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - 2 * LARGEST))
-                if size > 2 * LARGEST:
-                    file.readline()  # the rest of a line whose begin may name a secret
-            return file.read(2 * LARGEST).decode("utf-8", "replace")
-
     async def run() -> str:
-        return await asyncio.to_thread(read)
+        text: str = await kit.child.call(
+            bundle_files.part, str(path), 2 * LARGEST, newest, deadline=FILE_SECONDS
+        )
+        return text
 
     return run
 
@@ -220,27 +219,27 @@ async def _journal() -> str:
     return done.out.decode("utf-8", "replace")
 
 
-def _add_state(bundle: Bundle, folder: Path) -> None:
-    """A list of the state directory, and its JSON files and logs; no links, nothing of Secrets."""
-    listed = []
+async def _add_state(bundle: Bundle, settings: Any) -> None:
+    """A list of the state directory, and its JSON files and logs; no links, nothing of Secrets and
+    nothing of datasets."""
+    folder: Path = settings.state_dir
+    leave_out = [str(folder / name) for name in _OF_DATASETS]
+    if settings.cache is not None:  # they may lie below
+        leave_out += [str(settings.cache.store), str(settings.cache.views)]
+    limits = (MOST_STATE_FILES, 2 * LARGEST, 2 * MOST_BYTES)
     try:
-        every = itertools.islice(folder.rglob("*"), 100 * MOST_STATE_FILES)
-        found = sorted(each for each in every if each.is_file() and not each.is_symlink())
-    except OSError as error:
+        found = await kit.child.call(
+            bundle_files.state, str(folder), leave_out, *limits, deadline=STATE_SECONDS
+        )
+    except (kit.errors.AgentError, OSError, RuntimeError) as error:
         bundle.lacks("state", str(folder), str(error))
         return
-    for path in found[:MOST_STATE_FILES]:
-        try:
-            stat = path.lstat()
-            name = str(path.relative_to(folder))
-            listed.append({"name": name, "bytes": stat.st_size, "changed": stat.st_mtime})
-            if path.suffix in (".json", ".jsonl", ".log") and "secret" not in name:
-                with path.open("rb") as file:
-                    text = file.read(2 * LARGEST).decode("utf-8", "replace")
-                bundle.add(f"state/{name}", str(path), text, newest=path.suffix != ".json")
-        except OSError as error:
-            bundle.lacks(f"state/{path.name}", str(path), str(error))
-    bundle.add("state.json", str(folder), json.dumps(listed))
+    for name, text in found["texts"].items():
+        path = str(folder / name)
+        bundle.add(f"state/{name}", path, text, newest=not name.endswith(".json"))
+    for name, why in found["lacks"].items():
+        bundle.lacks(f"state/{name}", str(folder / name), why)
+    bundle.add("state.json", str(folder), json.dumps(found["listed"]))
 
 
 def _write(target: Path, data: bytes) -> None:

@@ -5,7 +5,6 @@ the file is composed into nodes first: duplicates are refused there, and the pla
 pydantic refuses is looked up there afterwards.
 """
 
-import errno
 import os
 import re
 from pathlib import Path
@@ -53,11 +52,7 @@ def load(path: Path) -> Settings:
 
 def read(path: Path) -> bytes:
     """OSError, also when there is more in it than settings can be."""
-    with path.open("rb") as stream:
-        data = stream.read(LARGEST_FILE + 1)
-    if len(data) > LARGEST_FILE:
-        raise OSError(errno.EFBIG, f"it has more than {LARGEST_FILE} bytes", str(path))
-    return data
+    return kit.files.read_small(path, LARGEST_FILE)
 
 
 def load_or_last(path: Path, last_good: Path | None) -> tuple[Settings, str]:

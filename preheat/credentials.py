@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 
 from cachetools import TLRUCache
 
+import kit.child
 import kit.errors
+import kit.files
 import kit.processes
 import kit.slips
 from kube import client
@@ -28,6 +30,7 @@ from preheat.keyring import Keys
 from preheat.runtimes import base
 
 LARGEST_ANSWER = 1024**2
+FILE_SECONDS = 10.0  # to read a file of logins
 MOST_CACHED = 256
 MOST_TRIED = 8  # logins for one image
 ResultT = TypeVar("ResultT")
@@ -363,9 +366,13 @@ class Credentials:
 
     async def _file(self, file: Path) -> bytes:
         try:
-            return await asyncio.to_thread(file.read_bytes)
+            return await kit.child.read_small(file, kit.files.LARGEST_SMALL, FILE_SECONDS)
         except OSError as error:
             raise self._unusable(file, error.strerror or str(error)) from None
+        except kit.processes.DeadlineError as error:
+            raise self._unusable(file, error.cause) from None
+        except RuntimeError as error:
+            raise self._unusable(file, f"a helper process failed: {error}") from None
 
     async def _run(
         self,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kit.files
 import kit.slips
 from preheat import hub
 
@@ -57,7 +58,7 @@ def of(directories: Iterable[Path], name: str) -> list[Host]:
         return [_own(name, {}, Path())]
     file = folder / "hosts.toml"
     try:
-        text = file.read_text(encoding="utf-8")
+        text = kit.files.read_small(file).decode("utf-8")
         content = kit.slips.load_toml(text)
     except FileNotFoundError:
         text, content = "", {}
@@ -194,10 +195,12 @@ def context(host: Host) -> ssl.SSLContext:
     try:
         for ca in host.cas:
             file = ca
-            made.load_verify_locations(cafile=ca)
+            with kit.files.small(ca) as shown:
+                made.load_verify_locations(cafile=shown)
         for certificate, key in host.clients:
             file = certificate
-            made.load_cert_chain(certificate, key or None)
+            with kit.files.small(certificate) as shown, kit.files.small(key or certificate) as own:
+                made.load_cert_chain(shown, own)
     except (OSError, ssl.SSLError) as error:
         raise ValueError(f"{file}: {error.strerror or error}") from error
     if not host.verify:

@@ -11,6 +11,7 @@ served when it was made. The kernel keeps these alive, whatever happens at the v
 import contextlib
 import errno
 import os
+import stat
 from pathlib import Path
 
 import kit.errors
@@ -22,6 +23,7 @@ from linux import mountinfo, mounts, procfs
 VIEW = "data"
 MOST_TRIES = 5  # the view is swapped a few times in the life of a dataset
 MOST_STACKED = 16
+_ALL_MAY_PASS = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 
 
 def publish(target: str, view: str, layout: str, record: str) -> bool:
@@ -52,6 +54,8 @@ def _attach(target: str, view: str, layout: Layout, record: str) -> None:
     if not mountinfo.stacked(view):
         raise kit.errors.RefusedError(f"view {view}", "nothing is mounted", "it is tried again")
     follows = layout is Layout.PARENT
+    if not follows:
+        _refuse_closed(os.path.dirname(view))
     tree = mounts.clone_tree(os.path.dirname(view) if follows else view, recursive=follows)
     with kit.files.closing(tree):
         if follows:
@@ -62,6 +66,19 @@ def _attach(target: str, view: str, layout: Layout, record: str) -> None:
         if not os.path.exists(record):
             raise kit.errors.RefusedError(f"volume {target}", "it was unpublished meanwhile", "")
         mounts.attach(tree, target)
+
+
+def _refuse_closed(folder: str) -> None:
+    """RefusedError unless all users may enter the view's parent: a volume without it has no such
+    door, and would show what the view does not."""
+    mode = stat.S_IMODE(os.lstat(folder).st_mode)
+    if mode & _ALL_MAY_PASS != _ALL_MAY_PASS:
+        raise kit.errors.RefusedError(
+            f"view {folder}",
+            f"not all users may enter it (mode {mode:04o}), and layout 'direct' would let them in",
+            "write layout: parent into volumeAttributes; or, where all may read the dataset, set "
+            "its access.mode to '0755'",
+        )
 
 
 def _same(view: str, below: str) -> bool:

@@ -112,7 +112,7 @@ class Way:
 
 async def way_to(source: CephfsSource, thing: str) -> Way:
     """Read the key and find the monitors. SourceError."""
-    secret = secrets.read(source.secret_file, source.user, thing)
+    secret = await secrets.fetch(source.secret_file, source.user, thing)
     way = Way(source, await monitors.resolve(source.monitors), secret, thing)
     if not way.addresses:
         raise way.explain("110")

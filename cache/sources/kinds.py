@@ -86,6 +86,7 @@ class Directory:
     def __init__(self, dataset: DatasetSettings, source: DirSource, state_dir: Path) -> None:
         self._state_dir = str(state_dir)
         self._path = self.place = str(source.path)
+        self._by_object = source.by_object
         self._thing = f"dataset {dataset.name}: source {source.path}"
         self.immutable = self.replaceable = dataset.freshness != "frozen"
 
@@ -96,8 +97,9 @@ class Directory:
     async def reach(self, deadline: float, *, serve: bool = True) -> base.Reached:
         try:
             found = await kit.child.call(
-                roots.look_in_place, self._path, self._state_dir, deadline=deadline
-            )
+                roots.look_in_place, self._path, self._state_dir, self._by_object,
+                deadline=deadline,
+            )  # fmt: skip
             root = roots.Root(**found)
         except kit.child.DeadlineError as error:
             raise kit.errors.SourceError(
@@ -126,4 +128,6 @@ class Directory:
         """Nothing of it is mounted by the agent."""
 
     def take(self, source: Source) -> None:
-        """Its path cannot change."""
+        """Its path cannot change, but who names it can."""
+        assert isinstance(source, DirSource)
+        self._by_object = source.by_object

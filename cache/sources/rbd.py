@@ -89,7 +89,7 @@ class Rbd:
 
     async def reach(self, deadline: float, *, serve: bool = True) -> base.Reached:
         source = self._source
-        secret = await asyncio.to_thread(secrets.read, source.secret_file, source.user, self._thing)
+        secret = await secrets.fetch(source.secret_file, source.user, self._thing)
         addresses = await monitors.resolve(source.monitors)
         if not addresses:
             why = f"no monitor of {', '.join(source.monitors)} answers"

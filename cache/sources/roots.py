@@ -13,7 +13,7 @@ import kit.errors
 import kit.files
 from cache import closed
 from cache.store import identity, tree
-from linux import mountinfo, mounts
+from linux import mountinfo, mounts, syscalls
 
 # Of one directory; CephFS allows 100 by default.
 MOST_SNAPSHOTS = 4096
@@ -32,29 +32,55 @@ class Root:
 
 def look(root: str) -> dict[str, Any]:
     """The fields of ``Root``. OSError."""
-    counts: dict[str, int | None] = {"files": None, "bytes": None}
     with tree.opened_root(root) as descriptor:
-        with os.scandir(descriptor) as entries:
-            empty = next(entries, None) is None
-        for key in counts:
-            with contextlib.suppress(OSError, ValueError):  # not a CephFS
-                counts[key] = int(os.getxattr(descriptor, f"ceph.dir.r{key}"))
-        marks = {
-            key: value
-            for key, xattr in ((identity.CLUSTER, tree.FSID), (identity.MADE, tree.SNAPSHOT_MADE))
-            if (value := tree.virtual(descriptor, xattr))
-        }
-        return {"stamp": tree.stamp(descriptor), "empty": empty, "marks": marks, **counts}
+        return _look(descriptor)
 
 
-def look_in_place(root: str, state_dir: str) -> dict[str, Any]:
-    """As ``look``, of a directory of this host. SourceError when no dataset may show it: links may
-    lead to where the settings' check of names cannot see."""
-    folders = {os.path.realpath(path): whose for path, whose in closed.ALWAYS.items()}
-    folders[os.path.realpath(state_dir)] = closed.AGENT
-    if why := closed.why(os.path.realpath(root), folders):
-        raise kit.errors.SourceError(f"directory {root}", why, "name another directory")
-    return look(root)
+def _look(descriptor: int) -> dict[str, Any]:
+    counts: dict[str, int | None] = {"files": None, "bytes": None}
+    with os.scandir(descriptor) as entries:
+        empty = next(entries, None) is None
+    for key in counts:
+        with contextlib.suppress(OSError, ValueError):  # not a CephFS
+            counts[key] = int(os.getxattr(descriptor, f"ceph.dir.r{key}"))
+    marks = {
+        key: value
+        for key, xattr in ((identity.CLUSTER, tree.FSID), (identity.MADE, tree.SNAPSHOT_MADE))
+        if (value := tree.virtual(descriptor, xattr))
+    }
+    return {"stamp": tree.stamp(descriptor), "empty": empty, "marks": marks, **counts}
+
+
+def look_in_place(root: str, state_dir: str, by_object: bool = False) -> dict[str, Any]:
+    """As ``look``, of a directory of this host. OSError, SourceError when no dataset may show it.
+
+    What is looked at is what was checked: the path is followed once. Whoever mounts it compares the
+    stamp. ``by_object``: an object of the cluster names it. Links then lead nowhere: whoever may
+    write above a source must not choose what of the host is shown. In the settings file they may
+    lead to what the check of names there cannot see.
+    """
+    with kit.files.closing(_opened_in_place(root, by_object)) as descriptor:
+        shut = {**closed.ALWAYS, **(closed.OF_USERS if by_object else {})}
+        folders = {os.path.realpath(path): whose for path, whose in shut.items()}
+        folders[os.path.realpath(state_dir)] = closed.AGENT
+        if why := closed.why(os.readlink(f"/proc/self/fd/{descriptor}"), folders):
+            raise kit.errors.SourceError(f"directory {root}", why, "name another directory")
+        return _look(descriptor)
+
+
+def _opened_in_place(root: str, by_object: bool) -> int:
+    if not by_object:
+        return tree.open_root(root)
+    try:
+        return syscalls.open_without_links(root, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise kit.errors.SourceError(
+            f"directory {root}",
+            "a part of its path is a symbolic link, which an object of the cluster may not name",
+            "name the directory itself, or name it in the settings file",
+        ) from None
 
 
 def show_part(mounted: str, part: str, target: str) -> None:

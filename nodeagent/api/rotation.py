@@ -24,6 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import pydantic
 import structlog
 
+import kit.files
 import kit.findings
 import kit.settings
 import kit.slips
@@ -38,7 +39,6 @@ log = structlog.get_logger("agent")
 RECHECK_SECONDS = 1.0  # how often a file is looked at again
 FIRST_LOOK_SECONDS = 5.0  # for which the start waits
 SHORTEST_TOKEN = 16
-LARGEST_FILE = 1024 * 1024
 # A finding tells of a certificate that has less time left than both: this, and this share of its
 # life. A certificate of one day is renewed every day.
 EXPIRY_SECONDS = 14 * 86400.0
@@ -265,10 +265,7 @@ def tokens(path: Path) -> Held[Known]:
 
 def read_tokens(path: Path) -> Known:
     """Raises OSError or ValueError."""
-    with path.open("rb") as stream:
-        content = stream.read(LARGEST_FILE + 1)
-    if len(content) > LARGEST_FILE:
-        raise ValueError(f"has more than {LARGEST_FILE} bytes")
+    content = kit.files.read_small(path)
     try:
         plain = kit.slips.load_yaml(content.decode("utf-8"))
         if plain is None:
@@ -359,12 +356,13 @@ def read_pair(cert: Path, key: Path) -> Pair:
     """Raises OSError (SSLError too) or ValueError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # No password is asked for on a terminal: an encrypted key is an error.
-    context.load_cert_chain(cert, key, password=lambda: "")
-    return Pair(context, *_valid(context, cert))
+    with kit.files.small(cert) as shown, kit.files.small(key) as secret:
+        # No password is asked for on a terminal: an encrypted key is an error.
+        context.load_cert_chain(shown, secret, password=lambda: "")
+        return Pair(context, *_valid(context, shown))
 
 
-def _valid(context: ssl.SSLContext, cert: Path) -> tuple[float, float]:
+def _valid(context: ssl.SSLContext, cert: str) -> tuple[float, float]:
     """From when to when the certificate is valid. ValueError when no client would take it now.
 
     Shown in a handshake with itself; the standard library reads certificates in no other way.

@@ -17,6 +17,7 @@ from typing import Any
 
 import pydantic
 
+import kit.errors
 import kit.room
 from nodeagent.cluster import kinds
 from nodeagent.settings import Settings
@@ -232,9 +233,16 @@ def _added(
         try:
             plain = _elements(intent, asked, secrets)
             wanted = [intent.model.model_validate(each) for each in plain]
+            if intent.given is not None:
+                wanted = [intent.given(each, section, secrets.folder) for each in wanted]
             new = [each for each in wanted if getattr(each, intent.key) not in taken]
             room.settings.model_validate({**given, intent.field: new})
-        except (pydantic.ValidationError, LookupError, TypeError) as error:
+        except (
+            kit.errors.SettingsError,
+            pydantic.ValidationError,
+            LookupError,
+            TypeError,
+        ) as error:
             verdicts.append(Verdict(asked, False, message=_readable(error)))
             continue
         if most is not None and len(elements) + len(new) > most:
@@ -285,6 +293,8 @@ def _elements(
 
 
 def _readable(error: Exception) -> str:
+    if isinstance(error, kit.errors.SettingsError):
+        return str(error)
     if not isinstance(error, pydantic.ValidationError):
         return f"the object is not understood ({type(error).__name__}: {error})"[:500]
     found = []

@@ -1,13 +1,26 @@
-"""Who may enter a view: owner, group and mode of its parent, whatever the umask is."""
+"""Who may enter a view: owner, group and mode of its parent, whatever the umask is. What it shows:
+the directory that was looked at, whatever its name leads to a moment later."""
 
+import asyncio
+import contextlib
+import ctypes
 import os
+import random
 import stat
 import subprocess
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import kit.errors
 from cache import view
+from cache.dataset import Dataset
+from cache.settings import CacheSettings, DatasetSettings, DirSource
+from cache.sources import roots
+from linux import mountinfo, syscalls
 from tests.testbed import trees, waiting
 from tests.testbed.agent import Agent
 
@@ -83,3 +96,124 @@ def test_view_is_as_open_as_its_settings_say(passable: Path, node: Agent) -> Non
     node.wait_for(lambda: bits(node.views / "a") == (0, 4711, 0o750), 30, "the new mode")
     assert reads(files["a"], 4711)
     assert not reads(files["a"], 4712)
+
+
+# --- what a path leads to
+
+
+def exchange(one: Path, other: Path) -> None:
+    """renameat2(2) with RENAME_EXCHANGE: each name is there at any moment."""
+    here, swap = -100, 2
+    names = [ctypes.c_char_p(os.fsencode(path)) for path in (one, other)]
+    syscalls.checked(syscalls.libc.renameat2(here, names[0], here, names[1], swap), "renameat2")
+
+
+class Share:
+    """A directory in which others write, with a link to a dataset and another one."""
+
+    def __init__(self, area: Path) -> None:
+        self.named, self.other = area / "share/coco", area / "share/other"
+        for name in ("share", "good", "state"):
+            (area / name).mkdir()
+        (area / "good/image.jpg").write_text("x")
+        (area / "state/id_rsa").write_text("a key")
+        self.named.symlink_to(area / "good")
+        self.other.symlink_to(area / "state")
+        source = DirSource(kind="dir", path=self.named)
+        settings = DatasetSettings(name="coco", freshness="frozen", source=source)
+        cache = CacheSettings(store=area / "store", views=area / "views")
+        self.dataset = Dataset(settings, cache, area / "state", lambda: None)
+
+    def swap(self) -> None:
+        exchange(self.named, self.other)
+
+    async def publish(self) -> None:
+        await self.dataset.reach()
+        await self.dataset.publish(view.Stage.SOURCE)
+
+    @contextlib.contextmanager
+    def swapped_all_the_time(self) -> Iterator[None]:
+        ended = threading.Event()
+
+        def run() -> None:
+            while not ended.wait(random.uniform(0.0, 0.03)):
+                self.swap()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def test_view_does_not_show_what_took_the_place_of_its_source(area: Path) -> None:
+    share = Share(area)
+
+    async def publish() -> None:
+        await share.dataset.reach()
+        share.swap()
+        await share.dataset.publish(view.Stage.SOURCE)
+
+    with pytest.raises(OSError, match="not the one that was reached"):
+        asyncio.run(publish())
+    assert mountinfo.top(share.dataset.view) is None
+    share.swap()
+    asyncio.run(share.publish())
+    assert os.listdir(share.dataset.view) == ["image.jpg"]
+
+
+def test_view_shows_no_closed_directory_while_names_are_swapped(area: Path) -> None:
+    share = Share(area)
+    shown, until = 0, time.monotonic() + 60
+
+    async def rounds() -> None:
+        nonlocal shown
+        for _ in range(200):
+            with contextlib.suppress(OSError, kit.errors.SourceError):
+                await share.publish()
+                assert os.listdir(share.dataset.view) == ["image.jpg"]
+                shown += 1
+                await asyncio.to_thread(view.take_off, share.dataset.view)
+            if shown >= 20 or time.monotonic() > until:
+                break
+
+    with share.swapped_all_the_time():
+        asyncio.run(rounds())
+    assert shown, "nothing was ever shown"
+
+
+def test_view_is_closed_before_it_shows_what_is_below_a_closed_directory(passable: Path) -> None:
+    share = Share(passable)
+    (passable / "views/coco").mkdir(parents=True, mode=0o755)
+    (passable / "closed").mkdir()
+    (passable / "good").rename(passable / "closed/good")
+    share.named.unlink()
+    share.named.symlink_to(passable / "closed/good")
+    (passable / "closed").chmod(0o700)
+    asyncio.run(share.publish())
+    assert bits(passable / "views/coco")[2] == 0o700
+
+
+@pytest.mark.parametrize(
+    ("target", "whose"),
+    [
+        ("/root", "root's"),
+        ("/boot", "the host's"),
+        ("/var/lib/etcd", "the cluster's"),
+        ("/home", "its users'"),
+        ("", "is a symbolic link"),
+    ],
+)
+def test_no_link_that_an_object_names_is_followed(area: Path, target: str, whose: str) -> None:
+    (area / "data/below").mkdir(parents=True)
+    link = area / "link"
+    link.symlink_to(target or area / "data")
+    for path in (link, link / "below"):
+        with pytest.raises(kit.errors.SourceError, match="is a symbolic link"):
+            roots.look_in_place(str(path), str(area / "state"), True)
+    assert roots.look_in_place(str(area / "data"), str(area / "state"), True)["stamp"]
+    if target and os.path.isdir(target) and target != "/home":
+        with pytest.raises(kit.errors.SourceError, match=whose):
+            roots.look_in_place(str(link), str(area / "state"))

@@ -12,7 +12,7 @@ import kit.child
 import kit.errors
 from cache.settings import CephfsSource, DatasetSettings
 from cache.sources import cephfs, cephfs_mount, roots, shared
-from ceph import monitors
+from ceph import monitors, secrets
 from ceph.monitors import Address
 from linux import mountinfo, mounts
 
@@ -159,7 +159,7 @@ async def test_kernel_mount_leaves_what_reads_past_it_need(
     monkeypatch.setattr(mounts, "kernel_has", lambda _: True)
     monkeypatch.setattr(kit.child, "call", call)
     await made._mount(10.0)
-    assert called == [cephfs_mount.mount_kernel]
+    assert called == [secrets.read, cephfs_mount.mount_kernel]
     access = made._access()
     conf = Path(access.conf).read_text()
     assert "mon host = " in conf and "127.0.0.1:1" in conf

@@ -1,13 +1,17 @@
 """Settings of the cache, as mistakes in a settings file show them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import kit.errors
+from cache.settings import DirSource, at_snapshot, same_place
 from cache.sources import roots
 from nodeagent import configfile
+from nodeagent.cluster import intent
+from nodeagent.settings import Settings
 
 
 def refused(text: str) -> str:
@@ -163,3 +167,41 @@ def test_no_link_leads_a_source_to_what_is_the_nodes_own(tmp_path: Path) -> None
     link.unlink()
     link.symlink_to(tmp_path / "data")
     assert roots.look_in_place(str(link), str(state))["empty"]
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ({"kind": "dir", "path": "/home/ann/data"}, "its users'"),
+        ({"kind": "dir", "path": "/root/data"}, "root's"),
+        ({"kind": "dir", "path": "/var/lib/etcd/member"}, "the cluster's"),
+        ({"kind": "dir", "path": "/mnt/data"}, ""),
+        ({"secret_file": "/var/run/../lib/kubelet/key"}, "use secretRef"),
+        ({"secret_file": "/etc/nodeagent/object-keys/../tokens"}, "use secretRef"),
+        ({"secret_file": "/etc/nodeagent/object-keys/gpu"}, ""),
+        ({"secret_file": "/run/nodeagent/secrets/0123"}, ""),
+    ],
+)
+def test_objects_name_less_of_the_node_than_its_settings_do(
+    source: dict[str, Any], why: str
+) -> None:
+    ceph = {"kind": "cephfs", "monitors": ["a:1"], "path": "/x"}
+    spec = {"source": source if "kind" in source else ceph | source, "freshness": "frozen"}
+    asked = intent.Wish("CachedDataset", "a", "u", 1, "2026-01-01T00:00:00Z", spec)
+    secrets = intent.Secrets(Path("/run/nodeagent/secrets"), "nodeagent")
+    given = Settings.model_validate({"cache": {}})
+    made, (verdict,) = intent.merge(given, [asked], secrets)
+    assert verdict.accepted is not bool(why)
+    assert why in verdict.message
+    assert [each.name for each in made.cache.datasets] == ([] if why else ["a"])
+    if not why and "kind" in source:
+        assert made.cache.datasets[0].source.by_object
+        assert made.cache.datasets[0].model_copy(update={"warm": False}).source.by_object
+
+
+def test_who_names_a_source_changes_nothing_of_what_it_is() -> None:
+    given = DirSource(kind="dir", path=Path("/mnt/a"))
+    named = given.named_by_object()
+    assert given != named and same_place(given, named) and same_place(named, given)
+    later = at_snapshot(named, "v1")
+    assert isinstance(later, DirSource) and later.by_object

@@ -1,6 +1,7 @@
 """Each room broken on purpose: the others serve, readiness and findings say so, and it heals."""
 
 import contextlib
+import os
 import shlex
 import socket
 import subprocess
@@ -277,8 +278,11 @@ def test_node_without_the_right_to_load_bpf(rooms: Agent) -> None:
     assert rooms.stop() == 0
 
 
-def test_secret_that_cannot_be_read(area: Path, rooms: Agent) -> None:
+@pytest.mark.parametrize("kind", ["missing", "pipe"])
+def test_secret_that_cannot_be_read(area: Path, rooms: Agent, kind: str) -> None:
     secret = area / "ceph.secret"
+    if kind == "pipe":
+        os.mkfifo(secret)
     rooms.cache["datasets"].append(
         {
             "name": "b", "freshness": "snapshot",

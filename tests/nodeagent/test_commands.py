@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import tarfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 import kit.errors
+from linux import mountinfo, mounts
 from nodeagent import bundle, main
 from tests.testbed import agent, waiting
 
@@ -205,3 +207,53 @@ async def test_bundle_of_an_unusable_settings_file_has_none_of_its_text(tmp_path
     assert next(e for e in index["files"] if e["name"] == "settings.json")["error"]
     files = await asyncio.to_thread(opened, target)
     assert not any(CANARIES[0] in text for text in files.values())
+
+
+@pytest.fixture
+def own_state(area: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The settings of a node whose state directory has a log, and a store below it."""
+    monkeypatch.setattr(bundle, "DOCTOR_SECONDS", 0.1)
+    state, config = area / "state", area / "nodeagent.yaml"
+    for name in ("state/store/coco/tree", "state/sources/coco/mount", "state/odd", "data"):
+        (area / name).mkdir(parents=True)
+    (state / "api.log").write_text("of the agent\n")
+    for name in ("data/train.json", "state/store/coco/tree/train.json"):
+        (area / name).write_text('{"of": "the dataset"}')
+    config.write_text(f"state_dir: {state}\ncache: {{store: {state}/store, views: {area}/views}}\n")
+    return config
+
+
+async def made(config: Path, target: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    context = main.Context(config, f"unix://{target.parent}/none.sock")
+    index = await bundle.make(target, "stem", config, context.client)
+    return index["files"], await asyncio.to_thread(opened, target)
+
+
+async def test_bundle_has_nothing_of_datasets(own_state: Path, area: Path) -> None:
+    for place in ("sources/coco/mount", "odd"):
+        mounts.mount(str(area / "data"), area / "state" / place, None, mounts.MS_BIND)
+    _, files = await made(own_state, area / "b.tar.gz")
+    assert "of the agent" in files["state/api.log"]
+    assert [name for name, text in files.items() if "the dataset" in text] == []
+    assert "train.json" not in files["state.json"]
+
+
+async def test_bundle_outlives_a_disk_that_hangs(
+    own_state: Path, area: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "STATE_SECONDS", 2.0)
+    (area / "hung").mkdir()
+    own_state.write_text(own_state.read_text().replace(f"{area}/state", f"{area}/hung"))
+    command = ["bindfs", "-f", str(area / "state"), str(area / "hung")]
+    with subprocess.Popen(command) as daemon:
+        try:
+            await asyncio.to_thread(
+                waiting.until, lambda: mountinfo.top(area / "hung") is not None, 20, "the mount"
+            )
+            daemon.send_signal(signal.SIGSTOP)
+            index, files = await made(own_state, area / "b.tar.gz")
+        finally:
+            daemon.kill()
+    assert "kernel/mountinfo" in files
+    why = {each["name"]: each["error"] for each in index if each["error"]}
+    assert "no answer within 2s" in why["state"]

@@ -121,6 +121,40 @@ def test_direct_keeps_what_served_and_parent_follows(
     assert is_mounted(serving.view("coco"))  # nothing was sent back
 
 
+def test_volume_has_the_door_of_the_view(
+    node: agent.Agent, kubelet: csi.Kubelet, area: Path
+) -> None:
+    trees.plain(area / "closed/source", 5)
+    (area / "closed").chmod(0o700)
+    node.add_dir("coco", area / "closed/source", warm=False)
+    node.cache["datasets"][0]["access"] = {"group": 4711, "mode": "0750"}
+    kubelet.serve(node)
+    node.start()
+    waiting.until(kubelet.registration.exists, 20, "the driver")
+    node.wait_served("coco", "source")
+    with csi.refused("FAILED_PRECONDITION", "layout: parent"):
+        kubelet.publish(kubelet.target(), COCO)
+    assert mounts_below(kubelet.root) == []
+    parent = kubelet.target()
+    kubelet.publish(parent, PARENT)
+    assert lists(parent, "data", 4711) and not lists(parent, "data", 65534)
+    node.cache["datasets"][0]["access"] = {"mode": "0755"}
+    node.write()
+    view = node.view("coco").parent
+    node.wait_for(lambda: view.stat().st_mode & 0o777 == 0o755, 30, "the new mode")
+    direct = kubelet.target()
+    kubelet.publish(direct, COCO)
+    assert lists(direct, ".", 65534) and lists(parent, "data", 65534)
+
+
+def lists(folder: Path, name: str, user: int) -> bool:
+    """Whether a user who is in ``folder`` may list what is there by that name."""
+    command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "ls", name]
+    limit = waiting.limit(30)
+    done = subprocess.run(command, cwd=folder, capture_output=True, check=False, timeout=limit)
+    return done.returncode == 0
+
+
 def test_wrong_requests_are_answered_by_name(
     serving: agent.Agent, kubelet: csi.Kubelet, area: Path
 ) -> None:

@@ -17,6 +17,7 @@ import pydantic
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 import kit.errors
+import kit.files
 import kit.settings
 import kit.slips
 from volumes.audit.inventory.model import Inventory
@@ -87,7 +88,7 @@ def load(own: Path | None) -> tuple[Pattern, ...]:
     patterns = {pattern.id: pattern for pattern in built_in()}
     if own is not None:
         try:
-            text = own.read_text(encoding="utf-8")
+            text = kit.files.read_small(own).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise kit.errors.SettingsError(
                 f"volumes.audit.logs.patterns {own}", f"cannot be read ({error})", "mount it there"

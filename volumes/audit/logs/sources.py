@@ -15,11 +15,13 @@ name and what it logs, but not its namespace.
 
 import asyncio
 import contextlib
+import errno
 import glob
 import math
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -338,6 +340,9 @@ class Files:
         self.files.pop(path, None)
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is no regular file", path)
         identity = status.st_dev, status.st_ino
         left = self._left.get(identity)
         if left is not None:
