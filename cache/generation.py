@@ -24,7 +24,7 @@ import kit.errors
 from cache import due
 from cache.figures import Figures, Scrub
 from cache.sources import base
-from cache.store import generations, identity, image_copy
+from cache.store import generations, identity, image_copy, likeness
 from cache.store.identity import Match
 
 log = structlog.get_logger("generation")
@@ -177,6 +177,26 @@ class Generation:
             log.warning("dataset may be of another source", dataset=self.dataset, why=why)
         self.unproven = why
         return ""
+
+    async def resembles(self, deadline: float) -> dict[str, str]:
+        """Whether its source has the files that were stored, as ``likeness.compare`` answers.
+
+        Of a source that the settings only name: marks tell what is mounted by the agent, and which
+        snapshot it is. SourceError when the files are not there.
+        """
+        reached = self.reached
+        if reached is None or not self.source.place or identity.MADE in reached.marks:
+            return {"match": Match.SAME.name, "why": "", "refused": ""}
+        asked = (self.folder, reached.root, reached.stamp)
+        found: dict[str, str] = await kit.child.call(likeness.compare, *asked, deadline=deadline)
+        if found["match"] == Match.UNPROVEN.name:
+            raise kit.errors.SourceError(
+                f"dataset {self.dataset}: source {reached.root}",
+                f"what was stored of it is not there: {found['why']}",
+                "mount what belongs there; if it was replaced for good, 'nodeagent dataset "
+                f"remove {self.dataset}' and 'warm' begin anew",
+            )
+        return found
 
     async def has_bad_files(self) -> bool:
         """Some are on its quarantine list. AgentError, OSError."""

@@ -288,7 +288,7 @@ class Jobs:
             if reached is None or held or stale or not dataset.fill_queued:
                 dataset.fill_queued = False
                 return  # held, removed, or lost its source or store since it was queued
-            if not await self.withdrawals.finish(dataset):
+            if not await self.withdrawals.finish(dataset) or not await dataset.may_overlay():
                 dataset.fill_queued = False
                 return
             verified = dataset.soundness.verified(dataset.generation, None)
@@ -311,6 +311,8 @@ class Jobs:
         changes: dict[str, Any] = {"why": end.why}
         if end.fill is not None:
             changes |= dataset.figures.counts() | end.fill.record()
+        if end.result in ("complete", "partial"):
+            changes |= {"refused": "", "crossed": ""}
         match end.result:
             case "complete":
                 changes |= {"state": "complete", "completed": time.time(), "wanted": False}
@@ -336,6 +338,8 @@ class Jobs:
                     self.slot.rests(dataset)
             if dataset.generation.state != "stale":  # found to be while it ran
                 await dataset.change(**changes)
+                if end.result in ("refused", "crossed"):
+                    await dataset.refused_by_source(**{end.result: end.why})
             dataset.want_refresh()
         now = dataset.generation
         held = now.held or now.state == "stale" or dataset.removed or dataset.coming is not None
