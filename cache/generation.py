@@ -187,11 +187,21 @@ class Generation:
         reached = self.reached
         if reached is None or not self.source.place or identity.MADE in reached.marks:
             return {"match": Match.SAME.name, "why": "", "refused": ""}
+        thing = f"dataset {self.dataset}: source {reached.root}"
         asked = (self.folder, reached.root, reached.stamp)
-        found: dict[str, str] = await kit.child.call(likeness.compare, *asked, deadline=deadline)
+        try:
+            found: dict[str, str] = await kit.child.call(
+                likeness.compare, *asked, deadline=deadline
+            )
+        except (kit.errors.AgentError, OSError) as error:
+            self.reached = None  # it is to be reached again
+            if isinstance(error, OSError):
+                raise base.explain(thing, error) from error
+            raise
         if found["match"] == Match.UNPROVEN.name:
+            self.reached = None
             raise kit.errors.SourceError(
-                f"dataset {self.dataset}: source {reached.root}",
+                thing,
                 f"what was stored of it is not there: {found['why']}",
                 "mount what belongs there; if it was replaced for good, 'nodeagent dataset "
                 f"remove {self.dataset}' and 'warm' begin anew",
