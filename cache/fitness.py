@@ -15,7 +15,7 @@ from kit.findings import Finding, Severity
 def findings(dataset: Dataset) -> Iterable[Finding]:
     name, record, reached = dataset.name, dataset.generation, dataset.reached
 
-    def made(rule: str, severity: Severity, message: str, advice: str) -> Finding:
+    def finding(rule: str, severity: Severity, message: str, advice: str) -> Finding:
         return Finding(f"{rule}/{name}", rule, severity, f"dataset {name}", message, advice)
 
     if record.refused and record.state != "complete":
@@ -24,7 +24,7 @@ def findings(dataset: Dataset) -> Iterable[Finding]:
             "jobs read the source, each as who it is; let root of the nodes read all of it (NFS: "
             f"no_root_squash), or cache a copy, then 'nodeagent dataset warm {name}'"
         )
-        yield made("dataset-source-refuses", Severity.WARNING, message, advice)
+        yield finding("dataset-source-refuses", Severity.WARNING, message, advice)
     inside = named(reached.inside) if reached is not None else ""
     if inside or record.crossed:
         where = inside or record.crossed
@@ -35,7 +35,7 @@ def findings(dataset: Dataset) -> Iterable[Finding]:
             else "it comes when it is opened, so the dataset is not cached: jobs read the source"
         )
         advice += "; make a dataset of each file system, or unmount what does not belong there"
-        yield made("dataset-source-mounts", Severity.WARNING, message, advice)
+        yield finding("dataset-source-mounts", Severity.WARNING, message, advice)
     if dataset.server and dataset.settings.access.mode is None:
         message = (
             f"the source of dataset {name} is on {dataset.server}, whose server may refuse users "
@@ -45,4 +45,4 @@ def findings(dataset: Dataset) -> Iterable[Finding]:
             "set access.mode of the dataset: '0750' and access.group for those whom the server "
             "lets read all of it, '0755' where modes and ACLs are all that decides"
         )
-        yield made("dataset-source-rights", Severity.INFO, message, advice)
+        yield finding("dataset-source-rights", Severity.INFO, message, advice)
