@@ -13,21 +13,23 @@ from kit.findings import Finding, Severity
 
 
 def findings(dataset: Dataset) -> Iterable[Finding]:
-    name, record, reached = dataset.name, dataset.generation, dataset.reached
+    name, inside = dataset.name, named(dataset.mounted_inside())
+    records = [dataset.generation, *([dataset.coming.record] if dataset.coming else [])]
+    refused = next((each.refused for each in records if each.refused), "")
+    crossed = next((each.crossed for each in records if each.crossed), "")
 
     def finding(rule: str, severity: Severity, message: str, advice: str) -> Finding:
         return Finding(f"{rule}/{name}", rule, severity, f"dataset {name}", message, advice)
 
-    if record.refused and record.state != "complete":
-        message = f"the source of dataset {name} refuses root {record.refused}, so it is not cached"
+    if refused:
+        message = f"the source of dataset {name} refuses root {refused}, so it is not cached"
         advice = (
             "jobs read the source, each as who it is; let root of the nodes read all of it (NFS: "
             f"no_root_squash), or cache a copy, then 'nodeagent dataset warm {name}'"
         )
         yield finding("dataset-source-refuses", Severity.WARNING, message, advice)
-    inside = named(reached.inside) if reached is not None else ""
-    if inside or record.crossed:
-        where = inside or record.crossed
+    if inside or crossed:
+        where = inside or crossed
         message = f"another file system is mounted inside the source of dataset {name}, at {where}"
         advice = (
             "jobs see what that place has without the mount, in all stages"

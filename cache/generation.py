@@ -185,7 +185,8 @@ class Generation:
         snapshot it is. SourceError when the files are not there.
         """
         reached = self.reached
-        if reached is None or not self.source.place or identity.MADE in reached.marks:
+        known = self.record.state == "new" or not self.source.place
+        if reached is None or known or identity.MADE in reached.marks:
             return {"match": Match.SAME.name, "why": "", "refused": ""}
         thing = f"dataset {self.dataset}: source {reached.root}"
         asked = (self.folder, reached.root, reached.stamp)

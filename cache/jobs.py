@@ -22,7 +22,7 @@ from typing import Any
 import structlog
 
 import kit.errors
-from cache import budgets, due, evictor, limits, mending, slot, tasks, withdrawals, work
+from cache import budgets, due, evictor, limits, mending, slot, standing, tasks, withdrawals, work
 from cache.dataset import Dataset
 from cache.figures import Eviction, Verification
 from cache.fill import protocol
@@ -374,10 +374,12 @@ class Jobs:
     async def _update_ended(self, dataset: Dataset, coming: Generation, end: protocol.End) -> None:
         """Note the outcome, and queue it again when it is to go on as soon as it is its turn."""
         log.info("update ended", dataset=dataset.name, result=end.result, why=end.why)
-        changes: dict[str, Any] = {"why": end.why}
+        changes: dict[str, Any] = {"why": end.why, "refused": "", "crossed": ""}
         goes_on = dataset.gave_way
         if end.fill is not None:
             changes |= coming.figures.counts() | end.fill.record()
+        if end.result in ("refused", "crossed"):
+            changes |= {end.result: end.why, "why": standing.unfit(**{end.result: end.why})}
         if end.result in ("complete", "partial"):
             changes |= {"state": end.result, "completed": time.time()}
             coming.due.filled()

@@ -12,7 +12,7 @@ from cache.view import Stage
 MOST_NAMED = 3
 
 
-def unfit(refused: str, crossed: str) -> str:
+def unfit(refused: str = "", crossed: str = "") -> str:
     """Why an overlay would lose files of a source, for operators; '' when it does not."""
     if refused:
         return f"its source refuses root {refused}: jobs read the source"
@@ -86,6 +86,12 @@ class Standing:
         """No overlay is shown: it would lose files of the source."""
         return bool(unfit(self.generation.refused, self.generation.crossed))
 
+    def mounted_inside(self) -> Sequence[str]:
+        """What is mounted inside its source and no part of it, while jobs may read the source."""
+        if self.reached is None or self.generation.state == "complete":
+            return ()
+        return self.reached.inside
+
     def snapshot_made(self) -> float:
         """When the snapshot that is served was made, Unix time; 0 when it is not known."""
         return float(self.generation.marks.get(identity.MADE, "0"))
@@ -150,6 +156,6 @@ class Standing:
             return "the SSD had errors: stored files are verified before they are used again"
         if self.state() == "queued" and (other := self.waits_for()):
             return f"waits for {other}"
-        inside = self.reached.inside if self.reached is not None else ()
+        inside = self.mounted_inside()
         told = f"what is mounted at {named(inside)} is not part of it" if inside else ""
         return "; ".join(filter(None, (self.generation.why, told)))
