@@ -371,11 +371,12 @@ class Dataset(standing.Standing):
         if not self.generation.skeleton and self.job is None and self.reached is not None:
             self.figures = self.figures.at_least(self.reached)
 
-    async def may_overlay(self) -> bool:
+    async def may_overlay(self, *, refusals: bool = True) -> bool:
         """Whether what is stored and its source may be shown as one, or filled on.
 
-        If not, what is stored is of another source, or root is refused files that jobs may read
-        there: the view shows the source. SourceError when what was stored is not there.
+        If not, what is stored is of another source, or (``refusals``) root is refused files that
+        jobs may read there: the view shows the source. SourceError when what was stored is not
+        there.
         """
         try:
             found = await self.current.resembles(VIEW_SECONDS)
@@ -385,9 +386,10 @@ class Dataset(standing.Standing):
         if found["match"] != identity.Match.SAME.name:
             await self._outdate(f"its files are other ones: {found['why']}")
             return False
-        if found["refused"]:
-            await self.refused_by_source(refused=found["refused"])
-        return not found["refused"]
+        if not refusals or not found["refused"]:
+            return True
+        await self.refused_by_source(refused=found["refused"])
+        return False
 
     async def refused_by_source(self, *, refused: str = "", crossed: str = "") -> None:
         """An overlay would lose files of the source: the view shows it alone."""
