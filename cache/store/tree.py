@@ -172,8 +172,12 @@ def apart(root: int) -> tuple[int, int]:
         made = mounts.clone_tree(f"/proc/self/fd/{root}")
     except OSError:
         return os.dup(root), os.dup(root)
-    mounts.make_private(made)  # nor what is mounted there later
-    return os.open(".", _DIRECTORY, dir_fd=made), made
+    try:
+        mounts.make_private(made)  # nor what is mounted there later
+        return os.open(".", _DIRECTORY, dir_fd=made), made
+    except OSError:
+        os.close(made)
+        raise
 
 
 def mount_of(descriptor: int) -> str:
