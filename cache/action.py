@@ -4,6 +4,8 @@ The store itself is published only when it is complete, for it has no source to 
 overlay is published only when every directory of the source is in the tree: a directory that a
 reader looked up earlier would show the source only. While the store cannot be trusted (its disk has
 errors) or belongs to a source that is no longer there (``stale``), the source alone is published.
+So it is while an overlay would lose files that jobs may read in the source (``unfit``), until a
+fill comes to its end.
 """
 
 from dataclasses import dataclass
@@ -40,12 +42,13 @@ class Facts:
     refresh_due: bool
     source_needed: bool  # a job needs it
     source_held: bool  # the agent may have mounted something of it
+    unfit: bool = False  # an overlay would lose files of the source
     volumes: bool = False  # pods have volumes that show its tree: it is not discarded
 
 
 def next_action(facts: Facts) -> Action:
     """The most urgent action. Pure; asked again after each action."""
-    if facts.stale or not facts.store_usable:
+    if facts.stale or not facts.store_usable or (facts.unfit and not facts.complete):
         return _without_store(facts)
     if facts.complete:
         if facts.stage is not Stage.STORE:
@@ -77,4 +80,6 @@ def _without_store(facts: Facts) -> Action:
         return Action.PUBLISH_SOURCE
     if facts.stale and facts.store_usable and not facts.job_there and not facts.volumes:
         return Action.RENEW
+    if not facts.stale and facts.store_usable and facts.fill_wanted and not facts.job_there:
+        return Action.QUEUE
     return Action.REACH if facts.reach_due else Action.NOTHING

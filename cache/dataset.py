@@ -34,7 +34,7 @@ from cache.figures import Figures, Job, Scrub, Scrubs, Verification
 from cache.generation import STORE_SECONDS, Generation, folder_name, named
 from cache.settings import AccessSettings, CacheSettings, DatasetSettings, Source, snapshot_of
 from cache.sources import base, kinds
-from cache.store import generations
+from cache.store import generations, identity
 from cache.view import Stage
 from linux import mountinfo
 
@@ -94,6 +94,7 @@ class Dataset(standing.Standing):
         self._allowed: AccessSettings | None = None
         self._ending: asyncio.Task[None] | None = None
         self._published_device = ""
+        self.server = ""  # its source's file system at the last look (``base.Reached``)
         self.source_held = True  # an earlier agent may have left it mounted
         self._wake = asyncio.Event()
         self.lock = asyncio.Lock()
@@ -322,6 +323,7 @@ class Dataset(standing.Standing):
             complete=generation.state == "complete",
             skeleton=self.listed(),
             stale=generation.state == "stale",
+            unfit=self.unfit(),
             store_usable=self.no_store is None and not self.doubted,
             reached=self.reached is not None,
             servable=self.reached is not None and bool(self.reached.root),
@@ -364,7 +366,8 @@ class Dataset(standing.Standing):
             case Action.PUBLISH_SOURCE:
                 await self.publish(Stage.SOURCE)
             case Action.PUBLISH_OVERLAY:
-                await self.publish(Stage.OVERLAY)
+                if await self.may_overlay():
+                    await self.publish(Stage.OVERLAY)
             case Action.PUBLISH_STORE:
                 await self.publish_store()
             case Action.RENEW:
@@ -400,11 +403,39 @@ class Dataset(standing.Standing):
             serve = serve or not self._served_by_store()
             other = await self.current.reach(self.cache.source_timeout, serve=serve)
         self.due.answered(self._check_interval())
+        self.server = self.reached.server if self.reached is not None else ""
         self.trouble = None
         if other:
             await self._outdate(other)
         if not self.generation.skeleton and self.job is None and self.reached is not None:
             self.figures = self.figures.at_least(self.reached)
+
+    async def may_overlay(self, *, refusals: bool = True) -> bool:
+        """Whether what is stored and its source may be shown as one, or filled on.
+
+        If not, what is stored is of another source, or (``refusals``) root is refused files that
+        jobs may read there: the view shows the source. SourceError when what was stored is not
+        there.
+        """
+        try:
+            found = await self.current.resembles(VIEW_SECONDS)
+        except (kit.errors.AgentError, OSError):
+            self.due.fill_later(None)
+            raise
+        if found["match"] != identity.Match.SAME.name:
+            await self._outdate(f"its files are other ones: {found['why']}")
+            return False
+        if not refusals or not found["refused"]:
+            return True
+        await self.refused_by_source(refused=found["refused"])
+        return False
+
+    async def refused_by_source(self, *, refused: str = "", crossed: str = "") -> None:
+        """An overlay would lose files of the source: the view shows it alone."""
+        state = "partial" if self.generation.state == "complete" else self.generation.state
+        why = standing.unfit(refused, crossed)
+        await self.change(state=state, refused=refused, crossed=crossed, why=why)
+        self.due.fill_later(due.PARTIAL_SECONDS)
 
     async def _outdate(self, why: str) -> None:
         """The source is another one now. What is stored is never filled or completed any more."""

@@ -149,6 +149,9 @@ async def _reach(dataset: Dataset) -> None:
         await dataset.reach(serve=True)
     if dataset.generation.state == "stale":
         raise _waits(dataset, "its source is another one now", "it begins anew")
+    if dataset.stage in _SHOWS_STORE and (dataset.unfit() or not await dataset.may_overlay()):
+        why = "its source is another one now, or refuses root"
+        raise _waits(dataset, why, "its view shows the source first")
     if dataset.stage is Stage.UNKNOWN or dataset.reached is None or not dataset.reached.root:
         raise _waits(dataset, "its view is not published yet", "it is tried again")
 

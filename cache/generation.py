@@ -24,7 +24,7 @@ import kit.errors
 from cache import due
 from cache.figures import Figures, Scrub
 from cache.sources import base
-from cache.store import generations, identity, image_copy
+from cache.store import generations, identity, image_copy, likeness
 from cache.store.identity import Match
 
 log = structlog.get_logger("generation")
@@ -187,6 +187,37 @@ class Generation:
             log.warning("dataset may be of another source", dataset=self.dataset, why=why)
         self.unproven = why
         return ""
+
+    async def resembles(self, deadline: float) -> dict[str, str]:
+        """Whether its source has the files that were stored, as ``likeness.compare`` answers.
+
+        Of a source that the settings only name: marks tell what is mounted by the agent, and which
+        snapshot it is. SourceError when the files are not there.
+        """
+        reached = self.reached
+        known = self.record.state == "new" or not self.source.place
+        if reached is None or known or identity.MADE in reached.marks:
+            return {"match": Match.SAME.name, "why": "", "refused": ""}
+        thing = f"dataset {self.dataset}: source {reached.root}"
+        asked = (self.folder, reached.root, reached.stamp)
+        try:
+            found: dict[str, str] = await kit.child.call(
+                likeness.compare, *asked, deadline=deadline
+            )
+        except (kit.errors.AgentError, OSError) as error:
+            self.reached = None  # it is to be reached again
+            if isinstance(error, OSError):
+                raise base.explain(thing, error) from error
+            raise
+        if found["match"] == Match.UNPROVEN.name:
+            self.reached = None
+            raise kit.errors.SourceError(
+                thing,
+                f"what was stored of it is not there: {found['why']}",
+                "mount what belongs there; if it was replaced for good, 'nodeagent dataset "
+                f"remove {self.dataset}' and 'warm' begin anew",
+            )
+        return found
 
     async def has_bad_files(self) -> bool:
         """Some are on its quarantine list. AgentError, OSError."""

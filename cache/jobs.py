@@ -22,7 +22,7 @@ from typing import Any
 import structlog
 
 import kit.errors
-from cache import budgets, due, evictor, limits, mending, slot, tasks, withdrawals, work
+from cache import budgets, due, evictor, limits, mending, slot, standing, tasks, withdrawals, work
 from cache.dataset import Dataset
 from cache.figures import Eviction, Verification
 from cache.fill import protocol
@@ -289,7 +289,7 @@ class Jobs:
             if reached is None or held or stale or not dataset.fill_queued:
                 dataset.fill_queued = False
                 return  # held, removed, or lost its source or store since it was queued
-            if not await self.withdrawals.finish(dataset):
+            if not await self.withdrawals.finish(dataset) or not await dataset.may_overlay():
                 dataset.fill_queued = False
                 return
             verified = dataset.soundness.verified(dataset.generation, None)
@@ -312,6 +312,8 @@ class Jobs:
         changes: dict[str, Any] = {"why": end.why}
         if end.fill is not None:
             changes |= dataset.figures.counts() | end.fill.record()
+        if end.result in ("complete", "partial"):
+            changes |= {"refused": "", "crossed": ""}
         match end.result:
             case "complete":
                 changes |= {"state": "complete", "completed": time.time(), "wanted": False}
@@ -337,6 +339,8 @@ class Jobs:
                     self.slot.rests(dataset)
             if dataset.generation.state != "stale":  # found to be while it ran
                 await dataset.change(**changes)
+                if end.result in ("refused", "crossed"):
+                    await dataset.refused_by_source(**{end.result: end.why})
             dataset.want_refresh()
         now = dataset.generation
         held = now.held or now.state == "stale" or dataset.removed or dataset.coming is not None
@@ -371,10 +375,12 @@ class Jobs:
     async def _update_ended(self, dataset: Dataset, coming: Generation, end: protocol.End) -> None:
         """Note the outcome, and queue it again when it is to go on as soon as it is its turn."""
         log.info("update ended", dataset=dataset.name, result=end.result, why=end.why)
-        changes: dict[str, Any] = {"why": end.why}
+        changes: dict[str, Any] = {"why": end.why, "refused": "", "crossed": ""}
         goes_on = dataset.gave_way
         if end.fill is not None:
             changes |= coming.figures.counts() | end.fill.record()
+        if end.result in ("refused", "crossed"):
+            changes |= {end.result: end.why, "why": standing.unfit(**{end.result: end.why})}
         if end.result in ("complete", "partial"):
             changes |= {"state": end.result, "completed": time.time()}
             coming.due.filled()

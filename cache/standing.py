@@ -1,6 +1,6 @@
 """How a dataset stands, in one word and one line."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import kit.errors
 from cache.figures import Eviction, Figures, Job, Scrubs, Totals, Use
@@ -8,6 +8,25 @@ from cache.hits import Hits
 from cache.sources import base
 from cache.store import generations, identity, sample
 from cache.view import Stage
+
+MOST_NAMED = 3
+
+
+def unfit(refused: str = "", crossed: str = "") -> str:
+    """Why an overlay would lose files of a source, for operators; '' when it does not."""
+    if refused:
+        return f"its source refuses root {refused}: jobs read the source"
+    if crossed:
+        return (
+            f"another file system is mounted at {crossed} when it is opened: jobs read the source"
+        )
+    return ""
+
+
+def named(paths: Sequence[str]) -> str:
+    """Some of them, and how many more, for operators."""
+    more = len(paths) - MOST_NAMED
+    return ", ".join(map(repr, paths[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 class Standing:
@@ -68,6 +87,16 @@ class Standing:
         is a copy, and one device can show it and the source."""
         mixes = self.reached is not None and self.reached.mixes and self.figures.done_files > 0
         return self.generation.skeleton or (mixes and not self.generation.evicting)
+
+    def unfit(self) -> bool:
+        """No overlay is shown: it would lose files of the source."""
+        return bool(unfit(self.generation.refused, self.generation.crossed))
+
+    def mounted_inside(self) -> Sequence[str]:
+        """What is mounted inside its source and no part of it, while jobs may read the source."""
+        if self.reached is None or self.generation.state == "complete":
+            return ()
+        return self.reached.inside
 
     def snapshot_made(self) -> float:
         """When the snapshot that is served was made, Unix time; 0 when it is not known."""
@@ -140,4 +169,6 @@ class Standing:
             )
         if self.state() == "queued" and (other := self.waits_for()):
             return f"waits for {other}"
-        return self.generation.why
+        inside = self.mounted_inside()
+        told = f"what is mounted at {named(inside)} is not part of it" if inside else ""
+        return "; ".join(filter(None, (self.generation.why, told)))

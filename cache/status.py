@@ -11,7 +11,7 @@ import kit.errors
 import kit.findings
 import kit.processes
 import kit.units
-from cache import choices, evicting, frozen, hits, scrubs
+from cache import choices, evicting, fitness, frozen, hits, scrubs
 from cache.dataset import Dataset
 from cache.figures import Totals, Verification
 from cache.generation import Generation
@@ -257,7 +257,7 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
         severity = Severity.CRITICAL if shown.stage is Stage.NONE else Severity.WARNING
         message = f"{shown.trouble.thing}: {shown.trouble.cause}"
         yield _finding("dataset-not-served", shown.name, severity, message, shown.trouble.remedy)
-    elif shown.generation.why and shown.state() == "failed":
+    elif shown.generation.why and shown.state() == "failed" and not shown.unfit():
         message = f"dataset {shown.name} cannot be filled: {shown.generation.why}"
         advice = "jobs read through to the source meanwhile; it is tried again after a pause"
         yield _finding("dataset-not-filled", shown.name, Severity.WARNING, message, advice)
@@ -294,6 +294,7 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
         yield _finding("dataset-partial", shown.name, Severity.WARNING, message, advice)
     yield from scrubs.findings(shown)
     yield from frozen.findings(shown)
+    yield from fitness.findings(shown)
     result = shown.verification.result or {}
     if bad := result.get("bad"):
         message = f"{bad} files in the store were bad, {result['replaced']} of them were replaced"

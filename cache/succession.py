@@ -390,6 +390,9 @@ class Succession:
         dataset.source_held = True
         async with dataset.looks:
             other = await coming.reach(dataset.cache.source_timeout, serve=False)
+        if not other and dataset.job is None and coming.record.state != "new":
+            found = await coming.resembles(dataset.cache.source_timeout)
+            other = found["why"]
         coming.due.answered(IDLE_SECONDS)
         self.trouble = None
         if other:

@@ -24,7 +24,7 @@ def fill(dataset: Dataset, target: Generation, limits: protocol.Limits) -> proto
     return protocol.FillTask(
         **_common(dataset, target, limits),
         native=reached.native,
-        mounted=_mounted_below(reached.root),
+        mounted=mountinfo.inside(reached.place or reached.root, mountinfo.read()),
         used=target.record.used,
         before=before.folder if before is not None else "",
         before_made_ns=int(made * 1e9),
@@ -115,12 +115,3 @@ def _block(target: Generation, limits: protocol.Limits) -> protocol.BlockTask:
         generation=target.folder, access=access, limits=limits,
         partly=reached is not None and reached.mixes,
     )  # fmt: skip
-
-
-def _mounted_below(root: str) -> list[str]:
-    """Mount points inside the source, relative to it: what they show is not part of the dataset."""
-    return [
-        mount.target[len(root) + 1 :]
-        for mount in mountinfo.read()
-        if mount.target.startswith(root + "/")
-    ]

@@ -132,6 +132,8 @@ class Withdrawals:
         if dataset.no_store is not None:
             return 0, str(dataset.no_store.cause)
         shows_store = dataset.stage in _SHOWS_COPY
+        if shows_store and not await dataset.may_overlay(refusals=False):
+            return 0, "its source is another one now"
         if shows_store:
             # A bind of the store has no source to fall back to, and an overlay may have looked up
             # directories with their marks: both are replaced by a new overlay.

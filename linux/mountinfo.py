@@ -7,7 +7,7 @@ import os
 import re
 import select
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,6 +175,20 @@ def containing(path: str, mounts: Iterable[Mount]) -> Mount | None:
         if inside and (best is None or len(mount.target) >= len(best.target)):
             best = mount
     return best
+
+
+def inside(path: str, mounts: Sequence[Mount]) -> list[str]:
+    """What is mounted below the directory ``path`` (absolute, without links), relative to it, in
+    order. A mount that another one hides does not count."""
+    top = containing(path, mounts)
+    seen = set() if top is None else {top.mount_id}
+    above = path.rstrip("/") + "/"
+    below = [mount for mount in mounts if mount.target.startswith(above)]
+    found: set[str] = set()
+    while more := [m for m in below if m.parent_id in seen and m.mount_id not in seen]:
+        seen |= {mount.mount_id for mount in more}
+        found |= {mount.target[len(above) :] for mount in more}
+    return sorted(found)
 
 
 def place(path: str, mounts: Iterable[Mount]) -> tuple[tuple[int, int], str] | None:

@@ -332,7 +332,7 @@ class Coordinator:
             for staged in kept:
                 if staged.chunk is None:
                     continue
-                for name, reason, lasting in staged.failed:
+                for name, reason, lasting, _ in staged.failed:
                     self.index.fail(staged.directory, name, reason, lasting=lasting)
                 self.index.committed(
                     staged.chunk, staged.files, staged.bytes, staged.allocated, len(staged.failed),

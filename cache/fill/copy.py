@@ -39,6 +39,11 @@ def settled(origin: int, immutable: bool) -> os.stat_result:
     return status
 
 
+def open_origin(source: int, name: str) -> int:
+    """A file of a directory of the source, for reading. OSError, RefusedError."""
+    return tree.asked(os.open, name, _SOURCE_FLAGS, dir_fd=source)
+
+
 class ChangedError(OSError):
     """The source changed while it was read; nothing was kept."""
 
@@ -50,9 +55,11 @@ def reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def failure(name: str, error: OSError) -> protocol.Failure:
+def failure(name: str, error: OSError, *, asked: bool = False) -> protocol.Failure:
+    """``asked``: of the source, by the error itself."""
+    refused = isinstance(error, PermissionError if asked else tree.RefusedError)
     lasting = error.errno in (errno.EPERM, errno.EACCES, errno.ENAMETOOLONG, errno.E2BIG)
-    return protocol.Failure(name, reason(error), lasting)
+    return protocol.Failure(name, reason(error), lasting, refused)
 
 
 class Copier:
@@ -108,7 +115,7 @@ class Copier:
         os.utime(item.name, ns=times, dir_fd=staging, follow_symlinks=False)
 
     def _copy_file(self, source: int, item: Entry, staging: int) -> int:
-        with kit.files.closing(os.open(item.name, _SOURCE_FLAGS, dir_fd=source)) as origin:
+        with kit.files.closing(open_origin(source, item.name)) as origin:
             before = settled(origin, self._immutable)
             if not stat.S_ISREG(before.st_mode):
                 raise ChangedError(f"{item.name} is no longer a regular file")
@@ -131,7 +138,7 @@ class Copier:
         offset = 0
         files = 1  # the file is counted with its first block
         ends_in_hole = False
-        while count := os.readv(origin, [self._buffer]):
+        while count := tree.asked(os.readv, origin, [self._buffer]):
             block = self._buffer[:count]
             checksum.update(block)
             ends_in_hole = extents.write_sparse(copy, block, offset)

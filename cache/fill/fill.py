@@ -183,8 +183,9 @@ class FillPass(coordinator.Pass):
             self.index.keep(
                 number, [manifest.Item(e, manifest.State.STORED, s) for e, s in part.stored]
             )
-            for name, reason, lasting in part.failed:
+            for name, reason, lasting, _ in part.failed:
                 self.index.fail(number, name, reason, lasting=lasting)
+        self._end_if_refused(number, part.failed)
         if part.made:
             self.run.usage.add(part.made)
             if not self.run.room(inodes=1).holds(4096, 1):
@@ -258,6 +259,20 @@ class FillPass(coordinator.Pass):
             job, directory=chunk.directory, allocated=size, inodes=len(items), chunk=chunk,
         ), False  # fmt: skip
 
+    def _end_if_refused(self, directory: int, failed: list[protocol.Failure]) -> None:
+        """One file that root may not open is enough to know: jobs would lose it to an overlay,
+        which opens files of the source as root."""
+        for name, reason, _, refused in failed:
+            if refused:
+                with self.index.transaction():
+                    self.index.fail(directory, name, reason, lasting=True)
+                self._end_for_source("refused", [*self.index.path(directory), name], reason)
+
+    def _end_for_source(self, result: str, path: list[str], reason: str = "") -> None:
+        self.run.totals = self.index.totals()
+        why = repr("/".join(path) or ".")
+        raise Ended(result, f"{why} ({reason})" if reason else why)
+
     def _large_fits(self, chunk: index.Chunk, present: int) -> int | None:
         cost = self._costs(chunk, chunk.entries)[0]
         room = self.run.room(inodes=0)
@@ -284,6 +299,7 @@ class FillPass(coordinator.Pass):
         self.objects += answer.objects
         silent = set(answer.silent)
         self.silence.heard(answer, patient=job.patient)
+        self._end_if_refused(chunk.directory, answer.failed)
         given = {item.name for item in job.entries}
         if answer.full:
             self.full = True
@@ -328,6 +344,8 @@ class FillPass(coordinator.Pass):
                 self._copied(assignment, job, answer)
             case Extents() as job, protocol.ExtentsCopied():
                 self.run.note_once(answer.note)
+                if answer.failed is not None:
+                    self._end_if_refused(self.index.find(job.path) or index.ROOT, [answer.failed])
                 self.full |= answer.full
                 self.large.copied(job, answer)
             case Whole() as job, protocol.Completed():
@@ -346,6 +364,11 @@ class FillPass(coordinator.Pass):
 
     def failed(self, assignment: Assignment, failure: protocol.NotDone) -> None:
         job = assignment.job
+        if isinstance(job, Scan | Copy | Extents | Whole):
+            if failure.refused:
+                self._end_for_source("refused", job.path, failure.error)
+            if failure.errno == errno.EXDEV:
+                self._end_for_source("crossed", job.path)
         if isinstance(job, Extents | Whole):
             self.large.failed(job, failure.error)
             return

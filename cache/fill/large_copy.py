@@ -18,7 +18,6 @@ from cache.store.tree import Entry
 from ceph import layout, native, objects
 
 JOB_SECONDS = 2.0  # the rest of a job waits for another turn
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class LargeCopier:
@@ -46,7 +45,7 @@ class LargeCopier:
         answer = protocol.ExtentsCopied(left=list(job.extents))
         try:
             with (
-                kit.files.closing(os.open(job.entry.name, _FLAGS, dir_fd=source)) as origin,
+                kit.files.closing(copy.open_origin(source, job.entry.name)) as origin,
                 large.part(self._generation, job.key, job.entry) as part,
             ):
                 self._check_version(origin, job.entry)
@@ -104,7 +103,7 @@ class LargeCopier:
             self._buffer = memoryview(bytearray(extents.EXTENT_BYTES))
         done = 0
         while done < length:
-            count = os.preadv(origin, [self._buffer[done:length]], offset + done)
+            count = tree.asked(os.preadv, origin, [self._buffer[done:length]], offset + done)
             if not count:
                 raise copy.ChangedError(f"the file ends at {offset + done}, not where it did")
             done += count
@@ -159,7 +158,7 @@ class LargeCopier:
         item = job.entry
         try:
             with (
-                kit.files.closing(os.open(item.name, _FLAGS, dir_fd=source)) as origin,
+                kit.files.closing(copy.open_origin(source, item.name)) as origin,
                 large.part(self._generation, job.key, item) as part,
             ):
                 if any(state is extents.State.UNKNOWN for _, state in part.states()):

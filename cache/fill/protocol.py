@@ -135,7 +135,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class End:
-    """``result``: complete, partial, good, bad, withdrawn, chosen, evicted, cancelled or failed."""
+    """``result``: complete, partial, good, bad, withdrawn, chosen, evicted, cancelled or failed;
+    refused when the source does not let root open something, crossed when it mounts another file
+    system where one is opened (``why``: the path)."""
 
     result: str
     why: str = ""
@@ -206,6 +208,7 @@ class Failure(NamedTuple):
     name: str
     reason: str
     lasting: bool  # trying again soon is pointless
+    refused: bool = False  # the source does not let root open it
 
 
 class Link(NamedTuple):
@@ -364,6 +367,7 @@ class NotDone(Message):
     error: str = ""
     errno: int | None = None
     cancelled: bool = False
+    refused: bool = False  # the source does not let root open it
 
 
 class ScanPart(Message):

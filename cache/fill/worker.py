@@ -16,10 +16,13 @@ import errno
 import os
 import signal
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
+import kit.files
 from cache.fill import commit, control, copy, fetch, large_copy, parts, pipes, protocol, share
 from cache.fill.listings import Fetch, Fetched
 from cache.store import index, tree
@@ -34,6 +37,7 @@ UNREACHABLE = (
     f"its object gave no answer within {objects.OBJECT_SECONDS:g}s: its placement group is "
     "inactive, or its OSD hangs; see 'ceph health detail'"
 )
+MOST_OPENED = 1024
 # For a source to say which one it is, before a commit.
 CONFIRM_SECONDS = 60
 
@@ -52,7 +56,10 @@ class Worker(commit.Committer):
             self.generation, self.page, number, self.throttle, immutable=setup.immutable
         )
         self._origin = setup.source, setup.stamp
-        self.source = tree.open_source(*self._origin)
+        with kit.files.closing(tree.open_source(*self._origin)) as source:
+            self.source, self._keeps_mount = tree.apart(source)
+        self._mount = tree.mount_of(self.source)
+        self._may: set[tuple[int, int, int]] = set()  # owner, group, mode of files root may read
         self.access = setup.native
         self.shared: share.Shared | None = None
         if setup.before:
@@ -93,7 +100,9 @@ class Worker(commit.Committer):
             if listed is not None:
                 found.skipped, part.location = listed.skipped, listed.location(self.access)
             elif not self._lists():
-                source = stack.enter_context(tree.opened(self.source, job.path))
+                source = stack.enter_context(self._of_source(job.path))
+                if tree.mount_of(source) != self._mount:
+                    raise OSError(errno.EXDEV, "another file system is mounted when it is opened")
             before = self._before(job.path, stack)
             located = bool(source or listed)  # it matters only for reads past the mount
             for item in listed.entries if listed else self._entries(job.path, source):
@@ -102,17 +111,17 @@ class Worker(commit.Committer):
                     if error.errno in tree.SOURCE_GONE:
                         raise error
                     found.entries += 1
-                    part.failed.append(copy.failure(name, error))
+                    part.failed.append(copy.failure(name, error, asked=True))
+                elif item.name in job.mounted:
+                    found.entries += 1
+                    text = "another file system is mounted here; it is not part of the dataset"
+                    part.failed.append(protocol.Failure(item.name, text, True))
+                    part.unmade.append(item.name)
                 elif item.is_directory:
                     found.entries += 1
-                    if item.name in job.mounted:
-                        text = "another file system is mounted here; it is not part of the dataset"
-                        part.failed.append(protocol.Failure(item.name, text, True))
-                        part.unmade.append(item.name)
-                    else:
-                        if source is None and item.xattrs:
-                            source = stack.enter_context(tree.opened(self.source, job.path))
-                        found.stored.allocated += self._make_directory(target, item, source, part)
+                    if source is None and item.xattrs:
+                        source = stack.enter_context(self._of_source(job.path))
+                    found.stored.allocated += self._make_directory(target, item, source, part)
                 elif item.is_file or item.is_link:
                     if not located and native.is_plain(item):
                         located = True
@@ -120,7 +129,9 @@ class Worker(commit.Committer):
                     found.entries += 1
                     found.files += 1
                     found.bytes += item.size if item.is_file else 0
-                    if job.again and self._has(target, item, found.stored, before):
+                    if source is not None and not self._may_open(source, item, part):
+                        pass
+                    elif job.again and self._has(target, item, found.stored, before):
                         part.stored.append((item, tree.checksum_of(target, item.name)))
                     elif before is not None and self._shares(target, item, before, found.stored):
                         part.stored.append((item, self.copier.checksum))
@@ -139,6 +150,30 @@ class Worker(commit.Committer):
             parts.flush(part)
         found.note, self.note = self.note, ""
         protocol.answer(found)
+
+    def _of_source(self, path: Sequence[str]) -> AbstractContextManager[int]:
+        """A directory of the source. OSError, RefusedError."""
+        return kit.files.closing(tree.asked(tree.open_below, self.source, path))
+
+    def _may_open(self, source: int, item: Entry, part: protocol.ScanPart) -> bool:
+        """Whether the source lets root read a file that it does not let all read; else it failed.
+
+        A server that takes root for nobody (NFS: root_squash) is known so before an overlay loses
+        the file for its owner. One file of each owner and mode is asked for.
+        """
+        key = item.uid, item.gid, item.mode
+        if not item.is_file or item.mode & stat.S_IROTH or key in self._may:
+            return True
+        try:
+            os.close(copy.open_origin(source, item.name))
+        except tree.RefusedError as error:
+            part.failed.append(copy.failure(item.name, error))
+            return False
+        except OSError:
+            return True  # it is asked again when it is copied
+        if len(self._may) < MOST_OPENED:
+            self._may.add(key)
+        return True
 
     def _entries(
         self, path: Sequence[str], source: int | None
@@ -293,7 +328,7 @@ class Worker(commit.Committer):
                 for item in rest:
                     self.page.begin(self.number, where[item.name])
                     if source is None:
-                        source = stack.enter_context(tree.opened(self.source, job.path))
+                        source = stack.enter_context(self._of_source(job.path))
                     if time.monotonic() >= deadline and (tried or copied.silent):
                         stopped = True
                         break
@@ -384,14 +419,14 @@ class Worker(commit.Committer):
         self.page.begin(self.number, 0)
         reader = self._objects()
         listing = self._listing if reader is not None and self._lists() else None
-        with tree.opened(self.source, job.path) as source:
+        with self._of_source(job.path) as source:
             answer = self.large_copier.copy(job, source, reader, listing)
         answer.note, self.note = self.note, ""
         protocol.answer(answer)
 
     def whole(self, job: protocol.Whole) -> None:
         self.page.begin(self.number, 0)
-        with tree.opened(self.source, job.path) as source:
+        with self._of_source(job.path) as source:
             protocol.answer(self.large_copier.whole(job, source))
 
     def _no_objects(self, error: OSError) -> None:
@@ -463,7 +498,10 @@ class Worker(commit.Committer):
             except control.Cancelled:
                 protocol.answer(protocol.NotDone(cancelled=True))
             except OSError as error:
-                protocol.answer(protocol.NotDone(error=copy.reason(error), errno=error.errno))
+                refused = isinstance(error, tree.RefusedError)
+                protocol.answer(
+                    protocol.NotDone(error=copy.reason(error), errno=error.errno, refused=refused)
+                )
             except Exception as error:
                 protocol.answer(protocol.NotDone(error=repr(error)))
 

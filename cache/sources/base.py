@@ -26,6 +26,10 @@ class Reached:
     image: ImageAccess | None = None  # a block image
     mixes: bool = False  # what is mounted of it can show stored blocks too (cache.store.mixed)
     note: str = ""  # for operators
+    # As in ``roots.Root``; '' of what the agent mounts itself.
+    place: str = ""
+    inside: tuple[str, ...] = ()
+    server: str = ""
     marks: dict[str, str] = field(default_factory=dict)  # what it is (cache.store.identity)
     manifest: tuple[str, str] | None = None  # where a published one may be: folder, path below it
 

@@ -114,7 +114,7 @@ class Directory:
             )
         return base.Reached(
             self._path, root.stamp, root.stamp, "directory", root.files, root.bytes,
-            marks=root.marks,
+            marks=root.marks, place=root.place, inside=tuple(root.inside), server=root.server,
         )  # fmt: skip
 
     async def snapshots(self, deadline: float) -> dict[str, float]:

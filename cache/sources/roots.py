@@ -12,11 +12,13 @@ from typing import Any
 import kit.errors
 import kit.files
 from cache import closed
+from cache.sources import servers
 from cache.store import identity, tree
 from linux import mountinfo, mounts, syscalls
 
 # Of one directory; CephFS allows 100 by default.
 MOST_SNAPSHOTS = 4096
+MOST_INSIDE = 100  # mounts that are told
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,11 @@ class Root:
     files: int | None
     bytes: int | None
     marks: dict[str, str]
+    # Of a directory of this host: its path without links, what is mounted inside it, and its file
+    # system, if that lets more than modes and POSIX ACLs decide.
+    place: str = ""
+    inside: tuple[str, ...] = ()
+    server: str = ""
 
 
 def look(root: str) -> dict[str, Any]:
@@ -63,9 +70,16 @@ def look_in_place(root: str, state_dir: str, by_object: bool = False) -> dict[st
         shut = {**closed.ALWAYS, **(closed.OF_USERS if by_object else {})}
         folders = {os.path.realpath(path): whose for path, whose in shut.items()}
         folders[os.path.realpath(state_dir)] = closed.AGENT
-        if why := closed.why(os.readlink(f"/proc/self/fd/{descriptor}"), folders):
+        place = os.readlink(f"/proc/self/fd/{descriptor}")
+        if why := closed.why(place, folders):
             raise kit.errors.SourceError(f"directory {root}", why, "name another directory")
-        return _look(descriptor)
+        table = mountinfo.read()
+        mount = mountinfo.containing(place, table)
+        return _look(descriptor) | {
+            "place": place,
+            "inside": mountinfo.inside(place, table)[:MOST_INSIDE],
+            "server": mount.fstype if mount is not None and servers.decides(mount) else "",
+        }
 
 
 def _opened_in_place(root: str, by_object: bool) -> int:

@@ -82,6 +82,10 @@ class Generation(index.Counts):
     verified: int = 0  # number of the last trouble of the disk after which all was verified
     scrubbed: float = 0.0  # Unix time when its last whole scrub ended
     crashes: int = 0  # of the node before that scrub began (``store.trust``)
+    # No overlay may be shown (``standing.unfit``): what the source refuses root to open, and where
+    # it mounts another file system when that is opened.
+    refused: str = ""
+    crossed: str = ""
     damaged: int = 0  # files of an earlier generation that are on its list of bad files
 
 

@@ -130,8 +130,8 @@ def look(folder: str, source: str, stamp: str, entries: int) -> dict[str, Any]:
         kit.files.closing(tree.open_source(source, stamp)) as origin,
     ):
         comparing = _Comparing(opened, stored, origin, time.monotonic() + ROUND_SECONDS)
-        parts = _coming(opened, _PARTS, seen.parts, entries)
-        folders = _coming(opened, _DIRECTORIES, seen.directories, max(16, entries // 8))
+        parts = coming(opened, _PARTS, seen.parts, entries)
+        folders = coming(opened, _DIRECTORIES, seen.directories, max(16, entries // 8))
         ahead = seen.parts + len(parts), seen.directories + len(folders)
         _save(folder, replace(seen, parts=ahead[0], directories=ahead[1]))
         looked = comparing.take(_PARTS, parts, lambda: comparing.entries >= entries)
@@ -150,7 +150,7 @@ def look(folder: str, source: str, stamp: str, entries: int) -> dict[str, Any]:
     return asdict(now)
 
 
-def _coming(opened: index.Index, table: str, done: int, most: int) -> list[int]:
+def coming(opened: index.Index, table: str, done: int, most: int) -> list[int]:
     """Numbers of the next units; at most ``most``, and none twice."""
     last = opened.last_number(table)
     places = (place(done + each, last) for each in range(min(most, last)))

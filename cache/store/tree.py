@@ -9,12 +9,14 @@ message and the index must keep.
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import kit.files
 from ceph import protocol
+from linux import mounts
 
 # The checksum of a stored file is kept with the file, invisible to jobs.
 CHECKSUM = "trusted.nodeagent.xxh3-128"
@@ -29,8 +31,23 @@ _ACLS = ("system.posix_acl_access", "system.posix_acl_default")
 # shut this client out, or another directory is mounted there now (open_source).
 SOURCE_GONE = (errno.ENOTCONN, errno.ESHUTDOWN)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BLOCK = 4096
+
+
+class RefusedError(PermissionError):
+    """The source does not let root open or read something. Jobs of others may."""
+
+
+def asked(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """A call on a source. OSError, RefusedError."""
+    try:
+        return call(*arguments, **named)
+    except PermissionError as error:
+        raise RefusedError(error.errno, error.strerror) from error
 
 
 class Entry(protocol.Entry):
@@ -148,6 +165,27 @@ def open_source(path: str, expected: str) -> int:
     return descriptor
 
 
+def apart(root: int) -> tuple[int, int]:
+    """The directory ``root`` of a source without what is mounted below it, as a view shows it: a
+    descriptor, and one that keeps its mount. Without the right to mount, the same directory."""
+    try:
+        made = mounts.clone_tree(f"/proc/self/fd/{root}")
+    except OSError:
+        return os.dup(root), os.dup(root)
+    try:
+        mounts.make_private(made)  # nor what is mounted there later
+        return os.open(".", _DIRECTORY, dir_fd=made), made
+    except OSError:
+        os.close(made)
+        raise
+
+
+def mount_of(descriptor: int) -> str:
+    """The id of the mount on which it was opened."""
+    lines = Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines()
+    return next(line for line in lines if line.startswith("mnt_id:"))
+
+
 def open_below(root: int, path: Sequence[str]) -> int:
     """The directory ``path`` below ``root``. The caller closes it."""
     current = os.dup(root)
@@ -261,7 +299,7 @@ def make_directory(parent: int, item: Entry, source: int | None) -> bool:
     with kit.files.closing(os.open(item.name, _DIRECTORY, dir_fd=parent)) as descriptor:
         origin = None
         if source is not None and item.xattrs:
-            origin = os.open(item.name, _DIRECTORY, dir_fd=source)
+            origin = asked(os.open, item.name, _DIRECTORY, dir_fd=source)
         try:
             set_attributes(descriptor, item, origin)
         finally:

@@ -101,13 +101,14 @@ def test_denied_files_are_listed(area: Path, node: Agent) -> None:
     mount_denied(source, mounted)
     node.add_dir("a", mounted)
     node.start()
-    shown = node.wait_state("a", "partial", seconds=60)
-    assert shown["files"]["failed"] == 2
+    # One is enough: whether its owner may read it in the source is not known here.
+    shown = node.wait_state("a", "failed", seconds=60)
+    assert shown["files"]["failed"] >= 1
     reasons = node.failures("a")
-    assert reasons["d1/f00001"] == "Permission denied"
-    assert any("locked" in path and "ermission denied" in why for path, why in reasons.items())
-    assert shown["files"]["done"] == 39
-    assert "2 entries could not be copied" in shown["why"]
+    assert {path.partition("/.")[0] for path in reasons} <= {"d1/f00001", "locked"}
+    assert all("ermission denied" in why for why in reasons.values())
+    assert "refuses root" in shown["why"]
+    assert shown["served_by"] == "source"
     assert (node.view("a") / "d0/f00000").read_bytes() == (source / "d0/f00000").read_bytes()
 
 
@@ -175,16 +176,46 @@ def test_dead_fuse_source_is_reported_and_heals(area: Path, node: Agent) -> None
 
 
 def test_mount_inside_source_is_not_crossed(area: Path, node: Agent) -> None:
+    """Directories and files: a name has one content in all stages, and the mount is told."""
     source, other = area / "source", area / "other"
     trees.plain(source, 20)
     trees.plain(other, 20)
     (source / "mountpoint").mkdir()
-    subprocess.run(["mount", "--bind", str(other), str(source / "mountpoint")], check=True)
-    node.add_dir("a", source)
+    (source / "covered").write_bytes(b"below")
+    (other / "cover").write_bytes(b"above")
+    for cover, place in ((other, "mountpoint"), (other / "cover", "covered")):
+        subprocess.run(["mount", "--bind", str(cover), str(source / place)], check=True)
+    (area / "link").symlink_to(source)
+    node.add_dir("a", area / "link", warm=False)  # the mount table has the path without links
     node.start()
+
+    def shown() -> tuple[list[str], bytes]:
+        view = node.view("a")
+        return os.listdir(view / "mountpoint"), (view / "covered").read_bytes()
+
+    def told() -> bool:
+        found = [f for f in node.findings() if f["rule"] == "dataset-source-mounts"]
+        return bool(found) and "'covered', 'mountpoint'" in found[0]["message"]
+
+    node.wait_served("a", "source")
+    cold = shown()
+    node.wait_for(told, 30, "the finding")
+    assert "'covered', 'mountpoint'" in node.dataset("a")["why"]
+    node.tell("a", "warm")
     node.wait_state("a", "partial")
-    assert "another file system" in node.failures("a")["mountpoint"]
-    assert not (node.tree("a") / "mountpoint" / "d0").exists()
+    failures = node.failures("a")
+    assert sorted(failures) == ["covered", "mountpoint"]
+    assert all("another file system" in why for why in failures.values())
+    assert not (node.tree("a") / "mountpoint").exists()
+    assert not (node.tree("a") / "covered").exists()
+    assert shown() == cold == ([], b"below")
+    assert told()
+    for place in ("mountpoint", "covered"):
+        subprocess.run(["umount", str(source / place)], check=True)
+    node.tell("a", "warm")
+    node.wait_state("a", "complete")
+    assert shown() == cold
+    node.wait_for(lambda: node.findings() == [], 30, "the finding to go")
 
 
 def reads_so_far(report: Path) -> int:

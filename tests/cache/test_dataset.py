@@ -25,7 +25,7 @@ def every() -> list[Facts]:
 
 def trusted(facts: Facts) -> bool:
     """The store may be shown."""
-    return facts.store_usable and not facts.stale
+    return facts.store_usable and not facts.stale and (facts.complete or not facts.unfit)
 
 
 def test_store_is_published_only_when_complete_and_trusted() -> None:
@@ -55,6 +55,14 @@ def test_source_is_released_only_when_not_needed() -> None:
             assert facts.complete
             assert facts.stage is Stage.STORE
             assert not facts.source_needed
+
+
+def test_files_that_an_overlay_would_lose_are_read_from_the_source_alone() -> None:
+    for facts in every():
+        if facts.unfit and not facts.complete:
+            assert next_action(facts) not in (Action.PUBLISH_OVERLAY, Action.PUBLISH_STORE)
+            if facts.reached and facts.servable and facts.stage is not Stage.SOURCE:
+                assert next_action(facts) is Action.PUBLISH_SOURCE
 
 
 def test_overlay_needs_skeleton_or_overlay() -> None:
@@ -101,7 +109,7 @@ def test_generation_is_discarded_only_behind_a_view_of_the_source() -> None:
 def test_fill_is_queued_only_behind_a_view() -> None:
     for facts in every():
         if next_action(facts) is Action.QUEUE:
-            assert trusted(facts)
+            assert facts.store_usable and not facts.stale
             if facts.servable:
                 assert facts.stage in (Stage.SOURCE, Stage.OVERLAY)
                 assert not facts.moved
@@ -148,7 +156,7 @@ def test_actions_converge_on_the_best_view() -> None:
             assert done(now, action) != now, f"{action} again and again from {facts}"
             now = done(now, action)
         assert next_action(now) is Action.NOTHING
-        if not now.store_usable or now.stale:
+        if not trusted(now):
             assert not now.reached or not now.servable or now.stage is Stage.SOURCE
         elif now.complete:
             assert now.stage is Stage.STORE

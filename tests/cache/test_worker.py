@@ -162,3 +162,25 @@ def test_refused_listing_is_read_through_the_mount(
     answers.clear()
     worker.scan(job)
     assert answers[-1].note == "", "said once, not tried again"
+
+
+def test_source_that_mounts_another_file_system_when_it_is_opened(area: Path) -> None:
+    """As autofs and the crossmnt of NFS do; here debugfs, which mounts tracefs."""
+    for name in ("source", "generation/tree/tracing", "generation/staging", "generation/links"):
+        (area / name).mkdir(parents=True)
+    tree_of_it = mounts.new_filesystem("debugfs", {})
+    mounts.attach(tree_of_it, area / "source")
+    os.close(tree_of_it)
+    worker = Worker(0, control.Control.create().descriptor, setup(area))
+    job = protocol.Scan(directory=2, path=["tracing"], mounted=[], again=False, extras=False)
+    with pytest.raises(OSError, match="when it is opened") as raised:
+        worker.scan(job)
+    assert raised.value.errno == errno.EXDEV
+
+
+def test_mount_that_comes_during_a_fill_is_not_seen(area: Path, worker: Worker) -> None:
+    (area / "source" / "d").mkdir()
+    (area / "source" / "d" / "below").touch()
+    mounts.mount("none", area / "source" / "d", "tmpfs", 0)
+    with worker._of_source(["d"]) as directory:
+        assert os.listdir(directory) == ["below"]

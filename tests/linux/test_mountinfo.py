@@ -32,6 +32,22 @@ def test_optional_fields_may_be_missing_or_unknown() -> None:
     assert mount.is_private
 
 
+def test_what_is_mounted_inside_a_directory() -> None:
+    table = mountinfo.parse(
+        b"1 0 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        b"2 1 0:5 / /data rw - tmpfs x rw\n"
+        b"3 2 0:6 / /data/set/hidden rw - tmpfs x rw\n"
+        b"4 2 0:7 / /data rw - nfs4 server:/ rw\n"  # over the one before, with all in it
+        b"5 4 0:8 / /data/set/a\\040b rw - tmpfs x rw\n"
+        b"6 5 0:9 / /data/set/a\\040b/c rw - tmpfs x rw\n"
+        b"7 4 8:1 /f /data/set/file rw - ext4 /dev/sda1 rw\n"
+        b"8 4 0:9 / /data/settled rw - tmpfs x rw\n"
+    )
+    assert mountinfo.inside("/data/set", table) == ["a b", "a b/c", "file"]
+    assert mountinfo.inside("/data/set/none", table) == []
+    assert mountinfo.inside("/", table[:2]) == ["data"]
+
+
 @pytest.mark.parametrize("line", [b"", b"garbage", LINE.replace(b" - ", b" "), LINE[:30], b" - "])
 def test_what_is_no_line_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError, match=r"line of mountinfo|unpack|invalid literal"):

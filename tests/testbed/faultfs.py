@@ -47,12 +47,16 @@ class Faults:
 
 class Server:
     def __init__(self, mountpoint: str, backing: str, control: str) -> None:
-        self._device = os.open("/dev/fuse", os.O_RDWR)
         self._file = os.open(backing, os.O_RDWR)
         self._faults = Faults(Path(control))
         self._hangs = Path(f"{control}.hangs")
+        self._mount(mountpoint)
+
+    def _mount(self, mountpoint: str, *more: str) -> None:
+        self._device = os.open("/dev/fuse", os.O_RDWR)
         self._lock = threading.Lock()
-        options = f"fd={self._device},rootmode=40000,user_id=0,group_id=0,max_read={_MOST}"
+        given = (f"fd={self._device}", "rootmode=40000", "user_id=0", "group_id=0", *more)
+        options = ",".join((*given, f"max_read={_MOST}"))
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.mount(b"faultfs", mountpoint.encode(), b"fuse", 0, options.encode()):
             raise OSError(ctypes.get_errno(), "mount", mountpoint)
