@@ -19,7 +19,7 @@ import errno
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from linux import mountinfo
 log = structlog.get_logger("dataset")
 
 VIEW_SECONDS = 30.0  # a swap takes a millisecond, but looking up a hanging source never ends
+_PUBLISH = (Action.PUBLISH_SOURCE, Action.PUBLISH_OVERLAY, Action.PUBLISH_STORE)
 # The tree of a store cannot be opened: it has gone, or its disk fails.
 _TREE_LOST = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN, errno.ESTALE)
 
@@ -89,6 +90,10 @@ class Dataset(standing.Standing):
         self.scrubbing: Job | None = None
         self.due = due.Due()
         self._shown = view.Shown()
+        self.mounted = view.Mounted()  # at the view
+        self.changes = 0  # of what is mounted at the view; odd while one is under way
+        self.look_again: Callable[[], None] = lambda: None  # one has ended (cache.view_watch)
+        self.hidden: kit.errors.HostError | None = None  # why nothing can be mounted there
         self._allowed: AccessSettings | None = None
         self._ending: asyncio.Task[None] | None = None
         self._published_device = ""
@@ -212,7 +217,49 @@ class Dataset(standing.Standing):
         if values.get("generation", self.generation.created) != self.generation.created:
             tree = 0  # inode numbers are given again
         self.stage = view.stage_of(self.view, self.layer, self.mounts.now(), self._shown, tree)
+        table = self.mounts.now()
+        if self.stage is Stage.UNKNOWN and view.is_covered(self.view, self._shown, table):
+            self.stage = Stage.NONE
+        if self.stage is not Stage.NONE:
+            self.mounted = view.Mounted.of(mountinfo.at(self.view, table)[-1])
         self.due.refresh_wanted = self.stage is Stage.OVERLAY  # something was stored since
+
+    # --- what others do at the view (cache.view_watch)
+
+    @contextlib.contextmanager
+    def changing_view(self) -> Iterator[None]:
+        """While the agent itself mounts or unmounts at the view."""
+        self.changes += 1
+        try:
+            yield
+        finally:
+            self.changes += 1
+            self.look_again()
+
+    @property
+    def published(self) -> bool:
+        """Whether something of the agent is to be found at the view."""
+        return self.stage is not Stage.NONE and not self.removed and self.newer is None
+
+    def lose_view(self, what: str) -> None:
+        """Jobs do not find any more what was published. It is published again."""
+        log.error("view is lost; it is mounted again", dataset=self.name, what=what)
+        self.loss = self.loss.one_more(what)
+        self.stage, self._allowed = Stage.NONE, None
+        self.current.reached = None  # its mount may have gone as well
+        self.due.suspect()
+        self.due.lost()
+        self._telling = asyncio.create_task(self.tell_loss())
+        self.wake()
+
+    def find_view(self, hidden: kit.errors.HostError | None, *, back: bool) -> None:
+        """What keeps a view from being mounted. ``back``: what was lost is to be seen again."""
+        if back and self.stage is Stage.NONE:
+            self.stage = Stage.UNKNOWN  # it is not believed to show what was stored since
+        if str(hidden) != str(self.hidden):
+            self.hidden = hidden
+            self.due.suspect()
+            self.wake()
 
     async def save_state(self) -> None:
         self._refuse_newer()
@@ -306,9 +353,14 @@ class Dataset(standing.Standing):
         )
 
     async def _allow(self) -> None:
-        """Give the view's parent its owner and mode, at the start and when the settings change."""
+        """Give the view's parent its owner and mode, at the start and when the settings change.
+
+        It is made with the view: until then a pod that asks for it as a directory has to wait.
+        """
         access = self.settings.access
         if self._allowed == access or self.removed or self.newer is not None:
+            return
+        if self.stage is Stage.NONE:
             return
         wanted = access.owner, access.group, access.mode, self.source.place
         if not view.is_allowed(self.view, *wanted):
@@ -319,6 +371,10 @@ class Dataset(standing.Standing):
     async def _act(self, action: Action) -> bool:
         if action is Action.NOTHING or self.removed or self.newer is not None:
             return False
+        if action in _PUBLISH and not self.due.mount():
+            return False
+        if action in _PUBLISH and self.hidden is not None:
+            raise self.hidden
         match action:
             case Action.REACH:
                 await self.reach()
@@ -397,12 +453,16 @@ class Dataset(standing.Standing):
     async def publish(self, stage: Stage) -> None:
         """Have ``stage`` serve the view. OSError."""
         source = self.reached.root if self.reached else ""
-        done = await kit.child.call(
-            view.publish, self.view, str(stage), source, self.layer, self._scratch, self.stage,
-            deadline=VIEW_SECONDS,
-        )  # fmt: skip
-        log.info("view published", dataset=self.name, before=str(self.stage), now=str(stage))
-        self.stage = stage
+        with self.changing_view():
+            done = await kit.child.call(
+                view.publish, self.view, str(stage), source, self.layer, self._scratch, self.stage,
+                deadline=VIEW_SECONDS,
+            )  # fmt: skip
+            log.info("view published", dataset=self.name, before=str(self.stage), now=str(stage))
+            self.stage = stage
+            major, _, minor = done["device"].partition(":")
+            device = int(major), int(minor)
+            self.mounted = view.Mounted(done.pop("mount"), device, done["root"])
         self.due.refresh_wanted = False
         if not done.pop("clean"):
             self.notes = ["this kernel (before 6.5) keeps earlier mounts of the view below it"]
@@ -465,10 +525,11 @@ class Dataset(standing.Standing):
         """Take the view down and discard the store. InUseError names who uses the view."""
         self._refuse_newer()
         async with self.lock:
-            await kit.child.call(by_id.take_down_all, self.view, deadline=VIEW_SECONDS)
-            await kit.child.call(view.take_down, self.view, deadline=VIEW_SECONDS)
-            self.stage = Stage.NONE
-            self.removed, self._allowed = True, None
+            with self.changing_view():
+                await kit.child.call(by_id.take_down_all, self.view, deadline=VIEW_SECONDS)
+                await kit.child.call(view.take_down, self.view, deadline=VIEW_SECONDS)
+                self.stage = Stage.NONE
+                self.removed, self._allowed = True, None
             self.fill_queued = False
             await self.save_state()
         await self.stop()

@@ -1,6 +1,7 @@
 """What is known of a dataset beside its generation: figures, its last verify, its running job."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -60,6 +61,18 @@ class Use:
 
     last: float = 0.0  # Unix time when one was last seen; the dataset's first time before that
     by: str = ""  # one that holds the view now
+
+
+@dataclass(frozen=True)
+class Loss:
+    """That others took what was mounted for jobs, since the agent's start."""
+
+    count: int = 0
+    at: float = 0.0  # Unix time of the last
+    what: str = ""
+
+    def one_more(self, what: str) -> "Loss":
+        return Loss(self.count + 1, time.time(), what)
 
 
 @dataclass(frozen=True)
