@@ -29,7 +29,7 @@ import kit.child
 import kit.errors
 from cache import by_id, due, hits, kept, soundness, standing, trouble, view
 from cache.action import Action, Facts, next_action
-from cache.figures import Figures, Job, Scrub, Scrubs, Verification
+from cache.figures import Figures, Job, Loss, Scrub, Scrubs, Verification
 from cache.generation import STORE_SECONDS, Generation, folder_name, named
 from cache.settings import AccessSettings, CacheSettings, DatasetSettings, Source, snapshot_of
 from cache.sources import base, kinds
@@ -241,14 +241,17 @@ class Dataset(standing.Standing):
         """Whether something of the agent is to be found at the view."""
         return self.stage is not Stage.NONE and not self.removed and self.newer is None
 
+    def count_loss(self, what: str) -> None:
+        """Others took something that is mounted for jobs; before it is mounted again."""
+        self.loss = Loss(self.loss.count + 1, time.time(), what)
+        self.due.lost()
+
     def lose_view(self, what: str) -> None:
         """Jobs do not find any more what was published. It is published again."""
         log.error("view is lost; it is mounted again", dataset=self.name, what=what)
-        self.loss = self.loss.one_more(what)
         self.stage, self._allowed = Stage.NONE, None
         self.current.reached = None  # its mount may have gone as well
         self.due.suspect()
-        self.due.lost()
         self._telling = asyncio.create_task(self.tell_loss())
         self.wake()
 

@@ -1,7 +1,6 @@
 """What is known of a dataset beside its generation: figures, its last verify, its running job."""
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -70,9 +69,6 @@ class Loss:
     count: int = 0
     at: float = 0.0  # Unix time of the last
     what: str = ""
-
-    def one_more(self, what: str) -> "Loss":
-        return Loss(self.count + 1, time.time(), what)
 
 
 @dataclass(frozen=True)

@@ -159,14 +159,12 @@ class Succession:
 
     def lose(self, name: str, what: str) -> None:
         """Jobs do not find it by its id any more. It is mounted again."""
-        dataset = self.dataset
         if name not in self._shown:
             return
-        log.error("generation is lost; it is mounted again", dataset=dataset.name, id=name,
+        log.error("generation is lost; it is mounted again", dataset=self.dataset.name, id=name,
                   what=what)  # fmt: skip
         self._shown.discard(name)
         self._lost.add(name)
-        dataset.loss = dataset.loss.one_more(f"by-id/{name}: {what}")
         self.wake()
 
     def _patience(self) -> float:

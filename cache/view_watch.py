@@ -164,16 +164,19 @@ class ViewWatch:
             return False
         if dataset.changes != asked.changes or asked.changes % 2:
             return False  # the agent itself changes it; ``look_again`` follows
-        more = " with the folder of all views: pods that began before do not get it back"
         dataset.find_view(seen.hidden, back=seen.back)
-        if seen.lost and dataset.published:
-            dataset.lose_view(seen.lost + more * with_folder)
+        words = [f"by-id/{each}: {what}" for each, what in seen.lost_ids.items()]
+        words = [seen.lost] if seen.lost else words
+        if words:
+            more = " with the folder of all views: pods that began before do not get it back"
+            dataset.count_loss(words[0] + more * with_folder)
+        if seen.lost:
+            dataset.lose_view(words[0])
         for each, what in seen.lost_ids.items():
             succession.lose(each, what)
-            self._ids.pop((name, each), None)
         self._ids = {key: m for key, m in self._ids.items() if key[0] != name or key[1] in seen.ids}
         self._ids |= {(name, each): mounted for each, mounted in seen.ids.items()}
-        return bool(seen.lost or seen.lost_ids)
+        return bool(words)
 
 
 def findings(datasets: Mapping[str, Dataset], now: float) -> Iterator[Finding]:
