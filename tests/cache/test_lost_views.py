@@ -14,7 +14,7 @@ from cache import due, view
 from cache.view import Mounted
 from cache.view_watch import Asked, compare
 from linux import mountinfo, mounts
-from tests.testbed import leftovers, pod, trees
+from tests.testbed import leftovers, pod, trees, waiting
 from tests.testbed.agent import Agent
 
 # --- what is said of a mount table, pure
@@ -117,7 +117,9 @@ def lost(node: Agent) -> str:
 
 
 def memory(target: Path) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "theirs", target], check=True, timeout=60)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "theirs", target], check=True, timeout=waiting.limit(60)
+    )
 
 
 def unmount(target: Path) -> None:
@@ -125,7 +127,7 @@ def unmount(target: Path) -> None:
 
 
 def unmount_with_ids(target: Path) -> None:
-    subprocess.run(["umount", "-R", target.parents[1]], check=True, timeout=60)
+    subprocess.run(["umount", "-R", target.parents[1]], check=True, timeout=waiting.limit(60))
 
 
 def unmount_folder(target: Path) -> None:
@@ -145,11 +147,12 @@ TAKEN: list[tuple[Callable[[Path], Any], str]] = [
     (unmount_with_ids, "it was unmounted"),
     (unmount_folder, "with the folder of all views"),
 ]
+NAMES = ["unmounted", "detached", "covered", "replaced", "with-ids", "with-folder"]
 
 
 @pytest.mark.real
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("take", "what"), TAKEN)
+@pytest.mark.parametrize(("take", "what"), TAKEN, ids=NAMES)
 def test_view_that_others_take_away_comes_back(
     area: Path, node: Agent, take: Callable[[Path], Any], what: str
 ) -> None:
