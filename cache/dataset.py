@@ -216,8 +216,8 @@ class Dataset(standing.Standing):
         self._shown = view.Shown(**{name: values[name] for name in names if name in values})
         if values.get("generation", self.generation.created) != self.generation.created:
             tree = 0  # inode numbers are given again
-        self.stage = view.stage_of(self.view, self.layer, self.mounts.now(), self._shown, tree)
         table = self.mounts.now()
+        self.stage = view.stage_of(self.view, self.layer, table, self._shown, tree)
         if self.stage is Stage.UNKNOWN and view.is_covered(self.view, self._shown, table):
             self.stage = Stage.NONE
         if self.stage is not Stage.NONE:
@@ -376,8 +376,6 @@ class Dataset(standing.Standing):
             return False
         if action in _PUBLISH and not self.due.mount():
             return False
-        if action in _PUBLISH and self.hidden is not None:
-            raise self.hidden
         match action:
             case Action.REACH:
                 await self.reach()
@@ -454,7 +452,9 @@ class Dataset(standing.Standing):
     # --- the view
 
     async def publish(self, stage: Stage) -> None:
-        """Have ``stage`` serve the view. OSError."""
+        """Have ``stage`` serve the view. HostError, OSError."""
+        if self.hidden is not None:
+            raise self.hidden
         source = self.reached.root if self.reached else ""
         with self.changing_view():
             done = await kit.child.call(

@@ -97,7 +97,7 @@ def clear(views: str) -> list[str]:
     Nothing is mounted below ``views``.
     """
     left = []
-    for entry in sorted(os.listdir(views)):
+    for entry in sorted({*os.listdir(views)} - {"lost+found"}):
         folder = Path(views, entry)
         ids = folder / "by-id"
         with contextlib.suppress(OSError):

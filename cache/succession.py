@@ -276,9 +276,12 @@ class Succession:
             keep=dataset.settings.earlier,
             cramped=self._cramped(),
             retire_due=now >= self._retire_at and usable,
-            shown=not usable or complete <= self._shown or not dataset.due.mount(),
+            shown=not usable or complete <= self._shown or not self._may_show(),
             left=bool(dataset.left),
         )
+
+    def _may_show(self) -> bool:
+        return self.dataset.hidden is None and self.dataset.due.mount()
 
     def _left(self, name: str) -> Generation | None:
         """The generation of that id that is to be discarded, if it is still there."""

@@ -115,7 +115,7 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
             by_id.take_down_all(name)
             view.take_down(name)
         case "shared mount":
-            if _own_bind(name, mountinfo.read()):
+            while _own_bind(name, mountinfo.read()):
                 mounts.unmount(name)
         case "source mount":
             asyncio.run(kinds.release(Path(name)))

@@ -45,7 +45,7 @@ class Stage(StrEnum):
 def prepare(views: str) -> list[str]:
     """Make ``views`` a shared mount, from which mounts propagate to pods. HostError.
 
-    It is a tmpfs unless something is mounted there or below: its places of views end with the
+    It is a tmpfs unless something is mounted below: its places of views end with the
     views, so that after a reboot a job finds none, where it would take an empty one for the
     dataset. Nor is it one where others have something there: that is returned.
     """
@@ -63,7 +63,9 @@ def prepare(views: str) -> list[str]:
         real = os.path.realpath(views)
         table = mountinfo.read()
         left: list[str] = []
-        if not any(m.target == real or mountinfo.is_above(real, m.target) for m in table):
+        top = mountinfo.leads_to(real, table)
+        used = any(mountinfo.is_above(real, mount.target) for mount in table)
+        if not used and not (top is not None and top.target == real and is_memory(top)):
             left = places.clear(real)
             if not left and places.is_roots(real):  # else it would hide what others have done there
                 _mount_memory(real)
@@ -283,7 +285,8 @@ def publish(
         clean = _changed(view, stage, source, layer, before) or _mount(
             view, at, stage, source, layer, scratch, above=before == Stage.NONE
         )
-    top = mountinfo.stacked(view)[-1]
+    top = mountinfo.leads_to(view, mountinfo.read())
+    assert top is not None
     return {
         "clean": clean,
         "mount": top.mount_id,

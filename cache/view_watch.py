@@ -124,16 +124,20 @@ class ViewWatch:
     async def look(self) -> None:
         """Look now, and tell each dataset what it has lost. AgentError, OSError."""
         async with self._looking:
-            asked = {name: self._ask(name, each) for name, each in self._datasets.items()}
-            seen = await asyncio.to_thread(self._compare, asked)
-            with_folder = seen is None
-            if seen is None:
-                await self._prepare()
-                self._base = None
-                seen = await asyncio.to_thread(self._compare, asked) or {}
-            losses = [self._take(name, asked[name], seen[name], with_folder) for name in seen]
+            if await self._look() is not None:
+                return
+            await self._prepare()
+            self._base = None
+            await self._look()
+
+    async def _look(self) -> Mounted | None:
+        """What the folder of the views lies on; None when that was unmounted."""
+        asked = {name: self._ask(name, each) for name, each in self._datasets.items()}
+        base, seen = await asyncio.to_thread(self._compare, asked)
+        losses = [self._take(name, asked[name], seen[name], base is None) for name in seen]
         if any(losses):
             self._report()
+        return base
 
     def _ask(self, name: str, dataset: Dataset) -> Asked:
         ids = self._successions[name].shown if name in self._successions else ()
@@ -142,20 +146,25 @@ class ViewWatch:
             {each: self._ids.get((name, each)) for each in ids},
         )  # fmt: skip
 
-    def _compare(self, asked: Mapping[str, Asked]) -> dict[str, Seen] | None:
-        """In a thread. None: the folder of the views is a mount no longer."""
+    def _compare(self, asked: Mapping[str, Asked]) -> tuple[Mounted | None, dict[str, Seen]]:
+        """In a thread."""
         table = self._mounts.now()
         near = [
             mount for mount in table
             if mount.target == self._views or mountinfo.is_above(mount.target, self._views)
             or mountinfo.is_above(self._views, mount.target)
         ]  # fmt: skip
-        if self._base is None:
-            self._base = Mounted.of(mountinfo.leads_to(self._views, near))
-        elif all(mount.mount_id != self._base.mount_id for mount in near):
-            return None
-        hidden = view.hides_all(self._views, self._base, near)
-        return {name: compare(each, hidden, near) for name, each in asked.items()}
+        base = self._base or Mounted.of(mountinfo.leads_to(self._views, near))
+        hidden = view.hides_all(self._views, base, near)
+        self._base = base
+        gone = all(mount.mount_id != base.mount_id for mount in near)
+        if gone:
+            thing = f"cache.views {self._views}"
+            hidden = kit.errors.HostError(
+                thing, "it was unmounted", "it is mounted again by itself"
+            )
+        seen = {name: compare(each, hidden, near) for name, each in asked.items()}
+        return None if gone else base, seen
 
     def _take(self, name: str, asked: Asked, seen: Seen, with_folder: bool) -> bool:
         """Whether something is lost."""

@@ -119,7 +119,7 @@ class Node:
         return volumes.stats(
             volume.dataset,
             found,
-            mounted=_is_mounted(volume, table),
+            mounted=is_mounted(volume, table),
             held=await self._size(volume, table) if found is not None and found.block else None,
         )
 
@@ -226,7 +226,8 @@ def _data(volume: records.Volume) -> str:
     return f"{volume.target}{below}"
 
 
-def _is_mounted(volume: records.Volume, table: list[mountinfo.Mount]) -> bool:
+def is_mounted(volume: records.Volume, table: list[mountinfo.Mount]) -> bool:
+    """Whether something is mounted where its pod reads."""
     found = mountinfo.leads_to(_data(volume), table)
     return found is not None and found.target == _data(volume)
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from cache import due, view
+from cache.csi import node as csi_node
+from cache.csi import records
 from cache.view import Mounted
 from cache.view_watch import Asked, compare
 from linux import mountinfo, mounts
@@ -71,6 +73,22 @@ def test_mount_over_the_folder_of_views_is_named(more: Iterable[str], over: str)
     hidden = view.hides_all("/v", Mounted(10, (0, 9), "/"), table(VIEWS, DATA, *more))
     assert str(hidden).endswith(f"umount {over}; the views come back by themselves") or not over
     assert (hidden is None) is (over == "")
+
+
+@pytest.mark.parametrize(
+    ("layout", "mounted", "wanted"),
+    [
+        ("direct", ["10 1 0:9 /pods/1"], True),
+        ("direct", [], False),
+        ("parent", ["10 1 0:9 /pods/1", "11 10 0:40 /pods/1/data"], True),
+        ("parent", ["10 1 0:9 /pods/1"], False),  # it follows a view that is lost
+    ],
+)
+def test_volume_is_mounted_where_its_pod_reads(
+    layout: str, mounted: list[str], wanted: bool
+) -> None:
+    volume = records.Volume("id", "/pods/1", "a", layout, "")
+    assert csi_node.is_mounted(volume, table(*mounted)) is wanted
 
 
 def test_pauses_grow_while_a_view_is_taken_away_again_and_again(
