@@ -1,5 +1,6 @@
 """The cache's part of the admin API; paths and bodies are in openapi.yaml."""
 
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import kit.errors
@@ -22,7 +23,14 @@ def _accepted(dataset: Dataset) -> Answer:
     return Answer(status.of_dataset(dataset), 202)
 
 
+async def _look(cache: Cache) -> None:
+    """So that what is said to be served is."""
+    with contextlib.suppress(kit.errors.AgentError, OSError, RuntimeError):
+        await cache.view_watch.look()
+
+
 async def _list(cache: Cache, _: Request) -> Json:
+    await _look(cache)
     return {
         "datasets": [status.of_dataset(cache.datasets[name]) for name in sorted(cache.datasets)],
         "orphans": sorted(
@@ -35,7 +43,9 @@ async def _list(cache: Cache, _: Request) -> Json:
 
 
 async def _show(cache: Cache, request: Request) -> Json:
-    return status.of_dataset(_named(cache, request))
+    dataset = _named(cache, request)
+    await _look(cache)
+    return status.of_dataset(dataset)
 
 
 def _request(act: Callable[[Jobs, Dataset], Awaitable[None]]) -> Handler:
@@ -53,6 +63,7 @@ def _request(act: Callable[[Jobs, Dataset], Awaitable[None]]) -> Handler:
 async def _warm(cache: Cache, request: Request) -> Answer:
     body = request.fields(now=bool)
     dataset = _named(cache, request)
+    await _look(cache)
     await cache.jobs.ask(dataset, now=body.get("now", False))
     return _accepted(dataset)
 

@@ -65,8 +65,9 @@ async def _take_out(dataset: Dataset) -> None:
             await dataset.publish(Stage.SOURCE)
     else:
         await _refuse_held(dataset)
-        await kit.child.call(view.take_off, dataset.view, deadline=VIEW_SECONDS)
-        dataset.stage = Stage.NONE
+        with dataset.changing_view():
+            await kit.child.call(view.take_off, dataset.view, deadline=VIEW_SECONDS)
+            dataset.stage = Stage.NONE
     shown = await kit.child.call(discard, dataset.folder, deadline=STORE_SECONDS)
     if shown:
         why = f"its copy is still in use by {shown}: a job has a file of it open"

@@ -48,8 +48,11 @@ def _shows(mount: mountinfo.Mount, layer: str, table: Sequence[mountinfo.Mount])
     return mountinfo.place(layer, table) == (mount.device, mount.root)
 
 
-def show(data: str, name: str, layer: str) -> None:
-    """Mount the tree of a complete generation. HostError, OSError."""
+def show(data: str, name: str, layer: str, over: bool = False) -> None:
+    """Mount the tree of a complete generation. HostError, OSError.
+
+    ``over``: what is mounted there is somebody else's, and stays below ours.
+    """
     path, target = folder_of(data), f"{folder_of(data)}/{name}"
     with places.parent(data) as above, places.folder(above, FOLDER, path) as folder:
         os.fchmod(folder, 0o755)  # whatever the umask is; who may pass is decided above
@@ -59,7 +62,7 @@ def show(data: str, name: str, layer: str) -> None:
             return
         with kit.files.closing(mounts.clone_tree(layer)) as tree:
             mounts.set_attributes(tree, mounts.READ_ONLY_DATA)
-            if now is None:
+            if now is None or over:
                 mounts.attach(tree, at)
             else:
                 mounts.swap(tree, target)

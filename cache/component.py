@@ -32,6 +32,7 @@ from cache import (
     status,
     uses,
     view,
+    view_watch,
 )
 from cache.csi import driver
 from cache.dataset import VIEW_SECONDS, Dataset
@@ -57,6 +58,7 @@ _NONE: Mapping[str, str] = {}
 STORE_RETRY_SECONDS = (2.0, 60.0)
 # Each look at a source is a process of 22 MB and 44 ms of CPU, and may mount.
 MOST_LOOKS = 12
+MOST_PATHS = 5  # in a line of the log
 _LIVE = (
     *("disk", "budget", "budget_inodes", "reserve", "refresh_interval", "source_timeout"),
     *("source_check", "fill", "hints", "scrub", "compare"),
@@ -109,6 +111,10 @@ class Cache:
         self._trash_waits = False  # something was discarded since emptying began
         self._looks = asyncio.Semaphore(MOST_LOOKS)
         self._mounts = mountinfo.Table()
+        self.view_watch = view_watch.ViewWatch(
+            self._views, self.datasets, self.successions, self._mounts, self._prepare_views,
+            self._report,
+        )  # fmt: skip
         self._weighing = asyncio.Lock()  # so that the last answer is the newest
 
     # --- as kit.room.Component
@@ -117,7 +123,7 @@ class Cache:
         if os.geteuid() != 0:
             raise kit.errors.HostError("the cache", "it needs root", "run the agent as root")
         await kit.child.call(view.check_kernel, deadline=VIEW_SECONDS)
-        await kit.child.call(view.prepare, self._views, deadline=VIEW_SECONDS)
+        await self._prepare_views()
         await asyncio.to_thread(self.soundness.start)
         await asyncio.to_thread(self.uses.start)
         self._minders = [asyncio.create_task(self.soundness.follow(), name="soundness")]
@@ -131,6 +137,7 @@ class Cache:
             self._store_due = time.monotonic() + self._store_backoff.next()
         await self.csi.adopt(self.settings.csi)  # before anything of a dataset is discarded
         await self._add(self.settings.datasets)
+        self._minders.append(asyncio.create_task(self.view_watch.follow(), name="views"))
         self._minders.append(asyncio.create_task(self.uses.follow(), name="uses"))
         self._minders.append(asyncio.create_task(self.reserve.follow(), name="reserve"))
         self._minders.append(asyncio.create_task(self.uses.follow_opens(), name="opens"))
@@ -155,6 +162,16 @@ class Cache:
         self._hinter = asyncio.create_task(hints.follow(self.datasets), name="hints")
         self._minders.append(asyncio.create_task(self.scrubber.follow(), name="scrub"))
         self._minders.append(asyncio.create_task(frozen.follow(self.datasets), name="compare"))
+
+    async def _prepare_views(self) -> None:
+        """HostError, OSError."""
+        left = await kit.child.call(view.prepare, self._views, deadline=VIEW_SECONDS)
+        if left:
+            log.warning(
+                "others have files in the folder of the views; it stays on the disk, so that after "
+                "a reboot jobs find empty directories until the views are mounted",
+                paths=left[:MOST_PATHS],
+            )
 
     async def _check_disk(self) -> None:
         """HostError unless the store's disk is mounted. Beside the loop: mount tables are long."""
@@ -325,7 +342,7 @@ class Cache:
         new = [Dataset(each, self.settings, self._state_dir, self.jobs.wake) for each in added]
         for dataset in new:
             dataset.looks, dataset.ahead = self._looks, self.jobs.slot.ahead
-            dataset.mounts = self._mounts
+            dataset.mounts, dataset.look_again = self._mounts, self.view_watch.wake
         names = [dataset.name for dataset in new]
         found: list[dict[str, dict[str, Any] | None]] = [{} for _ in new]
         self._unread |= self.watch is not None and self.no_store is not None
@@ -497,6 +514,7 @@ class Cache:
         found = [
             *status.findings(self.datasets, self.orphans, self.no_store, self.lost_views),
             *evicting.findings(self.datasets, self.jobs.budgets.in_the_way),
+            *view_watch.findings(self.datasets, time.time()),
             *self.reserve.findings(),
             *status.damaged(self._store, self.damaged),
         ]
@@ -513,7 +531,9 @@ def _same_promise(old: DatasetSettings, new: DatasetSettings) -> bool:
 
 
 def _reason(dataset: Dataset) -> str:
-    """Why a dataset without a trouble has no view yet."""
+    """Why a dataset without a trouble has no view."""
+    if dataset.loss.count:
+        return f"{dataset.loss.what}; it is mounted again in {dataset.due.until_mount():.0f} s"
     if dataset.reached is None:
         return "its source was not reached yet"
     return dataset.reached.note or "it will be in a moment"

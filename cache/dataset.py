@@ -19,7 +19,7 @@ import errno
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import kit.errors
 import kit.formats
 from cache import by_id, due, hits, kept, soundness, standing, trouble, view
 from cache.action import Action, Facts, next_action
-from cache.figures import Figures, Job, Scrub, Scrubs, Verification
+from cache.figures import Figures, Job, Loss, Scrub, Scrubs, Verification
 from cache.generation import STORE_SECONDS, Generation, folder_name, named
 from cache.settings import AccessSettings, CacheSettings, DatasetSettings, Source, snapshot_of
 from cache.sources import base, kinds
@@ -41,6 +41,7 @@ from linux import mountinfo
 log = structlog.get_logger("dataset")
 
 VIEW_SECONDS = 30.0  # a swap takes a millisecond, but looking up a hanging source never ends
+_PUBLISH = (Action.PUBLISH_SOURCE, Action.PUBLISH_OVERLAY, Action.PUBLISH_STORE)
 # The tree of a store cannot be opened: it has gone, or its disk fails.
 _TREE_LOST = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN, errno.ESTALE)
 
@@ -91,6 +92,10 @@ class Dataset(standing.Standing):
         self.scrubbing: Job | None = None
         self.due = due.Due()
         self._shown = view.Shown()
+        self.mounted = view.Mounted()  # at the view
+        self.changes = 0  # of what is mounted at the view; odd while one is under way
+        self.look_again: Callable[[], None] = lambda: None  # one has ended (cache.view_watch)
+        self.hidden: kit.errors.HostError | None = None  # why nothing can be mounted there
         self._allowed: AccessSettings | None = None
         self._ending: asyncio.Task[None] | None = None
         self._published_device = ""
@@ -236,8 +241,53 @@ class Dataset(standing.Standing):
         self._shown = view.Shown(**{name: values[name] for name in names if name in values})
         if values.get("generation", self.generation.created) != self.generation.created:
             tree = 0  # inode numbers are given again
-        self.stage = view.stage_of(self.view, self.layer, self.mounts.now(), self._shown, tree)
+        table = self.mounts.now()
+        self.stage = view.stage_of(self.view, self.layer, table, self._shown, tree)
+        if self.stage is Stage.UNKNOWN and view.is_covered(self.view, self._shown, table):
+            self.stage = Stage.NONE
+        if self.stage is not Stage.NONE:
+            self.mounted = view.Mounted.of(mountinfo.at(self.view, table)[-1])
         self.due.refresh_wanted = self.stage is Stage.OVERLAY  # something was stored since
+
+    # --- what others do at the view (cache.view_watch)
+
+    @contextlib.contextmanager
+    def changing_view(self) -> Iterator[None]:
+        """While the agent itself mounts or unmounts at the view."""
+        self.changes += 1
+        try:
+            yield
+        finally:
+            self.changes += 1
+            self.look_again()
+
+    @property
+    def published(self) -> bool:
+        """Whether something of the agent is to be found at the view."""
+        return self.stage is not Stage.NONE and not self.removed and self.newer is None
+
+    def count_loss(self, what: str) -> None:
+        """Others took something that is mounted for jobs; before it is mounted again."""
+        self.loss = Loss(self.loss.count + 1, time.time(), what)
+        self.due.lost()
+
+    def lose_view(self, what: str) -> None:
+        """Jobs do not find any more what was published. It is published again."""
+        log.error("view is lost; it is mounted again", dataset=self.name, what=what)
+        self.stage, self._allowed = Stage.NONE, None
+        self.current.reached = None  # its mount may have gone as well
+        self.due.suspect()
+        self._telling = asyncio.create_task(self.tell_loss())
+        self.wake()
+
+    def find_view(self, hidden: kit.errors.HostError | None, *, back: bool) -> None:
+        """What keeps a view from being mounted. ``back``: what was lost is to be seen again."""
+        if back and self.stage is Stage.NONE:
+            self.stage = Stage.UNKNOWN  # it is not believed to show what was stored since
+        if str(hidden) != str(self.hidden):
+            self.hidden = hidden
+            self.due.suspect()
+            self.wake()
 
     async def save_state(self, **other: Any) -> None:
         """``other``: fields that are to be as they are not yet. AgentError, OSError."""
@@ -347,9 +397,14 @@ class Dataset(standing.Standing):
         )
 
     async def _allow(self) -> None:
-        """Give the view's parent its owner and mode, at the start and when the settings change."""
+        """Give the view's parent its owner and mode, at the start and when the settings change.
+
+        It is made with the view: until then a pod that asks for it as a directory has to wait.
+        """
         access = self.settings.access
         if self._allowed == access or self.removed or self.newer is not None:
+            return
+        if self.stage is Stage.NONE:
             return
         wanted = access.owner, access.group, access.mode, self.source.place
         if not view.is_allowed(self.view, *wanted):
@@ -359,6 +414,8 @@ class Dataset(standing.Standing):
 
     async def _act(self, action: Action) -> bool:
         if action is Action.NOTHING or self.removed or self.newer is not None:
+            return False
+        if action in _PUBLISH and not self.due.mount():
             return False
         match action:
             case Action.REACH:
@@ -465,15 +522,22 @@ class Dataset(standing.Standing):
     # --- the view
 
     async def publish(self, stage: Stage) -> None:
-        """Have ``stage`` serve the view. OSError."""
+        """Have ``stage`` serve the view. HostError, OSError."""
+        if self.hidden is not None:
+            raise self.hidden
         source = self.reached.root if self.reached else ""
         hide = self.settings.access.mode is None and bool(self.source.place)
-        done = await kit.child.call(
-            view.publish, self.view, str(stage), source, self.layer, self._scratch, self.stage,
-            self.reached.stamp if self.reached else "", hide, deadline=VIEW_SECONDS,
-        )  # fmt: skip
-        log.info("view published", dataset=self.name, before=str(self.stage), now=str(stage))
-        self.stage = stage
+        stamp = self.reached.stamp if self.reached else ""
+        with self.changing_view():
+            done = await kit.child.call(
+                view.publish, self.view, str(stage), source, self.layer, self._scratch, self.stage,
+                stamp, hide, deadline=VIEW_SECONDS,
+            )  # fmt: skip
+            log.info("view published", dataset=self.name, before=str(self.stage), now=str(stage))
+            self.stage = stage
+            major, _, minor = done["device"].partition(":")
+            device = int(major), int(minor)
+            self.mounted = view.Mounted(done.pop("mount"), device, done["root"])
         self.due.refresh_wanted = False
         if not done.pop("clean"):
             self.notes = ["this kernel (before 6.5) keeps earlier mounts of the view below it"]
@@ -541,15 +605,16 @@ class Dataset(standing.Standing):
         async with self.lock:
             await kit.child.call(by_id.refuse_used, self.view, deadline=VIEW_SECONDS)
             await self.save_state(removed=True)
-            try:
-                await kit.child.call(by_id.take_down_all, self.view, deadline=VIEW_SECONDS)
-                await kit.child.call(view.take_down, self.view, deadline=VIEW_SECONDS)
-            except (kit.errors.AgentError, OSError, RuntimeError):
-                with contextlib.suppress(kit.errors.AgentError, OSError, RuntimeError):
-                    await self.save_state()  # it stays as it was
-                raise
-            self.stage = Stage.NONE
-            self.removed, self.unsure, self._allowed = True, "", None
+            with self.changing_view():
+                try:
+                    await kit.child.call(by_id.take_down_all, self.view, deadline=VIEW_SECONDS)
+                    await kit.child.call(view.take_down, self.view, deadline=VIEW_SECONDS)
+                except (kit.errors.AgentError, OSError, RuntimeError):
+                    with contextlib.suppress(kit.errors.AgentError, OSError, RuntimeError):
+                        await self.save_state()  # it stays as it was
+                    raise
+                self.stage = Stage.NONE
+                self.removed, self.unsure, self._allowed = True, "", None
             self.fill_queued = False
         await self.stop()
         async with self.lock:

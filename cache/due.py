@@ -9,6 +9,9 @@ import kit.line_worker
 LOOK_SECONDS = 30.0  # between two looks at a source that answers
 RETRY_SECONDS = (5.0, 300.0)  # first and longest pause after a failure
 PARTIAL_SECONDS = 900.0  # until entries that could not be copied, or did not fit, are tried again
+# Between two mounts of a view that somebody unmounts again and again; none before the first.
+REMOUNT_SECONDS = (1.0, 300.0)
+QUIET_SECONDS = 900.0  # without a loss until the pauses begin anew
 LONGEST_FIRST_LOOK = 60.0  # until the source of a dataset that was complete is looked at
 # A refresh takes 1.5 us per cached name. At most this share of the time is spent on it.
 REFRESH_SHARE = 0.05
@@ -21,6 +24,8 @@ class Due:
         self._look = self._check = self._fill = self._refresh = 0.0
         self._looks = kit.line_worker.Backoff(*RETRY_SECONDS)
         self._fills = kit.line_worker.Backoff(*RETRY_SECONDS)
+        self._mount, self._lost = 0.0, -math.inf
+        self._losses = kit.line_worker.Backoff(*REMOUNT_SECONDS)
         self.refresh_wanted = False
         self.fill_again = False  # room came while a fill is under way, for what it leaves out
 
@@ -28,7 +33,7 @@ class Due:
         """Seconds until something is due, or a look would be."""
         now = time.monotonic()
         refresh = self._refresh if self.refresh_wanted else 0.0
-        due = (self._check if complete else self._look, self._fill, refresh)
+        due = (self._check if complete else self._look, self._fill, self._mount, refresh)
         later = [at for at in due if at > now]
         return max(0.05, min(later, default=now + LOOK_SECONDS) - now)
 
@@ -40,6 +45,23 @@ class Due:
 
     def refresh(self) -> bool:
         return self.refresh_wanted and time.monotonic() >= self._refresh
+
+    def mount(self) -> bool:
+        return time.monotonic() >= self._mount
+
+    def until_mount(self) -> float:
+        """Seconds until a view that was lost may be mounted again."""
+        return max(0.0, self._mount - time.monotonic())
+
+    def lost(self) -> None:
+        """Somebody has unmounted the view: it is mounted at once, and later each time again."""
+        now = time.monotonic()
+        if now - self._lost > QUIET_SECONDS:
+            self._losses.reset()
+            self._mount = now
+        else:
+            self._mount = now + self._losses.next()
+        self._lost = now
 
     def first_check(self, interval: float) -> None:
         """After a start: not all datasets, nor all nodes, at once. inf: never."""

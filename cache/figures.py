@@ -63,6 +63,15 @@ class Use:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """That others took what was mounted for jobs, since the agent's start."""
+
+    count: int = 0
+    at: float = 0.0  # Unix time of the last
+    what: str = ""
+
+
+@dataclass(frozen=True)
 class Eviction:
     """What an operator last asked to be taken out.
 

@@ -4,7 +4,7 @@ A pod may have <views>/<name> as a directory of the host that it can write to, w
 readOnly of it. So nothing here is believed to be what the agent made: links are not followed, what
 is not root's is refused, and so is a mount point that has files in it: whenever nothing is mounted
 there, jobs would take them for the dataset. Empty mount points become immutable where the file
-system can do that.
+system can do that, and none but root enters them.
 
 The functions run in child processes. Those that make something raise HostError and OSError.
 """
@@ -41,7 +41,13 @@ def folder(above: int, name: str, path: str) -> Iterator[int]:
 
     ``path``: its path, for errors.
     """
-    with kit.files.closing(_opened(above, name, 0o755, path)) as found:
+    with _own(above, name, 0o755, path) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def _own(above: int, name: str, mode: int, path: str) -> Iterator[int]:
+    with kit.files.closing(_opened(above, name, mode, path)) as found:
         _check_owner(found, path)
         yield found
 
@@ -49,7 +55,7 @@ def folder(above: int, name: str, path: str) -> Iterator[int]:
 def mount_point(above: int, name: str, path: str) -> str:
     """The place to mount at, as a path that leads nowhere else while ``above`` is open."""
     if mountinfo.top(path) is None:  # else what is seen there is the dataset's, and may hang
-        with folder(above, name, path) as found:
+        with _own(above, name, 0, path) as found:
             # From here on it is what it is, so what follows is true when it is mounted on.
             file_flags.set_immutable(found, True)
             if inside := os.listdir(found):
@@ -85,6 +91,28 @@ def remove(path: str | Path, levels: int = 1) -> None:
         os.rmdir(place.name, dir_fd=above)
 
 
+def clear(views: str) -> list[str]:
+    """Remove the empty places that a reboot has left; paths of what is no empty place.
+
+    Nothing is mounted below ``views``.
+    """
+    left = []
+    for entry in sorted({*os.listdir(views)} - {"lost+found"}):
+        folder = Path(views, entry)
+        ids = folder / "by-id"
+        with contextlib.suppress(OSError):
+            if not folder.is_symlink():
+                for name in [] if ids.is_symlink() else os.listdir(ids):
+                    remove(ids / name, levels=2)
+        with contextlib.suppress(OSError):
+            remove(folder / "data")
+            remove(ids)
+            os.rmdir(folder)
+        if os.path.lexists(folder):
+            left.append(str(folder))
+    return left
+
+
 def _opened(above: int, name: str, mode: int, path: str) -> int:
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, mode, dir_fd=above)
@@ -97,6 +125,12 @@ def _opened(above: int, name: str, mode: int, path: str) -> int:
             path, "it is a link or a file, which the agent did not make",
             "see who may write there (hostPath without readOnly), and remove it",
         ) from None  # fmt: skip
+
+
+def is_roots(folder: str) -> bool:
+    """Whether nobody else may make or remove anything in it."""
+    status = os.lstat(folder)
+    return status.st_uid == 0 and not status.st_mode & _OTHERS_WRITE
 
 
 def _check_owner(descriptor: int, path: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Sequence
 
 import kit.errors
-from cache.figures import Eviction, Figures, Job, Scrubs, Totals, Use
+from cache.figures import Eviction, Figures, Job, Loss, Scrubs, Totals, Use
 from cache.hits import Hits
 from cache.sources import base
 from cache.store import generations, identity, sample
@@ -54,6 +54,7 @@ class Standing:
     not_compared = ""  # why the last round did not end
     hits: Hits
     eviction = Eviction()
+    loss = Loss()
     # Whom to tell before complete files go, once ``whole`` is False.
     tell: Callable[[], Awaitable[None]] | None = None
 

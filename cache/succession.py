@@ -56,6 +56,7 @@ class Succession:
         self._discarded = discarded
         self._wake = asyncio.Event()
         self._shown: set[str] = set()
+        self._lost: set[str] = set()  # others have unmounted them, or mounted over them
         self._poll_at = self._retire_at = self._leave_at = 0.0
         self._insists = False
         dataset.changed = self._wake.set
@@ -162,9 +163,26 @@ class Succession:
         table = await asyncio.to_thread(dataset.mounts.now)
         self._shown = set(by_id.whole(dataset.view, layers, table))
 
+    @property
+    def shown(self) -> frozenset[str]:
+        """Ids at which jobs are to find the tree of the store."""
+        return frozenset(self._shown)
+
+    def lose(self, name: str, what: str) -> None:
+        """Jobs do not find it by its id any more. It is mounted again."""
+        if name not in self._shown:
+            return
+        log.error("generation is lost; it is mounted again", dataset=self.dataset.name, id=name,
+                  what=what)  # fmt: skip
+        self._shown.discard(name)
+        self._lost.add(name)
+        self.wake()
+
     def _patience(self) -> float:
         now, dataset = time.monotonic(), self.dataset
         until = [now + IDLE_SECONDS]
+        if self._lost:
+            until.append(now + dataset.due.until_mount())
         if dataset.settings.freshness == "follow":
             until.append(self._poll_at)
         most = 0 if self._cramped() else dataset.settings.earlier
@@ -269,9 +287,12 @@ class Succession:
             keep=dataset.settings.earlier,
             cramped=self._cramped(),
             retire_due=now >= self._retire_at and usable,
-            shown=not usable or complete <= self._shown,
+            shown=not usable or complete <= self._shown or not self._may_show(),
             left=bool(dataset.left),
         )
+
+    def _may_show(self) -> bool:
+        return self.dataset.hidden is None and self.dataset.due.mount()
 
     def _left(self, name: str) -> Generation | None:
         """The generation of that id that is to be discarded, if it is still there."""
@@ -464,8 +485,10 @@ class Succession:
         for each in (dataset.current, *dataset.earlier):
             if each.id in self._complete() - self._shown:
                 await kit.child.call(
-                    by_id.show, dataset.view, each.id, each.layer, deadline=VIEW_SECONDS
-                )
+                    by_id.show, dataset.view, each.id, each.layer, each.id in self._lost,
+                    deadline=VIEW_SECONDS,
+                )  # fmt: skip
+                self._lost.discard(each.id)
                 self._shown.add(each.id)
 
     async def _retire(self) -> None:

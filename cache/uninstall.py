@@ -96,9 +96,11 @@ def _folders(parent: Path) -> list[Path]:
 
 
 def _own_bind(views: str, table: list[mountinfo.Mount]) -> bool:
-    """Whether ``views`` is a mount of itself, which the agent makes to share it."""
+    """Whether the agent has mounted ``views``: a tmpfs, or itself, to share it."""
     stacked = mountinfo.at(views, table)
     below = mountinfo.containing(views, [m for m in table if m.target != views])
+    if stacked and view.is_memory(stacked[-1]):
+        return True
     if not stacked or below is None or stacked[-1].device != below.device:
         return False
     path = os.path.normpath(os.path.join(below.root, os.path.relpath(views, below.target)))
@@ -115,7 +117,7 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
             by_id.take_down_all(name)
             view.take_down(name)
         case "shared mount":
-            if _own_bind(name, mountinfo.read()):
+            while _own_bind(name, mountinfo.read()):
                 mounts.unmount(name)
         case "source mount":
             asyncio.run(kinds.release(Path(name)))

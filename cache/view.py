@@ -29,6 +29,8 @@ from cache.store import disk, filesystem, image_copy, mixed, tree
 from kit import child_main
 from linux import detached, mountinfo, mounts, procfs
 
+MEMORY = "nodeagent"  # the source of the tmpfs with the places of views
+
 
 class Stage(StrEnum):
     """What serves a view, from worst to best."""
@@ -40,8 +42,13 @@ class Stage(StrEnum):
     STORE = "store"  # native speed, and the source is not needed
 
 
-def prepare(views: str) -> None:
-    """Make ``views`` a shared mount, from which mounts propagate to pods. HostError."""
+def prepare(views: str) -> list[str]:
+    """Make ``views`` a shared mount, from which mounts propagate to pods. HostError.
+
+    It is a tmpfs unless something is mounted below: its places of views end with the
+    views, so that after a reboot a job finds none, where it would take an empty one for the
+    dataset. Nor is it one where others have something there: that is returned.
+    """
     table = mountinfo.read()
     if disk.in_container(os.path.realpath(views), table, disk.apart(table)):
         raise kit.errors.HostError(
@@ -53,18 +60,45 @@ def prepare(views: str) -> None:
         if not Path(views).is_dir():
             Path(views).mkdir(parents=True, mode=0o755)
             Path(views).chmod(0o755)  # whatever the umask is
-        mount = mountinfo.containing(os.path.realpath(views), mountinfo.read())
+        real = os.path.realpath(views)
+        table = mountinfo.read()
+        left: list[str] = []
+        top = mountinfo.leads_to(real, table)
+        used = any(mountinfo.is_above(real, mount.target) for mount in table)
+        if not used and not (top is not None and top.target == real and is_memory(top)):
+            left = places.clear(real)
+            if not left and places.is_roots(real):  # else it would hide what others have done there
+                _mount_memory(real)
+        mount = mountinfo.leads_to(real, mountinfo.read())
         if mount is None or mount.shared is None:
-            if mount is not None and mount.target == os.path.realpath(views):
+            if mount is not None and mount.target == real:
                 mounts.make_shared(views)
             else:
                 mounts.bind_shared(views)
+        return left
     except OSError as error:
         raise kit.errors.HostError(
             f"cache.views {views}",
             f"it cannot be made a shared mount ({error.strerror})",
             "run as root (CAP_SYS_ADMIN), in a pod with mountPropagation: Bidirectional",
         ) from error
+
+
+def _mount_memory(views: str) -> None:
+    """Mount a tmpfs with the SELinux label of the directory below it. OSError."""
+    fields = {"source": MEMORY, "mode": "0755", "size": "1m", "nr_inodes": "65536"}
+    with contextlib.suppress(OSError):
+        label = os.getxattr(views, "security.selinux").rstrip(b"\0").decode()
+        if Path("/sys/fs/selinux/enforce").exists():
+            fields["context"] = label
+    tree = mounts.new_filesystem("tmpfs", fields, attributes=mounts.PLACES)
+    with kit.files.closing(tree):
+        mounts.attach(tree, views)
+
+
+def is_memory(mount: mountinfo.Mount) -> bool:
+    """Whether it is the tmpfs that ``prepare`` mounts."""
+    return mount.fstype == "tmpfs" and mount.source == MEMORY
 
 
 def names(views: str) -> list[str]:
@@ -88,6 +122,75 @@ class Shown:
     device: str = ""  # of the mount, major:minor
     root: str = ""  # what of that device it shows
     layer: int = 0  # inode number of the store's tree; 0: it is not shown, or not known
+
+
+@dataclass(frozen=True)
+class Mounted:
+    """The mount that was published, as the mount table shows it."""
+
+    mount_id: int = 0
+    device: tuple[int, int] = (0, 0)
+    root: str = ""
+
+    @classmethod
+    def of(cls, mount: mountinfo.Mount | None) -> "Mounted":
+        if mount is None:
+            return cls()
+        return cls(mount.mount_id, mount.device, mount.root)
+
+    def shows(self, mount: mountinfo.Mount | None) -> bool:
+        """Whether ``mount`` shows the same. Ids are given again, and directories renamed."""
+        if mount is None or mount.device != self.device:
+            return False
+        return mount.mount_id == self.mount_id or mount.root == self.root
+
+
+def lost(place: str, published: Mounted, table: Sequence[mountinfo.Mount]) -> str:
+    """What has become of a mount at ``place``, in words; '' while jobs find what was published.
+
+    ``table``: all mounts on the way to it.
+    """
+    now = mountinfo.leads_to(place, table)
+    if now is None or now.target != place:
+        return "it is hidden" if hiding(place, table) else "it was unmounted"
+    return "" if published.shows(now) else f"{_named(now)} is mounted over it"
+
+
+def hiding(place: str, table: Sequence[mountinfo.Mount]) -> kit.errors.HostError | None:
+    """Why nothing that is mounted at ``place`` could be found: a mount over its directory."""
+    folder, now = os.path.dirname(place), mountinfo.leads_to(os.path.dirname(place), table)
+    if now is None or now.target != folder:
+        return None
+    return kit.errors.HostError(
+        f"view {place}", f"{_named(now)} is mounted over {folder} and hides it",
+        f"umount {folder}; the view comes back by itself",
+    )  # fmt: skip
+
+
+def hides_all(
+    views: str, base: Mounted, table: Sequence[mountinfo.Mount]
+) -> kit.errors.HostError | None:
+    """As ``hiding``, of all views, which lie on the mount ``base``."""
+    now = mountinfo.leads_to(views, table)
+    if now is None or now.mount_id == base.mount_id:
+        return None
+    return kit.errors.HostError(
+        f"cache.views {views}", f"{_named(now)} is mounted over {now.target} and hides all views",
+        f"umount {now.target}; the views come back by themselves",
+    )  # fmt: skip
+
+
+def _named(mount: mountinfo.Mount) -> str:
+    return f"{mount.fstype} of {mount.source!r}"
+
+
+def is_covered(view: str, shown: Shown, all_mounts: Sequence[mountinfo.Mount]) -> bool:
+    """Whether what was published is there, below a mount of somebody else."""
+    published = [
+        (f"{mount.major}:{mount.minor}", mount.root) == (shown.device, shown.root)
+        for mount in mountinfo.at(view, all_mounts)
+    ]
+    return any(published) and not published[-1]
 
 
 def stage_of(
@@ -194,7 +297,8 @@ def publish(
 
     ``hide``: the view is root's alone when a directory above the source keeps users out.
     The fields of ``Shown``, and ``clean``: False when the old mount stays below it (kernels before
-    6.5).
+    6.5), and ``mount``, its id. Where ``before`` is NONE, what is mounted there is somebody else's:
+    it stays, hidden below.
     """
     with places.parent(view) as parent:
         at = places.mount_point(parent, Path(view).name, view)
@@ -209,10 +313,14 @@ def publish(
                     held = f"/proc/self/fd/{root}"
                     if hide and not _all_pass_to(root):
                         os.fchmod(parent, 0o700)
-                clean = _mount(view, at, stage, source, layer, scratch, held)
-    top = mountinfo.stacked(view)[-1]
+                clean = _mount(
+                    view, at, stage, source, layer, scratch, held, above=before == Stage.NONE
+                )
+    top = mountinfo.leads_to(view, mountinfo.read())
+    assert top is not None
     return {
         "clean": clean,
+        "mount": top.mount_id,
         "device": f"{top.major}:{top.minor}",
         "root": top.root,
         "layer": 0 if stage == Stage.SOURCE else os.stat(layer).st_ino,
@@ -244,11 +352,11 @@ def _changed(view: str, stage: str, source: str, layer: str, before: str) -> boo
 
 
 def _mount(
-    view: str, at: str, stage: str, source: str, layer: str, scratch: str, held: str
+    view: str, at: str, stage: str, source: str, layer: str, scratch: str, held: str, *, above: bool
 ) -> bool:
     """Mount ``stage`` at ``view``; False when the old mount stays below it.
 
-    ``held``: a path of the source that leads nowhere else.
+    ``held``: a path of the source that leads nowhere else. ``above``: whatever is there stays.
     """
     match Stage(stage):
         case Stage.OVERLAY if not mixed.at(source):
@@ -262,7 +370,7 @@ def _mount(
         case Stage.NONE | Stage.UNKNOWN:
             raise ValueError("nothing to publish")
     with kit.files.closing(made):
-        if mountinfo.stacked(view):
+        if mountinfo.stacked(view) and not above:
             return mounts.swap(made, view)
         mounts.attach(made, at)
     return True

@@ -224,6 +224,34 @@ def keeps_order(descriptor: int) -> bool:
     return task.strip() != "<none>"
 
 
+def leads_to(path: str, mounts: Iterable[Mount]) -> Mount | None:
+    """The mount that a look-up of ``path`` (absolute, without links) ends in.
+
+    Unlike ``containing`` it leaves out what is hidden by a mount on a directory above.
+    """
+    on_way = [m for m in mounts if is_above(m.target, path) or m.target == path]
+    ids = {mount.mount_id for mount in on_way}
+    # The root of the namespace; a root that another one covers is the other one's parent.
+    now = min(
+        (mount for mount in on_way if mount.parent_id not in ids),
+        key=lambda mount: len(mount.target),
+        default=None,
+    )
+    passed: set[int] = set()
+    while now is not None and now.mount_id not in passed:
+        passed.add(now.mount_id)
+        below = [mount for mount in on_way if mount.parent_id == now.mount_id]
+        if not below:
+            return now
+        now = min(below, key=lambda mount: len(mount.target))
+    return now
+
+
+def is_above(target: str, path: str) -> bool:
+    """Whether ``path`` lies below the directory ``target``."""
+    return path != target and path.startswith(target.rstrip("/") + "/")
+
+
 def _whole(descriptor: int) -> bytes:
     """The file from its beginning; closes the descriptor."""
     with open(descriptor, "rb") as stream:

@@ -31,6 +31,7 @@ _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 
 # Views are for reading data: nothing in them is executed with more rights or opened as a device.
 READ_ONLY_DATA = 0x1 | 0x2 | 0x4  # MOUNT_ATTR_RDONLY | NOSUID | NODEV
+PLACES = 0x2 | 0x4 | 0x8  # MOUNT_ATTR_NOSUID | NODEV | NOEXEC
 
 # fsconfig(2) takes strings below 256 bytes, mount(2) a page.
 _LONGEST_STRING = 255

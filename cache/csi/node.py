@@ -119,7 +119,7 @@ class Node:
         return volumes.stats(
             volume.dataset,
             found,
-            mounted=bool(mountinfo.at(target, table)),
+            mounted=is_mounted(volume, table),
             held=await self._size(volume, table) if found is not None and found.block else None,
         )
 
@@ -131,9 +131,7 @@ class Node:
         It cannot change under one mount, so each is asked once: kubelet asks all volumes each
         minute, and a question is a process.
         """
-        data = volume.target
-        if volume.layout == volumes.Layout.PARENT:
-            data = f"{data}/{mounts.VIEW}"
+        data = _data(volume)
         stacked = mountinfo.at(data, table)
         if not stacked:
             return None
@@ -221,6 +219,18 @@ class Node:
             yield
         finally:
             self._leaving[dataset] -= 1
+
+
+def _data(volume: records.Volume) -> str:
+    """Where its pod reads."""
+    below = f"/{mounts.VIEW}" if volume.layout == volumes.Layout.PARENT else ""
+    return f"{volume.target}{below}"
+
+
+def is_mounted(volume: records.Volume, table: list[mountinfo.Mount]) -> bool:
+    """Whether something is mounted where its pod reads."""
+    found = mountinfo.leads_to(_data(volume), table)
+    return found is not None and found.target == _data(volume)
 
 
 def shown(dataset: Dataset) -> volumes.Shown:
