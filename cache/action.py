@@ -4,6 +4,7 @@ The store itself is published only when it is complete, for it has no source to 
 overlay is published only when every directory of the source is in the tree: a directory that a
 reader looked up earlier would show the source only. While the store cannot be trusted (its disk has
 errors) or belongs to a source that is no longer there (``stale``), the source alone is published.
+Nothing of a store with files that are known to be bad is published before they are out of it.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ class Action(Enum):
     PUBLISH_SOURCE = auto()
     PUBLISH_OVERLAY = auto()
     PUBLISH_STORE = auto()
+    WITHDRAW = auto()  # take bad files out of the store
     RENEW = auto()  # discard the generation and begin another one
     QUEUE = auto()  # ask for a fill
     REFRESH = auto()
@@ -40,6 +42,7 @@ class Facts:
     refresh_due: bool
     source_needed: bool  # a job needs it
     source_held: bool  # the agent may have mounted something of it
+    bad: bool = False  # bad files may be in the tree, or its source has come back to replace them
     volumes: bool = False  # pods have volumes that show its tree: it is not discarded
 
 
@@ -47,6 +50,9 @@ def next_action(facts: Facts) -> Action:
     """The most urgent action. Pure; asked again after each action."""
     if facts.stale or not facts.store_usable:
         return _without_store(facts)
+    if facts.bad:  # before anything of the store is published
+        reach = facts.reach_due and not facts.reached
+        return Action.REACH if reach else Action.WITHDRAW
     if facts.complete:
         if facts.stage is not Stage.STORE:
             return Action.PUBLISH_STORE

@@ -72,6 +72,7 @@ class Generation:
         self.due = due.Due()  # while it is to follow the one that serves
         self.fits = False  # as much of it is stored as there is room for now
         self.leaves = False  # what is mounted by its id shows its source: files of it are bad
+        self.hidden = False  # bad files on its list were taken out of its tree
         self.noted = -math.inf  # monotonic time at which bad files of it were found last
         self.unmended = False  # nothing had the bytes of some of them when that was tried last
         self.scrub = Scrub()  # the last one while it was an earlier one
@@ -113,7 +114,7 @@ class Generation:
         new = generations.new(self.dataset, self.record.identity)
         new = dataclasses.replace(new, snapshot=self.record.snapshot)
         self.record = dataclasses.replace(new, **changes)
-        self.figures, self.unproven = Figures(), ""
+        self.figures, self.unproven, self.hidden = Figures(), "", False
 
     def show_kept_figures(self) -> None:
         """Show the figures of generation.json, while no job reports newer ones."""

@@ -349,6 +349,8 @@ class Jobs:
             if coming is None or coming.reached is None or not wanted:
                 dataset.update_queued = False
                 return
+            if dataset.generation.damaged:
+                await self.withdrawals.finish(dataset)  # jobs read it meanwhile
             if not await self.withdrawals.finish_coming(dataset, coming):
                 dataset.update_queued = False
                 coming.due.fill_later(None)

@@ -13,7 +13,6 @@ Invariant: a generation is discarded only when nobody uses it, by whatever mount
 
 import asyncio
 import contextlib
-import dataclasses
 import fnmatch
 import json
 import random
@@ -25,7 +24,7 @@ import structlog
 
 import kit.child
 import kit.errors
-from cache import by_id, due, leaving, mending
+from cache import by_id, due, leaving, mending, withdrawals
 from cache.dataset import VIEW_SECONDS, Dataset
 from cache.generation import STORE_SECONDS, Generation
 from cache.settings import at_snapshot, snapshot_of
@@ -76,7 +75,9 @@ class Succession:
                 dataset.due.spread_fill(dataset.cache.fill.jitter)
             return found.get(dataset.folder)
         dataset.current = chosen[0]
-        chosen[1].pop("damaged", None)  # as another one that is partial
+        if chosen[1].get("damaged") and chosen[1].get("state") == "complete":
+            bad = int(chosen[1]["damaged"])
+            chosen[1].update(state="partial", failed=bad, wanted=True, why=withdrawals.left(bad))
         rest = [(each, fields) for each, fields in known if each is not chosen[0]]
         rest.sort(key=_rank, reverse=True)
         for each, fields in rest:
@@ -84,8 +85,7 @@ class Succession:
                 each.adopt(fields)
             except kit.errors.HostError:
                 continue  # a newer agent's: it is left alone
-            if each.record.damaged and each.record.state == "partial":  # (cache.mending)
-                each.leaves, each.record = True, dataclasses.replace(each.record, state="complete")
+            each.leaves = each.record.damaged > 0 and each.record.state == "complete"
             # What has served in part, too, as in ``Dataset.succeed``: jobs may hold it.
             if each.record.state == "complete" and each.record.served:
                 dataset.earlier.append(each)
@@ -398,12 +398,12 @@ class Succession:
                 await self._begin_anew(new, other)
                 return
             if damaged:
-                changes |= {"state": "partial", "failed": damaged, "damaged": 0}
+                changes |= {"state": "partial", "failed": damaged, "why": withdrawals.left(damaged)}
             else:
                 room_of = old.record.snapshot or old.id
                 changes["why"] = f"{new.record.why}; it waits for the room of {room_of}"
                 dataset.due.fill_later(LATER_SECONDS)  # or when that has gone
-        await new.change(served=time.time(), held="", **changes)  # damage is forgotten here only
+        await new.change(served=time.time(), held="", **changes)
         new.leaves = new.unmended = False
         dataset.succeed(new)
         self._insists = False
@@ -419,7 +419,7 @@ class Succession:
         )  # fmt: skip
         if whole:
             await dataset.publish_store()
-        else:
+        elif not damaged:  # else its bad files go first, by the dataset's own loop
             await dataset.publish(Stage.OVERLAY)
         dataset.wake()
 

@@ -73,7 +73,7 @@ class Generation(index.Counts):
     verified: int = 0  # number of the last trouble of the disk after which all was verified
     scrubbed: float = 0.0  # Unix time when its last whole scrub ended
     crashes: int = 0  # of the node before that scrub began (``store.trust``)
-    damaged: int = 0  # files of an earlier generation that are on its list of bad files
+    damaged: int = 0  # files that are on its list of bad files
 
 
 def new(dataset: str, identity: str) -> Generation:
@@ -174,7 +174,8 @@ def load(folder: str) -> dict[str, Any] | None:
 def adopt(folders: list[str]) -> list[dict[str, Any] | None]:
     """``load`` each, after deleting what a killed coordinator left in its staging folder.
 
-    ``tree`` is added: the inode number of the tree or image, 0 when there is none.
+    ``tree`` is added: the inode number of the tree or image, 0 when there is none. ``damaged`` is
+    as the list of bad files has it.
     """
     return [_adopt(folder) for folder in folders]
 
@@ -200,11 +201,13 @@ def _adopt(folder: str) -> dict[str, Any] | None:
                 tree.remove(directory, "staging")
         except OSError:
             pass  # the next fill deletes it too, and reports what is wrong
-        with contextlib.suppress(OSError):
-            # Found by a verify that was cut short, or could not withdraw them.
-            if fields.get("state") == "complete" and has_quarantined(folder):
-                fields["state"] = "partial"
-                fields["damaged"] = len(read_quarantined(Path(folder)))
+        # Found by a verify that was cut short, or could not withdraw them.
+        try:
+            listed = len(read_quarantined(Path(folder))) or int(has_quarantined(folder))
+        except OSError:
+            listed = 1  # which ones is not known: nothing of it is good before that is read
+        if listed:
+            fields["damaged"] = listed
         fields["tree"] = 0
         for name in ("tree", image_copy.IMAGE):
             with contextlib.suppress(OSError):
