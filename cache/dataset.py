@@ -278,7 +278,7 @@ class Dataset(standing.Standing):
         wanted = self.settings.warm or generation.wanted or generation.evicting
         # What failed may succeed later, and there may be room for what did not fit.
         unfinished = generation.state in ("new", "filling") or (
-            generation.state == "partial" and (generation.failed > 0 or generation.left_files > 0)
+            generation.state == "partial" and (generation.failed > 0 or self.current.lacks_room())
         )
         return Facts(
             stage=self.stage,
@@ -371,6 +371,7 @@ class Dataset(standing.Standing):
             log.warning("dataset is not served as it should be", dataset=self.name, why=str(found))
         self.trouble = found
         self.due.failed()
+        self.changed()  # another generation may be worth more now
 
     # --- what jobs use too; the caller has the lock
 

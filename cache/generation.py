@@ -68,6 +68,7 @@ class Generation:
         self.record = dataclasses.replace(record, snapshot=snapshot)
         self.reached: base.Reached | None = None
         self.figures = Figures()
+        self.gone = False  # its snapshot did not exist when it was asked for last
         self.unproven = ""  # why what is stored may be of another source
         self.due = due.Due()  # while it is to follow the one that serves
         self.fits = False  # as much of it is stored as there is room for now
@@ -132,9 +133,10 @@ class Generation:
         """
         try:
             self.reached = await self.source.reach(deadline, serve=serve)
-        except kit.errors.SourceError:
-            self.reached = None
+        except kit.errors.SourceError as error:
+            self.reached, self.gone = None, isinstance(error, base.GoneError)
             raise
+        self.gone = False
         return await self._compare(self.reached, deadline)
 
     async def _compare(self, reached: base.Reached, deadline: float) -> str:
@@ -191,6 +193,12 @@ class Generation:
             await self.change(marks=self.reached.marks)
 
     # --- space
+
+    def lacks_room(self) -> bool:
+        """Something did not fit, or not even all directories did, so that it is not listed."""
+        now = self.record
+        unlisted = now.state == "partial" and not now.skeleton and not self.source.block
+        return now.left_files > 0 or unlisted
 
     def used(self, others: Iterable["Generation"] = ()) -> int:
         """SSD bytes that it takes beside ``others``; what they share counts once."""

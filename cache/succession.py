@@ -249,6 +249,7 @@ class Succession:
             and dataset.reached is not None,
             coming=coming.id if coming is not None and usable else "",
             coming_state=self._coming_state(),
+            outlived=self._is_outlived(),
             reached=coming is not None and coming.reached is not None,
             lost=coming is not None and coming.reached is None and self.trouble is not None,
             reach_due=coming is not None and coming.due.look(complete=False),
@@ -257,7 +258,7 @@ class Succession:
             earlier=tuple(each.id for each in dataset.earlier),
             keep=dataset.settings.earlier,
             cramped=self._cramped(),
-            retire_due=now >= self._retire_at and usable,
+            retire_due=now >= self._retire_at and usable and not self._shares(),
             shown=not usable or complete <= self._shown,
             left=bool(dataset.left),
         )
@@ -274,13 +275,30 @@ class Succession:
         fits = coming.record.state == "partial" and coming.fits and not may_go
         return FITS if fits else coming.record.state
 
+    def _is_outlived(self) -> bool:
+        """The snapshot that serves is gone, and it lacks files, or keeps the one that comes from
+        being listed: neither has what the other waits for."""
+        dataset, coming = self.dataset, self.dataset.coming
+        if coming is None or coming.source.block or not dataset.current.gone:
+            return False
+        may_go = bool(dataset.earlier or dataset.left) and not dataset.earlier_held
+        stuck = coming.record.state == "partial" and not coming.figures.failed and not may_go
+        return dataset.generation.state != "complete" or stuck
+
+    def _shares(self) -> bool:
+        """The current one is being filled, by links of one that is to go after that."""
+        dataset = self.dataset
+        fills = dataset.job is not None and dataset.job.kind == "fill"
+        return fills and dataset.before(dataset.current) is not None
+
     def _cramped(self) -> bool:
         """The generation that comes lacks room, or the current one: no earlier one is kept."""
         coming, now = self.dataset.coming, self.dataset.generation
-        lacks = now.state in ("partial", "filling") and (now.left_files or now.share < subset.ALL)
+        room = self.dataset.current.lacks_room() or now.share < subset.ALL
+        lacks = now.state in ("partial", "filling") and room
         if coming is not None and coming.record.state == "partial":
             lacks = lacks or coming.record.left_files > 0
-        return self.dataset.cramped or bool(lacks)
+        return self.dataset.cramped or lacks
 
     def _complete(self) -> set[str]:
         """Ids that are to be mounted: a block image has no tree."""
@@ -309,6 +327,12 @@ class Succession:
         if step is Step.NOTHING:
             return False
         dataset, new = self.dataset, self._wanted()
+        busy = dataset.job is not None or dataset.verification.pending
+        outlived = step is Step.SWITCH and self._is_outlived()
+        if outlived:
+            await self._end_update()  # it goes on as the current one
+            runs = dataset.job is not None and dataset.job.kind != "update"
+            busy = runs or dataset.verification.pending
         match step:
             case Step.TAKE:
                 assert new is not None
@@ -326,11 +350,15 @@ class Succession:
             case Step.QUEUE:
                 dataset.update_queued = True
                 dataset.ask_jobs()
-            case Step.SWITCH | Step.BACK if dataset.job is not None or dataset.verification.pending:
+            case Step.SWITCH | Step.BACK if busy:
                 return False  # its result is of the current generation; its end wakes this loop
             case Step.SWITCH:
                 assert dataset.coming is not None
-                if not await mending.spoiled(dataset.coming):
+                if (
+                    outlived and await dataset.coming.has_bad_files()
+                ):  # are withdrawn before it shows
+                    await dataset.coming.change(damaged=max(1, dataset.coming.record.damaged))
+                if outlived or not await mending.spoiled(dataset.coming):
                     await self._switch(dataset.coming)
             case Step.BACK:
                 assert new is not None
@@ -391,6 +419,7 @@ class Succession:
         if dataset.scrubbing is not None:
             await dataset.scrubbing.cancel()
         damaged = new.record.damaged  # it is filled again, from its source
+        lacks_room = new.record.state == "partial"
         whole = new.record.state == "complete" and not damaged
         changes: dict[str, Any] = {"wanted": not whole}
         if not whole:
@@ -399,10 +428,12 @@ class Succession:
                 return
             if damaged:
                 changes |= {"state": "partial", "failed": damaged, "why": withdrawals.left(damaged)}
-            else:
+            elif lacks_room:
                 room_of = old.record.snapshot or old.id
                 changes["why"] = f"{new.record.why}; it waits for the room of {room_of}"
                 dataset.due.fill_later(LATER_SECONDS)  # or when that has gone
+            else:
+                dataset.due.fill_soon()
         await new.change(served=time.time(), held="", **changes)
         new.leaves = new.unmended = False
         dataset.succeed(new)
@@ -420,14 +451,17 @@ class Succession:
         if whole:
             await dataset.publish_store()
         elif not damaged:  # else its bad files go first, by the dataset's own loop
-            await dataset.publish(Stage.OVERLAY)
+            await dataset.publish(Stage.OVERLAY if dataset.listed() else Stage.SOURCE)
         dataset.wake()
 
-    async def _give_up(self, coming: Generation) -> None:
+    async def _end_update(self) -> None:
         dataset = self.dataset
         dataset.update_queued = False
         if dataset.job is not None and dataset.job.kind == "update":
             await dataset.job.cancel()
+
+    async def _give_up(self, coming: Generation) -> None:
+        await self._end_update()
         await self._part_with(coming)
 
     async def _begin_anew(self, coming: Generation, why: str) -> None:
