@@ -16,7 +16,6 @@ bytes are wrong waits no longer for the others.
 import asyncio
 import dataclasses
 import time
-from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
@@ -71,8 +70,7 @@ class Withdrawals:
         if bad:
             await dataset.change(state="filling", wanted=True, damaged=bad, why=why)
             dataset.due.fill_soon()
-        folder = Path(dataset.folder)
-        await kit.child.call(generations.write_quarantined, folder, [], deadline=STORE_SECONDS)
+        await kit.child.call(generations.forget_quarantined, dataset.folder, deadline=STORE_SECONDS)
         return why
 
     async def _withdraw(self, dataset: Dataset, bad: int) -> tuple[int, str]:

@@ -344,6 +344,11 @@ def has_quarantined(folder: str) -> bool:
         return False
 
 
+def forget_quarantined(folder: str) -> None:
+    """Delete the list. OSError."""
+    write_quarantined(Path(folder), [])
+
+
 def write_quarantined(folder: Path, files: Sequence[tuple[list[str], str]]) -> None:
     """Replace the list durably; an empty one is deleted. OSError."""
     if not files:

@@ -3,6 +3,7 @@
 The list of bad files on the disk says what is to be done, not what an agent remembers.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,26 @@ def test_starting_agent_reads_the_list(
     assert shown.facts().bad
     assert not shown.whole()
     assert "store-bad-files" in [each.rule for each in status.findings({"a": shown}, [])]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_bad_chunks_of_an_image_are_filled_again_by_whoever_finds_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    shown, jobs, ran = await withdrawing(tmp_path, monkeypatch, answers=False)
+    shown.source.block = True  # type: ignore[misc]
+    if restarted:  # killed before it could note what its verify had found
+        shown.generation = dataclasses.replace(shown.generation, state="partial", damaged=1)
+        assert shown.facts().bad
+        assert await jobs.withdrawals.finish(shown)
+    else:
+        end = protocol.End("bad", verify=protocol.VerifyEnd(bad=1, unreplaced=1))
+        _, why = await jobs.withdrawals.take_out_bad(shown, end)
+        assert "read again" in why
+    assert (shown.generation.state, shown.generation.wanted, ran) == ("filling", True, [])
+    assert not shown.whole()
+    assert not shown.facts().bad, "its chunks are forgotten: they are filled when it answers"
+    assert not generations.has_quarantined(shown.folder)
 
 
 async def test_withdrawal_that_cannot_be_done_is_tried_again_later(
