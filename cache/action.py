@@ -51,8 +51,7 @@ def next_action(facts: Facts) -> Action:
     if facts.stale or not facts.store_usable:
         return _without_store(facts)
     if facts.bad:  # before anything of the store is published
-        reach = facts.reach_due and not facts.reached
-        return Action.REACH if reach else Action.WITHDRAW
+        return Action.REACH if facts.reach_due else Action.WITHDRAW
     if facts.complete:
         if facts.stage is not Stage.STORE:
             return Action.PUBLISH_STORE

@@ -354,12 +354,11 @@ class Succession:
                 return False  # its result is of the current generation; its end wakes this loop
             case Step.SWITCH:
                 assert dataset.coming is not None
-                if (
-                    outlived and await dataset.coming.has_bad_files()
-                ):  # are withdrawn before it shows
-                    await dataset.coming.change(damaged=max(1, dataset.coming.record.damaged))
-                if outlived or not await mending.spoiled(dataset.coming):
-                    await self._switch(dataset.coming)
+                coming = dataset.coming
+                if outlived and await coming.has_bad_files():  # they go before it is shown
+                    await coming.change(damaged=max(1, coming.record.damaged))
+                if outlived or not await mending.spoiled(coming):
+                    await self._switch(coming)
             case Step.BACK:
                 assert new is not None
                 back = next(each for each in dataset.earlier if each.id == new.id)

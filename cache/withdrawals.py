@@ -56,9 +56,12 @@ class Withdrawals:
         there is not)."""
         found = end.verify or protocol.VerifyEnd()
         async with dataset.lock:
+            bad = found.unreplaced
+            if end.verify is None and await dataset.current.has_bad_files():  # it was killed
+                bad = max(1, dataset.generation.damaged)
             if dataset.source.block:
-                return 0, await self._read_again(dataset, found.unreplaced) if found.bad else ""
-            return await self._withdraw(dataset, found.unreplaced) if found.unreplaced else (0, "")
+                return 0, await self._read_again(dataset, bad) if bad or found.bad else ""
+            return await self._withdraw(dataset, bad) if bad else (0, "")
 
     async def _read_again(self, dataset: Dataset, bad: int) -> str:
         """Have the bad chunks of a block image filled again. Why they are not yet, or ''.
@@ -75,6 +78,8 @@ class Withdrawals:
 
     async def _withdraw(self, dataset: Dataset, bad: int) -> tuple[int, str]:
         """As ``take_out_bad``."""
+        if dataset.generation.state == "stale":
+            return 0, dataset.generation.why
         dataset.current.hidden = False
         # First of all: nobody takes it for whole, and the successor of a killed agent continues.
         changes: dict[str, Any] = {"state": "partial", "failed": bad, "damaged": bad}
@@ -163,6 +168,7 @@ class Withdrawals:
             dataset.generation = dataclasses.replace(dataset.generation, **changes)
         dataset.due.fill_later(None)
         dataset.due.withdraw_later()
+        dataset.due.suspect()  # perhaps the source has gone since it was looked at
 
     async def _take_out(self, dataset: Dataset) -> tuple[int, str]:
         """Both passes of a withdrawal: how many files are out, and why not all ('' if all).

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 import kit.child
+import kit.errors
 from cache import status
+from cache.action import Action, next_action
 from cache.dataset import Dataset
 from cache.fill import protocol, verify
 from cache.generation import Generation
@@ -82,6 +84,38 @@ async def test_bad_file_is_taken_out_while_the_source_is_away_and_stays_on_the_l
     now = shown.generation
     assert (now.state, now.damaged, now.wanted) == ("partial", 0, True)
     assert shown.facts().fill_wanted
+
+
+async def test_what_a_killed_verify_had_listed_is_withdrawn_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, jobs, ran = await withdrawing(tmp_path, monkeypatch, answers=True)
+    await jobs.withdrawals.take_out_bad(shown, protocol.End("failed", "it hung"))
+    assert ran == ["marks", "files"]
+    assert (shown.generation.state, shown.generation.damaged) == ("partial", 0)
+
+
+async def test_source_that_went_since_its_last_look_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the withdrawal fails for as long as it is away, and the bad file is served."""
+    shown, jobs, ran = await withdrawing(tmp_path, monkeypatch, answers=True)
+    await shown.reach()
+
+    async def run(of: Dataset, kind: str, task: Any, target: Any = None) -> protocol.End:
+        ran.append(task.part)
+        return protocol.End("withdrawn" if task.part == "hide" else "failed", "it is away")
+
+    monkeypatch.setattr(jobs.withdrawals, "_run", run)
+    await jobs.withdrawals.take_out_bad(shown, protocol.End("failed"))
+    assert next_action(shown.facts()) is Action.REACH
+    assert isinstance(shown.source, Source)
+    shown.source.answers = False
+    with pytest.raises(kit.errors.SourceError):
+        await shown.reach()
+    assert next_action(shown.facts()) is Action.WITHDRAW
+    assert not await jobs.withdrawals.finish(shown)
+    assert ran == ["marks", "hide"]
 
 
 @pytest.mark.parametrize("state", ["complete", "partial", "filling"])

@@ -39,8 +39,8 @@ def test_store_is_published_only_when_complete_and_trusted() -> None:
 def test_bad_files_leave_the_store_before_anything_of_it_is_published() -> None:
     for facts in every():
         if facts.bad and facts.store_usable and not facts.stale:
-            reach = facts.reach_due and not facts.reached
-            assert next_action(facts) is (Action.REACH if reach else Action.WITHDRAW)
+            wanted = Action.REACH if facts.reach_due else Action.WITHDRAW
+            assert next_action(facts) is wanted
         else:
             assert next_action(facts) is not Action.WITHDRAW
 
@@ -92,12 +92,9 @@ def test_unknown_mount_is_replaced_as_soon_as_there_is_something_to_show() -> No
     publishes = {Action.PUBLISH_SOURCE, Action.PUBLISH_OVERLAY, Action.PUBLISH_STORE}
     for facts in every():
         source = facts.reached and facts.servable
-        withdraws = next_action(facts) is Action.WITHDRAW  # shows the source meanwhile
-        if (
-            facts.stage is Stage.UNKNOWN
-            and (source or (facts.complete and trusted(facts)))
-            and not withdraws
-        ):
+        withdraws = facts.bad and facts.store_usable and not facts.stale  # and shows the source
+        shows = source or (facts.complete and trusted(facts))
+        if facts.stage is Stage.UNKNOWN and shows and not withdraws:
             assert next_action(facts) in publishes
 
 
