@@ -6,6 +6,7 @@ reader looked up earlier would show the source only. While the store cannot be t
 errors) or belongs to a source that is no longer there (``stale``), the source alone is published.
 So it is while an overlay would lose files that jobs may read in the source (``unfit``), until a
 fill comes to its end.
+Nothing of a store with files that are known to be bad is published before they are out of it.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ class Action(Enum):
     PUBLISH_SOURCE = auto()
     PUBLISH_OVERLAY = auto()
     PUBLISH_STORE = auto()
+    WITHDRAW = auto()  # take bad files out of the store
     RENEW = auto()  # discard the generation and begin another one
     QUEUE = auto()  # ask for a fill
     REFRESH = auto()
@@ -43,6 +45,7 @@ class Facts:
     source_needed: bool  # a job needs it
     source_held: bool  # the agent may have mounted something of it
     unfit: bool = False  # an overlay would lose files of the source
+    bad: bool = False  # bad files may be in the tree, or its source has come back to replace them
     volumes: bool = False  # pods have volumes that show its tree: it is not discarded
 
 
@@ -50,6 +53,8 @@ def next_action(facts: Facts) -> Action:
     """The most urgent action. Pure; asked again after each action."""
     if facts.stale or not facts.store_usable or (facts.unfit and not facts.complete):
         return _without_store(facts)
+    if facts.bad:  # before anything of the store is published
+        return Action.REACH if facts.reach_due else Action.WITHDRAW
     if facts.complete:
         if facts.stage is not Stage.STORE:
             return Action.PUBLISH_STORE

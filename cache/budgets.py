@@ -160,6 +160,9 @@ class Budgets:
         found = ""
         if kept := self.in_the_way(dataset.name):
             found += f"; kept, and so in the way: {', '.join(kept)}"
+        if dataset.coming is not None and dataset.current.gone:
+            now = dataset.generation.snapshot or dataset.current.id
+            found += f"; it waits for room that {now} cannot give: its snapshot is gone"
         old = [each.record.snapshot or each.id for each in (*dataset.earlier, *dataset.left)]
         return f"{found}; it waits for the room of {', '.join(old)}" if old else found
 

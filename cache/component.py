@@ -342,7 +342,8 @@ class Cache:
         new = [Dataset(each, self.settings, self._state_dir, self.jobs.wake) for each in added]
         for dataset in new:
             dataset.looks, dataset.ahead = self._looks, self.jobs.slot.ahead
-            dataset.mounts, dataset.look_again = self._mounts, self.view_watch.wake
+            dataset.mounts, dataset.withdraw = self._mounts, self.jobs.withdrawals.finish
+            dataset.look_again = self.view_watch.wake
         names = [dataset.name for dataset in new]
         found: list[dict[str, dict[str, Any] | None]] = [{} for _ in new]
         self._unread |= self.watch is not None and self.no_store is not None

@@ -19,7 +19,7 @@ import errno
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,8 @@ class Dataset(standing.Standing):
         self.no_store: kit.errors.AgentError | None = None  # why nothing can be stored
         self.newer: kit.errors.HostError | None = None  # a newer agent's files: all is left alone
         self.has_volumes: Callable[[], bool] = lambda: False  # pods hold what is stored
+        # Withdraws what is on the list of bad files (cache.withdrawals); False: some are left.
+        self.withdraw: Callable[[Dataset], Awaitable[bool]] = _none_left
         self.discarded = False  # a generation went to the trash, which is to be emptied
         self.removed = False
         self.unsure = ""  # why an operator may have removed it, which is not known
@@ -366,7 +368,7 @@ class Dataset(standing.Standing):
         wanted = self.settings.warm or generation.wanted or generation.evicting
         # What failed may succeed later, and there may be room for what did not fit.
         unfinished = generation.state in ("new", "filling") or (
-            generation.state == "partial" and (generation.failed > 0 or generation.left_files > 0)
+            generation.state == "partial" and (generation.failed > 0 or self.current.lacks_room())
         )
         return Facts(
             stage=self.stage,
@@ -393,8 +395,16 @@ class Dataset(standing.Standing):
             or self.coming is not None
             or (self.comparing or self.mending)
             or self.settings.freshness == "follow",
+            bad=self._has_bad_files(),
             volumes=self.has_volumes() and not self.source.block,  # devices keep their images
         )
+
+    def _has_bad_files(self) -> bool:
+        """Some may be in the tree, or were taken out of it and can be replaced now."""
+        if self.source.block:  # bad chunks are forgotten, and filled again
+            return self.generation.damaged > 0 and self.generation.state != "filling"
+        there = self.reached is not None or not self.current.hidden
+        return self.generation.damaged > 0 and there
 
     async def _allow(self) -> None:
         """Give the view's parent its owner and mode, at the start and when the settings change.
@@ -427,6 +437,8 @@ class Dataset(standing.Standing):
                     await self.publish(Stage.OVERLAY)
             case Action.PUBLISH_STORE:
                 await self.publish_store()
+            case Action.WITHDRAW:
+                return await self._withdraw()
             case Action.RENEW:
                 await self._renew()
             case Action.QUEUE:
@@ -440,12 +452,25 @@ class Dataset(standing.Standing):
                 self.source_held = False
         return True
 
+    async def _withdraw(self) -> bool:
+        """Unless a pass over it runs: its end wakes this loop."""
+        busy = self.job is not None or self.scrubbing is not None
+        if busy or self.verification.state == "running" or not self.due.withdraw():
+            return False
+        try:
+            await self.withdraw(self)
+        except BaseException:
+            self.due.withdraw_later()
+            raise
+        return True
+
     def _note_trouble(self, error: Exception) -> None:
         found = trouble.of(self.name, self.view, error)
         if self.trouble is None or str(found) != str(self.trouble):
             log.warning("dataset is not served as it should be", dataset=self.name, why=str(found))
         self.trouble = found
         self.due.failed()
+        self.changed()  # another generation may be worth more now
 
     # --- what jobs use too; the caller has the lock
 
@@ -643,3 +668,7 @@ class Dataset(standing.Standing):
         """As ``used``, without what ``target`` takes of its own."""
         every = self.every_generation()
         return sum(each.used(every) for each in every if each is not target)
+
+
+async def _none_left(_: Dataset) -> bool:
+    return True

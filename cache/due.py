@@ -22,7 +22,9 @@ class Due:
 
     def __init__(self) -> None:
         self._look = self._check = self._fill = self._refresh = 0.0
+        self._withdraw = 0.0
         self._looks = kit.line_worker.Backoff(*RETRY_SECONDS)
+        self._withdrawals = kit.line_worker.Backoff(*RETRY_SECONDS)
         self._fills = kit.line_worker.Backoff(*RETRY_SECONDS)
         self._mount, self._lost = 0.0, -math.inf
         self._losses = kit.line_worker.Backoff(*REMOUNT_SECONDS)
@@ -33,7 +35,9 @@ class Due:
         """Seconds until something is due, or a look would be."""
         now = time.monotonic()
         refresh = self._refresh if self.refresh_wanted else 0.0
-        due = (self._check if complete else self._look, self._fill, self._mount, refresh)
+        due = (
+            self._check if complete else self._look, self._fill, self._mount, self._withdraw, refresh
+        )  # fmt: skip
         later = [at for at in due if at > now]
         return max(0.05, min(later, default=now + LOOK_SECONDS) - now)
 
@@ -103,11 +107,25 @@ class Due:
         self._fill = 0.0
         self._fills.reset()
 
+    def withdraw(self) -> bool:
+        """Bad files may be withdrawn now."""
+        return time.monotonic() >= self._withdraw
+
+    def withdraw_later(self) -> None:
+        """That failed: the next, longer pause."""
+        self._withdraw = time.monotonic() + self._withdrawals.next()
+
+    def withdrawn(self) -> None:
+        """And are to be filled again."""
+        self._withdraw = 0.0
+        self._withdrawals.reset()
+        self.fill_soon()
+
     def retry_now(self) -> None:
         """Earlier failures delay nothing any more."""
         self._look = 0.0
         self._looks.reset()
-        self.fill_soon()
+        self.withdrawn()
 
     def refreshed(self, least: float, took: float) -> None:
         self._refresh = time.monotonic() + max(least, took / REFRESH_SHARE)

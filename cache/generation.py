@@ -68,10 +68,12 @@ class Generation:
         self.record = dataclasses.replace(record, snapshot=snapshot)
         self.reached: base.Reached | None = None
         self.figures = Figures()
+        self.gone = False  # its snapshot did not exist when it was asked for last
         self.unproven = ""  # why what is stored may be of another source
         self.due = due.Due()  # while it is to follow the one that serves
         self.fits = False  # as much of it is stored as there is room for now
         self.leaves = False  # what is mounted by its id shows its source: files of it are bad
+        self.hidden = False  # bad files on its list were taken out of its tree
         self.noted = -math.inf  # monotonic time at which bad files of it were found last
         self.unmended = False  # nothing had the bytes of some of them when that was tried last
         self.scrub = Scrub()  # the last one while it was an earlier one
@@ -123,7 +125,8 @@ class Generation:
         new = generations.new(self.dataset, self.record.identity)
         new = dataclasses.replace(new, snapshot=self.record.snapshot)
         self.record = dataclasses.replace(new, **changes)
-        self.figures, self.unproven, self.leaves = Figures(), "", False
+        self.figures, self.unproven = Figures(), ""
+        self.leaves = self.hidden = False
 
     def show_kept_figures(self) -> None:
         """Show the figures of generation.json, while no job reports newer ones."""
@@ -141,9 +144,10 @@ class Generation:
         """
         try:
             self.reached = await self.source.reach(deadline, serve=serve)
-        except kit.errors.SourceError:
-            self.reached = None
+        except kit.errors.SourceError as error:
+            self.reached, self.gone = None, isinstance(error, base.GoneError)
             raise
+        self.gone = False
         return await self._compare(self.reached, deadline)
 
     async def _compare(self, reached: base.Reached, deadline: float) -> str:
@@ -231,6 +235,12 @@ class Generation:
             await self.change(marks=self.reached.marks)
 
     # --- space
+
+    def lacks_room(self) -> bool:
+        """Something did not fit, or not even all directories did, so that it is not listed."""
+        now = self.record
+        unlisted = now.state == "partial" and not now.skeleton and not self.source.block
+        return now.left_files > 0 or unlisted
 
     def used(self, others: Iterable["Generation"] = ()) -> int:
         """SSD bytes that it takes beside ``others``; what they share counts once."""

@@ -218,7 +218,7 @@ class Jobs:
         self.room_came(datasets)
         for dataset in datasets:
             now = dataset.generation
-            if now.state == "partial" and now.left_files and not now.held:
+            if now.state == "partial" and dataset.current.lacks_room() and not now.held:
                 await self.warm(dataset)
 
     def room_came(self, datasets: Iterable[Dataset]) -> None:
@@ -226,11 +226,11 @@ class Jobs:
         out, once it has ended."""
         for dataset in datasets:
             dataset.due.fill_again = True
-            if dataset.generation.left_files:
+            if dataset.current.lacks_room():
                 dataset.retry_now()
             if (coming := dataset.coming) is not None:
                 coming.due.fill_again = True
-                if coming.record.left_files:
+                if coming.lacks_room():
                     coming.due.fill_soon()
                     dataset.wake()
 
@@ -292,7 +292,9 @@ class Jobs:
             if not await self.withdrawals.finish(dataset) or not await dataset.may_overlay():
                 dataset.fill_queued = False
                 return
-            verified = dataset.soundness.verified(dataset.generation, None)
+            before = dataset.before(dataset.current)  # of one that began to serve unfilled
+            shared = None if before is None else before.record
+            verified = dataset.soundness.verified(dataset.generation, shared)
             left = {"left_files": 0, "left_bytes": 0}
             served = dataset.generation.served or time.time()
             await dataset.change(state="filling", why="", verified=verified, served=served, **left)
@@ -322,7 +324,7 @@ class Jobs:
                 dataset.due.filled()
                 self.slot.ended_well(dataset)
             case "partial":
-                changes |= {"state": "partial", "wanted": False}
+                changes |= {"state": "partial"}  # it is tried again, also by the next agent
                 dataset.due.fill_later(due.PARTIAL_SECONDS)
                 dataset.due.filled()
                 goes_on = await self.budgets.share_changes(dataset, end.fill)
@@ -354,6 +356,8 @@ class Jobs:
             if coming is None or coming.reached is None or not wanted:
                 dataset.update_queued = False
                 return
+            if dataset.generation.damaged:
+                await self.withdrawals.finish(dataset)  # jobs read it meanwhile
             if not await self.withdrawals.finish_coming(dataset, coming):
                 dataset.update_queued = False
                 coming.due.fill_later(None)

@@ -137,6 +137,8 @@ class Scrubber:
         """The current generation may be verified now."""
         state = dataset.generation.state
         stored = state in ("complete", "partial") or (dataset.doubted and state == "filling")
+        # Bad files on the list go first; of a doubted one the view shows nothing of the store.
+        stored = stored and (dataset.doubted or not dataset.generation.damaged)
         later = time.monotonic() < self._not_before.get(_key(dataset.name, ""), 0.0)
         return self._free_now(dataset) and stored and not later
 

@@ -296,7 +296,17 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
     yield from frozen.findings(shown)
     yield from fitness.findings(shown)
     result = shown.verification.result or {}
-    if bad := result.get("bad"):
+    if damaged := shown.generation.damaged:  # known from the list, also after a restart
+        message = (
+            f"{damaged} files of dataset {shown.name} in the store are bad, and not replaced yet: "
+            f"{shown.generation.why}"
+        )
+        advice = (
+            "make its source readable: they are filled again by themselves; check the SSD "
+            "(smartctl, kernel log)"
+        )
+        yield _finding("store-bad-files", shown.name, Severity.CRITICAL, message, advice)
+    elif bad := result.get("bad"):
         message = f"{bad} files in the store were bad, {result['replaced']} of them were replaced"
         advice = "check the SSD (smartctl, kernel log), then verify again"
         yield _finding("store-bad-files", shown.name, Severity.CRITICAL, message, advice)

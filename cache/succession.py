@@ -13,7 +13,6 @@ Invariant: a generation is discarded only when nobody uses it, by whatever mount
 
 import asyncio
 import contextlib
-import dataclasses
 import fnmatch
 import json
 import random
@@ -25,7 +24,7 @@ import structlog
 
 import kit.child
 import kit.errors
-from cache import by_id, due, leaving, mending
+from cache import by_id, due, leaving, mending, withdrawals
 from cache.dataset import VIEW_SECONDS, Dataset
 from cache.generation import STORE_SECONDS, Generation
 from cache.settings import at_snapshot, snapshot_of
@@ -88,7 +87,9 @@ class Succession:
                 dataset.due.spread_fill(dataset.cache.fill.jitter)
             return wanted
         dataset.current = chosen[0]
-        chosen[1].pop("damaged", None)  # as another one that is partial
+        if chosen[1].get("damaged") and chosen[1].get("state") == "complete":
+            bad = int(chosen[1]["damaged"])
+            chosen[1].update(state="partial", failed=bad, wanted=True, why=withdrawals.left(bad))
         rest = [(each, fields) for each, fields in known if each is not chosen[0]]
         rest.sort(key=_rank, reverse=True)
         for each, fields in rest:
@@ -96,8 +97,7 @@ class Succession:
                 each.adopt(fields)
             except kit.errors.HostError:
                 continue  # a newer agent's: it is left alone
-            if each.record.damaged and each.record.state == "partial":  # (cache.mending)
-                each.leaves, each.record = True, dataclasses.replace(each.record, state="complete")
+            each.leaves = each.record.damaged > 0 and each.record.state == "complete"
             # What has served in part, too, as in ``Dataset.succeed``: jobs may hold it.
             if each.record.state == "complete" and each.record.served:
                 dataset.earlier.append(each)
@@ -278,6 +278,7 @@ class Succession:
             and dataset.reached is not None,
             coming=coming.id if coming is not None and usable else "",
             coming_state=self._coming_state(),
+            outlived=self._is_outlived(),
             reached=coming is not None and coming.reached is not None,
             lost=coming is not None and coming.reached is None and self.trouble is not None,
             reach_due=coming is not None and coming.due.look(complete=False),
@@ -286,7 +287,7 @@ class Succession:
             earlier=tuple(each.id for each in dataset.earlier),
             keep=dataset.settings.earlier,
             cramped=self._cramped(),
-            retire_due=now >= self._retire_at and usable,
+            retire_due=now >= self._retire_at and usable and not self._shares(),
             shown=not usable or complete <= self._shown or not self._may_show(),
             left=bool(dataset.left),
         )
@@ -306,13 +307,30 @@ class Succession:
         fits = coming.record.state == "partial" and coming.fits and not may_go
         return FITS if fits else coming.record.state
 
+    def _is_outlived(self) -> bool:
+        """The snapshot that serves is gone, and it lacks files, or keeps the one that comes from
+        being listed: neither has what the other waits for."""
+        dataset, coming = self.dataset, self.dataset.coming
+        if coming is None or coming.source.block or not dataset.current.gone:
+            return False
+        may_go = bool(dataset.earlier or dataset.left) and not dataset.earlier_held
+        stuck = coming.record.state == "partial" and not coming.figures.failed and not may_go
+        return dataset.generation.state != "complete" or stuck
+
+    def _shares(self) -> bool:
+        """The current one is being filled, by links of one that is to go after that."""
+        dataset = self.dataset
+        fills = dataset.job is not None and dataset.job.kind == "fill"
+        return fills and dataset.before(dataset.current) is not None
+
     def _cramped(self) -> bool:
         """The generation that comes lacks room, or the current one: no earlier one is kept."""
         coming, now = self.dataset.coming, self.dataset.generation
-        lacks = now.state in ("partial", "filling") and (now.left_files or now.share < subset.ALL)
+        room = self.dataset.current.lacks_room() or now.share < subset.ALL
+        lacks = now.state in ("partial", "filling") and room
         if coming is not None and coming.record.state == "partial":
             lacks = lacks or coming.record.left_files > 0
-        return self.dataset.cramped or bool(lacks)
+        return self.dataset.cramped or lacks
 
     def _complete(self) -> set[str]:
         """Ids that are to be mounted: a block image has no tree."""
@@ -341,6 +359,12 @@ class Succession:
         if step is Step.NOTHING:
             return False
         dataset, new = self.dataset, self._wanted()
+        busy = dataset.job is not None or dataset.verification.pending
+        outlived = step is Step.SWITCH and self._is_outlived()
+        if outlived:
+            await self._end_update()  # it goes on as the current one
+            runs = dataset.job is not None and dataset.job.kind != "update"
+            busy = runs or dataset.verification.pending
         match step:
             case Step.TAKE:
                 assert new is not None
@@ -358,12 +382,15 @@ class Succession:
             case Step.QUEUE:
                 dataset.update_queued = True
                 dataset.ask_jobs()
-            case Step.SWITCH | Step.BACK if dataset.job is not None or dataset.verification.pending:
+            case Step.SWITCH | Step.BACK if busy:
                 return False  # its result is of the current generation; its end wakes this loop
             case Step.SWITCH:
                 assert dataset.coming is not None
-                if not await mending.spoiled(dataset.coming):
-                    await self._switch(dataset.coming)
+                coming = dataset.coming
+                if outlived and await coming.has_bad_files():  # they go before it is shown
+                    await coming.change(damaged=max(1, coming.record.damaged))
+                if outlived or not await mending.spoiled(coming):
+                    await self._switch(coming)
             case Step.BACK:
                 assert new is not None
                 back = next(each for each in dataset.earlier if each.id == new.id)
@@ -426,6 +453,7 @@ class Succession:
         if dataset.scrubbing is not None:
             await dataset.scrubbing.cancel()
         damaged = new.record.damaged  # it is filled again, from its source
+        lacks_room = new.record.state == "partial"
         whole = new.record.state == "complete" and not damaged
         changes: dict[str, Any] = {"wanted": not whole}
         if not whole:
@@ -433,12 +461,14 @@ class Succession:
                 await self._begin_anew(new, other)
                 return
             if damaged:
-                changes |= {"state": "partial", "failed": damaged, "damaged": 0}
-            else:
+                changes |= {"state": "partial", "failed": damaged, "why": withdrawals.left(damaged)}
+            elif lacks_room:
                 room_of = old.record.snapshot or old.id
                 changes["why"] = f"{new.record.why}; it waits for the room of {room_of}"
                 dataset.due.fill_later(LATER_SECONDS)  # or when that has gone
-        await new.change(served=time.time(), held="", **changes)  # damage is forgotten here only
+            else:
+                dataset.due.fill_soon()
+        await new.change(served=time.time(), held="", **changes)
         new.leaves = new.unmended = False
         dataset.succeed(new)
         self._insists = False
@@ -454,15 +484,18 @@ class Succession:
         )  # fmt: skip
         if whole:
             await dataset.publish_store()
-        else:
-            await dataset.publish(Stage.OVERLAY)
+        elif not damaged:  # else its bad files go first, by the dataset's own loop
+            await dataset.publish(Stage.OVERLAY if dataset.listed() else Stage.SOURCE)
         dataset.wake()
 
-    async def _give_up(self, coming: Generation) -> None:
+    async def _end_update(self) -> None:
         dataset = self.dataset
         dataset.update_queued = False
         if dataset.job is not None and dataset.job.kind == "update":
             await dataset.job.cancel()
+
+    async def _give_up(self, coming: Generation) -> None:
+        await self._end_update()
         await self._part_with(coming)
 
     async def _begin_anew(self, coming: Generation, why: str) -> None:

@@ -4,7 +4,9 @@ A dataset has one current generation, at most one that comes, and earlier ones t
 back to. What is wanted is named by the id of its folder.
 
 The one that comes serves when it is complete. When it lacks room, and all that may give some gave
-it, it serves as far as it is stored: what is missing is read from its source.
+it, it serves as far as it is stored: what is missing is read from its source. So it does at once
+when the snapshot that serves does not exist any more: what that lacks nobody can read, and it can
+give no room while it serves.
 """
 
 from collections.abc import Container, Mapping
@@ -37,6 +39,7 @@ class Facts:
     current_busy: bool  # it is being filled
     coming: str  # '' when none comes
     coming_state: str  # as in generation.json, or FITS
+    outlived: bool  # the one that comes is worth more than the current one, whose snapshot is gone
     reached: bool  # the source of the one that comes answered
     lost: bool  # it did not when it was asked last
     reach_due: bool
@@ -56,6 +59,8 @@ def next_step(facts: Facts) -> Step:
     if facts.coming and another and (facts.insists or (facts.lost and not facts.job_there)):
         return Step.DROP
     if facts.coming and facts.coming_state in ("complete", FITS):
+        return Step.SWITCH
+    if facts.coming and facts.outlived and facts.reached:
         return Step.SWITCH
     if facts.wanted and facts.wanted != facts.current and not facts.coming:
         if facts.wanted in facts.earlier:

@@ -1,7 +1,12 @@
 """How bad files leave the store after a verify, so that readers get the source's.
 
-Of a block image bad chunks are read again instead. Invariant: no file is deleted unless every mark
-above it is removed and the view knows that.
+What is to go is on the list of the generation (``cache.store.generations``), which outlives the
+agent: while a file is on it the dataset is not complete, and ``finish`` is asked for again and
+again (``cache.action``). Of a block image bad chunks are read again instead.
+
+While the source answers no file is deleted unless every mark above it is removed and the view knows
+that. While it does not, bad files are taken out at once: readers find them missing, not wrong. They
+stay on the list, and all the rest is done when the source is back.
 
 Who still looks past the new view (an open directory, a working directory) misses a file from its
 deletion until it is filled again. Most leave within a moment, which they are given; a file whose
@@ -20,7 +25,8 @@ import kit.errors
 from cache import due, evictions, tasks, view
 from cache.dataset import VIEW_SECONDS, Dataset
 from cache.fill import protocol
-from cache.generation import Generation
+from cache.generation import STORE_SECONDS, Generation
+from cache.store import generations
 from cache.view import Stage
 
 log = structlog.get_logger("job")
@@ -46,60 +52,100 @@ class Withdrawals:
         self._limits_of = limits
 
     async def take_out_bad(self, dataset: Dataset, end: protocol.End) -> tuple[int, str]:
-        """After a verify: how many bad files were withdrawn, and why not all ('' if all)."""
+        """After a verify: how many bad files were taken out, and why there is more to do ('' if
+        there is not)."""
         found = end.verify or protocol.VerifyEnd()
-        if dataset.source.block:
-            return 0, await self._fill_bad(dataset, found) if found.bad else ""
-        return await self._withdraw(dataset, found.unreplaced) if found.unreplaced else (0, "")
-
-    async def _fill_bad(self, dataset: Dataset, found: protocol.VerifyEnd) -> str:
-        """Have the bad chunks of a block image filled again. Why they are not yet, or ''."""
         async with dataset.lock:
-            shows_old_blocks(dataset)
-            if not found.unreplaced:
-                return ""
-            why = f"{found.unreplaced} bad chunks are to be read again"
-            await dataset.change(state="filling", wanted=True, why=why)
+            bad = found.unreplaced
+            if end.verify is None and await dataset.current.has_bad_files():  # it was killed
+                bad = max(1, dataset.generation.damaged)
+            if dataset.source.block:
+                return 0, await self._read_again(dataset, bad) if bad or found.bad else ""
+            return await self._withdraw(dataset, bad) if bad else (0, "")
+
+    async def _read_again(self, dataset: Dataset, bad: int) -> str:
+        """Have the bad chunks of a block image filled again. Why they are not yet, or ''.
+
+        The verify has forgotten them, and put them on the list before that.
+        """
+        shows_old_blocks(dataset)
+        why = f"{bad} bad chunks are to be read again" if bad else ""
+        if bad:
+            await dataset.change(state="filling", wanted=True, damaged=bad, why=why)
             dataset.due.fill_soon()
-            return why
+        await kit.child.call(generations.forget_quarantined, dataset.folder, deadline=STORE_SECONDS)
+        return why
 
     async def _withdraw(self, dataset: Dataset, bad: int) -> tuple[int, str]:
-        """Withdraw bad files, so that readers get the source's. How many, and why not all."""
-        async with dataset.lock:
-            if dataset.no_store is not None:
-                why = f"{bad} bad files are withdrawn when the disk is well"
-                dataset.generation = dataclasses.replace(
-                    dataset.generation, state="partial", failed=bad, why=why
-                )
-                return 0, why
-            if dataset.reached is None:
-                try:
-                    await dataset.reach()
-                except kit.errors.SourceError:
-                    return 0, "bad files stay until the source answers: it has the only copy"
-            # First of all, so that the successor of a killed agent continues.
-            await dataset.change(
-                state="partial", failed=bad, why=f"{bad} bad files could not be replaced"
-            )
-            withdrawn, why = await self._take_out(dataset)
-            if why:
-                await self._not_withdrawn(dataset, why)
-                return withdrawn, f"{NOT_WITHDRAWN}: {why}"
-            dataset.due.fill_later(due.PARTIAL_SECONDS)
-            return withdrawn, ""
+        """As ``take_out_bad``."""
+        if dataset.generation.state == "stale":
+            return 0, dataset.generation.why
+        dataset.current.hidden = False
+        # First of all: nobody takes it for whole, and the successor of a killed agent continues.
+        changes: dict[str, Any] = {"state": "partial", "failed": bad, "damaged": bad}
+        changes["wanted"] = True
+        if dataset.no_store is not None:
+            why = f"{bad} bad files are withdrawn when the disk is well"
+            dataset.generation = dataclasses.replace(dataset.generation, why=why, **changes)
+            return 0, why
+        await dataset.change(why=left(bad), **changes)
+        if dataset.reached is None:
+            try:
+                await dataset.reach()
+            except kit.errors.SourceError:
+                return await self._hide(dataset)
+        if dataset.generation.state == "stale":
+            return 0, dataset.generation.why
+        withdrawn, why = await self._take_out(dataset)
+        if why:
+            await self._not_withdrawn(dataset, why)
+            return withdrawn, f"{NOT_WITHDRAWN}: {why}"
+        await dataset.change(damaged=0)
+        dataset.due.fill_later(due.PARTIAL_SECONDS)
+        return withdrawn, ""
 
     async def finish(self, dataset: Dataset) -> bool:
-        """Finish a withdrawal that failed or was cut short. False when bad files are left.
+        """Withdraw what is on the list; False when bad files are left on it.
 
         The caller has the lock. A fill would take the bad files for good ones.
         """
+        bad = dataset.generation.damaged
         if not await dataset.current.has_bad_files():
+            if bad:
+                await dataset.change(damaged=0)
             return True
+        if dataset.source.block:
+            await self._read_again(dataset, max(1, bad))
+            return True
+        if dataset.reached is None:
+            await self._hide(dataset)
+            return False
         log.info("bad files of an earlier verify are withdrawn first", dataset=dataset.name)
         _, why = await self._take_out(dataset)
         if why:
             await self._not_withdrawn(dataset, why, state="partial")
-        return not why
+            return False
+        await dataset.change(damaged=0)
+        dataset.due.withdrawn()
+        return True
+
+    async def _hide(self, dataset: Dataset) -> tuple[int, str]:
+        """Take the bad files out of the tree while nothing has their bytes; as ``take_out_bad``."""
+        end = await self._withdraw_pass(dataset, "hide")
+        if end.result != "withdrawn":
+            why = end.why or end.result
+            await self._not_withdrawn(dataset, why)
+            return 0, f"{NOT_WITHDRAWN}: {why}"
+        dataset.current.hidden = True
+        if dataset.stage is Stage.OVERLAY and dataset.no_store is None:
+            await dataset.refresh()  # until then it knows the files
+        bad = max(1, dataset.generation.damaged)
+        why = f"{bad} bad files were taken out: they are missing until the source answers"
+        log.warning("bad files are missing: the source does not answer", dataset=dataset.name,
+                    files=bad)  # fmt: skip
+        if dataset.no_store is None:  # else it is known again from the list
+            await dataset.change(why=why)
+        return end.withdrawn, why
 
     async def finish_coming(self, dataset: Dataset, coming: Generation) -> bool:
         """The same of the generation that an update fills, which no view shows yet."""
@@ -111,6 +157,7 @@ class Withdrawals:
             if end.result != "withdrawn":
                 await coming.change(why=f"{NOT_WITHDRAWN}: {end.why or end.result}")
                 return False
+        await coming.change(damaged=0)
         return True
 
     async def _not_withdrawn(self, dataset: Dataset, why: str, **changes: Any) -> None:
@@ -120,12 +167,17 @@ class Withdrawals:
         else:  # known again from the list, when the disk is well
             dataset.generation = dataclasses.replace(dataset.generation, **changes)
         dataset.due.fill_later(None)
+        dataset.due.withdraw_later()
+        dataset.due.suspect()  # perhaps the source has gone since it was looked at
 
     async def _take_out(self, dataset: Dataset) -> tuple[int, str]:
         """Both passes of a withdrawal: how many files are out, and why not all ('' if all).
 
         No file is deleted unless every mark above it is removed and the view knows that.
         """
+        assert dataset.reached is not None
+        if dataset.stage in (Stage.NONE, Stage.UNKNOWN) and dataset.reached.root:
+            await dataset.publish(Stage.SOURCE)  # what is mounted by the id falls back to that
         end = await self._withdraw_pass(dataset, "marks")
         if end.result != "withdrawn":
             return 0, end.why or end.result
@@ -153,7 +205,6 @@ class Withdrawals:
         self, dataset: Dataset, part: str, of: Generation | None = None
     ) -> protocol.End:
         target = of or dataset.current
-        assert target.reached is not None
         task = tasks.withdraw(dataset, target, self._limits_of(dataset, "withdraw"), part)
         try:
             return await self._run(dataset, "withdraw", task, of)
@@ -179,6 +230,11 @@ async def _let_leave(dataset: Dataset) -> None:
         if not left or time.monotonic() >= until:
             return
         await asyncio.sleep(_LOOK_SECONDS)
+
+
+def left(bad: int) -> str:
+    """Why a dataset is partial."""
+    return f"{bad} bad files could not be replaced"
 
 
 def shows_old_blocks(dataset: Dataset) -> None:

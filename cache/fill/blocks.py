@@ -365,7 +365,11 @@ def _replace(
 ) -> None:
     """Read bad chunks anew. Their records are forgotten first, and made again when it is proven
     that what was read is of the snapshot: a kill before that leaves none to be trusted."""
+    from cache.store import generations  # SQLite, which no good copy needs
+
     found.unreplaced = len(bad)
+    # The agent takes them from the list when it has noted that the copy is not complete.
+    generations.write_quarantined(done.folder, [([], str(chunk)) for chunk in bad])
     if image_copy.replayed(done.folder):
         # The source has the blocks from before the journal's replay.
         image_copy.discard(done.folder)

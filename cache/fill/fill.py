@@ -459,7 +459,10 @@ class FillPass(coordinator.Pass):
         if self.silence.lasts and files:
             raise Ended("partial", f"{files} files are left: objects of the source do not answer")
         if self.full or self.cramped or files:
-            raise Ended("partial", f"no room for {files} files, {size} bytes")
+            what = f"{files} files, {size} bytes" if files or self.skeleton else ""
+            if not self.skeleton:
+                what += f"{' and ' if what else ''}directories that are not listed yet"
+            raise Ended("partial", f"no room for {what}")
         raise Ended("partial", f"{self.run.totals.failed} entries could not be copied")
 
     def incomplete(self, number: int) -> None:

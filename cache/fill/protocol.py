@@ -94,7 +94,7 @@ class VerifyTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class WithdrawTask(Task):
-    part: str  # "marks" or "files"
+    part: str  # "marks" or "files"; "hide": files that stay on the list, for want of a source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,7 @@ class VerifyPass(coordinator.Pass):
         self.parts: list[int] = []  # those of them that go on
         self.cached = 0
         self._saved = time.monotonic()
+        self._listed = 0  # how many of ``unreplaced`` are on the list already
         self._resumed = self._resume()
 
     def _resume(self) -> bool:
@@ -76,9 +77,12 @@ class VerifyPass(coordinator.Pass):
         return kept != cursor.Cursor(round=kept.round)
 
     def _keep_cursor(self, *, at_once: bool = False) -> None:
-        """Note how far it is; bad files must be replaced or listed before."""
+        """Note what is bad, and how far a scrub is; bad files must be replaced or listed before."""
         now = time.monotonic()
         due = at_once or now - self._saved >= CURSOR_SECONDS
+        if due and not self.task.scrub and len(self.unreplaced) > self._listed:
+            generations.add_quarantined(self.run.generation, self.unreplaced[self._listed :])
+            self._saved, self._listed = now, len(self.unreplaced)
         pending = self.bad or self.run.pool.assigned(Copy) or self.run.batch.all()
         if not self.task.scrub or self.relisting is not None or not due or pending:
             return
@@ -262,8 +266,16 @@ class VerifyPass(coordinator.Pass):
             lost = self.relisting.lost() - self.found.bad
             if lost > 0:
                 self.found.bad += lost
+                self._list_everything_again()
                 raise Ended("bad", f"{lost} stored files are lost; which ones, the lost index knew")
         raise Ended("bad" if self.unreplaced else "good", why)
+
+    def _list_everything_again(self) -> None:
+        """Every directory may lack files: the next fill compares all of them with the source."""
+        number = 0
+        while found := self.index.known_directories(number, AHEAD):
+            for number in found:
+                self._quarantine(self.index.path(number), "")
 
     def counts(self) -> index.Counts:
         total, found = self.run.totals, self.found

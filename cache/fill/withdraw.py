@@ -3,7 +3,8 @@
 Two passes, because the agent publishes the overlay between them. The first removes the opaque marks
 above each bad file, the second deletes the files. A file that is deleted below a mark, or below a
 directory that readers looked up with its mark, would be ENOENT for them instead of the source's
-file.
+file. Without a source, ENOENT is what they are to get: then one pass deletes the files, and both
+others come when it answers.
 
 The passes follow the list, not the index, and may be killed anywhere: done again they do what is
 left.
@@ -27,7 +28,8 @@ class WithdrawPass(coordinator.Pass):
     def __init__(self, run: coordinator.Coordinator, task: protocol.WithdrawTask) -> None:
         self.run = run
         self.index = run.index
-        self.deletes = task.part == "files"
+        self.hides = task.part == "hide"
+        self.deletes = self.hides or task.part == "files"
         self.withdrawn = 0
         listed = generations.read_quarantined(run.generation)
         self.waiting = deque(generations.by_directory(listed))
@@ -36,7 +38,7 @@ class WithdrawPass(coordinator.Pass):
         if self.run.cancelled or not self.waiting or self.run.pool.assigned(Unseal, Prune):
             return None
         path, names = self.waiting.popleft()
-        number = self.index.find(path)
+        number = None if self.hides else self.index.find(path)
         if self.deletes:
             return Assignment(Prune(directory=number, path=path, names=names))
         if number is not None:
@@ -68,7 +70,7 @@ class WithdrawPass(coordinator.Pass):
         if self.run.cancelled:
             raise Ended("cancelled")
         if not self.waiting:
-            if self.deletes:
+            if self.deletes and not self.hides:
                 generations.write_quarantined(self.run.generation, [])
             raise Ended("withdrawn")
 

@@ -12,6 +12,10 @@ from cache.sources import roots
 from ceph.protocol import Access, ImageAccess
 
 
+class GoneError(kit.errors.SourceError):
+    """Its directory answers, and has no such snapshot: what was cached of it has no source."""
+
+
 @dataclass(frozen=True)
 class Reached:
     """A source that answers now."""

@@ -116,7 +116,8 @@ class Cephfs:
             there = mountinfo.top(self._target) is not None
             if there and error.errno == errno.ENOENT and self._source.snapshot is not None:
                 why = f"it has no snapshot {self._source.snapshot!r}"
-                raise self._error(why, "make it, or set another one") from error
+                remedy = "make it, or set another one; it is tried again"
+                raise base.GoneError(self._thing, why, remedy) from error
             raise base.explain(self._thing, error) from error
         mounted = mountinfo.top(self._target)
         kernel = mounted is not None and mounted.fstype == "ceph"

@@ -3,6 +3,7 @@
 A new kind is a module beside this one, its settings, and a line in ``source_of``.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -106,6 +107,9 @@ class Directory:
                 self._thing, f"it did not answer within {deadline:g}s", "it is tried again"
             ) from error
         except OSError as error:
+            if error.errno == errno.ENOENT and await self._has_lost_its_snapshot(deadline):
+                why, remedy = "its snapshot does not exist", "make it, or set another one"
+                raise base.GoneError(self._thing, why, f"{remedy}; it is tried again") from error
             raise base.explain(self._thing, error) from error
         if root.empty:
             # Most likely it is not mounted yet; an empty dataset is useless in any case.
@@ -116,6 +120,12 @@ class Directory:
             self._path, root.stamp, root.stamp, "directory", root.files, root.bytes,
             marks=root.marks, place=root.place, inside=tuple(root.inside), server=root.server,
         )  # fmt: skip
+
+    async def _has_lost_its_snapshot(self, deadline: float) -> bool:
+        try:
+            return bool(await kit.child.call(roots.lacks_snapshot, self._path, deadline=deadline))
+        except (kit.child.DeadlineError, OSError):
+            return False  # not even its directory is there
 
     async def snapshots(self, deadline: float) -> dict[str, float]:
         async def nothing(_: OSError) -> None:

@@ -129,6 +129,15 @@ def _part(mounted: str, names: list[str]) -> int:
             return mounts.clone_tree(f"/proc/self/fd/{directory}")
 
 
+def lacks_snapshot(root: str) -> bool:
+    """Whether ``root`` is in a snapshot that its directory has no more. OSError."""
+    directory, _, rest = root.partition("/.snap/")
+    if not rest:
+        return False
+    with tree.opened_root(f"{directory}/.snap") as descriptor:
+        return not tree.has(descriptor, rest.split("/")[0])
+
+
 def snapshots(directory: str) -> dict[str, float]:
     """The snapshots of a directory, and when each was made. OSError.
 

@@ -86,7 +86,7 @@ class Generation(index.Counts):
     # it mounts another file system when that is opened.
     refused: str = ""
     crossed: str = ""
-    damaged: int = 0  # files of an earlier generation that are on its list of bad files
+    damaged: int = 0  # files that are on its list of bad files
 
 
 def new(dataset: str, identity: str) -> Generation:
@@ -238,7 +238,8 @@ def highest_verified(store: str) -> int:
 def adopt(folders: list[str]) -> list[dict[str, Any] | None]:
     """``load`` each, after deleting what a killed coordinator left in its staging folder.
 
-    ``tree`` is added: the inode number of the tree or image, 0 when there is none.
+    ``tree`` is added: the inode number of the tree or image, 0 when there is none. ``damaged`` is
+    as the list of bad files has it.
     """
     return [_adopt(folder) for folder in folders]
 
@@ -264,11 +265,13 @@ def _adopt(folder: str) -> dict[str, Any] | None:
                 tree.remove(directory, "staging")
         except OSError:
             pass  # the next fill deletes it too, and reports what is wrong
-        with contextlib.suppress(OSError):
-            # Found by a verify that was cut short, or could not withdraw them.
-            if fields.get("state") == "complete" and has_quarantined(folder):
-                fields["state"] = "partial"
-                fields["damaged"] = len(read_quarantined(Path(folder)))
+        # Found by a verify that was cut short, or could not withdraw them.
+        try:
+            listed = len(read_quarantined(Path(folder))) or int(has_quarantined(folder))
+        except OSError:
+            listed = 1  # which ones is not known: nothing of it is good before that is read
+        if listed:
+            fields["damaged"] = listed
     if fields is not None:
         fields["tree"] = 0
         for name in ("tree", image_copy.IMAGE):
@@ -405,6 +408,11 @@ def has_quarantined(folder: str) -> bool:
         return (Path(folder) / QUARANTINE).stat().st_size > 0
     except FileNotFoundError:
         return False
+
+
+def forget_quarantined(folder: str) -> None:
+    """Delete the list. OSError."""
+    write_quarantined(Path(folder), [])
 
 
 def write_quarantined(folder: Path, files: Sequence[tuple[list[str], str]]) -> None:

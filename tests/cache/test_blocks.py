@@ -18,7 +18,7 @@ import kit.errors
 import kit.line_worker
 from cache.fill import protocol
 from cache.sources import rbd
-from cache.store import filesystem, image_copy
+from cache.store import filesystem, generations, image_copy
 from ceph.protocol import ImageAccess
 from linux import mounts
 from tests.cache import passes
@@ -134,6 +134,8 @@ def test_bad_chunk_is_found_and_read_anew(
     end = run("verify", task(folder, None))
     assert end.result == "bad" and end.verify is not None
     assert (end.verify.bad, end.verify.unreplaced) == (1, 1)
+    assert generations.read_quarantined(folder) == [([], "0")]
+    generations.write_quarantined(folder, [])  # as the agent does
     # Its record is forgotten: a fill reads it again, and nothing else.
     assert run("fill", task(folder, access)).result == "complete"
     assert subprocess.run(["cmp", str(made), str(copy)], check=False).returncode == 0

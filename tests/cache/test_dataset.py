@@ -25,7 +25,8 @@ def every() -> list[Facts]:
 
 def trusted(facts: Facts) -> bool:
     """The store may be shown."""
-    return facts.store_usable and not facts.stale and (facts.complete or not facts.unfit)
+    usable = facts.store_usable and not facts.stale and not facts.bad
+    return usable and (facts.complete or not facts.unfit)
 
 
 def test_store_is_published_only_when_complete_and_trusted() -> None:
@@ -34,6 +35,15 @@ def test_store_is_published_only_when_complete_and_trusted() -> None:
             assert facts.complete
             assert facts.store_usable
             assert not facts.stale
+
+
+def test_bad_files_leave_the_store_before_anything_of_it_is_published() -> None:
+    for facts in every():
+        if facts.bad and facts.store_usable and not facts.stale:
+            wanted = Action.REACH if facts.reach_due else Action.WITHDRAW
+            assert next_action(facts) is wanted
+        else:
+            assert next_action(facts) is not Action.WITHDRAW
 
 
 def test_complete_dataset_needs_and_keeps_no_source() -> None:
@@ -80,7 +90,9 @@ def test_overlay_becomes_source_only_when_the_store_is_not_trusted() -> None:
 
 def test_unreachable_source_is_only_reached() -> None:
     for facts in every():
-        if not facts.reached and (not trusted(facts) or not facts.complete):
+        if not facts.reached and not trusted(facts) and next_action(facts) is Action.WITHDRAW:
+            assert not facts.reach_due, "the source has the right bytes"
+        elif not facts.reached and (not trusted(facts) or not facts.complete):
             wanted = Action.REACH if facts.reach_due else Action.NOTHING
             assert next_action(facts) is wanted
 
@@ -89,7 +101,9 @@ def test_unknown_mount_is_replaced_as_soon_as_there_is_something_to_show() -> No
     publishes = {Action.PUBLISH_SOURCE, Action.PUBLISH_OVERLAY, Action.PUBLISH_STORE}
     for facts in every():
         source = facts.reached and facts.servable
-        if facts.stage is Stage.UNKNOWN and (source or (facts.complete and trusted(facts))):
+        withdraws = facts.bad and facts.store_usable and not facts.stale  # and shows the source
+        shows = source or (facts.complete and trusted(facts))
+        if facts.stage is Stage.UNKNOWN and shows and not withdraws:
             assert next_action(facts) in publishes
 
 
@@ -137,8 +151,10 @@ def done(facts: Facts, action: Action) -> Facts:
             return replace(facts, stage=Stage.STORE)
         case Action.QUEUE:
             return replace(facts, job_there=True)
+        case Action.WITHDRAW:
+            return replace(facts, bad=False, complete=False)
         case Action.RENEW:
-            return replace(facts, stale=False, complete=False, skeleton=False)
+            return replace(facts, stale=False, complete=False, skeleton=False, bad=False)
         case Action.REFRESH:
             return replace(facts, refresh_due=False)
         case Action.RELEASE:

@@ -116,7 +116,8 @@ async def test_rollback_whose_source_is_silent_keeps_the_damage_known(
     await succession._do(Step.BACK)
     assert shown.current is damaged
     now = damaged.record
-    assert (now.damaged, now.state, now.failed, now.wanted) == (0, "partial", 1, True)
+    assert (now.damaged, now.state, now.failed, now.wanted) == (1, "partial", 1, True)
+    assert shown.facts().bad, "they leave its tree before it is shown"
     assert not damaged.leaves
 
 

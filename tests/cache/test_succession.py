@@ -13,10 +13,13 @@ import kit.child
 from cache import choices, requests
 from cache.dataset import Dataset
 from cache.generation import Generation
+from cache.jobs import Jobs
 from cache.settings import CacheSettings, DatasetSettings, DirSource, FillSettings, at_snapshot
+from cache.sources import base
 from cache.store import generations
 from cache.succession import Succession
 from cache.versions import Step, next_step
+from cache.view import Stage
 from kit.room import End
 
 
@@ -44,6 +47,7 @@ def names(of: list[Generation]) -> list[str]:
 
 
 COMPLETE = {"state": "complete", "completed": 5.0}
+REACHED = base.Reached("/nowhere", "1:1", "1:1", "slow")
 PARTIAL = {"state": "partial", "completed": 6.0, "left_files": 3, "skeleton": True}
 
 
@@ -187,6 +191,67 @@ async def test_one_whose_source_is_made_anew_waits_a_part_of_the_jitter(
         await dataset._renew()
         assert dataset.due.fill() != waits
         assert dataset.due.patience(complete=False) <= 900
+
+
+@pytest.mark.parametrize(
+    ("gone", "now", "comes", "switches"),
+    [
+        (True, PARTIAL, {"state": "new"}, True),
+        (True, PARTIAL, {"state": "filling"}, True),
+        (True, {"state": "filling"}, {"state": "partial"}, True),
+        (True, COMPLETE, {"state": "filling"}, False),  # jobs read all of it, and it may fit
+        (True, COMPLETE, {"state": "partial"}, True),  # no room for its directories
+        (True, COMPLETE, {"state": "partial", "failed": 1}, False),
+        (False, PARTIAL, {"state": "partial"}, False),  # it gives room while its source answers
+    ],
+)
+def test_one_whose_snapshot_is_gone_is_followed_at_once(
+    tmp_path: Path, gone: bool, now: dict[str, Any], comes: dict[str, Any], switches: bool
+) -> None:
+    """It has no source for what it lacks, and gives no room: the other one waits for that."""
+    after = started(tmp_path, {"s1": now | {"served": 8.0}, "s2": comes}, chosen="s2")
+    dataset = after.dataset
+    assert dataset.coming is not None
+    dataset.current.gone = gone
+    dataset.coming.reached = REACHED
+    dataset.coming.due.fill_later(900.0)
+    after._shown = {dataset.current.id}
+    assert (next_step(after.facts()) is Step.SWITCH) == switches
+
+
+async def test_it_serves_its_source_until_it_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after = started(tmp_path, {"s1": PARTIAL | {"served": 8.0}, "s2": {"state": "new"}})
+    dataset, new = after.dataset, after.dataset.coming
+    assert new is not None
+    dataset.current.gone, new.reached = True, REACHED
+    shown: list[Stage] = []
+
+    async def reach(*_: Any, **__: Any) -> str:
+        return ""
+
+    async def published(stage: Stage) -> None:
+        shown.append(stage)
+
+    async def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    monkeypatch.setattr(kit.child, "call", nothing)
+    monkeypatch.setattr(Generation, "reach", reach)
+    monkeypatch.setattr(dataset, "publish", published)
+    await after._do(Step.SWITCH)
+    assert shown == [Stage.SOURCE]
+    assert (dataset.current, names(dataset.left)) == (new, ["s1"])
+    assert dataset.facts().fill_wanted
+    # It is to be listed, and has no room while the other one is there: that goes.
+    new.record = dataclasses.replace(new.record, state="partial", left_files=0, wanted=True)
+    after._retire_at, after._shown = 0.0, {new.id}
+    assert next_step(after.facts()) is Step.RETIRE
+    dataset.due.fill_later(900.0)
+    dataset.left.clear()
+    Jobs({"a": dataset}, lambda: 0).room_came([dataset])
+    assert dataset.facts().fill_wanted, "its room has come"
 
 
 # --- scans of a frozen source

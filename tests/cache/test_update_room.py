@@ -1,15 +1,18 @@
 """An update of a dataset that does not fit: who gives room, what is served, what it waits for."""
 
+import contextlib
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cache import test_cephfs
 from tests.cache.test_budget import taken
 from tests.cache.test_generations_served import add, generations, serves, snap
 from tests.cache.test_least_used import stored
-from tests.testbed import trees, waiting
+from tests.testbed import ceph, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -197,3 +200,68 @@ def test_eviction_beside_a_held_generation_takes_no_more_than_is_beyond(
         assert stored(node, "a") > FILES // 2
         trees.assert_equal(snap(top, "s1"), first)
         trees.assert_equal(snap(top, "s2"), node.view("a"))
+
+
+# --- the snapshot that serves is deleted
+
+
+@contextlib.contextmanager
+def readable(wanted: Path, view: Path) -> Iterator[None]:
+    """What ``view`` shows by the end of the block is all of ``wanted``, within seconds."""
+    yield
+
+    def whole() -> bool:
+        try:
+            trees.assert_equal(wanted, view)
+        except (AssertionError, OSError):
+            return False
+        return True
+
+    waiting.until(whole, 45, f"{wanted} to be read at {view}")
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_update_does_not_wait_for_what_a_deleted_snapshot_cannot_give(
+    area: Path, node: Agent, complete: bool
+) -> None:
+    """Neither can it be read whole, nor does it give room. It is followed in the same second."""
+    top = rewritten(area, 2)
+    whole = one_and_its_bytes(node, top)
+    budget = whole + 4096 if complete else whole // 2
+    limit(node, 2**40, of_a=budget)
+    if not complete:
+        node.wait_for(lambda: node.dataset("a")["state"] == "partial", 60, "a part to be left")
+    node.wait_for(lambda: taken(node) <= budget, 60, "the budget to be kept")
+    with readable(snap(top, "s2"), node.view("a")):
+        snap(top, "s1").rename(area / "deleted")
+        node.tell("a", "update", {"snapshot": "s2"})
+    node.wait_for(lambda: len(generations(node)) == 1, 90, "the one before to go")
+    node.wait_for(lambda: stored(node, "a") > 0.3 * FILES and not node.passes(), 90, "its share")
+    assert node.dataset("a")["snapshot"] == "s2"
+    assert taken(node) <= budget
+    trees.assert_equal(snap(top, "s2"), node.view("a"))
+
+
+def test_update_after_a_snapshot_of_a_real_cephfs_is_deleted(
+    area: Path, node: Agent, cluster: ceph.CephCluster, run_folder: Path
+) -> None:
+    with cluster.mounted(run_folder / f"fs-{os.urandom(3).hex()}") as client:
+        top = client / "rotated"
+        trees.plain(top, FILES, mean=20_000)
+        (top / ".snap" / "v1").mkdir()
+        budget = FILES * 20_000 // 2
+        node.cache["datasets"] = [test_cephfs.dataset(cluster, area, "/rotated")]
+        node.cache["datasets"][0]["budget"] = budget
+        node.start()
+        node.wait_state("a", "partial")
+        assert 0 < stored(node, "a") < FILES
+        for path in top.rglob("f*"):
+            path.write_bytes(path.read_bytes()[::-1])
+        (top / ".snap" / "v2").mkdir()
+        with readable(top / ".snap" / "v2", node.view("a")):
+            (top / ".snap" / "v1").rmdir()
+            node.tell("a", "update", {"snapshot": "v2"})
+        node.wait_for(lambda: len(generations(node)) == 1, 90, "the one before to go")
+        node.wait_for(lambda: stored(node, "a") > 0.3 * FILES, 90, "its share")
+        trees.assert_equal(top / ".snap" / "v2", node.view("a"))
+        node.end()

@@ -12,8 +12,8 @@ from cache.versions import FITS, Facts, Step, newest, next_step
 
 IDLE = Facts(
     wanted="a", insists=False, current="a", current_empty=False, current_busy=False, coming="",
-    coming_state="", reached=False, lost=False, reach_due=True, fill_due=True, job_there=False,
-    earlier=(), keep=1, cramped=False, retire_due=True, left=False, shown=True,
+    coming_state="", outlived=False, reached=False, lost=False, reach_due=True, fill_due=True,
+    job_there=False, earlier=(), keep=1, cramped=False, retire_due=True, left=False, shown=True,
 )  # fmt: skip
 FLAGS = [name for name, value in vars(IDLE).items() if isinstance(value, bool)]
 
@@ -51,7 +51,7 @@ def done(facts: Facts, step: Step) -> Facts:
             coming = "" if step is Step.SWITCH else facts.coming
             return replace(
                 facts, current=new, earlier=earlier, coming=coming, insists=False,
-                current_busy=False, current_empty=False, shown=False,
+                current_busy=False, current_empty=False, shown=False, outlived=False,
             )  # fmt: skip
         case Step.DROP:
             return replace(facts, coming="", coming_state="", job_there=False)
@@ -68,7 +68,8 @@ def test_only_what_is_complete_or_cannot_grow_serves() -> None:
     for facts in every():
         match next_step(facts):
             case Step.SWITCH:
-                assert facts.coming_state in ("complete", FITS)
+                gone = facts.outlived and facts.reached
+                assert facts.coming_state in ("complete", FITS) or gone
                 assert not facts.insists or facts.wanted in ("", facts.coming)
             case Step.BACK:
                 assert facts.wanted in facts.earlier
@@ -97,6 +98,19 @@ def test_snapshot_that_comes_during_a_fill_waits() -> None:
     assert next_step(replace(fills, coming_state="complete")) is Step.SWITCH
     served = done(replace(fills, coming_state="complete"), Step.SWITCH)
     assert next_step(replace(served, shown=True, job_there=False)) is Step.BEGIN
+
+
+def test_what_comes_serves_at_once_when_nobody_can_read_what_the_other_lacks() -> None:
+    """Else each waits for the other: for its room, and for its last file."""
+    stuck = replace(IDLE, wanted="c", coming="c", coming_state="partial", fill_due=False)
+    assert next_step(replace(stuck, reached=True)) is Step.NOTHING
+    gone = replace(stuck, outlived=True)
+    assert next_step(gone) is Step.REACH
+    for state in ("new", "filling", "partial"):
+        for job in (False, True):
+            now = replace(gone, reached=True, coming_state=state, job_there=job)
+            assert next_step(now) is Step.SWITCH
+    assert next_step(replace(gone, reached=True, wanted="d", insists=True)) is Step.DROP
 
 
 def test_no_more_than_kept_is_discarded() -> None:
