@@ -91,12 +91,13 @@ class Evicted(passes.Generation):
         found = {}
         with contextlib.closing(opened):
             key = subset.key_of("", self.folder.parent.name)
-            positions = subset.Positions(key, opened.totals().bytes)
+            totals = opened.totals()
+            positions = subset.Positions(key, subset.Amount(totals.bytes, totals.files))
             for number in opened.known_directories(0, 10_000):
-                path = opened.path(number)
+                path, inside = opened.path(number), subset.Amount(*opened.inside(number))
                 for part in opened.parts(number):
                     entries = [item.entry for item in part.items]
-                    for entry, at in zip(entries, positions.of(path, entries), strict=True):
+                    for entry, at in zip(entries, positions.of(path, inside, entries), strict=True):
                         assert "/".join([*path, entry.name]) not in found, "an entry twice"
                         found["/".join([*path, entry.name])] = at
         return found

@@ -1,0 +1,95 @@
+"""Closes directories of a generation that stays partial.
+
+In a directory that store and source both show, the kernel asks the source for each path that goes
+through it, also on the way to a stored file: with a source that hangs or is dead, these fail too.
+So what an ended pass leaves in part is closed as far as it can be: a directory all of whose names
+are in the tree is opaque from then on, whatever is missing below them. A subdirectory that is not
+opaque itself says by ``trusted.overlay.redirect`` where the source has its other side, which
+readers would not find below an opaque parent.
+
+Invariant: a directory without a mark, in an opaque one, has that redirect. So who takes a mark away
+takes all above it away, and here subdirectories come first. A redirect is right for ever, for the
+tree moves no directory.
+"""
+
+import contextlib
+import errno
+import os
+import time
+
+from cache.fill import coordinator
+from cache.store import tree
+from linux import mountinfo
+
+AT_ONCE = 64  # directories
+STEP_SECONDS = 0.2  # after which answers are looked at again
+# What file systems say of an xattr that they cannot hold; ext4 of one above a block ENOSPC.
+TOO_LONG = (errno.ENOSPC, errno.EDQUOT, errno.E2BIG, errno.ERANGE)
+
+
+class Closing:
+    """Part of a coordinator, while no worker has anything to do."""
+
+    def __init__(self, run: coordinator.Coordinator) -> None:
+        self._run = run
+        self._index = run.index
+        self._below = self._index.last_number("directories") + 1
+        self._grew = 0  # SSD bytes of the last redirect: most lie in the inode and take none
+
+    def step(self) -> bool:
+        """Some of what is left; whether all is done. OSError of the store."""
+        until = time.monotonic() + STEP_SECONDS
+        with tree.opened_root(self._run.generation / "tree") as root:
+            if not mountinfo.keeps_order(root):
+                return True  # a mark may outlive a power cut that a name below it does not
+            while time.monotonic() < until:
+                numbers = self._index.closable(self._below, AT_ONCE)
+                if not numbers:
+                    self._run.totals = self._index.totals()
+                    return True
+                for number in numbers:
+                    # What the index claims and the tree lacks is found by the next fill.
+                    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                        self._close(root, number)
+                    self._run.page.beat(0)
+                self._below = numbers[-1]
+        return False
+
+    def _close(self, root: int, number: int) -> None:
+        path = self._index.path(number)
+        with tree.opened(root, path) as directory:
+            if tree.hides(directory):
+                return
+            with os.scandir(directory) as found:
+                count, folders = 0, []
+                for item in found:
+                    count += 1
+                    if item.is_dir(follow_symlinks=False):
+                        folders.append(item.name)
+            if count != self._index.directory(number).entries:
+                return
+            if all(self._redirect(directory, number, [*path, name]) for name in folders):
+                os.setxattr(directory, tree.CLOSED, b"y")
+                os.setxattr(directory, tree.OPAQUE, b"y")
+
+    def _redirect(self, parent: int, number: int, path: list[str]) -> bool:
+        """Whether the last name of ``path`` is found below an opaque parent from now on."""
+        with tree.opened(parent, path[-1:]) as directory:
+            if tree.hides(directory):
+                return True
+            before = os.fstat(directory)
+            if not self._run.room(inodes=0).holds(self._grew, 0):
+                return False
+            try:
+                os.setxattr(directory, tree.REDIRECT, os.fsencode("/" + "/".join(path)))
+            except OSError as error:
+                if error.errno not in TOO_LONG:
+                    raise
+                return False
+            self._grew = (os.fstat(directory).st_blocks - before.st_blocks) * 512
+        if self._grew > 0:
+            with self._index.transaction():
+                self._index.grew(number, self._grew)
+            self._run.usage.add(self._grew)
+            self._run.totals = self._index.totals()
+        return True
