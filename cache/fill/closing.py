@@ -8,8 +8,8 @@ opaque itself says by ``trusted.overlay.redirect`` where the source has its othe
 readers would not find below an opaque parent.
 
 Invariant: a directory without a mark, in an opaque one, has that redirect. So who takes a mark away
-takes all above it away, and here subdirectories come first. A redirect is right for ever, for the
-tree moves no directory.
+takes all above it away before, and here subdirectories come first. A redirect is right for ever,
+for the tree moves no directory.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import time
 
 from cache.fill import coordinator
 from cache.store import tree
-from linux import mountinfo
+from linux import mountinfo, syscalls
 
 AT_ONCE = 64  # directories
 STEP_SECONDS = 0.2  # after which answers are looked at again
@@ -34,51 +34,67 @@ class Closing:
         self._run = run
         self._index = run.index
         self._below = self._index.last_number("directories") + 1
+        with tree.opened_root(run.generation) as folder:
+            self._ordered = mountinfo.keeps_order(folder)
+        self._ready: set[int] = set()  # inodes of what is marked next
         self._grew = 0  # SSD bytes of the last redirect: most lie in the inode and take none
 
     def step(self) -> bool:
         """Some of what is left; whether all is done. OSError of the store."""
         until = time.monotonic() + STEP_SECONDS
         with tree.opened_root(self._run.generation / "tree") as root:
-            if not mountinfo.keeps_order(root):
-                return True  # a mark may outlive a power cut that a name below it does not
             while time.monotonic() < until:
                 numbers = self._index.closable(self._below, AT_ONCE)
                 if not numbers:
                     self._run.totals = self._index.totals()
                     return True
-                for number in numbers:
-                    # What the index claims and the tree lacks is found by the next fill.
-                    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                        self._close(root, number)
-                    self._run.page.beat(0)
+                self._close(root, numbers)
                 self._below = numbers[-1]
         return False
 
-    def _close(self, root: int, number: int) -> None:
-        path = self._index.path(number)
+    def _close(self, root: int, numbers: list[int]) -> None:
+        self._ready.clear()
+        paths = []
+        for number in numbers:
+            path = self._index.path(number)
+            # What the index claims and the tree lacks is found by the next fill.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                if self._is_ready(root, number, path):
+                    paths.append(path)
+            self._run.page.beat(0)
+        if paths and not self._ordered:
+            # A mark must not survive a power cut that a name or a redirect below it does not.
+            syscalls.checked(syscalls.libc.syncfs(root), "syncfs")
+        for path in paths:
+            with tree.opened(root, path) as directory:
+                os.setxattr(directory, tree.CLOSED, b"y")
+                os.setxattr(directory, tree.OPAQUE, b"y")
+
+    def _is_ready(self, root: int, number: int, path: list[str]) -> bool:
+        """Whether it is to be marked: all of its names are there, and all below is found."""
         with tree.opened(root, path) as directory:
             if tree.hides(directory):
-                return
+                return False
+            folders, count = [], 0
             with os.scandir(directory) as found:
-                count, folders = 0, []
                 for item in found:
                     count += 1
                     if item.is_dir(follow_symlinks=False):
                         folders.append(item.name)
             if count != self._index.directory(number).entries:
-                return
-            if all(self._redirect(directory, number, [*path, name]) for name in folders):
-                os.setxattr(directory, tree.CLOSED, b"y")
-                os.setxattr(directory, tree.OPAQUE, b"y")
+                return False
+            if not all(self._redirect(directory, number, [*path, name]) for name in folders):
+                return False
+            self._ready.add(os.fstat(directory).st_ino)
+        return True
 
     def _redirect(self, parent: int, number: int, path: list[str]) -> bool:
         """Whether the last name of ``path`` is found below an opaque parent from now on."""
         with tree.opened(parent, path[-1:]) as directory:
-            if tree.hides(directory):
-                return True
             before = os.fstat(directory)
-            if not self._run.room(inodes=0).holds(self._grew, 0):
+            if before.st_ino in self._ready or tree.hides(directory):
+                return True
+            if self._run.balance().bytes < self._grew:
                 return False
             try:
                 os.setxattr(directory, tree.REDIRECT, os.fsencode("/" + "/".join(path)))

@@ -176,8 +176,11 @@ class Committer:
         protocol.answer(protocol.Done())
 
     def unmark(self, path: Sequence[str]) -> None:
-        """Have readers look into the source in a directory, and in all above it. OSError."""
-        for length in range(len(path), 0, -1):
+        """Have readers look into the source in a directory, and in all above it. OSError.
+
+        From above: what has no mark below one that has needs a redirect (``cache.fill.closing``).
+        """
+        for length in range(1, len(path) + 1):
             with (
                 contextlib.suppress(FileNotFoundError, NotADirectoryError),
                 tree.opened(self.tree, path[:length]) as directory,

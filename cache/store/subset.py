@@ -53,9 +53,8 @@ def _span(size: int, total: int) -> float:
     steps of 2^(1/4) for each of the two, so that what changes a little moves no file."""
     if size <= 0 or total <= 0:
         return 0.0
-    return min(
-        1.0, 2.0 ** ((math.ceil(4 * math.log2(size)) - math.floor(4 * math.log2(total))) / 4)
-    )
+    steps = math.ceil(4 * math.log2(size)) - math.floor(4 * math.log2(total))
+    return min(1.0, math.pow(2.0, steps / 4))
 
 
 def position(hashed: float, size: int, total: int) -> int:

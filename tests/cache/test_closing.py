@@ -4,6 +4,7 @@ What is read here is read by processes of their own, with a deadline: a source t
 whoever asks it.
 """
 
+import contextlib
 import errno
 import os
 import random
@@ -15,9 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from cache import view
+from cache.fill import closing, coordinator, evict, protocol, worker
+from cache.store import generations, index, tree
 from linux import mounts
+from tests.cache import passes
 from tests.testbed import leftovers, trees, waiting
 from tests.testbed.agent import Agent
+from tests.testbed.damage import flip
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
@@ -58,12 +64,9 @@ def files(root: Path) -> dict[str, set[str]]:
 
 def whole(source: Path, stored: Path) -> list[str]:
     """Directories below the root that have files, all of which are stored."""
-    kept = files(stored)
-    return sorted(
-        path
-        for path, names in files(source).items()
-        if path != "." and 0 < len(names & kept[path]) == len(names)
-    )
+    kept, there = files(stored), files(source)
+    below = {path: names for path, names in there.items() if path != "." and names}
+    return sorted(path for path, names in below.items() if names <= kept[path])
 
 
 class Reader:
@@ -159,3 +162,151 @@ def test_stored_directories_need_no_source_that_answers(
     assert lost in [f"errno {n}" for n in (errno.ENOTCONN, errno.ESTALE, errno.ECONNABORTED)]
     assert read(shown) == bytes_of, "for good"
     assert read(folders) == names
+
+
+# --- the passes
+
+SHARE = 1600
+
+
+class Partial(passes.Generation):
+    """A generation that keeps a part of a ``nested`` source."""
+
+    def __init__(self, area: Path) -> None:
+        super().__init__(area)
+        self.area = area
+        self.folder = area / "d" / "generation"  # "d" decides what is kept
+        self.tree = self.folder / "tree"
+        self.folder.mkdir(parents=True)
+        nested(self.source)
+        self.fill_share(SHARE)
+
+    def fill_share(self, share: int) -> protocol.End:
+        return passes.run("fill", protocol.FillTask(**self.common, share=share))
+
+    def evict(self, part: str, share: int) -> None:
+        passes.run("evict", evict.EvictTask(**self.common, part=part, share=share))
+
+    def closed(self) -> set[str]:
+        marked = {path for path, *_ in os.walk(self.tree) if tree.OPAQUE in os.listxattr(path)}
+        return {os.path.relpath(path, self.tree) for path in marked}
+
+    def assert_shown(self) -> None:
+        """An overlay of the tree over the source shows what the source has."""
+        shown = self.area / "view"
+        view.publish(
+            str(shown), view.Stage.OVERLAY, str(self.source), str(self.tree),
+            str(self.area / "scratch"),
+        )  # fmt: skip
+        try:
+            trees.assert_equal(self.source, shown)
+        finally:
+            mounts.detach(shown)
+
+
+@pytest.fixture
+def partial(area: Path) -> Partial:
+    made = Partial(area)
+    assert {"train", *whole(made.source, made.tree)} >= made.closed() > {"train"}
+    made.assert_shown()
+    return made
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("what", ["closing", "opening"])
+def test_killed_at_each_mark_the_view_shows_the_source(
+    partial: Partial, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks, steps, left, ended = partial.closed(), 0, 0, False
+    call = os.setxattr if what == "closing" else os.removexattr
+
+    def killed(*arguments: object) -> None:
+        nonlocal left
+        if left == 0:
+            raise Killed
+        left -= 1
+        call(*arguments)  # type: ignore[arg-type]
+
+    while not ended:
+        if what == "closing":
+            partial.evict("marks", SHARE)
+            assert partial.closed() == set()
+        else:
+            partial.fill_share(SHARE)
+            assert partial.closed() == marks
+        task = evict.EvictTask(**partial.common, part="marks", share=SHARE)
+        with monkeypatch.context() as patched:
+            left = steps
+            patched.setattr(os, call.__name__, killed)
+            patched.setattr(evict.Evict, "_obey", lambda _: None)  # no agent speaks to it
+            if what == "closing":
+                run = coordinator.Coordinator(task, worker.serve)
+                with contextlib.suppress(Killed):
+                    ended = closing.Closing(run).step()
+                run.index.close()
+                os.close(run._lock)
+            else:
+                one = evict.Evict(task)
+                with contextlib.suppress(Killed):
+                    one._unmark()
+                    ended = True
+                one._index.close()
+                os.close(one._run._lock)
+        partial.assert_shown()
+        steps += 1
+    assert partial.closed() == (marks if what == "closing" else set())
+    assert steps > len(marks)
+
+
+def test_what_leaves_the_store_comes_from_the_source(partial: Partial) -> None:
+    """By an eviction, and by a withdrawal."""
+    stored = whole(partial.source, partial.tree)
+    partial.evict("marks", SHARE // 2)
+    partial.assert_shown()
+    partial.evict("files", SHARE // 2)
+    assert 0 < len(whole(partial.source, partial.tree)) < len(stored)
+    assert {"train", *whole(partial.source, partial.tree)} == partial.closed(), "closed at once"
+    partial.assert_shown()
+    path = whole(partial.source, partial.tree)[0]
+    name = min(files(partial.tree)[path])
+    flip(partial.tree / path / name)
+    generations.write_quarantined(partial.folder, [(path.split("/"), name)])
+    assert partial.withdraw("marks").result == "withdrawn"
+    assert partial.withdraw("files").result == "withdrawn"
+    assert not (partial.tree / path / name).exists()
+    partial.assert_shown()
+    assert partial.fill_share(SHARE).result == "partial"
+    partial.assert_shown()
+    assert partial.fill().result == "complete"
+    trees.assert_equal(partial.source, partial.tree)
+
+
+def test_new_names_of_a_source_are_seen(partial: Partial) -> None:
+    """Of one that was promised to be frozen. A directory is listed again when something failed."""
+    path = whole(partial.source, partial.tree)[0]
+    for folder in (partial.source / path, partial.source / "train"):
+        times = folder.stat()
+        (folder / "new").mkdir()
+        (folder / "new" / "file").write_bytes(b"new")
+        (folder / "newer").write_bytes(b"newer")
+        os.utime(folder, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with contextlib.closing(index.Index.open(partial.folder / index.NAME)) as opened:
+        for names in (["train"], path.split("/")):
+            number = opened.find(names)
+            assert number is not None
+            with opened.transaction():
+                opened.fail(number, "x", "failed", lasting=False)
+    assert partial.fill_share(0).result == "partial"
+    partial.assert_shown()
+
+
+def test_index_that_was_lost_takes_nothing_closed_for_complete(partial: Partial) -> None:
+    index.Index.discard(partial.folder / index.NAME)
+    assert partial.verify().result in ("good", "bad")
+    with contextlib.closing(index.Index.open(partial.folder / index.NAME)) as opened:
+        assert opened.totals().sealed == 0
+    assert partial.fill().result == "complete"
+    trees.assert_equal(partial.source, partial.tree)
