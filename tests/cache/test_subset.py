@@ -85,6 +85,24 @@ def test_key_decides_and_links_stay_together() -> None:
         assert len(set(subset.Positions(b"k", whole).of(["d"], inside, linked))) == 1
 
 
+@hypothesis.given(
+    strategies.lists(strategies.integers(1, 40), min_size=30, max_size=60),
+    strategies.integers(1, subset.SHARES - 1),
+)
+def test_few_directories_are_kept_in_part(counts: list[int], share: int) -> None:
+    """Of many small ones; of one large one as much as there is room for."""
+    whole = subset.Amount(10**7, sum(counts))
+    cut = 0
+    for number, count in enumerate(counts):
+        inside = subset.Amount(whole.bytes * count // whole.inodes, count)
+        at = subset.Positions(b"k", whole).of([f"d{number}"], inside, entries([1] * count))
+        cut += 0 < sum(where < share for where in at) < count
+        assert max(at) - min(at) <= subset.SHARES * 1.5 * count / whole.inodes + 1
+    assert cut <= len(counts) / 3
+    alone = subset.Positions(b"k", whole).of(["d"], whole, entries([1] * 2000))
+    assert abs(sum(where < share for where in alone) / 2000 - share / subset.SHARES) < 0.1
+
+
 def test_hit_ratio_is_the_cached_fraction_where_least_recently_used_has_next_to_none() -> None:
     source = random.Random(13)
     count = 4000
