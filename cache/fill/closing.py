@@ -37,7 +37,7 @@ class Closing:
         with tree.opened_root(run.generation) as folder:
             self._ordered = mountinfo.keeps_order(folder)
         self._ready: set[int] = set()  # inodes of what is marked next
-        self._grew = 0  # SSD bytes of the last redirect: most lie in the inode and take none
+        self._grew = 0  # SSD bytes of the last mark: most lie in the inode and take none
 
     def step(self) -> bool:
         """Some of what is left; whether all is done. OSError of the store."""
@@ -54,21 +54,23 @@ class Closing:
 
     def _close(self, root: int, numbers: list[int]) -> None:
         self._ready.clear()
-        paths = []
+        ready = []
         for number in numbers:
             path = self._index.path(number)
             # What the index claims and the tree lacks is found by the next fill.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 if self._is_ready(root, number, path):
-                    paths.append(path)
+                    ready.append((number, path))
             self._run.page.beat(0)
-        if paths and not self._ordered:
+        if ready and not self._ordered:
             # A mark must not survive a power cut that a name or a redirect below it does not.
             syscalls.checked(syscalls.libc.syncfs(root), "syncfs")
-        for path in paths:
+        for number, path in ready:
+            parent = self._index.directory(number).parent
+            assert parent is not None  # the root is never ready
             with tree.opened(root, path) as directory:
-                os.setxattr(directory, tree.CLOSED, b"y")
-                os.setxattr(directory, tree.OPAQUE, b"y")
+                if self._set(directory, tree.CLOSED, b"y", parent):
+                    self._set(directory, tree.OPAQUE, b"y", parent)
 
     def _is_ready(self, root: int, number: int, path: list[str]) -> bool:
         """Whether it is to be marked: all of its names are there, and all below is found."""
@@ -91,21 +93,25 @@ class Closing:
     def _redirect(self, parent: int, number: int, path: list[str]) -> bool:
         """Whether the last name of ``path`` is found below an opaque parent from now on."""
         with tree.opened(parent, path[-1:]) as directory:
-            before = os.fstat(directory)
-            if before.st_ino in self._ready or tree.hides(directory):
+            if os.fstat(directory).st_ino in self._ready or tree.hides(directory):
                 return True
-            if self._run.balance().bytes < self._grew:
-                return False
-            try:
-                os.setxattr(directory, tree.REDIRECT, os.fsencode("/" + "/".join(path)))
-            except OSError as error:
-                if error.errno not in TOO_LONG:
-                    raise
-                return False
-            self._grew = (os.fstat(directory).st_blocks - before.st_blocks) * 512
+            return self._set(directory, tree.REDIRECT, os.fsencode("/" + "/".join(path)), number)
+
+    def _set(self, directory: int, name: str, value: bytes, parent: int) -> bool:
+        """Set an xattr of a directory, which the index counts in ``parent``; False without room."""
+        if self._run.balance().bytes < self._grew:
+            return False
+        before = os.fstat(directory).st_blocks
+        try:
+            os.setxattr(directory, name, value)
+        except OSError as error:
+            if error.errno not in TOO_LONG:
+                raise
+            return False
+        self._grew = (os.fstat(directory).st_blocks - before) * 512
         if self._grew > 0:
             with self._index.transaction():
-                self._index.grew(number, self._grew)
+                self._index.grew(parent, self._grew)
             self._run.usage.add(self._grew)
             self._run.totals = self._index.totals()
         return True
