@@ -128,17 +128,32 @@ def shows_layer(super_options: str, layer: str) -> bool:
     )
 
 
+def follows_redirects(super_options: str) -> bool:
+    """Whether an overlay's options, as mountinfo has them, make it follow redirects.
+
+    They name that only where it is not what the kernel does by default.
+    """
+    if ",redirect_dir=" in super_options:
+        return f"{super_options},".find(",redirect_dir=follow,") >= 0
+    try:
+        default = Path("/sys/module/overlay/parameters/redirect_always_follow").read_text()
+    except OSError:
+        return False
+    return default.startswith("Y")
+
+
 def overlay(layers: Sequence[str | Path], scratch: Path) -> int:
-    """A detached read-only overlay in which the first layer wins; a descriptor.
+    """A detached read-only overlay in which the first layer wins; a descriptor. Directories of a
+    layer may be redirected.
 
     ``scratch``: an empty directory, used only when the options are too long for fsconfig.
     OSError ENAMETOOLONG when they are too long for mount(2) as well.
     """
     lowerdir = ":".join(escape_layer(str(layer)) for layer in layers)
     if len(_bytes(lowerdir)) <= _LONGEST_STRING:
-        strings = {"source": "nodeagent", "lowerdir": lowerdir}
+        strings = {"source": "nodeagent", "lowerdir": lowerdir, "redirect_dir": "follow"}
         return new_filesystem("overlay", strings, ("ro",), READ_ONLY_DATA)
-    options = "lowerdir=" + lowerdir.replace(",", "\\,")
+    options = "redirect_dir=follow,lowerdir=" + lowerdir.replace(",", "\\,")
     if len(_bytes(options)) > _LONGEST_OPTIONS:
         raise OSError(errno.ENAMETOOLONG, "the paths of store and source are too long together")
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV

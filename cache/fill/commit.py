@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import os
+from collections.abc import Sequence
 
 import kit.files
 from cache.fill import control, protocol
@@ -137,6 +138,7 @@ class Committer:
                 return False
             if seal.path:  # the root of a layer cannot be opaque
                 os.setxattr(directory, tree.OPAQUE, b"y")
+                tree.remove_mark(directory, tree.CLOSED)  # it speaks for all below from now on
             os.utime(directory, ns=(seal.mtime_ns, seal.mtime_ns))
         return True
 
@@ -170,15 +172,20 @@ class Committer:
 
     def unseal(self, job: protocol.Unseal) -> None:
         """Raises OSError when a mark stays: a file deleted below it would be ENOENT for readers."""
-        for length in range(len(job.path), 0, -1):
-            try:
-                with tree.opened(self.tree, job.path[:length]) as directory:
-                    os.removexattr(directory, tree.OPAQUE)
-            except OSError as error:
-                # The directory has no mark, or does not exist.
-                if error.errno not in (errno.ENODATA, errno.ENOENT, errno.ENOTDIR):
-                    raise
+        self.unmark(job.path)
         protocol.answer(protocol.Done())
+
+    def unmark(self, path: Sequence[str]) -> None:
+        """Have readers look into the source in a directory, and in all above it. OSError.
+
+        From above: what has no mark below one that has needs a redirect (``cache.fill.closing``).
+        """
+        for length in range(1, len(path) + 1):
+            with (
+                contextlib.suppress(FileNotFoundError, NotADirectoryError),
+                tree.opened(self.tree, path[:length]) as directory,
+            ):
+                tree.remove_mark(directory, tree.OPAQUE)
 
     def prune(self, job: protocol.Prune) -> None:
         with (

@@ -17,13 +17,12 @@ way.
 """
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cache.fill import coordinator, kept_files, protocol, relist, worker
+from cache.fill import closing, coordinator, kept_files, protocol, relist, worker
 from cache.store import index, large, manifest, subset, tree
 from cache.store.evict_index import EvictIndex, Part
 from linux import syscalls
@@ -95,10 +94,10 @@ class Evict:
         """The share that fits, and how many stored files it takes out."""
         histogram = subset.Histogram()
         for number in self._directories():
-            path = self._index.path(number)
+            path, inside = self._index.path(number), subset.Amount(*self._index.inside(number))
             ahead = self._index.ahead(number).keys()
             for part in self._index.parts(number):
-                positions = self._positions.of(path, [item.entry for item in part.items])
+                positions = self._positions.of(path, inside, [item.entry for item in part.items])
                 for at, item in zip(positions, part.items, strict=True):
                     stored = item.state is STORED or item.entry.name in ahead
                     if stored or part.waits:
@@ -130,6 +129,10 @@ class Evict:
                 # A directory that is not in the tree is found by the next fill.
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     self._delete_in(root, number)
+        rest = closing.Closing(self._run)
+        while not rest.step():
+            self._looked += 1
+            self._obey()
         self._report(syncing=True)
         syscalls.checked(syscalls.libc.syncfs(self._top), "syncfs")
         self._index.make_durable()
@@ -137,10 +140,11 @@ class Evict:
 
     def _delete_in(self, root: int, number: int) -> None:
         path, weigh, before = self._index.path(number), False, self._files
+        inside = subset.Amount(*self._index.inside(number))
         with tree.opened(root, path) as directory:
             mtime_ns = os.fstat(directory).st_mtime_ns
             for part in self._index.parts(number):
-                positions = self._positions.of(path, [item.entry for item in part.items])
+                positions = self._positions.of(path, inside, [item.entry for item in part.items])
                 pairs = zip(part.items, positions, strict=True)
                 out = [item for item, at in pairs if at >= self._task.share]
                 if part.waits:
@@ -238,12 +242,8 @@ def _remove_mark(root: int, path: list[str]) -> bool:
     """Whether there was one. OSError when it stays: a file deleted below it would be ENOENT."""
     try:
         with tree.opened(root, path) as directory:
-            os.removexattr(directory, tree.OPAQUE)
-            return True
-    except OSError as error:
-        # The directory has no mark, or does not exist.
-        if error.errno not in (errno.ENODATA, errno.ENOENT, errno.ENOTDIR):
-            raise
+            return tree.remove_mark(directory, tree.OPAQUE)
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

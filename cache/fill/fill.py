@@ -17,7 +17,16 @@ import os
 import time
 
 import kit.files
-from cache.fill import coordinator, kept_files, large_files, protocol, published, retries, worker
+from cache.fill import (
+    closing,
+    coordinator,
+    kept_files,
+    large_files,
+    protocol,
+    published,
+    retries,
+    worker,
+)
 from cache.fill.coordinator import Ended
 from cache.fill.hint_queue import HintQueue
 from cache.fill.protocol import Copy, Extents, Hint, Scan, Whole
@@ -61,6 +70,7 @@ class FillPass(coordinator.Pass):
         self.hints.taken = self.index.any_ahead()
         self.objects = 0  # files that were read past the mount
         self._large_was_last = False
+        self._closing: closing.Closing | None = None
         self.retries = retries.Retries(run, self)
         self.published = published.Published(run, task)
         if self.look_in_tree:
@@ -454,6 +464,9 @@ class FillPass(coordinator.Pass):
                 return
             if self.retries.failures():
                 return
+        # What lacks room is chosen anew, and then files go for which marks would have to go again.
+        if not self._short and not self._closed():
+            return
         self.run.totals = self.index.totals()
         files, size = self.index.left()
         if self.silence.lasts and files:
@@ -464,6 +477,16 @@ class FillPass(coordinator.Pass):
                 what += f"{' and ' if what else ''}directories that are not listed yet"
             raise Ended("partial", f"no room for {what}")
         raise Ended("partial", f"{self.run.totals.failed} entries could not be copied")
+
+    def _closed(self) -> bool:
+        """Close what is whole by itself; whether all is done."""
+        self._closing = self._closing or closing.Closing(self.run)
+        return self._closing.step()
+
+    @property
+    def _short(self) -> bool:
+        """Something that is to be kept did not fit."""
+        return self.kept.short or self.large.short or self.full or self.cramped
 
     def incomplete(self, number: int) -> None:
         """List a directory and its parent again: what failed may have changed or gone.
@@ -496,8 +519,8 @@ class FillPass(coordinator.Pass):
     def end(self, ended: Ended) -> protocol.End:
         for count, what in (self.objects, "files"), (self.large.objects, "extents of large files"):
             self.run.note_once(f"{count} {what} were read past the mount" if count else "")
-        short = self.kept.short or self.large.short or self.full or self.cramped
         self.published.end()
+        short = self._short
         room = 0 if short else self.run.room(inodes=1).bytes
         return protocol.End(ended.result, ended.why, fill=self.run.left(room=room, short=short))
 

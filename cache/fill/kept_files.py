@@ -9,7 +9,7 @@ def positions_of(run: coordinator.Coordinator) -> subset.Positions:
     """Of the files of a generation whose directories are all listed."""
     store, dataset = run.generation.parents[1], run.generation.parent.name
     key = subset.key_of(disk.uuid_of(str(store)), dataset)
-    return subset.Positions(key, run.totals.bytes)
+    return subset.Positions(key, subset.Amount(run.totals.bytes, run.totals.files))
 
 
 class Kept:
@@ -36,6 +36,8 @@ class Kept:
             return chunk.entries
         if self._positions is None:
             self._positions = positions_of(self._run)
-        at = self._positions.of(self._run.index.path(chunk.directory), chunk.entries)
+        path = self._run.index.path(chunk.directory)
+        inside = subset.Amount(*self._run.index.inside(chunk.directory))
+        at = self._positions.of(path, inside, chunk.entries)
         pairs = zip(chunk.entries, at, strict=True)
         return [entry for entry, position in pairs if position < self._share]

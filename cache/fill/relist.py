@@ -29,7 +29,8 @@ def look(directory: int, names: list[str]) -> protocol.Relisted:
     """What the tree has in a directory. Names that cannot be looked up are left out."""
     found = protocol.Relisted(opaque=False, entries=len(names))
     with contextlib.suppress(OSError):
-        found.opaque = os.getxattr(directory, tree.OPAQUE) == b"y"
+        # What is closed may lack files further down.
+        found.opaque = tree.hides(directory) and not tree.is_closed(directory)
     for name in names:
         try:
             status = os.stat(name, dir_fd=directory, follow_symlinks=False)

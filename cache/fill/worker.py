@@ -95,6 +95,8 @@ class Worker(commit.Committer):
         with contextlib.ExitStack() as stack:
             target = stack.enter_context(tree.opened(self.tree, job.path))
             mtime_ns = os.fstat(target).st_mtime_ns
+            if job.again and tree.is_closed(target):
+                self.unmark(job.path)  # it may have other names now
             source: int | None = None
             listed = fetch.held(self._folder, job.path, stack) if job.published else None
             if listed is not None:

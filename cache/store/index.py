@@ -334,6 +334,24 @@ class Index(sharing.Sharing):
             limit,
         )
 
+    def closable(self, below: int, limit: int) -> list[int]:
+        """Listed directories beside the root all of whose own entries are stored, with a number
+        less than ``below``, the highest first: a directory comes before the one that it is in."""
+        return self._ids(
+            "SELECT id FROM directories AS d WHERE id < ? AND id > ? AND state = 1 AND failed = 0 "
+            "AND NOT EXISTS (SELECT 1 FROM chunks WHERE directory = d.id) ORDER BY id DESC LIMIT ?",
+            below, ROOT, limit,
+        )  # fmt: skip
+
+    def inside(self, directory: int) -> tuple[int, int]:
+        """Bytes and number of the files directly in it, stored or not."""
+        row = self._row("SELECT bytes, files FROM directories WHERE id = ?", directory)
+        return int(row[0]), int(row[1])
+
+    def grew(self, directory: int, size: int) -> None:
+        """It takes ``size`` SSD bytes more."""
+        self._update(directory, "allocated = allocated + ?", size)
+
     def listed_directories(self, after: int, limit: int) -> list[int]:
         """Listed and sealed directories with a number above ``after``, in order."""
         return self._ids(

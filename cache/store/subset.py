@@ -6,7 +6,10 @@ not change has as many hits as it has files. So each file has a *position* from 
 follows from its path, and the files whose position is below the dataset's *share* are kept. A
 smaller share takes exactly the files from there on out, a larger one adds to what is there.
 
-The position is a keyed hash of the path. The key is the store's own, so that the nodes of a cluster
+The position is a keyed hash of the path, first of the directory's, then of the name: the files of a
+directory lie side by side, in as much of the range as its part of the dataset is, so that few
+directories are kept in part. What is kept whole needs no source, not even one that answers
+(``cache.fill.closing``). The key is the store's own, so that the nodes of a cluster
 keep different subsets, and the source is asked for each file by some of them and not for some files
 by all. All names of a hard-linked file have one position. A file that is large beside the whole
 dataset comes late: the smaller ones must not wait for it, whatever its hash is.
@@ -32,9 +35,26 @@ _WHOLE = float(2**64)
 _ENTRY, _PAGES = 128, 16 * 1024
 
 
+@dataclass(frozen=True)
+class Amount:
+    """Bytes and inodes. Negative ones are missing."""
+
+    bytes: int = 0
+    inodes: int = 0
+
+
 def key_of(store: str, dataset: str) -> bytes:
     """The key of a dataset. ``store``: its UUID, '' for one that has none."""
     return hashlib.blake2b(f"{store}/{dataset}".encode(), digest_size=32).digest()
+
+
+def _span(size: int, total: int) -> float:
+    """How much of the range a directory's files lie in, from 0 to 1: their part of the dataset, in
+    steps of 2^(1/4) for each of the two, so that what changes a little moves no file."""
+    if size <= 0 or total <= 0:
+        return 0.0
+    steps = math.ceil(4 * math.log2(size)) - math.floor(4 * math.log2(total))
+    return min(1.0, math.pow(2.0, steps / 4))
 
 
 def position(hashed: float, size: int, total: int) -> int:
@@ -52,33 +72,34 @@ def position(hashed: float, size: int, total: int) -> int:
 class Positions:
     """Positions of the entries of one dataset."""
 
-    def __init__(self, key: bytes, total: int) -> None:
-        """``total``: bytes of all files of the dataset."""
+    def __init__(self, key: bytes, total: Amount) -> None:
+        """``total``: bytes and number of all files of the dataset."""
         self._key = key
         self._total = total
 
-    def of(self, path: Sequence[str], entries: Iterable[Entry]) -> list[int]:
-        """Of entries of the directory ``path``, in their order."""
+    def of(self, path: Sequence[str], inside: Amount, entries: Iterable[Entry]) -> list[int]:
+        """Of entries of the directory ``path``, in their order. ``inside``: bytes and number of all
+        files directly in it."""
         directory = hashlib.blake2b(key=self._key, digest_size=8)
         directory.update(os.fsencode("".join(f"{name}/" for name in path)))
+        span = max(_span(inside.bytes, self._total.bytes), _span(inside.inodes, self._total.inodes))
+        first = _hashed(directory.digest()) * (1.0 - span)
         found = []
         for entry in entries:
             if entry.nlink > 1 and entry.is_file:
                 named = hashlib.blake2b(b"%d" % entry.ino, key=self._key, digest_size=8)
+                hashed = _hashed(named.digest())
             else:
                 named = directory.copy()
                 named.update(os.fsencode(entry.name))
-            hashed = int.from_bytes(named.digest(), "big") / _WHOLE
-            found.append(position(hashed, entry.size, self._total))
+                hashed = first + _hashed(named.digest()) * span
+            found.append(position(hashed, entry.size, self._total.bytes))
         return found
 
 
-@dataclass(frozen=True)
-class Amount:
-    """SSD bytes and inodes. Negative ones are missing."""
-
-    bytes: int = 0
-    inodes: int = 0
+def _hashed(digest: bytes) -> float:
+    """From 0 to 1."""
+    return int.from_bytes(digest, "big") / _WHOLE
 
 
 class Histogram:

@@ -21,6 +21,10 @@ from linux import mounts
 # The checksum of a stored file is kept with the file, invisible to jobs.
 CHECKSUM = "trusted.nodeagent.xxh3-128"
 OPAQUE = "trusted.overlay.opaque"
+# Where an overlay looks for the source's side of a directory whose parent is opaque.
+REDIRECT = "trusted.overlay.redirect"
+# Beside OPAQUE: the mark speaks for the names of this directory, not for what is below them.
+CLOSED = "trusted.nodeagent.closed"
 # What CephFS tells of a directory, by both clients.
 FSID = "ceph.cluster_fsid"
 SNAPSHOT_MADE = "ceph.snap.btime"
@@ -93,6 +97,40 @@ def same_content(entry: Entry, stored: os.stat_result) -> bool:
     if entry.is_directory:
         return True
     return entry.size == stored.st_size and entry.mtime_ns == stored.st_mtime_ns
+
+
+# --- marks
+
+
+def hides(directory: int) -> bool:
+    """Whether it is opaque: readers see nothing of the source at its names."""
+    return _marked(directory, OPAQUE)
+
+
+def is_closed(directory: int) -> bool:
+    """Whether its mark, if it has one, speaks for its own names only."""
+    return _marked(directory, CLOSED)
+
+
+def _marked(directory: int, mark: str) -> bool:
+    try:
+        os.getxattr(directory, mark)
+    except OSError as error:
+        if error.errno != errno.ENODATA:
+            raise
+        return False
+    return True
+
+
+def remove_mark(directory: int, mark: str) -> bool:
+    """Whether there was one."""
+    try:
+        os.removexattr(directory, mark)
+    except OSError as error:
+        if error.errno != errno.ENODATA:
+            raise
+        return False
+    return True
 
 
 # --- opening

@@ -19,7 +19,8 @@ def entries(sizes: list[int]) -> list[Entry]:
 
 
 def positions(sizes: list[int], key: bytes = b"k") -> list[int]:
-    return subset.Positions(key, sum(sizes)).of(["d"], entries(sizes))
+    whole = subset.Amount(sum(sizes), len(sizes))
+    return subset.Positions(key, whole).of(["d"], whole, entries(sizes))
 
 
 def chosen(sizes: list[int], budget: int, inodes: int = 2**40) -> set[int]:
@@ -79,7 +80,27 @@ def test_key_decides_and_links_stay_together() -> None:
     same = sum(a == b for a, b in zip(positions(sizes), positions(sizes, b"q"), strict=True))
     assert same < 20
     linked = [each._replace(nlink=2, ino=77) for each in entries(sizes)[:5]]
-    assert len(set(subset.Positions(b"k", 10**9).of(["d"], linked))) == 1
+    whole = subset.Amount(10**9, 10**6)
+    for inside in (whole, subset.Amount(5000, 5)):
+        assert len(set(subset.Positions(b"k", whole).of(["d"], inside, linked))) == 1
+
+
+@hypothesis.given(
+    strategies.lists(strategies.integers(1, 40), min_size=30, max_size=60),
+    strategies.integers(1, subset.SHARES - 1),
+)
+def test_few_directories_are_kept_in_part(counts: list[int], share: int) -> None:
+    """Of many small ones; of one large one as much as there is room for."""
+    whole = subset.Amount(10**7, sum(counts))
+    cut = 0
+    for number, count in enumerate(counts):
+        inside = subset.Amount(whole.bytes * count // whole.inodes, count)
+        at = subset.Positions(b"k", whole).of([f"d{number}"], inside, entries([1] * count))
+        cut += 0 < sum(where < share for where in at) < count
+        assert max(at) - min(at) <= subset.SHARES * 1.5 * count / whole.inodes + 1
+    assert cut <= len(counts) / 3
+    alone = subset.Positions(b"k", whole).of(["d"], whole, entries([1] * 2000))
+    assert abs(sum(where < share for where in alone) / 2000 - share / subset.SHARES) < 0.1
 
 
 def test_hit_ratio_is_the_cached_fraction_where_least_recently_used_has_next_to_none() -> None:
