@@ -35,9 +35,8 @@ class Due:
         """Seconds until something is due, or a look would be."""
         now = time.monotonic()
         refresh = self._refresh if self.refresh_wanted else 0.0
-        due = (
-            self._check if complete else self._look, self._fill, self._mount, self._withdraw, refresh
-        )  # fmt: skip
+        look = self._check if complete else self._look
+        due = (look, self._fill, self._mount, self._withdraw, refresh)
         later = [at for at in due if at > now]
         return max(0.05, min(later, default=now + LOOK_SECONDS) - now)
 

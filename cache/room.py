@@ -95,6 +95,7 @@ ROOM = Room(
     traces=_traces,
     intents=(_DATASETS,),
     condition=("CacheDegraded", "CacheWell"),
+    data=lambda section: (section.store, section.views),
     state_files=_STATE_FILES,
     presence=Presence(
         "dataset",

@@ -392,3 +392,6 @@ class Room:
     condition: tuple[str, str] | None = None
     # Its files below the state directory, by pattern: what is assumed while one is damaged.
     state_files: Mapping[str, str] = field(default_factory=dict)
+    # Folders that hold data of users, of its section of the settings; they may lie below the state
+    # directory, and a support bundle leaves them out.
+    data: Callable[[Any], Sequence[Path]] = lambda _: ()

@@ -224,8 +224,9 @@ async def _add_state(bundle: Bundle, settings: Any) -> None:
     nothing of datasets."""
     folder: Path = settings.state_dir
     leave_out = [str(folder / name) for name in _OF_DATASETS]
-    if settings.cache is not None:  # they may lie below
-        leave_out += [str(settings.cache.store), str(settings.cache.views)]
+    for room in rooms.ROOMS:
+        if (section := getattr(settings, room.name)) is not None:
+            leave_out += map(str, room.data(section))
     limits = (MOST_STATE_FILES, 2 * LARGEST, 2 * MOST_BYTES)
     try:
         found = await kit.child.call(

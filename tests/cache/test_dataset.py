@@ -39,7 +39,8 @@ def test_store_is_published_only_when_complete_and_trusted() -> None:
 
 def test_bad_files_leave_the_store_before_anything_of_it_is_published() -> None:
     for facts in every():
-        if facts.bad and facts.store_usable and not facts.stale:
+        served = facts.store_usable and not facts.stale and (facts.complete or not facts.unfit)
+        if facts.bad and served:
             wanted = Action.REACH if facts.reach_due else Action.WITHDRAW
             assert next_action(facts) is wanted
         else:

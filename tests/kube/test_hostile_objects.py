@@ -49,7 +49,7 @@ async def create(plane: ControlPlane, objects: list[dict[str, Any]]) -> Counter[
     async def one(thing: dict[str, Any]) -> None:
         try:
             await server.request(
-                "POST", PATHS[thing["kind"]], thing, about=thing["kind"], deadline=60
+                "POST", PATHS[thing["kind"]], thing, about=thing["kind"], deadline=waiting.limit(60)
             )
         except client.KubeError as error:
             assert error.status in (400, 404, 409, 422), (error, thing)

@@ -22,7 +22,7 @@ from kube import client
 from linux import krbd, rbd_sysfs
 from nodeagent.cluster import follow, intent, kinds
 from nodeagent.settings import ClusterSettings, Settings
-from preheat import hosts, manifest, sources
+from preheat import hosts, manifest
 from tests.kube import hostile
 
 STATE = Path("/var/lib/nodeagent/state")
@@ -154,16 +154,6 @@ def image(text: str) -> bool:
     return parts.hostname is not None and not parts.query and ".." not in url and folders is None
 
 
-def layout(text: str) -> bool:
-    checked = sources.check(text)
-    path = sources.path_of(checked, Path("/views"))
-    view = sources.view_of(checked, Path("/views"))
-    inside = view is None or (
-        below("/views", view, 2) and os.path.normpath(path).startswith(f"{view}/")
-    )
-    return inside and ".." not in path.parts
-
-
 def volume_target(text: str) -> bool:
     return os.path.normpath(volumes.target_below(f"/k/pods/{text}", "/k/pods")).startswith(
         "/k/pods/"
@@ -198,7 +188,6 @@ PLACES: dict[str, tuple[str, Callable[[str], bool]]] = {
     "user -> krbd": ("admin", added("user")),
     "monitors -> krbd": ("10.0.0.1", added("monitors")),
     "ref -> URL and folder of hosts": ("r.test/a:1", image),
-    "image's source -> path": ("oci:coco/images/a", layout),
     "target path of a volume -> path": ("uid/volumes/x/mount", volume_target),
     "target path of a volume -> record": ("/x", volume_record),
     "volumeAttributes -> dataset": ("coco", volume_attribute),

@@ -20,17 +20,17 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def api_server(**fields: Any) -> Any:
-    return access.Reader(AccessSettings(server="https://a.test", **fields)).read()
+    return access.Reader(AccessSettings(server="https://a.example", **fields)).read()
 
 
 def hosts_file(path: Path) -> Any:
-    (path.parent / "r.test").mkdir()
-    path.rename(path.parent / "r.test" / "hosts.toml")
-    return hosts.of([path.parent], "r.test")
+    (path.parent / "r.example").mkdir()
+    path.rename(path.parent / "r.example" / "hosts.toml")
+    return hosts.of([path.parent], "r.example")
 
 
 def certificate(path: Path) -> Any:
-    return hosts.context(hosts.Host("https://r.test/v2", cas=(str(path),)))
+    return hosts.context(hosts.Host("https://r.example/v2", cas=(str(path),)))
 
 
 class Kubelet(KubeletSource):
@@ -93,10 +93,10 @@ async def test_logins_are_read_in_a_child(tmp_path: Path, monkeypatch: pytest.Mo
     os.mkfifo(tmp_path / "config.json")
     where = settings.CredentialSettings(docker_config=tmp_path / "config.json")
     find = credentials.Credentials().find
-    found = await find(manifest.parse("r.test/a:b"), where)
+    found = await find(manifest.parse("r.example/a:b"), where)
     assert "it is no regular file" in found.troubles[0]
     monkeypatch.setattr(credentials, "FILE_SECONDS", 0.0)
-    found = await find(manifest.parse("r.test/a:b"), where)
+    found = await find(manifest.parse("r.example/a:b"), where)
     assert "no answer within 0s" in found.troubles[0]
 
 
