@@ -436,7 +436,7 @@ async def test_old_digest_does_not_come_back_under_a_tag_that_moved(rig: Rig) ->
 
         async def moved(ref: str) -> registry.Pushed:
             """Another image gets the tag, is pulled and goes by its id."""
-            pushed = rig.push(ref.rpartition("torch")[2].join(("fw/torch", "")), mark=ref).pushed
+            pushed = rig.push(f"fw/torch:{ref.rpartition(':')[2]}", mark=ref).pushed
             await rig.kubelet.pull(ref)
             before = rig.handled.count(ref)
             await rig.kubelet.remove(pushed.config)
