@@ -1,9 +1,10 @@
 """Starts over a state directory and a store in which one file was damaged: no crash, no wrong byte,
 and each damage is told once.
 
-STARTS: how many; the suite has a few, ``make test-faults`` 200. A file in the store is rotten, and
-doubted since trouble of the SSD: only what is remembered keeps it from being served. A dataset was
-removed by an operator, and the settings still have it.
+STARTS: how many; the suite has a few, ``make test-faults`` 200. FIRST: the case to begin with.
+
+A file in the store is rotten, and doubted since trouble of the SSD: only what is remembered keeps it
+from being served. A dataset was removed by an operator, and the settings still have it.
 """
 
 import itertools
@@ -20,6 +21,7 @@ from cache.store import trust
 from tests.testbed import damage, trees, waiting
 from tests.testbed.agent import Agent
 
+FIRST = int(os.environ.get("FIRST", "0"))
 STARTS = int(os.environ.get("STARTS", "2"))
 SECONDS = 8.0  # for a start and its looks
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120 + int(4 * SECONDS) * STARTS)]
@@ -175,7 +177,7 @@ def test_damaged_files_show_no_wrong_byte_and_are_told_once(area: Path, node: Ag
     assert machine.wrong(["a"]) == [f"a/{machine.rotten}"], "the rot is seen by nobody"
     assert node.stop() == 0
     cases = [c for c in itertools.product(WAYS, FILES) if c != ("newer", INDEX)]
-    for number in range(STARTS):
+    for number in range(FIRST, FIRST + STARTS):
         machine.restore()
         way, name = cases[number % len(cases)]
         look(machine, name, way)
