@@ -224,8 +224,9 @@ async def _add_state(bundle: Bundle, settings: Any) -> None:
     nothing of datasets."""
     folder: Path = settings.state_dir
     leave_out = [str(folder / name) for name in _OF_DATASETS]
-    if settings.cache is not None:  # they may lie below
-        leave_out += [str(settings.cache.store), str(settings.cache.views)]
+    for room in rooms.ROOMS:  # a store or views may lie below
+        section = getattr(settings, room.name) or ()
+        leave_out += [str(value) for _, value in section if isinstance(value, Path)]
     limits = (MOST_STATE_FILES, 2 * LARGEST, 2 * MOST_BYTES)
     try:
         found = await kit.child.call(
