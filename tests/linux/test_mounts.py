@@ -1,6 +1,7 @@
 """The mount calls on real overlays; names that need escaping among them."""
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +52,8 @@ def test_overlay_shows_its_first_layer_first(area: Path, target: Path, name: str
     assert not mounts.shows_layer(shown.super_options, str(lower))
     assert {"ro", "nosuid", "nodev"} <= shown.options
     assert mounts.follows_redirects(shown.super_options)
-    assert not mounts.follows_redirects(f"{shown.super_options},redirect_dir=nofollow")
+    without = re.sub("redirect_dir=[a-z]+", "redirect_dir=nofollow", shown.super_options)
+    assert not mounts.follows_redirects(without)
     with pytest.raises(OSError):
         (target / "new").touch()
 
