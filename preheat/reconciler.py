@@ -348,7 +348,7 @@ class Reconciler:
             self._pulled.pop(ref, None)
             if known is not None and known.kind is Kind.INCOMPLETE:
                 del self.failures[ref]
-        elif self._pulled.get(ref, math.inf) < self._looked and ref not in self.running:
+        elif ref not in self.running and self._pulled.get(ref, math.inf) < self._looked:
             del self._pulled[ref]
             attempts = known.attempts + 1 if known is not None else 1
             error = PullError(
@@ -377,6 +377,8 @@ class Reconciler:
         inventory: base.Inventory,
     ) -> str:
         now, ref = time.time(), request.ref
+        if ref in self._pulled:
+            return "it was pulled just now; the next look at the runtime tells what came of it"
         facts = hurdle.Facts(
             request,
             digest,

@@ -1,9 +1,11 @@
 """An image is there when the kubelet hears so: any snapshotter, discarded layers, moved tags."""
 
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 
@@ -168,11 +170,14 @@ async def test_manifest_is_chosen_as_the_runtime_chooses_it(rig: Rig) -> None:
     wanted, got = {}, {}
     for number, (name, (_, platforms, chosen)) in enumerate(amd64.items()):
         ref, made = push_index(rig, f"c{number}", platforms)
-        await rig.kubelet.pull(ref)
+        with contextlib.suppress(grpc.RpcError):
+            await rig.kubelet.pull(ref)
         status = await rig.kubelet.status(ref)
-        assert status is not None
         assert chosen is not None
-        wanted[name], got[name] = made[chosen].config, status.id
+        wanted[name] = made[chosen].config
+        got[name] = status.id if status is not None else "not pulled"
+    if rig.daemon.release == "sid":  # 2.x pulls no 386 for amd64, and says so
+        wanted["386 where there is no other"] = "not pulled"
     assert got == wanted
 
 
