@@ -3,8 +3,8 @@ and each damage is told once.
 
 STARTS: how many; the suite has a few, ``make test-faults`` 200. FIRST: the case to begin with.
 
-A file in the store is rotten, and doubted since trouble of the SSD: only what is remembered keeps it
-from being served. A dataset was removed by an operator, and the settings still have it.
+A file in the store is rotten, and doubted since trouble of the SSD: only what is remembered keeps
+it from being served. A dataset was removed by an operator, and the settings still have it.
 """
 
 import itertools
