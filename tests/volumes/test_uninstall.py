@@ -53,7 +53,7 @@ def test_flags_that_cannot_be_taken_back_are_not_forgotten(
     file = tmp_path / "volumes" / "read-only-flags.json"
     (tmp_path / "volumes" / "operator.log").write_text("a line\n")
 
-    for text, why in (('{"rbd7": 3}', "rbd7"), ("{", "cannot be used")):
+    for text, why in (('{"rbd7": 3}', "rbd7"), ("{", "is damaged")):
         file.write_text(text)
         assert why in str(kinds(section, tmp_path)["read-only flags"]["name"])
         with pytest.raises(kit.errors.HostError, match=f"read-only-flags.json: stays: .*{why}"):
