@@ -76,15 +76,15 @@ class Look:
         return self._seen[folder][1]
 
     def full(self) -> str:
-        """Why nothing can be written; '' while there is room. Blocking, OSError."""
+        """What of its file system keeps from writing; '' while there is room. Blocking, OSError."""
         disk = os.statvfs(self.folder)
         free = disk.f_bfree * disk.f_frsize
         if disk.f_flag & os.ST_RDONLY:
-            return "its file system is read-only"
+            return "is read-only"
         if free < LEAST_BYTES:
-            return f"its file system is full: {free} of {disk.f_blocks * disk.f_frsize} bytes free"
+            return f"is full: {free} of {disk.f_blocks * disk.f_frsize} bytes free"
         if disk.f_files and disk.f_ffree < LEAST_INODES:
-            return f"its file system has no inodes left: {disk.f_ffree} of {disk.f_files}"
+            return f"has no inodes left: {disk.f_ffree} of {disk.f_files}"
         return ""
 
 
@@ -94,8 +94,8 @@ def _full(folder: Path, why: str) -> Finding:
         rule="state-dir-full",
         severity=Severity.CRITICAL,
         subject=f"state_dir {folder}",
-        message=f"{why}: nothing that has to be remembered is done, as a removal, a choice or a "
-        "permission to format",
+        message=f"the file system of {folder} {why}: nothing that has to be remembered is done, as "
+        "a removal, a choice or a permission to format",
         advice=f"free some space on the file system of {folder} (logs, ended containers, images; "
         "'nodeagent dataset evict' if the store is there, too), or make it writable",
     )
