@@ -104,15 +104,18 @@ class ViewWatch:
 
     async def follow(self) -> None:
         """Never ends."""
-        watch = mountinfo.Watch(str(mountinfo.OWN), self.wake)
+        watch, said = mountinfo.Watch(str(mountinfo.OWN), self.wake), ""
         try:
             while True:
                 self._changed.clear()
                 began, patience = time.monotonic(), LOOK_SECONDS
                 try:
                     await self.look()
+                    said = ""
                 except (kit.errors.AgentError, OSError, RuntimeError) as error:
-                    log.error("views cannot be looked at; it is tried again", why=str(error))
+                    if str(error) != said:
+                        log.error("views cannot be looked at; it is tried again", why=str(error))
+                    said = str(error)
                     patience = AGAIN_SECONDS
                 await asyncio.sleep(max(LEAST_SECONDS, (time.monotonic() - began) / SHARE))
                 with contextlib.suppress(TimeoutError):
