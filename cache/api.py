@@ -1,5 +1,6 @@
 """The cache's part of the admin API; paths and bodies are in openapi.yaml."""
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
@@ -13,6 +14,7 @@ from kit.room import Answer, Handler, Json, Request, Role, Route, Stream, watch
 
 MOST_FAILURES = 1000  # on one page
 LONGEST_NAME = 255
+LOOK_SECONDS = 2.0
 
 
 def _named(cache: Cache, request: Request) -> Dataset:
@@ -24,9 +26,10 @@ def _accepted(dataset: Dataset) -> Answer:
 
 
 async def _look(cache: Cache) -> None:
-    """So that what is said to be served is."""
+    """So that what is said to be served is. Not for long: the watch looks by itself."""
     with contextlib.suppress(kit.errors.AgentError, OSError, RuntimeError):
-        await cache.view_watch.look()
+        async with asyncio.timeout(LOOK_SECONDS):
+            await cache.view_watch.look()
 
 
 async def _list(cache: Cache, _: Request) -> Json:

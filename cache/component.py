@@ -533,6 +533,8 @@ def _same_promise(old: DatasetSettings, new: DatasetSettings) -> bool:
 
 def _reason(dataset: Dataset) -> str:
     """Why a dataset without a trouble has no view."""
+    if dataset.hidden is not None:
+        return str(dataset.hidden)
     if dataset.loss.count:
         return f"{dataset.loss.what}; it is mounted again in {dataset.due.until_mount():.0f} s"
     if dataset.reached is None:

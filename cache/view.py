@@ -152,7 +152,7 @@ def lost(place: str, published: Mounted, table: Sequence[mountinfo.Mount]) -> st
     """
     now = mountinfo.leads_to(place, table)
     if now is None or now.target != place:
-        return "it is hidden" if hiding(place, table) else "it was unmounted"
+        return "it was unmounted"
     return "" if published.shows(now) else f"{_named(now)} is mounted over it"
 
 

@@ -59,6 +59,7 @@ def compare(
     asked: Asked, hidden: kit.errors.HostError | None, table: Sequence[mountinfo.Mount]
 ) -> Seen:
     """Pure. ``hidden``: why no view at all is to be found."""
+    hidden = hidden or view.hiding(asked.view, table)
     known = {mount.mount_id for mount in table}
     gone, ids = {}, {}
     for name, mounted in asked.ids.items():
@@ -66,14 +67,14 @@ def compare(
         top = mountinfo.leads_to(place, table)
         covered = mounted is not None and mounted.mount_id in known and not mounted.shows(top)
         if top is None or top.target != place or covered:
-            gone[name] = view.lost(place, mounted or Mounted(), table)
+            gone[name] = hidden.cause if hidden else view.lost(place, mounted or Mounted(), table)
         else:  # the agent has it show something else at times
             ids[name] = Mounted.of(top)
     lost = view.lost(asked.view, asked.mounted, table)
     return Seen(
-        lost=lost if asked.published else "",
+        lost=(hidden.cause if hidden else lost) if lost and asked.published else "",
         back=not lost,
-        hidden=hidden or view.hiding(asked.view, table),
+        hidden=hidden,
         lost_ids=gone,
         ids=ids,
     )
@@ -104,15 +105,18 @@ class ViewWatch:
 
     async def follow(self) -> None:
         """Never ends."""
-        watch = mountinfo.Watch(str(mountinfo.OWN), self.wake)
+        watch, said = mountinfo.Watch(str(mountinfo.OWN), self.wake), ""
         try:
             while True:
                 self._changed.clear()
                 began, patience = time.monotonic(), LOOK_SECONDS
                 try:
                     await self.look()
+                    said = ""
                 except (kit.errors.AgentError, OSError, RuntimeError) as error:
-                    log.error("views cannot be looked at; it is tried again", why=str(error))
+                    if str(error) != said:
+                        log.error("views cannot be looked at; it is tried again", why=str(error))
+                    said = str(error)
                     patience = AGAIN_SECONDS
                 await asyncio.sleep(max(LEAST_SECONDS, (time.monotonic() - began) / SHARE))
                 with contextlib.suppress(TimeoutError):

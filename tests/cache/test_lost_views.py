@@ -49,7 +49,7 @@ VIEWS, DATA, ONE = "10 1 0:9 /v", "11 10 0:40 /v/a/data", "12 10 8:1 /v/a/by-id/
         ((VIEWS, DATA, ONE, "20 12 0:50 /v/a/by-id/1"), "", "", {"1": "is mounted over"}),
         (
             (VIEWS, DATA, ONE, "20 10 0:50 /v/a"),
-            "hidden", "umount /v/a;", {"1": "unmounted"},
+            "mounted over /v/a and hides it", "umount /v/a;", {"1": "mounted over /v/a"},
         ),
     ],
 )  # fmt: skip
