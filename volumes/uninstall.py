@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import kit.errors
+import kit.formats
 from kit.traces import Trace
 from linux import mountinfo, mounts
 from volumes import settings
@@ -78,7 +79,7 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
             flags = _flags(Path(name))
             left = _flagged(flags)
             if left:  # they could not be taken back, and nothing else knows them
-                kept.add(flags.file.name)
+                kept |= {flags.file.name, kit.formats.aside(flags.file).name}
             for each in Path(name).iterdir():
                 if each.name in kept:
                     continue

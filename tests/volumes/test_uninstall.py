@@ -53,12 +53,13 @@ def test_flags_that_cannot_be_taken_back_are_not_forgotten(
     file = tmp_path / "volumes" / "read-only-flags.json"
     (tmp_path / "volumes" / "operator.log").write_text("a line\n")
 
-    for text, why in (('{"rbd7": 3}', "rbd7"), ("{", "is damaged")):
+    for text, why, kept in (('{"rbd7": 3}', "rbd7", ""), ("{", "is damaged", ".damaged")):
         file.write_text(text)
         assert why in str(kinds(section, tmp_path)["read-only flags"]["name"])
         with pytest.raises(kit.errors.HostError, match=f"read-only-flags.json: stays: .*{why}"):
             uninstall.remove(section, str(tmp_path), "state", str(tmp_path / "volumes"))
-        assert [each.name for each in (tmp_path / "volumes").iterdir()] == [file.name]
+        names = [path.name for path in (tmp_path / "volumes").iterdir()]
+        assert names == [f"{file.name}{kept}"]
     with pytest.raises(kit.errors.HostError, match="are not known"):
         uninstall.remove(section, str(tmp_path), "read-only flags", "")
 
