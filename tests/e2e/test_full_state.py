@@ -32,10 +32,9 @@ def rules(node: Agent) -> set[str]:
 def fill(folder: Path) -> Path:
     """Until not a byte is free."""
     path = folder / "ballast"
-    with path.open("wb") as stream, pytest.raises(OSError, match="No space left"):
+    with path.open("wb", buffering=0) as stream, pytest.raises(OSError, match="No space left"):
         while True:
             stream.write(bytes(4096))
-            stream.flush()
     return path
 
 
