@@ -271,7 +271,7 @@ class Follower:
         )
         entry = (found.get("data") or {}).get(ref.key)
         if entry is None:
-            raise client.KubeError(about, f"it has no entry {ref.key!r}")
+            raise client.KubeError(about, f"it has no entry {ref.key!r}", 404)
         content = base64.b64decode(str(entry), validate=True)
         await asyncio.to_thread(_put, self._secrets.file(ref), content)
 
