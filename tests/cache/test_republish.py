@@ -27,7 +27,7 @@ def published(disk: Path, stage: Stage) -> Shown:
     done = view.publish(
         str(disk / "view"), stage, str(disk / "source"), str(disk / "store"), str(disk / "scratch")
     )
-    del done["clean"]
+    del done["clean"], done["mount"]
     return Shown(**done)
 
 
