@@ -13,7 +13,7 @@ import pytest
 
 from kube import client
 from tests.kube import agents, hostile
-from tests.kube.test_crds import CEPHFS, dataset
+from tests.kube.test_crds import dataset
 from tests.testbed import agent, waiting
 from tests.testbed.control_plane import ControlPlane
 
@@ -100,7 +100,9 @@ def test_nothing_outside_the_agents_folders_changes(plane: ControlPlane, area: P
         for text in hostile.climbing(str(folder), name)
     ]
     pairs = [
-        dataset("", source=CEPHFS, freshness="snapshot", secretRef={"name": text, "key": key})
+        dataset(
+            "", source=hostile.CEPHFS, freshness="snapshot", secretRef={"name": text, "key": key}
+        )
         for text in (*climbing, "../../other/secrets/ceph", "ceph/../../../other/secrets/ceph")
         for key in ("json", "admin", "key", "/key")
     ]
