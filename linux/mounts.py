@@ -130,10 +130,12 @@ def shows_layer(super_options: str, layer: str) -> bool:
 def follows_redirects(super_options: str) -> bool:
     """Whether an overlay's options, as mountinfo has them, make it follow redirects.
 
-    They name that only where it is not what the kernel does by default.
+    Some kernels name that only where it is not what they do by default, and some say "on" for
+    "follow", which is the same to a mount that is read-only.
     """
-    if ",redirect_dir=" in super_options:
-        return f"{super_options},".find(",redirect_dir=follow,") >= 0
+    named = [each for each in super_options.split(",") if each.startswith("redirect_dir=")]
+    if named:
+        return named[-1] in ("redirect_dir=follow", "redirect_dir=on")
     try:
         default = Path("/sys/module/overlay/parameters/redirect_always_follow").read_text()
     except OSError:
