@@ -131,11 +131,12 @@ def shows_layer(super_options: str, layer: str) -> bool:
 def follows_redirects(super_options: str) -> bool:
     """Whether an overlay's options, as mountinfo has them, make it follow redirects.
 
-    They name that only where it is not what the kernel does by default. Of a mount without an upper
-    layer Linux 6.18 says "on" where "follow" was asked for, which is the same there.
+    Some kernels name that only where it is not what they do by default, and some say "on" for
+    "follow", which is the same to a mount that is read-only.
     """
-    if ",redirect_dir=" in super_options:
-        return any(f",redirect_dir={way}," in f"{super_options}," for way in ("follow", "on"))
+    named = [each for each in super_options.split(",") if each.startswith("redirect_dir=")]
+    if named:
+        return named[-1] in ("redirect_dir=follow", "redirect_dir=on")
     try:
         default = Path("/sys/module/overlay/parameters/redirect_always_follow").read_text()
     except OSError:
