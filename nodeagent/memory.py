@@ -94,7 +94,7 @@ def _full(folder: Path, why: str) -> Finding:
         rule="state-dir-full",
         severity=Severity.CRITICAL,
         subject=f"state_dir {folder}",
-        message=f"{why}: nothing that has to be remembered is done, as a removal, a choice or a "
+        message=f"{folder}: {why}: nothing that has to be remembered is done, as a removal, a choice or a "
         "permission to format",
         advice=f"free some space on the file system of {folder} (logs, ended containers, images; "
         "'nodeagent dataset evict' if the store is there, too), or make it writable",
