@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def complete(area: Path, files: int) -> Generation:
     """A generation that is filled and recorded as complete."""
     made = Generation(area)
     trees.plain(made.source, files)
-    generations.save(str(made.folder), {"state": "complete", "done_files": files})
+    record = dataclasses.asdict(generations.new("a", "source"))
+    generations.save(str(made.folder), record | {"state": "complete", "done_files": files})
     assert made.fill().result == "complete"
     return made
