@@ -5,6 +5,7 @@ from typing import Any
 
 import kit.errors
 from cache.dataset import Dataset
+from cache.standing import finding
 from kit.findings import Finding, Severity
 
 _NAMED = 5  # users in a message
@@ -65,8 +66,8 @@ def findings(
     for name, texts in sorted(lacking.items()):
         more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
         why = "; ".join(texts[:_NAMED]) + more
-        yield Finding(
-            f"dataset-kept/{name}", "dataset-kept", Severity.WARNING, f"dataset {name}",
+        yield finding(
+            "dataset-kept", name, Severity.WARNING,
             f"dataset {name} is kept and gives no room: {why}",
             f"raise cache.budget, or set keep: false for {name}",
         )  # fmt: skip

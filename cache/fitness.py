@@ -8,7 +8,7 @@ keeps the dataset at its source (``standing.unfit``).
 from collections.abc import Iterable
 
 from cache.dataset import Dataset
-from cache.standing import named
+from cache.standing import finding, named
 from kit.findings import Finding, Severity
 
 
@@ -18,16 +18,13 @@ def findings(dataset: Dataset) -> Iterable[Finding]:
     refused = next((each.refused for each in records if each.refused), "")
     crossed = next((each.crossed for each in records if each.crossed), "")
 
-    def finding(rule: str, severity: Severity, message: str, advice: str) -> Finding:
-        return Finding(f"{rule}/{name}", rule, severity, f"dataset {name}", message, advice)
-
     if refused:
         message = f"the source of dataset {name} refuses root {refused}, so it is not cached"
         advice = (
             "jobs read the source, each as who it is; let root of the nodes read all of it (NFS: "
             f"no_root_squash), or cache a copy, then 'nodeagent dataset warm {name}'"
         )
-        yield finding("dataset-source-refuses", Severity.WARNING, message, advice)
+        yield finding("dataset-source-refuses", name, Severity.WARNING, message, advice)
     if inside or crossed:
         where = inside or crossed
         message = f"another file system is mounted inside the source of dataset {name}, at {where}"
@@ -37,7 +34,7 @@ def findings(dataset: Dataset) -> Iterable[Finding]:
             else "it comes when it is opened, so the dataset is not cached: jobs read the source"
         )
         advice += "; make a dataset of each file system, or unmount what does not belong there"
-        yield finding("dataset-source-mounts", Severity.WARNING, message, advice)
+        yield finding("dataset-source-mounts", name, Severity.WARNING, message, advice)
     if dataset.server and dataset.settings.access.mode is None:
         message = (
             f"the source of dataset {name} is on {dataset.server}, whose server may refuse users "
@@ -47,4 +44,4 @@ def findings(dataset: Dataset) -> Iterable[Finding]:
             "set access.mode of the dataset: '0750' and access.group for those whom the server "
             "lets read all of it, '0755' where modes and ACLs are all that decides"
         )
-        yield finding("dataset-source-rights", Severity.INFO, message, advice)
+        yield finding("dataset-source-rights", name, Severity.INFO, message, advice)

@@ -22,6 +22,7 @@ import kit.errors
 import kit.line_worker
 from cache.dataset import Dataset
 from cache.generation import STORE_SECONDS
+from cache.standing import finding
 from cache.store import sample
 from kit.findings import Finding, Severity
 
@@ -185,4 +186,4 @@ def findings(dataset: Dataset) -> Iterable[Finding]:
         "until then jobs read what was stored"
     )
     rule = "dataset-source-changed"
-    yield Finding(f"{rule}/{name}", rule, Severity.WARNING, f"dataset {name}", message, advice)
+    yield finding(rule, name, Severity.WARNING, message, advice)

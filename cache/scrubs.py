@@ -6,6 +6,7 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from cache.dataset import Dataset
+from cache.standing import finding
 from kit.findings import Finding, Severity
 from kit.metrics import counter, gauge
 
@@ -38,21 +39,21 @@ def findings(dataset: Dataset) -> Iterable[Finding]:
             "nothing, if it ends ('nodeagent dataset show' tells how far it is); check the SSD "
             "(smartctl, kernel log)"
         )
-        yield _finding("dataset-doubted", name, Severity.WARNING, message, advice)
+        yield finding("dataset-doubted", name, Severity.WARNING, message, advice)
     advice = "check the SSD (smartctl, kernel log)"
     if now.bad:
         message = (
             f"the scrub of dataset {name} found {now.bad} bad files in the store, "
             f"{now.replaced} were replaced, {now.withdrawn} withdrawn"
         )
-        yield _finding("store-damage", name, Severity.CRITICAL, message, advice)
+        yield finding("store-damage", name, Severity.CRITICAL, message, advice)
     for each in dataset.earlier:
         which = each.record.snapshot or each.id
         if each.scrub.bad:
             message = f"the scrub of {which}, an earlier generation of dataset {name}, found "
             message += f"{each.scrub.bad} bad files in the store"
             about = f"{name}/{each.id}"
-            yield _finding("store-damage", name, Severity.CRITICAL, message, advice, about)
+            yield finding("store-damage", name, Severity.CRITICAL, message, advice, about)
         if each.unmended:
             message = f"{each.record.damaged} files of {which}, an earlier generation of dataset "
             message += f"{name}, cannot be put right: {each.record.why}"
@@ -63,13 +64,7 @@ def findings(dataset: Dataset) -> Iterable[Finding]:
             if each.leaves:
                 remedy = "jobs read its source by its id meanwhile; a rollback fills it again"
             about = f"{name}/{each.id}"
-            yield _finding("generation-damaged", name, Severity.WARNING, message, remedy, about)
-
-
-def _finding(
-    rule: str, name: str, severity: Severity, message: str, advice: str, about: str = ""
-) -> Finding:
-    return Finding(f"{rule}/{about or name}", rule, severity, f"dataset {name}", message, advice)
+            yield finding("generation-damaged", name, Severity.WARNING, message, remedy, about)
 
 
 def metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:

@@ -47,8 +47,8 @@ class Soundness:
             log.warning("the node went down while the agent ran; scrubs come sooner")
 
     def number_from(self, highest: int) -> None:
-        """``highest``: number of a trouble after which anything in the store was verified. No later
-        one may be given again, and none that is doubted may count as verified."""
+        """``highest``: number of the last trouble after which anything in the store was verified.
+        The next trouble gets a higher number; what is doubted does not count as verified."""
         if self.unknown:
             self.unknown = False
             number = highest + bool(self.lost) + self.kept.troubles  # those since the start

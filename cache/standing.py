@@ -8,6 +8,7 @@ from cache.hits import Hits
 from cache.sources import base
 from cache.store import generations, identity, sample
 from cache.view import Stage
+from kit.findings import Finding, Severity
 
 MOST_NAMED = 3
 
@@ -27,6 +28,13 @@ def named(paths: Sequence[str]) -> str:
     """Some of them, and how many more, for operators."""
     more = len(paths) - MOST_NAMED
     return ", ".join(map(repr, paths[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+def finding(
+    rule: str, name: str, severity: Severity, message: str, advice: str, about: str = ""
+) -> Finding:
+    """About the dataset ``name``. ``about`` replaces the name in the id where there are several."""
+    return Finding(f"{rule}/{about or name}", rule, severity, f"dataset {name}", message, advice)
 
 
 class Standing:

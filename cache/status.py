@@ -15,6 +15,7 @@ from cache import choices, evicting, fitness, frozen, hits, scrubs
 from cache.dataset import Dataset
 from cache.figures import Totals, Verification
 from cache.generation import Generation
+from cache.standing import finding
 from cache.store import disk, generations, subset
 from cache.view import Stage
 from kit.findings import Finding, Severity
@@ -219,7 +220,7 @@ def findings(
             "put the dataset back into the settings, or take the view down with "
             f"'nodeagent dataset remove {name}'"
         )
-        found.append(_finding("view-orphan", name, Severity.INFO, message, advice))
+        found.append(finding("view-orphan", name, Severity.INFO, message, advice))
     for folder in sorted(orphans):
         name = folder.split("/")[-2]
         message = f"{folder} belongs to no dataset of the settings"
@@ -227,7 +228,7 @@ def findings(
             "put the dataset back into the settings, or delete everything of that name with "
             f"'nodeagent dataset remove {name}'"
         )
-        found.append(_finding("store-orphan", name, Severity.INFO, message, advice, about=folder))
+        found.append(finding("store-orphan", name, Severity.INFO, message, advice, about=folder))
     return found
 
 
@@ -246,35 +247,29 @@ def damaged(store: str, files: Mapping[str, str]) -> Iterable[Finding]:
         yield kit.findings.damaged(store, name, why, assumed)
 
 
-def _finding(
-    rule: str, name: str, severity: Severity, message: str, advice: str, about: str = ""
-) -> Finding:
-    return Finding(f"{rule}/{about or name}", rule, severity, f"dataset {name}", message, advice)
-
-
 def _of_one(shown: Dataset) -> Iterable[Finding]:
     if shown.trouble is not None and shown.state() != "complete":
         severity = Severity.CRITICAL if shown.stage is Stage.NONE else Severity.WARNING
         message = f"{shown.trouble.thing}: {shown.trouble.cause}"
-        yield _finding("dataset-not-served", shown.name, severity, message, shown.trouble.remedy)
+        yield finding("dataset-not-served", shown.name, severity, message, shown.trouble.remedy)
     elif shown.generation.why and shown.state() == "failed" and not shown.unfit():
         message = f"dataset {shown.name} cannot be filled: {shown.generation.why}"
         advice = "jobs read through to the source meanwhile; it is tried again after a pause"
-        yield _finding("dataset-not-filled", shown.name, Severity.WARNING, message, advice)
+        yield finding("dataset-not-filled", shown.name, Severity.WARNING, message, advice)
     if shown.generation.replaced and shown.generation.state != "complete":
         message = f"dataset {shown.name} begins anew: {shown.generation.replaced}"
         advice = (
             "jobs that began before read what was stored then; if this was not meant, correct the "
             "source"
         )
-        yield _finding("dataset-source-replaced", shown.name, Severity.WARNING, message, advice)
+        yield finding("dataset-source-replaced", shown.name, Severity.WARNING, message, advice)
     if shown.coming is not None and shown.coming.record.state == "partial":
         message = f"the update of {shown.name} does not go on: {shown.coming.record.why}"
         advice = (
             f"the earlier generation is served; see 'nodeagent dataset generations {shown.name}', "
             "raise cache.budget, or correct the source"
         )
-        yield _finding("dataset-update-stuck", shown.name, Severity.WARNING, message, advice)
+        yield finding("dataset-update-stuck", shown.name, Severity.WARNING, message, advice)
     if shown.current.unproven:
         message = (
             f"dataset {shown.name} was filled by an older agent, perhaps from another source of "
@@ -284,14 +279,14 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
             f"'nodeagent dataset verify {shown.name} --source' compares every byte and settles it; "
             f"'nodeagent dataset remove {shown.name}' and 'warm' fill it again"
         )
-        yield _finding("dataset-unproven", shown.name, Severity.WARNING, message, advice)
+        yield finding("dataset-unproven", shown.name, Severity.WARNING, message, advice)
     if shown.generation.state == "partial":
         message = f"dataset {shown.name} is only partly in the store: {shown.generation.why}"
         advice = (
             "see 'nodeagent dataset show', raise cache.budget, or correct the source and warm the "
             "dataset again"
         )
-        yield _finding("dataset-partial", shown.name, Severity.WARNING, message, advice)
+        yield finding("dataset-partial", shown.name, Severity.WARNING, message, advice)
     yield from scrubs.findings(shown)
     yield from frozen.findings(shown)
     yield from fitness.findings(shown)
@@ -305,11 +300,11 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
             "make its source readable: they are filled again by themselves; check the SSD "
             "(smartctl, kernel log)"
         )
-        yield _finding("store-bad-files", shown.name, Severity.CRITICAL, message, advice)
+        yield finding("store-bad-files", shown.name, Severity.CRITICAL, message, advice)
     elif bad := result.get("bad"):
         message = f"{bad} files in the store were bad, {result['replaced']} of them were replaced"
         advice = "check the SSD (smartctl, kernel log), then verify again"
-        yield _finding("store-bad-files", shown.name, Severity.CRITICAL, message, advice)
+        yield finding("store-bad-files", shown.name, Severity.CRITICAL, message, advice)
 
 
 # --- metrics

@@ -19,6 +19,7 @@ import structlog
 import kit.errors
 from cache import by_id, view
 from cache.dataset import Dataset
+from cache.standing import finding
 from cache.succession import Succession
 from cache.view import Mounted
 from kit.findings import Finding, Severity
@@ -199,13 +200,12 @@ def findings(datasets: Mapping[str, Dataset], now: float) -> Iterator[Finding]:
         if dataset.removed or not loss.count or now - loss.at > TOLD_SECONDS:
             continue
         times = f" ({loss.count} times since the agent began)" if loss.count > 1 else ""
-        yield Finding(
-            id=f"dataset-view-lost/{name}",
-            rule="dataset-view-lost",
-            severity=Severity.WARNING,
-            subject=f"dataset {name}",
-            message=f"somebody has changed what is mounted at {dataset.view}: {loss.what}{times}",
-            advice="it is mounted again by itself; find who did it (a clean-up script, "
+        yield finding(
+            "dataset-view-lost",
+            name,
+            Severity.WARNING,
+            f"somebody has changed what is mounted at {dataset.view}: {loss.what}{times}",
+            "it is mounted again by itself; find who did it (a clean-up script, "
             "'umount -a', 'umount -R' of a directory above): jobs found an empty directory, "
             "those that began or opened files then are to be looked at",
         )

@@ -132,7 +132,7 @@ class Worker(commit.Committer):
                     found.files += 1
                     found.bytes += item.size if item.is_file else 0
                     if source is not None and not self._may_open(source, item, part):
-                        pass
+                        pass  # it is among those that failed
                     elif job.again and self._has(target, item, found.stored, before):
                         part.stored.append((item, tree.checksum_of(target, item.name)))
                     elif before is not None and self._shares(target, item, before, found.stored):

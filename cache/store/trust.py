@@ -52,7 +52,7 @@ def _kept(fields: dict[str, Any]) -> Kept:
         if not isinstance(number, int) or number < 0:
             raise ValueError(f"{number!r} is no count")
     if not isinstance(found.boot, str) or not isinstance(found.clean, bool):
-        raise ValueError("its boot is none")
+        raise ValueError("its boot or clean has another type")
     return found
 
 

@@ -168,7 +168,7 @@ class CallLog:
     """
 
     def __init__(self, state_dir: Path, failed: Callable[[str], None] = lambda why: None) -> None:
-        """``failed`` is told why calls are not recorded, and '' when they are again."""
+        """``failed`` gets the reason while calls are not recorded, and '' when they are again."""
         self._file, self._refused = state_dir / "api.log", state_dir / "api-refused.log"
         self._failed = failed
         self._rate, self._skipped = Rate(REFUSED_PER_SECOND, REFUSED_AT_ONCE), 0

@@ -169,7 +169,7 @@ class Secrets:
     namespace: str
 
     def file(self, ref: kinds.SecretRef) -> Path:
-        """Each key of each Secret has one of its own. Names that others gave are no part of it."""
+        """Each key of each Secret has a file of its own, whose name contains no text of others."""
         text = json.dumps([self.namespace, ref.name, ref.key])
         return self.folder / hashlib.sha256(text.encode()).hexdigest()
 

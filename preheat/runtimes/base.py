@@ -163,8 +163,8 @@ class Inventory:
         return "" if target is None else target.digest
 
     def served(self, ref: str) -> str:
-        """The digest that pods get under ``ref``: what it names, if the kubelet is told of it too.
-        containerd keeps the record of a pull that failed, and does not tell it. Empty: none."""
+        """The digest that pods get under ``ref``, if CRI lists that image; else empty. containerd
+        keeps the record of a pull that failed, and CRI does not list it."""
         digest = self.digest_of(ref)
         return digest if digest and self.has(ref, digest) else ""
 

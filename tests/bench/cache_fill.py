@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.bench import agent, harness, reader, trees
-from tests.testbed import ceph, waiting
+from tests.testbed import ceph, foreground, waiting
 from tests.testbed.agent import Agent, ApiError
 
 SMALLEST, LARGEST = 4096, 128 * 1024
@@ -93,7 +93,7 @@ class Sides:
             *("ceph-fuse", "-f", "-c", str(self._conf), "-n", "client.admin", str(target)),
             *("--client_mountpoint=/data", "--client_fs=cephfs", "-o", "ro"),
         ]
-        with harness.served(command, target):
+        with foreground.mounted(command, target, target.with_suffix(".log")):
             yield target / ".snap" / SNAPSHOT
 
     def ours(self) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import agent, harness, reader, trees
-from tests.testbed import held, waiting
+from tests.testbed import foreground, held, waiting
 from tests.testbed.agent import Agent
 
 SMALLEST, LARGEST, SKEW = 512, 128 * 1024, 1.75  # mean about 15 KiB
@@ -122,7 +122,7 @@ class View:
         """File systems by a process, over the same plain copy, everything in memory."""
         bind = self._room / "bindfs" / "data"
         bindfs = ["bindfs", "-f", "-r", "--multithreaded", str(self._plain), str(bind)]
-        with harness.served(bindfs, bind):
+        with foreground.mounted(bindfs, bind, bind.with_suffix(".log")):
             sides = {"view": read.hot(view, READERS), "bindfs": read.hot(bind, READERS)}
             yield "view_hot_vs_bindfs", self._against(sides, 4)
         fewer = self._reader("rclone", files[:: len(files) // self._sizes.rclone])
@@ -133,6 +133,7 @@ class View:
             *("--dir-cache-time", "24h", "--attr-timeout", "1h", "--vfs-cache-max-age", "24h"),
             *("--log-level", "ERROR"),
         ]
-        with harness.served(command, mount, RCLONE_CONFIG=str(self._room / "rclone.conf")):
+        log, rclone = mount.with_suffix(".log"), str(self._room / "rclone.conf")
+        with foreground.mounted(command, mount, log, RCLONE_CONFIG=rclone):
             sides = {"view": fewer.hot(view, READERS), "rclone": fewer.hot(mount, READERS)}
             yield "view_hot_vs_rclone", self._against(sides, 20)

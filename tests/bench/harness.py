@@ -196,28 +196,3 @@ def _processes(inside: bytes) -> list[int]:
                 if any(inside in (entry / part).read_bytes() for part in ("cmdline", "environ")):
                     found.append(int(entry.name))
     return found
-
-
-@contextlib.contextmanager
-def served(command: Sequence[str], target: Path, **environment: str) -> Iterator[Path]:
-    """A file system by a program in the foreground, mounted at ``target`` while the block runs."""
-    target.mkdir(parents=True, exist_ok=True)
-    with target.with_name(target.name + ".log").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
-    try:
-        waiting.until(lambda: os.path.ismount(target), 30, f"the mount of {command[0]}")
-        yield target
-    finally:
-        subprocess.run(["umount", "-l", str(target)], check=False, timeout=waiting.limit(60))
-        try:
-            process.wait(waiting.limit(20))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(waiting.limit(20))

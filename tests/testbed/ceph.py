@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ceph import native
-from tests.testbed import ports, waiting
+from tests.testbed import foreground, ports, waiting
 
 START_SECONDS = 120.0
 # A client that was killed holds up others for this long, and not for the minute of a session.
@@ -396,33 +396,14 @@ class CephCluster:
     @contextlib.contextmanager
     def mounted(self, target: Path, *options: str) -> Iterator[Path]:
         """CephFS by ceph-fuse at ``target`` with ceph-fuse's own defaults plus ``options``."""
-        target.mkdir(parents=True, exist_ok=True)
         # In the foreground, as the agent does (cache.sources.cephfs_mount says why).
         command = (
             *("ceph-fuse", "-f", "-c", str(self.conf), "-n", "client.admin", str(target)),
             *options, *_ANY_PATH,
         )  # fmt: skip
-        said = self.folder / "log" / f"ceph-fuse-{uuid.uuid4().hex[:8]}.log"
-        with said.open("wb") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/",
-                start_new_session=True,
-            )  # fmt: skip
-        try:
-            waiting.until(
-                lambda: os.path.ismount(target) or process.poll() is not None,
-                60, f"ceph-fuse to mount {target}",
-            )  # fmt: skip
-            assert process.poll() is None, said.read_text()
+        log = self.folder / "log" / f"ceph-fuse-{uuid.uuid4().hex[:8]}.log"
+        with foreground.mounted(command, target, log):
             yield target
-        finally:
-            subprocess.run(["umount", str(target)], check=False, timeout=waiting.limit(60))
-            if os.path.ismount(target):
-                subprocess.run(
-                    ["umount", "-l", str(target)], check=False, timeout=waiting.limit(60)
-                )
-            # umount returns before the process of ceph-fuse has ended.
-            process.wait(waiting.limit(40))
 
 
 # ceph-fuse trims its cache by a remount through a shell that does not quote the path, and ends when

@@ -8,12 +8,24 @@ import pytest
 from tests.testbed import cell
 from tests.testbed.agent import Agent
 from tests.volumes.guard.world import World
+from volumes import settings
+from volumes.guard import kernel
 
 
 @pytest.fixture(scope="module")
 def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cell.Cell]:
     with cell.cell(tmp_path_factory.mktemp("cell")) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def guarded(where: cell.Cell) -> Iterator[cell.Cell]:
+    """Enforced by the kernel alone; no agent, so no leases."""
+    guard = where.guard()
+    enforce = settings.GuardSettings(drivers=("loop",))
+    guard.apply(kernel.wanted(enforce, kernel.Mode.ENFORCE, {7: "loop"}))
+    guard.close()
+    yield where
 
 
 @pytest.fixture(scope="module")

@@ -48,16 +48,6 @@ def _command(name: str, device: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def guarded(where: cell.Cell) -> Iterator[cell.Cell]:
-    """Enforced by the kernel alone; no agent, so no leases."""
-    guard = where.guard()
-    enforce = settings.GuardSettings(drivers=("loop",))
-    guard.apply(kernel.wanted(enforce, kernel.Mode.ENFORCE, {7: "loop"}))
-    guard.close()
-    yield where
-
-
-@pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("image")
     image = blockdev.blank(folder / "image", SIZE)

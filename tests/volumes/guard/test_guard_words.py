@@ -8,7 +8,6 @@ import pytest
 
 from tests.testbed import blockdev, cell, grave
 from volumes import settings
-from volumes.guard import kernel
 
 pytestmark = pytest.mark.real
 
@@ -101,15 +100,6 @@ REFUSED = (
     "dd if=/dev/zero of=D",
     "sh open D",
 )
-
-
-@pytest.fixture(scope="module")
-def guarded(where: cell.Cell) -> Iterator[cell.Cell]:
-    guard = where.guard()
-    enforce = settings.GuardSettings(drivers=("loop",))
-    guard.apply(kernel.wanted(enforce, kernel.Mode.ENFORCE, {7: "loop"}))
-    guard.close()
-    yield where
 
 
 @pytest.fixture(scope="module")
