@@ -172,7 +172,7 @@ def hides_all(
 ) -> kit.errors.HostError | None:
     """As ``hiding``, of all views, which lie on the mount ``base``."""
     now = mountinfo.leads_to(views, table)
-    if now is None or now.mount_id == base.mount_id:
+    if now is None or Mounted.of(now) == base:
         return None
     return kit.errors.HostError(
         f"cache.views {views}", f"{_named(now)} is mounted over {now.target} and hides all views",

@@ -81,6 +81,15 @@ def compare(
     )
 
 
+def is_gone(views: str, base: Mounted, table: Sequence[mountinfo.Mount]) -> bool:
+    """Whether what the folder of the views lay on was unmounted. Pure.
+
+    A view that is mounted again at once may get its id, and even its device number.
+    """
+    on_way = (m for m in table if m.target == views or mountinfo.is_above(m.target, views))
+    return base not in map(Mounted.of, on_way)
+
+
 class ViewWatch:
     """``prepare``: makes the folder of the views a mount again. ``report``: after a loss."""
 
@@ -162,7 +171,7 @@ class ViewWatch:
         base = self._base or Mounted.of(mountinfo.leads_to(self._views, near))
         hidden = view.hides_all(self._views, base, near)
         self._base = base
-        gone = all(mount.mount_id != base.mount_id for mount in near)
+        gone = is_gone(self._views, base, near)
         if gone:
             thing = f"cache.views {self._views}"
             hidden = kit.errors.HostError(

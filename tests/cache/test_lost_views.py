@@ -14,7 +14,7 @@ from cache import due, view
 from cache.csi import node as csi_node
 from cache.csi import records
 from cache.view import Mounted
-from cache.view_watch import Asked, compare
+from cache.view_watch import Asked, compare, is_gone
 from linux import mountinfo, mounts
 from tests.testbed import leftovers, pod, trees, waiting
 from tests.testbed.agent import Agent
@@ -63,6 +63,20 @@ def test_what_has_become_of_mounts(
     assert hidden in str(seen.hidden) if hidden else seen.hidden is None
     assert seen.lost_ids.keys() == lost_ids.keys()
     assert all(words in seen.lost_ids[name] for name, words in lost_ids.items())
+
+
+@pytest.mark.parametrize(
+    ("now", "gone"),
+    [
+        ((VIEWS, DATA), False),
+        ((VIEWS, "20 10 0:50 /v"), False),  # covered, and there
+        ((DATA,), True),
+        (("10 1 0:9 /v/a/data",), True),  # the next view has its id and its device number
+        (("10 1 0:50 /v",), True),  # another mount in its place
+    ],
+)
+def test_folder_of_views_is_gone_though_a_view_has_its_id(now: Iterable[str], gone: bool) -> None:
+    assert is_gone("/v", Mounted(10, (0, 9), "/"), table(*now)) is gone
 
 
 @pytest.mark.parametrize(
