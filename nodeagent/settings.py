@@ -16,9 +16,16 @@ import kube.settings
 from nodeagent import rooms
 
 LONGEST_SOCKET_PATH = 107  # bytes, of the kernel's sockaddr_un
-_REPLACED = {
-    "listen": "use admin.metrics (probes, metrics and the status page) and admin.socket (the API)",
-    "token_file": "use admin.socket with admin.group, or admin.api with tokens_file",
+_NO_LAYOUTS = (
+    "push images to a registry or to a mirror that hosts_dir names, or import them on the node "
+    "('ctr -n k8s.io images import FILE') and list them under preheat.images"
+)
+# Settings that went, and what to do instead. Older files still have them: each is refused by name.
+GONE = {
+    "admin.listen": "use admin.metrics (probes, metrics and the status page) and admin.socket",
+    "admin.token_file": "use admin.socket with admin.group, or admin.api with tokens_file",
+    "preheat.datasets": _NO_LAYOUTS,
+    "preheat.images.source": _NO_LAYOUTS,
 }
 
 
@@ -100,13 +107,6 @@ class AdminSettings(kit.settings.Section):
     for another name is refused (DNS rebinding)."""
     api: ApiSettings | None = None
     """The admin API over TCP, with TLS and tokens. Off when absent."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_successors(cls, given: Any) -> Any:
-        for name in _REPLACED.keys() & (given if isinstance(given, dict) else {}):
-            raise ValueError(f"admin.{name} does not exist any more; {_REPLACED[name]}")
-        return given
 
     @field_validator("socket")
     @classmethod

@@ -6,7 +6,7 @@ from typing import Any
 import kit.errors
 import kit.units
 from kit.room import Answer, Json, Request, Role, Route, Stream, watch
-from preheat import settings, status
+from preheat import status
 from preheat.component import Preheat
 
 Change = Callable[[Preheat, str], Awaitable[status.Status | None]]
@@ -74,9 +74,6 @@ def _is_final(row: Json) -> bool:
 
 
 async def _preheat(preheat: Preheat, request: Request) -> Answer:
-    if "source" in request.body:
-        remedy = "send the name that it has there"
-        raise kit.errors.SettingsError("request field 'source'", settings.NO_LAYOUTS, remedy)
     body = request.fields(ref=object, pin=object)
     row = await preheat.preheat(_ref(body), _keep(body.get("pin", "always")))
     return Answer(row.as_json(), 202)

@@ -51,20 +51,6 @@ SHORT_PIN = r"[0-9]+(\.[0-9]+)?(ms|s|m|h|d)"
 Pin = Annotated[Literal["always", "never"] | KeepFor, BeforeValidator(_pin)]
 
 
-# What to do instead of ``source`` and ``datasets``, which said where OCI layouts are.
-NO_LAYOUTS = (
-    "images of OCI layouts are not taken any more: push them to a registry or to a mirror that "
-    "hosts_dir names, or import them on the node ('ctr -n k8s.io images import FILE') and list them"
-)
-
-
-def _without(name: str, value: object) -> object:
-    """ValueError where a setting is still given that is gone."""
-    if isinstance(value, dict) and name in value:
-        raise ValueError(f"{name!r}: {NO_LAYOUTS}")
-    return value
-
-
 class ImageSettings(kit.settings.Section):
     """One image that must be on the node before a job asks for it."""
 
@@ -81,11 +67,6 @@ class ImageSettings(kit.settings.Section):
     (docs/preheat.md)."""
     nodes: dict[str, str] = Field(default_factory=dict)
     """Only on nodes with all these labels (see node_labels); empty: every node."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_source(cls, value: object) -> object:
-        return _without("source", value)
 
 
 class RetainSettings(kit.settings.Section):
@@ -240,11 +221,6 @@ class PreheatSettings(kit.settings.Section):
     """This node's name, for the spread; default: the host name."""
     node_labels: dict[str, str] = Field(default_factory=dict)
     """This node's labels, for images[].nodes."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_datasets(cls, value: object) -> object:
-        return _without("datasets", value)
 
     @model_validator(mode="after")
     def _consistent(self) -> "PreheatSettings":

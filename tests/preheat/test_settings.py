@@ -1,13 +1,11 @@
 """Settings: what is refused, and what they mean on a node."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pydantic
 import pytest
 
-import kit.errors
 from nodeagent import configfile
 from preheat import settings
 from preheat.settings import PreheatSettings
@@ -52,22 +50,6 @@ def test_settings_dump_to_themselves(tmp_path: Path) -> None:
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(pydantic.ValidationError):
         PreheatSettings.model_validate(wrong)
-
-
-@pytest.mark.parametrize(
-    ("where", "wrong"),
-    [
-        ("'source'", {"images": [{"ref": "r.e/a:b", "source": "oci:/mnt/x"}]}),
-        ("'datasets'", {"datasets": "/var/lib/nodeagent/views"}),
-    ],
-)
-def test_layouts_that_are_still_named_are_refused_with_what_replaces_them(
-    where: str, wrong: dict[str, Any]
-) -> None:
-    with pytest.raises(kit.errors.SettingsError) as refused:
-        configfile.parse(json.dumps({"preheat": wrong}), "a.yaml")
-    for part in (where, "a mirror that hosts_dir names", "ctr -n k8s.io images import"):
-        assert part in str(refused.value)
 
 
 def test_complete_fills_in_the_node() -> None:
