@@ -16,7 +16,7 @@ import kit.child
 import kit.errors
 import kit.findings
 import kit.formats
-import kit.line_worker
+import kit.pause
 import kit.room
 from cache import (
     by_id,
@@ -101,7 +101,7 @@ class Cache:
         self._unread = False  # datasets were added or the disk was gone while it had trouble
         self.watch: StoreWatch | None = None  # from the time that the store could be used
         self._watching: asyncio.Task[None] | None = None
-        self._store_backoff = kit.line_worker.Backoff(*STORE_RETRY_SECONDS)
+        self._store_backoff = kit.pause.Backoff(*STORE_RETRY_SECONDS)
         self._store_due = 0.0
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._scheduler: asyncio.Task[None] | None = None

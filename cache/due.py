@@ -4,7 +4,7 @@ import math
 import random
 import time
 
-import kit.line_worker
+import kit.pause
 
 LOOK_SECONDS = 30.0  # between two looks at a source that answers
 RETRY_SECONDS = (5.0, 300.0)  # first and longest pause after a failure
@@ -23,11 +23,11 @@ class Due:
     def __init__(self) -> None:
         self._look = self._check = self._fill = self._refresh = 0.0
         self._withdraw = 0.0
-        self._looks = kit.line_worker.Backoff(*RETRY_SECONDS)
-        self._withdrawals = kit.line_worker.Backoff(*RETRY_SECONDS)
-        self._fills = kit.line_worker.Backoff(*RETRY_SECONDS)
+        self._looks = kit.pause.Backoff(*RETRY_SECONDS)
+        self._withdrawals = kit.pause.Backoff(*RETRY_SECONDS)
+        self._fills = kit.pause.Backoff(*RETRY_SECONDS)
         self._mount, self._lost = 0.0, -math.inf
-        self._losses = kit.line_worker.Backoff(*REMOUNT_SECONDS)
+        self._losses = kit.pause.Backoff(*REMOUNT_SECONDS)
         self.refresh_wanted = False
         self.fill_again = False  # room came while a fill is under way, for what it leaves out
 

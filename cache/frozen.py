@@ -19,7 +19,7 @@ import structlog
 
 import kit.child
 import kit.errors
-import kit.line_worker
+import kit.pause
 from cache.dataset import Dataset
 from cache.generation import STORE_SECONDS
 from cache.standing import finding
@@ -47,7 +47,7 @@ class Comparer:
         self._datasets = datasets
         self._known: dict[str, str] = {}  # the generation whose last round is known
         self._due: dict[str, float] = {}  # Unix time
-        self._failures: dict[str, kit.line_worker.Backoff] = {}
+        self._failures: dict[str, kit.pause.Backoff] = {}
         self._began = time.time()
 
     async def follow(self) -> None:
@@ -140,7 +140,7 @@ class Comparer:
             why = f"its source did not answer within {LOOK_SECONDS:g}s"
         log.warning("frozen dataset could not be compared", dataset=dataset.name, why=why)
         dataset.not_compared = why
-        pauses = self._failures.setdefault(dataset.name, kit.line_worker.Backoff(*RETRY_SECONDS))
+        pauses = self._failures.setdefault(dataset.name, kit.pause.Backoff(*RETRY_SECONDS))
         self._due[dataset.name] = time.time() + pauses.next()
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 import structlog
 
 import kit.errors
-import kit.line_worker
+import kit.pause
 from cache import mending, running, scrub_order, tasks, work
 from cache.dataset import Dataset
 from cache.figures import Scrub
@@ -74,7 +74,7 @@ class Scrubber:
         self._busy: Dataset | None = None  # until all of its scrub is over
         self._free = asyncio.Event()
         self._free.set()
-        self._failures: dict[str, kit.line_worker.Backoff] = {}
+        self._failures: dict[str, kit.pause.Backoff] = {}
         self._not_before: dict[str, float] = {}  # monotonic; by what ``_key`` says
 
     def wake(self) -> None:
@@ -285,7 +285,7 @@ class Scrubber:
 
     def _later(self, chosen: Choice) -> None:
         key = _key(chosen.name, chosen.earlier)
-        pauses = self._failures.setdefault(key, kit.line_worker.Backoff(*RETRY_SECONDS))
+        pauses = self._failures.setdefault(key, kit.pause.Backoff(*RETRY_SECONDS))
         self._not_before[key] = time.monotonic() + pauses.next()
 
 

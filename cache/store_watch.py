@@ -17,6 +17,7 @@ import structlog
 
 import kit.errors
 import kit.line_worker
+import kit.pause
 import kit.processes
 from cache.soundness import Soundness
 from cache.store import health, probe
@@ -50,7 +51,7 @@ class StoreWatch:
         self._about = f"disk of cache.store {store}"
         self._worker = kit.line_worker.Worker(
             "cache.store.probe:main", probe.Seen, about=self._about,
-            backoff=kit.line_worker.Backoff(0.5, 5.0),
+            backoff=kit.pause.Backoff(0.5, 5.0),
         )  # fmt: skip
 
     async def follow(self) -> None:

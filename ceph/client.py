@@ -12,6 +12,7 @@ import structlog
 
 import kit.errors
 import kit.line_worker
+import kit.pause
 from ceph.protocol import (
     Answer,
     ClusterView,
@@ -64,7 +65,7 @@ class Cluster:
             about=f"cluster {settings.name}",
             largest=_LARGEST_ANSWER,
             idle=IDLE_SECONDS,
-            backoff=kit.line_worker.Backoff(PAUSE_SECONDS, PAUSE_SECONDS),
+            backoff=kit.pause.Backoff(PAUSE_SECONDS, PAUSE_SECONDS),
             fatal=_FAILURES,
         )
         self._said = ""  # why it does not answer, as the log has it

@@ -14,7 +14,6 @@ The child's function (``entry``) calls ``serve`` or ``say`` of this module.
 
 import asyncio
 import contextlib
-import random
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -22,27 +21,11 @@ from typing import Any, Generic, TypeVar
 
 from kit import forks, messages, processes
 from kit.messages import ChildError as ChildError
+from kit.pause import Backoff
 
 _LONG_BYTES = 2**16
 AnswerT = TypeVar("AnswerT")
 RequestT = TypeVar("RequestT")
-
-
-class Backoff:
-    """Growing, jittered pauses between attempts, from ``first`` to ``longest`` seconds."""
-
-    def __init__(self, first: float = 1.0, longest: float = 60.0) -> None:
-        self.first, self.longest = first, longest
-        self.attempts = 0
-
-    def next(self) -> float:
-        """The pause after one more failure: doubled each time, less up to a quarter by chance."""
-        pause = min(self.first * 2.0 ** min(self.attempts, 32), self.longest)
-        self.attempts += 1
-        return pause * random.uniform(0.75, 1.0)
-
-    def reset(self) -> None:
-        self.attempts = 0
 
 
 class Worker(Generic[AnswerT]):

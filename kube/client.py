@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 import kit.errors
-from kit.line_worker import Backoff
+from kit.pause import Backoff
 from kube import access
 from kube.settings import AccessSettings
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import structlog
 
 import kit.errors
+from kit.pause import Backoff
 from kube import client, kubelet, settings
 from kube.settings import AccessSettings
 
@@ -74,7 +75,7 @@ class Kubelet:
         self._asked: settings.KubeletApiSettings | None = None
         self._answer: kubelet.Thresholds | None = None
         self._trouble = ""
-        self._failures = 0
+        self._backoff = Backoff(FIRST_RETRY_SECONDS, REFRESH_SECONDS)
         self._due = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -83,7 +84,8 @@ class Kubelet:
         if section.api != self._asked:
             await self.close()
             self._asked, self._answer, self._trouble = section.api, None, ""
-            self._failures, self._due = 0, 0.0
+            self._backoff.reset()
+            self._due = 0.0
         if section.api is not None:
             if self._task is None and self._clock() >= self._due:
                 self._task = asyncio.create_task(self._ask(section.api), name="configz")
@@ -106,14 +108,13 @@ class Kubelet:
         before, trouble = self._answer, self._trouble
         wait = REFRESH_SECONDS * random.uniform(0.9, 1.1)
         try:
-            self._answer, self._trouble, self._failures = await ask(asked), "", 0
+            self._answer, self._trouble = await ask(asked), ""
+            self._backoff.reset()
         except kit.errors.AgentError as error:
             self._trouble = str(error)
             if self._trouble != trouble:
                 log.warning("kubelet does not tell its configuration", error=self._trouble)
-            wait = min(REFRESH_SECONDS, FIRST_RETRY_SECONDS * 2**self._failures)
-            wait *= random.uniform(0.5, 1.5)
-            self._failures += 1
+            wait = self._backoff.next()
         finally:
             self._task = None
             self._due = self._clock() + wait

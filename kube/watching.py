@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 import structlog
 
 import kit.units
-from kit.line_worker import Backoff
+from kit.pause import Backoff, jittered
 from kube import client
 
 log = structlog.get_logger("kube")
@@ -125,7 +125,7 @@ class Watch(Generic[KeptT]):
                     self._version = ""
                 pause = max(self._backoff.next(), error.retry_after * random.uniform(1.0, 1.25))
                 if error.status == 404:
-                    pause = NO_KIND_SECONDS * random.uniform(0.75, 1.0)
+                    pause = jittered(NO_KIND_SECONDS)
                 if self.trouble != str(error):
                     self.trouble = str(error)
                     log.warning("not current", what=self._about, why=str(error))
@@ -174,7 +174,7 @@ class Watch(Generic[KeptT]):
         return await self._watch()
 
     def _no_streams(self, why: client.KubeError) -> None:
-        pause = NO_STREAMS_SECONDS * random.uniform(0.75, 1.0)
+        pause = jittered(NO_STREAMS_SECONDS)
         self._server.no_streams_until = time.monotonic() + pause
         log.info("lists are not streamed", what=self._about, why=str(why))
 

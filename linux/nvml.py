@@ -10,6 +10,7 @@ from pathlib import Path
 
 import kit.errors
 import kit.line_worker
+import kit.pause
 
 DEVICE = Path("/dev/nvidiactl")
 _REMEDY = "it is tried again; without a GPU leave the extra nodeagent[gpu] out"
@@ -36,7 +37,7 @@ def installed() -> bool:
     return importlib.util.find_spec("pynvml") is not None
 
 
-def worker(about: str, backoff: kit.line_worker.Backoff) -> kit.line_worker.Worker[Sample]:
+def worker(about: str, backoff: kit.pause.Backoff) -> kit.line_worker.Worker[Sample]:
     """Answers ``None`` with a Sample. An error ends the child: what it had loaded may be that of a
     driver that was replaced."""
     return kit.line_worker.Worker(

@@ -13,6 +13,7 @@ from prometheus_client.core import Metric
 
 import kit.errors
 import kit.line_worker
+import kit.pause
 import kit.processes
 from kit.metrics import counter, gauge
 from linux import nvml, pressure
@@ -38,7 +39,7 @@ def stalls(read: Callable[[], float | None] = pressure.io_stalled) -> Iterable[M
 
 class Gpus:
     def __init__(self) -> None:
-        backoff = kit.line_worker.Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        backoff = kit.pause.Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         self._worker = nvml.worker(ABOUT, backoff)
         self._looks: deque[float] = deque(maxlen=KEPT)
         self._count = 0

@@ -15,7 +15,7 @@ import structlog
 import kit.errors
 import kit.findings
 from kit import processes
-from kit.line_worker import Backoff
+from kit.pause import Backoff
 from nodeagent.state import Running, State
 
 log = structlog.get_logger("agent")

@@ -16,7 +16,6 @@ Invariant: a layer gets the label only after a sync that began when it was unpac
 """
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ import structlog
 
 import kit.child
 import kit.errors
+import kit.pause
 from linux import procfs, syscalls
 from preheat import doubts, manifest, resolver
 from preheat.runtimes import base
@@ -198,8 +198,8 @@ class Durability:
             await self._runtime.unpack_again(shape.layers, which, UNPACK_SECONDS)
         except _ERRORS as error:
             attempts = self.troubles[digest].attempts + 1 if digest in self.troubles else 1
-            wait = min(RETRY_FIRST_SECONDS * 2 ** min(attempts - 1, 10), RETRY_LONGEST_SECONDS)
-            text, retry_at = str(error), time.monotonic() + wait * random.uniform(0.75, 1.0)
+            wait = kit.pause.grown(attempts, RETRY_FIRST_SECONDS, RETRY_LONGEST_SECONDS)
+            text, retry_at = str(error), time.monotonic() + kit.pause.jittered(wait)
             self.troubles[digest] = Trouble(ref, attempts, retry_at, text)
             log.warning("layers could not be unpacked again", image=ref, error=text)
             return False

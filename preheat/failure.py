@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import kit.errors
+import kit.pause
 from preheat.runtimes import base
 
 
@@ -124,7 +125,7 @@ def after(
         return Failure(error.kind, str(error), attempts, None, now, error.final)
     first, longest = _WAITS[error.kind]
     longest = max(longest, spread)
-    wait = min(first * 2 ** min(attempts - 1, 20), longest) * (0.5 + jitter())
+    wait = kit.pause.grown(attempts, first, longest) * (0.5 + jitter())
     if error.wait is not None:
         wait = max(wait, error.wait + jitter() * max(error.wait / 2, spread))
     return Failure(error.kind, str(error), attempts, now + wait, now, error.final)

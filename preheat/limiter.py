@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from kit.bucket import Bucket
+
 # A download may be this far ahead of the limit: smooth at low rates, no burst at high ones.
 BURST_SECONDS = 0.25
 
@@ -14,16 +16,20 @@ class Limiter:
     def __init__(
         self, rate: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.rate = rate
         self._clock = clock
-        self._paid_until = 0.0
+        self._bucket: Bucket | None = None
+        self.rate = rate
+
+    @property
+    def rate(self) -> float | None:
+        return self._bucket.rate if self._bucket else None
+
+    @rate.setter
+    def rate(self, rate: float | None) -> None:
+        if rate != self.rate:
+            self._bucket = Bucket(rate, rate * BURST_SECONDS, self._clock) if rate else None
 
     async def take(self, size: int) -> None:
         """Wait until ``size`` bytes may flow."""
-        if not self.rate:
-            return
-        now = self._clock()
-        self._paid_until = max(self._paid_until, now - BURST_SECONDS) + size / self.rate
-        wait = self._paid_until - now
-        if wait > 0:
+        if self._bucket and (wait := self._bucket.owe(size)):
             await asyncio.sleep(wait)

@@ -21,6 +21,7 @@ from pathlib import Path
 import structlog
 
 import kit.errors
+import kit.pause
 from kube import configz
 from preheat import (
     credentials,
@@ -151,14 +152,14 @@ class Reconciler:
 
     async def watch(self) -> None:
         """Heal on each removal event, and compare everything after each gap in the events."""
-        wait = RECONNECT_FIRST
+        pauses = kit.pause.Backoff(RECONNECT_FIRST, RECONNECT_LONGEST)
         while self.runtime.abilities.watches:
             try:
                 await self.runtime.connect()
                 gap = asyncio.create_task(self._after_gap(), name="resync")
                 try:
                     async for change in self.runtime.changes():
-                        wait = RECONNECT_FIRST
+                        pauses.reset()
                         if not await self.healer.changed(change):
                             self.wake()
                 finally:
@@ -167,8 +168,7 @@ class Reconciler:
                     await asyncio.gather(gap, return_exceptions=True)
             except kit.errors.AgentError as error:
                 log.debug("event stream ended", error=str(error))
-            await asyncio.sleep(wait)
-            wait = min(wait * 2, RECONNECT_LONGEST)
+            await asyncio.sleep(pauses.next())
 
     async def _after_gap(self) -> None:
         """Heal what was removed during the gap: now, and again once the new stream surely runs."""

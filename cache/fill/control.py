@@ -8,6 +8,8 @@ import mmap
 import os
 import time
 
+from kit.bucket import Bucket
+
 MOST_WORKERS = 65  # as many as settings allow, and the one that commits
 _SLOT = 8  # numbers of 8 bytes for each worker; the first slot is the coordinator's
 _CANCEL, _CRAMPED, _BYTES_RATE, _FILES_RATE = range(4)
@@ -108,29 +110,27 @@ class Throttle:
     def __init__(self, control: Control, worker: int) -> None:
         self._control = control
         self._worker = worker
-        self._ready = [0.0, 0.0]  # when the next byte and the next file are due
+        self._rates = 0.0, 0.0  # bytes and files per second
+        self._buckets: list[Bucket | None] = [None, None]
 
     def step(self, files: int, size: int) -> None:
         """Count, and wait as the limits demand. Raises Cancelled."""
         self._control.count(self._worker, files, size)
         rates = self._control.limits()
-        if rates != (0.0, 0.0):
-            now = time.monotonic()
-            for i, (rate, amount) in enumerate(zip(rates, (size, files), strict=True)):
-                if rate > 0:
-                    # Due times are at most a burst in the past: a rest does not add up.
-                    self._ready[i] = max(self._ready[i], now - _BURST_SECONDS) + amount / rate
-                else:
-                    self._ready[i] = 0.0
-            self._wait(rates)
+        if rates != self._rates:
+            self._rates = rates
+            self._buckets = [Bucket(r, r * _BURST_SECONDS) if r > 0 else None for r in rates]
+        pairs = zip(self._buckets, (size, files), strict=True)
+        waits = [bucket.owe(amount) for bucket, amount in pairs if bucket is not None]
+        if any(waits):
+            self._wait(max(waits))
         self.check()
 
-    def _wait(self, rates: tuple[float, float]) -> None:
-        while (left := max(self._ready) - time.monotonic()) > 0:
-            if self._control.cancelled:
-                return
-            if self._control.limits() != rates:
-                self._ready = [0.0, 0.0]  # these due times follow from the old limits
+    def _wait(self, seconds: float) -> None:
+        """Ends early when the limits change."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if self._control.cancelled or self._control.limits() != self._rates:
                 return
             self.beat()
             time.sleep(min(left, _NAP_SECONDS))

@@ -23,6 +23,7 @@ import structlog
 
 import kit.files
 import kit.redact
+from kit.bucket import Bucket
 from kit.room import Role
 from nodeagent.settings import is_loopback
 
@@ -111,28 +112,23 @@ class Rate:
 
     def __init__(self, per_second: float = CHANGES_PER_SECOND, burst: int = CHANGES_AT_ONCE):
         self._per_second, self._burst = per_second, burst
-        self._left: cachetools.LRUCache[str, tuple[float, float]] = cachetools.LRUCache(
-            MOST_CALLERS
-        )
+        self._buckets: cachetools.LRUCache[str, Bucket] = cachetools.LRUCache(MOST_CALLERS)
 
     def admits(self, key: str) -> bool:
-        left, now = self._now(key)
-        self._left[key] = (left - 1 if left >= 1 else left, now)
-        return left >= 1
+        return self._of(key).take()
 
     def has(self, key: str) -> bool:
         """Whether ``admits`` would say so. Takes nothing."""
-        return self._now(key)[0] >= 1
+        return self._of(key).level >= 1
 
     def give_back(self, key: str) -> None:
         """What was admitted last costs nothing."""
-        left, now = self._now(key)
-        self._left[key] = (left + 1, now)
+        self._of(key).give_back()
 
-    def _now(self, key: str) -> tuple[float, float]:
-        now = time.monotonic()
-        left, when = self._left.get(key, (float(self._burst), now))
-        return min(self._burst, left + (now - when) * self._per_second), now
+    def _of(self, key: str) -> Bucket:
+        bucket = self._buckets.get(key) or Bucket(self._per_second, self._burst)
+        self._buckets[key] = bucket
+        return bucket
 
 
 class Streams:

@@ -7,8 +7,8 @@ import structlog
 from prometheus_client.core import Metric
 
 import kit.findings
-from kit.line_worker import Backoff
 from kit.metrics import counter, gauge
+from kit.pause import Backoff
 from nodeagent.cluster import follow, writing
 from nodeagent.settings import ClusterSettings, Settings
 from nodeagent.state import State

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kit.errors
-from kit import line_worker, processes
+from kit import line_worker, pause, processes
 from tests.kit import called
 from tests.testbed import waiting
 
@@ -27,7 +27,7 @@ def forked(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 async def numbers(forked: bool) -> AsyncIterator[line_worker.Worker[called.Number]]:
     made = line_worker.Worker(
-        NUMBERS, called.Number, about="numbers", backoff=line_worker.Backoff(0.01, 0.01),
+        NUMBERS, called.Number, about="numbers", backoff=pause.Backoff(0.01, 0.01),
         forked=forked,
     )  # fmt: skip
     yield made
@@ -79,7 +79,7 @@ async def test_ask_starts_another_child_after_its_end(
 
 async def test_ask_fails_at_once_during_the_pause() -> None:
     made = line_worker.Worker(
-        NUMBERS, called.Number, about="numbers", backoff=line_worker.Backoff(600, 600)
+        NUMBERS, called.Number, about="numbers", backoff=pause.Backoff(600, 600)
     )
     with pytest.raises(line_worker.ChildError, match="ended"):
         await made.ask(called.Question(1, "end"), deadline=waiting.limit(20))
@@ -188,13 +188,3 @@ async def test_fork_that_comes_too_late_is_told_by_name(monkeypatch: pytest.Monk
     monkeypatch.undo()
     assert (await made.ask(called.Question(1), deadline=waiting.limit(20))).value == 2
     await made.close()
-
-
-def test_backoff_grows_to_its_limit_with_jitter() -> None:
-    backoff = line_worker.Backoff(1, 10)
-    pauses = [backoff.next() for _ in range(8)]
-    for attempt, pause in enumerate(pauses):
-        full = min(2.0**attempt, 10)
-        assert 0.75 * full <= pause <= full
-    backoff.reset()
-    assert backoff.next() <= 1

@@ -23,6 +23,7 @@ def test_a_class_has_what_its_methods_assign_to_self() -> None:
 
 def test_self_is_no_parameter() -> None:
     function = ast.parse("def a(self, b, /, c, *d, e, **f): ...").body[0]
+    assert isinstance(function, ast.FunctionDef)
 
     assert house.parameters(function) == 3
 

@@ -7,6 +7,7 @@ second one some seconds later, and until then the device is looked at soon again
 import random
 from dataclasses import dataclass
 
+import kit.pause
 from volumes.probe.examine import Kind, Verdict
 
 SILENT = frozenset({Kind.TIMEOUT, Kind.UNREADABLE, Kind.NO_MEDIA})
@@ -30,8 +31,8 @@ class Doubt:
         """Seconds until the next look; spread, because a cluster's trouble hits every device."""
         if not self.looks:
             return None
-        wait: float = AGAIN_SECONDS * 2 ** min(self.looks - 1, 10)
-        return min(wait, LONGEST_SECONDS) * random.uniform(1.0, 1.5)
+        wait = kit.pause.grown(self.looks, AGAIN_SECONDS, LONGEST_SECONDS)
+        return wait * random.uniform(1.0, 1.5)
 
     def after(self, seen: Verdict, now: float) -> "Doubt":
         """A look sooner than ``AGAIN_SECONDS`` after the last one is the same look."""

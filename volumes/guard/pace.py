@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import kit.pause
 from volumes.guard import doubt
 from volumes.probe.examine import Kind
 
@@ -47,8 +48,8 @@ class Pace:
     def _pause(self) -> float:
         verdict = self.outcome[0] if self.outcome is not None else None
         if self.same < 2 or verdict is None or verdict in doubt.SILENT:
-            return min(FIRST_SECONDS * 2.0 ** min(self.same - 1, 10), AGAIN_SECONDS)
-        return min(AGAIN_SECONDS * 2.0 ** min(self.same - 2, 10), LONGEST_SECONDS)
+            return kit.pause.grown(self.same, FIRST_SECONDS, AGAIN_SECONDS)
+        return kit.pause.grown(self.same - 1, AGAIN_SECONDS, LONGEST_SECONDS)
 
 
 def due(

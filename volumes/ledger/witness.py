@@ -23,7 +23,9 @@ from typing import Any, TypeVar
 import cachetools
 import structlog
 
+import kit.bucket
 import kit.errors
+import kit.pause
 from kube import client, nodes, volumes
 from kube.client import KubeError
 from linux import blockdev
@@ -55,21 +57,9 @@ AnswerT = TypeVar("AnswerT")
 Find = Callable[[blockdev.BlockDevice], Awaitable[Claim | None]]  # OSError or AgentError
 
 
-class _Budget:
+def _budget(per_minute: int) -> kit.bucket.Bucket:
     """Requests of this minute; some of them are kept for decisions about leases."""
-
-    def __init__(self, per_minute: int) -> None:
-        self.per_minute = per_minute
-        self._left, self._when = float(per_minute), time.monotonic()
-
-    def take(self, keep: float) -> bool:
-        now = time.monotonic()
-        left = self._left + (now - self._when) * self.per_minute / 60
-        self._left, self._when = min(self.per_minute, left), now
-        if self._left < 1 + keep:
-            return False
-        self._left -= 1
-        return True
+    return kit.bucket.Bucket(per_minute / 60, per_minute)
 
 
 class TooOftenError(Exception):
@@ -83,7 +73,7 @@ class _Mark:
     device: blockdev.BlockDevice
     entry: Entry
     due: float
-    pause: float = MARK_AGAIN_SECONDS
+    pauses: kit.pause.Backoff
 
 
 class Witness:
@@ -104,7 +94,7 @@ class Witness:
         self._wake = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
         self._volumes: volumes.Volumes | None = None
-        self._budget = _Budget(wanted.per_minute)
+        self._budget = _budget(wanted.per_minute)
         self._trouble = "", 0.0  # why the last question had no answer, and when
         self.mark_trouble = ""  # why the last mark could not be written
         self.counts = dict.fromkeys(("asked", "failed", "limited", "marked"), 0)
@@ -123,7 +113,7 @@ class Witness:
         """Ask with these settings from now on."""
         if wanted == self.settings:
             return
-        self.settings, self._budget = wanted, _Budget(wanted.per_minute)
+        self.settings, self._budget = wanted, _budget(wanted.per_minute)
         self._said.clear()
         self._trouble, self.mark_trouble = ("", 0.0), ""
         await self._disconnect()
@@ -217,7 +207,7 @@ class Witness:
             return ""
 
     async def _request(self, ask: Callable[[], Awaitable[AnswerT]], keep: float) -> AnswerT:
-        if not self._budget.take(keep):
+        if not self._budget.take(keep=keep):
             self.counts["limited"] += 1
             raise TooOftenError
         self.counts["asked"] += 1
@@ -269,7 +259,8 @@ class Witness:
             # After a rollout every node looks at volumes that were marked long ago.
             known = entry.first_seen < entry.last_seen
             later = random.uniform(0, SPREAD_SECONDS) if known else 0.0
-            self._marks[volume] = _Mark(device, entry, time.monotonic() + later)
+            pauses = kit.pause.Backoff(2 * MARK_AGAIN_SECONDS, MARK_LATEST_SECONDS)
+            self._marks[volume] = _Mark(device, entry, time.monotonic() + later, pauses)
         self._wake.set()
         if self._worker is None:
             self._worker = asyncio.create_task(self._mark_all(), name="marks")
@@ -295,9 +286,8 @@ class Witness:
             except (kit.errors.AgentError, OSError) as error:
                 refused = isinstance(error, KubeError) and error.status == 403
                 self.mark_trouble = str(error)
-                due.pause = min(MARK_LATEST_SECONDS, due.pause * 2)
-                pause = MARK_LATEST_SECONDS if refused else due.pause
-                due.due = now + pause * random.uniform(0.5, 1.0)
+                pause = kit.pause.jittered(MARK_LATEST_SECONDS) if refused else due.pauses.next()
+                due.due = now + pause
                 continue
             self.mark_trouble = ""
             volume = due.device.volume

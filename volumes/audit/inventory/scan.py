@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import kit.errors
 import kit.line_worker
+import kit.pause
 import kit.processes
 from linux import blockdev, mountinfo, procfs, rbd_sysfs
 from volumes.audit.inventory import changes, holders, records
@@ -63,7 +64,7 @@ class Scanner:
             changes.Changes,
             about=_ABOUT,
             largest=_LARGEST_ANSWER,
-            backoff=kit.line_worker.Backoff(first=0.0),  # the scheduler decides when to try again
+            backoff=kit.pause.Backoff(first=0.0),  # the scheduler decides when to try again
         )
         self._last: Inventory | None = None
         self._number = 0  # of the child's last answer

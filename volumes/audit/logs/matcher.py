@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kit.bucket import Bucket
+
 GROUPS = ("device", "image", "pod", "volume", "path", "pid")
 _LONGEST_LINE = 4096
 _LONGEST_PARTIAL = 1 << 16
@@ -76,8 +78,7 @@ class Matcher:
             self._anchors.setdefault(each.anchor.encode(), []).append(compiled)
         self._devices = re.compile(self.devices)
         self._quotes = any(each.source == "userspace" for each in self.expressions)
-        self._tokens = float(self.budget)
-        self._last = self.clock()
+        self._lines = Bucket(self.budget, self.budget, self.clock)
         self._hits: dict[tuple[str, ...], Hit] = {}
 
     def feed(self, block: bytes, begun: bytes = b"") -> bytes:
@@ -109,11 +110,8 @@ class Matcher:
             self._search(data[:end])
 
     def _allow(self, lines: int) -> int:
-        now = self.clock()
-        self._tokens = min(float(self.budget), self._tokens + (now - self._last) * self.budget)
-        self._last = now
-        allowed = min(lines, int(self._tokens))
-        self._tokens -= allowed
+        allowed = min(lines, int(self._lines.level))
+        self._lines.take(allowed)
         return allowed
 
     def _search(self, data: bytes) -> None:
