@@ -10,9 +10,7 @@ class Bucket:
 
     __slots__ = ("_clock", "_level", "_when", "burst", "rate")
 
-    def __init__(
-        self, rate: float, burst: float, clock: Callable[[], float] | None = None
-    ) -> None:
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float] | None = None) -> None:
         self.rate, self.burst = rate, burst
         self._clock = clock or time.monotonic
         self._level, self._when = burst, self._clock()

@@ -1,6 +1,7 @@
 """``python -m tests.bench [ROOM...] [--only GROUP]``: run benchmarks, print a table, keep JSON.
 
 ``--rounds N`` and ``--size NAME=SIZE`` take less, or more, than a group takes by itself.
+``--tiny`` shows that all of them run, and measures nothing.
 
 A whole room goes to build/bench/<room>.json. A selection of its groups goes to
 build/bench/<room>.part.json, so that figures of different runs are never mixed in one file.
@@ -62,17 +63,19 @@ def _run(
     room: str,
     groups: Mapping[str, harness.Group],
     only: list[str],
-    rounds: int,
-    sizes: dict[str, int],
+    place: harness.Workplace,
 ) -> bool:
     entries: dict[str, harness.Entry] = {}
     chosen = {name: group for name, group in groups.items() if not only or name in only}
-    with harness.Workplace(harness.RESULTS / "work", rounds=rounds, sizes=sizes) as place:
+    with place:
         for name, group in chosen.items():
             harness.say(f"{room}: {name}")
             for key, entry in group(place):
                 entries[key] = entry
                 harness.say(_line(key, entry))
+    if place.tiny:
+        print(f"{len(entries)} figures without meaning")
+        return True
     file = harness.RESULTS / f"{room}{'.part' if len(chosen) < len(groups) else ''}.json"
     kept = {name: dataclasses.asdict(entry) for name, entry in entries.items()}
     file.write_text(json.dumps(kept, indent=1) + "\n")
@@ -93,6 +96,9 @@ def main() -> int:
         "--size", action="append", default=[], type=_size, metavar="NAME=SIZE",
         help="instead of what a group takes of it, for example files=1000 (docs/bench.md)",
     )  # fmt: skip
+    parser.add_argument(
+        "--tiny", action="store_true", help="all in seconds: shows that it runs, measures nothing"
+    )
     options = parser.parse_args()
     known = rooms(options.room)
     for room in options.room:
@@ -109,7 +115,11 @@ def main() -> int:
     with machine.held():  # real tests would be measured, and meet what is mounted here
         for room, named in known.items():
             if not options.only or set(options.only) & set(named):
-                missed |= not _run(room, named, options.only, options.rounds, dict(options.size))
+                place = harness.Workplace(
+                    harness.RESULTS / "work", tiny=options.tiny, rounds=options.rounds,
+                    sizes=dict(options.size),
+                )  # fmt: skip
+                missed |= not _run(room, named, options.only, place)
     harness.say(f"{time.monotonic() - began:.0f} s")
     if missed:
         harness.say("some targets are missed")

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from tests.testbed import holding, leftovers, ports, waiting
+from tests.testbed import holding, leftovers, ports, starts, waiting
 
 COMMAND = str(Path(sys.executable).parent / "nodeagent")
 START_SECONDS = 30.0
@@ -119,6 +119,8 @@ class Agent:
     def environment(self) -> dict[str, str]:
         mine = {leftovers.MARK: str(self.folder), holding.FOLDER: str(self.holds)}
         made = {**os.environ, **mine}
+        if self.holds.exists():
+            made["PYTHONPATH"] = starts.python_path(made)  # a benchmark has not the hook yet
         made.pop("GRPC_ENABLE_FORK_SUPPORT", None)  # of tests (tests/conftest.py)
         return made
 

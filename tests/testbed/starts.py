@@ -35,11 +35,15 @@ def watch() -> Path:
     """Record from now on; the folder of the record."""
     folder = Path(tempfile.mkdtemp(prefix="nodeagent-starts-"))
     os.environ[RECORD] = str(folder)
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if str(HOOK) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(HOOK), *filter(None, paths)])
+    os.environ["PYTHONPATH"] = python_path(os.environ)
     record(folder)
     return folder
+
+
+def python_path(environ: Mapping[str, str]) -> str:
+    """PYTHONPATH of ``environ``, with ``HOOK``."""
+    paths = [str(HOOK), *environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return os.pathsep.join(dict.fromkeys(filter(None, paths)))
 
 
 def record(folder: Path) -> None:
