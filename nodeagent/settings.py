@@ -26,6 +26,9 @@ GONE = {
     "admin.token_file": "use admin.socket with admin.group, or admin.api with tokens_file",
     "preheat.datasets": _NO_LAYOUTS,
     "preheat.images.source": _NO_LAYOUTS,
+    "volumes.guard.fallback": (
+        "run a kernel that takes the guard's program ('nodeagent doctor' says whether it does)"
+    ),
 }
 
 

@@ -19,9 +19,10 @@ from volumes.guard import override, raw_block
 def checks(section: settings.VolumesSettings, state_dir: Path) -> Sequence[Check]:
     guard = section.guard
     guarding, auditing = guard.mode != "off", section.audit.enabled
-    unguarded = "nothing refuses a format; at best known formatters are refused by name"
     found = [
-        Check("bpf", bpf, (guard.model_dump(mode="json"),), unguarded, guarding, 20.0),
+        Check(
+            "bpf", bpf, (guard.model_dump(mode="json"),), "nothing refuses a format", guarding
+        ),
         Check(
             "guarded drivers", drivers, (list(guard.drivers),),
             "a device that appears is guarded a moment after its driver", wanted=False,

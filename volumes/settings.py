@@ -98,9 +98,6 @@ class GuardSettings(kit.settings.Section):
     raw_block: bool = True
     """A volume that kubelet publishes as a raw block device (volumeMode: Block) may be written by
     its pod, as its user asked for."""
-    fallback: bool = True
-    """Where the kernel does not take the program: flag unreadable devices read-only and check each
-    execution of a known formatter (weaker; the status says so)."""
     cgroup: kit.settings.AbsolutePath | None = None
     """cgroup v2 directory to guard; default: the root of the hierarchy, all processes of the
     node."""

@@ -238,7 +238,6 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
         "unsupported": guard.unsupported,
         "leases_end_with_disk": guard.guard is not None and guard.guard.ends_with_disk,
         "why_not": guard.guard.no_watch if guard.guard is not None else "",
-        "fallback": guard.fallback.status() if guard.fallback is not None else None,
         "loaded_seconds_after_boot": None if program is None else round(program.loaded_ns / 1e9, 1),
         "drivers_not_loaded": sorted(set(guard.settings.drivers) - guard.driver_names()),
         "kernel_log": guard.errors.readable,
