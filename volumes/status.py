@@ -72,8 +72,8 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             Severity.WARNING,
             "the kernel does not end the lease of a number that a new disk gets "
             f"({guard.guard.no_watch})",
-            "run a kernel with BTF (CONFIG_DEBUG_INFO_BTF); until then the agent ends it when it "
-            "meets the disk",
+            "mount the host's bpf file system where volumes.guard.pins lies, or run a kernel with "
+            "CONFIG_BPF_EVENTS; until then the agent ends it when it meets the disk",
         )
     if (change := guard.memory.override) is not None:
         yield finding(
@@ -180,10 +180,7 @@ def describe_kernel(present: kernel.Present) -> dict[str, Any]:
         "cgroup": present.cgroup,
         "whole_node": present.whole_node,
         "pinned": present.pinned,
-        "programs": [
-            {"id": p.id, "name": p.name, "tag": p.tag, "knows_arguments": p.name == kernel.FULL}
-            for p in present.programs
-        ],
+        "programs": [{"id": p.id, "name": p.name, "tag": p.tag} for p in present.programs],
         "majors": sorted(present.majors),
         "partitions": sorted(f"{major}:{minor}" for major, minor in present.devices),
         "openers": sorted(present.openers),

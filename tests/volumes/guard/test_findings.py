@@ -12,16 +12,16 @@ from linux import bpf
 from volumes import doctor, settings, status
 from volumes.guard import controller, kernel, override
 
-PROGRAM = bpf.ProgramInfo(1, kernel.FULL, "", 0, ())
+PROGRAM = bpf.ProgramInfo(1, kernel.PROGRAM, "", 0, ())
 
 
 @pytest.mark.parametrize(
     ("attached", "pinned", "no_watch", "rule"),
     [
         (True, True, "", None),
-        (True, True, "no BTF", "leases-outlive-disks"),
+        (True, True, "not traced", "leases-outlive-disks"),
         (True, False, "the host does not have it mounted", "guard-not-pinned"),
-        (False, False, "no BTF", None),  # switched off: there are no leases
+        (False, False, "not traced", None),  # switched off: there are no leases
     ],
 )
 async def test_a_guard_that_lacks_something_says_what(
