@@ -26,6 +26,9 @@ GONE = {
     "admin.token_file": "use admin.socket with admin.group, or admin.api with tokens_file",
     "preheat.datasets": _NO_LAYOUTS,
     "preheat.images.source": _NO_LAYOUTS,
+    "volumes.audit.near_full": (
+        "take it out: the cluster itself warns of its space ('ceph health', ceph-mgr's metrics)"
+    ),
     "volumes.guard.fallback": (
         "run a kernel that takes the guard's program ('nodeagent doctor' says whether it does)"
     ),
