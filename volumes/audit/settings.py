@@ -101,14 +101,8 @@ class ActionSettings(kit.settings.Section):
 
     detach_leaked: Mode = "off"
     """Unmount a private leaked copy inside its holder's namespace."""
-    unmap_orphan: Mode = "off"
-    """Unmap a mapping that nothing uses and of which kubelet has no record."""
-    set_readonly: Mode = "off"
-    """Flag a device read-only while the guard cannot read it."""
-    orphan_after: kit.units.Seconds = Field(default=1800.0, ge=1)
-    """How long a mapping must be idle to be an orphan."""
     per_hour: int = Field(default=10, ge=1, le=1000)
-    """Most actions of one kind in an hour."""
+    """Most actions in an hour."""
 
 
 class RepairSettings(kit.settings.Section):
