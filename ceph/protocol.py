@@ -212,17 +212,8 @@ class FeatureGroup:
     count: int
 
 
-@dataclass(frozen=True)
-class Check:
-    """A health check that fails."""
-
-    code: str  # OSD_NEARFULL
-    severity: str
-    summary: str
-
-
-# What monitors must collect from all daemons, or add up: asked rarely.
-WIDE = ("health", "versions", "features", "osd get-require-min-compat-client", "df")
+# What monitors must collect from all daemons: asked rarely.
+WIDE = ("versions", "features", "osd get-require-min-compat-client")
 
 
 def refusal(command: str) -> str:
@@ -239,8 +230,6 @@ class ClusterView:
     versions: tuple[VersionCount, ...] = ()
     features: tuple[FeatureGroup, ...] = ()
     min_client: str = ""  # require_min_compat_client
-    checks: tuple[Check, ...] = ()
-    used: float = 0.0  # share of raw space
     blocklist: tuple[str, ...] = ()  # addresses, and ranges as "cidr:10.1.0.0:0/24"
     monitors_v1: tuple[str, ...] = ()
     monitors_v2: tuple[str, ...] = ()
@@ -256,8 +245,6 @@ class ClusterView:
             versions=before.versions,
             features=before.features,
             min_client=before.min_client,
-            checks=before.checks,
-            used=before.used,
             denied=(*self.denied, *kept),
         )
 

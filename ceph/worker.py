@@ -28,7 +28,6 @@ from ceph import secrets
 from ceph.protocol import (
     WIDE,
     Answer,
-    Check,
     ClusterView,
     ContentQuestion,
     Credentials,
@@ -234,7 +233,6 @@ class _Connection:
             return json.loads(said(command) or b"{}")
 
         monitors = ask("mon dump").get("mons", [])
-        health = ask("health").get("checks", {})
         return ClusterView(
             name=self.credentials.cluster,
             taken=time.time(),
@@ -243,11 +241,6 @@ class _Connection:
             features=_features(ask("features")),
             # One word, whatever format is asked for.
             min_client=said("osd get-require-min-compat-client").decode().strip().strip('"'),
-            checks=tuple(
-                Check(code, check.get("severity", ""), check["summary"]["message"])
-                for code, check in health.items()
-            ),
-            used=float(ask("df").get("stats", {}).get("total_used_raw_ratio", 0.0)),
             # Not 'osd dump', which has both: it is megabytes on a large cluster, from every node.
             # Before Ceph 16 the command had another name.
             blocklist=parse_blocklist(said("osd blocklist ls", older="osd blacklist ls").decode())[

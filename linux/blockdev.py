@@ -10,7 +10,6 @@ A device number and a name are used again and again. What stays the same while o
 attached is ``BlockDevice.attachment``.
 """
 
-import array
 import contextlib
 import dataclasses
 import fcntl
@@ -33,7 +32,6 @@ PROC = Path("/proc")
 MOST_DEVICES = 4096  # of one scan
 MOST_LAYERS = 256  # on one device
 _SECTOR = 512
-_BLKROSET = 0x125D
 _LOOP_CLR_FD = 0x4C01
 # What changes with another medium: a disk of nbd stays, and may come back with the same size.
 _STATE = ("dev", "size", "diskseq", "backend", "loop/backing_file")
@@ -489,16 +487,6 @@ def in_use(device: BlockDevice, sysfs: _Root = SYSFS) -> bool:
 
 
 # --- ioctls (linux/fs.h, linux/loop.h). All raise OSError; all can hang.
-
-
-def set_read_only(path: str, number: Number, flag: bool = True, *, claim: bool = True) -> None:
-    """Refuse writes from now on, or take them again; any privileged process can change it back.
-
-    OSError when ``path`` no longer is the device ``number``. With ``claim`` EBUSY while the device
-    is mounted or claimed; O_EXCL keeps it so until the flag is set.
-    """
-    with opened(path, number, os.O_EXCL if claim else 0) as descriptor:
-        fcntl.ioctl(descriptor, _BLKROSET, array.array("i", [int(flag)]))
 
 
 def detach_loop(path: str, number: Number) -> None:

@@ -20,12 +20,27 @@ _NO_LAYOUTS = (
     "push images to a registry or to a mirror that hosts_dir names, or import them on the node "
     "('ctr -n k8s.io images import FILE') and list them under preheat.images"
 )
+_REPAIR = (
+    "use volumes.repair, which takes broken mappings away; a mapping that is only idle: 'rbd unmap'"
+)
 # Settings that went, and what to do instead. Older files still have them: each is refused by name.
 GONE = {
     "admin.listen": "use admin.metrics (probes, metrics and the status page) and admin.socket",
     "admin.token_file": "use admin.socket with admin.group, or admin.api with tokens_file",
     "preheat.datasets": _NO_LAYOUTS,
     "preheat.images.source": _NO_LAYOUTS,
+    "volumes.audit.actions.unmap_orphan": _REPAIR,
+    "volumes.audit.actions.orphan_after": _REPAIR,
+    "volumes.audit.actions.set_readonly": (
+        "use volumes.guard in mode enforce, which refuses formats, and volumes.repair, which takes "
+        "a broken mapping away"
+    ),
+    "volumes.audit.near_full": (
+        "take it out: the cluster itself warns of its space ('ceph health', ceph-mgr's metrics)"
+    ),
+    "volumes.guard.fallback": (
+        "run a kernel that takes the guard's program ('nodeagent doctor' says whether it does)"
+    ),
 }
 
 

@@ -152,9 +152,6 @@ def _status_lines(s: dict[str, Any]) -> Iterator[str]:
         yield f"warning:  {warning}"
     if s.get("unsupported"):
         yield f"problem:  {s['unsupported']}"
-    if s.get("fallback"):
-        flagged = ", ".join(s["fallback"]["flagged_read_only"]) or "no device"
-        yield f"fallback: exec filter {s['fallback']['exec_guard']}; read-only flags on {flagged}"
     for name, count in s.get("counters", {}).items():
         yield f"  {name}: {count}"
     for device in s.get("devices", ()):

@@ -13,15 +13,16 @@ from ceph.settings import ClusterSettings
 from kit.checks import Check
 from linux import blockdev, kmsg, mountinfo
 from volumes import settings
-from volumes.guard import override, raw_block
+from volumes.guard import kernel, override, raw_block
 
 
 def checks(section: settings.VolumesSettings, state_dir: Path) -> Sequence[Check]:
     guard = section.guard
     guarding, auditing = guard.mode != "off", section.audit.enabled
-    unguarded = "nothing refuses a format; at best known formatters are refused by name"
     found = [
-        Check("bpf", bpf, (guard.model_dump(mode="json"),), unguarded, guarding, 20.0),
+        Check(
+            "bpf", bpf, (guard.model_dump(mode="json"),), "nothing refuses a format", guarding
+        ),
         Check(
             "guarded drivers", drivers, (list(guard.drivers),),
             "a device that appears is guarded a moment after its driver", wanted=False,
@@ -65,14 +66,14 @@ def bpf(section: dict[str, Any]) -> str:
     guard = override.handle(wanted)
     try:
         present = guard.read()
-        name = guard.try_load()
+        guard.try_load()
     except OSError as error:
         remedy = "install libbpf1" if "libbpf" in str(error) else "run as root (CAP_SYS_ADMIN)"
         raise kit.errors.HostError("BPF", error.strerror or str(error), remedy) from error
     finally:
         guard.close()
     state = f"attached in mode {present.mode}" if present.attached else "not attached now"
-    return f"the kernel takes the program {name}; {state}"
+    return f"the kernel takes the program {kernel.PROGRAM}; {state}"
 
 
 def drivers(names: list[str]) -> str:

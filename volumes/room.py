@@ -37,8 +37,7 @@ ROOM = Room(
             "volumes/ledger/*.json",
         ),
         "the guard was as strict as it could be; what was written since counts",
-    )
-    | {"volumes/read-only-flags.json": "flags of an earlier agent stay"},
+    ),
     report=Report(
         "guard",
         node_status.GuardStatus,

@@ -75,8 +75,7 @@ class GuardSettings(kit.settings.Section):
     words: tuple[str, ...] = Field(default=WORDS, max_length=_MOST)
     """'PROGRAM ARGUMENT': PROGRAM may open a guarded device for writing when ARGUMENT is its
     command: its first argument that is neither an option nor the value of one. With a word that
-    destroys data (cryptsetup luksFormat) anywhere among its arguments it may not. Needs a kernel
-    with BTF."""
+    destroys data (cryptsetup luksFormat) anywhere among its arguments it may not."""
     lease: kit.units.Seconds = Field(default=150.0, ge=1, le=300)
     """How long a device found blank may be formatted. Longer than kubelet's longest pause between
     two tries (122 s) and than one mkfs takes; after an unused lease the next attempt to write gets
@@ -98,9 +97,6 @@ class GuardSettings(kit.settings.Section):
     raw_block: bool = True
     """A volume that kubelet publishes as a raw block device (volumeMode: Block) may be written by
     its pod, as its user asked for."""
-    fallback: bool = True
-    """Where the kernel does not take the program: flag unreadable devices read-only and check each
-    execution of a known formatter (weaker; the status says so)."""
     cgroup: kit.settings.AbsolutePath | None = None
     """cgroup v2 directory to guard; default: the root of the hierarchy, all processes of the
     node."""

@@ -72,8 +72,8 @@ def _of_guard(guard: controller.Controller) -> Iterator[Finding]:
             Severity.WARNING,
             "the kernel does not end the lease of a number that a new disk gets "
             f"({guard.guard.no_watch})",
-            "run a kernel with BTF (CONFIG_DEBUG_INFO_BTF); until then the agent ends it when it "
-            "meets the disk",
+            "mount the host's bpf file system where volumes.guard.pins lies, or run a kernel with "
+            "CONFIG_BPF_EVENTS; until then the agent ends it when it meets the disk",
         )
     if (change := guard.memory.override) is not None:
         yield finding(
@@ -180,10 +180,7 @@ def describe_kernel(present: kernel.Present) -> dict[str, Any]:
         "cgroup": present.cgroup,
         "whole_node": present.whole_node,
         "pinned": present.pinned,
-        "programs": [
-            {"id": p.id, "name": p.name, "tag": p.tag, "knows_arguments": p.name == kernel.FULL}
-            for p in present.programs
-        ],
+        "programs": [{"id": p.id, "name": p.name, "tag": p.tag} for p in present.programs],
         "majors": sorted(present.majors),
         "partitions": sorted(f"{major}:{minor}" for major, minor in present.devices),
         "openers": sorted(present.openers),
@@ -238,7 +235,6 @@ def describe(guard: controller.Controller) -> dict[str, Any]:
         "unsupported": guard.unsupported,
         "leases_end_with_disk": guard.guard is not None and guard.guard.ends_with_disk,
         "why_not": guard.guard.no_watch if guard.guard is not None else "",
-        "fallback": guard.fallback.status() if guard.fallback is not None else None,
         "loaded_seconds_after_boot": None if program is None else round(program.loaded_ns / 1e9, 1),
         "drivers_not_loaded": sorted(set(guard.settings.drivers) - guard.driver_names()),
         "kernel_log": guard.errors.readable,

@@ -4,18 +4,15 @@ The ledger stays unless somebody asks for its removal by name: without it the ne
 volume that reads as zeros for a new one. Its copy in the clusters (metadata of images) is theirs.
 """
 
-import asyncio
 import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
 
-import kit.errors
-import kit.formats
 from kit.traces import Trace
 from linux import mountinfo, mounts
 from volumes import settings
-from volumes.guard import fallback, override
+from volumes.guard import override
 
 _BPF = "/sys/fs/bpf"
 
@@ -36,8 +33,6 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     if _own_mount(wanted.pins.parent):
         found.append(Trace("bpf file system", str(wanted.pins.parent)))
     state = Path(state_dir) / "volumes"
-    if flagged := _flagged(_flags(state)):
-        found.append(Trace("read-only flags", flagged))
     if held := override.held_at(wanted):
         found.append(Trace("mode given by an operator", str(held)))
     if entries := _entries(state):
@@ -68,20 +63,14 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
             kernels = {"maps.debug", "progs.debug"}
             if _own_mount(Path(name)) and {each.name for each in Path(name).iterdir()} <= kernels:
                 mounts.unmount(name)
-        case "read-only flags":
-            asyncio.run(_take_back(_flags(Path(state_dir) / "volumes")))
         case "mode given by an operator":
             override.forget(wanted)
         case "ledger":
             shutil.rmtree(name)
         case "state":
-            kept = {"ledger"} if _entries(Path(name)) else set()
-            flags = _flags(Path(name))
-            left = _flagged(flags)
-            if left:  # they could not be taken back, and nothing else knows them
-                kept |= {flags.file.name, kit.formats.aside(flags.file).name}
+            entries = _entries(Path(name))
             for each in Path(name).iterdir():
-                if each.name in kept:
+                if each.name == "ledger" and entries:
                     continue
                 if each.is_dir() and not each.is_symlink():
                     shutil.rmtree(each)
@@ -89,38 +78,8 @@ def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> Non
                     each.unlink()
             with contextlib.suppress(OSError):  # what is kept is in it
                 Path(name).rmdir()
-            if left:
-                raise kit.errors.HostError(
-                    str(flags.file), f"stays: it alone knows what is flagged read-only ({left})",
-                    "take the flags off with blockdev --setrw, then try again",
-                )  # fmt: skip
 
 
 def _entries(state: Path) -> int:
     ledger = state / "ledger"
     return sum(each.is_file() for each in ledger.iterdir()) if ledger.is_dir() else 0
-
-
-def _flags(state: Path) -> fallback.Flags:
-    flags = fallback.Flags(state / "read-only-flags.json")
-    flags.read()
-    return flags
-
-
-def _flagged(flags: fallback.Flags) -> str:
-    """The devices that are still flagged, or why they are not known."""
-    return flags.unknown or ", ".join(sorted(flags.attachments))
-
-
-async def _take_back(flags: fallback.Flags) -> None:
-    if flags.unknown:
-        raise kit.errors.HostError(
-            "the devices flagged read-only", f"are not known: {flags.unknown}",
-            "find them with blockdev --report, take the flags off with blockdev --setrw, remove "
-            "the file, then try again",
-        )  # fmt: skip
-    await flags.clear()
-    if left := sorted(flags.attachments):
-        raise kit.errors.HostError(
-            ", ".join(left), "cannot be made writable again", "blockdev --setrw, then try again"
-        )

@@ -3,7 +3,7 @@
 #   cache     ceph-fuse, libcephfs2 and python3-cephfs (sources), kmod (modprobe overlay, ceph)
 #   preheat   ca-certificates (registries); the runtime's socket needs no client
 #   volumes   libbpf1 (guard), libblkid1 (probe; part of the base), python3-rados and python3-rbd (ledger,
-#             audit), rbd-nbd (unmap orphans), rados (the client's version), journalctl (logs)
+#             audit), rbd-nbd (unmap what is broken), rados (the client's version), journalctl (logs)
 #
 # DEBIAN_LOCK: required, preferred or off. The lock beside this file has all packages of the image, those of
 # the base too, in the form NAME=VERSION.

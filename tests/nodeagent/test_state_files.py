@@ -20,7 +20,7 @@ from cache.store import disk, generations, sample, trust
 from nodeagent import memory, rooms
 from nodeagent.cluster import follow, intent, requests
 from preheat import doubts
-from volumes.guard import fallback, record
+from volumes.guard import record
 from volumes.ledger import store as ledger
 
 WISH = intent.Wish("CachedDataset", "coco", "u", 1, "2026-01-01T00:00:00Z", {"a": 1})
@@ -102,12 +102,6 @@ def _wanted(folder: Path) -> dict[str, Any]:
     return record.read(str(folder))
 
 
-def _flags(folder: Path) -> fallback.Flags:
-    made = fallback.Flags(folder / "flags.json")
-    made.read()
-    return made
-
-
 FILES = [
     Kept("cache-trust.json", lambda f: trust.save(str(trust.file_of(f)), asdict(trust.Kept(3))),
          lambda f: _sound(f).troubles == 3, _doubts),
@@ -153,9 +147,6 @@ FILES = [
     Kept(ledger.Store(Path())._file(ENTRY.volume).name, lambda f: _ledger(f).put(ENTRY),
          lambda f: _ledger(f).knowledge(ENTRY.volume) is ledger.Knowledge.CONTENT,
          lambda f: _ledger(f).knowledge(ENTRY.volume) is ledger.Knowledge.UNKNOWN, stays=True),
-    Kept("flags.json", lambda f: (f / "flags.json").write_text('{"rbd0": 7}'),
-         lambda f: _flags(f).attachments == {"rbd0": 7},
-         lambda f: _flags(f).unknown and not _flags(f).attachments),
 ]  # fmt: skip
 WAYS = (
     *("empty", "half", "zeros", "garbage", "list", "number", "null", "text", "no-field"),
@@ -209,7 +200,7 @@ def root_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 ANY_FIELDS = {
     ("volumes/guard-wanted.json", "no-field"), ("volumes/guard-wanted.json", "wrong-type"),
     ("volumes/guard-override.json", "no-field"), ("volumes/guard-override.json", "wrong-type"),
-    ("flags.json", "no-field"), (sample.NAME, "no-field"), (sample.NAME, "wrong-type"),
+    (sample.NAME, "no-field"), (sample.NAME, "wrong-type"),
 }  # fmt: skip
 
 

@@ -136,5 +136,5 @@ def _fill_volumes(room: volumes.component.Volumes) -> None:
     sources = [*(["kernel"] if settings.kernel else []), *(each.name for each in settings.sources)]
     audit.follower._past = {name: matcher.Counters() for name in sources}
     ends = ("done", "failed", "dry-run")
-    audit.runner.counts = Counter((name, end) for name in actions.ACTIONS for end in ends)
+    audit.runner.counts = Counter((actions.DETACH, end) for end in ends)
     audit.repairer.counts = Counter((str(step), end) for step in repair.Step for end in ends)

@@ -15,7 +15,7 @@ import kit.threads
 from tests.testbed import waiting
 from volumes import disk, settings
 from volumes.audit import journal
-from volumes.guard import controller, fallback
+from volumes.guard import controller
 from volumes.ledger import store
 
 TRIES = 4
@@ -32,13 +32,11 @@ async def hanging(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[int]]:
 
     monkeypatch.setattr(disk, "STATE", kit.threads.Apart("the test's"))
     monkeypatch.setattr(kit.files, "append", hang)
-    monkeypatch.setattr(kit.files, "save", hang)
     monkeypatch.setattr(store.Store, "load", hang)
-    monkeypatch.setattr(fallback.Flags, "read", hang)
     monkeypatch.setattr(journal.Journal, "read", hang)
-    for module, name in ((controller, "LOAD_SECONDS"), (fallback, "_SAVE_SECONDS"),
-                         (journal, "_WRITE_SECONDS"), (journal, "_READ_SECONDS")):  # fmt: skip
-        monkeypatch.setattr(module, name, 0.05)
+    monkeypatch.setattr(controller, "LOAD_SECONDS", 0.05)
+    monkeypatch.setattr(journal, "_WRITE_SECONDS", 0.05)
+    monkeypatch.setattr(journal, "_READ_SECONDS", 0.05)
     yield found
     over.set()  # before the loop ends, which waits for its threads
 
@@ -59,17 +57,14 @@ async def test_starts_fail_in_time_and_leave_one_thread(hanging: list[int], tmp_
     await _others_work()
 
 
-async def test_journal_and_flags_end_in_time_and_leave_one_thread(
+async def test_journal_ends_in_time_and_leaves_one_thread(
     hanging: list[int], tmp_path: Path
 ) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     written = journal.Journal(tmp_path)
-    flags = fallback.Flags(tmp_path / "read-only-flags.json")
     async with asyncio.timeout(waiting.limit(60)):
         for _ in range(TRIES):
             assert not await written.write({"action": "a"})
             assert await written.recall() is None
-            with pytest.raises(TimeoutError):
-                await flags._save()
     assert len(hanging) == 1
     await _others_work()

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import kit.errors
-from linux import blockdev as devices
-from tests.testbed import blockdev, cell
+from tests.testbed import cell
 from volumes import uninstall
-from volumes.guard import fallback, override
+from volumes.guard import override
 from volumes.ledger import store
 from volumes.settings import VolumesSettings
 
@@ -25,47 +23,6 @@ def section(tmp_path: Path) -> Iterator[dict[str, object]]:
 
 def kinds(section: dict[str, object], state: Path) -> dict[str, dict[str, object]]:
     return {each["kind"]: each for each in uninstall.find(section, str(state))}
-
-
-def test_flagged_device_is_writable_afterwards(section: dict[str, object], tmp_path: Path) -> None:
-    image = blockdev.blank(tmp_path / "image", blockdev.MiB)
-    with blockdev.loop(image) as path:
-        device = devices.identify(Path(path).name)
-        assert device is not None
-        (tmp_path / "volumes").mkdir()
-        flags = fallback.Flags(tmp_path / "volumes" / "read-only-flags.json")
-        flags.read()
-        asyncio.run(flags.set(device))
-        assert blockdev.run("blockdev", "--getro", path).stdout == "1\n"
-        trace = kinds(section, tmp_path)["read-only flags"]
-        assert trace["name"] == device.name
-
-        uninstall.remove(section, str(tmp_path), "read-only flags", device.name)
-
-        assert blockdev.run("blockdev", "--getro", path).stdout == "0\n"
-        assert "read-only flags" not in kinds(section, tmp_path)
-
-
-def test_flags_that_cannot_be_taken_back_are_not_forgotten(
-    section: dict[str, object], tmp_path: Path
-) -> None:
-    (tmp_path / "volumes").mkdir()
-    file = tmp_path / "volumes" / "read-only-flags.json"
-    (tmp_path / "volumes" / "operator.log").write_text("a line\n")
-
-    for text, why, kept in (('{"rbd7": 3}', "rbd7", ""), ("{", "is damaged", ".damaged")):
-        file.write_text(text)
-        assert why in str(kinds(section, tmp_path)["read-only flags"]["name"])
-        with pytest.raises(kit.errors.HostError, match=f"read-only-flags.json: stays: .*{why}"):
-            uninstall.remove(section, str(tmp_path), "state", str(tmp_path / "volumes"))
-        names = [path.name for path in (tmp_path / "volumes").iterdir()]
-        assert names == [f"{file.name}{kept}"]
-    with pytest.raises(kit.errors.HostError, match="are not known"):
-        uninstall.remove(section, str(tmp_path), "read-only flags", "")
-
-    file.write_text("{}")
-    uninstall.remove(section, str(tmp_path), "state", str(tmp_path / "volumes"))
-    assert not (tmp_path / "volumes").exists()
 
 
 def test_memory_of_volumes_stays_and_the_rest_goes(

@@ -1,4 +1,5 @@
-"""What the audit may do by itself: off by default, checked again before each action, journalled.
+"""What the audit may do by itself: detach leaked mounts. Off by default, checked again before each
+action, journalled. (Broken mappings are the affair of ``repair``, the one way to unmap.)
 
 ``plans`` says which actions the current findings call for and what forbids each; it is pure.
 ``Runner`` carries a plan out: modes, limits, a new scan and a new plan immediately before it, and
@@ -20,22 +21,12 @@ from kit.findings import Finding
 from linux import blockdev
 from volumes.audit import executors, journal
 from volumes.audit.inventory.model import Inventory
-from volumes.audit.rules import mappings, mounting
+from volumes.audit.rules import mounting
 from volumes.audit.settings import ActionSettings
-from volumes.audit.types import GuardView
 
-DETACH, UNMAP, READ_ONLY = "detach-leaked", "unmap-orphan", "set-readonly"
-ACTIONS = (DETACH, UNMAP, READ_ONLY)
-DEADLINE_SECONDS = 30.0
-NOT_SEARCHED = "its users were not searched yet"
+DETACH = "detach-leaked"
 _RETRY_SECONDS = 60.0
 _REPEAT_SECONDS = 3600.0  # a refusal or a dry run is not reported again sooner
-# Action -> its setting, and what carries it out.
-_ACTIONS: Mapping[str, tuple[str, Callable[..., int]]] = {
-    DETACH: ("detach_leaked", executors.detach),
-    UNMAP: ("unmap_orphan", executors.unmap),
-    READ_ONLY: ("set_readonly", executors.set_read_only),
-}
 
 
 @dataclass(frozen=True)
@@ -46,16 +37,12 @@ class Plan:
     finding: str  # id
     device: str
     what: str  # for people
-    arguments: tuple[object, ...] = ()  # of the action's function in executors
+    arguments: tuple[object, ...] = ()  # of executors.detach
     refusal: str = ""
 
 
 def plans(
-    found: list[Finding],
-    inventory: Inventory,
-    guard: GuardView | None,
-    former: Mapping[str, frozenset[str]],
-    orphan_after: float,
+    found: list[Finding], inventory: Inventory, former: Mapping[str, frozenset[str]]
 ) -> list[Plan]:
     """Every action for the findings. ``former``: where the host had each device mounted."""
     steps = []
@@ -65,12 +52,6 @@ def plans(
             continue
         if finding.rule == mounting.LEAKED_MOUNT and finding.evidence.get("kind") == "mount":
             steps.append(_detach(finding, device, inventory, former.get(device.name, frozenset())))
-        elif finding.rule == mappings.MAPPED_UNMOUNTED:
-            steps.append(_unmap(finding, device, inventory, orphan_after))
-    for name in guard.unreadable if guard else ():
-        device = inventory.device(name)
-        if device is not None:
-            steps.append(_read_only(device, inventory))
     return steps
 
 
@@ -112,93 +93,36 @@ def _detach(
     )
 
 
-def _unmap(
-    finding: Finding, device: blockdev.BlockDevice, inventory: Inventory, orphan_after: float
-) -> Plan:
-    age = inventory.taken - finding.since
-    refusal = why_held(inventory, device)
-    if not refusal and age < orphan_after:
-        refusal = f"it has been idle for {age:.0f}s only, less than orphan_after"
-    return Plan(
-        UNMAP,
-        finding.id,
-        device.name,
-        f"unmap {device.label}",
-        (
-            device.name,
-            device.driver,
-            list(device.number),
-            device.diskseq,
-            device.client.mapping_id if device.client else "",
-        ),
-        refusal,
-    )
-
-
-def why_held(inventory: Inventory, device: blockdev.BlockDevice) -> str:
-    """What holds the mapping, or may hold it; empty only when it is certain that nothing does."""
-    if not mappings.is_idle(inventory, device):
-        return "it is in use again"
-    if inventory.kubelet is None:
-        return "kubelet's directory is not visible, so nobody can tell that it has no record"
-    if volume := inventory.volume_of(device):
-        return f"kubelet still has a record of it ({volume.staging})"
-    if not inventory.deep or device.number not in inventory.users_of:
-        return NOT_SEARCHED
-    if users := inventory.users_on(device):
-        return f"{users[0].owner.label} has it open"
-    return ""
-
-
-def _read_only(device: blockdev.BlockDevice, inventory: Inventory) -> Plan:
-    refusal = ""
-    if device.read_only:
-        refusal = "it is read-only already"
-    elif inventory.on_host(device) or inventory.elsewhere(device) or device.active:
-        refusal = "it is mounted: the flag would make its writes fail"
-    elif inventory.raw.get(device.name) or device.stacked:
-        above = (*inventory.raw.get(device.name, ()), *device.stacked)[0]
-        refusal = f"{above} uses it: the flag would make its writes fail"
-    return Plan(
-        READ_ONLY,
-        f"{READ_ONLY}/{device.name}",
-        device.name,
-        f"flag {device.label} read-only",
-        (f"/dev/{device.name}", list(device.number), device.diskseq),
-        refusal,
-    )
-
-
 # -- carrying out ------------------------------------------------------------------------------
 
 
 def modes(settings: ActionSettings) -> dict[str, str]:
     """Each action's mode: off, dry-run or on."""
-    return {action: getattr(settings, name) for action, (name, _) in _ACTIONS.items()}
+    return {DETACH: settings.detach_leaked}
 
 
 class Runner:
-    """Carries plans out, each kind at most ``per_hour`` times an hour."""
+    """Carries plans out, at most ``per_hour`` of them an hour."""
 
     def __init__(self, state_dir: Path) -> None:
         self.journal = journal.Journal(state_dir)
         self.last = self.journal.last
         self.counts: dict[tuple[str, str], int] = {}  # (action, outcome)
         self._not_before: dict[tuple[str, str], float] = {}
-        self._done: dict[str, list[float]] = {}
+        self._done: list[float] = []
 
     def due(self, plans: list[Plan], settings: ActionSettings) -> list[Plan]:
         """Plans that the settings ask for and that were not tried a moment ago. In mode dry-run
         also refused ones, so that the journal says why."""
         now = time.monotonic()
         self._not_before = {key: until for key, until in self._not_before.items() if now < until}
-        mode = modes(settings)
+        mode = settings.detach_leaked
         return [
             step
             for step in plans
-            if mode[step.action] != "off"
+            if mode != "off"
             and (step.action, step.finding) not in self._not_before
-            and (not step.refusal or mode[step.action] == "dry-run")
+            and (not step.refusal or mode == "dry-run")
         ]
 
     async def run(
@@ -214,7 +138,7 @@ class Runner:
         scans and plans once more."""
         key = step.action, step.finding
         self._not_before[key] = time.monotonic() + _RETRY_SECONDS
-        dry = modes(settings)[step.action] != "on" if dry_run is None else dry_run
+        dry = settings.detach_leaked != "on" if dry_run is None else dry_run
         entry: dict[str, Any] = {
             "time": time.time(),
             "action": step.action,
@@ -234,27 +158,28 @@ class Runner:
         if dry:
             self._not_before[key] = time.monotonic() + _REPEAT_SECONDS
             return await self._finish(entry, "dry-run", "would be done")
-        if not self._within_limit(step.action, settings.per_hour):
+        if not self._within_limit(settings.per_hour):
             return await self._finish(entry, "limited", f"{settings.per_hour} in this hour already")
         return await self._carry_out(fresh, entry)
 
     async def _carry_out(self, step: Plan, entry: dict[str, Any]) -> dict[str, Any]:
         await self.journal.write(entry | {"outcome": "begun", "detail": ""})
         try:
-            _, execute = _ACTIONS[step.action]
-            done = await kit.child.call(execute, *step.arguments, deadline=DEADLINE_SECONDS)
+            done = await kit.child.call(
+                executors.detach, *step.arguments, deadline=executors.DEADLINE_SECONDS
+            )
         except (kit.errors.AgentError, OSError, RuntimeError) as error:
             return await self._finish(entry, "failed", str(error))
         if not done:
             return await self._finish(entry, "gone", "nothing was left to do")
         return await self._finish(entry, "done", f"{done}")
 
-    def _within_limit(self, action: str, per_hour: int) -> bool:
+    def _within_limit(self, per_hour: int) -> bool:
         now = time.monotonic()
-        recent = [at for at in self._done.get(action, []) if now - at < 3600]
-        if len(recent) >= per_hour:
+        self._done = [at for at in self._done if now - at < 3600]
+        if len(self._done) >= per_hour:
             return False
-        self._done[action] = [*recent, now]
+        self._done.append(now)
         return True
 
     async def _finish(self, entry: dict[str, Any], outcome: str, detail: str) -> dict[str, Any]:

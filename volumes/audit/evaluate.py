@@ -25,7 +25,6 @@ RULES: tuple[Rule, ...] = (
     clusters.version_skew,
     clusters.feature_skew,
     clusters.clock_skew,
-    clusters.near_full,
     clusters.mtu_mismatch,
     clusters.messenger_mode,
     agent.unread_log,

@@ -1,4 +1,5 @@
-"""Carry out one action. Each function runs in a child process (kit.child), because it can hang.
+"""Carry out one action, or a repair's unmap. Each function runs in a child process (kit.child),
+because it can hang.
 
 Each checks again that the device is still the same and still unused: between the plan and this
 moment another attach may have taken its name or number. All raise OSError, RefusedError when the
@@ -14,6 +15,7 @@ import kit.processes
 from linux import blockdev, mount_namespaces, rbd_sysfs
 from volumes.audit.inventory import holders
 
+DEADLINE_SECONDS = 30.0  # of each function
 _UNMAP_SECONDS = 20.0
 
 
@@ -86,15 +88,6 @@ def _refuse_users(name: str, number: tuple[int, int]) -> None:
                 f"{user.owner.label} has it open ({', '.join(user.ways)})",
                 "nothing was done",
             )
-
-
-def set_read_only(path: str, device: list[int], diskseq: int | None) -> int:
-    """Flag a device read-only. EBUSY while it is mounted or claimed by a device on top of it."""
-    number = device[0], device[1]
-    name = path.rpartition("/")[2]
-    _same_attachment(f"flag {name}", name, number, diskseq)
-    blockdev.set_read_only(path, number)
-    return 1
 
 
 def _same_attachment(

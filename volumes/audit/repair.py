@@ -35,6 +35,7 @@ CERTAIN = frozenset({"blocklisted-client"})  # rules whose finding alone says "b
 SUSPECTED = frozenset({"log-rbd-watch-lost", "log-rbd-io-error", "log-nbd-timeout"})
 HOUR, DAY = 3600.0, 86400.0
 MOST_CASES = 256
+NOT_SEARCHED = "its users were not searched yet"
 
 
 class Step(StrEnum):
@@ -202,6 +203,21 @@ def broken(
             else:
                 return each.message, ""
     return "", doubt
+
+
+def why_held(inventory: Inventory, device: blockdev.BlockDevice) -> str:
+    """What holds the mapping, or may hold it; empty only when it is certain that nothing does."""
+    if not mappings.is_idle(inventory, device):
+        return "it is in use again"
+    if inventory.kubelet is None:
+        return "kubelet's directory is not visible, so nobody can tell that it has no record"
+    if volume := inventory.volume_of(device):
+        return f"kubelet still has a record of it ({volume.staging})"
+    if not inventory.deep or device.number not in inventory.users_of:
+        return NOT_SEARCHED
+    if users := inventory.users_on(device):
+        return f"{users[0].owner.label} has it open"
+    return ""
 
 
 def companions(device: blockdev.BlockDevice, inventory: Inventory) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import kit.child
 import kit.errors
 from kit.findings import Finding
 from linux import blockdev
-from volumes.audit import actions, executors, journal, repair
+from volumes.audit import executors, journal, repair
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.repair import Case, Decision, Sight, Step
 from volumes.audit.settings import RepairSettings
@@ -90,7 +90,7 @@ class Repairer:
         for case in list(self._concerned(look, attachments)):
             device = attachments.get(case.id)
             decision, sight = await self._decide(case, device, look)
-            unsearched = sight.held == actions.NOT_SEARCHED
+            unsearched = sight.held == repair.NOT_SEARCHED
             if self.settings.mode != "off" and (decision.step is Step.UNMAP or unsearched):
                 fresh = await afresh()
                 if fresh is None:
@@ -136,14 +136,14 @@ class Repairer:
         why, doubt = repair.broken(device, look.found, look.guard)
         if not why:
             return Sight(mapped=True, doubt=doubt)
-        held = actions.why_held(look.inventory, device)
+        held = repair.why_held(look.inventory, device)
         if not held and self._claims is not None:
             try:
                 held = await self._claims(device)
             except (kit.errors.AgentError, OSError) as error:
                 return Sight(mapped=True, broken=why, doubt=f"who claims it is not known: {error}")
         if held:
-            if held != actions.NOT_SEARCHED:  # a quick scan refutes nothing
+            if held != repair.NOT_SEARCHED:  # a quick scan refutes nothing
                 self._free.pop(case.id, None)
             return Sight(mapped=True, broken=why, held=held)
         return Sight(mapped=True, broken=why, free_since=self._free.setdefault(case.id, now))
@@ -207,7 +207,7 @@ class Repairer:
             await kit.child.call(
                 executors.unmap, device.name, device.driver, list(device.number), device.diskseq,
                 device.client.mapping_id if device.client else "",
-                deadline=actions.DEADLINE_SECONDS,
+                deadline=executors.DEADLINE_SECONDS,
             )  # fmt: skip
         elif step is Step.TAINT:
             if self._taint is None:

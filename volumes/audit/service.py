@@ -432,13 +432,7 @@ class Audit:
         """Every action for the current findings, also those that are refused."""
         if self.inventory is None:
             return []
-        return actions.plans(
-            self.findings,
-            self.inventory,
-            self._guard(),
-            self._mounted_before(),
-            self.settings.actions.orphan_after,
-        )
+        return actions.plans(self.findings, self.inventory, self._mounted_before())
 
     async def _plans_afresh(self) -> list[actions.Plan]:
         """The plans after a scan of this moment; none when it fails."""

@@ -101,14 +101,8 @@ class ActionSettings(kit.settings.Section):
 
     detach_leaked: Mode = "off"
     """Unmount a private leaked copy inside its holder's namespace."""
-    unmap_orphan: Mode = "off"
-    """Unmap a mapping that nothing uses and of which kubelet has no record."""
-    set_readonly: Mode = "off"
-    """Flag a device read-only while the guard cannot read it."""
-    orphan_after: kit.units.Seconds = Field(default=1800.0, ge=1)
-    """How long a mapping must be idle to be an orphan."""
     per_hour: int = Field(default=10, ge=1, le=1000)
-    """Most actions of one kind in an hour."""
+    """Most actions in an hour."""
 
 
 class RepairSettings(kit.settings.Section):
@@ -183,12 +177,10 @@ class AuditSettings(kit.settings.Section):
     cluster_interval: kit.units.Seconds = Field(default=300.0, ge=1, le=86400)
     """Between two questions to a cluster: 7,500 nodes then ask 25 times a second."""
     cluster_wide_interval: kit.units.Seconds = Field(default=3600.0, ge=1, le=86400)
-    """Between two questions about what is the same for every node (versions, features, health,
-    space): of 7,500 nodes, two each second ask five commands."""
+    """Between two questions about what is the same for every node (versions, features, the least
+    client): of 7,500 nodes, two each second ask three commands."""
     cluster_timeout: kit.units.Seconds = Field(default=15.0, gt=0, le=300)
     """After this a cluster's answer is unknown."""
-    near_full: kit.units.Share = 0.8
-    """Share of a cluster's raw space that is a finding; the monitors warn later."""
     mount_options: tuple[RequiredMount, ...] = Field(default=(), max_length=100)
     """Options that mounts must have."""
     rules: dict[str, RuleSettings] = Field(default_factory=dict, max_length=200)

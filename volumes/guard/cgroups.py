@@ -24,11 +24,3 @@ def find() -> Path:
 def is_root(cgroup: Path) -> bool:
     """Only the real root has no cgroup.events; a container's root has one."""
     return not (cgroup / "cgroup.events").exists()
-
-
-def below_root(cgroup: Path | None) -> str:
-    """The cgroup's path as /proc/<pid>/cgroup shows it; ``/`` for the root."""
-    if cgroup is None:
-        return "/"
-    mount = mountinfo.containing(str(cgroup), mountinfo.read())
-    return "/" + str(cgroup.relative_to(mount.target if mount else "/")).strip(".")

@@ -28,7 +28,6 @@ from volumes.guard import (
     canary,
     cgroups,
     denials,
-    fallback,
     kernel,
     lease,
     lease_manager,
@@ -49,7 +48,6 @@ SCAN_SECONDS = 600.0  # in case a uevent was lost without a word
 UNPROVED_SECONDS = 60.0  # until the next attempt after one that told nothing
 PROOF_SECONDS = 600.0  # at once when another program or mode is in the kernel
 LOAD_SECONDS = 30.0  # for the ledger's files, at the start; their disk may hang
-FAILURES = 3  # to load the program, in as many reconciles, before weaker means are taken
 
 
 def node_name() -> str:
@@ -58,8 +56,8 @@ def node_name() -> str:
 
 
 class Controller:
-    """One per agent. Works on the event loop in short pieces; probes, clusters and the exec filter
-    are processes of their own. ``changed`` is called when the findings may have changed."""
+    """One per agent. Works on the event loop in short pieces; probes and clusters are
+    processes of their own. ``changed`` is called when the findings may have changed."""
 
     def __init__(
         self,
@@ -90,11 +88,8 @@ class Controller:
         self._reports = reports.Reports(
             self.manager, self.denials, self.ledger, is_watched=self._is_watched, changed=changed
         )
-        self.fallback: fallback.Fallback | None = None
-        self._flags = fallback.Flags(state_dir / "volumes" / "read-only-flags.json")
         self.came_late = 0  # devices that were there before anything guarded them
         self._applied = False  # this agent's program and maps are in the kernel
-        self._failures = 0  # attempts in a row to bring them there
         self._changed = changed
         self._uevents: netlink.Uevents | None = None
         self._mounts: raw_block.Watch | None = None
@@ -128,7 +123,6 @@ class Controller:
         """Blocks on the state directory's disk."""
         self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.ledger.load()
-        self._flags.read()
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -156,8 +150,6 @@ class Controller:
         await self.mirror.close()
         if self.manager.witness is not None:
             await self.manager.witness.close()
-        if self.fallback is not None:
-            await self.fallback.close()
         self._reports.close()
         for source in (self._kmsg, self._uevents):
             if source is not None:
@@ -233,12 +225,11 @@ class Controller:
             if self.guard is None:
                 self.guard = override.handle(self.settings)
             self.present = await asyncio.to_thread(self._apply_now, self.guard)
-            self.unsupported, self._applied, self._failures = "", True, 0
+            self.unsupported, self._applied = "", True
         except (kit.errors.HostError, kit.errors.InUseError, OSError) as error:
             if not self.unsupported:
                 log.error("format guard is not in force", error=str(error))
             self.unsupported = str(error)
-            self._failures += 1
             self.present = await self._what_is_left()
         attached = self.present is not None and self.present.attached
         adopted = attached and self.manager.leases is not self.guard
@@ -249,7 +240,6 @@ class Controller:
             self._reports.take(self.guard)
         else:
             self._reports.drop()
-        await self._fall_back(attached)
         if self.present is not None and (
             before is None
             or before.mode != self.present.mode
@@ -303,24 +293,6 @@ class Controller:
             new = memory.at_least(new, present)
         self._majors = new.majors
         return new
-
-    async def _fall_back(self, attached: bool) -> None:
-        """Only where the kernel does not take the program, and said so several times."""
-        needed = self.settings.fallback and self.wanted_mode() is not kernel.Mode.OFF
-        if attached or not needed or self._failures < FAILURES:
-            if self.fallback is not None:
-                await self.fallback.close()
-                self.fallback = None
-            if attached or not needed:
-                await self._flags.clear()  # of an earlier agent, whose kernel took no program
-            return
-        if self.fallback is None:
-            below = cgroups.below_root(self.settings.cgroup)
-            self.fallback = fallback.Fallback(self._reports.denied, below, self._flags)
-        self.manager.leases = self.fallback
-        await self.fallback.apply(
-            self.wanted_mode(), self._majors, list(self.manager.known.values())
-        )
 
     # --- events
 
@@ -432,9 +404,7 @@ class Controller:
             await self._scan()
         in_use = await asyncio.to_thread(blockdev.with_superblock)
         checked = {name: known.checked for name, known in self.manager.known.items()}
-        due = pace.due(checked, in_use, now, ROUND_SECONDS)
-        # A flagged device refuses writers without a word: only a look tells that it can be read.
-        for name in {*due, *self._flags.attachments}:
+        for name in pace.due(checked, in_use, now, ROUND_SECONDS):
             self.manager.schedule(name)
         self.manager.revoke_unproven()
 

@@ -8,7 +8,8 @@
 //   3. for a named program with a named command (cryptsetup luksOpen), and without a word among its
 //      arguments that never passes (luksFormat).
 // Everything else is reported and, in mode enforce, refused. Reads, mknod, unmap: never touched.
-// Nothing here waits, and nothing here needs the agent to be alive.
+// Nothing here waits, and nothing here needs the agent to be alive. It reads a task by the kernel's own type
+// information (BTF).
 #include <linux/bpf.h>
 #include <bpf/bpf_helpers.h>
 #include <bpf/bpf_core_read.h>
@@ -153,6 +154,7 @@ static __always_inline int is_told(struct device *dev, const char *name)
 
 static __always_inline void report(struct device *dev, struct task_struct *task, char *name, __u32 mode)
 {
+	unsigned long from, size;
 	struct event *e;
 
 	if (!is_told(dev, name))
@@ -169,16 +171,13 @@ static __always_inline void report(struct device *dev, struct task_struct *task,
 	e->ppid = e->args_len = 0;
 	__builtin_memcpy(e->name, name, NAME);
 	__builtin_memset(e->parent, 0, NAME);
-	if (task) {
-		unsigned long from = BPF_CORE_READ(task, mm, arg_start);
-		unsigned long size = BPF_CORE_READ(task, mm, arg_end) - from;
-
-		size = size > ARGS ? ARGS : size;
-		e->ppid = BPF_CORE_READ(task, real_parent, tgid);
-		bpf_probe_read_kernel(e->parent, NAME, BPF_CORE_READ(task, real_parent, comm));
-		if (!bpf_probe_read_user(e->args, size, (void *)from))
-			e->args_len = size;
-	}
+	from = BPF_CORE_READ(task, mm, arg_start);
+	size = BPF_CORE_READ(task, mm, arg_end) - from;
+	size = size > ARGS ? ARGS : size;
+	e->ppid = BPF_CORE_READ(task, real_parent, tgid);
+	bpf_probe_read_kernel(e->parent, NAME, BPF_CORE_READ(task, real_parent, comm));
+	if (!bpf_probe_read_user(e->args, size, (void *)from))
+		e->args_len = size;
 	bpf_ringbuf_submit(e, 0);
 }
 
@@ -193,10 +192,10 @@ static __always_inline int holds(struct lease *lease)
 	return !lease->grace_ns || (beat && now < *beat + lease->grace_ns);
 }
 
-static __always_inline int decide(struct bpf_cgroup_dev_ctx *ctx, int know_task)
+SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx)
 {
 	struct device dev = { .major = ctx->major, .minor = ctx->minor };
-	struct task_struct *task = 0;
+	struct task_struct *task;
 	char name[NAME] = {};
 	__u32 zero = 0, pid, *mode;
 	struct lease *lease;
@@ -217,15 +216,11 @@ static __always_inline int decide(struct bpf_cgroup_dev_ctx *ctx, int know_task)
 		__sync_fetch_and_add(&lease->opens, 1);
 		return count(BY_LEASE, 1);
 	}
-	if (know_task) {
-		task = (struct task_struct *)bpf_get_current_task();
-		BPF_CORE_READ_INTO(&name, task, comm);
-	} else {
-		bpf_get_current_comm(name, sizeof(name));
-	}
+	task = (struct task_struct *)bpf_get_current_task();
+	BPF_CORE_READ_INTO(&name, task, comm);
 	if (bpf_map_lookup_elem(&openers, name))
 		return count(BY_NAME, 1);
-	if (task && word_allowed(task, name)) {
+	if (word_allowed(task, name)) {
 		pid = bpf_get_current_pid_tgid() >> 32;
 		now = bpf_ktime_get_ns();
 		bpf_map_update_elem(&connecting, &pid, &now, BPF_ANY);
@@ -234,12 +229,6 @@ static __always_inline int decide(struct bpf_cgroup_dev_ctx *ctx, int know_task)
 	report(&dev, task, name, *mode);
 	return *mode == MODE_ENFORCE ? count(DENIED, 0) : count(WOULD_DENY, 1);
 }
-
-// With the kernel's own type information (BTF): command lines and arguments are known.
-SEC("cgroup/dev") int nodeagent_guard(struct bpf_cgroup_dev_ctx *ctx) { return decide(ctx, 1); }
-
-// Without it: names only. Needs bpf_get_current_comm for this program type (about Linux 6.1).
-SEC("cgroup/dev") int nodeagent_plain(struct bpf_cgroup_dev_ctx *ctx) { return decide(ctx, 0); }
 
 // A disk appears: what its number had was given to an earlier one. A disk made by a process that just opened a guarded
 // one (cryptsetup luksOpen) lies on top of that; a minute later another process may have its pid. dev_name is "MAJOR:MINOR".

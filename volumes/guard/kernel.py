@@ -31,7 +31,7 @@ from volumes.guard import cgroups, pins
 # --- layouts shared with guard.bpf.c: change both together
 
 OBJECT = Path(__file__).with_name("guard.bpf.o")
-FULL, PLAIN = "nodeagent_guard", "nodeagent_plain"  # the object's programs, the better one first
+PROGRAM = "nodeagent_guard"
 COUNTERS = ("by_lease", "by_name", "by_word", "would_deny", "denied", "lost")
 NAME_BYTES = 16
 WORD_BYTES = 32
@@ -234,7 +234,7 @@ class Kernel:
                     continue  # detached meanwhile
                 raise
             info = program.info()
-            if info.name in (FULL, PLAIN):
+            if info.name == PROGRAM:
                 found.append((program, info))
             else:
                 program.close()
@@ -361,7 +361,7 @@ class Kernel:
                 each.close()
 
     def _load(self) -> tuple[bpf.Program, dict[str, bpf.Map]]:
-        """The better of the two programs that this kernel takes. HostError with its reason."""
+        """HostError with the kernel's reason where it does not take the program."""
         if not self.object_file.exists():
             raise kit.errors.HostError(
                 f"guard program {self.object_file}",
@@ -369,29 +369,26 @@ class Kernel:
                 "build it: scripts/bpf.sh (needs clang and libbpf's headers)",
             )
         causes = []
-        for name in (FULL, PLAIN):
-            for reuse in (dict(self.maps), {}):
-                try:
-                    with bpf.loaded(self.object_file, name, reuse) as (program, maps):
-                        return program, maps
-                except OSError as error:
-                    causes.append(f"{name}: {error.strerror or error}")
-                    if not reuse:
-                        break
+        for reuse in (dict(self.maps), {}):
+            try:
+                with bpf.loaded(self.object_file, PROGRAM, reuse) as (program, maps):
+                    return program, maps
+            except OSError as error:
+                causes.append(str(error.strerror or error))
+                if not reuse:
+                    break
         raise kit.errors.HostError(
             "guard program",
             f"this kernel ({os.uname().release}) does not take it ({'; '.join(causes)[:1500]})",
-            "Linux 5.8 with BTF, or 6.1, CONFIG_CGROUP_BPF, and CAP_SYS_ADMIN are needed",
+            "Linux 5.8, CONFIG_DEBUG_INFO_BTF, CONFIG_CGROUP_BPF, and CAP_SYS_ADMIN are needed",
         )
 
-    def try_load(self) -> str:
-        """The name of the program that this kernel takes; loaded and dropped. HostError."""
+    def try_load(self) -> None:
+        """Whether this kernel takes the program; loaded and dropped. HostError where not."""
         program, maps = self._load()
-        name = program.info().name
         program.close()
         for each in maps.values():
             each.close()
-        return name
 
     def configure(self, wanted: Wanted) -> None:
         """Change the maps of the attached program entry by entry: what stays wanted is never

@@ -20,8 +20,8 @@ from ceph.protocol import Extents
 from kit import processes
 from linux import blockdev
 from volumes import settings
-from volumes.guard import denials, doubt, holds, lease, pace, raw_block, steps
-from volumes.guard.steps import Known, Leases, Turn
+from volumes.guard import denials, doubt, holds, kernel, lease, pace, raw_block, steps
+from volumes.guard.steps import Known, Turn
 from volumes.ledger import store
 from volumes.ledger.mirror import NOT_ASKED, Answer, Mirror
 from volumes.ledger.statement import NO_CLUSTER, Statement
@@ -43,7 +43,7 @@ class LeaseManager(steps.Executor):
     def __init__(
         self,
         wanted: settings.GuardSettings,
-        leases: Leases | None,
+        leases: kernel.Kernel | None,
         ledger: store.Store,
         mirror: Mirror,
         errors: lease.ErrorLog,

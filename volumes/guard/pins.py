@@ -41,7 +41,8 @@ def outlive_us(pins: Path, host: Path = _HOST) -> bool:
 
 def watch_disks(pins: Path, object_file: Path, maps: Mapping[str, bpf.Map]) -> None:
     """Have the kernel end a lease when a new disk gets its number, from now on and also without an
-    agent. OSError where it cannot: the program needs BTF, and its pin ``keep``."""
+    agent. OSError where it cannot: the program is traced (CONFIG_BPF_EVENTS), and its pin needs
+    ``keep``."""
     with bpf.loaded(object_file, DISKS, dict(maps)) as (program, made), contextlib.ExitStack() as s:
         for each in (program, *made.values()):
             s.callback(each.close)

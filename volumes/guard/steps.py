@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import structlog
 
@@ -27,26 +26,6 @@ from volumes.probe.examine import Verdict
 log = structlog.get_logger("volumes")
 
 SAVE_SECONDS = 10.0  # for an fsync of the ledger; the state directory's disk may hang
-
-
-class Leases(Protocol):
-    """Who holds leases: the kernel program, or the weaker fallback."""
-
-    def reserve(self, number: blockdev.Number, diskseq: int | None) -> None: ...
-
-    def grant(
-        self, number: blockdev.Number, until: float, diskseq: int | None, grace: float = 0.0
-    ) -> None: ...
-
-    def beat(self) -> None: ...
-
-    def revoke(self, number: blockdev.Number) -> kernel.Lease | None: ...
-
-    def leases(self) -> dict[blockdev.Number, kernel.Lease]: ...
-
-    @property
-    def ends_with_disk(self) -> bool:
-        """Whether a lease ends by itself when another disk gets its number."""
 
 
 @dataclass
@@ -93,7 +72,7 @@ class Executor:
     def __init__(
         self,
         wanted: settings.GuardSettings,
-        leases: Leases | None,
+        leases: kernel.Kernel | None,
         ledger: store.Store,
         mirror: Mirror,
         node: str,
@@ -228,7 +207,7 @@ class Executor:
         found = self.ledger.get(device.volume)
         return found or store.Entry(volume=device.volume, title=device.title)
 
-    def _holder(self) -> Leases:
+    def _holder(self) -> kernel.Kernel:
         if self.leases is None:
             raise kit.errors.RefusedError(
                 "a lease", "the guard is not attached", "see: nodeagent volume guard status"

@@ -1,7 +1,6 @@
 """What could be done about findings, and what forbids it. Pure."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,7 @@ from linux.blockdev import Layer
 from tests.volumes.audit.world import COPY, device, only, place, scene, space
 from volumes.audit import actions
 from volumes.audit.rules import mounting
-from volumes.audit.types import GuardView, Scene, Severity
+from volumes.audit.types import Scene, Severity
 
 KUBELET = place("/", device=(8, 1))
 
@@ -22,7 +21,7 @@ def detach(at: Scene, **evidence: str) -> actions.Plan:
         {"device": "rbd0", "kind": "mount", "namespace": "99", **evidence},
     )  # fmt: skip
     assert at.inventory is not None
-    (step,) = actions.plans([finding], at.inventory, None, {}, 0.0)
+    (step,) = actions.plans([finding], at.inventory, {})
     return step
 
 
@@ -60,20 +59,3 @@ def test_detach_names_copies_by_the_numbers_of_their_mounts() -> None:
     host = (*at.inventory.host, place("/mnt/2", device=(259, 2)))
     again = dataclasses.replace(at, inventory=dataclasses.replace(at.inventory, host=host))
     assert "the host has it mounted again" in detach(again).refusal
-
-
-@pytest.mark.parametrize(
-    ("changes", "refused"),
-    [
-        ({}, False),
-        ({"raw": {"rbd0": ("/pods/x/dev",)}}, True),
-        ({"devices": (device(holders=("dm-0",)),)}, True),
-        ({"devices": (device(partitions=("rbd0p1",)),)}, True),
-        ({"host": (place(),)}, True),
-    ],
-)
-def test_set_readonly_refuses_a_device_in_use(changes: dict[str, Any], refused: bool) -> None:
-    at = scene(**changes)
-    assert at.inventory is not None
-    (step,) = actions.plans([], at.inventory, GuardView(True, unreadable=("rbd0",)), {}, 0.0)
-    assert bool(step.refusal) is refused

@@ -223,7 +223,7 @@ async def test_a_frozen_cluster_makes_its_rules_unknown(
                 lambda: states(watch).get("ceph-version-skew") == "unknown", "unknown"
             )
             blind = await watch.finding("", "audit-blind")
-            for rule in ("mapped-elsewhere", "cluster-near-full", "blocklisted-client"):
+            for rule in ("mapped-elsewhere", "ceph-feature-skew", "blocklisted-client"):
                 assert rule in blind["message"]
             # Its finding stays and says that nobody could check it.
             still = watch.found("", "ceph-version-skew")
@@ -233,7 +233,7 @@ async def test_a_frozen_cluster_makes_its_rules_unknown(
             await watch.audit.round()  # the node itself is still scanned, at once
             assert watch.audit.inventory is not None
         await watch.audit.reconcile(asking(stage))
-        await watch.until(lambda: states(watch)["cluster-near-full"] == "ok", "back")
+        await watch.until(lambda: states(watch)["ceph-feature-skew"] == "ok", "back")
         await watch.until(lambda: not watch.found("", "audit-blind"), "sees again")
 
 

@@ -88,7 +88,7 @@ async def test_what_is_the_same_for_every_node_is_asked_rarely(
         async def view(self, images: object, *, wide: bool) -> ClusterView:
             asked.append(wide)
             if wide:
-                return view(used=0.9, min_client="luminous", denied=("df", "mon dump"))
+                return view(min_client="luminous", denied=("features", "mon dump"))
             return view(blocklist=("10.0.0.5:0/1",), denied=("mon dump",))
 
         async def close(self) -> None:
@@ -101,8 +101,8 @@ async def test_what_is_the_same_for_every_node_is_asked_rarely(
     assert asked == [True, False, False]
     seen = poller.views["c1"]
     assert isinstance(seen, ClusterView)
-    assert (seen.used, seen.min_client, seen.blocklist) == (0.9, "luminous", ("10.0.0.5:0/1",))
-    assert sorted(seen.denied) == ["df", "mon dump"]
+    assert (seen.min_client, seen.blocklist) == ("luminous", ("10.0.0.5:0/1",))
+    assert sorted(seen.denied) == ["features", "mon dump"]
     await poller.ask((CLUSTER,), 1.0, 0.0)
     assert asked[-1]
 

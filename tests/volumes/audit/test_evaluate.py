@@ -72,8 +72,6 @@ def test_a_silent_cluster_makes_its_rules_unknown() -> None:
         mappings.blocklisted_client,
         clusters.version_skew,
         clusters.feature_skew,
-        clusters.near_full,
-        clusters.clock_skew,
         clusters.messenger_mode,
     )
     for rule in rules:
@@ -87,8 +85,6 @@ def test_a_silent_cluster_makes_its_rules_unknown() -> None:
         ("features", (clusters.feature_skew,)),
         ("osd get-require-min-compat-client", (clusters.feature_skew,)),
         ("osd blocklist ls", (mappings.blocklisted_client,)),
-        ("health", (clusters.near_full, clusters.clock_skew)),
-        ("df", (clusters.near_full,)),
         ("mon dump", (clusters.messenger_mode,)),
     ],
 )

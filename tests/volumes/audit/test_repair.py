@@ -225,7 +225,7 @@ def test_damaged_lines_and_other_actions_are_left_out() -> None:
     good = {"action": "repair", "step": "unmap", "case": "c", "volume": "v", "device": "d",
             "time": 1.0, "outcome": "begun"}  # fmt: skip
     lines: list[dict[str, Any]] = [
-        {}, {"action": "unmap-orphan"}, {**good, "step": "format"}, {**good, "time": "x"},
+        {}, {"action": "detach-leaked"}, {**good, "step": "format"}, {**good, "time": "x"},
         {**good, "dry_run": True}, good,
     ]  # fmt: skip
     cases, attempts = repair.recall(lines)

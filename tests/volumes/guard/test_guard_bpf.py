@@ -12,8 +12,7 @@ import pytest
 
 from linux import bpf
 from tests.testbed import blockdev, cell, grave, waiting
-from volumes import settings
-from volumes.guard import cgroups, kernel
+from volumes.guard import kernel
 
 pytestmark = pytest.mark.real
 
@@ -283,27 +282,6 @@ def test_lease_that_replaces_a_live_one_counts_as_used(guarded: cell.Cell) -> No
     assert guard.leases()[number].opens == 0, "of another attachment"
     guard.revoke(number)
     guard.close()
-
-
-def test_plain_program_denies_too(guarded: cell.Cell, device: str) -> None:
-    """In a cgroup of its own beside the full program's, with maps of its own."""
-    child = cgroups.find() / f"{guarded.path.name}-plain"
-    child.mkdir()
-    directory = os.open(child, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with bpf.loaded(kernel.OBJECT, kernel.PLAIN, {}) as (program, maps):
-            enforce = settings.GuardSettings(drivers=("loop",))
-            kernel.fill(maps, kernel.wanted(enforce, kernel.Mode.ENFORCE, {7: "loop"}))
-            program.attach(directory)
-            formatted = guarded.run("mkfs.ext4", "-F", device, cgroup=child)
-            checked = guarded.run("fsck.ext4", "-y", device, cgroup=child)
-            for each in (program, *maps.values()):
-                each.close()
-    finally:
-        os.close(directory)
-        child.rmdir()
-    assert formatted.returncode != 0 and "not permitted" in formatted.stderr
-    assert checked.returncode == 0
 
 
 def test_dry_run_allows_and_counts(guarded: cell.Cell, tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def test_lost_settings_take_no_driver_and_admit_nobody() -> None:
     default = kernel.wanted(settings.GuardSettings(), kernel.Mode.ENFORCE, {252: "rbd"})
     there = kernel.Present(
         kernel.Mode.ENFORCE, frozenset({7}), openers=frozenset({"mount"}),
-        programs=(bpf.ProgramInfo(1, kernel.FULL, "", 0, ()),),
+        programs=(bpf.ProgramInfo(1, kernel.PROGRAM, "", 0, ()),),
     )  # fmt: skip
     found = memory.at_least(default, there)
     assert found.mode is kernel.Mode.ENFORCE

@@ -1,5 +1,6 @@
 """Rules about clusters and the way to them: ceph-version-skew, ceph-feature-skew, clock-skew,
-cluster-near-full, mtu-mismatch, messenger-mode.
+mtu-mismatch, messenger-mode. What the monitors say of the whole cluster by themselves (space,
+their clocks, daemons of several versions) is theirs to tell, once.
 
 Why: these states do not fail at once. They fail at the next map, the next reconnect or the next
 large read, often on many nodes together.
@@ -25,14 +26,6 @@ _IMAGE_FEATURES = (
     *("layering", "striping", "exclusive-lock", "object-map", "fast-diff", "deep-flatten"),
     *("journaling", "data-pool", "operations", "migrating"),
 )
-_FULL = {
-    "OSD_FULL": Severity.CRITICAL,
-    "POOL_FULL": Severity.CRITICAL,
-    "OSD_BACKFILLFULL": Severity.WARNING,
-    "OSD_NEARFULL": Severity.WARNING,
-    "POOL_NEAR_FULL": Severity.WARNING,
-    "POOL_BACKFILLFULL": Severity.WARNING,
-}
 _LARGEST_PACKET = 65535  # of IP; the loopback interface has an MTU of one byte more
 _MESSENGER_MODE = re.compile(r"ms_mode=([\w-]+)")
 
@@ -61,16 +54,6 @@ def version_skew(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
     if wanted is not None:
         yield from _unexpected(view, daemons, wanted, evidence)
         return
-    if len(daemons) > 1:
-        yield Trouble(
-            subject=view.name,
-            key="mixed",
-            severity=Severity.INFO,
-            message=f"cluster {view.name} runs {len(daemons)} versions: "
-            + ", ".join(sorted(daemons)),
-            advice="this is normal during an upgrade: finish it before you upgrade clients",
-            evidence=evidence,
-        )
     majors = [int(v.split(".")[0]) for v in daemons if v]
     if view.node_client and majors:
         own = int(view.node_client.split(".")[0])
@@ -163,71 +146,24 @@ def feature_skew(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
             )
 
 
-# -- cluster-near-full, clock-skew -------------------------------------------------------------
+# -- clock-skew ---------------------------------------------------------------------------------
 
 
-@cluster_rule(
-    "cluster-near-full",
-    "a cluster is running out of space",
-    Severity.WARNING,
-    0.0,
-    commands=("health", "df"),
-)
-def near_full(scene: Scene, view: protocol.ClusterView) -> Iterator[Trouble]:
-    advice = "once it is full, every write to every volume blocks: delete data or add space now"
-    checks = [check for check in view.checks if check.code in _FULL]
-    for check in checks:
-        yield Trouble(
-            subject=view.name,
-            key=check.code,
-            severity=_FULL[check.code],
-            message=f"cluster {view.name}: {check.summary}",
-            advice=advice,
-            evidence={"cluster": view.name, "check": check.code, "used": f"{view.used:.0%}"},
-        )
-    if view.used >= scene.settings.near_full and not checks:
-        yield Trouble(
-            subject=view.name,
-            key="used",
-            message=f"cluster {view.name} is {view.used:.0%} full",
-            advice=advice,
-            evidence={"cluster": view.name, "used": f"{view.used:.4f}"},
-        )
-
-
-@rule("clock-skew", "a clock is wrong, on this node or on a monitor", Severity.WARNING, 60.0)
+@rule("clock-skew", "this node's clock is not synchronised", Severity.INFO, 60.0)
 def clock_skew(scene: Scene) -> Outcome:
-    troubles = []
-    unknown = []
     if scene.clock is None:
-        unknown.append("the kernel's clock state cannot be read")
-    elif not scene.clock.synchronised:
-        troubles.append(
-            Trouble(
-                subject="clock",
-                key="unsynchronised",
-                severity=Severity.INFO,
-                message="this node's clock is not synchronised (adjtimex)",
-                advice="run chrony (with rtcsync), systemd-timesyncd or ntpd: Ceph refuses the "
-                "tickets of a node whose clock is wrong",
-                evidence={"max_error_seconds": f"{scene.clock.max_error_seconds:g}"},
-            )
-        )
-    unknown += scene.silent
-    for name, view in scene.answering.items():
-        unknown += view.refused(("health",))
-        troubles += [
-            Trouble(
-                subject=name,
-                key="monitors",
-                message=f"cluster {name}: {check.summary}",
-                advice="synchronise the monitors' clocks: beyond 0.05 s they lose their quorum",
-                evidence={"cluster": name},
-            )
-            for check in view.checks
-            if check.code == "MON_CLOCK_SKEW"
-        ]
-    return Outcome(tuple(troubles), unknown="; ".join(unknown))
+        return Outcome(unknown="the kernel's clock state cannot be read")
+    if scene.clock.synchronised:
+        return Outcome()
+    trouble = Trouble(
+        subject="clock",
+        key="unsynchronised",
+        message="this node's clock is not synchronised (adjtimex)",
+        advice="run chrony (with rtcsync), systemd-timesyncd or ntpd: Ceph refuses the tickets of "
+        "a node whose clock is wrong",
+        evidence={"max_error_seconds": f"{scene.clock.max_error_seconds:g}"},
+    )
+    return Outcome((trouble,))
 
 
 # -- mtu-mismatch, messenger-mode --------------------------------------------------------------

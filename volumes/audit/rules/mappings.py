@@ -55,8 +55,9 @@ def mapped_unmounted(scene: Scene, inventory: Inventory) -> Iterator[Trouble]:
             advice=(
                 "kubelet unmaps it once the volume's pod is gone; read kubelet's log for the volume"
                 if volume
-                else f"no pod will ask for it again: unmap it ('rbd unmap /dev/{device.name}', or "
-                "the action unmap-orphan). The next attach of the image would silently reuse it"
+                else f"no pod will ask for it again: unmap it ('rbd unmap /dev/{device.name}'). "
+                "The next attach of the image would silently reuse it. Of itself the agent unmaps "
+                "only what is broken (volumes.repair)"
             ),
             evidence={
                 "driver": device.driver,

@@ -23,7 +23,7 @@ from tests.volumes.audit.world import (
     space,
     volume,
 )
-from volumes.audit import actions, scheduler
+from volumes.audit import repair, scheduler
 from volumes.audit.inventory import holders, model, scan
 from volumes.audit.inventory.model import Inventory
 from volumes.audit.rules import mappings, mounting
@@ -182,7 +182,7 @@ def _closed_raw_volume(host: Host, monkeypatch: pytest.MonkeyPatch) -> Inventory
 def _check_held(found: Inventory, where: str) -> None:
     assert found.raw == {"rbd0": (where,)}
     assert not mappings.is_idle(found, RBD)
-    assert actions.why_held(found, RBD) == "it is in use again"
+    assert repair.why_held(found, RBD) == "it is in use again"
 
 
 def test_device_without_a_trace_of_kubelet_is_idle(
