@@ -247,3 +247,8 @@ class Generation:
         now = self.record
         used, shared = max(now.used, self.figures.used), max(now.shared, self.figures.shared)
         return used - shared if any(each.id == now.before for each in others) else used
+
+
+def bad_left(bad: int) -> str:
+    """Why a generation is partial of which bad files were not replaced."""
+    return f"{bad} bad files could not be replaced"

@@ -24,9 +24,9 @@ import structlog
 
 import kit.child
 import kit.errors
-from cache import by_id, due, leaving, mending, withdrawals
+from cache import by_id, due, leaving, mending
 from cache.dataset import VIEW_SECONDS, Dataset
-from cache.generation import STORE_SECONDS, Generation
+from cache.generation import STORE_SECONDS, Generation, bad_left
 from cache.settings import at_snapshot, snapshot_of
 from cache.store import generations, identity, subset
 from cache.versions import FITS, Facts, Step, newest, next_step
@@ -89,7 +89,7 @@ class Succession:
         dataset.current = chosen[0]
         if chosen[1].get("damaged") and chosen[1].get("state") == "complete":
             bad = int(chosen[1]["damaged"])
-            chosen[1].update(state="partial", failed=bad, wanted=True, why=withdrawals.left(bad))
+            chosen[1].update(state="partial", failed=bad, wanted=True, why=bad_left(bad))
         rest = [(each, fields) for each, fields in known if each is not chosen[0]]
         rest.sort(key=_rank, reverse=True)
         for each, fields in rest:
@@ -461,7 +461,7 @@ class Succession:
                 await self._begin_anew(new, other)
                 return
             if damaged:
-                changes |= {"state": "partial", "failed": damaged, "why": withdrawals.left(damaged)}
+                changes |= {"state": "partial", "failed": damaged, "why": bad_left(damaged)}
             elif lacks_room:
                 room_of = old.record.snapshot or old.id
                 changes["why"] = f"{new.record.why}; it waits for the room of {room_of}"

@@ -25,7 +25,7 @@ import kit.errors
 from cache import due, evictions, tasks, view
 from cache.dataset import VIEW_SECONDS, Dataset
 from cache.fill import protocol
-from cache.generation import STORE_SECONDS, Generation
+from cache.generation import STORE_SECONDS, Generation, bad_left
 from cache.store import generations
 from cache.view import Stage
 
@@ -88,7 +88,7 @@ class Withdrawals:
             why = f"{bad} bad files are withdrawn when the disk is well"
             dataset.generation = dataclasses.replace(dataset.generation, why=why, **changes)
             return 0, why
-        await dataset.change(why=left(bad), **changes)
+        await dataset.change(why=bad_left(bad), **changes)
         if dataset.reached is None:
             try:
                 await dataset.reach()
@@ -230,11 +230,6 @@ async def _let_leave(dataset: Dataset) -> None:
         if not left or time.monotonic() >= until:
             return
         await asyncio.sleep(_LOOK_SECONDS)
-
-
-def left(bad: int) -> str:
-    """Why a dataset is partial."""
-    return f"{bad} bad files could not be replaced"
 
 
 def shows_old_blocks(dataset: Dataset) -> None:
