@@ -20,12 +20,15 @@ _NO_LAYOUTS = (
     "push images to a registry or to a mirror that hosts_dir names, or import them on the node "
     "('ctr -n k8s.io images import FILE') and list them under preheat.images"
 )
+_CONTAINERD = "the runtime is containerd; on CRI-O (OpenShift) use a PinnedImageSet"
 # Settings that went, and what to do instead. Older files still have them: each is refused by name.
 GONE = {
     "admin.listen": "use admin.metrics (probes, metrics and the status page) and admin.socket",
     "admin.token_file": "use admin.socket with admin.group, or admin.api with tokens_file",
+    "preheat.crio": _CONTAINERD,
     "preheat.datasets": _NO_LAYOUTS,
     "preheat.images.source": _NO_LAYOUTS,
+    "preheat.runtime": _CONTAINERD,
 }
 
 

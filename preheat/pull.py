@@ -43,7 +43,7 @@ from preheat import (
     trial,
 )
 from preheat.failure import Kind, PullError
-from preheat.runtimes import base
+from preheat.runtimes import base, containerd
 
 log = structlog.get_logger("preheat")
 
@@ -104,7 +104,7 @@ class Puller:
 
     def __init__(
         self,
-        runtime: base.Runtime,
+        runtime: containerd.Containerd,
         client: registry.Registry,
         limit: limiter.Limiter,
         writers: Writers,
@@ -223,7 +223,7 @@ class Puller:
 
     async def _ingest(self, hold: base.Hold) -> None:
         """Fetch layers ourselves: under a limit, by several connections, and those begun so."""
-        if self._shape is None or not self._runtime.abilities.ingests:
+        if self._shape is None or not self._runtime.unpacks:
             return
         inventory = await self._runtime.inventory()
         layers = [
@@ -352,7 +352,7 @@ class Puller:
         """Whether several connections of ours are faster than the runtime's one."""
         if self._shape is None or self._limit.rate or self._section.connections == 1:
             return False
-        if self._several or not self._runtime.abilities.ingests:
+        if self._several or not self._runtime.unpacks:
             return False
         layers = estimate.missing(self._shape, await self._runtime.inventory())
         large = [layer for layer in layers if layer.size >= ranges.LARGE]

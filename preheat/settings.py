@@ -143,22 +143,11 @@ class FleetSettings(kit.settings.Section):
     busy."""
 
 
-class CrioSettings(kit.settings.Section):
-    """Only for runtime: crio."""
-
-    drop_in: kit.settings.AbsolutePath = Path(
-        "/etc/crio/crio.conf.d/50-nodeagent-pinned-images.conf"
-    )
-    """The file that lists pinned images for CRI-O. The agent overwrites it."""
-
-
 class PreheatSettings(kit.settings.Section):
     """Images held ready on the node."""
 
-    runtime: Literal["containerd", "crio"] = "containerd"
-    """Which container runtime the kubelet uses."""
     socket: kit.settings.AbsolutePath = Path("/run/containerd/containerd.sock")
-    """The runtime's unix socket."""
+    """containerd's unix socket."""
     pin_budget: kit.units.Bytes = Field(default=200 * 1024**3, gt=0)
     """Most bytes that pins may keep; shared layers count once. Never more than the kubelet's gc_low
     of the disk."""
@@ -215,8 +204,6 @@ class PreheatSettings(kit.settings.Section):
     """Thresholds of the kubelet."""
     heal: HealSettings = HealSettings()
     """Healing of pins."""
-    crio: CrioSettings = CrioSettings()
-    """CRI-O only."""
     node: str = ""
     """This node's name, for the spread; default: the host name."""
     node_labels: dict[str, str] = Field(default_factory=dict)
@@ -226,14 +213,6 @@ class PreheatSettings(kit.settings.Section):
     def _consistent(self) -> "PreheatSettings":
         if (ref := kit.settings.twice(each.ref for each in self.images)) is not None:
             raise ValueError(f"image {ref!r} is listed twice")
-        if self.runtime == "crio" and self.bytes_per_second is not None:
-            raise ValueError(
-                "bytes_per_second needs containerd: the agent cannot give layers to CRI-O"
-            )
-        if self.runtime == "crio" and self.connections > 1:
-            raise ValueError("connections needs containerd: the agent cannot give layers to CRI-O")
-        if self.runtime == "crio" and self.release_after is not None:
-            raise ValueError("release_after needs containerd: CRI-O's pins cannot expire")
         if self.partial_keep < self.attempt_timeout + 3600:
             raise ValueError("partial_keep must exceed attempt_timeout by at least an hour")
         return self

@@ -6,14 +6,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class VersionResponse(_message.Message):
-    __slots__ = ("runtime_name", "runtime_version")
-    RUNTIME_NAME_FIELD_NUMBER: _ClassVar[int]
-    RUNTIME_VERSION_FIELD_NUMBER: _ClassVar[int]
-    runtime_name: str
-    runtime_version: str
-    def __init__(self, runtime_name: _Optional[str] = ..., runtime_version: _Optional[str] = ...) -> None: ...
-
 class Container(_message.Message):
     __slots__ = ("id", "image_ref")
     ID_FIELD_NUMBER: _ClassVar[int]
