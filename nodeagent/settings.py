@@ -25,6 +25,8 @@ _CONTAINERD = "the runtime is containerd; on CRI-O (OpenShift) use a PinnedImage
 GONE = {
     "admin.listen": "use admin.metrics (probes, metrics and the status page) and admin.socket",
     "admin.token_file": "use admin.socket with admin.group, or admin.api with tokens_file",
+    "preheat.connections": "let containerd fetch in parallel (2.1 and newer: its setting "
+    "concurrent_layer_fetch_buffer)",
     "preheat.crio": _CONTAINERD,
     "preheat.datasets": _NO_LAYOUTS,
     "preheat.images.source": _NO_LAYOUTS,

@@ -187,9 +187,6 @@ class PreheatSettings(kit.settings.Section):
     bytes_per_second: kit.units.Bytes | None = Field(default=None, ge=64 * 1024)
     """Limit for downloading layers, all pulls together; the agent then fetches them itself.
     Default: no limit, the runtime downloads as fast as it can."""
-    connections: int = Field(default=1, ge=1, le=8)
-    """Most connections for one layer of 256 MiB and more. The runtime downloads by one; where the
-    registry is found to limit each connection, the agent goes on with several. 1: never."""
     windows: tuple[Annotated[str, AfterValidator(_window)], ...] = Field(default=(), max_length=24)
     """HH:MM-HH:MM in UTC: when pulls of these settings may start; default: always. Pulls that an
     operator requests start at any time."""

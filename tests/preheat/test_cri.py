@@ -151,12 +151,13 @@ async def test_breaker_trips_once_for_a_broken_connection_and_never_for_an_answe
         with pytest.raises(base.RuntimeCallError, match="locked") as answered:
             await runtime._image_paths()
         assert not isinstance(answered.value, base.RuntimeGoneError)
-        waiting = [runtime._pull_image(f"r.e/a:{n}", None, "nodeagent-pull-x", 30.0) for n in range(4)]
+        lease = "nodeagent-pull-x"
+        waiting = [runtime._pull_image(f"r.e/a:{n}", None, lease, 30.0) for n in range(4)]
         pulls = [asyncio.create_task(each) for each in waiting]
         while runtime.connection.channel().get_state() != grpc.ChannelConnectivity.READY:
             await asyncio.sleep(0)
         with pytest.raises(base.RuntimeGoneError):
-            await runtime._pull_image("r.e/die:1", None, "nodeagent-pull-x", 30.0)
+            await runtime._pull_image("r.e/die:1", None, lease, 30.0)
         ended = await asyncio.gather(*pulls, return_exceptions=True)
     finally:
         await runtime.close()
