@@ -66,6 +66,12 @@ def _part(part: str | Coloured) -> str:
     return click.style(plain(part.text), part.colour)
 
 
+def width(line: Line) -> int:
+    """How many characters ``say`` prints of the line."""
+    parts = (line,) if isinstance(line, str) else line
+    return sum(len(plain(part if isinstance(part, str) else part.text)) for part in parts)
+
+
 def print_json(value: Any) -> None:
     for line in json.dumps(value, indent=2).split("\n"):
         say(_ascii(line))

@@ -1,10 +1,15 @@
 """Commands about the whole node: how it is, what happened, everything for whoever helps."""
 
 import asyncio
+import contextlib
 import datetime
+import math
+import os
 import platform
+import shutil
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +30,82 @@ _TONES = {"good": "green", "mid": "yellow", "bad": "red"}
 _SEVERITIES = {"critical": "red", "warning": "yellow"}
 MOST_EVENTS = 5  # of the status
 LONGEST_CELL = 60  # of its tables, unless they are wide
+ANSWER_SECONDS = 10.0  # after that --watch takes the agent for lost, until it answers again
 
 
 @click.command()
+@click.option("--watch", is_flag=True, help="Print it again and again, until Ctrl-C; ends with 0.")
+@click.option(
+    "--interval",
+    type=click.IntRange(1, 60),
+    default=2,
+    metavar="SECONDS",
+    show_default=True,
+    help="Time between two looks of --watch.",
+)
 @terminal.output_option
 @terminal.json_option
 @click.pass_obj
-def status(ctx: kit.room.CommandContext, as_json: bool, output: str | None) -> None:
+def status(
+    ctx: kit.room.CommandContext, watch: bool, interval: int, as_json: bool, output: str | None
+) -> None:
     """Say whether this node is well, what it holds, and what is wrong. Ends with 0 when all is
     well, 12 when somebody should look, 13 when somebody must look now."""
+    if watch:
+        if as_json or output in ("json", "yaml"):
+            raise click.UsageError("--watch prints text: leave out --json, -o json and -o yaml")
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_watch(ctx.client(), interval, _wide if output == "wide" else _lines))
+        return
     answer = terminal.call(ctx, "GET", "/v1/status")
     plain = {name: said for name, said in answer.items() if name != "sections"}
     shown = answer if not as_json and output in (None, "table", "wide") else plain
     terminal.show((shown, _lines, _wide), as_json=as_json, output=output)
     sys.exit(EXIT_CODES.get(answer["verdict"], EXIT_CODES["critical"]))
+
+
+async def _watch(client: kit.room.Api, interval: float, lines: terminal.Lines) -> None:
+    """The status for ever. An agent that does not answer is told, with the last that it said."""
+    answer: Mapping[str, Any] | None = None
+    while True:
+        lost: list[terminal.Line] = []
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                answer = await client.call("GET", "/v1/status")
+        except TimeoutError:
+            lost = [f"NO ANSWER  the agent has not answered for {ANSWER_SECONDS:.0f} s"]
+        except kit.errors.AgentError as error:
+            lost = [f"NO ANSWER  {error}"]
+        if lost and answer is not None:
+            ago = kit.units.format_duration(max(0.0, time.time() - answer["at"]))
+            lost.append(f"What follows is {ago} old.")
+        _draw([*lost, *(lines(answer) if answer is not None else ())])
+        await asyncio.sleep(interval)
+
+
+def _draw(lines: Sequence[terminal.Line]) -> None:
+    """On a terminal in place of what is there, as much as it has room for; else below a line that
+    tells the time."""
+    if sys.stdout.isatty():
+        lines = fitting(lines, shutil.get_terminal_size())
+        click.clear()
+    else:
+        terminal.say(f"--- {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC")
+    for line in lines:
+        terminal.say(line)
+
+
+def fitting(lines: Sequence[terminal.Line], size: os.terminal_size) -> list[terminal.Line]:
+    """The first lines, as many as fit; one that is longer than the terminal is wide takes several
+    of its rows."""
+    shown: list[terminal.Line] = []
+    left = size.lines - 2  # one row for what is cut off, one for the cursor
+    for line in lines:
+        left -= max(1, math.ceil(terminal.width(line) / size.columns))
+        if left < 0:
+            return [*shown, f"… {len(lines) - len(shown)} more lines: nodeagent status"]
+        shown.append(line)
+    return shown
 
 
 def _wide(answer: Mapping[str, Any]) -> Iterable[terminal.Line]:
@@ -98,27 +165,6 @@ def _cell(cell: Mapping[str, Any], wide: bool) -> str:
 
 def _cut(said: str, wide: bool) -> str:
     return said if wide or len(said) <= LONGEST_CELL else f"{said[: LONGEST_CELL - 1]}…"
-
-
-@click.command()
-@click.option("--once", is_flag=True, help="Print one frame and end, as without a terminal.")
-@click.option(
-    "--interval",
-    type=click.IntRange(1, 60),
-    default=2,
-    metavar="SECONDS",
-    show_default=True,
-    help="Time between two looks.",
-)
-@click.pass_obj
-def top(ctx: kit.room.CommandContext, once: bool, interval: int) -> None:
-    """Watch the whole node live: datasets, images, volumes, findings. Ends with q or Ctrl-C."""
-    from nodeagent import top as screen  # rich takes longer to import than all else
-
-    if once or not sys.stdout.isatty():
-        screen.once(terminal.call(ctx, "GET", "/v1/status"))
-    else:
-        asyncio.run(screen.follow(ctx.client(), interval))
 
 
 # --- events
@@ -201,4 +247,4 @@ def support_bundle(ctx: Any, target: Path | None, logs: tuple[Path, ...], as_jso
         terminal.say(f"not there: {each}", error=True)
 
 
-COMMANDS = (status, top, events, support_bundle, completion)
+COMMANDS = (status, events, support_bundle, completion)

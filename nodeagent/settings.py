@@ -23,10 +23,14 @@ _NO_LAYOUTS = (
 _REPAIR = (
     "use volumes.repair, which takes broken mappings away; a mapping that is only idle: 'rbd unmap'"
 )
+_CONTAINERD = "the runtime is containerd; on CRI-O (OpenShift) use a PinnedImageSet"
 # Settings that went, and what to do instead. Older files still have them: each is refused by name.
 GONE = {
     "admin.listen": "use admin.metrics (probes, metrics and the status page) and admin.socket",
     "admin.token_file": "use admin.socket with admin.group, or admin.api with tokens_file",
+    "preheat.connections": "let containerd fetch in parallel (2.1 and newer: its setting "
+    "concurrent_layer_fetch_buffer)",
+    "preheat.crio": _CONTAINERD,
     "preheat.datasets": _NO_LAYOUTS,
     "preheat.images.source": _NO_LAYOUTS,
     "volumes.audit.actions.unmap_orphan": _REPAIR,
@@ -41,6 +45,7 @@ GONE = {
     "volumes.guard.fallback": (
         "run a kernel that takes the guard's program ('nodeagent doctor' says whether it does)"
     ),
+    "preheat.runtime": _CONTAINERD,
 }
 
 

@@ -202,10 +202,8 @@ def release_all(ctx: CommandContext, yes: bool, socket: Path | None) -> Shown:
     from preheat import uninstall  # grpc, which other commands do without
 
     settings, state_dir = ctx.offline("preheat")
-    if socket is not None:
-        settings = settings.model_copy(update={"socket": socket})
     with kit.traces.without_agent(state_dir) if yes else contextlib.nullcontext():
-        found = asyncio.run(uninstall.release_all(settings, state_dir, yes=yes))
+        found = asyncio.run(uninstall.release_all(socket or settings.socket, yes=yes))
     rows = [each.as_json() for each in found]
     return {"found": rows, "released": yes}, _trace_lines
 

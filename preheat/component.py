@@ -19,25 +19,13 @@ import kit.room
 from preheat import documents, doubts, hosts, manifest, plan, registry, settings, status
 from preheat.desired import Request
 from preheat.reconciler import Reconciler
-from preheat.runtimes import base
+from preheat.runtimes import base, containerd
 
 log = structlog.get_logger("preheat")
 
 # Longer than all calls of one cycle may take together.
 HANGS_AFTER_SECONDS = 300.0
-CRIO_STATE = "preheat-crio.json"  # in the state directory
-FIXED = ("runtime", "socket", "crio", "hosts_dir")
-
-
-def runtime_of(section: settings.PreheatSettings, state_dir: Path) -> base.Runtime:
-    """The adapter of the runtime in the settings. Imported here: grpc takes 15 MB of memory."""
-    if section.runtime == "crio":
-        from preheat.runtimes import crio
-
-        return crio.Crio(section.socket, section.crio.drop_in, state_dir / CRIO_STATE)
-    from preheat.runtimes import containerd
-
-    return containerd.Containerd(section.socket)
+FIXED = ("socket", "hosts_dir")
 
 
 class Preheat:
@@ -52,7 +40,7 @@ class Preheat:
         self._reporter = reporter
         self._original = section
         self.reconciler = Reconciler(
-            runtime_of(section, state_dir),
+            containerd.Containerd(section.socket),
             settings.complete(section),
             registry.Registry(
                 hosts.roots(section.hosts_dir),

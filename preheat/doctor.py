@@ -10,13 +10,14 @@ import kit.units
 from kit.checks import Check
 from kube import configz, kubelet
 from kube.settings import KubeletSettings
-from preheat import component, hosts, settings
+from preheat import hosts, settings
+from preheat.runtimes import containerd
 
 
 def checks(section: settings.PreheatSettings, state_dir: Path) -> Sequence[Check]:
     found = [
         Check(
-            "container runtime", runtime, (section.model_dump(mode="json"), str(state_dir)),
+            "container runtime", runtime, (str(section.socket),),
             "no image is pulled or pinned", deadline=20.0,
         ),
     ]  # fmt: skip
@@ -37,23 +38,21 @@ def checks(section: settings.PreheatSettings, state_dir: Path) -> Sequence[Check
     return found
 
 
-def runtime(section: dict[str, object], state_dir: str) -> str:
-    wanted = settings.PreheatSettings.model_validate(section)
-
+def runtime(socket: str) -> str:
     async def ask() -> str:
-        one = component.runtime_of(wanted, Path(state_dir))
+        one = containerd.Containerd(Path(socket))
         try:
             return await one.connect()
         finally:
             await one.close()
 
     try:
-        return f"{asyncio.run(ask())} at {wanted.socket}"
+        return f"{asyncio.run(ask())} at {socket}"
     except kit.errors.AgentError as error:
-        there = os.path.exists(wanted.socket)
+        there = os.path.exists(socket)
         cause = error.cause.partition(";")[0] if there else "is not there"
         raise kit.errors.HostError(
-            f"preheat.socket {wanted.socket}", cause,
+            f"preheat.socket {socket}", cause,
             "start the runtime, or name its socket; in a pod mount the socket's directory",
         ) from error  # fmt: skip
 

@@ -28,7 +28,7 @@ import kit.errors
 import kit.pause
 from linux import procfs, syscalls
 from preheat import doubts, manifest, resolver
-from preheat.runtimes import base
+from preheat.runtimes import base, containerd
 
 log = structlog.get_logger("preheat")
 
@@ -88,7 +88,7 @@ class Durability:
 
     def __init__(
         self,
-        runtime: base.Runtime,
+        runtime: containerd.Containerd,
         path: Path | None,
         wake: Callable[[], None],
         cycle: asyncio.Lock,
@@ -112,7 +112,7 @@ class Durability:
         shapes: Mapping[str, manifest.Shape],
     ) -> None:
         """Before the requests are measured. HostError when a newer agent wrote the file."""
-        if self._path is None or not self._runtime.abilities.estimates:
+        if self._path is None:
             return
         if self._kept is None:
             self._saved = await asyncio.to_thread(doubts.load, self._path)

@@ -17,7 +17,7 @@ import structlog
 from cachetools import LRUCache
 
 from preheat import manifest
-from preheat.runtimes import base
+from preheat.runtimes import base, containerd
 
 log = structlog.get_logger("preheat")
 
@@ -170,7 +170,7 @@ class LocalImages:
     The shape of a digest and the size of a snapshot never change, so each is read once.
     """
 
-    def __init__(self, runtime: base.Runtime) -> None:
+    def __init__(self, runtime: containerd.Containerd) -> None:
         self._runtime = runtime
         self._shapes: LRUCache[tuple[str, str], manifest.Shape] = LRUCache(MOST_SHAPES)
         self._usages: LRUCache[str, int] = LRUCache(MOST_USAGES)

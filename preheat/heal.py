@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from preheat import manifest
-from preheat.runtimes import base
+from preheat.runtimes import base, containerd
 
 log = structlog.get_logger("preheat")
 
@@ -64,7 +64,7 @@ class Healer:
 
     def __init__(
         self,
-        runtime: base.Runtime,
+        runtime: containerd.Containerd,
         pressed: Pressed,
         per_hour: int,
         clock: Callable[[], float] = time.monotonic,

@@ -16,7 +16,6 @@ class Facts:
     lookup: resolver.Lookup | None
     pull_at: float  # when its turn comes, see schedule.Schedule.pull_at
     failed: failure.Failure | None
-    heals: bool  # the runtime reports removals, and the room restores what is pinned
     pins: tuple[base.Hold, ...]  # of this reference, which a heal would bring back
     limited: bool = False  # bytes_per_second holds, which only the agent's own fetches keep
 
@@ -35,7 +34,7 @@ def reason(facts: Facts, now: float) -> str:
     if request.done:
         return "was pulled once and removed since; 'pin: never' does not fetch it again"
     # What the runtime lost cannot be healed, only pulled.
-    healable = facts.heals and request.fetch == 0
+    healable = request.fetch == 0
     if healable and any(hold.target and hold.target.digest == facts.digest for hold in facts.pins):
         # A pull would bypass the limit of heals.
         return "removed from the runtime although pinned; waiting for the next heal"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import structlog
 
-from preheat import desired, estimate, manifest, plan, resolver, settings
+from preheat import desired, estimate, manifest, plan, settings
 from preheat.desired import Request
-from preheat.runtimes import base
+from preheat.runtimes import base, containerd
 
 log = structlog.get_logger("preheat")
 
@@ -16,12 +16,9 @@ log = structlog.get_logger("preheat")
 class Pins:
     """Turns the pins of an inventory into what the plan decides about."""
 
-    def __init__(
-        self, runtime: base.Runtime, local: estimate.LocalImages, lookups: resolver.Resolver
-    ) -> None:
+    def __init__(self, runtime: containerd.Containerd, local: estimate.LocalImages) -> None:
         self._runtime = runtime
         self._local = local
-        self._lookups = lookups
 
     async def pinned(
         self,
@@ -47,7 +44,7 @@ class Pins:
                     ref=hold.ref,
                     digest=hold.target.digest,
                     rank=dataclasses.replace(source, last_used=used).rank,
-                    parts=await self._parts(hold.ref, shape, inventory),
+                    parts={} if shape is None else await self._local.parts(shape, inventory),
                     in_use=in_use,
                     expires=None if keep is None else used + keep,
                     requested=request is not None
@@ -62,7 +59,7 @@ class Pins:
     async def end_lost(self, inventory: base.Inventory) -> bool:
         """End pins whose content the runtime lost: nothing can be healed, only pulled again."""
         lost = False
-        for hold in inventory.held("pin") if self._runtime.abilities.estimates else ():
+        for hold in inventory.held("pin"):
             if hold.target is None or hold.target.digest in inventory.content:
                 continue
             try:  # pinned since the inventory, perhaps
@@ -82,18 +79,6 @@ class Pins:
             await self._runtime.unpin(hold)
             lost = True
         return lost
-
-    async def _parts(
-        self, ref: str, shape: manifest.Shape | None, inventory: base.Inventory
-    ) -> Mapping[str, int]:
-        if shape is not None:
-            return await self._local.parts(shape, inventory)
-        lookup = self._lookups.of(ref)
-        looked_up = lookup.shape if lookup is not None else None
-        if looked_up is None or self._runtime.abilities.estimates:
-            return {}
-        unpacked = self._lookups.unpacked(looked_up)
-        return estimate.cost(looked_up, base.Inventory(), unpacked).parts
 
 
 def _retains(

@@ -1,8 +1,7 @@
 """One pull: under a containerd lease, watched, limited, resumable; pinned before its lease ends.
 
-The runtime downloads and unpacks. Under a rate limit, and where several connections turned out to
-be faster, the agent fetches layers itself and writes them into the runtime's store first; so it
-does with those that it had begun.
+The runtime downloads and unpacks. Under a rate limit the agent fetches layers itself and writes
+them into the runtime's store first; so it does with those that it had begun.
 
 What a pull leaves: when done, a pin or nothing; when cancelled or failed, its hold with every byte
 so far, from which the next attempt continues; when out of space, nothing (the hold is ended at
@@ -33,17 +32,14 @@ from preheat import (
     desired,
     estimate,
     failure,
-    lanes,
     limiter,
     manifest,
-    ranges,
     registry,
     resolver,
     settings,
-    trial,
 )
 from preheat.failure import Kind, PullError
-from preheat.runtimes import base
+from preheat.runtimes import base, containerd
 
 log = structlog.get_logger("preheat")
 
@@ -95,16 +91,12 @@ class _Foreign(Exception):
     """The runtime fetches this layer for somebody else; ours would be a second download."""
 
 
-class _TakeOver(Exception):
-    """The registry limits each connection: several of ours are faster than the runtime's one."""
-
-
 class Puller:
     """Pulls one requested image as its lookup describes it. ``run`` may be cancelled anywhere."""
 
     def __init__(
         self,
-        runtime: base.Runtime,
+        runtime: containerd.Containerd,
         client: registry.Registry,
         limit: limiter.Limiter,
         writers: Writers,
@@ -134,9 +126,7 @@ class Puller:
         self._seen: dict[str, int] = {}  # bytes of layers that nobody told us of
         self._theirs: dict[str, int] = {}
         self._foreign: set[str] = set()
-        self._extra = 0  # bytes that were fetched and thrown away
         self._mounted = 0  # bytes of layers that count as here and were not fetched
-        self._several = False  # connections: found to help
         self.fetched = 0  # bytes that this pull brought
         self._before = 0
 
@@ -149,7 +139,7 @@ class Puller:
             before = self._before = self.progress.bytes_done
             with self._writers.demand(self._shape.layers if self._shape is not None else ()):
                 await self._ingest(hold)
-                image_id = await self._complete(hold)
+                image_id = await self._pull(hold)
             await self._update_progress()
             self.progress.bytes_done = max(self.progress.bytes_total, self.progress.bytes_done)
             self.progress.phase = "pinning"
@@ -161,18 +151,9 @@ class Puller:
         finally:  # an attempt that failed or was cancelled has fetched, too
             if before is not None:
                 done = self.progress.bytes_done - self._mounted
-                self.fetched = max(0, done - before) + self._extra
+                self.fetched = max(0, done - before)
         await self._end(hold)
         return pin
-
-    async def _complete(self, hold: base.Hold) -> str:
-        """The image id, once the runtime has all of it."""
-        try:
-            return await self._pull(hold)
-        except _TakeOver:
-            await self._prepare_several()
-            await self._ingest(hold)
-            return await self._pull(hold)
 
     @property
     def digest(self) -> str:
@@ -222,15 +203,14 @@ class Puller:
     # --- fetching ---------------------------------------------------------------------------------
 
     async def _ingest(self, hold: base.Hold) -> None:
-        """Fetch layers ourselves: under a limit, by several connections, and those begun so."""
-        if self._shape is None or not self._runtime.abilities.ingests:
+        """Fetch layers ourselves: under a limit, and those begun so."""
+        if self._shape is None or not self._runtime.unpacks:
             return
         inventory = await self._runtime.inventory()
         layers = [
             layer
             for layer in estimate.missing(self._shape, inventory)
             if self._limit.rate
-            or (self._several and layer.size >= ranges.LARGE)
             or inventory.ingests.get(layer.digest, base.Ingest()).ours is not None
         ]
         if not layers:
@@ -270,7 +250,7 @@ class Puller:
         async def start(
             login: base.Login | None,
         ) -> tuple[AsyncGenerator[bytes, None], bytes | None]:
-            stream = self._blob(layer, offset, login)
+            stream = self._client.blob(self._ref, layer.digest, offset, login)
             return stream, await self._next(stream)
 
         (stream, chunk), _ = await credentials.attempt(self._find, start)
@@ -282,19 +262,6 @@ class Puller:
                 await self._limit.take(len(chunk) or registry.CHUNK)
                 yield chunk
                 chunk = await self._next(stream)
-
-    def _blob(
-        self, layer: manifest.Layer, offset: int, login: base.Login | None
-    ) -> AsyncGenerator[bytes, None]:
-        client, ref, most = self._client, self._ref, self._section.connections
-        if most == 1 or layer.size < ranges.LARGE:
-            return client.blob(ref, layer.digest, offset, login)
-        connections = lanes.Lanes(most, 2 if self._several else 1)
-        return ranges.stream(
-            lambda first, last: client.span(ref, layer.digest, first, last, login),
-            lambda position: client.blob(ref, layer.digest, position, login),
-            *(offset, layer.size, connections),
-        )
 
     async def _next(self, stream: AsyncGenerator[bytes, None]) -> bytes | None:
         """The next chunk; None at the end. Raises PullError when none comes."""
@@ -326,15 +293,12 @@ class Puller:
         pull = asyncio.create_task(
             self._runtime.pull(self._ref.text, login, hold, deadline), name="PullImage"
         )
-        several = asyncio.create_task(self._try_several(login), name="trial")
         try:
             last, since = self.progress.bytes_done, time.monotonic()
             while not pull.done():
                 await asyncio.wait({pull}, timeout=POLL_SECONDS)
                 if pull.done():
                     break
-                if several.done() and several.result():
-                    raise _TakeOver
                 await self._update_progress()
                 now = time.monotonic()
                 if self.progress.bytes_done != last or self.progress.phase != "fetching":
@@ -343,43 +307,9 @@ class Puller:
                     raise self._stalled()
             return await pull
         finally:
-            several.cancel()
             if not pull.done():
                 pull.cancel()
-            await asyncio.gather(pull, several, return_exceptions=True)
-
-    async def _try_several(self, login: base.Login | None) -> bool:
-        """Whether several connections of ours are faster than the runtime's one."""
-        if self._shape is None or self._limit.rate or self._section.connections == 1:
-            return False
-        if self._several or not self._runtime.abilities.ingests:
-            return False
-        layers = estimate.missing(self._shape, await self._runtime.inventory())
-        large = [layer for layer in layers if layer.size >= ranges.LARGE]
-        if not large:
-            return False
-        found = trial.Trial(
-            large,
-            self._runtime.ingests,
-            lambda layer, offset: self._client.blob(self._ref, layer.digest, offset, login),
-        )
-        try:
-            self._several = await found.limits_connections()
-        finally:
-            self._extra += found.read
-        return self._several
-
-    async def _prepare_several(self) -> None:
-        """After the runtime's pull was cancelled. What it has of the large layers is fetched
-        again, by us."""
-        shape = self._shape
-        assert shape is not None
-        has = await trial.still(self._runtime.ingests)
-        large = [layer.digest for layer in shape.layers if layer.size >= ranges.LARGE]
-        self._extra += sum(has.get(digest, base.Ingest()).theirs or 0 for digest in large)
-        self._foreign.clear()
-        self._theirs.clear()
-        log.info("its registry limits each connection: several from now on", image=self._ref.text)
+            await asyncio.gather(pull, return_exceptions=True)
 
     async def _keep_progress(self) -> None:
         while True:

@@ -47,7 +47,7 @@ from preheat import (
 )
 from preheat.desired import Request
 from preheat.failure import Kind, PullError
-from preheat.runtimes import base
+from preheat.runtimes import base, containerd
 
 log = structlog.get_logger("preheat")
 
@@ -86,7 +86,7 @@ class Snapshot:
 class Reconciler:
     def __init__(
         self,
-        runtime: base.Runtime,
+        runtime: containerd.Containerd,
         section: settings.PreheatSettings,
         client: registry.Registry,
         boot_file: Path | None = None,
@@ -99,7 +99,7 @@ class Reconciler:
         self.turns = schedule.Schedule(section)
         self.resolver = resolver.Resolver(client, credentials.Credentials(), self.turns, self.wake)
         self.local = estimate.LocalImages(runtime)
-        self._pins = pins.Pins(runtime, self.local, self.resolver)
+        self._pins = pins.Pins(runtime, self.local)
         self.healer = heal.Healer(runtime, self.pressed, section.heal.per_hour)
         self.uses = uses.Uses(runtime)
         self.lock = asyncio.Lock()
@@ -153,7 +153,7 @@ class Reconciler:
     async def watch(self) -> None:
         """Heal on each removal event, and compare everything after each gap in the events."""
         pauses = kit.pause.Backoff(RECONNECT_FIRST, RECONNECT_LONGEST)
-        while self.runtime.abilities.watches:
+        while True:
             try:
                 await self.runtime.connect()
                 gap = asyncio.create_task(self._after_gap(), name="resync")
@@ -301,18 +301,17 @@ class Reconciler:
             digest = here if served else ""
             return dataclasses.replace(request, digest=digest, last_used=last_used, present=served)
         digest = shape.top.digest
-        estimates = self.runtime.abilities.estimates
         doubted = self.durability.doubted(shape)
         spoilt = failed is not None and failed.spoils(digest)
         listed = inventory.has(request.ref, digest) and not spoilt
-        present = listed and (not estimates or (estimate.is_here(shape, inventory) and not doubted))
+        present = listed and estimate.is_here(shape, inventory) and not doubted
         if not doubted:
             why = "some of its layers or documents are not there" if listed else "does not list it"
             self._check_pulled(request.ref, present, why)
         usages = await self.local.usages(shape, inventory)
         cost = estimate.cost(shape, inventory, self.resolver.unpacked(shape) | usages)
         parts = cost.parts
-        if present and estimates:
+        if present:
             parts = await self.local.parts(shape, inventory)
         costed = dataclasses.replace(request, fetch=cost.fetch)
         known = "" if lookup is None or lookup.shape is None else digest
@@ -385,7 +384,6 @@ class Reconciler:
             lookup,
             pull_at=self.turns.pull_at(ref, now, begun=bool(inventory.held("pull", ref))),
             failed=self.turns.standing(ref, self.failures.get(ref)),
-            heals=self.runtime.abilities.watches,
             pins=tuple(p for p in inventory.held("pin", ref) if self.healer.restores(p, ref)),
             limited=self.section.bytes_per_second is not None,
         )

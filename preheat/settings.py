@@ -143,22 +143,11 @@ class FleetSettings(kit.settings.Section):
     busy."""
 
 
-class CrioSettings(kit.settings.Section):
-    """Only for runtime: crio."""
-
-    drop_in: kit.settings.AbsolutePath = Path(
-        "/etc/crio/crio.conf.d/50-nodeagent-pinned-images.conf"
-    )
-    """The file that lists pinned images for CRI-O. The agent overwrites it."""
-
-
 class PreheatSettings(kit.settings.Section):
     """Images held ready on the node."""
 
-    runtime: Literal["containerd", "crio"] = "containerd"
-    """Which container runtime the kubelet uses."""
     socket: kit.settings.AbsolutePath = Path("/run/containerd/containerd.sock")
-    """The runtime's unix socket."""
+    """containerd's unix socket."""
     pin_budget: kit.units.Bytes = Field(default=200 * 1024**3, gt=0)
     """Most bytes that pins may keep; shared layers count once. Never more than the kubelet's gc_low
     of the disk."""
@@ -198,9 +187,6 @@ class PreheatSettings(kit.settings.Section):
     bytes_per_second: kit.units.Bytes | None = Field(default=None, ge=64 * 1024)
     """Limit for downloading layers, all pulls together; the agent then fetches them itself.
     Default: no limit, the runtime downloads as fast as it can."""
-    connections: int = Field(default=1, ge=1, le=8)
-    """Most connections for one layer of 256 MiB and more. The runtime downloads by one; where the
-    registry is found to limit each connection, the agent goes on with several. 1: never."""
     windows: tuple[Annotated[str, AfterValidator(_window)], ...] = Field(default=(), max_length=24)
     """HH:MM-HH:MM in UTC: when pulls of these settings may start; default: always. Pulls that an
     operator requests start at any time."""
@@ -215,8 +201,6 @@ class PreheatSettings(kit.settings.Section):
     """Thresholds of the kubelet."""
     heal: HealSettings = HealSettings()
     """Healing of pins."""
-    crio: CrioSettings = CrioSettings()
-    """CRI-O only."""
     node: str = ""
     """This node's name, for the spread; default: the host name."""
     node_labels: dict[str, str] = Field(default_factory=dict)
@@ -226,14 +210,6 @@ class PreheatSettings(kit.settings.Section):
     def _consistent(self) -> "PreheatSettings":
         if (ref := kit.settings.twice(each.ref for each in self.images)) is not None:
             raise ValueError(f"image {ref!r} is listed twice")
-        if self.runtime == "crio" and self.bytes_per_second is not None:
-            raise ValueError(
-                "bytes_per_second needs containerd: the agent cannot give layers to CRI-O"
-            )
-        if self.runtime == "crio" and self.connections > 1:
-            raise ValueError("connections needs containerd: the agent cannot give layers to CRI-O")
-        if self.runtime == "crio" and self.release_after is not None:
-            raise ValueError("release_after needs containerd: CRI-O's pins cannot expire")
         if self.partial_keep < self.attempt_timeout + 3600:
             raise ValueError("partial_keep must exceed attempt_timeout by at least an hour")
         return self

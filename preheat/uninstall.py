@@ -16,23 +16,20 @@ from typing import Any
 import kit.errors
 import kit.formats
 from kit.traces import Trace
-from preheat import component, documents, doubts
+from preheat import documents, doubts
 from preheat.runtimes import base, containerd, unpacked
 from preheat.settings import PreheatSettings
 
-# Of the runtimes that the chart knows: Kubernetes' usual ones, and that of k3s and RKE2.
-SOCKETS = {
-    "containerd": (
-        Path("/run/containerd/containerd.sock"),
-        Path("/run/k3s/containerd/containerd.sock"),
-    ),
-    "crio": (Path("/run/crio/crio.sock"),),
-}
+# Of the runtimes that the chart knows: the usual one, and that of k3s and RKE2.
+SOCKETS = (
+    Path("/run/containerd/containerd.sock"),
+    Path("/run/k3s/containerd/containerd.sock"),
+)
 
 
 @contextlib.asynccontextmanager
-async def _runtime(settings: PreheatSettings, state_dir: Path) -> AsyncIterator[base.Runtime]:
-    made = component.runtime_of(settings, state_dir)
+async def _runtime(socket: Path) -> AsyncIterator[containerd.Containerd]:
+    made = containerd.Containerd(socket)
     try:
         await made.connect()
         yield made
@@ -45,7 +42,7 @@ def _stray(inventory: base.Inventory) -> list[base.Record]:
     return [each for each in inventory.records if each.ours and each.name not in pinned]
 
 
-def _traces(settings: PreheatSettings, state_dir: Path, inventory: base.Inventory) -> list[Trace]:
+def _traces(inventory: base.Inventory) -> list[Trace]:
     """What is in the runtime."""
     found = [Trace(hold.role, f"{hold.id} ({hold.ref})") for hold in inventory.holds]
     found += [Trace("lease", each) for each in inventory.unknown_holds]
@@ -56,18 +53,12 @@ def _traces(settings: PreheatSettings, state_dir: Path, inventory: base.Inventor
         found.append(Trace("labels", f"{containerd.LAST_USED} ({len(inventory.last_used)})"))
     if inventory.durable:
         found.append(Trace("labels", f"{unpacked.DURABLE} ({len(inventory.durable)})"))
-    return found + _files(settings, state_dir)
+    return found
 
 
-def _files(settings: PreheatSettings, state_dir: Path) -> list[Trace]:
-    """What is on the disk of the host for a runtime."""
-    if settings.runtime != "crio":
-        return []
-    files = (settings.crio.drop_in, state_dir / component.CRIO_STATE)
-    return [Trace("file", str(path)) for path in files if path.exists()]
-
-
-async def _take(runtime: base.Runtime, inventory: base.Inventory, kind: str, name: str) -> None:
+async def _take(
+    runtime: containerd.Containerd, inventory: base.Inventory, kind: str, name: str
+) -> None:
     match kind:
         case "file" if name.endswith(kit.formats.SUFFIX):
             kit.formats.forget(Path(name))  # a directory, perhaps
@@ -94,7 +85,7 @@ async def _take(runtime: base.Runtime, inventory: base.Inventory, kind: str, nam
                     await (runtime.unpin(hold) if kind == "pin" else runtime.end(hold))
 
 
-def runtimes(section: dict[str, Any]) -> tuple[list[PreheatSettings], list[PreheatSettings]]:
+def sockets(section: dict[str, Any]) -> tuple[list[Path], list[Path]]:
     """Whom to ask: the runtime of the settings. Where these name no socket of their own, perhaps
     because the room was taken out of them before the node was cleared, every runtime that this host
     has. And those that do not run, where another one does.
@@ -103,18 +94,13 @@ def runtimes(section: dict[str, Any]) -> tuple[list[PreheatSettings], list[Prehe
     """
     given = PreheatSettings.model_validate(section)
     if given.socket != PreheatSettings().socket:
-        return [given], []
-    found = [
-        given.model_copy(update={"runtime": name, "socket": path})
-        for name, sockets in SOCKETS.items()
-        for path in sockets
-        if path.exists()
-    ]
+        return [given.socket], []
+    found = [path for path in SOCKETS if path.exists()]
     if not found:
         raise kit.errors.NotFoundError(
             "the container runtime", f"there is no socket {given.socket}", "set preheat.socket"
         )
-    running = [each for each in found if _listens(each.socket)]
+    running = [each for each in found if _listens(each)]
     return running or found, [each for each in found if running and each not in running]
 
 
@@ -131,16 +117,14 @@ def _listens(path: Path) -> bool:
 
 
 def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
-    async def look(settings: PreheatSettings) -> list[Trace]:
-        async with _runtime(settings, Path(state_dir)) as runtime:
-            return _traces(settings, Path(state_dir), await runtime.inventory())
+    async def look(socket: Path) -> list[Trace]:
+        async with _runtime(socket) as runtime:
+            return _traces(await runtime.inventory())
 
-    running, ended = runtimes(section)
+    running, ended = sockets(section)
     found = [trace for each in running for trace in asyncio.run(look(each))]
     why = "it does not run; what it may hold of ours is seen when it does: repeat this then"
-    for each in ended:
-        found += _files(each, Path(state_dir))
-        found.append(Trace("container runtime", str(each.socket), stays=why))
+    found += [Trace("container runtime", str(each), stays=why) for each in ended]
     kept = Path(state_dir) / documents.FOLDER
     found += [Trace("documents", str(kept))] if kept.is_dir() else []
     boot = Path(state_dir) / doubts.STATE
@@ -150,23 +134,23 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
 
 
 def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> None:
-    async def take(settings: PreheatSettings) -> None:
-        async with _runtime(settings, Path(state_dir)) as runtime:
+    async def take(socket: Path) -> None:
+        async with _runtime(socket) as runtime:
             await _take(runtime, await runtime.inventory(), kind, name)
 
-    for each in runtimes(section)[0]:
+    for each in sockets(section)[0]:
         asyncio.run(take(each))
 
 
-async def release_all(settings: PreheatSettings, state_dir: Path, *, yes: bool) -> list[Trace]:
+async def release_all(socket: Path, *, yes: bool) -> list[Trace]:
     """What of ours is in the runtime; with ``yes`` it is gone at return.
 
     May be repeated when it was interrupted. Raises RuntimeCallError, and RefusedError when there is
     something again afterwards: an agent works on this runtime.
     """
-    async with _runtime(settings, state_dir) as runtime:
+    async with _runtime(socket) as runtime:
         inventory = await runtime.inventory()
-        found = _traces(settings, state_dir, inventory)
+        found = _traces(inventory)
         if not yes:
             return found
         for trace in found:
@@ -174,7 +158,7 @@ async def release_all(settings: PreheatSettings, state_dir: Path, *, yes: bool) 
         # Clearing the mark of one pin leaves it for another of the same image: look again.
         inventory = await runtime.inventory()
         await runtime.clear_marks(_stray(inventory))
-        left = _traces(settings, state_dir, await runtime.inventory())
+        left = _traces(await runtime.inventory())
         if left:
             raise kit.errors.RefusedError(
                 "the container runtime",

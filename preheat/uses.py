@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 
 from preheat import manifest
-from preheat.runtimes import base
+from preheat.runtimes import base, containerd
 
 NOTED_EVERY_SECONDS = 600.0
 
@@ -14,7 +14,7 @@ NOTED_EVERY_SECONDS = 600.0
 class Uses:
     """``used_bytes``: of images pinned by us that containers then used, since the agent's start."""
 
-    def __init__(self, runtime: base.Runtime) -> None:
+    def __init__(self, runtime: containerd.Containerd) -> None:
         self._runtime = runtime
         self._before: set[str] | None = None  # top digests in use at the last cycle
         self.used_bytes = 0

@@ -9,7 +9,6 @@ that may only read, must not be able to push the record of real changes out.
 import asyncio
 import collections
 import contextlib
-import functools
 import ipaddress
 import re
 import time
@@ -89,22 +88,6 @@ class Hosts:
 
 
 # --- limits and the record
-
-
-@functools.lru_cache(MOST_CALLERS)
-def place(peer: str) -> str:
-    """What limits count of an address: of IPv6 the /64, all of which one host may have."""
-    try:
-        found = ipaddress.ip_address(peer)
-    except ValueError:
-        return peer
-    if found.version == 6 and found.ipv4_mapped is not None:
-        found = found.ipv4_mapped
-    if found.is_loopback:
-        return "loopback"
-    if found.version == 4:
-        return str(found)
-    return str(ipaddress.IPv6Network((found.packed, 64), strict=False))
 
 
 class Rate:

@@ -2,14 +2,8 @@
 
 We accept connections ourselves, because neither asyncio nor aiohttp limits their number: whoever
 opens enough of them would take the file descriptors that the rooms need. A listener that is full
-closes the connection that has waited longest without a request. So a crowd of idle connections
-keeps neither a probe nor an operator out. On the metrics listener, where no answer takes long, it
-closes the one that has asked most when none is idle: a crowd that asks without a pause
-(``server.Pace`` slows it down) does not keep a probe out either. Kubelet's liveness probe has its
-answer before all this. Of the other new connections there so many a second are served, of each
-address and in all; the rest are closed.
-
-On the unix socket a connection begins with ``nodeagent.api.quick``, which answers status requests.
+closes the connection that has waited longest without a request, so idle connections keep neither a
+probe nor an operator out. While all are busy it closes the new one.
 
 A new certificate serves the connections that are accepted after it appeared.
 """
@@ -26,8 +20,7 @@ import socket
 import ssl
 import stat
 import struct
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +32,7 @@ import kit.errors
 import kit.findings
 from kit.room import Role
 from nodeagent import overview
-from nodeagent.api import access, quick, reviews, rotation, server
+from nodeagent.api import access, reviews, rotation, server
 from nodeagent.settings import AdminSettings, address, is_loopback
 from nodeagent.state import State
 
@@ -47,16 +40,11 @@ log = structlog.get_logger("agent")
 
 MOST_CONNECTIONS = 256  # of one listener
 BACKLOG = 128
-LONG_BACKLOG = 4096  # where a connection costs little; the kernel has at most net.core.somaxconn
 IDLE_SECONDS = 15.0  # without a complete request: at the start and between two
 HANDSHAKE_SECONDS = 5.0
 STOP_SECONDS = 2.0
-NEW_SECONDS = 1.0  # so long a connection may wait with its first request
 ACCEPT_RETRY_SECONDS = 0.5
 BIND_AGAIN_SECONDS = 10.0
-# New connections of a listener without a login: of one address, and of all.
-NEW_PER_SECOND, NEW_AT_ONCE = 100.0, MOST_CONNECTIONS
-ALL_NEW_PER_SECOND, ALL_NEW_AT_ONCE = 400.0, 2 * MOST_CONNECTIONS
 HANDSHAKES_PER_SECOND = 100.0  # each takes the event loop 1 to 2 ms; more of them wait
 LONGEST_LINE = 8190  # of the request line
 LONGEST_HEADER = 4096
@@ -72,10 +60,6 @@ def _is_our_fault(record: logging.LogRecord) -> bool:
 logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
 
 
-# Whether the caller at the other end may read, and what there is to read.
-Quickly = tuple[Callable[[socket.socket], bool], Callable[[], bytes]]
-
-
 class _Listener:
     """Serves one application on one listening socket."""
 
@@ -85,31 +69,15 @@ class _Listener:
         app: web.Application,
         listening: socket.socket,
         tls: rotation.Certificate | None = None,
-        quickly: Quickly | None = None,
-        short: bool = False,
     ) -> None:
-        """``quickly``: the body of a status, for connections of callers who may read it.
-
-        ``short``: no request here takes long, so that a busy connection may be closed, too. Anybody
-        may ask: new connections are limited, and liveness probes answered before that.
-        """
         self._name = name
         self._socket = listening
         self._tls = tls
-        self._short = short
-        self._may_read, self._quick = None, None
-        if quickly is not None:
-            self._may_read, status = quickly
-            self._quick = quick.Door(status, IDLE_SECONDS, server.WRITE_SECONDS)
-        self._busy: dict[object, None] = {}  # with a request, the longest one first
-        self._asked: dict[object, int] = {}  # how many requests each has had
-        self._rested: dict[object, float] = {}  # since when each waits for a request
+        self._busy: set[Any] = set()  # connections with a request
+        self._idle: dict[Any, None] = {}  # those without, the longest idle first
         self._handshake_rate = access.Rate(HANDSHAKES_PER_SECOND, int(HANDSHAKES_PER_SECOND))
-        self._new_rate = access.Rate(NEW_PER_SECOND, NEW_AT_ONCE)
-        self._all_new_rate = access.Rate(ALL_NEW_PER_SECOND, ALL_NEW_AT_ONCE)
-        self._aborted: set[object] = set()
         self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
-        app.middlewares.insert(0, self._note_busy())
+        app.middlewares.insert(0, self._note_idle())
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -121,19 +89,18 @@ class _Listener:
             auto_decompress=False,  # a small body must not become a large one
         )
 
-    def _note_busy(self) -> Middleware:
+    def _note_idle(self) -> Middleware:
         @web.middleware
-        async def note_busy(request: web.Request, handler: server.Handler) -> web.StreamResponse:
-            self._busy[request.protocol] = None
-            self._asked[request.protocol] = self._asked.get(request.protocol, 0) + 1
-            request[server.NTH] = self._asked[request.protocol]
+        async def note_idle(request: web.Request, handler: server.Handler) -> web.StreamResponse:
+            self._idle.pop(request.protocol, None)
+            self._busy.add(request.protocol)
             try:
                 return await handler(request)
             finally:
-                self._busy.pop(request.protocol, None)
-                self._rested[request.protocol] = time.monotonic()
+                self._busy.discard(request.protocol)
+                self._idle[request.protocol] = None
 
-        return note_busy
+        return note_idle
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -147,8 +114,6 @@ class _Listener:
             self._socket.close()
             for handshake in self._handshakes:
                 handshake.cancel()
-            if self._quick is not None:
-                self._quick.close()
             await asyncio.shield(self._runner.cleanup())
 
     async def _accept(self) -> None:
@@ -159,89 +124,37 @@ class _Listener:
             if self._tls is not None and not self._handshake_rate.admits(""):
                 await asyncio.sleep(1 / HANDSHAKES_PER_SECOND)
             try:
-                connection, peer = await loop.sock_accept(self._socket)
+                connection, _ = await loop.sock_accept(self._socket)
             except OSError as error:  # no descriptors, no memory, or the client has left already
                 if error.errno != errno.ECONNABORTED:
                     log.warning("cannot accept", listener=self._name, error=str(error))
                     await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                 continue
-            served = self._is_served(connection, peer) if self._short else True
-            if served is False:
-                continue
             if not self._has_room():
                 connection.close()
                 continue
-            begun = self._begin(connection) if served else self._wait(connection, peer)
-            task = asyncio.create_task(begun, name=f"accept {self._name}")
+            task = asyncio.create_task(self._begin(connection), name=f"accept {self._name}")
             self._handshakes[task] = None
             task.add_done_callback(lambda done: self._handshakes.pop(done, None))
 
-    def _is_served(self, connection: socket.socket, peer: Any) -> bool | None:
-        """Whether the HTTP library gets it; None: it has asked nothing yet. False: it is closed."""
-        try:
-            probed = quick.probed(connection)
-        except OSError:
-            probed = True  # it has left: nothing more is to be done for it either
-        if probed is None:
-            return None
-        place = access.place(peer[0])
-        if not probed and self._new_rate.admits(place) and self._all_new_rate.admits(""):
-            return True
-        connection.close()
-        return False
-
-    async def _wait(self, connection: socket.socket, peer: Any) -> None:
-        """Until it asks for something."""
-        loop, ready, heard = asyncio.get_running_loop(), asyncio.Event(), False
-        loop.add_reader(connection, ready.set)
-        try:
-            async with asyncio.timeout(IDLE_SECONDS):
-                heard = await ready.wait()
-        except TimeoutError:
-            pass
-        finally:
-            loop.remove_reader(connection)
-            if not heard:
-                connection.close()
-        if heard and self._is_served(connection, peer) is not False:
-            await self._begin(connection)
-
     def _has_room(self) -> bool:
-        """Makes room if need be: the oldest handshake ends, else the oldest idle connection."""
+        """Makes room if need be: the oldest handshake ends, else the longest idle connection."""
         assert self._runner.server is not None
-        known = self._runner.server.connections
-        self._aborted &= set(known)
-        now = time.monotonic()
-        self._rested = {each: self._rested.get(each, now) for each in known}
-        self._asked = {each: self._asked[each] for each in known if each in self._asked}
-        open_now = [each for each in known if each not in self._aborted]
-        silent = 0 if self._quick is None else len(self._quick.silent)
-        if len(open_now) + silent + len(self._handshakes) < MOST_CONNECTIONS:
+        known = set(self._runner.server.connections)
+        self._idle = {each: None for each in self._idle if each in known}
+        if len(known) + len(self._handshakes) < MOST_CONNECTIONS:
             return True
         if len(self._handshakes) >= MOST_CONNECTIONS // 2:
             oldest = next(iter(self._handshakes))
             oldest.cancel()
             del self._handshakes[oldest]
             return True
-        idle = [each for each in open_now if each not in self._busy]
-        idle.sort(key=self._rested.__getitem__)
-        # In a crowd that is always busy the one that is idle has come just now, to ask.
-        if idle and now - self._rested[idle[0]] >= NEW_SECONDS:
-            self._abort(idle[0])
+        for connection in self._idle:
+            del self._idle[connection]
+            if connection.transport is not None:
+                connection.transport.abort()
             return True
-        if self._quick is not None and self._quick.drop_oldest():
-            return True
-        there = set(open_now)
-        busy = [each for each in self._busy if each in there] if self._short else []
-        busy.sort(key=lambda each: -self._asked.get(each, 0))  # a probe asks once
-        for each in (busy + idle)[:1]:
-            self._abort(each)
-        return bool(busy or idle)
-
-    def _abort(self, connection: Any) -> None:
-        self._aborted.add(connection)
-        if connection.transport is not None:
-            connection.transport.abort()
+        return False
 
     async def _begin(self, connection: socket.socket) -> None:
         assert self._runner.server is not None
@@ -249,18 +162,15 @@ class _Listener:
             connection.close()  # there is no certificate yet
             return
         tls = None if self._tls is None or self._tls.value is None else self._tls.value.context
-        library: quick.Library = self._runner.server
-        begin = library
-        if self._quick is not None and self._may_read is not None and self._may_read(connection):
-            begin = functools.partial(quick.Connection, self._quick, library)
         try:
             _, protocol = await asyncio.get_running_loop().connect_accepted_socket(
-                begin,
+                self._runner.server,
                 connection,
                 ssl=tls,
                 ssl_handshake_timeout=None if tls is None else HANDSHAKE_SECONDS,
             )
-            self._rested[protocol] = time.monotonic()
+            if protocol not in self._busy:  # it may have asked already
+                self._idle[protocol] = None
         except (OSError, ssl.SSLError):
             connection.close()
         except asyncio.CancelledError:
@@ -410,13 +320,13 @@ def _unix(path: Path, gid: int | None) -> Iterator[socket.socket]:
 # --- TCP
 
 
-async def _bind_tcp(setting: str, listen: str, backlog: int = BACKLOG) -> socket.socket:
+async def _bind_tcp(setting: str, listen: str) -> socket.socket:
     host, port = address(listen)
     try:
         (family, _, _, _, where), *_ = await asyncio.get_running_loop().getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        listening = socket.create_server(where[:2], family=family, backlog=backlog)
+        listening = socket.create_server(where[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         raise kit.errors.HostError(
             f"{setting} {listen}",
@@ -513,20 +423,15 @@ async def serving(state: State) -> AsyncIterator[None]:
         listening = stack.enter_context(_unix(admin.socket, gid))
         held = overview.Held(state)
         app = server.application(state, door, held)
-
-        def may_read(connection: socket.socket) -> bool:
-            return _socket_role(admin, _peer(connection)[1]) is not None
-
-        quickly = (may_read, held.answer)
-        listeners = [_Listener("socket", app, listening, quickly=quickly)]
+        listeners = [_Listener("socket", app, listening)]
         if admin.metrics is not None:
             host, _ = address(admin.metrics)
             local = is_loopback(host)
             hosts = access.Hosts(host, admin.names) if local else None
             app = server.metrics_application(state, hosts, with_page=local, held=held)
-            listening = await _bind_tcp("admin.metrics", admin.metrics, LONG_BACKLOG)
+            listening = await _bind_tcp("admin.metrics", admin.metrics)
             stack.callback(listening.close)
-            listeners.append(_Listener("metrics", app, listening, short=True))
+            listeners.append(_Listener("metrics", app, listening))
         if admin.api is not None:
             host, _ = address(admin.api.listen)
             certificate = rotation.Certificate(admin.api)

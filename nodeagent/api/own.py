@@ -16,7 +16,6 @@ from nodeagent.api import access, figures, openapi
 from nodeagent.state import State
 
 LOOK_SECONDS = 1.0  # how often a live page is compared with what it shows
-ALIVE = b'{"alive": true, "reasons": []}'
 WRITE_SECONDS = 20.0  # one message to a live page
 _HEADERS = {
     "Content-Security-Policy": page.POLICY,
@@ -53,7 +52,7 @@ def routes(
 
         A sick room is a matter of /readyz: a restart of the process would not heal it.
         """
-        return web.Response(body=ALIVE, content_type="application/json", charset="utf-8")
+        return web.json_response({"alive": True, "reasons": []})
 
     async def readyz(_: web.Request) -> web.Response:
         """200 when every component does its work, else 503 with the reasons."""

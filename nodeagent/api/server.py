@@ -43,14 +43,12 @@ ASK_AGAIN_SECONDS = 5.0  # whether the caller of a stream may still read
 NO_ANSWER = 0  # in place of a status in the record of calls
 LONGEST_NOTE = 300  # of a path or a text in the record of calls
 
-# A listener that anybody reaches answers so many requests a second at once; each one more waits.
-# That bounds what a crowd of connections can take of the event loop, and refuses nobody.
+# Strangers on the API over TCP get so many refusals a second at once; each one more waits. So does
+# a caller who makes too many changing calls.
 REQUESTS_PER_SECOND = 200.0
 REQUESTS_AT_ONCE = 400
 WAIT_SECONDS = 0.5
-PROBES = ("/healthz", "/readyz")
 
-NTH = web.RequestKey("nth", int)  # of its connection, from 1; set by the listener
 _CALLER = web.RequestKey("caller", access.Caller)
 _SENT = web.RequestKey("sent", dict)  # what the record of calls shows of the body
 
@@ -92,7 +90,7 @@ class Door:
 
 
 class Pace:
-    """Makes the requests of a crowd wait. Those of another kind do not wait for them."""
+    """Makes the requests of a kind of callers wait. Those of others do not wait for them."""
 
     def __init__(self) -> None:
         self._rate = access.Rate(REQUESTS_PER_SECOND, REQUESTS_AT_ONCE)
@@ -457,7 +455,6 @@ def metrics_application(
     state: State, hosts: access.Hosts | None, with_page: bool, held: overview.Held | None = None
 ) -> web.Application:
     """Figures and probes for whoever reaches the metrics listener. It cannot change anything."""
-    pace = Pace()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -467,18 +464,11 @@ def metrics_application(
             )
         return await handler(request)
 
-    @web.middleware
-    async def keep_pace(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # A probe asks once and leaves; a crowd that asks for probes goes on and on.
-        first = request.get(NTH, 1) == 1
-        await pace.keep("probes" if first and request.path in PROBES else "others")
-        return await handler(request)
-
     served = {"/metrics", "/healthz", "/readyz"}
     if with_page:
         served |= {"/", "/live", "/runbook"}
     app = web.Application(
-        middlewares=[_send_in_time, keep_pace, _errors_as_json, check], client_max_size=LONGEST_BODY
+        middlewares=[_send_in_time, _errors_as_json, check], client_max_size=LONGEST_BODY
     )
     found = own.routes(state, access.Streams(), _write_lines, held)
     app.add_routes([route for route in found if route.path in served])

@@ -15,6 +15,8 @@ A question whose answer admits somebody costs nothing of any rate.
 
 import base64
 import collections
+import functools
+import ipaddress
 import json
 import time
 from collections.abc import Iterator
@@ -59,6 +61,22 @@ def expired(said: dict[str, Any], now: float) -> bool:
         return False
 
 
+@functools.lru_cache(access.MOST_CALLERS)
+def place(peer: str) -> str:
+    """What limits count of an address: of IPv6 the /64, all of which one host may have."""
+    try:
+        found = ipaddress.ip_address(peer)
+    except ValueError:
+        return peer
+    if found.version == 6 and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    if found.is_loopback:
+        return "loopback"
+    if found.version == 4:
+        return str(found)
+    return str(ipaddress.IPv6Network((found.packed, 64), strict=False))
+
+
 @dataclass(frozen=True)
 class Question:
     """``owner``: who the token says that it belongs to, at this place; None when it does not."""
@@ -69,7 +87,7 @@ class Question:
 
 
 def question(token: bytes, peer: str, said: dict[str, Any]) -> Question:
-    at, who = access.place(peer), [said.get("iss"), said.get("sub")]
+    at, who = place(peer), [said.get("iss"), said.get("sub")]
     named = all(isinstance(each, str) for each in who)
     return Question(token, at, rotation.digest(json.dumps([at, *who])) if named else None)
 

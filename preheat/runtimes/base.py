@@ -1,17 +1,13 @@
-"""The port to a container runtime: everything that this room asks of it, in the room's own words.
-
-Two adapters implement ``Runtime``: ``containerd`` (leases, resumable pulls, events) and ``crio``
-(CRI and a drop-in file). ``Abilities`` says what a runtime can do. The rest of the room asks for an
-ability and never for the name or version of a runtime.
+"""What the room and its adapter of the container runtime (``containerd``) speak of.
 
 The runtime is the room's only database. A ``Hold`` is a record that the runtime keeps for us: a
 pull and its bytes, a pinned image, or a note. A new agent finds the holds of the one before it.
 """
 
 import hashlib
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import kit.errors
 from preheat import manifest
@@ -47,15 +43,6 @@ class InvalidCallError(kit.errors.AgentError):
     """A changing call that is malformed; it was not sent (a bug of ours, or bad input)."""
 
     exit_code = 3
-
-
-@dataclass(frozen=True)
-class Abilities:
-    """What a runtime can do."""
-
-    watches: bool  # reports at once that an image record was made, changed or removed
-    ingests: bool  # takes blobs from us and unpacks them, so that we can limit the rate
-    estimates: bool  # lists the blobs and snapshots that it has
 
 
 @dataclass(frozen=True)
@@ -169,10 +156,7 @@ class Inventory:
         return digest if digest and self.has(ref, digest) else ""
 
     def has(self, ref: str, digest: str) -> bool:
-        """Whether ``ref`` names ``digest``, for the kubelet as well.
-
-        CRI-O has several records for one name.
-        """
+        """Whether ``ref`` names ``digest``, for the kubelet as well."""
         if self.listed is not None and ref not in self.listed:
             return False
         return any(r.name == ref and r.target.digest == digest for r in self.records)
@@ -205,104 +189,3 @@ class Login:
     password: str = ""
     identity_token: str = ""
     registry_token: str = ""
-
-
-class Runtime(Protocol):
-    """One container runtime. Every coroutine raises RuntimeCallError or a subclass."""
-
-    @property
-    def abilities(self) -> Abilities: ...
-
-    @property
-    def honours_pins(self) -> bool | None:
-        """Whether it tells the kubelet which images are pinned; None while not known."""
-
-    release_after: float | None
-    """Seconds after which the runtime itself ends pins and notes that no agent renews."""
-
-    @property
-    def trips(self) -> int:
-        """How often the runtime went away on a changing call."""
-
-    @property
-    def rests(self) -> float:
-        """Seconds until changing calls are allowed again; 0 when they are."""
-
-    async def connect(self) -> str:
-        """Call the runtime; its name and version."""
-
-    async def close(self) -> None: ...
-
-    async def inventory(self) -> Inventory: ...
-
-    async def read(self, digest: str) -> bytes:
-        """A manifest or config from the runtime's store; at most 8 MiB."""
-
-    async def usage(self, chain_id: str) -> int:
-        """Bytes that one unpacked layer takes on disk."""
-
-    async def begin(self, hold: Hold) -> Hold:
-        """Make a hold, or return the equal one that exists."""
-
-    async def end(self, hold: Hold) -> None:
-        """Remove a hold and what only it kept; nothing if it is gone already."""
-
-    async def pull(self, ref: str, login: Login | None, hold: Hold, deadline: float) -> str:
-        """Pull through CRI under ``hold``; the image id. The hold keeps the bytes if cancelled."""
-
-    async def ingests(self) -> Mapping[str, Ingest]:
-        """Half-fetched blobs by digest, whoever fetches them; empty when it does not say."""
-
-    async def progress(self, layers: Sequence[manifest.Layer]) -> Mapping[str, LayerState]:
-        """The state of each layer, by digest; empty when the runtime does not say."""
-
-    async def write(
-        self,
-        digest: str,
-        size: int,
-        source: manifest.Blobs,
-        hold: Hold,
-        origin: tuple[str, str],
-    ) -> None:
-        """Write a blob into the store under ``hold``, from where an earlier attempt stopped.
-
-        ``origin``: the registry and the repository that have it, too.
-        """
-
-    async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
-        """Delete half-fetched blobs."""
-
-    async def pin(self, hold: Hold) -> Hold:
-        """Keep ``hold.target``; the hold, completed with its record names and image id."""
-
-    async def unpin(self, hold: Hold) -> None:
-        """Remove a pin and its marks on records. Garbage collection may take the image again."""
-
-    async def clear_marks(self, records: Sequence[Record]) -> None:
-        """Clear marks of ours on records."""
-
-    async def tend(self, inventory: Inventory) -> bool:
-        """Put right what an interrupted or removed agent left: pins without their content or mark,
-        marks without a pin, holds that expire too soon. Whether holds or records changed.
-        """
-
-    async def heal(self, hold: Hold) -> int:
-        """Restore missing records of a pinned image; how many were missing."""
-
-    async def note_use(self, digest: str, when: float | None) -> None:
-        """Store when the image was last used (Unix time)."""
-
-    async def note_durable(self, chain_ids: Iterable[str], *, durable: bool = True) -> None:
-        """Store that these layers are durable, or that nothing is known of them."""
-
-    async def unpack_again(
-        self, layers: Sequence[manifest.Layer], which: Collection[str], deadline: float
-    ) -> None:
-        """Unpack the layers ``which`` (chain ids) of an image again, or remove them with those on
-        top of them for a pull to bring them. ``deadline``: seconds for one layer."""
-
-    async def target_of(self, name: str) -> manifest.Target | None:
-        """What an image record names now; None without one."""
-
-    def changes(self) -> AsyncIterator[Change]:
-        """Image records as they are made, changed and removed, until the connection ends."""

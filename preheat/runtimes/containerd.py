@@ -48,7 +48,7 @@ _CHANGES: Mapping[str, Literal["made", "moved", "removed"]] = {
 
 
 class Containerd(cri.CriRuntime):
-    """One containerd with its CRI plugin."""
+    """One containerd with its CRI plugin. Coroutines raise RuntimeCallError or a subclass."""
 
     def __init__(self, socket: Path) -> None:
         super().__init__(socket)
@@ -56,6 +56,7 @@ class Containerd(cri.CriRuntime):
         self._unpacked: dict[str, str] = {}  # chain id -> its snapshotter, where it is another
         self._remote: frozenset[str] = frozenset()  # chain ids
         self._durable: frozenset[str] = frozenset()  # chain ids
+        # Seconds after which containerd itself ends pins and notes that no agent renews.
         self.release_after: float | None = None
         self._leases = leases.Leases(self.connection)
         self._marks = marks.Marks(self.connection)
@@ -65,13 +66,15 @@ class Containerd(cri.CriRuntime):
         self._version = ""
 
     @property
-    def abilities(self) -> base.Abilities:
-        ingests = self._snapshotter in _UNPACKING
-        return base.Abilities(watches=True, ingests=ingests, estimates=True)
+    def unpacks(self) -> bool:
+        """Whether it unpacks the blobs that we write, so that we can limit the rate."""
+        return self._snapshotter in _UNPACKING
 
     @property
     def honours_pins(self) -> bool | None:
-        """Found by trying at the first pin. Pins that expire have no label, which never would."""
+        """Whether it tells the kubelet which images are pinned; None while not known.
+
+        Found by trying at the first pin. Pins that expire have no label, which never would."""
         return False if self.release_after is not None else self._marks.honoured
 
     async def connect(self) -> str:
@@ -178,7 +181,7 @@ class Containerd(cri.CriRuntime):
             below = below and await self._is_unpacked(layer.chain_id)
             ingest = ingests.get(layer.digest)
             if below:
-                remote = not self.abilities.ingests and not await self._has_content(layer.digest)
+                remote = not self.unpacks and not await self._has_content(layer.digest)
                 state = base.LayerState(layer.size, unpacked=True, remote=remote)
             elif ingest is not None:
                 # Somebody else may have completed the layer while we write it.
@@ -208,6 +211,7 @@ class Containerd(cri.CriRuntime):
         return pb.SnapshotRequest(snapshotter=name, key=chain_id)
 
     async def read(self, digest: str) -> bytes:
+        """A manifest or config from the store; at most 8 MiB."""
         data = bytearray()
         request = pb.ReadContentRequest(digest=digest)
         async for part in self.connection.stream(api.READ_CONTENT, request):
@@ -221,9 +225,11 @@ class Containerd(cri.CriRuntime):
         return bytes(data)
 
     async def usage(self, chain_id: str) -> int:
+        """Bytes that one unpacked layer takes on disk."""
         return (await self.connection.read(api.USAGE, self._snapshot(chain_id))).size
 
     async def note_use(self, digest: str, when: float | None) -> None:
+        """Store when the image was last used (Unix time)."""
         labels = {LAST_USED: "" if when is None else f"{when:.0f}"}
         info = pb.ContentInfo(digest=digest, labels=labels)
         request = pb.UpdateContentRequest(info=info, update_mask=marks.label_mask(LAST_USED))
@@ -232,22 +238,28 @@ class Containerd(cri.CriRuntime):
             await self.connection.change(api.UPDATE_CONTENT, request)
 
     async def note_durable(self, chain_ids: Iterable[str], *, durable: bool = True) -> None:
+        """Store that these layers are durable, or that nothing is known of them."""
         await self._layers.note(chain_ids, durable=durable)
 
     async def unpack_again(
         self, layers: Sequence[manifest.Layer], which: Collection[str], deadline: float
     ) -> None:
+        """Unpack the layers ``which`` (chain ids) of an image again, or remove them with those on
+        top of them for a pull to bring them. ``deadline``: seconds for one layer."""
         await self._layers.again(layers, which, deadline)
 
     # --- holds ------------------------------------------------------------------------------------
 
     async def begin(self, hold: base.Hold) -> base.Hold:
+        """Make a hold, or return the equal one that exists."""
         if self.release_after is not None and hold.role != "pull":
             hold = dataclasses.replace(hold, expires=time.time() + self.release_after)
         return await self._leases.begin(hold)
 
     async def end(self, hold: base.Hold) -> None:
-        """After a pull's hold containerd collects garbage at once: its bytes are free at return."""
+        """Remove a hold and what only it kept; nothing if it is gone already.
+
+        After a pull's hold containerd collects garbage at once: its bytes are free at return."""
         await self._leases.delete(hold.id, sync=hold.role == "pull")
 
     # --- pull -------------------------------------------------------------------------------------
@@ -255,6 +267,7 @@ class Containerd(cri.CriRuntime):
     async def pull(
         self, ref: str, login: base.Login | None, hold: base.Hold, deadline: float
     ) -> str:
+        """Pull through CRI under ``hold``; the image id. The hold keeps the bytes if cancelled."""
         return await self._pull_image(ref, login, hold.id, deadline)
 
     async def write(
@@ -265,6 +278,10 @@ class Containerd(cri.CriRuntime):
         hold: base.Hold,
         origin: tuple[str, str],
     ) -> None:
+        """Write a blob into the store under ``hold``, from where an earlier attempt stopped.
+
+        ``origin``: the registry and the repository that have it, too.
+        """
         labels = {f"{_ORIGIN}{origin[0]}": origin[1]}
         ref = f"{base.OWN_PREFIX}{digest}"
         writer = cri.Exchange(self.connection, api.WRITE, hold.id)
@@ -309,6 +326,7 @@ class Containerd(cri.CriRuntime):
         return offset
 
     async def drop_partials(self, digests: frozenset[str], *, ours_only: bool = False) -> None:
+        """Delete half-fetched blobs."""
         kinds = ("nodeagent",) if ours_only else ("layer", "nodeagent")
         answer = await self.connection.read(api.LIST_STATUSES, pb.ListRequest())
         for each in answer.statuses:
@@ -320,6 +338,7 @@ class Containerd(cri.CriRuntime):
     # --- pin and heal -----------------------------------------------------------------------------
 
     async def pin(self, hold: base.Hold) -> base.Hold:
+        """Keep ``hold.target``; the hold, completed with its record names and image id."""
         assert hold.target is not None
         digest = hold.target.digest
         names = [each.name for each in await self._records(f"target.digest=={digest}")]
@@ -337,6 +356,7 @@ class Containerd(cri.CriRuntime):
         return hold
 
     async def unpin(self, hold: base.Hold) -> None:
+        """Remove a pin and its marks on records. Garbage collection may take the image again."""
         shared = any(
             each.role == "pin" and each.image_id == hold.image_id and each.id != hold.id
             for each in await self._leases.holds()
@@ -346,9 +366,13 @@ class Containerd(cri.CriRuntime):
         await self._leases.delete(hold.id)
 
     async def clear_marks(self, records: Sequence[base.Record]) -> None:
+        """Clear marks of ours on records."""
         await self._marks.clear_stray(records)
 
     async def tend(self, inventory: base.Inventory) -> bool:
+        """Put right what an interrupted or removed agent left: pins without their content or mark,
+        marks without a pin, holds that expire too soon. Whether holds or records changed.
+        """
         changes = 0
         if not self._checked:
             changes = await self._leases.finish_renewals(inventory.holds)
@@ -384,6 +408,7 @@ class Containerd(cri.CriRuntime):
         return count
 
     async def heal(self, hold: base.Hold) -> int:
+        """Restore missing records of a pinned image; how many were missing."""
         assert hold.target is not None
         healed = 0
         target = pb.Descriptor(**dataclasses.asdict(hold.target))
@@ -398,12 +423,14 @@ class Containerd(cri.CriRuntime):
         return healed
 
     async def target_of(self, name: str) -> manifest.Target | None:
+        """What an image record names now; None without one."""
         with leases.allowing("NOT_FOUND"):
             answer = await self.connection.read(api.GET_IMAGE, pb.GetImageRequest(name=name))
             return _target(answer.image.target)
         return None
 
     async def changes(self) -> AsyncIterator[base.Change]:
+        """Image records as they are made, changed and removed, until the connection ends."""
         topics = ("/images/create", "/images/update", "/images/delete")
         filters = [f'topic=="{topic}",namespace=="{cri.NAMESPACE}"' for topic in topics]
         request = pb.ListRequest(filters=filters)

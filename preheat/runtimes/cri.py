@@ -1,4 +1,4 @@
-"""The connection to a container runtime, and the calls of CRI that every runtime answers.
+"""The connection to containerd, and its calls of CRI.
 
 Why each changing call is checked: containerd 1.7 and 2.x die of some malformed calls (an image
 update without its target, a lease resource without its kind), and with containerd every pod start
@@ -142,7 +142,7 @@ class Breaker:
 
 
 class Connection:
-    """A connection to the socket of containerd or another CRI runtime."""
+    """A connection to containerd's socket."""
 
     def __init__(self, socket: Path, namespace: str = NAMESPACE) -> None:
         self._socket = socket
@@ -354,7 +354,6 @@ def _check_pull(request: cri_pb2.PullImageRequest) -> None:
 Empty = empty_pb2.Empty
 _IMAGES = "/runtime.v1.ImageService/"
 _RUNTIME = "/runtime.v1.RuntimeService/"
-VERSION = Method(_RUNTIME + "Version", Empty, cri_pb2.VersionResponse)
 LIST_CONTAINERS = Method(_RUNTIME + "ListContainers", Empty, cri_pb2.ListContainersResponse)
 CONTAINER_STATUS = Method(
     _RUNTIME + "ContainerStatus", cri_pb2.ContainerStatusRequest, cri_pb2.ContainerStatusResponse
@@ -367,13 +366,8 @@ PULL_IMAGE = Method(
 )
 
 
-def full_id(image_id: str) -> str:
-    """CRI-O gives image ids without their algorithm."""
-    return f"sha256:{image_id}" if len(image_id) == 64 and ":" not in image_id else image_id
-
-
 class CriRuntime:
-    """What all runtimes behind CRI share."""
+    """What containerd answers through CRI."""
 
     def __init__(self, socket: Path) -> None:
         self.connection = Connection(socket)
@@ -382,17 +376,19 @@ class CriRuntime:
 
     @property
     def trips(self) -> int:
+        """How often the runtime went away on a changing call."""
         return self.connection.breaker.total
 
     @property
     def rests(self) -> float:
+        """Seconds until changing calls are allowed again; 0 when they are."""
         return self.connection.breaker.rests
 
     async def close(self) -> None:
         await self.connection.close()
 
     async def _pull_image(
-        self, ref: str, login: base.Login | None, lease: str | None, deadline: float
+        self, ref: str, login: base.Login | None, lease: str, deadline: float
     ) -> str:
         """CRI's PullImage; the image id that the runtime gives."""
         request = cri_pb2.PullImageRequest(image=cri_pb2.ImageSpec(image=ref))
@@ -431,7 +427,7 @@ class CriRuntime:
         found = await asyncio.gather(*map(self._volumes_of, new))
         self._volumes |= zip(new, found, strict=True)
         used = {each.image_ref for each in answer.containers}.union(*self._volumes.values())
-        return base.image_ids(map(full_id, used), records)
+        return base.image_ids(used, records)
 
     async def _volumes_of(self, container: str) -> frozenset[str]:
         """The images that a container has mounted, as the kubelet named them (KEP-4639)."""

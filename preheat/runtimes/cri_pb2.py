@@ -24,47 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apreheat/runtimes/cri.proto\x12\rnodeagent.cri\"@\n\x0fVersionResponse\x12\x14\n\x0cruntime_name\x18\x02 \x01(\t\x12\x17\n\x0fruntime_version\x18\x03 \x01(\t\"*\n\tContainer\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\timage_ref\x18\x05 \x01(\t\"F\n\x16ListContainersResponse\x12,\n\ncontainers\x18\x01 \x03(\x0b\x32\x18.nodeagent.cri.Container\".\n\x16\x43ontainerStatusRequest\x12\x14\n\x0c\x63ontainer_id\x18\x01 \x01(\t\"0\n\x05Mount\x12\'\n\x05image\x18\t \x01(\x0b\x32\x18.nodeagent.cri.ImageSpec\"7\n\x0f\x43ontainerStatus\x12$\n\x06mounts\x18\x0e \x03(\x0b\x32\x14.nodeagent.cri.Mount\"I\n\x17\x43ontainerStatusResponse\x12.\n\x06status\x18\x01 \x01(\x0b\x32\x1e.nodeagent.cri.ContainerStatus\"\x1a\n\tImageSpec\x12\r\n\x05image\x18\x01 \x01(\t\"Z\n\x05Image\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\trepo_tags\x18\x02 \x03(\t\x12\x14\n\x0crepo_digests\x18\x03 \x03(\t\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0e\n\x06pinned\x18\x08 \x01(\x08\":\n\x12ListImagesResponse\x12$\n\x06images\x18\x01 \x03(\x0b\x32\x14.nodeagent.cri.Image\"7\n\x0cImageRequest\x12\'\n\x05image\x18\x01 \x01(\x0b\x32\x18.nodeagent.cri.ImageSpec\":\n\x13ImageStatusResponse\x12#\n\x05image\x18\x01 \x01(\x0b\x32\x14.nodeagent.cri.Image\"*\n\x14\x46ilesystemIdentifier\x12\x12\n\nmountpoint\x18\x01 \x01(\t\"E\n\x0f\x46ilesystemUsage\x12\x32\n\x05\x66s_id\x18\x02 \x01(\x0b\x32#.nodeagent.cri.FilesystemIdentifier\"P\n\x13ImageFsInfoResponse\x12\x39\n\x11image_filesystems\x18\x01 \x03(\x0b\x32\x1e.nodeagent.cri.FilesystemUsage\"`\n\nAuthConfig\x12\x10\n\x08username\x18\x01 \x01(\t\x12\x10\n\x08password\x18\x02 \x01(\t\x12\x16\n\x0eidentity_token\x18\x05 \x01(\t\x12\x16\n\x0eregistry_token\x18\x06 \x01(\t\"d\n\x10PullImageRequest\x12\'\n\x05image\x18\x01 \x01(\x0b\x32\x18.nodeagent.cri.ImageSpec\x12\'\n\x04\x61uth\x18\x02 \x01(\x0b\x32\x19.nodeagent.cri.AuthConfig\"&\n\x11PullImageResponse\x12\x11\n\timage_ref\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apreheat/runtimes/cri.proto\x12\rnodeagent.cri\"*\n\tContainer\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\timage_ref\x18\x05 \x01(\t\"F\n\x16ListContainersResponse\x12,\n\ncontainers\x18\x01 \x03(\x0b\x32\x18.nodeagent.cri.Container\".\n\x16\x43ontainerStatusRequest\x12\x14\n\x0c\x63ontainer_id\x18\x01 \x01(\t\"0\n\x05Mount\x12\'\n\x05image\x18\t \x01(\x0b\x32\x18.nodeagent.cri.ImageSpec\"7\n\x0f\x43ontainerStatus\x12$\n\x06mounts\x18\x0e \x03(\x0b\x32\x14.nodeagent.cri.Mount\"I\n\x17\x43ontainerStatusResponse\x12.\n\x06status\x18\x01 \x01(\x0b\x32\x1e.nodeagent.cri.ContainerStatus\"\x1a\n\tImageSpec\x12\r\n\x05image\x18\x01 \x01(\t\"L\n\x05Image\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\trepo_tags\x18\x02 \x03(\t\x12\x14\n\x0crepo_digests\x18\x03 \x03(\t\x12\x0e\n\x06pinned\x18\x08 \x01(\x08\":\n\x12ListImagesResponse\x12$\n\x06images\x18\x01 \x03(\x0b\x32\x14.nodeagent.cri.Image\"7\n\x0cImageRequest\x12\'\n\x05image\x18\x01 \x01(\x0b\x32\x18.nodeagent.cri.ImageSpec\":\n\x13ImageStatusResponse\x12#\n\x05image\x18\x01 \x01(\x0b\x32\x14.nodeagent.cri.Image\"*\n\x14\x46ilesystemIdentifier\x12\x12\n\nmountpoint\x18\x01 \x01(\t\"E\n\x0f\x46ilesystemUsage\x12\x32\n\x05\x66s_id\x18\x02 \x01(\x0b\x32#.nodeagent.cri.FilesystemIdentifier\"P\n\x13ImageFsInfoResponse\x12\x39\n\x11image_filesystems\x18\x01 \x03(\x0b\x32\x1e.nodeagent.cri.FilesystemUsage\"`\n\nAuthConfig\x12\x10\n\x08username\x18\x01 \x01(\t\x12\x10\n\x08password\x18\x02 \x01(\t\x12\x16\n\x0eidentity_token\x18\x05 \x01(\t\x12\x16\n\x0eregistry_token\x18\x06 \x01(\t\"d\n\x10PullImageRequest\x12\'\n\x05image\x18\x01 \x01(\x0b\x32\x18.nodeagent.cri.ImageSpec\x12\'\n\x04\x61uth\x18\x02 \x01(\x0b\x32\x19.nodeagent.cri.AuthConfig\"&\n\x11PullImageResponse\x12\x11\n\timage_ref\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'preheat.runtimes.cri_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERSIONRESPONSE']._serialized_start=45
-  _globals['_VERSIONRESPONSE']._serialized_end=109
-  _globals['_CONTAINER']._serialized_start=111
-  _globals['_CONTAINER']._serialized_end=153
-  _globals['_LISTCONTAINERSRESPONSE']._serialized_start=155
-  _globals['_LISTCONTAINERSRESPONSE']._serialized_end=225
-  _globals['_CONTAINERSTATUSREQUEST']._serialized_start=227
-  _globals['_CONTAINERSTATUSREQUEST']._serialized_end=273
-  _globals['_MOUNT']._serialized_start=275
-  _globals['_MOUNT']._serialized_end=323
-  _globals['_CONTAINERSTATUS']._serialized_start=325
-  _globals['_CONTAINERSTATUS']._serialized_end=380
-  _globals['_CONTAINERSTATUSRESPONSE']._serialized_start=382
-  _globals['_CONTAINERSTATUSRESPONSE']._serialized_end=455
-  _globals['_IMAGESPEC']._serialized_start=457
-  _globals['_IMAGESPEC']._serialized_end=483
-  _globals['_IMAGE']._serialized_start=485
-  _globals['_IMAGE']._serialized_end=575
-  _globals['_LISTIMAGESRESPONSE']._serialized_start=577
-  _globals['_LISTIMAGESRESPONSE']._serialized_end=635
-  _globals['_IMAGEREQUEST']._serialized_start=637
-  _globals['_IMAGEREQUEST']._serialized_end=692
-  _globals['_IMAGESTATUSRESPONSE']._serialized_start=694
-  _globals['_IMAGESTATUSRESPONSE']._serialized_end=752
-  _globals['_FILESYSTEMIDENTIFIER']._serialized_start=754
-  _globals['_FILESYSTEMIDENTIFIER']._serialized_end=796
-  _globals['_FILESYSTEMUSAGE']._serialized_start=798
-  _globals['_FILESYSTEMUSAGE']._serialized_end=867
-  _globals['_IMAGEFSINFORESPONSE']._serialized_start=869
-  _globals['_IMAGEFSINFORESPONSE']._serialized_end=949
-  _globals['_AUTHCONFIG']._serialized_start=951
-  _globals['_AUTHCONFIG']._serialized_end=1047
-  _globals['_PULLIMAGEREQUEST']._serialized_start=1049
-  _globals['_PULLIMAGEREQUEST']._serialized_end=1149
-  _globals['_PULLIMAGERESPONSE']._serialized_start=1151
-  _globals['_PULLIMAGERESPONSE']._serialized_end=1189
+  _globals['_CONTAINER']._serialized_start=45
+  _globals['_CONTAINER']._serialized_end=87
+  _globals['_LISTCONTAINERSRESPONSE']._serialized_start=89
+  _globals['_LISTCONTAINERSRESPONSE']._serialized_end=159
+  _globals['_CONTAINERSTATUSREQUEST']._serialized_start=161
+  _globals['_CONTAINERSTATUSREQUEST']._serialized_end=207
+  _globals['_MOUNT']._serialized_start=209
+  _globals['_MOUNT']._serialized_end=257
+  _globals['_CONTAINERSTATUS']._serialized_start=259
+  _globals['_CONTAINERSTATUS']._serialized_end=314
+  _globals['_CONTAINERSTATUSRESPONSE']._serialized_start=316
+  _globals['_CONTAINERSTATUSRESPONSE']._serialized_end=389
+  _globals['_IMAGESPEC']._serialized_start=391
+  _globals['_IMAGESPEC']._serialized_end=417
+  _globals['_IMAGE']._serialized_start=419
+  _globals['_IMAGE']._serialized_end=495
+  _globals['_LISTIMAGESRESPONSE']._serialized_start=497
+  _globals['_LISTIMAGESRESPONSE']._serialized_end=555
+  _globals['_IMAGEREQUEST']._serialized_start=557
+  _globals['_IMAGEREQUEST']._serialized_end=612
+  _globals['_IMAGESTATUSRESPONSE']._serialized_start=614
+  _globals['_IMAGESTATUSRESPONSE']._serialized_end=672
+  _globals['_FILESYSTEMIDENTIFIER']._serialized_start=674
+  _globals['_FILESYSTEMIDENTIFIER']._serialized_end=716
+  _globals['_FILESYSTEMUSAGE']._serialized_start=718
+  _globals['_FILESYSTEMUSAGE']._serialized_end=787
+  _globals['_IMAGEFSINFORESPONSE']._serialized_start=789
+  _globals['_IMAGEFSINFORESPONSE']._serialized_end=869
+  _globals['_AUTHCONFIG']._serialized_start=871
+  _globals['_AUTHCONFIG']._serialized_end=967
+  _globals['_PULLIMAGEREQUEST']._serialized_start=969
+  _globals['_PULLIMAGEREQUEST']._serialized_end=1069
+  _globals['_PULLIMAGERESPONSE']._serialized_start=1071
+  _globals['_PULLIMAGERESPONSE']._serialized_end=1109
 # @@protoc_insertion_point(module_scope)

@@ -210,7 +210,7 @@ def test_chart_lints_and_its_settings_are_the_agents(values: Path | None, tmp_pa
         "image.pullPolicy=Sometimes",
         "host.state=relative/path",
         "host.state=/var/lib/../x",
-        "host.runtime.name=docker",
+        "host.runtime.socket=a/b",
         "settings.cash.budget=1",
         "pools=null",
         "pools.UPPER.nodeSelector.a=b",
@@ -463,7 +463,7 @@ def test_any_other_value_makes_another_uninstall_job() -> None:
         "image.pullPolicy=Always",
         "resources.limits.memory=1Gi",
         "host.state=/mnt/ssd/nodeagent",
-        "host.runtime.dropIns=/etc/crio/crio.conf.d",
+        "host.runtime.socketDir=/run/k3s/containerd",
         "csi.enabled=false",
         "imagePullSecrets[0].name=login",
     ):

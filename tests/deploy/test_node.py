@@ -56,7 +56,7 @@ def readers(node: installed.Node) -> Iterator[installed.Readers]:
             "--set", "port=65535,terminationGracePeriodSeconds=5,priorityClassName=",
         ),
     ],
-    ids=("default", "crio", "k3s", "rke2", "odd", "bare"),
+    ids=("default", "k3s", "rke2", "odd", "bare"),
 )  # fmt: skip
 def test_api_server_accepts_the_chart(kube: kubernetes.Kubernetes, words: tuple[str, ...]) -> None:
     rendered = kubernetes.helm(

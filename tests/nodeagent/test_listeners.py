@@ -8,7 +8,6 @@ import re
 import socket
 import ssl
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,11 @@ import kit.errors
 import kit.files
 from kit.room import Role
 from nodeagent import app, page
-from nodeagent.api import access, listeners, own, rotation, server
+from nodeagent.api import access, listeners, rotation, server
 from nodeagent.settings import ApiSettings
 from tests.nodeagent import test_roles
 from tests.testbed import ports, waiting
 
-CROWD = str(Path(__file__).with_name("crowd.py"))
-CROWD_SECONDS = int(os.environ.get("CROWD_SECONDS", "5"))
 TOKENS = {role: f"{role}-token-long-enough" for role in Role}
 ALL_METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "BREW")
 
@@ -251,8 +248,6 @@ async def test_the_longest_idle_is_closed_and_not_who_came_first(
     """Prometheus keeps its connection and asks again and again."""
     with_admin(agent, metrics=f"127.0.0.1:{port}")
     monkeypatch.setattr(listeners, "MOST_CONNECTIONS", 8)
-    monkeypatch.setattr(listeners, "NEW_SECONDS", 0.0)
-    monkeypatch.setattr(listeners, "NEW_AT_ONCE", 100)
 
     async def asks() -> None:
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
@@ -275,127 +270,11 @@ async def test_the_longest_idle_is_closed_and_not_who_came_first(
             await asks()
 
 
-@pytest.mark.real
-@pytest.mark.timeout(60 + CROWD_SECONDS)
-@pytest.mark.parametrize("path", ["/metrics", "/", "/healthz"])
-async def test_probes_are_answered_beside_a_crowd_that_never_pauses(
-    agent: app.Agent, port: int, path: str
-) -> None:
-    """CROWD_SECONDS=300 is what docs/security.md tells."""
-    with_admin(agent, metrics=f"127.0.0.1:{port}")
-    seconds, most = CROWD_SECONDS, listeners.MOST_CONNECTIONS
-    limit = aiohttp.ClientTimeout(total=10)  # timeoutSeconds of the chart's probes
-    async with listeners.serving(agent.state), aiohttp.ClientSession(timeout=limit) as session:
-        crowd = await asyncio.create_subprocess_exec(
-            sys.executable, CROWD, str(port), str(most), str(seconds), path,
-            stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        assert crowd.stdout is not None
-        assert await crowd.stdout.readline() == b"all have come\n"
-        probes = 0
-        while crowd.returncode is None:
-            headers = {"Connection": "close"}
-            answer = await session.get(f"http://127.0.0.1:{port}/healthz", headers=headers)
-            assert answer.status == 200, f"probe {probes}"
-            probes += 1
-            await asyncio.sleep(0.5)
-        answers = int(await crowd.stdout.read())
-    assert probes >= 3
-    assert answers > server.REQUESTS_AT_ONCE  # the crowd was one
-    # All requests of which each waits, and those that need not.
-    assert answers < seconds * (server.REQUESTS_PER_SECOND + 2 * most / server.WAIT_SECONDS)
-
-
-@pytest.mark.real
-@pytest.mark.timeout(60 + CROWD_SECONDS)
-@pytest.mark.parametrize(
-    ("path", "kind"), [("/healthz", "probe"), ("/healthz", "once"), ("/metrics", "once")]
-)
-async def test_probes_are_answered_beside_a_crowd_of_ever_new_connections(
-    agent: app.Agent, port: int, path: str, kind: str
-) -> None:
-    with_admin(agent, metrics=f"127.0.0.1:{port}")
-    async with listeners.serving(agent.state):
-        crowd = await asyncio.create_subprocess_exec(
-            sys.executable, CROWD, str(port), "1000", str(CROWD_SECONDS), path, kind,
-            stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        assert crowd.stdout is not None
-        assert await crowd.stdout.readline() == b"all have come\n"
-        while crowd.returncode is None:
-            assert (await asyncio.wait_for(kubelet_asks(port), waiting.limit(30))).startswith(
-                b"HTTP/1.1 200 OK"
-            )
-            await asyncio.sleep(0.5)
-        assert int(await crowd.stdout.read()) > 100  # the crowd was one
-
-
-async def kubelet_asks(port: int, pause: float = 0.0) -> bytes:
-    """The whole answer to a liveness probe. ``pause``: seconds before the first byte of it."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    await asyncio.sleep(pause)
-    writer.write(
-        f"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUser-Agent: kube-probe/1.34\r\n"
-        "Accept: */*\r\nConnection: close\r\n\r\n".encode()
-    )
-    answer = await reader.read()
-    writer.close()
-    return answer
-
-
 def all_but_the_first_wait(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """For ever, as far as a test goes."""
     monkeypatch.setattr(server, "REQUESTS_PER_SECOND", 0.0)
     monkeypatch.setattr(server, "REQUESTS_AT_ONCE", at_once)
     monkeypatch.setattr(server, "WAIT_SECONDS", 3600.0)
-
-
-async def test_ever_new_connections_are_closed_and_keep_no_probe_waiting(
-    agent: app.Agent, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are of one host, whatever loopback addresses they come from."""
-    all_but_the_first_wait(monkeypatch, 1)
-    monkeypatch.setattr(listeners, "NEW_PER_SECOND", 0.0, raising=False)
-    with_admin(agent, metrics=f"127.0.0.1:{port}")
-    most = 2 * listeners.MOST_CONNECTIONS
-    async with listeners.serving(agent.state):
-        writers, waits = [], []
-        for number in range(most):
-            reader, writer = await asyncio.open_connection(
-                "127.0.0.1", port, local_addr=(f"127.0.1.{1 + number % 200}", 0)
-            )
-            writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            writers.append(writer)
-            waits.append(asyncio.create_task(reader.read()))
-        for pause in (0.0, 0.1):
-            answer = await asyncio.wait_for(kubelet_asks(port, pause), waiting.limit(30))
-            head, _, body = answer.partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 200 OK")
-            assert body == own.ALIVE
-        refused = most - listeners.NEW_AT_ONCE
-        await waiting.until_async(lambda: sum(each.done() for each in waits) >= refused)
-        for writer in writers:
-            writer.close()
-        await asyncio.gather(*waits, return_exceptions=True)
-
-
-async def test_who_goes_on_asking_for_probes_keeps_no_probe_waiting(
-    agent: app.Agent, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    all_but_the_first_wait(monkeypatch, 3)
-    with_admin(agent, metrics=f"127.0.0.1:{port}")
-    probe = f"http://127.0.0.1:{port}/healthz"
-    connector = aiohttp.TCPConnector(limit=1)  # one connection for all its requests
-    async with (
-        listeners.serving(agent.state), aiohttp.ClientSession(connector=connector) as crowd,
-        aiohttp.ClientSession() as kubelet,
-    ):  # fmt: skip
-        for _ in range(4):  # its first, and what all have at once
-            assert await (await crowd.get(probe)).text()
-        waits = asyncio.create_task(crowd.get(probe))
-        assert (await kubelet.get(probe)).status == 200
-        assert not waits.done()
-        waits.cancel()
 
 
 async def test_strangers_with_requests_wait_where_operators_do_not(
@@ -433,12 +312,38 @@ async def test_connection_without_a_whole_request_is_closed(
 ) -> None:
     monkeypatch.setattr(listeners, "IDLE_SECONDS", 0.2)
     with_admin(agent, metrics=f"127.0.0.1:{port}")
+    asked = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     async with listeners.serving(agent.state):
-        for begun in (b"", b"GET /metrics HTTP/1.1\r\nHost: localh"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(begun)
-            assert await asyncio.wait_for(reader.read(), waiting.limit(60)) == b""
-            writer.close()
+        for begun, answers in ((b"", 0), (asked[:-9], 0), (asked, 1)):
+            for connected in (
+                asyncio.open_connection("127.0.0.1", port),
+                asyncio.open_unix_connection(str(agent.state.settings.admin.socket)),
+            ):
+                reader, writer = await connected
+                writer.write(begun)
+                read = await asyncio.wait_for(reader.read(), waiting.limit(60))
+                assert read.count(b"HTTP/1.1 200 OK") == answers
+                writer.close()
+
+
+async def test_while_all_connections_are_busy_a_new_one_is_closed(
+    agent: app.Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listeners, "MOST_CONNECTIONS", 4)
+    path, follow = str(agent.state.settings.admin.socket), b"GET /v1/events/follow HTTP/1.1\r\n"
+    async with listeners.serving(agent.state), contextlib.AsyncExitStack() as stack:
+
+        async def connect(request: bytes) -> bytes:
+            reader, writer = await asyncio.open_unix_connection(path)
+            stack.callback(writer.close)
+            with contextlib.suppress(ConnectionError):
+                writer.write(request + b"Host: agent\r\n\r\n")
+                return await asyncio.wait_for(reader.readline(), waiting.limit(60))
+            return b""
+
+        for _ in range(4):
+            assert await connect(follow) == b"HTTP/1.1 200 OK\r\n"
+        assert await connect(b"GET /healthz HTTP/1.1\r\n") == b""
 
 
 @pytest.mark.parametrize(

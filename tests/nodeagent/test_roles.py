@@ -227,4 +227,4 @@ async def test_image_of_the_callers_own_is_refused(whole: app.Agent) -> None:
         answer = await client.post("/v1/images/preheat", json=asked)
         text = await answer.text()
     assert answer.status == 400
-    assert "source" in text
+    assert "'source'" in text

@@ -12,6 +12,7 @@ import kit.room
 import nodeagent
 from nodeagent import app, overview, page, rooms
 from nodeagent.api import openapi
+from nodeagent.settings import GONE
 
 PROCESS = Path(nodeagent.__file__).parent
 NAMES = {room.name for room in rooms.ROOMS}
@@ -40,6 +41,8 @@ def test_only_the_registry_names_a_room() -> None:
         for file in PROCESS.rglob("*.py")
     }
     assert found.pop("rooms.py") == sorted(NAMES)
+    # The table of settings that went has their paths.
+    assert set(found.pop("settings.py")) <= {path.partition(".")[0] for path in GONE}
     assert len(found) > 10
     assert {file: rooms for file, rooms in found.items() if rooms} == {}
 

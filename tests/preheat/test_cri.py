@@ -41,7 +41,7 @@ async def answering(socket: Path, answer: bytes) -> AsyncIterator[None]:
         return answer
 
     server = grpc.aio.server()
-    for service, method in (("RuntimeService", "Version"), ("ImageService", "PullImage")):
+    for service, method in (("RuntimeService", "ListContainers"), ("ImageService", "PullImage")):
         handler: Any = grpc.unary_unary_rpc_method_handler(answered)
         generic = grpc.method_handlers_generic_handler(f"runtime.v1.{service}", {method: handler})
         server.add_generic_rpc_handlers((generic,))
@@ -66,7 +66,7 @@ async def broken(tmp_path: Path) -> AsyncIterator[cri.CriRuntime]:
 
 async def test_broken_answer_is_an_error_not_none(broken: cri.CriRuntime) -> None:
     with pytest.raises(base.RuntimeCallError, match="cannot be decoded"):
-        await broken.connection.read(cri.VERSION, cri.Empty())
+        await broken.connection.read(cri.LIST_CONTAINERS, cri.Empty())
     with pytest.raises(base.RuntimeCallError, match="cannot be decoded"):
         await broken._pull_image("r.e/a:b", base.Login("u", "p"), "nodeagent-pull-x", 5.0)
     assert broken.trips == 0
@@ -82,23 +82,25 @@ async def test_change_refuses_a_foreign_lease_and_other_requests(broken: cri.Cri
 
 async def test_socket_of_any_name_is_called_and_named(tmp_path: Path) -> None:
     plain, odd = tmp_path / "plain", tmp_path / "a %20#b?c"
-    answer = cri_pb2.VersionResponse(runtime_name="here").SerializeToString()
+    answer = cri_pb2.ListContainersResponse(
+        containers=[cri_pb2.Container(id="here")]
+    ).SerializeToString()
     runtime = cri.CriRuntime(odd)
     try:
         with pytest.raises(base.RuntimeGoneError) as gone:
-            await runtime.connection.read(cri.VERSION, cri.VERSION.request())
+            await runtime.connection.read(cri.LIST_CONTAINERS, cri.Empty())
         assert str(odd) in str(gone.value)
         async with answering(plain, answer):
             odd.symlink_to(plain)
-            answered = await waiting.until_async(lambda: _version(runtime), 30, "an answer")
-        assert answered.runtime_name == "here"
+            answered = await waiting.until_async(lambda: _containers(runtime), 30, "an answer")
+        assert [each.id for each in answered.containers] == ["here"]
     finally:
         await runtime.close()
 
 
-async def _version(runtime: cri.CriRuntime) -> cri_pb2.VersionResponse | None:
+async def _containers(runtime: cri.CriRuntime) -> cri_pb2.ListContainersResponse | None:
     try:
-        return await runtime.connection.read(cri.VERSION, cri.VERSION.request())
+        return await runtime.connection.read(cri.LIST_CONTAINERS, cri.Empty())
     except base.RuntimeCallError:
         return None  # it connects anew in a moment
 
@@ -108,7 +110,7 @@ async def test_missing_socket_does_not_trip_the_breaker(tmp_path: Path) -> None:
     try:
         async with asyncio.timeout(waiting.limit(60)):
             with pytest.raises(base.RuntimeGoneError):
-                await runtime._pull_image("r.e/a:b", None, None, 5.0)
+                await runtime._pull_image("r.e/a:b", None, "nodeagent-pull-x", 5.0)
     finally:
         await runtime.close()
 
@@ -149,12 +151,13 @@ async def test_breaker_trips_once_for_a_broken_connection_and_never_for_an_answe
         with pytest.raises(base.RuntimeCallError, match="locked") as answered:
             await runtime._image_paths()
         assert not isinstance(answered.value, base.RuntimeGoneError)
-        waiting = [runtime._pull_image(f"r.e/a:{n}", None, None, 30.0) for n in range(4)]
+        lease = "nodeagent-pull-x"
+        waiting = [runtime._pull_image(f"r.e/a:{n}", None, lease, 30.0) for n in range(4)]
         pulls = [asyncio.create_task(each) for each in waiting]
         while runtime.connection.channel().get_state() != grpc.ChannelConnectivity.READY:
             await asyncio.sleep(0)
         with pytest.raises(base.RuntimeGoneError):
-            await runtime._pull_image("r.e/die:1", None, None, 30.0)
+            await runtime._pull_image("r.e/die:1", None, lease, 30.0)
         ended = await asyncio.gather(*pulls, return_exceptions=True)
     finally:
         await runtime.close()

@@ -23,7 +23,7 @@ def reason(
     found = resolver.Lookup(manifest.parse(REF), failed=failure.after(error, attempts, 0.0))
     found = dataclasses.replace(found, **lookup)
     seen = hurdle.Facts(
-        request or Request(REF, "policy"), "", found, 0.0, None, heals=True, pins=(),
+        request or Request(REF, "policy"), "", found, 0.0, None, pins=(),
         **(facts or {}),
     )  # fmt: skip
     return hurdle.reason(seen, 100.0)

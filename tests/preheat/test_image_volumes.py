@@ -6,7 +6,7 @@ import pytest
 
 from preheat import manifest
 from preheat.component import Preheat
-from preheat.runtimes import base, cri
+from preheat.runtimes import base
 from preheat.runtimes import containerd as adapter
 from tests.preheat.rig import MB, Clock, Image, Rig, brought, find, idle, pinned, until
 from tests.testbed import kubernetes, pods, registry
@@ -21,12 +21,6 @@ def test_an_image_in_use_is_found_by_id_and_by_name(named: str) -> None:
     found = base.image_ids([named, OTHER, "r.e/gone:v1", ""], RECORDS)
     assert {ID, OTHER} <= found
     assert found <= {ID, OTHER, TOP}
-
-
-def test_cri_o_gives_ids_without_their_algorithm() -> None:
-    assert cri.full_id("a" * 64) == ID
-    assert cri.full_id(ID) == ID
-    assert cri.full_id("r.e/m:v1") == "r.e/m:v1"
 
 
 async def _kept(rig: Rig, ref: str) -> bool:

@@ -260,10 +260,10 @@ async def test_release_all_leaves_the_node_as_it_was(rig: Rig, tmp_path: Path) -
     before["leases"]["nodeagent-is-not-the-owner"] = {}
     during = await everything(rig.kubelet)
 
-    listed = await uninstall.release_all(section, tmp_path, yes=False)
+    listed = await uninstall.release_all(section.socket, yes=False)
     assert await everything(rig.kubelet) == during, "listing changes nothing"
-    released = await uninstall.release_all(section, tmp_path, yes=True)
-    again = await uninstall.release_all(section, tmp_path, yes=True)
+    released = await uninstall.release_all(section.socket, yes=True)
+    again = await uninstall.release_all(section.socket, yes=True)
     await rig.kubelet.collect()
 
     assert await everything(rig.kubelet) == before

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from preheat import limiter
+from preheat import limiter, manifest, pull
 from tests.preheat.rig import MB, Rig, state, until
 from tests.testbed import agent, registry
 
@@ -27,6 +27,19 @@ async def test_limiter_keeps_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(100):
         await limit.take(100)
     assert 9.0 <= clock[0] <= 10.1
+
+
+def test_layers_that_more_pulls_wait_for_come_first() -> None:
+    own, shared = (manifest.Layer(name, 1, "", "") for name in ("own", "shared"))
+    writers = pull.Writers()
+    with writers.demand([own, shared]):
+        alone = writers.by_demand([own, shared])
+        with writers.demand([shared]):
+            both = writers.by_demand([own, shared])
+        after = writers.by_demand([own, shared])
+
+    assert alone == after == [own, shared]
+    assert both == [shared, own]
 
 
 @pytest.fixture(scope="session")

@@ -189,7 +189,7 @@ async def test_images_that_share_a_layer_under_a_limit_fetch_it_once(
     unique = images[0].pushed.fetched + others
     more: dict[str, Any] = {"bytes_per_second": 4 * MB, "concurrency": count}
     async with rig.running(images=[{"ref": each.ref} for each in images], **more) as room:
-        connection = room.reconciler.runtime.connection  # type: ignore[attr-defined]  # containerd's
+        connection = room.reconciler.runtime.connection  # containerd's
         if restarted:
             await until(lambda: _stored(rig, shared.digest, 3 * MB), what="half of the layer")
             rig.daemon.stop()

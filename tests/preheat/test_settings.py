@@ -15,7 +15,6 @@ def test_settings_dump_to_themselves(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(
         "preheat:\n"
-        "  runtime: containerd\n"
         "  socket: /run/containerd/containerd.sock\n"
         "  pin_budget: 200GiB\n"
         "  retain: {for: 24h}\n"
@@ -38,8 +37,6 @@ def test_settings_dump_to_themselves(tmp_path: Path) -> None:
         {"images": [{"ref": "r.e/a:b"}, {"ref": "r.e/a:b"}]},
         {"images": [{"ref": "r.e/a:b", "pin": "sometimes"}]},
         {"windows": ["25:00-01:00"]},
-        {"runtime": "crio", "bytes_per_second": "1MiB"},
-        {"runtime": "crio", "connections": 2},
         {"platform": "amd64"},
         {"credentials": {"provider_dir": "/x"}},
         {"kubelet": {"gc_high": "70%", "gc_low": "80%"}},

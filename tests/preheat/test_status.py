@@ -192,7 +192,6 @@ def test_dropped_text_has_the_time() -> None:
 class StillRuntime:
     """A runtime in which one pinned image is in use, and which keeps what is noted."""
 
-    abilities = base.Abilities(watches=False, ingests=False, estimates=True)
     honours_pins: bool | None = True
     release_after: float | None = None
     trips, rests = 0, 0.0

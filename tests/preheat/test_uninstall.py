@@ -20,11 +20,8 @@ from preheat.settings import PreheatSettings
 @pytest.fixture
 def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Path]]:
     """A host whose runtimes' sockets are files that a test makes."""
-    places = {name: tmp_path / name for name in ("usual", "k3s", "crio")}
-    monkeypatch.setattr(
-        uninstall, "SOCKETS",
-        {"containerd": (places["usual"], places["k3s"]), "crio": (places["crio"],)},
-    )  # fmt: skip
+    places = {name: tmp_path / name for name in ("usual", "k3s")}
+    monkeypatch.setattr(uninstall, "SOCKETS", tuple(places.values()))
     default = PreheatSettings.model_fields["socket"]
     monkeypatch.setattr(default, "default", places["usual"])
     PreheatSettings.model_rebuild(force=True)
@@ -33,8 +30,8 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     PreheatSettings.model_rebuild(force=True)
 
 
-def asked(section: dict[str, Any]) -> list[tuple[str, Path]]:
-    return [(each.runtime, each.socket) for each in uninstall.runtimes(section)[0]]
+def asked(section: dict[str, Any]) -> list[Path]:
+    return uninstall.sockets(section)[0]
 
 
 def test_a_room_that_was_left_out_is_looked_for_in_every_runtime_of_the_host(
@@ -43,10 +40,9 @@ def test_a_room_that_was_left_out_is_looked_for_in_every_runtime_of_the_host(
     with pytest.raises(kit.errors.NotFoundError):
         asked({})
     sockets["k3s"].touch()
-    sockets["crio"].touch()
-    assert asked({}) == [("containerd", sockets["k3s"]), ("crio", sockets["crio"])]
+    assert asked({}) == [sockets["k3s"]]
     sockets["usual"].touch()  # k3s beside it has a runtime of its own
-    assert [where for _, where in asked({})] == [sockets[each] for each in ("usual", "k3s", "crio")]
+    assert asked({}) == [sockets["usual"], sockets["k3s"]]
 
 
 def test_a_runtime_that_has_ended_is_said_and_fails_nothing(
@@ -54,13 +50,11 @@ def test_a_runtime_that_has_ended_is_said_and_fails_nothing(
 ) -> None:
     """Its socket is still there, and nobody listens."""
     with socket.socket(socket.AF_UNIX) as ended:
-        ended.bind(str(sockets["crio"]))
-    (tmp_path / "crio.conf").touch()
-    section = {"crio": {"drop_in": str(tmp_path / "crio.conf")}}
+        ended.bind(str(sockets["usual"]))
     with socket.socket(socket.AF_UNIX) as running:
         running.bind(str(sockets["k3s"]))
         running.listen()
-        assert asked({}) == [("containerd", sockets["k3s"])]
+        assert asked({}) == [sockets["k3s"]]
         asked_now = list[Any]()
 
         def nothing(what: Any) -> list[Any]:
@@ -69,12 +63,12 @@ def test_a_runtime_that_has_ended_is_said_and_fails_nothing(
             return []
 
         monkeypatch.setattr("asyncio.run", nothing)
-        found = uninstall.find(section, str(tmp_path))
+        found = uninstall.find({}, str(tmp_path))
     assert len(asked_now) == 1
     assert [(each["kind"], each["name"]) for each in found] == [
-        ("file", str(tmp_path / "crio.conf")), ("container runtime", str(sockets["crio"])),
-    ]  # fmt: skip
-    assert found[1]["stays"].startswith("it does not run")
+        ("container runtime", str(sockets["usual"]))
+    ]
+    assert found[0]["stays"].startswith("it does not run")
 
 
 def test_a_runtime_that_the_settings_name_is_not_passed_over(
@@ -82,7 +76,7 @@ def test_a_runtime_that_the_settings_name_is_not_passed_over(
 ) -> None:
     sockets["k3s"].touch()
     named = str(tmp_path / "away")
-    assert asked({"socket": named}) == [("containerd", Path(named))]
+    assert asked({"socket": named}) == [Path(named)]
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -1,8 +1,4 @@
-"""A proxy in front of the registry that counts, throttles and breaks. Its own thread and loop.
-
-``python -m tests.testbed.proxy PORT RATE``: one in a process of its own, for benchmarks. It prints
-its port and ends with its standard input.
-"""
+"""A proxy in front of the registry that counts, throttles and breaks. Its own thread and loop."""
 
 import asyncio
 import base64
@@ -10,9 +6,7 @@ import contextlib
 import dataclasses
 import json
 import re
-import sys
 import threading
-import time
 from collections.abc import Iterator
 
 from tests.testbed import ports, waiting
@@ -43,8 +37,6 @@ class Proxy:
         self._upstream = upstream
         (self.port,) = ports.free(1)
         self.rate = 0  # bytes per second and connection of blob bodies; 0: unlimited
-        self.shared_rate = 0  # the same for all connections together
-        self._shared_until = 0.0  # what was sent is paid for until then
         self.login: tuple[str, str] | None = None  # what a client has to send
         self.bearer = False  # by token, as most registries want it, else by Basic
         self.truncate: set[str] = set()  # blobs whose body ends at half with the connection
@@ -260,23 +252,4 @@ class Proxy:
                     return -sent
                 if self.rate:
                     await asyncio.sleep(len(chunk) / self.rate)
-                if self.shared_rate:
-                    now = time.monotonic()
-                    start = max(self._shared_until, now)
-                    self._shared_until = start + len(chunk) / self.shared_rate
-                    await asyncio.sleep(self._shared_until - now)
         return sent
-
-
-def main() -> None:
-    upstream, rate = sys.argv[1:]
-    made = Proxy(int(upstream))
-    made.rate = int(rate)
-    made.start()
-    print(made.port, flush=True)
-    sys.stdin.read()
-    made.stop()
-
-
-if __name__ == "__main__":
-    main()

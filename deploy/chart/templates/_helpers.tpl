@@ -29,12 +29,9 @@ nodeagent/pool: {{ .pool }}
 {{- $given := mergeOverwrite (deepCopy .root.Values.settings) (deepCopy (.values.settings | default dict)) -}}
 {{- $audit := dict "kubelet" $host.kubelet -}}
 {{- if $runtime.bundles -}}{{- $_ := set $audit "containers" $runtime.bundles -}}{{- end -}}
-{{- $preheat := dict "runtime" $runtime.name "socket" (printf "%s/%s" $runtime.socketDir $runtime.socket) -}}
+{{- $preheat := dict "socket" (printf "%s/%s" $runtime.socketDir $runtime.socket) -}}
 {{- $_ := set $preheat "kubelet" (dict "root_dir" $host.kubelet) -}}
 {{- if $runtime.hosts -}}{{- $_ := set $preheat "hosts_dir" $runtime.hosts -}}{{- end -}}
-{{- if $runtime.dropIns -}}
-{{- $_ := set $preheat "crio" (dict "drop_in" (printf "%s/50-nodeagent-pinned-images.conf" $runtime.dropIns)) -}}
-{{- end -}}
 {{- $csi := dict "enabled" .root.Values.csi.enabled "kubelet" $host.kubelet -}}
 {{- $cache := dict "store" (printf "%s/store" $host.state) "views" (printf "%s/views" $host.state) "csi" $csi -}}
 {{- if kindIs "map" (($given).cache).kubelet -}}
