@@ -24,6 +24,7 @@ _NO_LAYOUTS = (
 GONE = {
     "admin.listen": "use admin.metrics (probes, metrics and the status page) and admin.socket",
     "admin.token_file": "use admin.socket with admin.group, or admin.api with tokens_file",
+    "cache.hints": "delete it: without hints a first epoch finds more files in the store",
     "preheat.datasets": _NO_LAYOUTS,
     "preheat.images.source": _NO_LAYOUTS,
 }

@@ -11,8 +11,6 @@ A lost or damaged index is made again by a scan.
                  not committed and the subdirectories that are not sealed.
     chunks       up to CHUNK_ENTRIES entries of one directory that are to be copied (zlib of JSON)
     failures     entries that could not be copied, with the reason
-    ahead        files that a hint stored before the commit of their chunk, with their bytes on the
-                 SSD. The commit of the chunk counts them and deletes the rows.
 """
 
 import json
@@ -22,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from cache.store import chunks, manifest, schema, sharing
-from cache.store.rows import HINTED as HINTED
 from cache.store.rows import LARGE as LARGE
 from cache.store.rows import NO_ROOM as NO_ROOM
 from cache.store.rows import NORMAL as NORMAL
@@ -175,38 +172,10 @@ class Index(sharing.Sharing):
             "allocated = allocated + ?, failed = failed + ?, waiting = waiting - ?",
             *(files, size, allocated, failed, 0 if left else 1),
         )
-        stays = {entry.name for entry in left}
-        self._db.executemany(
-            "DELETE FROM ahead WHERE directory = ? AND name = ?",
-            [
-                (chunk.directory, encode(entry.name))
-                for entry in chunk.entries
-                if entry.name not in stays
-            ],
-        )
-
-    def brought_ahead(self, directory: int, taken: dict[str, int]) -> None:
-        """Files that a hint stored before their chunk: names and SSD bytes."""
-        self._db.executemany(
-            "INSERT OR REPLACE INTO ahead VALUES (?, ?, ?)",
-            [(directory, encode(name), size) for name, size in taken.items()],
-        )
-
-    def ahead(self, directory: int) -> dict[str, int]:
-        rows = self._db.execute("SELECT name, bytes FROM ahead WHERE directory = ?", (directory,))
-        return {_decode(row[0]): int(row[1]) for row in rows}
-
-    def any_ahead(self) -> bool:
-        return self._row("SELECT 1 FROM ahead LIMIT 1") is not None
-
-    def none_ahead(self, directory: int) -> None:
-        """Forget its files ahead: another row counts them now."""
-        self._db.execute("DELETE FROM ahead WHERE directory = ?", (directory,))
 
     def sealed(self, directory: int) -> None:
         """The directory is opaque; its parent waits for one less."""
         self._update(directory, "state = 2")
-        self.none_ahead(directory)
         self._db.execute(
             "UPDATE directories SET waiting = waiting - 1 "
             "WHERE id = (SELECT parent FROM directories WHERE id = ?)",
@@ -239,10 +208,8 @@ class Index(sharing.Sharing):
                 "WITH RECURSIVE below(id) AS (SELECT ? UNION ALL SELECT d.id FROM directories d "
                 "JOIN below ON d.parent = below.id) "
             )
-            for table, key in (
-                ("chunks", "directory"), ("failures", "directory"), ("ahead", "directory"),
-                ("directories", "id"),
-            ):  # fmt: skip
+            keys = {"chunks": "directory", "failures": "directory", "directories": "id"}
+            for table, key in keys.items():
                 self._db.execute(
                     f"{below} DELETE FROM {table} WHERE {key} IN (SELECT id FROM below)", (number,)
                 )
@@ -493,13 +460,6 @@ class Index(sharing.Sharing):
         """Files and bytes that are still to copy."""
         files, size = self._row("SELECT sum(files), sum(bytes) FROM chunks")
         return files or 0, size or 0
-
-    def prefer(self, directory: int, priority: int) -> None:
-        """Copy what is left of a directory sooner."""
-        self._db.execute(
-            "UPDATE chunks SET priority = ? WHERE directory = ? AND priority < ?",
-            (priority, directory, priority),
-        )
 
     def totals(self) -> Totals:
         counted = self._row("SELECT 1 FROM sqlite_master WHERE name = 'totals'") is not None

@@ -51,9 +51,6 @@ def _moving() -> str:
 # indexes are the file's own. They count what changes, and forget parts of the manifest that a new
 # listing makes again.
 _LATER = f"""
-CREATE TABLE IF NOT EXISTS ahead (
-    directory INTEGER NOT NULL, name TEXT NOT NULL, bytes INTEGER NOT NULL,
-    PRIMARY KEY (directory, name)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS manifest (
     id INTEGER PRIMARY KEY, directory INTEGER NOT NULL, entries BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS manifest_directory ON manifest (directory);
@@ -89,16 +86,15 @@ _COUNT = (
 
 
 _FAILED = "(SELECT count(*) FROM failures)"
-_AHEAD = "(SELECT coalesce(sum(bytes), 0) FROM ahead)"
 # As the fields of ``index.Totals``.
 TOTALS = (
     f"SELECT files, bytes, done_files, done_bytes, {_FAILED}, skipped, directories, sealed, "
-    f"allocated + {_AHEAD} FROM totals"
+    "allocated FROM totals"
 )
 # Of a file that an older agent wrote and this one only reads.
 TOTALS_OF_OLDER = (
     f"SELECT sum(files), sum(bytes), sum(done_files), sum(done_bytes), {_FAILED}, sum(skipped), "
-    f"count(*), sum(state > 1), sum(allocated) + {_AHEAD} FROM directories"
+    f"count(*), sum(state > 1), sum(allocated) FROM directories"
 )
 
 
