@@ -148,9 +148,9 @@ class Generation:
             self.reached, self.gone = None, isinstance(error, base.GoneError)
             raise
         self.gone = False
-        return await self._compare(self.reached, deadline)
+        return await self._compare(self.reached)
 
-    async def _compare(self, reached: base.Reached, deadline: float) -> str:
+    async def _compare(self, reached: base.Reached) -> str:
         """Compare the marks of the source with those of the record."""
         now = self.record
         if now.state == "stale":
@@ -170,23 +170,11 @@ class Generation:
                 if reached.marks.keys() - now.marks.keys():
                     await self.change(marks={**now.marks, **reached.marks})
                 return ""
-        return await self._prove(reached, deadline)
-
-    async def _prove(self, reached: base.Reached, deadline: float) -> str:
-        """Adopt what an agent stored that kept no marks, if it is certain that it is of this."""
-        now = self.record
         why = "it shows none of the marks that were kept"
         if not now.marks:
-            why = await kit.child.call(
-                identity.doubts, self.folder, reached.root, now.created,
-                reached.marks.get(identity.MADE, ""), deadline=deadline,
-            )  # fmt: skip
-        if not why:
-            log.info("what an older agent stored is adopted", dataset=self.dataset)
-            await self.change(marks=reached.marks)
-            return ""
+            why = "no marks were kept of the source that it was filled from"
         if now.state not in ("complete", "partial"):
-            return f"an older agent began to fill it, and {why}"
+            return f"its fill had begun, and {why}"
         if why != self.unproven:
             log.warning("dataset may be of another source", dataset=self.dataset, why=why)
         self.unproven = why
