@@ -339,7 +339,7 @@ class Cache:
         new = [Dataset(each, self.settings, self._state_dir, self.jobs.wake) for each in added]
         for dataset in new:
             dataset.looks, dataset.ahead = self._looks, self.jobs.slot.ahead
-            dataset.mounts, dataset.withdraw = self._mounts, self.jobs.withdrawals.finish
+            dataset.mounts, dataset.withdraw = self._mounts, self.jobs.withdrawals.of
             dataset.look_again = self.view_watch.wake
         names = [dataset.name for dataset in new]
         found: list[dict[str, dict[str, Any] | None]] = [{} for _ in new]

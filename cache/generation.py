@@ -12,7 +12,6 @@ Invariant: the record on the disk is changed by ``change`` only, under the lock 
 import dataclasses
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -72,10 +71,8 @@ class Generation:
         self.unproven = ""  # why what is stored may be of another source
         self.due = due.Due()  # while it is to follow the one that serves
         self.fits = False  # as much of it is stored as there is room for now
-        self.leaves = False  # what is mounted by its id shows its source: files of it are bad
+        self.leaves = False  # bad files are in its tree: what is mounted by its id shows its source
         self.hidden = False  # bad files on its list were taken out of its tree
-        self.noted = -math.inf  # monotonic time at which bad files of it were found last
-        self.unmended = False  # nothing had the bytes of some of them when that was tried last
         self.scrub = Scrub()  # the last one while it was an earlier one
         self._may_change = may_change
 
