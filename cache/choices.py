@@ -8,8 +8,8 @@ import time
 
 import kit.errors
 import kit.settings
-from cache import mending
 from cache.dataset import Dataset
+from cache.generation import Generation
 from cache.settings import at_snapshot, snapshot_of
 from cache.succession import Succession
 
@@ -46,16 +46,24 @@ async def rollback(succession: Succession) -> None:
     """Go back to the generation that served before, and stay there. AgentError."""
     dataset = succession.dataset
     frozen = dataset.settings.freshness == "frozen"
-    if not dataset.earlier:
+    # One that retires for its bad files is filled again from its source; a frozen one has none.
+    damaged = [] if frozen else _damaged(dataset)
+    kept = [*dataset.earlier, *damaged]
+    if not kept:
         why, name = "no earlier generation is kept", dataset.name
         again = f"update {name} --snapshot S' fills one"
         again = f"rescan {name}' lists the source again" if frozen else again
         raise dataset.refused(why, f"'nodeagent dataset {again}")
-    await mending.refuse_damaged(dataset, dataset.earlier[0])
+    back = max(kept, key=lambda each: each.record.served)
     if frozen:
-        await _choose_scan(succession, dataset.earlier[0].scan)
+        await _choose_scan(succession, back.scan)
         return
-    await _choose(succession, dataset.earlier[0].record.snapshot, check=False)
+    await _choose(succession, back.record.snapshot, check=back in damaged)
+
+
+def _damaged(dataset: Dataset) -> list[Generation]:
+    """Those that retire for their bad files."""
+    return [each for each in dataset.left if each.record.damaged]
 
 
 async def rescan(succession: Succession) -> None:
@@ -105,7 +113,7 @@ async def _choose_scan(succession: Succession, scan: str) -> None:
 async def _choose(succession: Succession, snapshot: str, *, check: bool) -> None:
     dataset = succession.dataset
     wanted = dataset.generation_of(at_snapshot(dataset.settings.source, snapshot))
-    kept = {each.id for each in dataset.every_generation()}
+    kept = {each.id for each in dataset.every_generation() if each not in _damaged(dataset)}
     async with dataset.lock:
         if check and wanted.id not in kept:
             dataset.source_held = True

@@ -194,8 +194,7 @@ def _progress_text(d: dict[str, Any]) -> str:
 @click.pass_obj
 def warm(ctx: CommandContext, name: str, wait: bool, now: bool, as_json: bool) -> None:
     """Fill the store with NAME; continue after a pause, a cancel or a failure."""
-    # An older agent refuses fields that it does not know.
-    shown = terminal.call(ctx, "POST", _path(name, "/warm"), {"now": True} if now else None)
+    shown = terminal.call(ctx, "POST", _path(name, "/warm"), {"now": now})
     if wait:
         shown = asyncio.run(_follow(ctx, name, _warm_ended, quiet=as_json))
     if as_json:

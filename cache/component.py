@@ -23,7 +23,6 @@ from cache import (
     evicting,
     figures,
     frozen,
-    hints,
     kept,
     presence,
     reserve,
@@ -61,7 +60,7 @@ MOST_LOOKS = 12
 MOST_PATHS = 5  # in a line of the log
 _LIVE = (
     *("disk", "budget", "budget_inodes", "reserve", "refresh_interval", "source_timeout"),
-    *("source_check", "fill", "hints", "scrub", "compare"),
+    *("source_check", "fill", "scrub", "compare"),
 )
 
 
@@ -105,7 +104,6 @@ class Cache:
         self._store_due = 0.0
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._scheduler: asyncio.Task[None] | None = None
-        self._hinter: asyncio.Task[None] | None = None
         self._minders: list[asyncio.Task[None]] = []  # of the scrub
         self._trash: asyncio.Task[None] | None = None
         self._trash_waits = False  # something was discarded since emptying began
@@ -159,7 +157,6 @@ class Cache:
         )
         self._watching = asyncio.create_task(self.watch.follow(), name="store watch")
         self._scheduler = asyncio.create_task(self.jobs.follow(), name="jobs")
-        self._hinter = asyncio.create_task(hints.follow(self.datasets), name="hints")
         self._minders.append(asyncio.create_task(self.scrubber.follow(), name="scrub"))
         self._minders.append(asyncio.create_task(frozen.follow(self.datasets), name="compare"))
 
@@ -282,7 +279,7 @@ class Cache:
 
     async def stop(self) -> None:
         self.jobs.end()
-        tasks = [*self._tasks.values(), self._hinter, self._trash, self._watching]
+        tasks = [*self._tasks.values(), self._trash, self._watching]
         for task in tasks:
             if task is not None:
                 task.cancel()
@@ -342,7 +339,7 @@ class Cache:
         new = [Dataset(each, self.settings, self._state_dir, self.jobs.wake) for each in added]
         for dataset in new:
             dataset.looks, dataset.ahead = self._looks, self.jobs.slot.ahead
-            dataset.mounts, dataset.withdraw = self._mounts, self.jobs.withdrawals.finish
+            dataset.mounts, dataset.withdraw = self._mounts, self.jobs.withdrawals.of
             dataset.look_again = self.view_watch.wake
         names = [dataset.name for dataset in new]
         found: list[dict[str, dict[str, Any] | None]] = [{} for _ in new]

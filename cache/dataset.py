@@ -78,8 +78,8 @@ class Dataset(standing.Standing):
         self.no_store: kit.errors.AgentError | None = None  # why nothing can be stored
         self.newer: kit.errors.HostError | None = None  # a newer agent's files: all is left alone
         self.has_volumes: Callable[[], bool] = lambda: False  # pods hold what is stored
-        # Withdraws what is on the list of bad files (cache.withdrawals); False: some are left.
-        self.withdraw: Callable[[Dataset], Awaitable[bool]] = _none_left
+        # Withdraws bad files of a generation (cache.withdrawals); False: some are left.
+        self.withdraw: Callable[[Dataset, Generation], Awaitable[bool]] = _none_left
         self.discarded = False  # a generation went to the trash, which is to be emptied
         self.removed = False
         self.unsure = ""  # why an operator may have removed it, which is not known
@@ -393,7 +393,7 @@ class Dataset(standing.Standing):
             source_needed=self.verification.pending
             or self.job is not None
             or self.coming is not None
-            or (self.comparing or self.mending)
+            or self.comparing
             or self.settings.freshness == "follow",
             bad=self._has_bad_files(),
             volumes=self.has_volumes() and not self.source.block,  # devices keep their images
@@ -454,11 +454,10 @@ class Dataset(standing.Standing):
 
     async def _withdraw(self) -> bool:
         """Unless a pass over it runs: its end wakes this loop."""
-        busy = self.job is not None or self.scrubbing is not None
-        if busy or self.verification.state == "running" or not self.due.withdraw():
+        if is_busy(self) or not self.due.withdraw():
             return False
         try:
-            await self.withdraw(self)
+            await self.withdraw(self, self.current)
         except BaseException:
             self.due.withdraw_later()
             raise
@@ -670,5 +669,11 @@ class Dataset(standing.Standing):
         return sum(each.used(every) for each in every if each is not target)
 
 
-async def _none_left(_: Dataset) -> bool:
+def is_busy(dataset: Dataset) -> bool:
+    """A pass over it runs: nothing is withdrawn now."""
+    passes = dataset.job is not None or dataset.scrubbing is not None
+    return passes or dataset.verification.state == "running"
+
+
+async def _none_left(*_: object) -> bool:
     return True

@@ -146,8 +146,5 @@ class Job(Protocol):
     def eta(self) -> float | None:
         """Seconds left, None when they cannot be estimated."""
 
-    async def hint(self, paths: list[str]) -> None:
-        """Paths that a reader opened, relative to the dataset."""
-
     async def cancel(self) -> None:
         """Ends it after a last commit; kills it when it takes too long."""

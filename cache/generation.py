@@ -12,7 +12,6 @@ Invariant: the record on the disk is changed by ``change`` only, under the lock 
 import dataclasses
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -72,10 +71,8 @@ class Generation:
         self.unproven = ""  # why what is stored may be of another source
         self.due = due.Due()  # while it is to follow the one that serves
         self.fits = False  # as much of it is stored as there is room for now
-        self.leaves = False  # what is mounted by its id shows its source: files of it are bad
+        self.leaves = False  # bad files are in its tree: what is mounted by its id shows its source
         self.hidden = False  # bad files on its list were taken out of its tree
-        self.noted = -math.inf  # monotonic time at which bad files of it were found last
-        self.unmended = False  # nothing had the bytes of some of them when that was tried last
         self.scrub = Scrub()  # the last one while it was an earlier one
         self._may_change = may_change
 
@@ -148,9 +145,9 @@ class Generation:
             self.reached, self.gone = None, isinstance(error, base.GoneError)
             raise
         self.gone = False
-        return await self._compare(self.reached, deadline)
+        return await self._compare(self.reached)
 
-    async def _compare(self, reached: base.Reached, deadline: float) -> str:
+    async def _compare(self, reached: base.Reached) -> str:
         """Compare the marks of the source with those of the record."""
         now = self.record
         if now.state == "stale":
@@ -170,23 +167,11 @@ class Generation:
                 if reached.marks.keys() - now.marks.keys():
                     await self.change(marks={**now.marks, **reached.marks})
                 return ""
-        return await self._prove(reached, deadline)
-
-    async def _prove(self, reached: base.Reached, deadline: float) -> str:
-        """Adopt what an agent stored that kept no marks, if it is certain that it is of this."""
-        now = self.record
         why = "it shows none of the marks that were kept"
         if not now.marks:
-            why = await kit.child.call(
-                identity.doubts, self.folder, reached.root, now.created,
-                reached.marks.get(identity.MADE, ""), deadline=deadline,
-            )  # fmt: skip
-        if not why:
-            log.info("what an older agent stored is adopted", dataset=self.dataset)
-            await self.change(marks=reached.marks)
-            return ""
+            why = "no marks were kept of the source that it was filled from"
         if now.state not in ("complete", "partial"):
-            return f"an older agent began to fill it, and {why}"
+            return f"its fill had begun, and {why}"
         if why != self.unproven:
             log.warning("dataset may be of another source", dataset=self.dataset, why=why)
         self.unproven = why

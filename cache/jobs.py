@@ -22,7 +22,7 @@ from typing import Any
 import structlog
 
 import kit.errors
-from cache import budgets, due, evictor, limits, mending, slot, standing, tasks, withdrawals, work
+from cache import budgets, due, evictor, leaving, limits, slot, standing, tasks, withdrawals, work
 from cache.dataset import Dataset
 from cache.figures import Eviction, Verification
 from cache.fill import protocol
@@ -437,7 +437,7 @@ class Jobs:
             dataset.job = None
         found = end.verify or protocol.VerifyEnd()
         result = {**found.counts(), "withdrawn": 0}
-        await mending.found_also(dataset, found)
+        await leaving.found_also(dataset, found)
         result["withdrawn"], failure = await self.withdrawals.take_out_bad(dataset, end)
         why = failure or end.why
         if not failure:

@@ -1,11 +1,15 @@
 """Generations by their id when stored files are not to be believed: each shows its own source.
 
 The view leaves a store in trouble by itself (``cache.action``); this is for what is mounted beside
-it. A generation is doubted until all its files are verified. One with bad files that could not be
-put right leaves, too (``cache.mending``).
+it. A generation is doubted until all its files are verified.
+
+An earlier one with bad files retires: it shows its source, what is bad is taken out of its tree
+(``cache.withdrawals``) for those who have that tree itself, and it is discarded when nobody uses
+it. Who wants it again has it filled again.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Container
 
 import structlog
@@ -13,7 +17,8 @@ import structlog
 import kit.child
 import kit.errors
 from cache import by_id
-from cache.dataset import VIEW_SECONDS, Dataset
+from cache.dataset import VIEW_SECONDS, Dataset, is_busy
+from cache.fill import protocol
 from cache.generation import Generation
 from cache.store import identity
 from cache.view import Stage
@@ -71,3 +76,63 @@ async def outdated(dataset: Dataset, back: Generation) -> str:
         async with dataset.looks:
             return await back.reach(dataset.cache.source_timeout, serve=False)
     return ""
+
+
+async def found_also(dataset: Dataset, found: protocol.VerifyEnd) -> int:
+    """Retire others in which a verify found bad files by the way; how many files that is.
+
+    The pass has put them on their lists.
+    """
+    count = 0
+    for each in [*dataset.earlier, *dataset.left]:
+        if bad := found.also.get(each.folder, 0):
+            count += bad
+            await retire(dataset, each, each.record.damaged + bad)
+    return count
+
+
+async def retire(dataset: Dataset, each: Generation, damaged: int) -> None:
+    """So many files of an earlier generation are bad, and on its list. AgentError, OSError when
+    that cannot be kept."""
+    async with dataset.lock:
+        if each in dataset.earlier:
+            dataset.earlier.remove(each)
+            dataset.left.append(each)
+        elif each not in dataset.left:
+            return  # it serves again, or has gone: another one looks after it
+        each.leaves = True
+        why = f"{damaged} files of it were bad on the SSD"
+        log.warning("generation retires", dataset=dataset.name, generation=each.id, why=why)
+        if dataset.no_store is None:
+            await each.change(damaged=damaged, why=why)
+        else:  # known again from the list, when the disk is well
+            each.record = dataclasses.replace(each.record, damaged=damaged, why=why)
+    dataset.wake()
+
+
+def tainted(dataset: Dataset) -> Generation | None:
+    """One that retires with bad files in its tree."""
+    return next((each for each in dataset.left if each.leaves), None)
+
+
+async def take_out(dataset: Dataset) -> bool:
+    """Take what is bad out of one that retires, after it left; whether that was done. The caller
+    has the dataset's lock."""
+    retired = tainted(dataset)
+    if retired is None or is_busy(dataset) or dataset.no_store is not None:
+        return False
+    if not retired.due.withdraw():
+        return False
+    retired.due.withdraw_later()
+    await dataset.withdraw(dataset, retired)
+    return not retired.leaves
+
+
+async def spoiled(coming: Generation) -> bool:
+    """Whether files that an update has linked were found bad since: those are filled anew."""
+    if not await coming.has_bad_files():
+        return False
+    coming.fits = False
+    await coming.change(state="filling", why="files that it shares were bad on the SSD")
+    coming.due.fill_soon()
+    return True

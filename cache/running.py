@@ -138,10 +138,6 @@ class Pass:
     async def set_limits(self, limits: protocol.Limits) -> None:
         await self._worker.send(protocol.Command(limits=limits))
 
-    async def hint(self, paths: list[str]) -> None:
-        if self.kind == "fill":
-            await self._worker.send(protocol.Command(hints=paths))
-
     async def give_way(self) -> None:
         """As ``cancel``, for another dataset: it is no failure when it has to be killed."""
         self.gives_way = True

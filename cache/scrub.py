@@ -8,7 +8,7 @@ A job of the same dataset comes first: the scrub ends, its cursor stays. Bad fil
 the source; what cannot be replaced is withdrawn at once and filled again.
 
 Generations that are kept beside the current one have rounds of their own, with a cursor of their
-own. What is bad there is put right by ``cache.mending``.
+own. One in which something is bad retires (``cache.leaving``).
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import structlog
 
 import kit.errors
 import kit.pause
-from cache import mending, running, scrub_order, tasks, work
+from cache import leaving, running, scrub_order, tasks, work
 from cache.dataset import Dataset
 from cache.figures import Scrub
 from cache.fill import protocol
@@ -94,7 +94,7 @@ class Scrubber:
             self._free.clear()
             self._busy = dataset
             try:
-                await self._turn_of(dataset, chosen)
+                await self._scrub(dataset, _target(dataset, chosen), chosen)
             except (kit.errors.AgentError, OSError, RuntimeError, ValueError) as error:
                 self._failed(dataset, chosen, str(error))
             finally:
@@ -147,9 +147,7 @@ class Scrubber:
             yield self._candidate(dataset, dataset.current)
         for each in dataset.earlier:
             if not each.source.block:
-                found = self._candidate(dataset, each)
-                damaged = each.record.damaged > 0 and mending.may_begin(dataset, each)
-                yield dataclasses.replace(found, earlier=each.id, damaged=damaged)
+                yield dataclasses.replace(self._candidate(dataset, each), earlier=each.id)
 
     def _candidate(self, dataset: Dataset, each: Generation) -> Candidate:
         record = each.record
@@ -172,14 +170,6 @@ class Scrubber:
 
     # --- one pass
 
-    async def _turn_of(self, dataset: Dataset, chosen: Choice) -> None:
-        target = _target(dataset, chosen)
-        if chosen.reason != scrub_order.MEND:
-            await self._scrub(dataset, target, chosen)
-        damaged = target in dataset.earlier and target.record.damaged > 0
-        if damaged and mending.may_begin(dataset, target):
-            await self._mend(dataset, target, chosen)
-
     async def _scrub(self, dataset: Dataset, target: Generation, chosen: Choice) -> None:
         troubles = self._soundness.troubles
         cursor = f"{chosen.reason}-{target.record.scrubbed:.0f}"
@@ -200,16 +190,15 @@ class Scrubber:
         found = end.verify or protocol.VerifyEnd()
         known = before.bad if before.state in ("cancelled", "failed") else 0
         dataset.scrubs.bad += max(0, found.bad - known)
-        dataset.scrubs.bad += await mending.found_also(dataset, found)
+        dataset.scrubs.bad += await leaving.found_also(dataset, found)
         current = end if not earlier else _of_current(found.also.get(dataset.folder, 0))
         withdrawn, why = await self._jobs.withdrawals.take_out_bad(dataset, current)
         if current.verify is not None and current.verify.unreplaced and not why:
             dataset.due.fill_soon()
         if earlier:
             dataset.scrubs.bad += found.also.get(dataset.folder, 0)
-            # A pass that ended without a word found nothing out: what is on the list stays there.
-            if end.verify is not None and (found.unreplaced or target.record.damaged):
-                await mending.note(dataset, target, found.unreplaced, mending.FOUND)
+            if found.unreplaced:
+                await leaving.retire(dataset, target, found.unreplaced)
         scrub.shown = dataclasses.replace(
             scrub.shown, state=end.result, why=why or end.why, bad=found.bad,
             replaced=found.replaced, withdrawn=withdrawn,
@@ -227,19 +216,6 @@ class Scrubber:
         elif end.result != "cancelled":
             self._failures.pop(_key(chosen.name, chosen.earlier), None)
         dataset.want_refresh()
-
-    async def _mend(self, dataset: Dataset, target: Generation, chosen: Choice) -> None:
-        """Put right what is on the list of an earlier generation."""
-        async with mending.source_of(dataset, target) as lost:
-            if self._jobs.slot.work.of(work.JOBS, work.EVICTIONS) & {dataset.name}:
-                return  # a job of it waits
-            pace = scrub_order.pace(chosen, dataset.cache.scrub, filling=self._jobs.filling())
-            limits = self._jobs.scrub_limits(dataset, pace)
-            mend = running.Pass(dataset, "mend", target)
-            end = await self._run(dataset, mend, tasks.mend(dataset, target, limits), chosen, pace)
-            await mending.ended(dataset, target, end, lost)
-        if target.record.damaged:
-            self._later(chosen)
 
     async def _run(
         self, dataset: Dataset, scrub: running.Pass, task: protocol.AnyTask, chosen: Choice,

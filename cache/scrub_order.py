@@ -1,9 +1,9 @@
 """Which generation is scrubbed next, why, and how fast. Pure.
 
 Doubted ones come first: their views show the source until they are verified. Then those of a node
-that went down uncleanly, then earlier ones with bad files, then the one whose last scrub is longest
-ago, once a period is over. For one reason current generations come before earlier ones, which need
-not read what they share with those.
+that went down uncleanly, then the one whose last scrub is longest ago, once a period is over. For
+one reason current generations come before earlier ones, which need not read what they share with
+those.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cache.settings import ScrubSettings
 
-DOUBT, CRASH, MEND, ROUND = "doubt", "crash", "mend", "round"
+DOUBT, CRASH, ROUND = "doubt", "crash", "round"
 # No job reads a doubted store: as many readers as keep an SSD busy.
 DOUBT_WORKERS, WORKERS = 4, 1
 
@@ -26,7 +26,6 @@ class Candidate:
     crashed: bool  # the node went down since its last scrub began
     last: float  # Unix time when its files were last known to be good
     earlier: str = ""  # id of an earlier generation; '' of the current one
-    damaged: bool = False  # an earlier one, and bad files of it can be put right now
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ def choose(candidates: Iterable[Candidate], settings: ScrubSettings, now: float)
     for reason, those in (
         (DOUBT, [each for each in found if each.doubted]),
         (CRASH, [each for each in found if each.crashed and settings.every > 0]),
-        (MEND, [each for each in found if each.damaged]),
     ):
         if those:
             first = min(those, key=lambda c: (c.earlier != "", -c.priority, c.name, c.earlier))

@@ -47,22 +47,21 @@ def findings(dataset: Dataset) -> Iterable[Finding]:
             f"{now.replaced} were replaced, {now.withdrawn} withdrawn"
         )
         yield finding("store-damage", name, Severity.CRITICAL, message, advice)
-    for each in dataset.earlier:
+    for each in (*dataset.earlier, *dataset.left):
         which = each.record.snapshot or each.id
         if each.scrub.bad:
             message = f"the scrub of {which}, an earlier generation of dataset {name}, found "
             message += f"{each.scrub.bad} bad files in the store"
             about = f"{name}/{each.id}"
             yield finding("store-damage", name, Severity.CRITICAL, message, advice, about)
-        if each.unmended:
+        if each.record.damaged and not each.source.block:
             message = f"{each.record.damaged} files of {which}, an earlier generation of dataset "
-            message += f"{name}, cannot be put right: {each.record.why}"
+            message += f"{name}, were bad on the SSD: it is discarded when nobody uses it"
             remedy = (
-                f"make the source of {which} readable again; a rollback to it is refused until "
-                "then. It goes with the generation, if nobody needs that"
+                "jobs read its source by its id, and miss these files where that cannot be read; "
+                f"'nodeagent dataset generations {name}' names who uses it. A rollback fills it "
+                "again"
             )
-            if each.leaves:
-                remedy = "jobs read its source by its id meanwhile; a rollback fills it again"
             about = f"{name}/{each.id}"
             yield finding("generation-damaged", name, Severity.WARNING, message, remedy, about)
 

@@ -305,17 +305,6 @@ class CompareSettings(kit.settings.Section):
     round looks at others."""
 
 
-class HintSettings(kit.settings.Section):
-    """Copy sooner what jobs open while a dataset fills (fanotify, sampled)."""
-
-    enabled: bool = True
-    """Off: nothing is watched."""
-    window: kit.units.Seconds = Field(default=0.2, gt=0, le=10)
-    """How long opens are watched each time."""
-    every: kit.units.Seconds = Field(default=2.0, gt=0, le=600)
-    """From one window to the next. The default watches a tenth of the opens."""
-
-
 class CsiSettings(kit.settings.Section):
     """Volumes that pods ask for by the name of a dataset: the CSI driver nodeagent.io."""
 
@@ -374,8 +363,6 @@ class CacheSettings(kit.settings.Section):
     """Verification of what is stored."""
     compare: CompareSettings = CompareSettings()
     """The compare of frozen datasets with their sources."""
-    hints: HintSettings = HintSettings()
-    """Hints from readers."""
     csi: CsiSettings = CsiSettings()
     """Volumes for pods."""
     object_keys: kit.settings.AbsolutePath = Path("/etc/nodeagent/object-keys")

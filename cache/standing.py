@@ -57,7 +57,6 @@ class Standing:
     ahead: Callable[[str], str] = staticmethod(lambda _: "")
     use = Use()
     comparing = False  # with its source, which is to stay mounted for it
-    mending = False  # a generation beside the current one, from its source
     compared = sample.Seen()
     not_compared = ""  # why the last round did not end
     hits: Hits

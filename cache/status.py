@@ -151,9 +151,7 @@ def _of_identity(shown: Dataset) -> list[str]:
     if shown.generation.replaced:
         notes.append(f"began anew: {shown.generation.replaced}")
     if shown.current.unproven:
-        notes.append(
-            f"filled by an older agent, perhaps from another source: {shown.current.unproven}"
-        )
+        notes.append(f"perhaps filled from another source: {shown.current.unproven}")
     return notes
 
 
@@ -272,8 +270,8 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
         yield finding("dataset-update-stuck", shown.name, Severity.WARNING, message, advice)
     if shown.current.unproven:
         message = (
-            f"dataset {shown.name} was filled by an older agent, perhaps from another source of "
-            f"that name: {shown.current.unproven}"
+            f"dataset {shown.name} was perhaps filled from another source of that name: "
+            f"{shown.current.unproven}"
         )
         advice = (
             f"'nodeagent dataset verify {shown.name} --source' compares every byte and settles it; "

@@ -24,7 +24,7 @@ import structlog
 
 import kit.child
 import kit.errors
-from cache import by_id, due, leaving, mending
+from cache import by_id, due, leaving
 from cache.dataset import VIEW_SECONDS, Dataset
 from cache.generation import STORE_SECONDS, Generation, bad_left
 from cache.settings import at_snapshot, snapshot_of
@@ -97,9 +97,9 @@ class Succession:
                 each.adopt(fields)
             except kit.errors.HostError:
                 continue  # a newer agent's: it is left alone
-            each.leaves = each.record.damaged > 0 and each.record.state == "complete"
+            each.leaves = each.record.damaged > 0 and not each.source.block
             # What has served in part, too, as in ``Dataset.succeed``: jobs may hold it.
-            if each.record.state == "complete" and each.record.served:
+            if each.record.state == "complete" and each.record.served and not each.leaves:
                 dataset.earlier.append(each)
             elif dataset.coming or each.record.served or each.record.state == "stale":
                 dataset.left.append(each)
@@ -192,6 +192,8 @@ class Succession:
             until.append(now + dataset.coming.due.patience(complete=False))
         if leaving.doubted(dataset, self._shown):
             until.append(self._leave_at)
+        if (tainted := leaving.tainted(dataset)) is not None:
+            until.append(now + tainted.due.patience(complete=False))
         return max(SOON_SECONDS / 10, min(until) - now)
 
     def _failed(self, error: Exception) -> None:
@@ -345,10 +347,13 @@ class Succession:
     # --- steps; the caller has the dataset's lock
 
     async def _leave(self) -> bool:
-        """Have one that is doubted show its source by its id; whether there was one."""
+        """Have one that is doubted show its source by its id, or what is bad leave the tree of one
+        that has tried that; whether there was one."""
         doubted = leaving.doubted(self.dataset, self._shown)
         if not doubted or time.monotonic() < self._leave_at:
-            return False
+            taken = await leaving.take_out(self.dataset)
+            self._leave_at = 0.0 if taken else self._leave_at  # the next one's turn
+            return taken
         self._leave_at = time.monotonic() + leaving.AGAIN_SECONDS
         await leaving.leave(self.dataset, doubted[0])
         self._shown.discard(doubted[0].id)
@@ -389,7 +394,7 @@ class Succession:
                 coming = dataset.coming
                 if outlived and await coming.has_bad_files():  # they go before it is shown
                     await coming.change(damaged=max(1, coming.record.damaged))
-                if outlived or not await mending.spoiled(coming):
+                if outlived or not await leaving.spoiled(coming):
                     await self._switch(coming)
             case Step.BACK:
                 assert new is not None
@@ -469,7 +474,7 @@ class Succession:
             else:
                 dataset.due.fill_soon()
         await new.change(served=time.time(), held="", **changes)
-        new.leaves = new.unmended = False
+        new.leaves = False
         dataset.succeed(new)
         self._insists = False
         self.trouble = None

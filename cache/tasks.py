@@ -6,7 +6,6 @@ from typing import Any
 from cache.dataset import Dataset
 from cache.fill import evict as evict_pass
 from cache.fill import listings, protocol
-from cache.fill import mend as mend_pass
 from cache.generation import Generation
 from cache.sources import base
 from cache.store import identity
@@ -70,19 +69,7 @@ def scrub(
 def _others(dataset: Dataset, target: Generation) -> list[str]:
     """Who may have a bad file of ``target`` too: an update that is under way links the files of the
     current one."""
-    every = (dataset.current, *dataset.earlier, *([dataset.coming] if dataset.coming else []))
-    return [each.folder for each in every if each is not target]
-
-
-def mend(dataset: Dataset, target: Generation, limits: protocol.Limits) -> mend_pass.MendTask:
-    """Of an earlier generation, with its source where that was reached."""
-    reachable = target.reached is not None
-    rest = [each for each in (dataset.current, *dataset.earlier) if each is not target]
-    return mend_pass.MendTask(
-        **_common(dataset, target, limits), reachable=reachable,
-        takes_out=not reachable or dataset.settings.freshness == "frozen",
-        others=[each.folder for each in rest],
-    )  # fmt: skip
+    return [each.folder for each in dataset.every_generation() if each is not target]
 
 
 def withdraw(

@@ -217,8 +217,6 @@ def stage_of(
         return Stage.OVERLAY if from_source else Stage.STORE
     if _is_overlay(top):
         ours = same_tree and mounts.shows_layer(top.super_options, layer)
-        # An agent before 2026-12 mounted without, and a tree has redirects since.
-        ours = ours and mounts.follows_redirects(top.super_options)
         return Stage.OVERLAY if ours else Stage.UNKNOWN
     if same_tree:
         disk = mountinfo.containing(layer, [m for m in all_mounts if m.target != view])

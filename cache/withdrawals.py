@@ -104,6 +104,13 @@ class Withdrawals:
         dataset.due.fill_later(due.PARTIAL_SECONDS)
         return withdrawn, ""
 
+    async def of(self, dataset: Dataset, each: Generation) -> bool:
+        """Withdraw what is on the list of a generation that jobs may read; False when bad files are
+        left on it. The caller has the lock."""
+        if each is dataset.current:
+            return await self.finish(dataset)
+        return await self._hide_retired(dataset, each)
+
     async def finish(self, dataset: Dataset) -> bool:
         """Withdraw what is on the list; False when bad files are left on it.
 
@@ -146,6 +153,17 @@ class Withdrawals:
         if dataset.no_store is None:  # else it is known again from the list
             await dataset.change(why=why)
         return end.withdrawn, why
+
+    async def _hide_retired(self, dataset: Dataset, retired: Generation) -> bool:
+        """Take bad files out of the tree of one that retires: who still has that tree finds them
+        missing, not wrong. They stay on its list, should it be wanted again."""
+        retired.reached = None
+        end = await self._withdraw_pass(dataset, "hide", retired)
+        retired.show_kept_figures()
+        retired.leaves = end.result != "withdrawn"
+        log.info("bad files are taken out", dataset=dataset.name, generation=retired.id,
+                 result=end.result, why=end.why)  # fmt: skip
+        return False
 
     async def finish_coming(self, dataset: Dataset, coming: Generation) -> bool:
         """The same of the generation that an update fills, which no view shows yet."""

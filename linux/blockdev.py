@@ -38,12 +38,7 @@ _STATE = ("dev", "size", "diskseq", "backend", "loop/backing_file")
 # File systems that list in /sys/fs/<name> the devices with a superblock in use.
 _FILE_SYSTEMS = ("ext4", "xfs", "f2fs")
 
-# The uuid of a LUKS mapping ends with its name. The kernel forbids only "/" in it, libdevmapper
-# leaves "+" as it is. So in an identity it ends where the uuid of a known kind of mapping follows.
-_NEXT = r"(?:CRYPT|DMRAID|LVM|mpath|part\d+|stratis)-"
-_LUKS_NAME = re.compile(
-    rf"(CRYPT-LUKS\d+-[0-9a-f]+)(?:-|\+(?!{_NEXT}))(?:(?!\+{_NEXT}).)*", re.DOTALL
-)
+# The uuid of a LUKS mapping ends with its name.
 _LUKS_UUID = re.compile(r"(CRYPT-LUKS\d+-[0-9a-f]+)-.*", re.DOTALL)
 
 # A whole device whose name ends with a digit has a "p" before the number of a partition.
@@ -104,11 +99,6 @@ class BlockDevice:
         return _LUKS_UUID.sub(r"\1", self.mapping)
 
     @property
-    def named_part(self) -> str:
-        """``part`` as earlier agents knew it; empty where it is the same."""
-        return self.mapping if self.mapping != self.part else ""
-
-    @property
     def volume(self) -> str:
         """The volume's identity, the same on every node; empty when nothing names it."""
         if self.below:
@@ -121,12 +111,6 @@ class BlockDevice:
         if self.backing and not self.parent:
             return f"{self.driver}:{self.backing}"
         return ""
-
-    @property
-    def named_volume(self) -> str:
-        """``volume`` as earlier agents knew it; empty where it is the same."""
-        named = self.volume and self.named_part
-        return f"{self.below[0].volume}+{named}" if named else ""
 
     @property
     def attachment(self) -> tuple[Number, int | None, int, str]:
@@ -189,12 +173,6 @@ def whole_name(name: str) -> str:
     """The name of the whole device of a partition (rbd0p1, sda1); of anything else its own."""
     part = _PARTITION.fullmatch(name)
     return part[1] or part[2] if part else name
-
-
-def unnamed(identity: str) -> str:
-    """An identity of a volume, or the uuid of a mapping, without the names of LUKS mappings; also
-    without what earlier agents left of a name with a plus."""
-    return _LUKS_NAME.sub(r"\1", identity)
 
 
 def majors(proc: _Root = PROC) -> dict[int, str]:

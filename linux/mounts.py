@@ -128,22 +128,6 @@ def shows_layer(super_options: str, layer: str) -> bool:
     )
 
 
-def follows_redirects(super_options: str) -> bool:
-    """Whether an overlay's options, as mountinfo has them, make it follow redirects.
-
-    Some kernels name that only where it is not what they do by default, and some say "on" for
-    "follow", which is the same to a mount that is read-only.
-    """
-    named = [each for each in super_options.split(",") if each.startswith("redirect_dir=")]
-    if named:
-        return named[-1] in ("redirect_dir=follow", "redirect_dir=on")
-    try:
-        default = Path("/sys/module/overlay/parameters/redirect_always_follow").read_text()
-    except OSError:
-        return False
-    return default.startswith("Y")
-
-
 def overlay(layers: Sequence[str | Path], scratch: Path) -> int:
     """A detached read-only overlay in which the first layer wins; a descriptor. Directories of a
     layer may be redirected.

@@ -28,24 +28,25 @@ _CONTAINERD = "the runtime is containerd; on CRI-O (OpenShift) use a PinnedImage
 GONE = {
     "admin.listen": "use admin.metrics (probes, metrics and the status page) and admin.socket",
     "admin.token_file": "use admin.socket with admin.group, or admin.api with tokens_file",
-    "preheat.connections": "let containerd fetch in parallel (2.1 and newer: its setting "
+    "cache.hints": "delete it: without hints a first epoch finds more files in the store",
     "concurrent_layer_fetch_buffer)",
+    "preheat.connections": "let containerd fetch in parallel (2.1 and newer: its setting "
     "preheat.crio": _CONTAINERD,
     "preheat.datasets": _NO_LAYOUTS,
     "preheat.images.source": _NO_LAYOUTS,
-    "volumes.audit.actions.unmap_orphan": _REPAIR,
+    "preheat.runtime": _CONTAINERD,
     "volumes.audit.actions.orphan_after": _REPAIR,
     "volumes.audit.actions.set_readonly": (
         "use volumes.guard in mode enforce, which refuses formats, and volumes.repair, which takes "
         "a broken mapping away"
     ),
+    "volumes.audit.actions.unmap_orphan": _REPAIR,
     "volumes.audit.near_full": (
         "take it out: the cluster itself warns of its space ('ceph health', ceph-mgr's metrics)"
     ),
     "volumes.guard.fallback": (
         "run a kernel that takes the guard's program ('nodeagent doctor' says whether it does)"
     ),
-    "preheat.runtime": _CONTAINERD,
 }
 
 

@@ -44,7 +44,6 @@ LARGER = {
     "cache/fill/large_files.py:LargeFiles": (9, 21),
     "cache/fill/verify.py:VerifyPass": (19, 21),
     "cache/fill/worker.py:Worker": (17, 30),
-    "cache/generation.py:Generation": (17, 17),
     "cache/jobs.py:Jobs": (13, 28),
     "cache/store/index.py:Index": (1, 63),
     "cache/succession.py:Succession": (13, 36),

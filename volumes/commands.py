@@ -457,7 +457,7 @@ def audit(ctx: CommandContext, last: bool) -> Shown:
 
 def _audit_lines(answer: dict[str, Any]) -> Iterator[str]:
     namespaces = f"{answer['mount_namespaces']} mount namespaces"
-    names = answer.get("names", ["*"])  # an earlier agent has none
+    names = answer["names"]
     named = "" if names == ["*"] else f" named {', '.join(names)}"
     yield f"{answer['devices']} devices of {', '.join(answer['drivers'])}{named}, {namespaces}"
     rules = [(rule["rule"], rule["state"], rule["why"]) for rule in answer["rules"]]

@@ -89,7 +89,7 @@ async def _asked(
         extents = Extents(seen.start, tuple(places))
     mirror = Mirror(section.clusters, section.guard.cluster_timeout)
     try:
-        return await mirror.ask(image, extents, part=device.part, named=device.named_part)
+        return await mirror.ask(image, extents, part=device.part)
     finally:
         await mirror.close()
 

@@ -26,7 +26,7 @@ import msgspec
 
 import kit.files
 from cache.fill import control, listings, protocol, space, usage, worker_pool
-from cache.fill.protocol import Commit, Copy, Extents, Finish, Hint, Scan, Whole
+from cache.fill.protocol import Commit, Copy, Extents, Finish, Scan, Whole
 from cache.fill.staged import Batch, Staged
 from cache.fill.worker_pool import Assignment
 from cache.store import index, large, tree
@@ -41,8 +41,8 @@ HANG_SECONDS = 25.0
 HANGS = f"the source gave no answer within {HANG_SECONDS:g}s"
 LOOK_SECONDS = 1.0  # between two looks for workers that hang
 
-COPIES = (Copy, Extents, Whole, Hint)  # jobs after which something is to be committed
-STORING = (Copy, Hint, listings.Fetch)  # jobs whose ``Assignment`` says what they take at most
+COPIES = (Copy, Extents, Whole)  # jobs after which something is to be committed
+STORING = (Copy, listings.Fetch)  # jobs whose ``Assignment`` says what they take at most
 
 TaskT = TypeVar("TaskT", bound=protocol.Task)
 
@@ -123,10 +123,6 @@ class Pass(ABC):
     def seals(self) -> list[int]:
         """Directories that are complete and not sealed."""
         return []
-
-    def hint(self, paths: list[str]) -> None:
-        """Paths that a job opened; only a fill uses them."""
-        return
 
 
 class Coordinator:
@@ -253,8 +249,7 @@ class Coordinator:
         if failure.cancelled:
             self._pass.forget(assignment)
             return
-        source_gone = failure.errno in tree.SOURCE_GONE and not isinstance(assignment.job, Hint)
-        if source_gone or isinstance(assignment.job, Commit | Finish):
+        if failure.errno in tree.SOURCE_GONE or isinstance(assignment.job, Commit | Finish):
             raise failed_by(assignment, failure)
         self._pass.failed(assignment, failure)
 
@@ -326,9 +321,6 @@ class Coordinator:
     def _committed(self, answer: protocol.Committed) -> None:
         kept = [staged for staged in self.batch.committing if staged.directory not in answer.lost]
         with self.index.transaction():
-            for staged in kept:
-                self.index.brought_ahead(staged.directory, staged.ahead)
-            # Chunks come second: their commit deletes the rows of their files that were ahead.
             for staged in kept:
                 if staged.chunk is None:
                     continue
@@ -423,8 +415,6 @@ class Coordinator:
             if command.limits is not None:
                 self.set_limits(command.limits)
                 self.pool.resize(self._workers)
-            if command.hints:
-                self._pass.hint(command.hints)
             if command.cancel:
                 self.cancelled = True
                 self.page.cancel()

@@ -95,11 +95,10 @@ class Evict:
         histogram = subset.Histogram()
         for number in self._directories():
             path, inside = self._index.path(number), subset.Amount(*self._index.inside(number))
-            ahead = self._index.ahead(number).keys()
             for part in self._index.parts(number):
                 positions = self._positions.of(path, inside, [item.entry for item in part.items])
                 for at, item in zip(positions, part.items, strict=True):
-                    stored = item.state is STORED or item.entry.name in ahead
+                    stored = item.state is STORED
                     if stored or part.waits:
                         histogram.add(at, item.entry.allocated, stored=stored)
         totals = self._run.totals
@@ -148,7 +147,7 @@ class Evict:
                 pairs = zip(part.items, positions, strict=True)
                 out = [item for item, at in pairs if at >= self._task.share]
                 if part.waits:
-                    self._delete_waiting(directory, number, out)
+                    self._delete_waiting(directory, out)
                     self._discard_parts(path, out)
                 elif gone := [item for item in out if item.state is STORED]:
                     weigh |= self._delete_stored(directory, number, part, gone)
@@ -176,13 +175,9 @@ class Evict:
         self._files += len(gone)
         return None in found
 
-    def _delete_waiting(self, directory: int, number: int, out: list[manifest.Item]) -> None:
-        """What a hint stored ahead of its chunk, and what came back with a power cut."""
-        found = [i.entry.name for i in out if self._unlink(directory, i.entry) is not None]
-        if found:
-            with self._index.transaction():
-                self._index.not_ahead(number, found)
-            self._files += len(found)
+    def _delete_waiting(self, directory: int, out: list[manifest.Item]) -> None:
+        """What came back with a power cut."""
+        self._files += sum(self._unlink(directory, item.entry) is not None for item in out)
 
     def _discard_parts(self, path: list[str], out: list[manifest.Item]) -> None:
         """What there is of large files that are not whole yet."""
@@ -205,8 +200,8 @@ class Evict:
 
     def _weigh(self, directory: int, number: int) -> None:
         """Count what the tree really has in a directory. ext4 gives none of its blocks back."""
-        names, ahead = os.listdir(directory), self._index.ahead(number).keys()
-        found = relist.look(directory, [name for name in names if name not in ahead])
+        names = os.listdir(directory)
+        found = relist.look(directory, names)
         taken = sum(2 * (8 + len(os.fsencode(name))) for name in names)
         emptied = max(0, _blocks(directory) - BLOCK - taken)
         with self._index.transaction():

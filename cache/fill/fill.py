@@ -2,9 +2,9 @@
 
 It works in three steps that overlap. *Scan*: list each directory and make its subdirectories; when
 all are made the skeleton is complete, and the agent can publish an overlay. *Copy*: the files of
-listed directories, in chunks; a hint of a reader is copied ahead of its chunk, a large file in
-extents beside them (``cache.fill.large_files``). *Seal*: mark a directory opaque when everything in
-and below it is stored. The pass ends complete when the root is sealed, or partial with the reason.
+listed directories, in chunks; a large file in extents beside them (``cache.fill.large_files``).
+*Seal*: mark a directory opaque when everything in and below it is stored. The pass ends complete
+when the root is sealed, or partial with the reason.
 
 A fill that continues an earlier one (``look_in_tree``) scans again what is not listed and counts
 what the tree has already, so that no file is copied twice. Before such a generation is called
@@ -28,8 +28,7 @@ from cache.fill import (
     worker,
 )
 from cache.fill.coordinator import Ended
-from cache.fill.hint_queue import HintQueue
-from cache.fill.protocol import Copy, Extents, Hint, Scan, Whole
+from cache.fill.protocol import Copy, Extents, Scan, Whole
 from cache.fill.silence import Silence
 from cache.fill.staged import Staged, kept
 from cache.fill.worker_pool import Assignment
@@ -44,7 +43,7 @@ PASSING_SECONDS = 0.2  # to pass over chunks before answers are looked at again
 
 
 class FillPass(coordinator.Pass):
-    may_hang = (Scan, Copy, Extents, Whole, Hint, published.Fetch)
+    may_hang = (Scan, Copy, Extents, Whole, published.Fetch)
 
     def __init__(self, run: coordinator.Coordinator, task: protocol.FillTask) -> None:
         self.run = run
@@ -66,8 +65,6 @@ class FillPass(coordinator.Pass):
         self.skeleton = False  # every directory is in the tree
         self.silence = Silence()
         self.large = large_files.LargeFiles(run, self._large_fits)
-        self.hints = HintQueue()
-        self.hints.taken = self.index.any_ahead()
         self.objects = 0  # files that were read past the mount
         self._large_was_last = False
         self._closing: closing.Closing | None = None
@@ -108,7 +105,7 @@ class FillPass(coordinator.Pass):
     def next_assignment(self) -> Assignment | None:
         if self.run.cancelled:
             return None
-        return self.hint_assignment() or self._scan_assignment() or self._copying_assignment()
+        return self._scan_assignment() or self._copying_assignment()
 
     def _copying_assignment(self) -> Assignment | None:
         """Large files and chunks of small ones have half of the workers each, if there are both."""
@@ -136,7 +133,7 @@ class FillPass(coordinator.Pass):
     def _scan_assignment(self) -> Assignment | None:
         if self.skeleton or self.cramped:
             return None
-        # A directory that is listed again waits until its chunks and hints are committed: what the
+        # A directory that is listed again waits until its chunks are committed: what the
         # tree has is counted by the listing or by them, not by both.
         taken = self.scanning.keys() | {
             each.directory for each in self.pool.assigned(*coordinator.COPIES)
@@ -207,8 +204,6 @@ class FillPass(coordinator.Pass):
         with self.index.transaction():
             if self.look_in_tree:
                 self.index.drop_vanished(job.directory, listing)
-            if job.again:
-                self.index.none_ahead(job.directory)
             had = answer.stored
             self.index.listed(
                 job.directory, entries=answer.entries, files=answer.files, size=answer.bytes,
@@ -251,7 +246,7 @@ class FillPass(coordinator.Pass):
             self.chunks = []
             self.large.found(chunk)
             return None, True
-        items, size = self.run.room(inodes=0).fitting(wanted, self._costs(chunk, wanted))
+        items, size = self.run.room(inodes=0).fitting(wanted, [item.allocated for item in wanted])
         if len(items) < len(wanted) and self._may_have_room:
             return None, False
         self.chunks.pop(0)
@@ -262,8 +257,7 @@ class FillPass(coordinator.Pass):
         self.copying.add(chunk.id)
         job = Copy(
             folder=str(chunk.id), path=self.index.path(chunk.directory), entries=items,
-            location=self.index.location(chunk.directory), hinted=self.hints.taken,
-            patient=chunk.priority == index.SILENT,
+            location=self.index.location(chunk.directory), patient=chunk.priority == index.SILENT,
         )  # fmt: skip
         return Assignment(
             job, directory=chunk.directory, allocated=size, inodes=len(items), chunk=chunk,
@@ -284,7 +278,7 @@ class FillPass(coordinator.Pass):
         raise Ended(result, f"{why} ({reason})" if reason else why)
 
     def _large_fits(self, chunk: index.Chunk, present: int) -> int | None:
-        cost = self._costs(chunk, chunk.entries)[0]
+        cost = chunk.entries[0].allocated
         room = self.run.room(inodes=0)
         return cost if room.fitting(chunk.entries, [max(0, cost - present)])[0] else None
 
@@ -295,11 +289,6 @@ class FillPass(coordinator.Pass):
                 self.index.no_room_for(chunk.id)
         else:
             self.full = True
-
-    def _costs(self, chunk: index.Chunk, wanted: list[Entry]) -> list[int]:
-        """The most SSD bytes that each entry takes beyond what is counted already."""
-        ahead = self.index.ahead(chunk.directory) if self.hints.taken else {}
-        return [max(0, item.allocated - ahead.get(item.name, 0)) for item in wanted]
 
     def _copied(self, assignment: Assignment, job: Copy, answer: protocol.Copied) -> None:
         chunk = assignment.chunk
@@ -329,19 +318,6 @@ class FillPass(coordinator.Pass):
             )
         )
 
-    # --- hints
-
-    def hint(self, paths: list[str]) -> None:
-        self.hints.add(paths)
-
-    def hint_assignment(self) -> Assignment | None:
-        if self._takes_no_more or not self.hints.waiting or self.kept.partly:
-            return None
-        self.chunks = []  # the order changes
-        # See _scan_assignment; the rest of the directory is preferred at least.
-        listing = self.scanning.keys() if self.look_in_tree else ()
-        return self.hints.assignment(self.run, listing)
-
     # --- answers
 
     def take(self, assignment: Assignment, answer: protocol.Answer) -> None:
@@ -362,8 +338,6 @@ class FillPass(coordinator.Pass):
                 self.large.whole(job, answer)
             case _, published.Fetched():
                 self.published.fetched(answer)
-            case Hint() as job, protocol.Hinted():
-                self.hints.answered(self.run, assignment, job, answer)
             case protocol.Recheck() as job, protocol.Rechecked():
                 self.retries.rechecked(job, answer)
             case protocol.Finish(), protocol.Done():
@@ -396,7 +370,6 @@ class FillPass(coordinator.Pass):
         elif isinstance(job, Copy):  # its directory cannot be opened any more
             with self.index.transaction():
                 self.incomplete(assignment.directory)
-        # A failed hint has no effect: the chunk of its files follows.
 
     def gave_up(self, assignment: Assignment, at: int) -> None:
         job = assignment.job
@@ -436,7 +409,7 @@ class FillPass(coordinator.Pass):
         if isinstance(job, Extents | Whole):
             self.large.forget(job)
         self.published.forget(job)
-        if isinstance(job, Copy | Hint):
+        if isinstance(job, Copy):
             self.run.discard_staged(job.folder)
         if isinstance(job, Scan):
             self.scanning.pop(job.directory, None)

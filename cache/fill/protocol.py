@@ -115,7 +115,6 @@ class Command:
     """What the agent tells a running pass."""
 
     limits: Limits | None = None
-    hints: list[str] = field(default_factory=list)  # paths that a job opened
     cancel: bool = False
 
 
@@ -261,7 +260,6 @@ class Copy(Message):
     path: list[str]
     entries: list[Entry]
     location: tuple[str, int] | None = None
-    hinted: bool = False  # some may be in the tree already
     patient: bool = False  # wait for objects that did not answer before
 
 
@@ -281,15 +279,6 @@ class Whole(Message):
     key: str
     path: list[str]
     entry: Entry
-
-
-class Hint(Message):
-    """Copy names that a job opened, ahead of their chunk; at most ``allowance`` SSD bytes."""
-
-    folder: str
-    path: list[str]
-    names: list[str]
-    allowance: int
 
 
 class StagedFolder(Message):
@@ -352,7 +341,7 @@ class Prune(Message):
 
 
 Job = (
-    Scan | Copy | Extents | Whole | Hint | Commit | Recheck | Finish | Verify | Unseal | Prune
+    Scan | Copy | Extents | Whole | Commit | Recheck | Finish | Verify | Unseal | Prune
     | listings.Fetch
 )  # fmt: skip
 
@@ -430,10 +419,6 @@ class Completed(Message):
     changed: bool = False
 
 
-class Hinted(Message):
-    taken: dict[str, int]  # name: SSD bytes
-
-
 class Committed(Message):
     sealed: list[int]
     missing: list[int]  # not sealed, the tree lacks entries
@@ -445,7 +430,7 @@ class Rechecked(Message):
 
 
 Answer = (
-    Done | NotDone | ScanPart | Scanned | Copied | ExtentsCopied | Completed | Hinted
+    Done | NotDone | ScanPart | Scanned | Copied | ExtentsCopied | Completed
     | Committed | Rechecked | Verified | listings.Fetched
 )  # fmt: skip
 

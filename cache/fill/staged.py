@@ -18,7 +18,7 @@ class Staged:
 
     folder: str
     directory: int
-    chunk: index.Chunk | None = None  # None: a hint, or a replacement, which counts nowhere
+    chunk: index.Chunk | None = None  # None: a replacement, which counts nowhere
     files: int = 0
     bytes: int = 0
     allocated: int = 0
@@ -29,7 +29,6 @@ class Staged:
     silent: set[str] = field(default_factory=set)  # names that are copied after all others
     part: str = ""  # instead of a folder: a large file, by its key
     name: str = ""  # of that file
-    ahead: dict[str, int] = field(default_factory=dict)  # of a hint: name, SSD bytes
 
 
 class Batch:

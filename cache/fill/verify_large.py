@@ -12,7 +12,7 @@ from typing import NamedTuple
 import xxhash
 
 import kit.files
-from cache.fill import control, copy
+from cache.fill import control
 from cache.store import extents, large, tree
 
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -22,7 +22,6 @@ _SYNCED_EXTENTS = 64
 class Checked(NamedTuple):
     fault: str  # '' when its bytes are those that were stored
     repaired: int = 0  # extents that were fetched again
-    no_help: bool = False  # the source does not have the bytes of bad extents
 
 
 def check(
@@ -60,7 +59,7 @@ def check(
             return Checked(fault)
         if _repair(held, bad, name, source, throttle):
             return Checked("", len(bad))
-        return Checked(f"{fault}; the source has other bytes there", no_help=True)
+        return Checked(f"{fault}; the source has other bytes there")
 
 
 def _repair(
@@ -96,44 +95,6 @@ def _repair(
         throttle.beat()
         if not held.is_good(extent):
             return False
-    return True
-
-
-def fetch(
-    generation: int, item: tree.Entry, key: str, kept: str, throttle: control.Throttle,
-    source: int, staging: int,
-) -> bool:  # fmt: skip
-    """Copy all of a large file to ``staging``, with its records; whether it has the checksum
-    ``kept``. The caller unlinks what is not to be used.
-
-    ``key``: of its records. OSError.
-    """
-    summed = xxhash.xxh3_128()
-    records = []
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS
-    with (
-        kit.files.closing(
-            os.open(item.name, os.O_RDONLY | os.O_NONBLOCK | _FLAGS, dir_fd=source)
-        ) as origin,
-        kit.files.closing(os.open(item.name, flags, 0o600, dir_fd=staging)) as made,
-    ):
-        os.ftruncate(made, item.size)
-        throttle.step(1, 0)
-        for extent in range(extents.count_of(item.size)):
-            data = extents.read(origin, item.size, extent)
-            records.append(extents.record_of(data))
-            summed.update(records[-1])
-            offset = extents.span_of(item.size, extent)[0]
-            extents.write_sparse(made, memoryview(data), offset)
-            os.posix_fadvise(made, offset, len(data), os.POSIX_FADV_DONTNEED)  # begins to write
-            throttle.step(0, len(data))
-        if summed.hexdigest() != kept:
-            return False
-        tree.copy_xattrs(origin, made)
-        os.setxattr(made, tree.CHECKSUM, kept.encode())
-        os.setxattr(made, large.KEY, key.encode())
-        copy.set_attributes(made, item.uid, item.gid, item.mode, item.mtime_ns)
-        large.make_records(generation, made, b"".join(records))
     return True
 
 

@@ -30,8 +30,7 @@ from cache.store.tree import Entry
 from ceph import native, objects
 from kit import child_main
 
-# The rest of a chunk waits for another turn after this long: what is staged gets committed, and
-# hints get a turn.
+# The rest of a chunk waits for another turn after this long: what is staged gets committed.
 CHUNK_SECONDS = 2.0
 UNREACHABLE = (
     f"its object gave no answer within {objects.OBJECT_SECONDS:g}s: its placement group is "
@@ -320,7 +319,7 @@ class Worker(commit.Committer):
         with contextlib.ExitStack() as stack:
             staging = stack.enter_context(tree.opened(self.staging, [job.folder]))
             try:
-                rest = self._not_stored(job, add) if job.hinted else job.entries
+                rest = job.entries
                 if job.location and not self.no_objects:
                     rest = self._copy_objects(job, rest, staging, deadline, add, copied)
                     copied.objects = copied.files
@@ -354,19 +353,6 @@ class Worker(commit.Committer):
         copied.sums = "".join(sums.get(item.name, "").ljust(protocol.SUM) for item in job.entries)
         copied.note, self.note = self.note, ""
         protocol.answer(copied)
-
-    def _not_stored(self, job: protocol.Copy, add: Callable[[Entry, int], None]) -> list[Entry]:
-        """Entries that no hint has brought into the tree; the others are done."""
-        rest = []
-        with tree.opened(self.tree, job.path) as target:
-            for item in job.entries:
-                stored = protocol.Stored()
-                if self._has(target, item, stored):
-                    self.copier.checksum = tree.checksum_of(target, item.name)
-                    add(item, stored.allocated - item.name_bytes)
-                else:
-                    rest.append(item)
-        return rest
 
     def _copy_objects(
         self,
@@ -439,28 +425,6 @@ class Worker(commit.Committer):
         """Equal for two names only when they are links of one file with the same bytes."""
         checksum = os.getxattr(f"/proc/self/fd/{staging}/{item.name}", tree.CHECKSUM).decode()
         return f"{item.ino:x}-{checksum}-{item.mode:o}-{item.uid}-{item.gid}-{item.mtime_ns}"
-
-    def hint(self, job: protocol.Hint) -> None:
-        """Errors do not matter: the chunk of these files follows and reports them."""
-        left = job.allowance
-        taken: dict[str, int] = {}
-        os.mkdir(job.folder, 0o700, dir_fd=self.staging)
-        with (
-            tree.opened(self.staging, [job.folder]) as staging,
-            tree.opened(self.source, job.path) as source,
-            tree.opened(self.tree, job.path) as target,
-        ):
-            for name in job.names:
-                try:
-                    status = os.stat(name, dir_fd=source, follow_symlinks=False)
-                    item = tree.entry_of(name, status)
-                    fits = item.is_file and item.nlink == 1 and item.allocated <= left
-                    if fits and not self._has(target, item, protocol.Stored()):
-                        taken[name] = self.copier.copy(source, item, staging) + item.name_bytes
-                        left -= max(item.allocated, taken[name])
-                except (OSError, control.Cancelled):
-                    pass
-        protocol.answer(protocol.Hinted(taken=taken))
 
     # --- commit
 

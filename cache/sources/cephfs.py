@@ -1,8 +1,7 @@
 """A CephFS directory that the agent mounts read-only, in a way that outlives the agent.
 
 With ceph-fuse a dataset's mount point shows its part of a mount that it shares with other datasets
-(``cache.sources.shared``); the kernel's client makes a mount of its own for each, as agents before
-did with either. Such a one is used until it is unmounted.
+(``cache.sources.shared``); the kernel's client makes a mount of its own for each.
 
 ``shows.json`` beside the mount point tells which file system, path and user a mount was made for. A
 mount that an agent with other settings left is detached, and nothing is read from it.

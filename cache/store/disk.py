@@ -17,6 +17,7 @@ import kit.formats
 from linux import mountinfo
 
 MARKER = "nodeagent.json"  # format and UUID of the store
+STORE_FORMAT = 1
 FORMAT = 1  # of what is remembered in the state directory
 _HOST = Path("/proc/1/mountinfo")
 
@@ -118,9 +119,9 @@ def _kept(state_dir: Path, store: str) -> dict[str, str] | kit.formats.Damage:
 
 def _places(value: Any) -> dict[str, str]:
     kept = dict(value)
-    for name in ("store", "disk"):
+    for name in ("store", "disk", "uuid"):
         if not isinstance(kept[name], str):
-            raise ValueError(f"its {name} is no path")
+            raise ValueError(f"its {name} is no text")
     return {key: str(kept[key]) for key in kept if key != kit.formats.KEY}
 
 
@@ -132,7 +133,7 @@ def marker_of(store: Path) -> dict[str, Any] | kit.formats.Damage | None:
 def _marked(value: Any) -> dict[str, Any]:
     marked = dict(value)
     marked["format"]
-    if not isinstance(marked.get("uuid", ""), str):
+    if marked["format"] == STORE_FORMAT and not isinstance(marked["uuid"], str):
         raise ValueError("its uuid is no text")
     return marked
 
@@ -162,9 +163,9 @@ def kept_uuid(store: str, state_dir: Path) -> str:
 
 
 def uuid_of(store: str) -> str:
-    """The UUID of the store that lies there; '' when there is none, or of an older agent."""
+    """The UUID of the store that lies there; '' when there is none."""
     found = marker_of(Path(store))
-    return found.get("uuid", "") if isinstance(found, dict) else ""
+    return str(found.get("uuid", "")) if isinstance(found, dict) else ""
 
 
 def check(store: str, disk: Path | None, state_dir: Path) -> None:

@@ -64,15 +64,8 @@ class EvictIndex(index.Index):
             *(len(entries), size, allocated, *shared),
         )
 
-    def not_ahead(self, directory: int, names: Sequence[str]) -> None:
-        """Files that a hint had stored are gone."""
-        self._db.executemany(
-            "DELETE FROM ahead WHERE directory = ? AND name = ?",
-            [(directory, index.encode(name)) for name in names],
-        )
-
     def weighed(self, directory: int, files: int, size: int, allocated: int) -> None:
-        """What the tree has in a directory, without what is ahead of its chunk."""
+        """What the tree has in a directory."""
         self._update(
             directory, "done_files = ?, done_bytes = ?, allocated = ?", files, size, allocated
         )

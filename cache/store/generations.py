@@ -39,7 +39,6 @@ import kit.files
 import kit.formats
 from cache.store import disk, image_copy, index, large, subset, tree
 
-FORMAT = 1  # of the store
 GENERATION_FORMAT = 1  # of generation.json
 TRASH = ".trash"
 NAME = "generation.json"
@@ -153,12 +152,10 @@ def _check_format(store: Path, former: str) -> None:
     marker = store / disk.MARKER
     kept = disk.marker_of(store)
     if isinstance(kept, dict):
-        if kept["format"] != FORMAT:
+        if kept["format"] != disk.STORE_FORMAT:
             remedy = "run the agent version that made it, or set cache.store to an empty directory"
-            why = f"its format is {kept['format']}, this agent reads format {FORMAT}"
+            why = f"its format is {kept['format']}, this agent reads format {disk.STORE_FORMAT}"
             raise _unusable(store, why, remedy)
-        if "uuid" not in kept:  # of an agent before 2026-12
-            _mark(marker, "")
         return
     if kept is not None and kept.unread:
         raise OSError(errno.EIO, kept.why, str(marker))
@@ -180,7 +177,7 @@ def _check_format(store: Path, former: str) -> None:
 
 
 def _mark(marker: Path, known: str) -> None:
-    fields = {"format": FORMAT, "uuid": known or str(uuid.uuid4())}
+    fields = {"format": disk.STORE_FORMAT, "uuid": known or str(uuid.uuid4())}
     kit.files.save(marker, json.dumps(fields).encode())
 
 
@@ -441,7 +438,7 @@ def read_quarantined(folder: Path) -> list[tuple[list[str], str]]:
         return []
     files = []
     for line in dict.fromkeys(lines):
-        with contextlib.suppress(ValueError):  # agents before 2026-11 could tear the last line
+        with contextlib.suppress(ValueError):  # of a damaged disk: the scrub finds that file again
             path, name = json.loads(line)
             files.append((path, name))
     return files

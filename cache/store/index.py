@@ -11,18 +11,16 @@ A lost or damaged index is made again by a scan.
                  not committed and the subdirectories that are not sealed.
     chunks       up to CHUNK_ENTRIES entries of one directory that are to be copied (zlib of JSON)
     failures     entries that could not be copied, with the reason
-    ahead        files that a hint stored before the commit of their chunk, with their bytes on the
-                 SSD. The commit of the chunk counts them and deletes the rows.
 """
 
 import json
 import sqlite3
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cache.store import chunks, manifest, schema, sharing
-from cache.store.rows import HINTED as HINTED
+from cache.store import manifest, schema, sharing
 from cache.store.rows import LARGE as LARGE
 from cache.store.rows import NO_ROOM as NO_ROOM
 from cache.store.rows import NORMAL as NORMAL
@@ -46,8 +44,8 @@ def encode(text: str) -> str:
 
 
 class Index(sharing.Sharing):
-    """One coordinator writes at a time. ``open`` replaces a damaged or outdated file, and never
-    one of a newer format."""
+    """One coordinator writes at a time. ``open`` replaces a damaged file, and never one of a
+    newer format."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
@@ -97,7 +95,7 @@ class Index(sharing.Sharing):
         self._db.execute(
             "INSERT OR IGNORE INTO directories (id, parent, name, attributes) "
             "VALUES (?, NULL, '', ?)",
-            (ROOT, json.dumps(root[: chunks.KEPT_AS_JSON])),
+            (ROOT, json.dumps(root)),
         )
 
     def add_directories(self, parent: int, entries: Iterable[Entry], listing: int = 0) -> None:
@@ -106,10 +104,7 @@ class Index(sharing.Sharing):
             "INSERT INTO directories (parent, name, attributes, seen) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (parent, name) DO UPDATE SET attributes = excluded.attributes,"
             " seen = excluded.seen",
-            [
-                (parent, encode(entry.name), json.dumps(entry[: chunks.KEPT_AS_JSON]), listing)
-                for entry in entries
-            ],
+            [(parent, encode(entry.name), json.dumps(entry), listing) for entry in entries],
         )
 
     def saw(self, parent: int, names: Iterable[str], listing: int) -> None:
@@ -121,9 +116,9 @@ class Index(sharing.Sharing):
 
     def add_chunk(self, directory: int, entries: list[Entry], priority: int = NORMAL) -> None:
         self._db.execute(
-            "INSERT INTO chunks (directory, priority, files, bytes, allocated, entries, changes) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (directory, priority, *chunks.packed(entries)),
+            "INSERT INTO chunks (directory, priority, files, bytes, allocated, entries) "
+            "VALUES (?, ?, ?, ?, ?, ?)",
+            (directory, priority, *_packed(entries)),
         )
 
     def locate(self, directory: int, location: tuple[str, int]) -> None:
@@ -175,38 +170,10 @@ class Index(sharing.Sharing):
             "allocated = allocated + ?, failed = failed + ?, waiting = waiting - ?",
             *(files, size, allocated, failed, 0 if left else 1),
         )
-        stays = {entry.name for entry in left}
-        self._db.executemany(
-            "DELETE FROM ahead WHERE directory = ? AND name = ?",
-            [
-                (chunk.directory, encode(entry.name))
-                for entry in chunk.entries
-                if entry.name not in stays
-            ],
-        )
-
-    def brought_ahead(self, directory: int, taken: dict[str, int]) -> None:
-        """Files that a hint stored before their chunk: names and SSD bytes."""
-        self._db.executemany(
-            "INSERT OR REPLACE INTO ahead VALUES (?, ?, ?)",
-            [(directory, encode(name), size) for name, size in taken.items()],
-        )
-
-    def ahead(self, directory: int) -> dict[str, int]:
-        rows = self._db.execute("SELECT name, bytes FROM ahead WHERE directory = ?", (directory,))
-        return {_decode(row[0]): int(row[1]) for row in rows}
-
-    def any_ahead(self) -> bool:
-        return self._row("SELECT 1 FROM ahead LIMIT 1") is not None
-
-    def none_ahead(self, directory: int) -> None:
-        """Forget its files ahead: another row counts them now."""
-        self._db.execute("DELETE FROM ahead WHERE directory = ?", (directory,))
 
     def sealed(self, directory: int) -> None:
         """The directory is opaque; its parent waits for one less."""
         self._update(directory, "state = 2")
-        self.none_ahead(directory)
         self._db.execute(
             "UPDATE directories SET waiting = waiting - 1 "
             "WHERE id = (SELECT parent FROM directories WHERE id = ?)",
@@ -239,10 +206,8 @@ class Index(sharing.Sharing):
                 "WITH RECURSIVE below(id) AS (SELECT ? UNION ALL SELECT d.id FROM directories d "
                 "JOIN below ON d.parent = below.id) "
             )
-            for table, key in (
-                ("chunks", "directory"), ("failures", "directory"), ("ahead", "directory"),
-                ("directories", "id"),
-            ):  # fmt: skip
+            keys = {"chunks": "directory", "failures": "directory", "directories": "id"}
+            for table, key in keys.items():
                 self._db.execute(
                     f"{below} DELETE FROM {table} WHERE {key} IN (SELECT id FROM below)", (number,)
                 )
@@ -416,9 +381,8 @@ class Index(sharing.Sharing):
 
     def _replace_chunk(self, number: int, entries: list[Entry]) -> None:
         self._db.execute(
-            "UPDATE chunks SET files = ?, bytes = ?, allocated = ?, entries = ?, changes = ? "
-            "WHERE id = ?",
-            (*chunks.packed(entries), number),
+            "UPDATE chunks SET files = ?, bytes = ?, allocated = ?, entries = ? WHERE id = ?",
+            (*_packed(entries), number),
         )
 
     def retry_put_off(self) -> None:
@@ -446,11 +410,12 @@ class Index(sharing.Sharing):
 
     def chunk(self, number: int) -> Chunk | None:
         """None when it is committed, or its directory is listed again."""
-        query = "SELECT id, directory, entries, priority, changes FROM chunks WHERE id = ?"
+        query = "SELECT id, directory, entries, priority FROM chunks WHERE id = ?"
         row = self._row(query, number)
         if row is None:
             return None
-        return Chunk(row[0], row[1], chunks.unpacked(row[2], row[4]), row[3])
+        entries = [Entry(*fields) for fields in json.loads(zlib.decompress(row[2]))]
+        return Chunk(row[0], row[1], entries, row[3])
 
     # --- the manifest
 
@@ -465,8 +430,7 @@ class Index(sharing.Sharing):
     def kept(self, directory: int) -> Iterator[manifest.Item]:
         """Its files and links: those of the manifest, and those that wait to be copied.
 
-        A directory that an older agent filled has fewer than ``Directory.entries`` less its
-        subdirectories, until it is listed again. ValueError for a damaged or newer part.
+        ValueError for a damaged or newer part.
         """
         query = "SELECT entries FROM manifest WHERE directory = ? ORDER BY id"
         for (part,) in self._db.execute(query, (directory,)):
@@ -494,17 +458,18 @@ class Index(sharing.Sharing):
         files, size = self._row("SELECT sum(files), sum(bytes) FROM chunks")
         return files or 0, size or 0
 
-    def prefer(self, directory: int, priority: int) -> None:
-        """Copy what is left of a directory sooner."""
-        self._db.execute(
-            "UPDATE chunks SET priority = ? WHERE directory = ? AND priority < ?",
-            (priority, directory, priority),
-        )
-
     def totals(self) -> Totals:
-        counted = self._row("SELECT 1 FROM sqlite_master WHERE name = 'totals'") is not None
-        row = self._row(schema.TOTALS if counted else schema.TOTALS_OF_OLDER)
-        return Totals(*(value or 0 for value in row))  # sums over no rows are NULL
+        return Totals(*self._row(schema.TOTALS))
+
+
+def _packed(entries: list[Entry]) -> tuple[int, int, int, bytes]:
+    """Their number, bytes and SSD bytes, and the column that keeps them."""
+    return (
+        len(entries),
+        sum(entry.size for entry in entries if entry.is_file),
+        sum(entry.allocated for entry in entries),
+        zlib.compress(json.dumps(entries).encode(), 1),
+    )
 
 
 def _decode(text: str) -> str:

@@ -70,8 +70,7 @@ def look_of(kept: Entry, now: os.stat_result | None) -> Look:
         return Look.CHANGED
     if kept.size != now.st_size:
         return Look.CHANGED
-    # An older agent kept no ctime.
-    return Look.TOUCHED if kept.ctime_ns and kept.ctime_ns != now.st_ctime_ns else Look.SAME
+    return Look.TOUCHED if kept.ctime_ns != now.st_ctime_ns else Look.SAME
 
 
 class _Kept(NamedTuple):

@@ -265,7 +265,7 @@ def seal(file: BinaryIO, head: bytes, records: Iterable[Record]) -> int:
 
 def _changed() -> ManifestError:
     return ManifestError(
-        "its index does not know all of its files: an older agent listed it, or it changes",
+        "its index does not know all of its files: it was made again after a loss, or it changes",
         _FILL_AGAIN,
     )
 

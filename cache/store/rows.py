@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from cache.store.tree import Entry
 
-# Priorities of chunks: what a job opened goes first. Those below SILENT are not copied in turn.
-HINTED, NORMAL, SILENT, NO_ROOM, LARGE = 1, 0, -1, -2, -3
+# Priorities of chunks. Those below SILENT are not copied in turn.
+NORMAL, SILENT, NO_ROOM, LARGE = 0, -1, -2, -3
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Counts:
 class Totals(Counts):
     directories: int = 0
     sealed: int = 0
-    allocated: int = 0  # SSD bytes of the stored files, those ahead of their chunk included
+    allocated: int = 0  # SSD bytes of the stored files
 
     @property
     def used(self) -> int:

@@ -86,7 +86,7 @@ def difference(kept: Entry, now: os.stat_result | None) -> str:
         return f"it has {now.st_size} bytes, and had {kept.size}"
     if kept.mtime_ns != now.st_mtime_ns:
         return "it was modified"
-    if kept.ctime_ns and kept.ctime_ns != now.st_ctime_ns:  # an older agent kept none
+    if kept.ctime_ns != now.st_ctime_ns:
         return "its ctime is another one: content, owner, mode or links were changed"
     return ""
 

@@ -10,26 +10,6 @@ import kit.formats
 FORMAT = 1
 NAME = "index.sqlite"
 
-_SCHEMA = """
-CREATE TABLE directories (
-    id INTEGER PRIMARY KEY, parent INTEGER, name TEXT NOT NULL, attributes TEXT NOT NULL,
-    state INTEGER NOT NULL DEFAULT 0, waiting INTEGER NOT NULL DEFAULT 0,
-    entries INTEGER NOT NULL DEFAULT 0, files INTEGER NOT NULL DEFAULT 0,
-    bytes INTEGER NOT NULL DEFAULT 0, done_files INTEGER NOT NULL DEFAULT 0,
-    done_bytes INTEGER NOT NULL DEFAULT 0, allocated INTEGER NOT NULL DEFAULT 0,
-    skipped INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
-    rescans INTEGER NOT NULL DEFAULT 0, location TEXT, UNIQUE (parent, name));
-CREATE INDEX directories_found ON directories (id) WHERE state = 0;
-CREATE TABLE chunks (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, directory INTEGER NOT NULL,
-    priority INTEGER NOT NULL DEFAULT 0, files INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    allocated INTEGER NOT NULL, entries BLOB NOT NULL);
-CREATE INDEX chunks_order ON chunks (priority DESC, id);
-CREATE INDEX chunks_directory ON chunks (directory);
-CREATE TABLE failures (
-    directory INTEGER NOT NULL, name TEXT NOT NULL, reason TEXT NOT NULL, lasting INTEGER NOT NULL,
-    PRIMARY KEY (directory, name)) WITHOUT ROWID;
-"""
 _COLUMNS = (
     "files", "bytes", "done_files", "done_bytes", "skipped", "allocated",
 )  # fmt: skip
@@ -47,63 +27,60 @@ def _moving() -> str:
     return f"{changes}, sealed = sealed + (NEW.state > 1) - (OLD.state > 1)"
 
 
-# Also added later, in a way that older agents keep right without knowing of it: triggers and
-# indexes are the file's own. They count what changes, and forget parts of the manifest that a new
-# listing makes again.
-_LATER = f"""
-CREATE TABLE IF NOT EXISTS ahead (
-    directory INTEGER NOT NULL, name TEXT NOT NULL, bytes INTEGER NOT NULL,
+# ``seen``: the listing that saw a directory last. ``shared``, ``shared_files``: of its files, what
+# the generation before has too, in SSD bytes and files. Triggers count what changes, and forget
+# parts of the manifest that a new listing makes again.
+_SCHEMA = f"""
+CREATE TABLE directories (
+    id INTEGER PRIMARY KEY, parent INTEGER, name TEXT NOT NULL, attributes TEXT NOT NULL,
+    state INTEGER NOT NULL DEFAULT 0, waiting INTEGER NOT NULL DEFAULT 0,
+    entries INTEGER NOT NULL DEFAULT 0, files INTEGER NOT NULL DEFAULT 0,
+    bytes INTEGER NOT NULL DEFAULT 0, done_files INTEGER NOT NULL DEFAULT 0,
+    done_bytes INTEGER NOT NULL DEFAULT 0, allocated INTEGER NOT NULL DEFAULT 0,
+    skipped INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
+    rescans INTEGER NOT NULL DEFAULT 0, location TEXT, seen INTEGER NOT NULL DEFAULT 0,
+    shared INTEGER NOT NULL DEFAULT 0, shared_files INTEGER NOT NULL DEFAULT 0,
+    UNIQUE (parent, name));
+CREATE INDEX directories_found ON directories (id) WHERE state = 0;
+CREATE INDEX directories_sealable ON directories (id)
+    WHERE state = 1 AND waiting = 0 AND failed = 0;
+CREATE INDEX directories_rescans ON directories (id) WHERE rescans > 0;
+CREATE TABLE chunks (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, directory INTEGER NOT NULL,
+    priority INTEGER NOT NULL DEFAULT 0, files INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    allocated INTEGER NOT NULL, entries BLOB NOT NULL);
+CREATE INDEX chunks_order ON chunks (priority DESC, id);
+CREATE INDEX chunks_directory ON chunks (directory);
+CREATE TABLE failures (
+    directory INTEGER NOT NULL, name TEXT NOT NULL, reason TEXT NOT NULL, lasting INTEGER NOT NULL,
     PRIMARY KEY (directory, name)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS manifest (
+CREATE TABLE manifest (
     id INTEGER PRIMARY KEY, directory INTEGER NOT NULL, entries BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS manifest_directory ON manifest (directory);
-CREATE TABLE IF NOT EXISTS totals (
+CREATE INDEX manifest_directory ON manifest (directory);
+CREATE TABLE totals (
     files INTEGER, bytes INTEGER, done_files INTEGER, done_bytes INTEGER, skipped INTEGER,
     allocated INTEGER, directories INTEGER, sealed INTEGER);
-CREATE INDEX IF NOT EXISTS directories_sealable ON directories (id)
-    WHERE state = 1 AND waiting = 0 AND failed = 0;
-CREATE INDEX IF NOT EXISTS directories_rescans ON directories (id) WHERE rescans > 0;
-CREATE TRIGGER IF NOT EXISTS counted_new AFTER INSERT ON directories BEGIN
+INSERT INTO totals VALUES (0, 0, 0, 0, 0, 0, 0, 0);
+CREATE TRIGGER counted_new AFTER INSERT ON directories BEGIN
     UPDATE totals SET {_counting("+", "NEW")}; END;
-CREATE TRIGGER IF NOT EXISTS counted_gone AFTER DELETE ON directories BEGIN
+CREATE TRIGGER counted_gone AFTER DELETE ON directories BEGIN
     UPDATE totals SET {_counting("-", "OLD")};
     DELETE FROM manifest WHERE directory = OLD.id; END;
-CREATE TRIGGER IF NOT EXISTS counted_change
+CREATE TRIGGER counted_change
     AFTER UPDATE OF state, {", ".join(_COLUMNS)} ON directories BEGIN
     UPDATE totals SET {_moving()}; END;
-CREATE TRIGGER IF NOT EXISTS listed_again AFTER UPDATE OF state ON directories WHEN NEW.state = 0
+CREATE TRIGGER listed_again AFTER UPDATE OF state ON directories WHEN NEW.state = 0
     BEGIN DELETE FROM manifest WHERE directory = NEW.id; END;
 """
-_LATER_COLUMNS = (
-    ("chunks", "changes", "BLOB"),
-    ("directories", "seen", "INTEGER NOT NULL DEFAULT 0"),  # the listing that saw it last
-    # Of its files, what the generation before has too: SSD bytes and files.
-    ("directories", "shared", "INTEGER NOT NULL DEFAULT 0"),
-    ("directories", "shared_files", "INTEGER NOT NULL DEFAULT 0"),
-)
-_COUNT = (
-    "INSERT INTO totals SELECT "
-    + ", ".join(f"coalesce(sum({name}), 0)" for name in _COLUMNS)
-    + ", count(*), coalesce(sum(state > 1), 0) FROM directories"
-)
-
-
-_FAILED = "(SELECT count(*) FROM failures)"
-_AHEAD = "(SELECT coalesce(sum(bytes), 0) FROM ahead)"
 # As the fields of ``index.Totals``.
 TOTALS = (
-    f"SELECT files, bytes, done_files, done_bytes, {_FAILED}, skipped, directories, sealed, "
-    f"allocated + {_AHEAD} FROM totals"
-)
-# Of a file that an older agent wrote and this one only reads.
-TOTALS_OF_OLDER = (
-    f"SELECT sum(files), sum(bytes), sum(done_files), sum(done_bytes), {_FAILED}, sum(skipped), "
-    f"count(*), sum(state > 1), sum(allocated) + {_AHEAD} FROM directories"
+    "SELECT files, bytes, done_files, done_bytes, (SELECT count(*) FROM failures), skipped, "
+    "directories, sealed, allocated FROM totals"
 )
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open it for writing; makes a new one. DatabaseError when it is damaged or outdated."""
+    """Open it for writing; makes a new one. DatabaseError when it is damaged."""
     if path.is_symlink():
         raise sqlite3.DatabaseError("it is a link")
     db = sqlite3.connect(path, isolation_level=None, timeout=10.0)
@@ -120,12 +97,6 @@ def connect(path: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(f"index of format {version}")
         elif (said := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(said)
-        db.executescript(_LATER)
-        for table, column, kind in _LATER_COLUMNS:
-            if column not in {row[1] for row in db.execute(f"PRAGMA table_info({table})")}:
-                db.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
-        if db.execute("SELECT 1 FROM totals").fetchone() is None:
-            db.execute(_COUNT)
     except BaseException:
         db.close()
         raise

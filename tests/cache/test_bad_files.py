@@ -170,7 +170,7 @@ async def test_withdrawal_that_cannot_be_done_is_tried_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown, jobs, _ = await withdrawing(tmp_path, monkeypatch, answers=True)
-    shown.withdraw = jobs.withdrawals.finish
+    shown.withdraw = jobs.withdrawals.of
     tries = []
 
     async def fails(*_: Any, **__: Any) -> Any:

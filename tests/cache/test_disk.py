@@ -63,7 +63,7 @@ def test_after_a_damaged_memory_only_a_store_that_is_there_is_used(
         with pytest.raises(kit.errors.HostError, match="no store is there"):
             disk.check(str(store), None, tmp_path)
     disk.check(str(store), Path("/"), tmp_path)  # the operator's word counts
-    (store / disk.MARKER).write_text('{"format": 1}')
+    (store / disk.MARKER).write_text('{"format": 1, "uuid": "u"}')
     disk.check(str(store), None, tmp_path)
     disk.remember(str(store), tmp_path)
     place.append("/")

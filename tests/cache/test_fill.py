@@ -1,4 +1,4 @@
-"""The fill pass: the room it counts on for hints and repeated listings, and its hint queue."""
+"""The fill pass: the room it counts on for repeated listings."""
 
 import dataclasses
 import os
@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from cache.fill import fill as fill_pass
-from cache.fill import hint_queue, pipes, protocol
+from cache.fill import pipes, protocol
 from cache.fill.coordinator import Ended
 from cache.store import generations, index
-from cache.store.tree import Entry
 from tests.cache import passes
 from tests.testbed import damage, trees
 
@@ -99,71 +98,6 @@ def files(area: Path, count: int, size: int) -> list[str]:
     for number in range(count):
         trees.write(area / "source" / f"f{number:03}", os.urandom(size))
     return [f"f{number:03}" for number in range(count)]
-
-
-def hinted(fill: Fill, names: list[str]) -> None:
-    """Copy nothing but what these hints name, and commit it."""
-    fill.decides.copy_assignment = lambda: None  # type: ignore[method-assign]
-    fill.until(lambda: fill.decides.skeleton and bool(fill.run.pool.idle()))
-    fill.decides.hint(names)
-    assignment = fill.decides.hint_assignment()
-    if assignment is None:
-        return
-    fill.run.pool.give(fill.run.pool.idle()[0], assignment)
-    assert isinstance(assignment.job, protocol.Hint)
-    assert fill.run.room(inodes=0).bytes <= fill.budget - assignment.job.allowance
-    commits = fill.run.commits
-    fill.until(lambda: fill.run.commits > commits)
-
-
-# --- hints
-
-
-@real
-def test_hints_stay_within_budget(area: Path, begin: Callable[..., Fill]) -> None:
-    names = files(area, 20, MIB)
-    fill = begin(budget=5 * MIB)
-    hinted(fill, names)
-    assert 3 * MIB < fill.taken() <= 5 * MIB
-
-
-@real
-def test_hint_skips_a_large_file(
-    area: Path, begin: Callable[..., Fill], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hint_queue, "HINT_BYTES", MIB)
-    files(area, 1, 2 * MIB)
-    trees.write(area / "source" / "small", b"x")
-    fill = begin()
-    hinted(fill, ["f000", "small"])
-    assert sorted(os.listdir(fill.generation / "tree")) == ["small"]
-
-
-@real
-def test_hinted_files_are_counted_once(area: Path, begin: Callable[..., Fill]) -> None:
-    names = files(area, 8, MIB)
-    fill = begin()
-    hinted(fill, names[:4])
-    assert fill.run.used() >= 4 * MIB
-    fill.stop()
-    fill = begin()  # an agent that was killed meanwhile: it is known from the index
-    assert fill.run.used() >= 4 * MIB
-    kept = {name: (fill.generation / "tree" / name).stat().st_ino for name in names[:4]}
-    assert fill.end().result == "complete"
-    assert 8 * MIB <= fill.run.used() < 9 * MIB, "each file is counted once"
-    for name, inode in kept.items():
-        assert (fill.generation / "tree" / name).stat().st_ino == inode, "copied once"
-    assert not fill.run.index.any_ahead()
-
-
-@real
-def test_exact_budget_is_enough_with_hints(area: Path, begin: Callable[..., Fill]) -> None:
-    names = files(area, 8, MIB)
-    fill = begin(budget=8 * MIB + MIB // 2)
-    hinted(fill, names[:6])
-    assert fill.taken() >= 6 * MIB
-    del fill.decides.copy_assignment
-    assert fill.end().result == "complete"
 
 
 # --- listings that are begun again
@@ -344,21 +278,6 @@ def test_names_of_many_directories_come_in_parts(
     assert fill.run.totals.directories == 1200, "the root, and all but the one that vanished"
     fill.stop()
     assert f"{long}0007" not in os.listdir(fill.generation / "tree")
-
-
-# --- the hint queue
-
-
-def test_hint_queue_is_bounded_and_latest_first(tmp_path: Path) -> None:
-    known = index.Index.open(tmp_path / "index")
-    known.add_root(Entry("", 0o40755, 0, 0, 0, 0, 1, 1, True))
-    queue = hint_queue.HintQueue()
-    queue.add([f"unknown{n}/x" for n in range(1000)] + [f"f{n}" for n in range(100)])
-    found = queue.next(known)
-    assert found is not None
-    assert (found[0], found[1], len(found[2])) == (1, [], hint_queue.MOST_HINTED_NAMES)
-    assert queue.next(known) is None
-    known.close()
 
 
 # --- the end

@@ -171,38 +171,18 @@ def test_complete_dataset_is_served_while_its_cluster_is_away(
     assert json.loads(generation(node).read_text())["replaced"] == ""
 
 
-def forget_marks(node: Agent, created: float) -> None:
-    """As an agent of before left it, begun at ``created``."""
-    assert node.stop() == 0
-    fields = json.loads(generation(node).read_text())
-    del fields["marks"], fields["replaced"]
-    generation(node).write_text(json.dumps(fields | {"created": created}))
-
-
-def test_store_of_an_older_agent_is_adopted_when_proven(
-    area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
-) -> None:
-    filled(area, node, cluster, fs, "proven")
-    marks = json.loads(generation(node).read_text())["marks"]
-    assert marks["cluster"] == cluster.fsid
-    assert int(marks["root"]) == (fs / "proven").stat().st_ino
-    assert int(marks["filesystem"]) > 0
-    assert int(marks["snapshot"]) > 0
-    before = os.stat(node.tree("a")).st_ino
-    forget_marks(node, created=float(marks["made"]) + 3600)
-    node.start()
-    node.wait_for(
-        lambda: json.loads(generation(node).read_text()).get("marks") == marks, 60, "the marks"
-    )
-    assert os.stat(node.tree("a")).st_ino == before
-
-
-def test_store_of_an_older_agent_that_is_not_proven_waits_for_a_verify(
+def test_store_without_a_mark_of_its_source_waits_for_a_verify(
     area: Path, node: Agent, cluster: ceph.CephCluster, fs: Path
 ) -> None:
     frozen = filled(area, node, cluster, fs, "unproven")
-    marks = json.loads(generation(node).read_text())["marks"]
-    forget_marks(node, created=float(marks["made"]) + 5)
+    fields = json.loads(generation(node).read_text())
+    marks = fields["marks"]
+    assert marks["cluster"] == cluster.fsid
+    assert int(marks["root"]) == (fs / "unproven").stat().st_ino
+    assert int(marks["filesystem"]) > 0
+    assert int(marks["snapshot"]) > 0
+    assert node.stop() == 0
+    generation(node).write_text(json.dumps(fields | {"marks": {}}))
     node.start()
 
     def told() -> bool:

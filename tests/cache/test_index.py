@@ -195,18 +195,6 @@ def test_committed_keeps_the_rest_of_a_chunk(opened: index.Index) -> None:
     assert opened.sealable(1) == [index.ROOT]
 
 
-def test_prefer_puts_chunks_first(opened: index.Index) -> None:
-    opened.add_directories(index.ROOT, [folder("a"), folder("b")])
-    first, second = opened.find(["a"]), opened.find(["b"])
-    assert first is not None
-    assert second is not None
-    for number in (first, second):
-        opened.add_chunk(number, [item("x")])
-    assert _chunk(opened, opened.next_chunks(1)[0]).directory == first
-    opened.prefer(second, 1)
-    assert _chunk(opened, opened.next_chunks(1)[0]).directory == second
-
-
 def test_listed_directories_include_listed_and_sealed(opened: index.Index) -> None:
     opened.add_directories(index.ROOT, [folder("a"), folder("b")])
     first, second = opened.find(["a"]), opened.find(["b"])

@@ -10,7 +10,7 @@ import pytest
 from cache.store import likeness
 from cache.store.identity import Match
 from cache.store.likeness import Look
-from cache.store.tree import Entry, entry_of
+from cache.store.tree import entry_of
 from tests.cache import passes
 
 S, G, C, T, E, O = Look.SAME, Look.GONE, Look.CHANGED, Look.TOUCHED, Look.EQUAL, Look.OTHER  # noqa: E741
@@ -57,13 +57,6 @@ def test_status(tmp_path: Path, change: Callable[[Path], object], look: Look) ->
     kept = entry_of("file", path.stat())
     change(path)
     assert likeness.look_of(kept, path.stat() if path.exists() else None) is look
-
-
-def test_what_an_older_agent_listed_has_no_ctime(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    status = (tmp_path / "file").stat()
-    kept = Entry(*entry_of("file", status)[:9])
-    assert likeness.look_of(kept, status) is S
 
 
 def change(generation: passes.Generation, what: Callable[[Path], None]) -> dict[str, str]:

@@ -253,7 +253,7 @@ def test_after_a_reboot_no_job_finds_an_empty_dataset(area: Path, node: Agent) -
 
 @pytest.mark.real
 @pytest.mark.timeout(120)
-def test_places_that_an_older_agent_left_go_at_the_start(area: Path, node: Agent) -> None:
+def test_places_that_were_left_on_the_disk_go_at_the_start(area: Path, node: Agent) -> None:
     for place in ("a/data", "a/by-id/1", "gone/data"):
         (node.views / place).mkdir(parents=True)
     source = complete(area, node)

@@ -1,10 +1,7 @@
 """The manifest: what is kept of each entry for the life of a generation."""
 
 import dataclasses
-import json
 import os
-import sqlite3
-import zlib
 from pathlib import Path
 
 import pytest
@@ -139,70 +136,3 @@ def test_what_does_not_fit_is_kept_as_at_source(made: passes.Generation) -> None
     assert found.pop("d0/too large").state is manifest.State.AT_SOURCE
     assert len(found) == 702
     assert {item.state for item in found.values()} == {manifest.State.STORED}
-
-
-# --- older agents
-
-
-@pytest.mark.parametrize("lists", [True, False])
-def test_older_agents_keep_it_right(tmp_path: Path, lists: bool) -> None:
-    """Statements as the agent before wrote them, which knew neither manifest nor running totals."""
-    path = tmp_path / index.NAME
-    known = index.Index.open(path)
-    known.add_root(Entry("", 0o40755, 0, 0, 0, 0, 1, 1, False))
-    item = Entry("a", 0o100644, 0, 0, 7, 3, 4, 1, False, 5, 6)
-    known.add_chunk(index.ROOT, [item, item._replace(name="b")])
-    known.listed(index.ROOT, entries=2, files=2, size=14, stored=(0, 0, 0), skipped=0)
-    known.keep(index.ROOT, [manifest.Item(item, manifest.State.STORED)])
-    known.close()
-    older = sqlite3.connect(path, isolation_level=None)
-    assert older.execute("PRAGMA user_version").fetchone() == (1,)
-    if lists:  # it lists the directory again
-        older.execute("DELETE FROM chunks WHERE directory = 1")
-        older.execute("UPDATE directories SET state = 0, files = 0, bytes = 0 WHERE id = 1")
-    else:  # it copies one of the chunk's files
-        (blob,) = older.execute("SELECT entries FROM chunks").fetchone()
-        older.execute("UPDATE chunks SET entries = ? WHERE id = 1", (_without_first(blob),))
-        older.execute("UPDATE directories SET done_files = done_files + 1 WHERE id = 1")
-    older.close()
-    known = index.Index.open(path)
-    totals = known.totals()
-    if lists:
-        assert list(known.kept(index.ROOT)) == []
-        assert (totals.files, totals.bytes, totals.directories) == (0, 0, 1)
-    else:
-        (_, waiting) = known.kept(index.ROOT)
-        assert (waiting.entry.name, waiting.entry.ctime_ns) == ("b", 0)
-        assert (totals.files, totals.done_files) == (2, 1)
-    known.close()
-
-
-def _without_first(blob: bytes) -> bytes:
-    rows = json.loads(zlib.decompress(blob))
-    assert all(len(row) == 9 for row in rows), "an older agent reads nine fields"
-    return zlib.compress(json.dumps(rows[1:]).encode(), 1)
-
-
-def test_index_of_an_older_agent_gets_its_totals(tmp_path: Path) -> None:
-    path = tmp_path / index.NAME
-    known = index.Index.open(path)
-    known.add_root(Entry("", 0o40755, 0, 0, 0, 0, 1, 1, False))
-    known.listed(index.ROOT, entries=2, files=2, size=14, stored=(1, 7, 4096), skipped=3)
-    before = known.totals()
-    known.close()
-    older = sqlite3.connect(path, isolation_level=None)
-    for name in ("counted_new", "counted_gone", "counted_change", "listed_again"):
-        older.execute(f"DROP TRIGGER {name}")
-    for drop in ("TABLE totals", "TABLE manifest", "INDEX directories_sealable"):
-        older.execute(f"DROP {drop}")
-    older.execute("ALTER TABLE chunks DROP COLUMN changes")
-    older.close()
-    read = index.Index.read_only(path)
-    assert read.totals() == before
-    read.close()
-    known = index.Index.open(path)
-    assert known.totals() == before
-    known.unseal(index.ROOT)
-    known.restart_listing(index.ROOT)
-    assert known.totals().files == 0
-    known.close()

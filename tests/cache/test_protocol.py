@@ -30,7 +30,6 @@ answers = st.one_of(
         made=st.integers(0, 2**60),
         location=locations,
     ),
-    st.builds(protocol.Hinted, taken=st.dictionaries(names, st.integers(0, 2**60), max_size=4)),
     st.builds(
         protocol.Verified,
         checked_files=st.integers(0, 9),
@@ -48,14 +47,6 @@ jobs = st.one_of(
         path=st.lists(names, max_size=4),
         entries=st.lists(entries, max_size=4),
         location=locations,
-        hinted=st.booleans(),
-    ),
-    st.builds(
-        protocol.Hint,
-        folder=st.text(max_size=9),
-        path=st.lists(names, max_size=3),
-        names=st.lists(names, max_size=4),
-        allowance=st.integers(0, 2**60),
     ),
     st.builds(
         protocol.Prune, directory=st.none() | st.integers(), path=st.just([]), names=st.just([])
@@ -93,10 +84,10 @@ def test_job_keeps_names_of_any_bytes_through_a_pipe(job: protocol.Job) -> None:
 
 @given(raw_names)
 def test_lone_surrogates_are_the_same_bytes_again(raw: bytes) -> None:
-    packed = pipes.pack(protocol.Hinted(taken={os.fsdecode(raw): 1}))
+    packed = pipes.pack(protocol.Copied(left=[os.fsdecode(raw)]))
     (got,) = protocol.answers().feed(packed)
-    assert isinstance(got, protocol.Hinted)
-    assert [os.fsencode(name) for name in got.taken] == [raw]
+    assert isinstance(got, protocol.Copied)
+    assert [os.fsencode(name) for name in got.left] == [raw]
 
 
 def test_receive_tells_the_end_of_a_stream_from_a_broken_one() -> None:

@@ -43,7 +43,7 @@ def test_own_mount_is_known_again(disk: Path, stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("stage", [Stage.OVERLAY, Stage.STORE])
-def test_mount_of_an_older_agent_is_known_by_its_layer(disk: Path, stage: Stage) -> None:
+def test_mount_without_a_memory_is_known_by_its_layer(disk: Path, stage: Stage) -> None:
     published(disk, stage)
     assert seen(disk, Shown()) is stage
 

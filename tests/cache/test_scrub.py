@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cache.fill import protocol
-from cache.store import cursor, generations, index
+from cache.store import cursor, generations, index, tree
 from tests.cache import passes
 from tests.cache import test_generations_served as served
 from tests.cache.test_space import disk as plain_disk
@@ -162,11 +162,13 @@ def test_unclean_shutdown_brings_the_next_round_at_once(area: Path, stored: Agen
     assert json.loads(kept.read_bytes())["clean"] is True
 
 
-def test_damage_of_an_earlier_generation_is_found_put_right_and_told(
-    area: Path, node: Agent
-) -> None:
-    """What both have is read once, bad in both, and put right in both. Without a source it is taken
-    out, no rollback goes there, and it comes back with the source."""
+OWN, SHARED = Path("d0/f00000"), Path("d7/f00007")
+
+
+@pytest.fixture
+def two(area: Path, node: Agent) -> Iterator[tuple[Path, Path, Path]]:
+    """The sources of a generation that serves and an earlier one; the trees of both; by-id of the
+    earlier one. A pod has its tree itself."""
     top = served.versions(area, 2)
     served.add(node, top)
     node.start()
@@ -178,56 +180,65 @@ def test_damage_of_an_earlier_generation_is_found_put_right_and_told(
     node.wait_for(lambda: by_id.exists() and os.listdir(by_id), 30, "by-id")
     trees_of = {each.name: each / "tree" for each in node.generations("a")}
     earlier, current = trees_of.pop(old), *trees_of.values()
-    own, shared = Path("d0/f00000"), Path("d7/f00007")
-    assert (earlier / shared).samefile(current / shared)
-    right = {path: flip(earlier / path) for path in (own, shared)}
+    assert (earlier / SHARED).samefile(current / SHARED)
+    with tree.opened_root(earlier / "d1"):
+        yield top, earlier, by_id
 
-    def damaged() -> list[int]:
-        return [each["damaged"] for each in served.generations(node)]
 
-    def mended() -> bool:
-        try:
-            good = all((earlier / path).read_bytes() == data for path, data in right.items())
-            good = good and (current / shared).read_bytes() == right[shared]
-        except FileNotFoundError:
-            return False
-        return good and damaged() == [0, 0]
+def roles(node: Agent) -> list[str]:
+    return [each["state"] for each in served.generations(node)]
 
+
+@pytest.mark.parametrize("path", [OWN, SHARED], ids=["own", "shared"])
+def test_damage_of_an_earlier_generation_is_found_and_it_goes(
+    node: Agent, two: tuple[Path, Path, Path], path: Path
+) -> None:
+    """What both have is read once and bad in both: the one that serves is put right. Who reads the
+    earlier one by its id has its source."""
+    top, earlier, by_id = two
+    flip(earlier / path)
     node.cache["scrub"] = {"every": "1s"}
     node.write()
-    node.wait_for(mended, 90, "the damage to be put right")
-    node.wait_state("a", "complete")
+    node.wait_for(lambda: not (earlier / path).exists(), 90, "what is bad to be taken out")
     trees.assert_equal(served.snap(top, "s1"), by_id)
+    node.wait_state("a", "complete")
     trees.assert_equal(served.snap(top, "s2"), node.view("a"))
-    assert (earlier / shared).samefile(current / shared), "it takes its bytes once"
+    assert roles(node) == ["current", "retiring"]
+    node.wait_for(lambda: {"generation-damaged", "store-damage"} <= set(rules(node)), 30, "both")
     told = [line for line in node.get("/metrics").splitlines() if "scrub_bad_total{" in line]
-    assert [float(line.split()[-1]) >= 3 for line in told] == [True]
-    said = [json.loads(line) for line in node.said().splitlines() if line.startswith("{")]
-    rounds = [each for each in said if each["event"] == "scrub ended"]
-    read = [(each["checked_files"], each["shared_files"]) for each in rounds
-            if each["generation"] == old]  # fmt: skip
-    assert (120, 117) in read, "what the other one reads is not read again"
+    assert [float(line.split()[-1]) >= 1 + (path == SHARED) for line in told] == [True]
+    if path == OWN:
+        said = [json.loads(line) for line in node.said().splitlines() if line.startswith("{")]
+        rounds = [each for each in said if each["event"] == "scrub ended"]
+        read = [(each["checked_files"], each["shared_files"]) for each in rounds
+                if each["generation"] == by_id.name]  # fmt: skip
+        assert (120, 117) in read, "what the other one reads is not read again"
 
+
+def test_damage_without_a_source_is_missing_and_a_rollback_fills_it_again(
+    node: Agent, two: tuple[Path, Path, Path]
+) -> None:
+    top, earlier, by_id = two
     away = served.snap(top, "s1").rename(top / "away")
-    flip(earlier / own)
-    node.wait_for(lambda: "generation-damaged" in rules(node), 60, "the finding")
-    told = [each for each in node.findings() if each["rule"] == "generation-damaged"]
-    assert "d0/f00000" in told[0]["message"]
-    assert "rollback" in told[0]["advice"]
-    assert not (by_id / own).exists()
-    assert (by_id / shared).read_bytes() == right[shared]
-    with pytest.raises(ApiError, match="1 files of s1 were bad on the SSD"):
-        node.tell("a", "rollback")
+    right = flip(earlier / OWN)
+    shared = (earlier / SHARED).read_bytes()
+    node.cache["scrub"] = {"every": "1s"}
+    node.write()
+    node.wait_for(lambda: not (by_id / OWN).exists(), 90, "what is bad to be taken out")
+    assert (by_id / SHARED).read_bytes() == shared
     trees.assert_equal(served.snap(top, "s2"), node.view("a"))
-    away.rename(served.snap(top, "s1"))
+    with pytest.raises(ApiError):
+        node.tell("a", "rollback")
     node.kill()
     node.start()  # what is on the list outlives the agent
-    node.wait_for(mended, 90, "its file to come back")
-    node.wait_for(lambda: "generation-damaged" not in rules(node), 30, "the finding to go")
-    trees.assert_equal(served.snap(top, "s1"), by_id)
+    node.wait_state("a", "complete")
+    assert roles(node) == ["current", "retiring"]
+    away.rename(served.snap(top, "s1"))
     node.tell("a", "rollback")
     served.serves(node, "s1")
+    assert (earlier / OWN).read_bytes() == right
     trees.assert_equal(served.snap(top, "s1"), node.view("a"))
+    node.wait_for(lambda: "generation-damaged" not in rules(node), 30, "the finding to go")
 
 
 # --- passes without an agent

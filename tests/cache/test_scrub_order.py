@@ -71,7 +71,6 @@ _candidates = st.lists(
     st.builds(
         Candidate, st.sampled_from("abc"), st.integers(0, 2), st.booleans(), st.booleans(),
         st.integers(0, 9).map(lambda age: NOW - age * 500.0), st.sampled_from(["", "s1", "s2"]),
-        st.booleans(),
     ),
     max_size=9, unique_by=lambda each: (each.name, each.earlier),
 )  # fmt: skip
@@ -91,14 +90,13 @@ def test_every_generation_has_its_turn_and_a_current_one_before_what_shares_with
         settled = {
             "doubt": dataclasses.replace(at, doubted=False),
             "crash": dataclasses.replace(at, crashed=False),
-            "mend": dataclasses.replace(at, damaged=False),
             "round": dataclasses.replace(at, last=NOW),
         }
         turns.append((at, chosen))
         left.append(settled[chosen.reason])
-    assert all(not (e.doubted or e.crashed or e.damaged) for e in left)
+    assert all(not (e.doubted or e.crashed) for e in left)
     assert all(NOW - e.last < EVERY.every for e in left)
-    order = [scrub_order.DOUBT, scrub_order.CRASH, scrub_order.MEND, scrub_order.ROUND]
+    order = [scrub_order.DOUBT, scrub_order.CRASH, scrub_order.ROUND]
     assert [order.index(c.reason) for _, c in turns] == sorted(
         order.index(c.reason) for _, c in turns
     )

@@ -406,19 +406,7 @@ def test_name_of_a_luks_mapping_is_no_part_of_its_volume(mapping: str, part: str
         "dm-0", (253, 0), "device-mapper", 8, False, mapping=mapping, below=(below,)
     )
     assert device.volume == f"{below.volume}+{part}"
-    assert blockdev.unnamed(f"{below.volume}+{mapping}") == device.volume
-    same = mapping == part
-    assert device.named_volume == ("" if same else f"{below.volume}+{mapping}")
-    assert (below.part, below.named_part, below.named_volume) == ("", "", "")
-
-
-@pytest.mark.parametrize("name", ["luks", "a+b", "+", "a+LUKS-b"])
-@pytest.mark.parametrize("upper", ["LVM-0123-abcd", "part1-mpath-36001", "CRYPT-PLAIN-x"])
-def test_name_of_a_luks_mapping_ends_where_the_next_mapping_begins(name: str, upper: str) -> None:
-    """In an identity, as an earlier agent wrote it down."""
-    below = "rbd:f1/3//101d+CRYPT-LUKS2-0123abcd"
-    assert blockdev.unnamed(f"{below}-{name}+{upper}") == f"{below}+{upper}"
-    assert blockdev.unnamed(f"{below}+{upper}") == f"{below}+{upper}"
+    assert below.part == ""
 
 
 def test_name_of_a_luks_mapping_may_look_like_another_mapping() -> None:
@@ -426,14 +414,6 @@ def test_name_of_a_luks_mapping_may_look_like_another_mapping() -> None:
     mapping = "CRYPT-LUKS2-0123abcd-a+LVM-b"
     device = blockdev.BlockDevice("dm-0", (253, 0), "device-mapper", 8, False, mapping=mapping)
     assert device.part == "CRYPT-LUKS2-0123abcd"
-    assert device.named_part == mapping
-
-
-def test_identity_with_half_a_name_is_recognised() -> None:
-    """An earlier agent took a name to end at its first plus."""
-    assert blockdev.unnamed("rbd:f1/3//101d+CRYPT-LUKS2-0123abcd+b") == (
-        "rbd:f1/3//101d+CRYPT-LUKS2-0123abcd"
-    )
 
 
 @pytest.mark.parametrize(("name", "whole"), [

@@ -112,7 +112,8 @@ FILES = [
          lambda f: users.load(f / users.FILE) == {"a": 7.0},
          lambda f: isinstance(users.load(f / users.FILE), kit.formats.Damage)),
     Kept("cache-disk.json", lambda f: kit.formats.save(
-             str(f / "cache-disk.json"), {"store": str(f / "store"), "disk": "/"}, disk.FORMAT),
+             str(f / "cache-disk.json"), {"store": str(f / "store"), "disk": "/", "uuid": ""},
+             disk.FORMAT),
          lambda f: not _needs_a_store(f), _needs_a_store),
     Kept("generation.json", _write_generation,
          lambda f: "lost" not in (generations.load(str(f)) or {"lost": ""}),

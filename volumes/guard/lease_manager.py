@@ -104,7 +104,7 @@ class LeaseManager(steps.Executor):
         here = known if known and known.device.attachment == device.attachment else None
         if here is not None and here.seen is not None and here.seen.has_content:
             return True
-        said = self.ledger.knowledge(device.volume, device.named_volume)
+        said = self.ledger.knowledge(device.volume)
         return said is store.Knowledge.CONTENT
 
     def _check_denied(self, name: str) -> bool:
@@ -375,9 +375,7 @@ class LeaseManager(steps.Executor):
         entry = self._entry(device)
         image = device.lowest.image
         if not blank and image is not None and device.volume:  # what other nodes have seen
-            known.cluster = answer = await self.mirror.ask(
-                image, part=device.part, named=device.named_part
-            )
+            known.cluster = answer = await self.mirror.ask(image, part=device.part)
             there = answer.known
             # A clone carries its parent's entry until it has its own: it says what to expect, but
             # other content than the parent's is no change.
@@ -416,9 +414,7 @@ class LeaseManager(steps.Executor):
             marks = signature_offsets.marks(device.size)
             places = tuple((first.start + at, length) for at, length in marks)
             extents = Extents(first.start, places)
-            asked = asyncio.create_task(
-                self.mirror.ask(image, extents, part=device.part, named=device.named_part)
-            )
+            asked = asyncio.create_task(self.mirror.ask(image, extents, part=device.part))
         try:
             await asyncio.sleep(self.settings.settle)
             second = await self._probe(device)
@@ -444,7 +440,7 @@ class LeaseManager(steps.Executor):
             after=after.attachment if after else None,
             first=first,
             second=second,
-            ledger=self.ledger.knowledge(device.volume, device.named_volume),
+            ledger=self.ledger.knowledge(device.volume),
             mirror=answer.mirror,
             extents=answer.extents,
             quiet_for=None if None in quiet else min(each for each in quiet if each is not None),

@@ -8,13 +8,12 @@ Whatever a cluster cannot answer in time is UNKNOWN, and no lease follows from i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import kit.errors
 from ceph.client import Cluster
 from ceph.protocol import Extents, ImageId
 from ceph.settings import ClusterSettings
-from linux import blockdev
 from linux.rbd_sysfs import RbdImage
 from volumes.ledger.store import Entry, Knowledge, NewerError, parse
 
@@ -81,12 +80,11 @@ class Mirror:
         return None
 
     async def ask(
-        self, image: RbdImage, extents: Extents | None = None, *, part: str = "", named: str = ""
+        self, image: RbdImage, extents: Extents | None = None, *, part: str = ""
     ) -> Answer:
         """NOT_ASKED when no credentials for the image's cluster are configured.
 
-        ``part``: names what lies in the image and has an entry of its own. ``named``: how earlier
-        agents named it, if that is another name; what they wrote counts until there is an entry.
+        ``part``: names what lies in the image and has an entry of its own.
         """
         if not image.fsid:
             return unknown("this kernel does not say which cluster the image belongs to")
@@ -96,8 +94,6 @@ class Mirror:
                 return NOT_ASKED
             content = await cluster.content(_id(image), _key(part), extents)
             text = content.metadata
-            if text is None and named:
-                text = (await cluster.content(_id(image), _key(named))).metadata
         except kit.errors.AgentError as error:
             return unknown(str(error))
         allocated = Knowledge.NOT_ASKED
@@ -113,7 +109,6 @@ class Mirror:
             if isinstance(error, NewerError):
                 self.newer[_id(image), part] = why
             return Answer(Knowledge.UNKNOWN, allocated, size=content.size, why=why)
-        known = replace(known, volume=blockdev.unnamed(known.volume))
         return Answer(known.knowledge, allocated, known, content.size)
 
     async def write(self, image: RbdImage, new: Entry, part: str = "") -> bool:

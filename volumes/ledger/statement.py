@@ -55,11 +55,9 @@ def annotation(part: str) -> str:
     return f"{HOLDS_DATA}-in-{hashlib.sha256(part.encode()).hexdigest()[:12]}"
 
 
-def read(found: PersistentVolume, part: str, now: float, named: str = "") -> Statement:
-    """What one says. ``now``: Unix seconds. ``named``: how earlier agents named the part, if that
-    is another name. Any mark counts, also one that is not understood."""
-    keys = [annotation(part), *([annotation(named)] if named else [])]
-    mark = next((found.annotations[key] for key in keys if key in found.annotations), None)
+def read(found: PersistentVolume, part: str, now: float) -> Statement:
+    """What one says. ``now``: Unix seconds. Any mark counts, also one that is not understood."""
+    mark = found.annotations.get(annotation(part))
     return Statement(
         Knowledge.CONTENT if mark is not None else Knowledge.NONE,
         found.name,

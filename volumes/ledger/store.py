@@ -10,7 +10,6 @@ be understood is kept, and its volume's knowledge is UNKNOWN, never NONE. What a
 wrote is never replaced.
 """
 
-import contextlib
 import errno
 import functools
 import hashlib
@@ -22,7 +21,6 @@ from typing import Any
 
 import kit.files
 import kit.formats
-from linux import blockdev
 
 VERSION = 1
 MOST_PREVIOUS = 5
@@ -175,8 +173,6 @@ class Store:
         self._entries: dict[str, Entry] = {}
         self.unreadable: dict[str, str] = {}  # file name -> error
         self._newer: set[str] = set()  # of these files, those that a newer agent wrote
-        # Files under the names that earlier agents gave a volume, which its next entry replaces.
-        self._former: dict[str, list[Path]] = {}
 
     def load(self) -> None:
         """Read all files. OSError when the folder cannot be made or listed."""
@@ -184,13 +180,12 @@ class Store:
         self._entries.clear()
         self.unreadable.clear()
         self._newer.clear()
-        self._former.clear()
         kept = self.folder.glob(f"*.json{kit.formats.SUFFIX}")
         lost = {each.with_name(each.name.removesuffix(kit.formats.SUFFIX)) for each in kept}
         for file in sorted(lost | set(self.folder.glob("*.json"))):
             found = kit.formats.look(file, None, functools.partial(self._checked, file))
             if isinstance(found, Entry):
-                self._take(found, file)
+                self._entries[found.volume] = found
             elif found is not None:
                 self.unreadable[file.name] = found.why
 
@@ -204,25 +199,15 @@ class Store:
             raise ValueError("its name does not match its content")
         return found
 
-    def _take(self, found: Entry, file: Path) -> None:
-        volume = blockdev.unnamed(found.volume)
-        if volume != found.volume:
-            self._former.setdefault(volume, []).append(file)
-            found = replace(found, volume=volume)
-        before = self._entries.get(volume)
-        self._entries[volume] = merge(before, found) if before else found
-
     def _file(self, volume: str) -> Path:
         return self.folder / f"{hashlib.sha256(volume.encode()).hexdigest()[:32]}.json"
 
     def get(self, volume: str) -> Entry | None:
         return self._entries.get(volume)
 
-    def knowledge(self, volume: str, named: str = "") -> Knowledge:
-        """UNKNOWN when the volume's file is damaged or the device has no volume identity.
-        ``named``: the identity by which earlier agents knew it, if that is another."""
-        files = [self._file(each).name for each in (volume, named) if each]
-        if not volume or any(name in self.unreadable for name in files):
+    def knowledge(self, volume: str) -> Knowledge:
+        """UNKNOWN when the volume's file is damaged or the device has no volume identity."""
+        if not volume or self._file(volume).name in self.unreadable:
             return Knowledge.UNKNOWN
         found = self._entries.get(volume)
         return found.knowledge if found else Knowledge.NONE
@@ -237,14 +222,8 @@ class Store:
         kit.files.save(file, new.dump().encode())
         self.unreadable.pop(file.name, None)
         self._entries[new.volume] = new
-        self._drop_former(new.volume)
         if len(self._entries) > MOST_ENTRIES:
             self._prune()
-
-    def _drop_former(self, volume: str) -> None:
-        with contextlib.suppress(OSError):  # they are read again, and say nothing new
-            for file in self._former.pop(volume, ()):
-                file.unlink(missing_ok=True)
 
     def needs(self, new: Entry) -> bool:
         """Whether ``new`` differs enough from the stored entry to be worth an fsync."""
@@ -265,7 +244,6 @@ class Store:
             : len(self._entries) - MOST_ENTRIES
         ]:
             kit.formats.forget(self._file(old.volume))
-            self._drop_former(old.volume)
             del self._entries[old.volume]
 
     def entries(self) -> list[Entry]:

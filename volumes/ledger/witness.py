@@ -151,9 +151,7 @@ class Witness:
         self._since.pop(volume, None)
         if found is None:
             return Statement(Knowledge.NOT_ASKED, text="no record names a PersistentVolume")
-        said = self._said[volume] = statement.read(
-            found, device.part, time.time(), device.named_part
-        )
+        said = self._said[volume] = statement.read(found, device.part, time.time())
         return said
 
     async def _persistent_volume(

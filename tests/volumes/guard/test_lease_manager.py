@@ -446,7 +446,7 @@ async def test_clone_has_an_entry_of_its_own(world: World, monkeypatch: pytest.M
     parent = store.Entry(volume="rbd:f1/3//parent", type="ext4", uuid="of the parent", last_seen=5)
 
     async def ask(
-        image: RbdImage, extents: Extents | None = None, *, part: str = "", named: str = ""
+        image: RbdImage, extents: Extents | None = None, *, part: str = ""
     ) -> mirror.Answer:
         return mirror.Answer(store.Knowledge.CONTENT, store.Knowledge.CONTENT, parent, SIZE)
 
@@ -469,7 +469,7 @@ async def test_accident_on_a_node_that_never_saw_the_volume_is_explained(
     entry = store.Entry(volume=DEVICE.volume, type="ext4", uuid="u1", last_seen=5, node="other")
 
     async def ask(
-        image: RbdImage, extents: Extents | None = None, *, part: str = "", named: str = ""
+        image: RbdImage, extents: Extents | None = None, *, part: str = ""
     ) -> mirror.Answer:
         return mirror.Answer(store.Knowledge.CONTENT, store.Knowledge.CONTENT, entry, SIZE)
 
@@ -596,7 +596,7 @@ async def test_missing_content_stays_missing_during_the_next_look(
     during: list[str] = []
 
     async def ask(
-        image: RbdImage, extents: Extents | None = None, *, part: str = "", named: str = ""
+        image: RbdImage, extents: Extents | None = None, *, part: str = ""
     ) -> mirror.Answer:
         during.append(world.manager.known["rbd99"].missing)
         return answers.pop(0)

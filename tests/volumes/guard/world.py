@@ -105,7 +105,7 @@ class World:
         return self.verdict
 
     async def ask(
-        self, image: RbdImage, extents: Extents | None = None, *, part: str = "", named: str = ""
+        self, image: RbdImage, extents: Extents | None = None, *, part: str = ""
     ) -> mirror.Answer:
         extent = store.Knowledge.NONE if extents else store.Knowledge.NOT_ASKED
         return mirror.Answer(store.Knowledge.NONE, extent, size=SIZE)

@@ -149,20 +149,3 @@ async def test_apply_replaces_changed_clusters(monkeypatch: pytest.MonkeyPatch) 
     assert made.failures == 1  # a counter never goes back
     await made.apply((settings,), 5.0)
     assert not second.closed
-
-
-async def test_entry_under_a_mappings_name_counts_until_there_is_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    part = "CRYPT-LUKS2-0123456789abcdef"
-    named = f"{part}-luks-rbd-1"
-    old = dataclasses.replace(ENTRY, volume=f"{ENTRY.volume}+{named}")
-    stand = Stand("f1", ImageContent(old.dump()), key=f"nodeagent.volume.{named}")
-    made = _mirror(monkeypatch, stand)
-    answer = await made.ask(_image(), part=part, named=named)
-    assert answer.known == dataclasses.replace(ENTRY, volume=f"{ENTRY.volume}+{part}")
-    assert answer.mirror is Knowledge.CONTENT
-    assert (await made.ask(_image(), part=part)).mirror is Knowledge.NONE
-    new = dataclasses.replace(ENTRY, type="xfs", volume=f"{ENTRY.volume}+{part}")
-    stand.key, stand.content_ = f"nodeagent.volume.{part}", ImageContent(new.dump())
-    assert (await made.ask(_image(), part=part, named=named)).known == new

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kube.volumes import PersistentVolume, attachment_name
-from linux import blockdev
 from volumes.guard import lease
 from volumes.ledger import statement
 from volumes.ledger.statement import ALLOW_FORMAT, HOLDS_DATA, Statement
@@ -62,9 +61,6 @@ def test_mark_below_a_mapping_does_not_forbid_the_mappings_first_format() -> Non
     both = {HOLDS_DATA: "{}", statement.annotation(mapping): "{}"}
     marked = dataclasses.replace(VOLUME, annotations=both)
     assert statement.read(marked, mapping, NOW).knowledge is Knowledge.CONTENT
-    part = blockdev.unnamed(mapping)
-    assert statement.read(marked, part, NOW).knowledge is Knowledge.NONE
-    assert statement.read(marked, part, NOW, mapping).knowledge is Knowledge.CONTENT
     name = statement.annotation(mapping).partition("/")[2]
     assert len(name) <= 63  # of an annotation's name, as the API server has it
 
