@@ -29,8 +29,9 @@ GONE = {
     "admin.listen": "use admin.metrics (probes, metrics and the status page) and admin.socket",
     "admin.token_file": "use admin.socket with admin.group, or admin.api with tokens_file",
     "cache.hints": "delete it: without hints a first epoch finds more files in the store",
-    "concurrent_layer_fetch_buffer)",
-    "preheat.connections": "let containerd fetch in parallel (2.1 and newer: its setting "
+    "preheat.connections": (
+        "let containerd fetch in parallel (2.1 and newer: its setting concurrent_layer_fetch_buffer)"
+    ),
     "preheat.crio": _CONTAINERD,
     "preheat.datasets": _NO_LAYOUTS,
     "preheat.images.source": _NO_LAYOUTS,
