@@ -30,7 +30,7 @@ GONE = {
     "admin.token_file": "use admin.socket with admin.group, or admin.api with tokens_file",
     "cache.hints": "delete it: without hints a first epoch finds more files in the store",
     "preheat.connections": (
-        "let containerd fetch in parallel (2.1 and newer: its setting concurrent_layer_fetch_buffer)"
+        "let containerd 2.1 or newer fetch in parallel: its setting concurrent_layer_fetch_buffer"
     ),
     "preheat.crio": _CONTAINERD,
     "preheat.datasets": _NO_LAYOUTS,
