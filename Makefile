@@ -12,7 +12,7 @@ test-fresh: ; @scripts/setup.sh full && $(PY) -m tests.testbed.machine scripts/f
 test-guest: ; @scripts/setup.sh long && $(PY) -m pytest -q -m guest
 test-fuzz: ; @scripts/setup.sh full && FUZZ_EXAMPLES=500 $(PY) -m pytest -q tests/nodeagent/test_fuzz.py
 test-kube-faults: ; @scripts/setup.sh full && KUBE_FAULTS_FACTOR=1 KUBE_FAULTS_AWAY=600 $(PY) -m pytest -q -s tests/kube/test_faults.py
-test-faults: ; @scripts/setup.sh full && SEED=$$(date +%s) NTH_CALLS=1000000 KILLS=200 CUTS=500 STARTS=200 $(PY) -m pytest -q -s tests/faults && CYCLES=1000 $(PY) -m pytest -q tests/preheat/test_containerd.py -k cycles && JOURNALS=50 $(PY) -m pytest -q tests/cache/test_blocks_journals.py && BLOCK_UPDATES=50 BLOCK_KILLS=108 $(PY) -m pytest -q -s tests/cache/test_rbd_updates.py && KILLS=12 RELOADS=1000 $(PY) -m pytest -q -s tests/cache/test_rbd_guest.py
+test-faults: ; @scripts/setup.sh full && SEED=$$(date +%s) NTH_CALLS=1000000 KILLS=200 CUTS=500 STARTS=200 $(PY) -m pytest -q -s tests/faults && CYCLES=1000 $(PY) -m pytest -q tests/preheat/runtimes/test_containerd.py -k cycles && JOURNALS=50 $(PY) -m pytest -q tests/cache/fill/test_blocks_journals.py && BLOCK_UPDATES=50 BLOCK_KILLS=108 $(PY) -m pytest -q -s tests/cache/sources/test_rbd_updates.py && KILLS=12 RELOADS=1000 $(PY) -m pytest -q -s tests/cache/sources/test_rbd_guest.py
 test-unit: setup ; @$(PY) -m pytest -q -m "not real" --numprocesses 2 --dist loadgroup
 lint: setup ; @.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports && $(PY) scripts/house.py && $(DOCS)
 docs: setup ; @$(DOCS)

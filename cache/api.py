@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable
 
 import kit.errors
 import kit.units
-from cache import choices, publishing, status
+from cache import status
 from cache.component import Cache
-from cache.dataset import Dataset
-from cache.jobs import Jobs
+from cache.dataset import choices, publish
+from cache.dataset.dataset import Dataset
+from cache.work.jobs import Jobs
 from kit.room import Answer, Handler, Json, Request, Role, Route, Stream, watch
 
 MOST_FAILURES = 1000  # on one page
@@ -141,7 +142,7 @@ async def _rescan(cache: Cache, request: Request) -> Answer:
 
 async def _publish_manifest(cache: Cache, request: Request) -> Json:
     to = request.fields(to=str).get("to", "")
-    return await publishing.publish(_named(cache, request), to)
+    return await publish.publish(_named(cache, request), to)
 
 
 async def _cancel(cache: Cache, request: Request) -> Answer:

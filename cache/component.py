@@ -18,31 +18,21 @@ import kit.findings
 import kit.formats
 import kit.pause
 import kit.room
-from cache import (
-    by_id,
-    evicting,
-    figures,
-    frozen,
-    kept,
-    presence,
-    reserve,
-    scrub,
-    soundness,
-    status,
-    uses,
-    view,
-    view_watch,
-)
+from cache import status
 from cache.csi import driver
-from cache.dataset import VIEW_SECONDS, Dataset
-from cache.generation import STORE_SECONDS
-from cache.jobs import Jobs
+from cache.dataset import figures, kept, presence, view_watch
+from cache.dataset.dataset import VIEW_SECONDS, Dataset
+from cache.dataset.generation import STORE_SECONDS
+from cache.dataset.succession import Succession
 from cache.settings import CacheSettings, DatasetSettings, at_snapshot, same_place
 from cache.sources import kinds
-from cache.store import disk, generations, lock, subset
+from cache.space import evicting, reserve, uses
+from cache.store import disk, generations, lock, soundness, subset
 from cache.store.health import State
-from cache.store_watch import StoreWatch
-from cache.succession import Succession
+from cache.store.watch import StoreWatch
+from cache.views import by_id, view
+from cache.work import compare, scrub
+from cache.work.jobs import Jobs
 from linux import mountinfo
 
 log = structlog.get_logger("cache")
@@ -158,7 +148,7 @@ class Cache:
         self._watching = asyncio.create_task(self.watch.follow(), name="store watch")
         self._scheduler = asyncio.create_task(self.jobs.follow(), name="jobs")
         self._minders.append(asyncio.create_task(self.scrubber.follow(), name="scrub"))
-        self._minders.append(asyncio.create_task(frozen.follow(self.datasets), name="compare"))
+        self._minders.append(asyncio.create_task(compare.follow(self.datasets), name="compare"))
 
     async def _prepare_views(self) -> None:
         """HostError, OSError."""

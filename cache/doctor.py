@@ -9,11 +9,11 @@ from pathlib import Path
 import ceph.doctor
 import kit.errors
 import kit.files
-from cache import view
 from cache.csi import volumes
 from cache.settings import CacheSettings, CephfsSource, DirSource, RbdSource
 from cache.sources import base, roots
 from cache.store import disk, tree
+from cache.views import view
 from kit.checks import Check
 from linux import devmapper, krbd, mountinfo, mounts
 

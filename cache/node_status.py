@@ -7,7 +7,7 @@ import kit.settings
 
 if TYPE_CHECKING:
     from cache.component import Cache
-    from cache.dataset import Dataset
+    from cache.dataset.dataset import Dataset
 
 
 class DatasetStatus(kit.settings.Shown):

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 import kit.errors
-from cache import choices
+from cache.dataset import choices
 from kit.room import End
 
 if TYPE_CHECKING:

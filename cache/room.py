@@ -99,8 +99,8 @@ ROOM = Room(
     state_files=_STATE_FILES,
     presence=Presence(
         "dataset",
-        read=calls("cache.presence:read"),
-        listen=calls("cache.presence:listen"),
+        read=calls("cache.dataset.presence:read"),
+        listen=calls("cache.dataset.presence:listen"),
     ),
     report=Report(
         "datasets",

@@ -11,13 +11,15 @@ import kit.errors
 import kit.findings
 import kit.processes
 import kit.units
-from cache import choices, evicting, fitness, frozen, hits, scrubs
-from cache.dataset import Dataset
-from cache.figures import Totals, Verification
-from cache.generation import Generation
-from cache.standing import finding
+from cache.dataset import choices, fitness, hits
+from cache.dataset.dataset import Dataset
+from cache.dataset.figures import Totals, Verification
+from cache.dataset.generation import Generation
+from cache.dataset.standing import finding
+from cache.space import evicting
 from cache.store import disk, generations, subset
-from cache.view import Stage
+from cache.views.view import Stage
+from cache.work import compare, scrubs
 from kit.findings import Finding, Severity
 from kit.metrics import counter, gauge, state
 
@@ -76,7 +78,7 @@ def of_dataset(shown: Dataset) -> dict[str, Any]:
         "refreshes": shown.refreshes,
         "verify": _verification(shown.verification),
         "scrub": scrubs.shown(shown),
-        "compare": frozen.shown(shown),
+        "compare": compare.shown(shown),
         "evict": evicting.shown(shown),
         "keep": shown.settings.keep,
         "hits": hits.shown(shown.hits, shown.stage),
@@ -286,7 +288,7 @@ def _of_one(shown: Dataset) -> Iterable[Finding]:
         )
         yield finding("dataset-partial", shown.name, Severity.WARNING, message, advice)
     yield from scrubs.findings(shown)
-    yield from frozen.findings(shown)
+    yield from compare.findings(shown)
     yield from fitness.findings(shown)
     result = shown.verification.result or {}
     if damaged := shown.generation.damaged:  # known from the list, also after a restart

@@ -13,12 +13,12 @@ from typing import Any
 
 import kit.errors
 import kit.formats
-from cache import by_id, view
 from cache.csi import mounts as csi_mounts
 from cache.csi import records, volumes
 from cache.settings import CacheSettings
 from cache.sources import cephfs_mount, kinds
 from cache.store import disk, generations, tree
+from cache.views import by_id, view
 from kit.traces import Trace
 from linux import mountinfo, mounts
 

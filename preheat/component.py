@@ -16,9 +16,14 @@ from prometheus_client.core import Metric
 import kit.errors
 import kit.findings
 import kit.room
-from preheat import documents, doubts, hosts, manifest, plan, registry, settings, status
-from preheat.desired import Request
-from preheat.reconciler import Reconciler
+from preheat import settings, status
+from preheat.image import manifest
+from preheat.planning import plan
+from preheat.planning.desired import Request
+from preheat.pulling import doubts
+from preheat.pulling.reconciler import Reconciler
+from preheat.registry import client as registry
+from preheat.registry import documents, hosts
 from preheat.runtimes import base, containerd
 
 log = structlog.get_logger("preheat")

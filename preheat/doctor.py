@@ -10,7 +10,8 @@ import kit.units
 from kit.checks import Check
 from kube import configz, kubelet
 from kube.settings import KubeletSettings
-from preheat import hosts, settings
+from preheat import settings
+from preheat.registry import hosts
 from preheat.runtimes import containerd
 
 

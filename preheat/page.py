@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import kit.units
 from kit.room import Cell, PageSection
-from preheat import estimate, status
+from preheat import status
 from preheat.component import Preheat
+from preheat.registry import estimate
 
 MOST_ROWS = 200
 _TONES = {

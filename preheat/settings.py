@@ -12,7 +12,7 @@ import kit.errors
 import kit.settings
 import kit.units
 import kube.settings
-from preheat import manifest
+from preheat.image import manifest
 
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _window = kit.settings.matching(

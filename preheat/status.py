@@ -15,9 +15,10 @@ import kit.errors
 import kit.units
 from kit.findings import Finding, Severity
 from kit.metrics import counter, gauge
-from preheat import desired, estimate, failure, plan, resolver
-from preheat.desired import Request
-from preheat.reconciler import Reconciler
+from preheat.planning import desired, plan
+from preheat.planning.desired import Request
+from preheat.pulling.reconciler import Reconciler
+from preheat.registry import estimate, failure, resolver
 
 # Every state an image can be in; also the label values of a metric.
 STATES = (

@@ -16,7 +16,8 @@ from typing import Any
 import kit.errors
 import kit.formats
 from kit.traces import Trace
-from preheat import documents, doubts
+from preheat.pulling import doubts
+from preheat.registry import documents
 from preheat.runtimes import base, containerd, unpacked
 from preheat.settings import PreheatSettings
 

@@ -103,6 +103,6 @@ must unit-tests "$odd" make test-unit
 must run "$odd" scripts/try_run.sh
 must setup-plain "$plain" scripts/setup.sh full
 must ceph "$plain" env NODEAGENT_TEST_FRESH=1 .venv/bin/python -m pytest -q \
-  tests/cache/test_cephfs.py::test_snapshot_of_odd_tree_is_copied_whole tests/ceph/test_client.py
+  tests/cache/sources/test_cephfs.py::test_snapshot_of_odd_tree_is_copied_whole tests/ceph/test_client.py
 rm -rf --one-file-system "$root"
 say "fresh: all passed in $SECONDS s"

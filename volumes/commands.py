@@ -21,10 +21,10 @@ from kit import terminal
 from kit.room import CommandContext
 from kit.terminal import Shown
 from linux import blockdev
-from volumes import attaching, settings, without_agent
-from volumes import explain as explain_device
-from volumes import status as volume_status
-from volumes.guard import override
+from volumes import settings
+from volumes.guard import attaching, override, without_agent
+from volumes.guard import explain as explain_device
+from volumes.guard import status as volume_status
 from volumes.ledger import store
 from volumes.probe import prober
 

@@ -14,11 +14,11 @@ import kit.errors
 import kit.findings
 import kit.room
 from linux import blockdev
-from volumes import metrics, settings, status
+from volumes import metrics, settings
 from volumes.audit import service
 from volumes.audit.inventory import claims
 from volumes.audit.types import GuardView, LedgerMismatch
-from volumes.guard import controller, kernel, override
+from volumes.guard import controller, kernel, override, status
 from volumes.ledger.witness import Claim, Witness
 from volumes.probe.examine import Kind
 

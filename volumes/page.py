@@ -6,8 +6,8 @@ from typing import Any
 import kit.units
 from kit.findings import Finding
 from kit.room import Cell, PageSection
-from volumes import status
 from volumes.component import Volumes
+from volumes.guard import status
 
 MOST_ROWS = 200
 STALE_SECONDS = 120.0

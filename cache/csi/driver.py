@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 import kit.errors
 from cache.csi import node
-from cache.dataset import Dataset
+from cache.dataset.dataset import Dataset
 from cache.settings import CsiSettings
 from kit.metrics import counter, gauge
 

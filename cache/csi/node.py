@@ -18,9 +18,9 @@ import kit.child
 import kit.errors
 from cache.csi import mounts, records, volumes
 from cache.csi.volumes import Wanted
-from cache.dataset import Dataset
+from cache.dataset.dataset import Dataset
 from cache.settings import CsiSettings
-from cache.view import Stage
+from cache.views.view import Stage
 from linux import mountinfo
 
 log = structlog.get_logger("csi")

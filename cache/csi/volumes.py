@@ -11,7 +11,7 @@ from pathlib import Path
 
 import kit.errors
 import kit.units
-from cache.view import Stage
+from cache.views.view import Stage
 
 DRIVER = "nodeagent.io"
 # What kubelet and provisioners add to the attributes that a person writes.

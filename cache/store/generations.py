@@ -12,7 +12,7 @@
 unreplaced.jsonl is the quarantine list: the bad files that a verify found and could not replace.
 Each line is [path of the directory, name]. It is not in the index, because an index may be lost and
 a bad file has the size and times of a good one, so no scan would find it again.
-Invariant: nothing is filled while the list exists (``cache.jobs`` withdraws its files first).
+Invariant: nothing is filled while the list exists (``cache.work.jobs`` withdraws its files first).
 
 A damaged generation.json has lost what its files are of and whether they are doubted: nothing of
 that generation is used again. A damaged nodeagent.json is made anew where generations are.

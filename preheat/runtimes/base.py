@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import kit.errors
-from preheat import manifest
+from preheat.image import manifest
 
 OWN_PREFIX = "nodeagent-"  # of everything that we name in a runtime
 Role = Literal["pull", "pin", "note"]

@@ -18,7 +18,7 @@ from typing import Literal
 
 import structlog
 
-from preheat import manifest
+from preheat.image import manifest
 from preheat.runtimes import base, cri, leases, marks, tending, unpacked
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from google.protobuf import field_mask_pb2
 
-from preheat import manifest
+from preheat.image import manifest
 from preheat.runtimes import base
 from preheat.runtimes import containerd_pb2 as pb
 from preheat.runtimes.cri import (

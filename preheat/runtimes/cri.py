@@ -30,7 +30,7 @@ from google.protobuf import empty_pb2
 from google.protobuf.message import DecodeError, Message
 
 import kit.sockets
-from preheat import manifest
+from preheat.image import manifest
 from preheat.runtimes import base, cri_pb2
 
 RequestT = TypeVar("RequestT", bound=Message)

@@ -6,7 +6,7 @@ snapshot.
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from preheat import manifest
+from preheat.image import manifest
 from preheat.runtimes import base, cri, leases, marks
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb

@@ -1,4 +1,4 @@
-"""A fleet of 7,500 nodes in simulated time, each with the agent's own ``preheat.schedule``.
+"""A fleet of 7,500 nodes in simulated time, with the agent's own ``preheat.registry.schedule``.
 
 ``python -m tests.bench.fleet`` prints the table of docs/preheat.md, ``--write`` writes it there. It
 is the same each time: all that is random comes from the nodes' numbers.
@@ -21,8 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from preheat import failure, manifest, reconciler, resolver, schedule
-from preheat.failure import Kind, PullError
+from preheat.image import manifest
+from preheat.pulling import reconciler
+from preheat.registry import failure, resolver, schedule
+from preheat.registry.failure import Kind, PullError
 from preheat.settings import PreheatSettings
 
 DOCS = Path(__file__).parents[2] / "docs" / "preheat.md"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from preheat import schedule
+from preheat.registry import schedule
 from tests.bench import fleet
 
 NODES, PER_REGISTRY = 1000, 10

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 import kit.errors
-from cache import view
-from cache.dataset import Dataset
+from cache.dataset.dataset import Dataset
 from cache.settings import CacheSettings, DatasetSettings, DirSource
 from cache.sources import roots
+from cache.views import view
 from linux import mountinfo, syscalls
 from tests.testbed import trees, waiting
 from tests.testbed.agent import Agent

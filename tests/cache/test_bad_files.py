@@ -13,15 +13,15 @@ import pytest
 import kit.child
 import kit.errors
 from cache import status
-from cache.action import Action, next_action
-from cache.dataset import Dataset
+from cache.dataset.action import Action, next_action
+from cache.dataset.dataset import Dataset
+from cache.dataset.generation import Generation
+from cache.dataset.succession import Succession
 from cache.fill import protocol, verify
-from cache.generation import Generation
-from cache.jobs import Jobs
 from cache.store import generations
-from cache.succession import Succession
+from cache.work.jobs import Jobs
 from tests.cache import passes
-from tests.cache.test_jobs import Source, dataset, kept_in_memory
+from tests.cache.work.test_jobs import Source, dataset, kept_in_memory
 from tests.testbed import trees
 from tests.testbed.agent import Agent
 from tests.testbed.damage import flip

@@ -9,9 +9,10 @@ import pytest
 
 import kit.child
 import kit.findings
-from cache import component, view
+from cache import component
 from cache.settings import CacheSettings
 from cache.store import generations
+from cache.views import view
 from tests.testbed import waiting
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache.test_cephfs import dataset
+from tests.cache.sources.test_cephfs import dataset
 from tests.cache.test_generations_served import add, generations, serves, settled, snap, versions
 from tests.cache.test_ssd_trouble import EVERYWHERE, rules, store_state
 from tests.testbed import blockdev, ceph, trees

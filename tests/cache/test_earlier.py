@@ -12,7 +12,7 @@ import pytest
 from cache.fill import protocol
 from cache.store import image_copy
 from tests.cache import passes
-from tests.cache.test_blocks import MIB, SIZE, access_of, run, task, write
+from tests.cache.fill.test_blocks import MIB, SIZE, access_of, run, task, write
 from tests.testbed import blockdev, rbdimage
 from tests.testbed.ceph import CephCluster
 

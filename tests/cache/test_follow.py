@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.cache.test_cephfs import dataset
+from tests.cache.sources.test_cephfs import dataset
 from tests.cache.test_generations_served import add, generations, serves, snap
 from tests.testbed import ceph, leftovers, pod, trees, waiting, whole_reader
 from tests.testbed.agent import Agent

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 import kit.child
-from cache import kept
-from cache.dataset import Dataset
+from cache.dataset import kept
+from cache.dataset.dataset import Dataset
+from cache.dataset.succession import Succession
+from cache.dataset.versions import Step, next_step
 from cache.settings import CacheSettings, DatasetSettings, DirSource, at_snapshot
 from cache.store import generations
-from cache.succession import Succession
-from cache.versions import Step, next_step
-from cache.view import Stage
+from cache.views.view import Stage
 
 COMPLETE = {"state": "complete", "completed": 5.0}
 LOST = {"lost": "generation.json is damaged", "tree": 7, "used": 10}

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from cache import due, view
 from cache.csi import node as csi_node
 from cache.csi import records
-from cache.view import Mounted
-from cache.view_watch import Asked, compare, is_gone
+from cache.dataset import due
+from cache.dataset.view_watch import Asked, compare, is_gone
+from cache.views import view
+from cache.views.view import Mounted
 from linux import mountinfo, mounts
 from tests.testbed import leftovers, pod, trees, waiting
 from tests.testbed.agent import Agent

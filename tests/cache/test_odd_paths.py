@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cache.sources import kinds
-from tests.cache.test_cephfs import dataset, snapshot
+from tests.cache.sources.test_cephfs import dataset, snapshot
 from tests.testbed import ceph, leftovers, trees
 from tests.testbed.agent import Agent
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import kit.child
-from cache import view
-from cache.dataset import Dataset
+from cache.dataset.dataset import Dataset
 from cache.settings import CacheSettings, DatasetSettings, DirSource
-from cache.view import Shown, Stage
+from cache.views import view
+from cache.views.view import Shown, Stage
 from linux import mountinfo, mounts
-from tests.cache.test_view import disk as disk
+from tests.cache.views.test_view import disk as disk
 from tests.testbed import held, trees
 from tests.testbed.agent import Agent
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cache.test_cephfs import dataset
+from tests.cache.sources.test_cephfs import dataset
 from tests.cache.test_follow import change
 from tests.cache.test_generations_served import generations, settled
 from tests.testbed import ceph, held, trees

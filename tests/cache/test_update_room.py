@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache import test_cephfs
+from tests.cache.sources import test_cephfs
 from tests.cache.test_budget import taken
 from tests.cache.test_generations_served import add, generations, serves, snap
 from tests.cache.test_least_used import stored

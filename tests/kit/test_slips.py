@@ -13,7 +13,7 @@ from kube import access, kubelet
 from kube.settings import KubeletSource
 from nodeagent import configfile
 from nodeagent.api import rotation
-from preheat import credentials, hosts
+from preheat.registry import credentials, hosts
 from volumes.audit.logs import patterns
 
 CANARY = "hunter2-canary"

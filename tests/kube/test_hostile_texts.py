@@ -22,7 +22,8 @@ from kube import client
 from linux import krbd, rbd_sysfs
 from nodeagent.cluster import follow, intent, kinds
 from nodeagent.settings import ClusterSettings, Settings
-from preheat import hosts, manifest
+from preheat.image import manifest
+from preheat.registry import hosts
 from tests.kube import hostile
 
 STATE = Path("/var/lib/nodeagent/state")

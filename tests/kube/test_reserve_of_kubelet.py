@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cache import reserve
+from cache.space import reserve
 from kube import client, configz, kubelet, settings
 from tests.preheat import test_configz
 from tests.testbed import kubernetes, waiting

@@ -30,7 +30,7 @@ COVERED = {
     (
         "cache.md",
         "nodeagent dataset publish-manifest imagenet --to /mnt/imagenet/v7.manifest",
-    ): "tests/cache/test_cephfs_keys.py",
+    ): "tests/cache/sources/test_cephfs_keys.py",
     ("bench.md", "make bench"): "tests/nodeagent/test_docs_commands.py",  # hours; make -n
     (
         "testbed.md",

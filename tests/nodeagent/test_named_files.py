@@ -13,7 +13,9 @@ from kube import access, kubelet
 from kube.settings import AccessSettings, KubeletSource
 from nodeagent import bundle_files, configfile
 from nodeagent.api import rotation
-from preheat import credentials, hosts, manifest, settings
+from preheat import settings
+from preheat.image import manifest
+from preheat.registry import credentials, hosts
 from volumes.audit.logs import patterns
 
 pytestmark = pytest.mark.timeout(60)

@@ -14,12 +14,13 @@ import pytest
 
 import kit.errors
 import kit.formats
-from cache import kept, soundness, users
 from cache.csi import records
-from cache.store import disk, generations, sample, trust
+from cache.dataset import kept
+from cache.store import disk, generations, sample, soundness, trust
+from cache.views import users
 from nodeagent import memory, rooms
 from nodeagent.cluster import follow, intent, requests
-from preheat import doubts
+from preheat.pulling import doubts
 from volumes.guard import record
 from volumes.ledger import store as ledger
 

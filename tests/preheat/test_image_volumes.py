@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from preheat import manifest
 from preheat.component import Preheat
+from preheat.image import manifest
 from preheat.runtimes import base
 from preheat.runtimes import containerd as adapter
 from tests.preheat.rig import MB, Clock, Image, Rig, brought, find, idle, pinned, until

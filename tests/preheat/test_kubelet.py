@@ -9,8 +9,9 @@ import kit.errors
 from kube import kubelet
 from kube.kubelet import Limit
 from kube.settings import KubeletSettings
-from preheat import disk, doctor, plan, settings
-from tests.preheat.test_plan import NOW
+from preheat import doctor, settings
+from preheat.planning import disk, plan
+from tests.preheat.planning.test_plan import NOW
 
 GiB = 1024**3
 ASSUMED = kubelet.thresholds(KubeletSettings())

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from preheat import estimate, manifest
+from preheat.image import manifest
+from preheat.registry import estimate
 from preheat.runtimes import base, containerd_pb2
 from preheat.runtimes import containerd as adapter
 from tests.preheat.rig import MB, Rig, pinned, started, state, until

@@ -9,10 +9,12 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from preheat import estimate, failure, local_tags, manifest
+from preheat.image import manifest
+from preheat.planning import local_tags
+from preheat.registry import estimate, failure
 from preheat.runtimes import base
+from tests.preheat.image.test_manifest import CHOICES, index_of
 from tests.preheat.rig import MB, Rig, pinned, started, state, until
-from tests.preheat.test_manifest import CHOICES, index_of
 from tests.testbed import containerd, front, pods, proxy, registry
 
 REF = "r.e/fw/a:v1"

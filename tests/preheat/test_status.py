@@ -12,13 +12,15 @@ import pytest
 import yaml
 
 from kit import terminal
-from preheat import desired, page, plan, reuse, settings, status
+from preheat import page, settings, status
 from preheat.component import Preheat
-from preheat.desired import Request
-from preheat.reconciler import Snapshot
+from preheat.planning import desired, plan
+from preheat.planning.desired import Request
+from preheat.pulling.reconciler import Snapshot
+from preheat.registry import reuse
 from preheat.runtimes import base
+from tests.preheat.registry.test_estimate import shape_of
 from tests.preheat.rig import Reported
-from tests.preheat.test_estimate import shape_of
 
 RULES = Path(__file__).parents[2] / "deploy/alerts"
 REF = "r.e/fw/a:v1"

@@ -19,16 +19,16 @@ import cache.csi.server
 import kit.findings
 import preheat.component
 import volumes.component
-from cache import dataset, figures
 from cache.csi import records
+from cache.dataset import dataset, figures
 from cache.store import identity
-from cache.view import Stage
+from cache.views.view import Stage
 from linux import blockdev
 from nodeagent import app, configfile, gpus
 from nodeagent.cluster import service
 from nodeagent.settings import ClusterSettings
-from preheat.desired import Request
-from preheat.reconciler import Snapshot
+from preheat.planning.desired import Request
+from preheat.pulling.reconciler import Snapshot
 from volumes.audit import actions, evaluate, repair
 from volumes.audit.inventory import model
 from volumes.audit.logs import follower, matcher

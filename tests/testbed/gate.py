@@ -1,7 +1,7 @@
 """tests/gate.txt: which real tests ``make test`` runs, one proof of each promise.
 
 A line is a folder, a file, a test or one case of it, as pytest writes it: ``tests/linux``,
-``tests/cache/test_view.py``, ``tests/cache/test_view.py::test_x``, or that with ``[ext4]``. ``#``
+``tests/linux/test_loop.py``, ``tests/linux/test_loop.py::test_x``, or that with ``[ext4]``. ``#``
 begins a comment. Unit tests are in every run and need no line.
 """
 

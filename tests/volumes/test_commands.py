@@ -12,7 +12,8 @@ import kit.errors
 from kit.room import Request
 from nodeagent import api_client
 from nodeagent.api import server
-from volumes import api, commands, settings, without_agent
+from volumes import api, commands, settings
+from volumes.guard import without_agent
 
 DOES_NOT_RUN = kit.errors.DegradedError("volumes", "it does not run (a fault)", "it is tried again")
 GUARD = {"mode": "enforce", "proof": "denied", "wanted_mode": "enforce", "settings_mode": "off",

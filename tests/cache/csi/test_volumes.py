@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import kit.errors
 from cache.csi import volumes
-from cache.view import Stage
+from cache.views.view import Stage
 
 FILLING = volumes.Shown(
     stage=Stage.OVERLAY, state="filling", why="", reached=True,

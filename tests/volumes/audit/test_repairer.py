@@ -14,11 +14,11 @@ from linux import blockdev
 from tests.testbed import waiting
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, run, settings, watching
-from volumes import explain
 from volumes.audit import status
 from volumes.audit.logs import matcher
 from volumes.audit.settings import RepairSettings
 from volumes.audit.types import GuardView
+from volumes.guard import explain
 
 pytestmark = pytest.mark.real
 

@@ -24,8 +24,8 @@ from tests.testbed import formatters, waiting
 from tests.volumes.guard import guest_luks, guest_nbd, guest_raw
 from tests.volumes.guard.guest_shell import run, say
 from volumes import settings
-from volumes import status as volume_status
 from volumes.guard import canary, controller
+from volumes.guard import status as volume_status
 from volumes.guard.kernel import Mode
 
 CONF, MONITOR, _, SECRET = sys.argv[1:]

@@ -20,8 +20,8 @@ import kit.files
 from nodeagent import main
 from tests.testbed import blockdev, cell, faultfs, grave, waiting
 from tests.testbed.agent import Agent
-from volumes import attaching, settings
-from volumes.guard import kernel, override
+from volumes import settings
+from volumes.guard import attaching, kernel, override
 
 pytestmark = pytest.mark.real
 

@@ -9,8 +9,8 @@ import pytest
 import kit.errors
 from kit.findings import Severity
 from linux import bpf
-from volumes import doctor, settings, status
-from volumes.guard import controller, kernel, override
+from volumes import doctor, settings
+from volumes.guard import controller, kernel, override, status
 
 PROGRAM = bpf.ProgramInfo(1, kernel.PROGRAM, "", 0, ())
 

@@ -24,8 +24,19 @@ from linux import blockdev
 from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.testbed import waiting
 from tests.volumes.guard.world import BLANK, DEVICE, EXT4, IMAGE, NO_ANSWER, PUBLISHED, SIZE, World
-from volumes import disk, explain, settings, status
-from volumes.guard import controller, denials, doubt, kernel, lease, lease_manager, raw_block, steps
+from volumes import disk, settings
+from volumes.guard import (
+    controller,
+    denials,
+    doubt,
+    explain,
+    kernel,
+    lease,
+    lease_manager,
+    raw_block,
+    status,
+    steps,
+)
 from volumes.guard.lease import Step
 from volumes.ledger import mirror, store
 from volumes.probe.examine import Kind, Verdict

@@ -1,0 +1,124 @@
+"""What operators ask of the generations of a dataset: update, rollback, rescan.
+
+Each writes its choice, which holds over restarts; ``cache.dataset.succession`` carries it out. A
+choice is a snapshot, or for a frozen dataset the *scan*: which listing of its source is wanted.
+"""
+
+import time
+
+import kit.errors
+import kit.settings
+from cache.dataset.dataset import Dataset
+from cache.dataset.generation import Generation
+from cache.dataset.succession import Succession
+from cache.settings import at_snapshot, snapshot_of
+
+
+async def update(succession: Succession, snapshot: str) -> None:
+    """Go to ``snapshot``; '': to that of the settings, or the newest. AgentError."""
+    dataset = succession.dataset
+    if dataset.settings.freshness == "frozen":
+        remedy = f"'nodeagent dataset rescan {dataset.name}' lists its source again"
+        raise dataset.refused("it is frozen: its source has no snapshots", remedy)
+    if dataset.no_store is not None:
+        raise dataset.no_store
+    if snapshot:
+        if dataset.settings.source.kind == "rbd":
+            _refuse_words(snapshot)
+        await _choose(succession, snapshot, check=True)
+        return
+    async with dataset.lock:
+        dataset.chosen = {}
+        await dataset.save_state()
+    succession.insist()
+
+
+def _refuse_words(snapshot: str) -> None:
+    """SettingsError unless it is one word, as in the settings: the kernel's RBD client takes a line
+    of words."""
+    try:
+        kit.settings.word(snapshot)
+    except ValueError as error:
+        raise kit.errors.SettingsError("snapshot", str(error), "correct it") from None
+
+
+async def rollback(succession: Succession) -> None:
+    """Go back to the generation that served before, and stay there. AgentError."""
+    dataset = succession.dataset
+    frozen = dataset.settings.freshness == "frozen"
+    # One that retires for its bad files is filled again from its source; a frozen one has none.
+    damaged = [] if frozen else _damaged(dataset)
+    kept = [*dataset.earlier, *damaged]
+    if not kept:
+        why, name = "no earlier generation is kept", dataset.name
+        again = f"update {name} --snapshot S' fills one"
+        again = f"rescan {name}' lists the source again" if frozen else again
+        raise dataset.refused(why, f"'nodeagent dataset {again}")
+    back = max(kept, key=lambda each: each.record.served)
+    if frozen:
+        await _choose_scan(succession, back.scan)
+        return
+    await _choose(succession, back.record.snapshot, check=back in damaged)
+
+
+def _damaged(dataset: Dataset) -> list[Generation]:
+    """Those that retire for their bad files."""
+    return [each for each in dataset.left if each.record.damaged]
+
+
+async def rescan(succession: Succession) -> None:
+    """List the source of a frozen dataset again, into a new generation. AgentError."""
+    dataset = succession.dataset
+    if dataset.settings.freshness != "frozen":
+        why = "it is not frozen: its versions are snapshots"
+        raise dataset.refused(why, f"'nodeagent dataset update {dataset.name}' takes another one")
+    if dataset.no_store is not None:
+        raise dataset.no_store
+    state = dataset.generation.state
+    if dataset.removed or state not in ("complete", "partial"):
+        raise dataset.refused(f"it is {dataset.state()}: its source is listed when it fills",
+                       f"'nodeagent dataset warm {dataset.name}'")  # fmt: skip
+    if pending(dataset) is not None:
+        raise dataset.refused("its source is being listed again already", "wait, or cancel it")
+    async with dataset.lock:
+        await dataset.reach()  # a rescan of what does not answer is refused at once
+    await _choose_scan(succession, f"{time.time_ns():x}")
+
+
+def pending(dataset: Dataset) -> str | None:
+    """The id of the generation that a rescan (or a rollback) goes to, until it serves."""
+    if dataset.settings.freshness != "frozen" or "scan" not in dataset.chosen:
+        return None
+    wanted = dataset.generation_of(dataset.settings.source, dataset.chosen["scan"])
+    return wanted.id if wanted.id != dataset.current.id else None
+
+
+async def cancel(succession: Succession) -> bool:
+    """Give up a rescan that is under way; False when none is. The current generation serves on."""
+    dataset = succession.dataset
+    if pending(dataset) is None:
+        return False
+    await _choose_scan(succession, dataset.current.scan)
+    return True
+
+
+async def _choose_scan(succession: Succession, scan: str) -> None:
+    dataset = succession.dataset
+    async with dataset.lock:
+        dataset.chosen = {"scan": scan}
+        await dataset.save_state()
+    succession.insist()
+
+
+async def _choose(succession: Succession, snapshot: str, *, check: bool) -> None:
+    dataset = succession.dataset
+    wanted = dataset.generation_of(at_snapshot(dataset.settings.source, snapshot))
+    kept = {each.id for each in dataset.every_generation() if each not in _damaged(dataset)}
+    async with dataset.lock:
+        if check and wanted.id not in kept:
+            dataset.source_held = True
+            await wanted.source.reach(dataset.cache.source_timeout, serve=False)
+        instead = snapshot_of(dataset.settings.source)
+        dataset.chosen = {"snapshot": snapshot, "instead": instead}
+        await dataset.save_state()
+    succession.insist()

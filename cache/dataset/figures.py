@@ -1,0 +1,150 @@
+"""What is known of a dataset beside its generation: figures, its last verify, its running job."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cache.sources import base
+from cache.store import index
+
+
+@dataclass(frozen=True)
+class Figures(index.Counts):
+    """How much there is and how much is stored. From the running job, else as last known."""
+
+    used: int = 0  # SSD bytes
+    shared: int = 0  # those of them that the generation before has too
+    estimated: bool = True  # files and bytes are not counted yet
+
+    def at_least(self, reached: base.Reached) -> "Figures":
+        """With what the source counts where it has more."""
+        files, size = max(self.files, reached.files or 0), max(self.bytes, reached.bytes or 0)
+        return dataclasses.replace(self, files=files, bytes=size)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The last verify. ``state``: '', queued, running, good, bad, cancelled or failed."""
+
+    state: str = ""
+    source: bool = False  # compares with the source too
+    why: str = ""
+    result: dict[str, int] | None = None  # named as in the API
+    at: float = 0.0  # Unix time of its end
+
+    @property
+    def queued(self) -> bool:
+        return self.state == "queued"
+
+    @property
+    def pending(self) -> bool:
+        """From the request until the result is known, including the withdrawal of bad files."""
+        return self.state in ("queued", "running")
+
+
+@dataclass(frozen=True)
+class Opens:
+    """Files that jobs opened through a view: those that lie in the store, and the others."""
+
+    store: int = 0
+    source: int = 0
+
+    def __add__(self, other: "Opens") -> "Opens":
+        return Opens(self.store + other.store, self.source + other.source)
+
+
+@dataclass(frozen=True)
+class Use:
+    """By jobs: pods and processes that are none of the agent's."""
+
+    last: float = 0.0  # Unix time when one was last seen; the dataset's first time before that
+    by: str = ""  # one that holds the view now
+
+
+@dataclass(frozen=True)
+class Loss:
+    """That others took what was mounted for jobs, since the agent's start."""
+
+    count: int = 0
+    at: float = 0.0  # Unix time of the last
+    what: str = ""
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """What an operator last asked to be taken out.
+
+    ``state``: '', queued, running, evicted, or failed (goes on by itself when it had begun).
+    """
+
+    state: str = ""
+    to: int = 0  # SSD bytes that may stay
+    why: str = ""
+    files: int = 0  # that were taken out
+    bytes: int = 0  # that became free
+    at: float = 0.0  # Unix time of its end
+
+    @property
+    def queued(self) -> bool:
+        return self.state == "queued"
+
+    @property
+    def pending(self) -> bool:
+        return self.state in ("queued", "running")
+
+
+@dataclass(frozen=True)
+class Scrub:
+    """The scrub of a generation. ``state``: '', running, good, bad, cancelled or failed."""
+
+    state: str = ""
+    reason: str = ""  # why this round: doubt, crash or round
+    why: str = ""
+    files: int = 0  # to check in all
+    bytes: int = 0
+    checked_files: int = 0
+    checked_bytes: int = 0
+    bad: int = 0  # of this round
+    replaced: int = 0
+    withdrawn: int = 0
+
+
+@dataclass
+class Scrubs:
+    """What all scrubs did since the agent's start."""
+
+    bad: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What became of datasets since the agent's start; it only grows."""
+
+    evicted_files: int = 0
+    scrubbed_bytes: int = 0
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(
+            self.evicted_files + other.evicted_files, self.scrubbed_bytes + other.scrubbed_bytes
+        )
+
+
+class Job(Protocol):
+    """The running job of a dataset (``cache.work.jobs``)."""
+
+    kind: str  # fill, update, verify or withdraw
+    phase: str
+
+    def rates(self) -> tuple[float, float]:
+        """Files and bytes per second."""
+
+    def trend(self) -> Sequence[float]:
+        """Bytes per second since it began, in points of equal time (``rates.MOST_POINTS``)."""
+
+    def eta(self) -> float | None:
+        """Seconds left, None when they cannot be estimated."""
+
+    async def cancel(self) -> None:
+        """Ends it after a last commit; kills it when it takes too long."""

@@ -1,0 +1,182 @@
+"""How a dataset stands, in one word and one line."""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import kit.errors
+from cache.dataset.figures import Eviction, Figures, Job, Loss, Scrubs, Totals, Use
+from cache.dataset.hits import Hits
+from cache.sources import base
+from cache.store import generations, identity, sample
+from cache.views.view import Stage
+from kit.findings import Finding, Severity
+
+MOST_NAMED = 3
+
+
+def unfit(refused: str = "", crossed: str = "") -> str:
+    """Why an overlay would lose files of a source, for operators; '' when it does not."""
+    if refused:
+        return f"its source refuses root {refused}: jobs read the source"
+    if crossed:
+        return (
+            f"another file system is mounted at {crossed} when it is opened: jobs read the source"
+        )
+    return ""
+
+
+def named(paths: Sequence[str]) -> str:
+    """Some of them, and how many more, for operators."""
+    more = len(paths) - MOST_NAMED
+    return ", ".join(map(repr, paths[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+def finding(
+    rule: str, name: str, severity: Severity, message: str, advice: str, about: str = ""
+) -> Finding:
+    """About the dataset ``name``. ``about`` replaces the name in the id where there are several."""
+    return Finding(f"{rule}/{about or name}", rule, severity, f"dataset {name}", message, advice)
+
+
+class Standing:
+    """What is known of a dataset, as ``cache.dataset.dataset`` keeps it."""
+
+    removed: bool
+    unsure: str
+    newer: kit.errors.HostError | None
+    no_store: kit.errors.AgentError | None
+    trouble: kit.errors.AgentError | None
+    job: Job | None
+    stage: Stage
+    fill_queued: bool
+    update_queued: bool
+    evicted: int
+    scrubs: Scrubs
+    leaving = False  # it is about to be removed
+    gave_way = False  # its last fill stopped for another dataset
+    # For whom the dataset of this name waits when it is queued, as "b (priority 5)".
+    ahead: Callable[[str], str] = staticmethod(lambda _: "")
+    use = Use()
+    comparing = False  # with its source, which is to stay mounted for it
+    compared = sample.Seen()
+    not_compared = ""  # why the last round did not end
+    hits: Hits
+    eviction = Eviction()
+    loss = Loss()
+    # Whom to tell before complete files go, once ``whole`` is False.
+    tell: Callable[[], Awaitable[None]] | None = None
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def generation(self) -> generations.Generation:
+        raise NotImplementedError
+
+    @property
+    def doubted(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def doubt(self) -> str:
+        """Why, when it is."""
+        raise NotImplementedError
+
+    @property
+    def reached(self) -> base.Reached | None:
+        raise NotImplementedError
+
+    @property
+    def figures(self) -> Figures:
+        raise NotImplementedError
+
+    def listed(self) -> bool:
+        """Whether an overlay can be shown: every directory is in the tree. Of a block image: there
+        is a copy, and one device can show it and the source."""
+        mixes = self.reached is not None and self.reached.mixes and self.figures.done_files > 0
+        return self.generation.skeleton or (mixes and not self.generation.evicting)
+
+    def unfit(self) -> bool:
+        """No overlay is shown: it would lose files of the source."""
+        return bool(unfit(self.generation.refused, self.generation.crossed))
+
+    def mounted_inside(self) -> Sequence[str]:
+        """What is mounted inside its source and no part of it, while jobs may read the source."""
+        if self.reached is None or self.generation.state == "complete":
+            return ()
+        return self.reached.inside
+
+    def snapshot_made(self) -> float:
+        """When the snapshot that is served was made, Unix time; 0 when it is not known."""
+        return float(self.generation.marks.get(identity.MADE, "0"))
+
+    def totals(self) -> Totals:
+        return Totals(self.evicted, self.scrubs.bytes)
+
+    def state(self) -> str:
+        """One word; docs/cache.md lists them."""
+        generation = self.generation
+        if self.removed:
+            return "removed"
+        if self.newer is not None:
+            return "failed"
+        if self.no_store is not None and generation.state == "complete":
+            return "failed"
+        if self.job is not None and self.job.kind != "update":
+            if self.job.kind == "verify":
+                return "verifying"
+            return "paused" if generation.held == "paused" else self.job.phase or "queued"
+        if self.doubted and self.no_store is None:
+            return "verifying"
+        if generation.held and generation.state != "complete":
+            return generation.held
+        if self.unsure:
+            return "paused"
+        if generation.state == "complete" and self.stage is not Stage.STORE:
+            return "failed" if self.trouble is not None else "queued"
+        if generation.state in ("complete", "partial"):
+            return generation.state
+        if self.reached is None:
+            return "waiting"
+        if self.fill_queued:
+            return "queued"
+        return "failed" if generation.why else "cold"
+
+    def whole(self) -> bool:
+        """Whether jobs here read all of it from the SSD, and will go on to."""
+        usable = self.newer is None and self.no_store is None and not self.doubted
+        there = self.generation.state == "complete" and self.stage is Stage.STORE
+        return there and usable and not (self.removed or self.leaving)
+
+    async def tell_loss(self) -> None:
+        """Before complete files go, and after ``whole`` has become False. Bounded in time."""
+        if self.tell is not None:
+            await self.tell()
+
+    def refused(self, cause: str, remedy: str) -> kit.errors.RefusedError:
+        """The error of a request that makes no sense for it now."""
+        return kit.errors.RefusedError(f"dataset {self.name}", cause, remedy)
+
+    def waits_for(self) -> str:
+        """For whom its fill waits, and that dataset's priority; '' when it does not."""
+        queued = (self.fill_queued or self.update_queued) and self.job is None
+        return self.ahead(self.name) if queued else ""
+
+    def why(self) -> str:
+        """Why its state is not better, in one line."""
+        if self.trouble is not None and self.state() != "complete":
+            return str(self.trouble)
+        if self.no_store is not None:
+            return str(self.no_store)
+        if self.doubted:
+            return self.doubt
+        if self.unsure:
+            return (
+                f"{self.unsure}, so it is not known whether it was removed: 'nodeagent dataset "
+                f"warm {self.name}' fills it, 'remove' removes it"
+            )
+        if self.state() == "queued" and (other := self.waits_for()):
+            return f"waits for {other}"
+        inside = self.mounted_inside()
+        told = f"what is mounted at {named(inside)} is not part of it" if inside else ""
+        return "; ".join(filter(None, (self.generation.why, told)))

@@ -1,0 +1,1 @@
+"""Who keeps how much: budgets, the reserve, who gives room first, and how files leave."""

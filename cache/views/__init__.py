@@ -1,0 +1,1 @@
+"""The mounts that jobs read: views, generations by their id, and who uses them."""

@@ -1,0 +1,1 @@
+"""The work on datasets, in slots: jobs, evictions, the scrub and the compare."""

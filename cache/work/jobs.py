@@ -1,0 +1,486 @@
+"""Jobs: what copies, verifies and withdraws files. One job at a time runs on the node.
+
+The scheduler runs one job at a time: what operators wait for, then fills by priority and name. So
+limits hold for the whole node, and a training job that waits gets one whole dataset instead of a
+little of all of them. A running fill stops for what outranks it and goes on after that
+(``cache.work.slot``). Evictions of other datasets run beside it (``cache.work.evictor``).
+
+A job runs one or more passes (``cache.work.running``). One without progress is killed and tried
+again later, because its source or the disk hangs; another dataset gets its turn.
+
+Invariants: the outcome of a job is in generation.json before ``Dataset.job`` is None again. Nothing
+is filled while the quarantine list of a generation has files.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import structlog
+
+import kit.errors
+from cache.dataset import due, leaving, standing
+from cache.dataset.dataset import Dataset
+from cache.dataset.figures import Eviction, Verification
+from cache.dataset.generation import Generation
+from cache.fill import protocol
+from cache.fill.floor import Least
+from cache.space import at_work, budgets, limits, tasks
+from cache.store import subset
+from cache.views.view import Stage
+from cache.work import evictor, slot, withdrawals
+from cache.work.running import UPDATE, Pass
+from cache.work.scrub_order import Pace
+
+log = structlog.get_logger("job")
+
+RETRY_SECONDS = 5.0  # after a job that could not start
+
+
+class Jobs:
+    """The jobs of the node: what operators ask for, and whose turn it is."""
+
+    def __init__(
+        self,
+        datasets: Mapping[str, Dataset],
+        foreign: Callable[[], int],
+        trashed: Callable[[], int] = lambda: 0,
+        short: Callable[[], subset.Amount] = subset.Amount,
+    ) -> None:
+        """``foreign``: SSD bytes of the store that belong to no dataset of the settings;
+        ``trashed``: those of them that are being deleted; ``short``: what the disk lacks of the
+        reserve."""
+        self._datasets = datasets
+        self._foreign, self._trashed = foreign, trashed
+        self._turn = asyncio.Event()
+        self._ending = False
+        self._active: list[tuple[Dataset, Pass]] = []
+        self.slot = slot.Slot(datasets, self._active)
+        # Ends the scrub of a dataset: its jobs come first.
+        self.clear_way: Callable[[Dataset], Awaitable[None]] = _nothing
+        self.least: Callable[[], Least] = Least  # that the kubelet wants free
+        self.look: Callable[[], Awaitable[None]] = _nothing  # who uses datasets now
+        self.withdrawals = withdrawals.Withdrawals(self._run, self._limits)
+        self.budgets = budgets.Budgets(
+            datasets, self._run, self._limits, lambda: foreign() - trashed(),
+            lambda dataset: self.clear_way(dataset), lambda: self.look(), short, self.slot.work,
+        )  # fmt: skip
+        self.evictor = evictor.Evictor(
+            datasets, self.slot, self.budgets, lambda of: self.withdrawals.finish(of),
+            lambda dataset: self.clear_way(dataset), self._room_was_made,
+        )  # fmt: skip
+
+    def wake(self) -> None:
+        """Something may be queued."""
+        self._turn.set()
+        self.evictor.wake()
+        self.slot.look_soon()
+
+    def disk_looked_at(self) -> None:
+        if self.budgets.disk_changed():
+            self.wake()
+
+    # --- requests of operators
+
+    async def warm(self, dataset: Dataset, *, now: bool = False) -> None:
+        """Fill, continue, or try again what failed. A complete dataset stays as it is.
+
+        ``now``: before all others, whatever their priority.
+        """
+        async with dataset.lock:
+            await dataset.put_back()
+            dataset.eviction = Eviction()
+            match dataset.generation.state:
+                case "complete":
+                    pass
+                case "stale":  # why it is, is still to be told
+                    await dataset.change(wanted=True, held="")
+                case state:
+                    state = "filling" if state == "partial" else state
+                    await dataset.change(state=state, wanted=True, held="", why="")
+            self.slot.asked(dataset, now=now)
+        dataset.retry_now()
+
+    async def ask(self, dataset: Dataset, *, now: bool = False) -> None:
+        """``warm``, and its next generation too if one comes. An operator's wish counts as use: it
+        may take room from what is unused."""
+        dataset.use = dataclasses.replace(dataset.use, last=max(dataset.use.last, time.time()))
+        await self.warm(dataset, now=now)
+        if dataset.coming is not None:
+            dataset.coming.due.retry_now()
+            dataset.wake()
+
+    async def pause(self, dataset: Dataset) -> None:
+        """Stop filling; other datasets get their turn. ``resume`` continues."""
+        _refuse_unless_filling(dataset, "pause")
+        await self._hold(dataset, held="paused")
+
+    async def resume(self, dataset: Dataset) -> None:
+        if not dataset.generation.held and not dataset.unsure:
+            raise dataset.refused("it is not paused", "nothing to do")
+        await self.warm(dataset)
+
+    async def cancel(self, dataset: Dataset) -> None:
+        """Stop filling or verifying. What is stored stays and serves."""
+        if dataset.job is not None and dataset.job.kind == "verify":
+            await dataset.job.cancel()
+            return
+        _refuse_unless_filling(dataset, "cancel")
+        await self._hold(dataset, held="cancelled", wanted=False)
+
+    async def _hold(self, dataset: Dataset, **changes: Any) -> None:
+        async with dataset.lock:
+            await dataset.change(**changes)
+        self.slot.rests(dataset)
+        dataset.fill_queued = False
+        await dataset.stop()
+
+    async def verify(self, dataset: Dataset, *, source: bool) -> None:
+        """Queue a verify; ``Dataset.verification`` shows its result."""
+        if dataset.no_store is not None:
+            raise dataset.no_store
+        before = dataset.verification
+        if dataset.job is not None or before.state == "running":
+            kind = dataset.job.kind if dataset.job is not None else "verify"
+            raise dataset.refused(f"a {kind} is running", "wait for it or cancel it")
+        if dataset.generation.state not in ("complete", "partial"):
+            why = f"it is {dataset.state()}, nothing is finished yet"
+            raise dataset.refused(why, "warm it first")
+        # Queued before the source is reached: otherwise a complete dataset would release it.
+        dataset.verification = queued = Verification("queued", source)
+        try:
+            async with dataset.lock:
+                if source and dataset.reached is None and not dataset.removed:
+                    await dataset.reach()
+        except BaseException:
+            if dataset.verification is queued:  # it has not begun meanwhile
+                dataset.verification = before
+            dataset.wake()  # releases what was mounted
+            raise
+        self.wake()
+
+    # --- the scheduler
+
+    def end(self) -> None:
+        """Begin no other job: ``follow`` returns when the outcome of what runs is written."""
+        self._ending = True
+        self.evictor.end()
+        self._turn.set()
+
+    async def follow(self) -> None:
+        """Both slots. Runs until it is cancelled, or ``end`` was called."""
+        async with asyncio.TaskGroup() as slots:
+            slots.create_task(self._follow(), name="jobs")
+            slots.create_task(self.evictor.follow(), name="evictions")
+
+    async def _follow(self) -> None:
+        while not self._ending:
+            self._turn.clear()
+            if self.budgets.lack():
+                await self.budgets.keep()
+            dataset = None if self._ending else self.slot.next()
+            if dataset is None:
+                await self._turn.wait()
+                continue
+            with self.slot.work.on(at_work.JOBS, dataset.name):
+                ran = await self._turn_of(dataset)
+            self.evictor.wake()
+            if not ran:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_SECONDS):
+                        await self._turn.wait()
+
+    async def _turn_of(self, dataset: Dataset) -> bool:
+        """Run the job whose turn it is; whether it could run."""
+        try:
+            await self.clear_way(dataset)
+            if dataset.eviction.queued:
+                return True  # it was asked for just now, and comes first
+            if dataset.verification.queued:
+                await self._verify(dataset)
+            elif dataset.fill_queued:
+                await self._fill(dataset)
+            else:
+                await self._update(dataset)
+        except (kit.errors.AgentError, OSError, RuntimeError, ValueError) as error:
+            log.error("job could not run", dataset=dataset.name, why=str(error))
+            if dataset.verification.state == "running":
+                dataset.verification = Verification("failed", why=str(error))
+            dataset.fill_queued = dataset.update_queued = False
+            return False
+        return True
+
+    # --- room
+
+    async def budgets_raised(self, datasets: Sequence[Dataset]) -> None:
+        """Or otherwise changed: what lacked room is filled again, as if an operator asked."""
+        self.room_came(datasets)
+        for dataset in datasets:
+            now = dataset.generation
+            if now.state == "partial" and dataset.current.lacks_room() and not now.held:
+                await self.warm(dataset)
+
+    def room_came(self, datasets: Iterable[Dataset]) -> None:
+        """What lacked room is filled again, and a fill under way looks again for what it leaves
+        out, once it has ended."""
+        for dataset in datasets:
+            dataset.due.fill_again = True
+            if dataset.current.lacks_room():
+                dataset.retry_now()
+            if (coming := dataset.coming) is not None:
+                coming.due.fill_again = True
+                if coming.lacks_room():
+                    coming.due.fill_soon()
+                    dataset.wake()
+
+    async def _room_was_made(self, *, asked: bool) -> None:
+        """Files were taken out beside a fill. ``asked``: by an operator."""
+        await self.limits_changed()
+        if asked:
+            self.room_came([dataset for dataset, _ in self._active])
+        self.wake()
+
+    async def limits_changed(self) -> None:
+        for dataset, running in list(self._active):
+            limits = self._limits(dataset, running.kind, running.target)
+            await running.set_limits(limits)
+
+    def scrub_limits(self, dataset: Dataset, pace: Pace) -> protocol.Limits:
+        return dataclasses.replace(
+            self._limits(dataset, "verify"), workers=pace.workers,
+            bytes_per_second=pace.bytes_per_second, files_per_second=0,
+        )  # fmt: skip
+
+    def filling(self) -> bool:
+        """Whether a fill runs."""
+        return any(running.kind == "fill" for _, running in self._active)
+
+    def _limits(
+        self, dataset: Dataset, kind: str, target: Generation | None = None
+    ) -> protocol.Limits:
+        # What is being deleted takes no room from what is chosen to stay.
+        foreign = self._foreign() - (self._trashed() if kind == "evict" else 0)
+        every, of = self._datasets.values(), target or dataset.current
+        return limits.of(dataset, kind, every, foreign, of, self.least())
+
+    async def _run(
+        self, dataset: Dataset, kind: str, task: protocol.AnyTask, target: Generation | None = None
+    ) -> protocol.End:
+        dataset.job = running = Pass(dataset, kind, target)
+        self._active.append((dataset, running))
+        if kind in slot.FILLS:
+            dataset.gave_way = False
+        self.slot.look_soon()  # somebody may have come while it was prepared
+        try:
+            return slot.outcome(dataset, running, await running.run(task))
+        finally:
+            self._active.remove((dataset, running))
+
+    # --- fill
+
+    async def _fill(self, dataset: Dataset) -> None:
+        async with dataset.lock:
+            # It stays queued until it runs, or a second fill would be requested.
+            reached = dataset.reached
+            held = dataset.generation.held or dataset.removed or dataset.no_store is not None
+            held = held or dataset.unsure
+            stale = dataset.generation.state == "stale"
+            if reached is None or held or stale or not dataset.fill_queued:
+                dataset.fill_queued = False
+                return  # held, removed, or lost its source or store since it was queued
+            if not await self.withdrawals.finish(dataset) or not await dataset.may_overlay():
+                dataset.fill_queued = False
+                return
+            before = dataset.before(dataset.current)  # of one that began to serve unfilled
+            shared = None if before is None else before.record
+            verified = dataset.soundness.verified(dataset.generation, shared)
+            left = {"left_files": 0, "left_bytes": 0}
+            served = dataset.generation.served or time.time()
+            await dataset.change(state="filling", why="", verified=verified, served=served, **left)
+        task = tasks.fill(dataset, dataset.current, self._limits(dataset, "fill"))
+        dataset.fill_queued = dataset.due.fill_again = False
+        try:
+            end = await self._run(dataset, "fill", task)
+            dataset.fill_queued = await self._fill_ended(dataset, end)
+        finally:
+            dataset.job = None
+            dataset.wake()
+
+    async def _fill_ended(self, dataset: Dataset, end: protocol.End) -> bool:
+        """Note the outcome; whether it is to go on as soon as it is its turn."""
+        goes_on = dataset.gave_way
+        log.info("fill ended", dataset=dataset.name, result=end.result, why=end.why)
+        changes: dict[str, Any] = {"why": end.why}
+        if end.fill is not None:
+            changes |= dataset.figures.counts() | end.fill.record()
+        if end.result in ("complete", "partial"):
+            changes |= {"refused": "", "crossed": ""}
+        match end.result:
+            case "complete":
+                changes |= {"state": "complete", "completed": time.time(), "wanted": False}
+                if dataset.stage is Stage.STORE:
+                    withdrawals.shows_old_blocks(dataset)
+                dataset.due.filled()
+                self.slot.ended_well(dataset)
+            case "partial":
+                changes |= {"state": "partial"}  # it is tried again, also by the next agent
+                dataset.due.fill_later(due.PARTIAL_SECONDS)
+                dataset.due.filled()
+                goes_on = await self.budgets.share_changes(dataset, end.fill)
+            case "failed":
+                dataset.due.fill_later(None)
+                dataset.due.suspect()
+        async with dataset.lock:
+            if end.result == "partial":
+                if goes_on or _fits_now(dataset.due, end):
+                    changes, goes_on = {"state": "filling"}, True
+                    dataset.due.fill_soon()
+                else:
+                    changes["why"] += self.budgets.waits_for(dataset)
+                    self.slot.rests(dataset)
+            if dataset.generation.state != "stale":  # found to be while it ran
+                await dataset.change(**changes)
+                if end.result in ("refused", "crossed"):
+                    await dataset.refused_by_source(**{end.result: end.why})
+            dataset.want_refresh()
+        now = dataset.generation
+        held = now.held or now.state == "stale" or dataset.removed or dataset.coming is not None
+        return goes_on and not (held or dataset.doubted or dataset.no_store is not None)
+
+    async def _update(self, dataset: Dataset) -> None:
+        """Fill the generation that comes."""
+        coming = dataset.coming
+        async with dataset.lock:
+            wanted = dataset.update_queued and not dataset.removed and dataset.no_store is None
+            if coming is None or coming.reached is None or not wanted:
+                dataset.update_queued = False
+                return
+            if dataset.generation.damaged:
+                await self.withdrawals.finish(dataset)  # jobs read it meanwhile
+            if not await self.withdrawals.finish_coming(dataset, coming):
+                dataset.update_queued = False
+                coming.due.fill_later(None)
+                return
+            before = dataset.before(coming)
+            shared = None if before is None else before.record
+            verified = dataset.soundness.verified(coming.record, shared)
+            left = {"left_files": 0, "left_bytes": 0}
+            await coming.change(state="filling", why="", verified=verified, **left)
+        task = tasks.fill(dataset, coming, self._limits(dataset, UPDATE, coming))
+        dataset.update_queued = coming.due.fill_again = False
+        try:
+            end = await self._run(dataset, UPDATE, task, coming)
+            await self._update_ended(dataset, coming, end)
+        finally:
+            dataset.job = None
+            dataset.wake()
+
+    async def _update_ended(self, dataset: Dataset, coming: Generation, end: protocol.End) -> None:
+        """Note the outcome, and queue it again when it is to go on as soon as it is its turn."""
+        log.info("update ended", dataset=dataset.name, result=end.result, why=end.why)
+        changes: dict[str, Any] = {"why": end.why, "refused": "", "crossed": ""}
+        goes_on = dataset.gave_way
+        if end.fill is not None:
+            changes |= coming.figures.counts() | end.fill.record()
+        if end.result in ("refused", "crossed"):
+            changes |= {end.result: end.why, "why": standing.unfit(**{end.result: end.why})}
+        if end.result in ("complete", "partial"):
+            changes |= {"state": end.result, "completed": time.time()}
+            coming.due.filled()
+            coming.due.fill_later(due.PARTIAL_SECONDS)
+            goes_on = await self.budgets.has_room_for(dataset, coming, end)
+            if end.result == "complete":
+                self.slot.ended_well(dataset)
+        elif not goes_on:
+            coming.reached = None
+            coming.due.fill_later(None)
+        async with dataset.lock:
+            if dataset.coming is not coming:
+                return
+            if end.result == "partial":
+                if goes_on or _fits_now(coming.due, end):
+                    changes["state"], goes_on, coming.fits = "filling", True, False
+                    coming.due.fill_soon()
+                else:
+                    changes["why"] += self.budgets.waits_for(dataset)
+                    self.slot.rests(dataset)
+            await coming.change(**changes)
+            usable = dataset.no_store is None and not dataset.removed
+            dataset.update_queued = goes_on and usable
+
+    # --- verify and withdraw
+
+    async def _verify(self, dataset: Dataset) -> None:
+        against_source = dataset.verification.source
+        # Without a gap from here to the pass, the source cannot be released.
+        dataset.verification = Verification("running", against_source)
+        why = ""
+        async with dataset.lock:
+            if dataset.removed:
+                why = "the dataset was removed"
+            elif dataset.reached is None:
+                try:
+                    await dataset.reach()
+                except kit.errors.SourceError as error:
+                    dataset.trouble = error  # bad files are found, but not replaced
+                    why = str(error) if against_source else ""
+        if why:
+            dataset.verification = Verification("failed", against_source, why)
+            dataset.wake()
+            return
+        task = tasks.verify(dataset, self._limits(dataset, "verify"), source=against_source)
+        troubles = dataset.soundness.troubles
+        try:
+            end = await self._run(dataset, "verify", task)
+        finally:
+            dataset.job = None
+        found = end.verify or protocol.VerifyEnd()
+        result = {**found.counts(), "withdrawn": 0}
+        await leaving.found_also(dataset, found)
+        result["withdrawn"], failure = await self.withdrawals.take_out_bad(dataset, end)
+        why = failure or end.why
+        if not failure:
+            await self.settle(dataset, end, troubles)
+        if end.result == "good" and against_source and not found.not_compared:
+            async with dataset.lock:
+                await dataset.current.prove()
+        log.info("verify ended", dataset=dataset.name, result=end.result, why=why, **result)
+        dataset.show_kept_figures()
+        dataset.verification = Verification(end.result, against_source, why, result, time.time())
+        dataset.want_refresh()
+
+    async def settle(
+        self, dataset: Dataset, end: protocol.End, troubles: int, of: Generation | None = None
+    ) -> None:
+        """All stored files were verified, and no bad one is left: note it, unless the disk had
+        ``troubles`` since the verify began. ``of``: another generation than the current one."""
+        now = dataset.soundness
+        found = end.verify or protocol.VerifyEnd()
+        clean = end.result == "good" or (end.result == "bad" and found.unreplaced)
+        if clean and now.troubles == troubles and dataset.no_store is None:
+            async with dataset.lock:
+                each = of or dataset.current
+                if each not in (dataset.current, *dataset.earlier) or dataset.removed:
+                    return
+                if each.record.state not in ("new", "stale"):
+                    done = {"scrubbed": time.time(), "crashes": now.kept.crashes}
+                    await each.change(verified=troubles, **done)
+
+
+async def _nothing(*_: object) -> None:
+    return
+
+
+def _fits_now(times: due.Due, end: protocol.End) -> bool:
+    """Whether room came since a fill began that left something out. The caller has the lock."""
+    lacked = end.fill is not None and (end.fill.left_files > 0 or end.fill.short)
+    return lacked and times.fill_again
+
+
+def _refuse_unless_filling(dataset: Dataset, what: str) -> None:
+    if (state := dataset.generation.state) in ("complete", "partial"):
+        why = f"it is {state}, there is nothing to {what}"
+        raise dataset.refused(why, "see 'nodeagent dataset show'")

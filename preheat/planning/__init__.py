@@ -1,0 +1,1 @@
+"""What is wanted, what is there, and what follows from both."""

@@ -1,0 +1,1 @@
+"""The work: pulls, pins, heals, and the loop that does them."""

@@ -1,0 +1,240 @@
+"""Whether images survive a power cut: layers are made durable, and those that were not are unpacked
+again.
+
+containerd syncs blobs and its databases, not the files that it unpacks. After a power cut an image
+can be listed and pinned while its files are empty or missing. So:
+
+* Once the images that are requested are on the node, their file system is synced, and then each of
+  their layers gets a label in the runtime.
+* At the first look after a boot, layers of ours without the label are *doubted*. An image with a
+  doubted layer does not count as present, and the layer is unpacked again from its blob.
+
+Doubts are kept in ``state_dir`` until they are settled, with the boot that they were found in.
+Layers of an image that only somebody else pulled are left alone: its containers may run.
+
+Invariant: a layer gets the label only after a sync that began when it was unpacked and not doubted.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+
+import kit.child
+import kit.errors
+import kit.pause
+from linux import procfs, syscalls
+from preheat.image import manifest
+from preheat.pulling import doubts
+from preheat.registry import resolver
+from preheat.runtimes import base, containerd
+
+log = structlog.get_logger("preheat")
+
+REASON = "the node went down before its layers were known to be durable; they are unpacked again"
+SAVE_SECONDS = 15.0
+SYNC_SECONDS = 600.0
+# Several pulls that end one after the other make one sync.
+SYNC_EVERY_SECONDS = 30.0
+UNPACK_SECONDS = 3600.0  # for one layer
+RETRY_FIRST_SECONDS, RETRY_LONGEST_SECONDS = 60.0, 3600.0
+_ERRORS = (kit.errors.AgentError, OSError, RuntimeError)
+
+
+@dataclass
+class Counts:
+    syncs: int = 0
+    syncs_failed: int = 0
+    unpacked_again: int = 0  # images
+
+
+# Image by top digest: its reference and what it consists of.
+Images = Mapping[str, tuple[str, manifest.Shape]]
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Layers of an image could not be unpacked again; ``retry_at``: monotonic time."""
+
+    ref: str
+    attempts: int
+    retry_at: float
+    text: str
+
+
+def loose_layers(inventory: base.Inventory, shapes: Mapping[str, manifest.Shape]) -> frozenset[str]:
+    """Layers not known to be durable, without those of images that only others pulled. Pure."""
+    ours = {hold.target.digest for hold in inventory.held("pin") if hold.target is not None}
+    for hold in inventory.holds:  # pulled, and not pinned yet or not at all
+        if hold.role == "pull" or hold.state == "done":
+            ours.add(inventory.digest_of(hold.ref))
+    by_name = {record.target.digest for record in inventory.records}
+    chains = {
+        digest: frozenset(layer.chain_id for layer in s.layers) for digest, s in shapes.items()
+    }
+    mine = frozenset[str]().union(*(chains[each] for each in ours & chains.keys()))
+    others = frozenset[str]().union(*(chains[each] for each in (by_name - ours) & chains.keys()))
+    return unconfirmed(inventory) - (others - mine)
+
+
+def unconfirmed(inventory: base.Inventory) -> frozenset[str]:
+    """Unpacked layers without the label."""
+    return inventory.snapshots - inventory.durable - inventory.remote
+
+
+class Durability:
+    """Works beside the cycles, which tell it what is there: one task at a time."""
+
+    def __init__(
+        self,
+        runtime: containerd.Containerd,
+        path: Path | None,
+        wake: Callable[[], None],
+        cycle: asyncio.Lock,
+    ) -> None:
+        """``path``: of the file; None keeps nothing. ``cycle``: held by each cycle."""
+        self._runtime = runtime
+        self._path = path
+        self._wake = wake
+        self._cycle = cycle
+        self._kept: doubts.Kept | None = None
+        self._saved = doubts.Kept()
+        self._task: asyncio.Task[None] | None = None
+        self._sync_at = 0.0  # monotonic time
+        self.counts = Counts()
+        self.unconfirmed = 0  # layers of requested images
+        self.troubles: dict[str, Trouble] = {}  # by reference
+
+    async def look(
+        self,
+        inventory: base.Inventory,
+        shapes: Mapping[str, manifest.Shape],
+    ) -> None:
+        """Before the requests are measured. HostError when a newer agent wrote the file."""
+        if self._path is None:
+            return
+        if self._kept is None:
+            self._saved = await asyncio.to_thread(doubts.load, self._path)
+            loose = loose_layers(inventory, shapes)
+            self._kept = doubts.begun(self._saved, procfs.boot_id(), loose)
+            if self._kept.doubted:
+                log.warning(
+                    "the node went down before layers were durable", layers=len(self._kept.doubted)
+                )
+            # Before anything is pulled: without the file the next boot doubts nothing.
+            await self._save()
+        if inventory.snapshots:  # those that are gone are no more in doubt
+            self._kept = replace(self._kept, doubted=self._kept.doubted & inventory.snapshots)
+
+    def doubted(self, shape: manifest.Shape) -> frozenset[str]:
+        """Layers of the image that must be unpacked again."""
+        if self._kept is None or not self._kept.doubted:
+            return frozenset()
+        return self._kept.doubted & {layer.chain_id for layer in shape.layers}
+
+    def tend(
+        self,
+        refs: Iterable[str],
+        inventory: base.Inventory,
+        shapes: Mapping[str, manifest.Shape],
+        lookups: resolver.Resolver,
+        pressed: bool,
+    ) -> None:
+        """``refs``: what is requested. Begins what is to be done, if anything."""
+        if self._kept is None or (self._task is not None and not self._task.done()):
+            return
+        images: dict[str, tuple[str, manifest.Shape]] = {}
+        for ref in refs:
+            lookup = lookups.of(ref)
+            # What the tag names here, and what is pulled or half-pulled for it.
+            looked_up = lookup.shape if lookup is not None else None
+            for shape in (shapes.get(inventory.digest_of(ref)), looked_up):
+                if shape is not None:
+                    images[shape.top.digest] = ref, shape
+        self._begin(images, inventory, pressed)
+
+    def _begin(self, images: Images, inventory: base.Inventory, pressed: bool) -> None:
+        assert self._kept is not None
+        now = time.monotonic()
+        doubtful = {digest: each for digest, each in images.items() if self.doubted(each[1])}
+        self.troubles = {d: each for d, each in self.troubles.items() if d in doubtful}
+        again = {d: each for d, each in doubtful.items() if not pressed and self._is_due(d, now)}
+        # Not those of images that are being pulled: one sync at the end does for all of them.
+        chains = [{layer.chain_id for layer in shape.layers} for _, shape in images.values()]
+        whole = frozenset[str]().union(*(each for each in chains if each <= inventory.snapshots))
+        loose = (unconfirmed(inventory) & whole) - self._kept.doubted
+        self.unconfirmed = len(loose)
+        confirm = loose if now >= self._sync_at else frozenset[str]()
+        if again or confirm or self._kept != self._saved:
+            self._task = asyncio.create_task(
+                self._work(again, confirm, inventory.images_path), name="durability"
+            )
+
+    def _is_due(self, digest: str, now: float) -> bool:
+        return digest not in self.troubles or self.troubles[digest].retry_at <= now
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _work(self, again: Images, confirm: frozenset[str], images_path: str) -> None:
+        await self._save()
+        changed = False
+        for ref, shape in again.values():
+            changed |= await self._unpack_again(ref, shape)
+        if confirm:
+            changed |= await self._confirm(confirm, images_path)
+        await self._save()
+        if changed:
+            self._wake()
+
+    async def _unpack_again(self, ref: str, shape: manifest.Shape) -> bool:
+        which, digest = self.doubted(shape), shape.top.digest
+        if not which:  # an image with the same layers came first
+            return True
+        try:
+            await self._runtime.unpack_again(shape.layers, which, UNPACK_SECONDS)
+        except _ERRORS as error:
+            attempts = self.troubles[digest].attempts + 1 if digest in self.troubles else 1
+            wait = kit.pause.grown(attempts, RETRY_FIRST_SECONDS, RETRY_LONGEST_SECONDS)
+            text, retry_at = str(error), time.monotonic() + kit.pause.jittered(wait)
+            self.troubles[digest] = Trouble(ref, attempts, retry_at, text)
+            log.warning("layers could not be unpacked again", image=ref, error=text)
+            return False
+        assert self._kept is not None
+        # Not while a cycle works with what it read before: it would take the layers that are gone
+        # for sound ones, and call the image ready.
+        async with self._cycle:
+            self._kept = replace(self._kept, doubted=self._kept.doubted - which)
+        self.troubles.pop(digest, None)
+        self.counts.unpacked_again += 1
+        log.warning("layers unpacked again", image=ref, layers=len(which))
+        return True
+
+    async def _confirm(self, layers: frozenset[str], images_path: str) -> bool:
+        self._sync_at = time.monotonic() + SYNC_EVERY_SECONDS
+        try:
+            await kit.child.call(syscalls.syncfs, images_path, deadline=SYNC_SECONDS)
+            await self._runtime.note_durable(sorted(layers))
+        except _ERRORS as error:
+            self.counts.syncs_failed += 1
+            log.warning("layers are not known to be durable", error=str(error))
+            return False
+        self.counts.syncs += 1
+        return True
+
+    async def _save(self) -> None:
+        kept = self._kept
+        if kept is None or kept == self._saved or self._path is None:
+            return
+        arguments = (str(self._path), kept.boot, sorted(kept.doubted))
+        try:
+            await kit.child.call(doubts.save, *arguments, deadline=SAVE_SECONDS)
+        except _ERRORS as error:  # tried again with the next cycle
+            log.warning("doubted layers cannot be noted", error=str(error))
+        else:
+            self._saved = kept

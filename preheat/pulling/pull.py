@@ -1,0 +1,384 @@
+"""One pull: under a containerd lease, watched, limited, resumable; pinned before its lease ends.
+
+The runtime downloads and unpacks. Under a rate limit the agent fetches layers itself and writes
+them into the runtime's store first; so it does with those that it had begun.
+
+What a pull leaves: when done, a pin or nothing; when cancelled or failed, its hold with every byte
+so far, from which the next attempt continues; when out of space, nothing (the hold is ended at
+once); when corrupt, the hold without the half-fetched layers.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+import structlog
+
+from preheat import settings
+from preheat.image import manifest
+from preheat.planning import desired
+from preheat.pulling import limiter
+from preheat.registry import client as registry
+from preheat.registry import credentials, estimate, failure, resolver
+from preheat.registry.failure import Kind, PullError
+from preheat.runtimes import base, containerd
+
+log = structlog.get_logger("preheat")
+
+POLL_SECONDS = 0.5
+INGESTS_AT_ONCE = 2
+
+
+@dataclass
+class Progress:
+    """What a running pull shows; bytes are compressed, as they are fetched."""
+
+    began_with: int  # bytes that the node had when the pull started
+    bytes_total: int
+    bytes_done: int = 0
+    phase: str = "fetching"  # fetching, unpacking, pinning
+    layers: dict[str, tuple[int, int]] = field(default_factory=dict)  # digest -> done, total
+    layers_unpacked: int = 0
+    started: float = field(default_factory=time.time)
+
+
+class Writers:
+    """One writer for each layer over all pulls: images share layers, and a second one would only
+    meet the runtime's lock."""
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._demand: Counter[str] = Counter()
+
+    def of(self, digest: str) -> asyncio.Lock:
+        return self._locks.setdefault(digest, asyncio.Lock())
+
+    @contextlib.contextmanager
+    def demand(self, layers: Iterable[manifest.Layer]) -> Iterator[None]:
+        """A pull wants these layers while the block runs."""
+        digests = {layer.digest for layer in layers}
+        self._demand.update(digests)
+        try:
+            yield
+        finally:
+            self._demand.subtract(digests)
+            self._demand = +self._demand  # without those that nobody wants
+
+    def by_demand(self, layers: Iterable[manifest.Layer]) -> list[manifest.Layer]:
+        """Those that more pulls wait for come first."""
+        return sorted(layers, key=lambda layer: -self._demand[layer.digest])
+
+
+class _Foreign(Exception):
+    """The runtime fetches this layer for somebody else; ours would be a second download."""
+
+
+class Puller:
+    """Pulls one requested image as its lookup describes it. ``run`` may be cancelled anywhere."""
+
+    def __init__(
+        self,
+        runtime: containerd.Containerd,
+        client: registry.Registry,
+        limit: limiter.Limiter,
+        writers: Writers,
+        section: settings.PreheatSettings,
+        request: desired.Request,
+        lookup: resolver.Lookup,
+        find: Callable[[bool], Awaitable[credentials.Found]],
+    ) -> None:
+        self._runtime = runtime
+        self._client = client
+        self._limit = limit
+        self._writers = writers
+        self._section = section
+        self._request = request
+        self._ref = lookup.ref
+        self._shape = lookup.shape  # the lookup changes when the tag moves, this pull does not
+        # What is not known to be public is pulled without login unless it may be shared.
+        self._secret = request.share_private or lookup.private is not None
+        self._find_logins = find
+        layers = self._shape.layers if self._shape is not None else ()
+        total = self._shape.bytes_total if self._shape is not None else 0
+        self.progress = Progress(
+            began_with=max(0, total - request.fetch),
+            bytes_total=total,
+            layers={layer.digest: (0, layer.size) for layer in layers},
+        )
+        self._seen: dict[str, int] = {}  # bytes of layers that nobody told us of
+        self._theirs: dict[str, int] = {}
+        self._foreign: set[str] = set()
+        self._mounted = 0  # bytes of layers that count as here and were not fetched
+        self.fetched = 0  # bytes that this pull brought
+        self._before = 0
+
+    async def run(self) -> base.Hold | None:
+        """The pin, or None with ``keep: never``. Raises PullError."""
+        hold = await self._begin()
+        before: int | None = None
+        try:
+            await self._update_progress()
+            before = self._before = self.progress.bytes_done
+            with self._writers.demand(self._shape.layers if self._shape is not None else ()):
+                await self._ingest(hold)
+                image_id = await self._pull(hold)
+            await self._update_progress()
+            self.progress.bytes_done = max(self.progress.bytes_total, self.progress.bytes_done)
+            self.progress.phase = "pinning"
+            pin = await self._pin(image_id)
+        except base.RuntimeCallError as error:
+            raise await self._clean_up(failure.classify(self._ref.text, error), hold) from error
+        except PullError as error:
+            raise await self._clean_up(error, hold) from error
+        finally:  # an attempt that failed or was cancelled has fetched, too
+            if before is not None:
+                done = self.progress.bytes_done - self._mounted
+                self.fetched = max(0, done - before)
+        await self._end(hold)
+        return pin
+
+    @property
+    def digest(self) -> str:
+        """Of the image that it pulls; empty: only the runtime knows."""
+        return self._shape.top.digest if self._shape is not None else ""
+
+    @property
+    def moved(self) -> bool:
+        """Whether this attempt brought bytes that stay."""
+        return self.progress.bytes_done > self._before
+
+    async def _begin(self) -> base.Hold:
+        hold = base.Hold(
+            id="",
+            role="pull",
+            ref=self._ref.text,
+            by=self._request.by,
+            keep=self._request.keep,
+            expires=time.time() + self._section.partial_keep,
+        )
+        try:
+            return await self._runtime.begin(hold)
+        except base.RuntimeCallError as error:
+            raise failure.classify(self._ref.text, error) from error
+
+    async def _end(self, hold: base.Hold) -> None:
+        # The image is complete and pinned; a lease that stays now ends by its expiry.
+        try:
+            await self._runtime.end(hold)
+        except base.RuntimeCallError as error:
+            log.warning("containerd lease of a finished pull not deleted", error=str(error))
+
+    async def _clean_up(self, error: PullError, hold: base.Hold) -> PullError:
+        """Remove what this class of failure must not leave behind."""
+        await self._update_progress()
+        with contextlib.suppress(base.RuntimeCallError):
+            if error.kind is Kind.DISK:
+                await self._runtime.end(hold)
+                if hold.by == "operator":  # an operator's request must outlive its bytes
+                    await self._runtime.begin(dataclasses.replace(hold, created=0.0))
+            elif error.kind is Kind.CORRUPT:
+                layers = self._shape.layers if self._shape is not None else ()
+                digests = frozenset(layer.digest for layer in layers) | self._seen.keys()
+                await self._runtime.drop_partials(digests)
+        return error
+
+    # --- fetching ---------------------------------------------------------------------------------
+
+    async def _ingest(self, hold: base.Hold) -> None:
+        """Fetch layers ourselves: under a limit, and those begun so."""
+        if self._shape is None or not self._runtime.unpacks:
+            return
+        inventory = await self._runtime.inventory()
+        layers = [
+            layer
+            for layer in estimate.missing(self._shape, inventory)
+            if self._limit.rate
+            or inventory.ingests.get(layer.digest, base.Ingest()).ours is not None
+        ]
+        if not layers:
+            return
+        watch = asyncio.create_task(self._keep_progress(), name="progress")
+        slots = asyncio.Semaphore(INGESTS_AT_ONCE)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for layer in self._writers.by_demand(layers):
+                    group.create_task(self._layer(layer, hold, slots))
+        except* (PullError, base.RuntimeCallError) as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _layer(
+        self, layer: manifest.Layer, hold: base.Hold, slots: asyncio.Semaphore
+    ) -> None:
+        async with slots, self._writers.of(layer.digest):
+            try:
+                await self._runtime.write(
+                    layer.digest,
+                    layer.size,
+                    lambda offset: self._source(layer, offset),
+                    hold,
+                    (self._ref.host, self._ref.path),
+                )
+            except _Foreign:
+                await self._runtime.drop_partials(frozenset({layer.digest}), ours_only=True)
+
+    async def _find(self, fresh: bool) -> credentials.Found:
+        """The logins of this moment: a pull takes hours, and logins expire."""
+        return await self._find_logins(fresh) if self._secret else credentials.Found()
+
+    async def _source(self, layer: manifest.Layer, offset: int) -> AsyncIterator[bytes]:
+        async def start(
+            login: base.Login | None,
+        ) -> tuple[AsyncGenerator[bytes, None], bytes | None]:
+            stream = self._client.blob(self._ref, layer.digest, offset, login)
+            return stream, await self._next(stream)
+
+        (stream, chunk), _ = await credentials.attempt(self._find, start)
+        async with contextlib.aclosing(stream):
+            while chunk is not None:
+                if layer.digest in self._foreign:
+                    raise _Foreign
+                # An empty chunk is one that the registry sent although it is here already.
+                await self._limit.take(len(chunk) or registry.CHUNK)
+                yield chunk
+                chunk = await self._next(stream)
+
+    async def _next(self, stream: AsyncGenerator[bytes, None]) -> bytes | None:
+        """The next chunk; None at the end. Raises PullError when none comes."""
+        try:
+            async with asyncio.timeout(self._section.stall_timeout):
+                return await anext(stream, None)
+        except TimeoutError:
+            raise self._stalled() from None
+
+    def _stalled(self) -> PullError:
+        text = f"no progress for {self._section.stall_timeout:g} s"
+        return PullError(self._ref.text, Kind.NETWORK, text)
+
+    async def _pull(self, hold: base.Hold) -> str:
+        """The image id. A login that is no longer good is replaced, with all bytes kept."""
+
+        async def ask(login: base.Login | None) -> str:
+            try:
+                return await self._attempt(hold, login)
+            except base.RuntimeCallError as error:
+                raise failure.classify(self._ref.text, error) from error
+
+        image_id, _ = await credentials.attempt(self._find, ask)
+        return image_id
+
+    async def _attempt(self, hold: base.Hold, login: base.Login | None) -> str:
+        """PullImage; cancelled when it makes no progress, so that a new attempt can begin."""
+        deadline = self._section.attempt_timeout
+        pull = asyncio.create_task(
+            self._runtime.pull(self._ref.text, login, hold, deadline), name="PullImage"
+        )
+        try:
+            last, since = self.progress.bytes_done, time.monotonic()
+            while not pull.done():
+                await asyncio.wait({pull}, timeout=POLL_SECONDS)
+                if pull.done():
+                    break
+                await self._update_progress()
+                now = time.monotonic()
+                if self.progress.bytes_done != last or self.progress.phase != "fetching":
+                    last, since = self.progress.bytes_done, now
+                elif now - since > self._section.stall_timeout:
+                    raise self._stalled()
+            return await pull
+        finally:
+            if not pull.done():
+                pull.cancel()
+            await asyncio.gather(pull, return_exceptions=True)
+
+    async def _keep_progress(self) -> None:
+        while True:
+            await self._update_progress()
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _update_progress(self) -> None:
+        """A runtime that does not answer is asked again soon."""
+        try:
+            if self._shape is None:
+                self._note_ingests(await self._runtime.ingests())
+                return
+            states = await self._runtime.progress(self._shape.layers)
+        except base.RuntimeCallError:
+            return
+        if states:
+            self._note_layers(self._shape, states)
+
+    def _note_ingests(self, ingests: Mapping[str, base.Ingest]) -> None:
+        """Without a lookup the layers are those that the runtime is seen to fetch."""
+        for digest, ingest in ingests.items():
+            self._seen[digest] = max(self._seen.get(digest, 0), ingest.offset)
+        self.progress.bytes_done = sum(self._seen.values())
+        self.progress.phase = "unpacking" if self._seen and not ingests else "fetching"
+
+    def _note_layers(self, shape: manifest.Shape, states: Mapping[str, base.LayerState]) -> None:
+        progress = self.progress
+        for layer in shape.layers:
+            state = states[layer.digest]
+            progress.layers[layer.digest] = (min(state.here, layer.size), layer.size)
+            if state.theirs is not None:
+                # It grows while we write the same layer: somebody waits for it.
+                known = self._theirs.get(layer.digest, state.theirs)
+                if state.theirs > known or state.theirs == layer.size:
+                    self._foreign.add(layer.digest)
+                self._theirs[layer.digest] = state.theirs
+        self._mounted = sum(s.size for s in shape.layers if states[s.digest].remote)
+        here = sum(done for done, _ in progress.layers.values())
+        everything = sum(total for _, total in progress.layers.values())
+        complete = here == everything
+        documents = progress.bytes_total - sum(layer.size for layer in shape.layers)
+        progress.layers_unpacked = sum(state.unpacked for state in states.values())
+        progress.phase = "unpacking" if complete else "fetching"
+        progress.bytes_done = min(progress.bytes_total, here + (documents if complete else 0))
+
+    # --- afterwards -------------------------------------------------------------------------------
+
+    async def _pin(self, image_id: str) -> base.Hold | None:
+        self.progress.bytes_done = max(self.progress.bytes_total, self.progress.bytes_done)
+        if self._request.keep == "never":
+            return None
+        # The tag may have moved since the lookup: pin what the runtime has for it now.
+        target = (await self._runtime.inventory()).target_of(self._ref.text)
+        if target is None and self._shape is not None:
+            target = self._shape.top
+        if target is None:
+            text = "the runtime does not list what it pulled"
+            raise PullError(self._ref.text, Kind.RUNTIME, text)
+        return await self._runtime.pin(
+            base.Hold(
+                id="",
+                role="pin",
+                ref=self._ref.text,
+                by=self._request.by,
+                target=target,
+                image_id=image_id if manifest.is_digest(image_id) else "",
+                keep=self._request.keep,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Running:
+    """A pull in progress."""
+
+    progress: Progress
+    task: asyncio.Task[None]

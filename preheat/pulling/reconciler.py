@@ -1,0 +1,511 @@
+"""The work loop: take stock, make the plan, carry it out.
+
+One cycle reads the runtime's inventory, gathers the requests, adds to each what it costs here, asks
+the pure planner and does what it says. A cycle runs every ``CYCLE_SECONDS`` and whenever something
+changed (a lookup came back, a pull ended, an operator asked). Nothing in a cycle waits for a
+registry: lookups (``resolver``) and pulls (``pull``) are tasks of their own.
+
+One cycle holds ``lock``, and so does each request of an operator. All that must outlive the agent
+is in the runtime's holds, where the next agent finds it.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+import kit.errors
+import kit.pause
+from kube import configz
+from preheat import settings
+from preheat.image import manifest
+from preheat.planning import desired, disk, hurdle, local_tags, pins, plan, uses
+from preheat.planning.desired import Request
+from preheat.pulling import durability, heal, limiter, pull
+from preheat.registry import client as registry
+from preheat.registry import credentials, estimate, failure, resolver, reuse, schedule
+from preheat.registry.failure import Kind, PullError
+from preheat.runtimes import base, containerd
+
+log = structlog.get_logger("preheat")
+
+CYCLE_SECONDS = 15.0
+# Changes that come together make one cycle.
+SETTLE_SECONDS = 0.05
+# After so many failed pulls of an image look-ups find out when the registry is back.
+PROBED_AFTER = 3
+RECONNECT_FIRST, RECONNECT_LONGEST = 0.05, 5.0
+PRESSURE_KNOWN_SECONDS = 1.0
+
+
+@dataclass
+class Totals:
+    """Counters since the start of the agent."""
+
+    pulls: int = 0
+    fetched_bytes: int = 0
+    failed: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Kind})
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the last cycle saw and decided."""
+
+    inventory: base.Inventory = field(default_factory=base.Inventory)
+    requests: Mapping[str, Request] = field(default_factory=dict)
+    pinned: tuple[plan.Pinned, ...] = ()
+    shapes: Mapping[str, manifest.Shape] = field(default_factory=dict)  # by top digest
+    decided: plan.Plan = field(default_factory=plan.Plan)
+    node: plan.Node | None = None
+    shared: tuple[reuse.Reuse, ...] = ()
+    at: float = 0.0  # Unix time; 0 before the first cycle
+
+
+class Reconciler:
+    def __init__(
+        self,
+        runtime: containerd.Containerd,
+        section: settings.PreheatSettings,
+        client: registry.Registry,
+        boot_file: Path | None = None,
+    ) -> None:
+        self.runtime = runtime
+        self.section = section
+        self.client = client
+        self.limit = limiter.Limiter(section.bytes_per_second)
+        self._writers = pull.Writers()
+        self.turns = schedule.Schedule(section)
+        self.resolver = resolver.Resolver(client, credentials.Credentials(), self.turns, self.wake)
+        self.local = estimate.LocalImages(runtime)
+        self._pins = pins.Pins(runtime, self.local)
+        self.healer = heal.Healer(runtime, self.pressed, section.heal.per_hour)
+        self.uses = uses.Uses(runtime)
+        self.lock = asyncio.Lock()
+        self.durability = durability.Durability(runtime, boot_file, self.wake, self.lock)
+        self.kubelet = configz.Kubelet(self.wake)
+        self._tags = local_tags.LocalTags()
+        self.totals = Totals()
+        # The policy is known before the first cycle.
+        self.snapshot = Snapshot(requests=desired.gather(section, ()))
+        self.running: dict[str, pull.Running] = {}
+        self.failures: dict[str, failure.Failure] = {}
+        # Pulls that ended well, and were not yet seen as an image; monotonic times of their ends.
+        self._pulled: dict[str, float] = {}
+        self._looked = 0.0  # monotonic time before the cycle's inventory was asked for
+        self.trouble = "not connected yet"  # why the runtime cannot be used, or ""
+        self.version = ""
+        self.last_cycle = time.monotonic()
+        self._wake = asyncio.Event()
+        self._pressed = (0.0, False)  # monotonic time, answer
+
+    # --- tasks ------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    async def work(self) -> None:
+        """Run cycles for ever."""
+        while True:
+            self._wake.clear()
+            try:
+                if self.trouble:
+                    self.version = await self.runtime.connect()
+                    log.info("container runtime answers", version=self.version)
+                    self.trouble = ""
+                await self.cycle()
+            except base.RuntimeCallError as error:
+                if not self.trouble and isinstance(error, base.RuntimeGoneError):
+                    log.error("container runtime does not answer", error=str(error))
+                self.trouble = str(error)
+            except kit.errors.AgentError as error:
+                if self.trouble != str(error):
+                    log.error("preheating stopped", error=str(error))
+                self.trouble = str(error)
+            self.last_cycle = time.monotonic()
+            wait = CYCLE_SECONDS if not self.trouble else RECONNECT_LONGEST
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._wake.wait()
+                    await asyncio.sleep(SETTLE_SECONDS)
+
+    async def watch(self) -> None:
+        """Heal on each removal event, and compare everything after each gap in the events."""
+        pauses = kit.pause.Backoff(RECONNECT_FIRST, RECONNECT_LONGEST)
+        while True:
+            try:
+                await self.runtime.connect()
+                gap = asyncio.create_task(self._after_gap(), name="resync")
+                try:
+                    async for change in self.runtime.changes():
+                        pauses.reset()
+                        if not await self.healer.changed(change):
+                            self.wake()
+                finally:
+                    self.healer.sees(False)
+                    gap.cancel()
+                    await asyncio.gather(gap, return_exceptions=True)
+            except kit.errors.AgentError as error:
+                log.debug("event stream ended", error=str(error))
+            await asyncio.sleep(pauses.next())
+
+    async def _after_gap(self) -> None:
+        """Heal what was removed during the gap: now, and again once the new stream surely runs."""
+        for wait in (0.0, 0.5):
+            await asyncio.sleep(wait)
+            self.healer.sees(wait > 0)
+            with contextlib.suppress(kit.errors.AgentError):
+                async with self.lock:
+                    moves = self.healer.moves
+                    inventory = await self.runtime.inventory()
+                    self.healer.learn(inventory, moves)
+                    await self.healer.resync(inventory)
+        self.wake()
+
+    async def stop(self) -> None:
+        """End our own work. Holds keep what pulls have fetched."""
+        await self.kubelet.close()
+        await self.resolver.close()
+        await self.durability.stop()
+        tasks = [each.task for each in self.running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.client.close()
+        await self.runtime.close()
+
+    # --- taking stock -----------------------------------------------------------------------------
+
+    async def node(self, images_path: str, freeable: int = 0) -> plan.Node:
+        """The images' disk and the kubelet's thresholds. Raises HostError, SettingsError."""
+        limits = await self.kubelet.thresholds(self.section.kubelet)
+        return await asyncio.to_thread(disk.node, images_path, self.section, limits, freeable)
+
+    async def pressed(self) -> bool:
+        """Whether the disk is under pressure; the answer is at most a second old."""
+        at, answer = self._pressed
+        path = self.snapshot.inventory.images_path
+        if path and time.monotonic() - at > PRESSURE_KNOWN_SECONDS:
+            answer = (await self.node(path)).pressed
+            self._pressed = (time.monotonic(), answer)
+        return bool(path) and answer
+
+    async def cycle(self) -> None:
+        async with self.lock:
+            section, moves = self.section, self.healer.moves
+            self._looked = time.monotonic()
+            inventory = await self.runtime.inventory()
+            self.runtime.release_after = section.release_after
+            if await self.runtime.tend(inventory) or await self._pins.end_lost(inventory):
+                inventory = await self.runtime.inventory()
+            self.healer.per_hour = section.heal.per_hour
+            self.healer.learn(inventory, moves)
+            await self.healer.resync(inventory)
+            shapes = await self.local.shapes(inventory, section.platform)
+            inventory = await self.uses.note(inventory, shapes)
+            requests = desired.gather(section, inventory.holds)
+            requests |= desired.lingering(section, inventory, requests, time.time())
+            requests |= desired.retained(section, inventory, shapes, requests)
+            await self._keep_notes(inventory, requests)
+            await self.durability.look(inventory, shapes)
+            asked = {
+                each.ref: each.by == "operator" and not inventory.served(each.ref)
+                for each in requests.values()
+                if each.is_looked_up
+            }
+            self._tags.keep(requests)
+            self.turns.section = section
+            self.turns.want(asked, time.time())
+            self.resolver.request(asked, section)
+            self.failures = {
+                ref: each
+                for ref, each in self.failures.items()
+                if ref in requests and each.concerns(self.resolver.digest(ref))
+            }
+            self._pulled = {ref: at for ref, at in self._pulled.items() if ref in requests}
+            node = self.snapshot.node or await self.node(inventory.images_path)
+            requests = {
+                ref: await self._measured(each, inventory, shapes, node)
+                for ref, each in requests.items()
+            }
+            now = time.time()
+            pinned = await self._pins.pinned(section, inventory, shapes, requests, now)
+            self.healer.sizes = {d: shape.bytes_total for d, shape in shapes.items()}
+            freeable = await self.local.freeable(shapes, inventory, [pin.parts for pin in pinned])
+            node = await self.node(inventory.images_path, freeable)
+            self._pressed = (time.monotonic(), node.pressed)
+            self.durability.tend(requests, inventory, shapes, self.resolver, node.pressed)
+            known = [each for each in requests.values() if each.digest or each.measured]
+            decided = plan.decide(node, known, pinned, section.concurrency, now)
+            bases = frozenset(ref for ref, each in requests.items() if each.by != "retained")
+            shared = await asyncio.to_thread(reuse.of_images, inventory, shapes, bases)
+            self.snapshot = Snapshot(
+                *(inventory, requests, tuple(pinned), shapes, decided, node, shared, now)
+            )
+            await self._act(self.snapshot)
+
+    async def _keep_notes(self, inventory: base.Inventory, requests: Mapping[str, Request]) -> None:
+        """Note what the settings dropped just now, and end the notes that say nothing any more."""
+        for note in desired.stale_notes(inventory, requests):
+            await self.runtime.end(note)
+        for ref in desired.newly_dropped(inventory, requests):
+            await self.note(ref, "policy", "dropped")
+            log.warning("the settings dropped an image", image=ref, why=requests[ref].dropped_text)
+
+    async def _measured(
+        self,
+        request: Request,
+        inventory: base.Inventory,
+        shapes: Mapping[str, manifest.Shape],
+        node: plan.Node,
+    ) -> Request:
+        """The request with what it costs here and now; ``node`` is as it was a cycle ago."""
+        lookup = self.resolver.of(request.ref)
+        here = inventory.digest_of(request.ref)
+        looked_up = lookup.shape if lookup is not None else None
+        shape = looked_up or shapes.get(here)
+        unconfirmed = self._moved_here(request.ref, here, looked_up) and here in shapes
+        if unconfirmed:
+            shape = shapes[here]
+        last_used = inventory.last_used.get(here, 0.0)
+        running = request.ref in self.running
+        failed = self.failures.get(request.ref)
+        served = bool(inventory.served(request.ref)) and (failed is None or not failed.spoils(here))
+        if shape is None:
+            self._check_pulled(request.ref, served, "does not list it")
+        if shape is None and not served and lookup is not None and lookup.leaves_it_to_the_runtime:
+            blocked = "" if running else self._hurdle(request, "", lookup, inventory)
+            return desired.untold(request, self.section.unknown_image, running, blocked)
+        if shape is None:
+            digest = here if served else ""
+            return dataclasses.replace(request, digest=digest, last_used=last_used, present=served)
+        digest = shape.top.digest
+        doubted = self.durability.doubted(shape)
+        spoilt = failed is not None and failed.spoils(digest)
+        listed = inventory.has(request.ref, digest) and not spoilt
+        present = listed and estimate.is_here(shape, inventory) and not doubted
+        if not doubted:
+            why = "some of its layers or documents are not there" if listed else "does not list it"
+            self._check_pulled(request.ref, present, why)
+        usages = await self.local.usages(shape, inventory)
+        cost = estimate.cost(shape, inventory, self.resolver.unpacked(shape) | usages)
+        parts = cost.parts
+        if present:
+            parts = await self.local.parts(shape, inventory)
+        costed = dataclasses.replace(request, fetch=cost.fetch)
+        known = "" if lookup is None or lookup.shape is None else digest
+        self.turns.measured(request.ref, known, cost.fetch, present, time.time())
+        blocked = ""
+        if not present and not running:
+            blocked = self._hurdle(costed, digest, lookup, inventory)
+            blocked = durability.REASON if doubted else blocked
+            budget = node.pin_budget - self.snapshot.decided.pinned_bytes
+            tight = estimate.is_tight(cost, node.room, budget)
+            if not blocked and tight and not self.resolver.measure(request.ref, self.section):
+                blocked = "the registry is asked for the sizes of its layers"
+        return dataclasses.replace(
+            request,
+            digest=digest,
+            last_used=last_used,
+            present=present,
+            unconfirmed=unconfirmed,
+            measured=True,
+            fetch=0 if present else cost.fetch,
+            remote=estimate.remote_bytes(shape, inventory) if present else 0,
+            unpack=0 if present else cost.unpack,
+            parts=parts,
+            running=running,
+            blocked=blocked,
+        )
+
+    def _check_pulled(self, ref: str, present: bool, why: str) -> None:
+        """A pull that ended well and brought no image waits like one that failed: else the next
+        would follow at once, for ever."""
+        known = self.failures.get(ref)
+        if present:
+            self._pulled.pop(ref, None)
+            if known is not None and known.kind is Kind.INCOMPLETE:
+                del self.failures[ref]
+        elif ref not in self.running and self._pulled.get(ref, math.inf) < self._looked:
+            del self._pulled[ref]
+            attempts = known.attempts + 1 if known is not None else 1
+            error = PullError(
+                ref, Kind.INCOMPLETE, f"the runtime says that it pulled it, but {why}"
+            )
+            log.warning("pull brought no image", image=ref, error=str(error))
+            self._failed(ref, error, attempts, self.resolver.digest(ref))
+            self._wake_for_retry(ref)
+
+    def _moved_here(self, ref: str, here: str, shape: manifest.Shape | None) -> bool:
+        """Whether the node's digest of a tag is newer than the registry's answer. Asks again."""
+        lookup = self.resolver.of(ref)
+        other = shape is not None and here != shape.top.digest
+        if self._tags.saw(ref, here, time.time()) and here and other:
+            log.info("tag moved on the node", image=ref, digest=here)
+            self.resolver.again(ref)
+            self.wake()
+        answered = lookup.at if lookup is not None else 0.0
+        return bool(here) and other and self._tags.is_newer(ref, answered)
+
+    def _hurdle(
+        self,
+        request: Request,
+        digest: str,
+        lookup: resolver.Lookup | None,
+        inventory: base.Inventory,
+    ) -> str:
+        now, ref = time.time(), request.ref
+        if ref in self._pulled:
+            return "it was pulled just now; the next look at the runtime tells what came of it"
+        facts = hurdle.Facts(
+            request,
+            digest,
+            lookup,
+            pull_at=self.turns.pull_at(ref, now, begun=bool(inventory.held("pull", ref))),
+            failed=self.turns.standing(ref, self.failures.get(ref)),
+            pins=tuple(p for p in inventory.held("pin", ref) if self.healer.restores(p, ref)),
+            limited=self.section.bytes_per_second is not None,
+        )
+        return hurdle.reason(facts, now)
+
+    # --- acting -----------------------------------------------------------------------------------
+
+    async def _act(self, seen: Snapshot) -> None:
+        holds = {hold.id: hold for hold in seen.inventory.holds}
+        for release in seen.decided.releases:
+            log.info("pin released", image=release.ref, why=release.text)
+            if release.reason is plan.Reason.EXPIRED:
+                await self._note_expired(holds.values(), holds[release.hold])
+            await self.release(holds[release.hold])
+        for retained in seen.decided.retained:
+            await self.runtime.begin(pins.as_retained(self.section, holds[retained]))
+        for ref in seen.decided.pins:
+            await self._pin_present(seen.requests[ref], seen.inventory)
+        for ref in list(self.running) if seen.decided.pause else ():
+            log.warning("pull paused", image=ref, why=seen.decided.pause)
+            await self.halt(ref)
+        for ref in seen.decided.pulls:
+            self._start(seen.requests[ref])
+        await self._end_unrequested_pulls(seen)
+        if seen.decided.pause and seen.decided.releases:
+            # Garbage of unpinned images does not suffice: give back half-fetched images too.
+            await self._give_back(seen.inventory)
+
+    async def _give_back(self, inventory: base.Inventory) -> None:
+        for hold in inventory.held("pull"):
+            await self.runtime.end(hold)
+            if hold.by == "operator":  # the request stays, to be done once there is room
+                await self.runtime.begin(hold)
+
+    async def _end_unrequested_pulls(self, seen: Snapshot) -> None:
+        """End the holds of pulls that nobody requests any more, or that are finished."""
+        for hold in seen.inventory.held("pull"):
+            if hold.ref in self.running:
+                continue
+            request = seen.requests.get(hold.ref)
+            pinned = bool(seen.inventory.held("pin", hold.ref))
+            if request is None or request.is_ended(seen.at) or (request.present and pinned):
+                await self.runtime.end(hold)
+            elif request.present and not request.pins:
+                if request.by == "policy":
+                    await self.note(request.ref, "policy", "done")
+                await self.runtime.end(hold)
+
+    async def note(self, ref: str, by: base.By, state: str) -> None:
+        await self.runtime.begin(base.Hold(id="", role="note", ref=ref, by=by, state=state))
+
+    async def _note_expired(self, holds: Iterable[base.Hold], pin: base.Hold) -> None:
+        """Before the pin goes: without the note the next cycle would pin the image again."""
+        note = base.Hold(
+            *("", "note", pin.ref, "policy", pin.target), state="expired", created=time.time()
+        )
+        for old in holds:
+            if (old.role, old.ref, old.state) == (note.role, note.ref, note.state):
+                await self.runtime.end(old)
+        await self.runtime.begin(note)
+
+    async def release(self, hold: base.Hold) -> None:
+        self.healer.forget(hold)
+        await self.runtime.unpin(hold)
+
+    async def _pin_present(self, request: Request, inventory: base.Inventory) -> None:
+        target = inventory.target_of(request.ref)
+        if target is None:
+            return
+        hold = base.Hold(*("", "pin", request.ref, request.by, target), keep=request.keep)
+        self.healer.remember(await self.runtime.pin(hold))
+        log.info("image pinned", image=request.ref, by=request.by)
+        self.wake()
+
+    def _start(self, request: Request) -> None:
+        lookup = self.resolver.of(request.ref)
+        assert lookup is not None
+        puller = pull.Puller(
+            *(self.runtime, self.client, self.limit, self._writers, self.section, request, lookup),
+            lambda fresh: self.resolver.logins(lookup.ref, self.section, fresh=fresh),
+        )
+        task = asyncio.create_task(self._run(request, puller), name=f"pull {request.ref}")
+        self.running[request.ref] = pull.Running(puller.progress, task)
+        log.info("pull started", image=request.ref, bytes=puller.progress.bytes_total)
+
+    async def _run(self, request: Request, puller: pull.Puller) -> None:
+        ref = request.ref
+        try:
+            pin = await puller.run()
+            if pin is not None:
+                self.healer.remember(pin)
+            elif request.by == "policy":
+                with contextlib.suppress(base.RuntimeCallError):
+                    await self.note(ref, "policy", "done")
+            known = self.failures.get(ref)
+            if known is not None and known.kind is not Kind.INCOMPLETE:  # that is not known yet
+                del self.failures[ref]
+            self._pulled[ref] = time.monotonic()
+            self.turns.answered(ref, time.time())
+            self.totals.pulls += 1
+            log.info("pull done", image=ref, fetched=puller.fetched, pinned=pin is not None)
+        except PullError as error:
+            known = self.failures.get(ref)
+            # Waits grow while nothing comes; a registry that breaks off brings something each time.
+            moved = error.kind is Kind.NETWORK and puller.moved
+            attempts = 1 if known is None or moved else known.attempts + 1
+            self._failed(ref, error, attempts, puller.digest)
+            log.warning("pull failed", image=ref, kind=str(error.kind), error=str(error))
+            if error.kind in (Kind.NOT_FOUND, Kind.AUTH):
+                self.resolver.probe(ref)  # the tag or the login may have changed
+            elif error.kind is Kind.NETWORK and self.failures[ref].attempts >= PROBED_AFTER:
+                self.resolver.probe(ref)
+        except Exception as error:  # a bug must not become a loop of pulls
+            log.exception("pull failed unexpectedly", image=ref)
+            text = f"{type(error).__name__}, see the agent's log"
+            self._failed(ref, PullError(ref, Kind.BAD_IMAGE, text, final=True), 1, puller.digest)
+        finally:
+            self.totals.fetched_bytes += puller.fetched
+            self.running.pop(ref, None)
+            self._wake_for_retry(ref)
+            self.wake()
+
+    def _failed(self, ref: str, error: PullError, attempts: int, digest: str) -> None:
+        found = self.turns.failed(ref, error, attempts, time.time(), pull=True)
+        self.failures[ref] = dataclasses.replace(found, digest=digest)
+        self.totals.failed[error.kind.value] += 1
+
+    def _wake_for_retry(self, ref: str) -> None:
+        """Wake the loop for a retry that is due before the next cycle."""
+        failed = self.failures.get(ref)
+        if failed is not None and failed.retry_at is not None:
+            wait = failed.retry_at - time.time()
+            if 0 < wait < CYCLE_SECONDS:
+                asyncio.get_running_loop().call_later(wait + 0.01, self.wake)
+
+    async def halt(self, ref: str) -> None:
+        """Cancel a running pull; its hold keeps the bytes."""
+        running = self.running.get(ref)
+        if running is not None:
+            running.task.cancel()
+            await asyncio.gather(running.task, return_exceptions=True)

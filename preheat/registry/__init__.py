@@ -1,0 +1,1 @@
+"""What registries say, how they are asked, and when."""

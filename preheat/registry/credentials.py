@@ -1,0 +1,400 @@
+"""Logins for registries: docker's files and programs, and the kubelet's credential plugins.
+
+Secrets are read at each use and kept no longer than a plugin allows. They appear in no log, no
+exception and no argument list (a program gets its question on stdin). A source that cannot be used
+is told with the answer: only an image that needs it fails.
+"""
+
+import asyncio
+import collections
+import json
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cachetools import TLRUCache
+
+import kit.child
+import kit.errors
+import kit.files
+import kit.processes
+import kit.slips
+from kube import client
+from preheat import settings
+from preheat.image import hub, manifest
+from preheat.registry import account, keyring
+from preheat.registry.failure import Kind, PullError
+from preheat.registry.keyring import Keys
+from preheat.runtimes import base
+
+LARGEST_ANSWER = 1024**2
+FILE_SECONDS = 10.0  # to read a file of logins
+MOST_CACHED = 256
+MOST_TRIED = 8  # logins for one image
+ResultT = TypeVar("ResultT")
+_REQUEST_KIND = "CredentialProviderRequest"
+_NOT_FOUND = b"credentials not found"  # a helper that has none says this and ends with status 1
+
+
+class CredentialError(kit.errors.AgentError):
+    """A source of credentials that cannot be used."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One plugin of the kubelet's CredentialProviderConfig."""
+
+    name: str
+    api_version: str
+    matches: tuple[str, ...]  # keys
+    arguments: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+    cache_seconds: float
+    token: account.TokenAttributes | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Found:
+    """The logins to try for an image, in order; and what kept us from finding more."""
+
+    logins: tuple[base.Login, ...] = ()
+    troubles: tuple[str, ...] = ()
+
+
+def read_providers(data: bytes) -> tuple[Provider, ...]:
+    """The plugins in a CredentialProviderConfig. Raises ValueError."""
+    content = kit.slips.load_yaml(data)
+    listed = content.get("providers") if isinstance(content, dict) else None
+    if not isinstance(listed, list):
+        raise ValueError("it has no 'providers'")
+    found = []
+    for entry in listed:
+        name = str(entry.get("name", ""))
+        if not _is_file_name(name):
+            raise ValueError(f"provider {name!r} is not a file name")
+        environment = tuple((str(e["name"]), str(e["value"])) for e in entry.get("env") or [])
+        found.append(
+            Provider(
+                name=name,
+                api_version=str(entry.get("apiVersion", "")),
+                matches=tuple(keyring.key_of(str(e)) for e in entry.get("matchImages") or []),
+                arguments=tuple(str(each) for each in entry.get("args") or []),
+                environment=environment,
+                cache_seconds=_go_duration(str(entry.get("defaultCacheDuration", "0"))),
+                token=_token_attributes(name, entry.get("tokenAttributes")),
+            )
+        )
+    return tuple(found)
+
+
+def _token_attributes(name: str, value: Any) -> account.TokenAttributes | None:
+    if value is None:
+        return None
+    audience, kind = value.get("serviceAccountTokenAudience"), value.get("cacheType")
+    if not audience or kind not in ("ServiceAccount", "Token"):
+        raise ValueError(f"provider {name!r}: its tokenAttributes lack an audience or a cacheType")
+    return account.TokenAttributes(
+        audience=str(audience),
+        required=value.get("requireServiceAccount") is not False,
+        per_token=kind == "Token",
+        required_annotations=_keys(value, "required"),
+        optional_annotations=_keys(value, "optional"),
+    )
+
+
+def _keys(value: dict[str, Any], which: str) -> tuple[str, ...]:
+    return tuple(str(e) for e in value.get(f"{which}ServiceAccountAnnotationKeys") or [])
+
+
+def _is_file_name(text: str) -> bool:
+    return text not in ("", ".", "..") and "/" not in text and text == text.strip()
+
+
+def _go_duration(text: str) -> float:
+    """Seconds of Go's ``12h`` or ``1h30m0s``; an unknown unit counts 0."""
+    units = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+    parts = re.findall(r"(\d+(?:\.\d*)?)([^\d.]+)", text)
+    return sum(float(number) * units.get(unit, 0.0) for number, unit in parts)
+
+
+def _cached_as(provider: Provider, where: settings.CredentialSettings) -> str:
+    """An answer for one account's token is not another's."""
+    asked = where.service_account if provider.token is not None else None
+    return f"{provider.name} {asked.namespace}/{asked.name}" if asked else provider.name
+
+
+@dataclass(frozen=True, repr=False)
+class _Answer:
+    seconds: float
+    keys: Keys
+
+
+async def attempt(
+    find: Callable[[bool], Awaitable[Found]],
+    ask: Callable[[base.Login | None], Awaitable[ResultT]],
+) -> tuple[ResultT, base.Login | None]:
+    """Ask with each login, then without one: the first answer, and the login that got it.
+
+    When none of the logins is good, plugins are asked for new ones: theirs may have expired since,
+    in the middle of a pull too. Raises the PullError of the login that fits best.
+    """
+    tried: list[base.Login | None] = []
+    first: PullError | None = None
+    for fresh in (False, True):
+        found = await find(fresh)
+        for login in (*found.logins[:MOST_TRIED], None):
+            if login in tried:
+                continue
+            tried.append(login)
+            try:
+                return await ask(login), login
+            except PullError as error:
+                if error.kind not in (Kind.AUTH, Kind.NOT_FOUND):
+                    raise
+                first = first or error
+        if len(tried) == 1:
+            break  # there is nothing that could have expired
+    assert first is not None
+    if found.troubles:
+        cause = first.cause.removeprefix(f"{first.kind}: ")
+        raise PullError(first.thing, first.kind, "; ".join([cause, *found.troubles])) from first
+    raise first
+
+
+class Credentials:
+    """Finds the logins for an image."""
+
+    def __init__(self) -> None:
+        # Answers of plugins by name and what they are good for, each for as long as it says.
+        self._cache: TLRUCache[tuple[str, str], _Answer] = TLRUCache(
+            MOST_CACHED, ttu=lambda _, answer, now: now + answer.seconds, timer=time.monotonic
+        )
+        # One question at a time to each plugin: its answer may serve the next image.
+        self._asking: dict[str, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
+
+    async def find(
+        self,
+        ref: manifest.Reference,
+        where: settings.CredentialSettings,
+        *,
+        fresh: bool = False,
+    ) -> Found:
+        """What all sources have for ``ref``: files, their programs, then the kubelet's plugins.
+
+        ``fresh``: ask plugins again whose answers are kept; they may have been withdrawn.
+        """
+        sources: list[Keys] = []
+        troubles: list[str] = []
+        helped: list[base.Login] = []
+        for file in where.docker_configs:
+            try:
+                keys = await self._docker_config(file)
+                troubles += [f"{file}: {why}" for why in keyring.troubles(keys, ref)]
+                sources.append(keys)
+                login = await self._helped(file, keys.helper(ref), ref, where)
+                helped += [login] if login is not None else []
+            except CredentialError as error:
+                troubles.append(str(error))
+        plugged = []
+        try:
+            providers = await self._providers(where)
+        except CredentialError as error:
+            providers = ()
+            troubles.append(str(error))
+        for provider in providers:
+            if any(keyring.matches(each, ref) for each in provider.matches):
+                try:
+                    plugged.append(await self._plugged(provider, ref, where, fresh))
+                except CredentialError as error:
+                    troubles.append(str(error))
+        found = [*keyring.logins(sources, ref), *helped, *keyring.logins(plugged, ref)]
+        return Found(tuple(dict.fromkeys(found)), tuple(troubles))
+
+    # --- docker -----------------------------------------------------------------------------------
+
+    async def _docker_config(self, file: Path) -> Keys:
+        try:
+            return keyring.from_docker_config(await self._file(file))
+        except ValueError as error:
+            raise self._unusable(file, str(error)) from None
+
+    async def _helped(
+        self,
+        file: Path,
+        name: str,
+        ref: manifest.Reference,
+        where: settings.CredentialSettings,
+    ) -> base.Login | None:
+        """What the program has that the file names for this registry."""
+        if not name:
+            return None
+        program = f"docker-credential-{name}"
+        if where.helper_dir is None or not _is_file_name(program):
+            why = f"it names {program}, which preheat.credentials.helper_dir does not have"
+            raise self._unusable(file, why)
+        server = hub.LOGIN_KEY if ref.host in hub.HOSTS else ref.host
+        ended = await self._run(where.helper_dir / program, ["get"], server.encode(), where)
+        if ended.code != 0:
+            if _NOT_FOUND in ended.out:
+                return None
+            raise self._failed(program, f"it ended with status {ended.code}")
+        try:
+            return keyring.from_helper(ended.out)
+        except ValueError as error:
+            raise self._failed(program, str(error)) from None
+
+    # --- the kubelet's plugins --------------------------------------------------------------------
+
+    async def _providers(self, where: settings.CredentialSettings) -> tuple[Provider, ...]:
+        if where.provider_config is None or where.provider_dir is None:
+            return ()
+        try:
+            return read_providers(await self._file(where.provider_config))
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            raise self._unusable(where.provider_config, str(error)[:200]) from None
+
+    async def _plugged(
+        self,
+        provider: Provider,
+        ref: manifest.Reference,
+        where: settings.CredentialSettings,
+        fresh: bool,
+    ) -> Keys:
+        # By cacheKeyType: good for the image, its registry, or everything.
+        scopes = {"Image": ref.repository, "Registry": ref.host, "Global": ""}
+        name = _cached_as(provider, where)
+        async with self._asking[provider.name]:
+            for scope in scopes.values():
+                known = self._cache.get((name, scope))
+                if known is not None:
+                    if not fresh:
+                        return known.keys
+                    del self._cache[name, scope]
+            return await self._ask(provider, ref, where, scopes)
+
+    async def _ask(
+        self,
+        provider: Provider,
+        ref: manifest.Reference,
+        where: settings.CredentialSettings,
+        scopes: dict[str, str],
+    ) -> Keys:
+        assert where.provider_dir is not None
+        image = ref.repository  # without tag, as the kubelet asks
+        question: dict[str, Any] = {
+            "kind": _REQUEST_KIND,
+            "apiVersion": provider.api_version,
+            "image": image,
+        }
+        given = await self._grant(provider, where)
+        if given.token:
+            question["serviceAccountToken"] = given.token
+            question["serviceAccountAnnotations"] = dict(given.annotations)
+        program, data = where.provider_dir / provider.name, json.dumps(question).encode()
+        environment = dict(provider.environment)
+        ended = await self._run(program, provider.arguments, data, where, environment)
+        if ended.code != 0:
+            raise self._failed(provider.name, f"it ended with status {ended.code}")
+        answer = self._checked(provider, ended.out)
+        auth = answer.get("auth") or {}
+        kept = str(answer.get("cacheKeyType", ""))
+        if not isinstance(auth, dict) or kept not in scopes:
+            raise self._failed(provider.name, f"its answer has the cacheKeyType {kept[:40]!r}")
+        keys = keyring.from_auths(auth)
+        per_token = provider.token is not None and provider.token.per_token
+        echoed = any(login.password == given.token for _, login in keys.entries)
+        if given.token and echoed and not per_token:
+            # As the kubelet: kept for other images, the token would outlive what it is for.
+            raise self._failed(
+                provider.name, "it gives the token itself; its cacheType is not Token"
+            )
+        duration = answer.get("cacheDuration")
+        seconds = provider.cache_seconds if duration is None else _go_duration(str(duration))
+        if seconds > 0 and not (given.token and per_token):  # each question has a token of its own
+            self._cache[_cached_as(provider, where), scopes[kept]] = _Answer(seconds, keys)
+        return keys
+
+    async def _grant(self, provider: Provider, where: settings.CredentialSettings) -> account.Grant:
+        """The token that the provider wants. Raises CredentialError where it must not be asked."""
+        if provider.token is None:
+            return account.Grant()
+        if where.service_account is None:
+            if not provider.token.required:
+                return account.Grant()
+            raise CredentialError(
+                f"credential provider {provider.name}",
+                "was passed over: it wants the token of a service account (tokenAttributes)",
+                "name an account in preheat.credentials.service_account",
+            )
+        try:
+            return await account.grant(where.service_account, provider.token)
+        except (client.KubeError, account.MissingAnnotationError) as error:
+            raise CredentialError(
+                f"credential provider {provider.name}",
+                f"was passed over: no token for it ({error})",
+                "let the agent create serviceaccounts/token of that account (docs/preheat.md)",
+            ) from error
+
+    def _checked(self, provider: Provider, data: bytes) -> dict[str, Any]:
+        try:
+            answer = json.loads(data)
+        except (ValueError, RecursionError):
+            raise self._failed(provider.name, "its answer is not JSON") from None
+        if not isinstance(answer, dict):
+            raise self._failed(provider.name, "its answer is not a JSON object")
+        if answer.get("kind") != "CredentialProviderResponse":
+            why = "its answer is not a CredentialProviderResponse"
+            raise self._failed(provider.name, why)
+        return answer
+
+    # --- files and programs -----------------------------------------------------------------------
+
+    @staticmethod
+    def _unusable(file: Path, why: str) -> CredentialError:
+        return CredentialError(
+            str(file), f"cannot be used ({why})", "correct it (preheat.credentials)"
+        )
+
+    @staticmethod
+    def _failed(name: str, why: str) -> CredentialError:
+        remedy = "run it yourself with the same question"
+        return CredentialError(f"credential provider {name}", why, remedy)
+
+    async def _file(self, file: Path) -> bytes:
+        try:
+            return await kit.child.read_small(file, kit.files.LARGEST_SMALL, FILE_SECONDS)
+        except OSError as error:
+            raise self._unusable(file, error.strerror or str(error)) from None
+        except kit.processes.DeadlineError as error:
+            raise self._unusable(file, error.cause) from None
+        except RuntimeError as error:
+            raise self._unusable(file, f"a helper process failed: {error}") from None
+
+    async def _run(
+        self,
+        program: Path,
+        arguments: list[str] | tuple[str, ...],
+        question: bytes,
+        where: settings.CredentialSettings,
+        environment: dict[str, str] | None = None,
+    ) -> kit.processes.Ended:
+        """Ask a program; at the deadline it is killed with its children."""
+        try:
+            return await kit.processes.run(
+                [str(program), *arguments],
+                about=f"credential provider {program.name}",
+                deadline=where.provider_timeout,
+                input=question,
+                environment={**os.environ, **(environment or {})},
+                largest=LARGEST_ANSWER,
+            )
+        except OSError as error:
+            raise self._failed(program.name, error.strerror or str(error)) from None
+        except kit.processes.DeadlineError as error:
+            raise self._failed(program.name, error.cause) from None

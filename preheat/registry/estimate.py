@@ -1,0 +1,272 @@
+"""What an image costs: bytes to fetch, bytes on disk, and what of it the node has already.
+
+A layer must be fetched when the node has neither its blob nor its unpacked snapshot; that is exact.
+What a layer takes unpacked is guessed from its packed size. Where that guess could decide what
+fits, it is read from the registry in one small request: the last four bytes of a gzip layer (its
+length modulo 2^32) or the head of a zstd layer.
+
+``parts`` of an image are everything that it keeps on disk, by key, in bytes. Images that share a
+layer share its key, so a union of parts counts the layer once.
+"""
+
+import struct
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import structlog
+from cachetools import LRUCache
+
+from preheat.image import manifest
+from preheat.runtimes import base, containerd
+
+log = structlog.get_logger("preheat")
+
+# A guess for layers that do not say: how framework images compress, on the large side.
+GUESSED_RATIO = 3
+_WRAP = 1 << 32
+MOST_SHAPES = 1024
+MOST_USAGES = 16384
+
+Span = Callable[[str, int, int], Awaitable[bytes]]  # digest, first byte, last byte
+
+
+@dataclass(frozen=True)
+class Cost:
+    """In bytes. A pull needs ``fetch`` and ``unpack``: it keeps the blobs until it is pinned."""
+
+    fetch: int
+    unpack: int
+    parts: Mapping[str, int]
+
+
+def _content_key(digest: str) -> str:
+    return f"c {digest}"
+
+
+def _snapshot_key(chain_id: str) -> str:
+    return f"s {chain_id}"
+
+
+def unpacked_bytes(parts: Mapping[str, int]) -> int:
+    """What the unpacked layers among ``parts`` take."""
+    return sum(size for key, size in parts.items() if key.startswith("s "))
+
+
+def is_tight(cost: Cost, room: int, budget: int) -> bool:
+    """Whether a better guess than ``GUESSED_RATIO`` might change what fits into ``room`` bytes of
+    disk and ``budget`` bytes of pins. Frameworks compress by less than four times the guess."""
+    return 4 * (cost.fetch + cost.unpack) > room or 4 * sum(cost.parts.values()) > budget
+
+
+def union(many: Iterable[Mapping[str, int]]) -> int:
+    """Bytes of all parts together, shared ones once."""
+    together: dict[str, int] = {}
+    for parts in many:
+        together |= parts
+    return sum(together.values())
+
+
+def is_here(shape: manifest.Shape, inventory: base.Inventory) -> bool:
+    """Whether the node has every layer and the documents that lead to them.
+
+    A layer that is not unpacked but whose blob is there is unpacked when a container starts.
+    """
+    return not missing(shape, inventory) and all(
+        digest in inventory.content for digest, _ in shape.documents
+    )
+
+
+def remote_bytes(shape: manifest.Shape, inventory: base.Inventory) -> int:
+    """Packed bytes of the layers that are mounted from the registry, not fetched."""
+    layers = {each.digest: each for each in shape.layers if each.chain_id in inventory.remote}
+    return sum(layer.size for layer in layers.values())
+
+
+def missing(shape: manifest.Shape, inventory: base.Inventory) -> tuple[manifest.Layer, ...]:
+    """Layers that must be fetched, each blob once."""
+    found: dict[str, manifest.Layer] = {}
+    for layer in shape.layers:
+        if layer.digest not in inventory.content and layer.chain_id not in inventory.snapshots:
+            found[layer.digest] = layer
+    return tuple(found.values())
+
+
+def cost(shape: manifest.Shape, inventory: base.Inventory, unpacked: Mapping[str, int]) -> Cost:
+    """``unpacked``: bytes by chain id, for layers of which that is known.
+
+    Bytes of half-fetched layers need not be fetched: the pull continues behind them.
+    """
+    fetch = sum(size for digest, size in shape.documents if digest not in inventory.content)
+    parts = {_content_key(digest): size for digest, size in shape.documents}
+    for layer in missing(shape, inventory):
+        begun = inventory.ingests.get(layer.digest, base.Ingest()).offset
+        fetch += max(0, layer.size - begun)
+        parts[_content_key(layer.digest)] = layer.size
+    unpack = 0
+    for layer in shape.layers:
+        size = unpacked.get(layer.chain_id, layer.size * GUESSED_RATIO)
+        parts[_snapshot_key(layer.chain_id)] = size
+        if layer.digest in inventory.content:
+            parts[_content_key(layer.digest)] = layer.size
+        if layer.chain_id not in inventory.snapshots:
+            unpack += size
+    return Cost(fetch, unpack, parts)
+
+
+# --- unpacked sizes -------------------------------------------------------------------------------
+
+
+async def unpacked_size(layer: manifest.Layer, span: Span) -> int:
+    """Bytes of the layer's tar, by at most one small request."""
+    guess = layer.size * GUESSED_RATIO
+    if layer.media_type.endswith("tar"):
+        return layer.size
+    if layer.media_type.endswith("zstd"):
+        size = zstd_size(await span(layer.digest, 0, min(17, layer.size - 1)))
+        return guess if size is None else size
+    if layer.size < 18:
+        return guess
+    tail = await span(layer.digest, layer.size - 4, layer.size - 1)
+    return gzip_size(struct.unpack("<I", tail)[0], layer.size) if len(tail) == 4 else guess
+
+
+def gzip_size(modulo: int, packed: int) -> int:
+    """The unpacked size, from its value modulo 2^32.
+
+    Deflate grows data by less than a thousandth. A smaller value means a length that wrapped (a
+    large layer) or a file of several gzip members, whose last length says nothing.
+    """
+    least = packed - packed // 500 - 64
+    if packed < 1 << 30:
+        return modulo if modulo >= least else packed * GUESSED_RATIO
+    fitting = [modulo + k * _WRAP for k in range(packed * 8 // _WRAP + 2)]
+    return min((size for size in fitting if size >= least), key=lambda size: abs(size - 2 * packed))
+
+
+def zstd_size(head: bytes) -> int | None:
+    """Frame_Content_Size of a zstd frame (RFC 8878, 3.1.1.1); None when the frame has none."""
+    if len(head) < 6 or head[:4] != b"\x28\xb5\x2f\xfd":
+        return None
+    descriptor = head[4]
+    flag, single = descriptor >> 6, descriptor >> 5 & 1
+    width = (1 if single else 0, 2, 4, 8)[flag]
+    start = 5 + (0 if single else 1) + (0, 1, 2, 4)[descriptor & 3]
+    if width == 0 or len(head) < start + width:
+        return None
+    size = int.from_bytes(head[start : start + width], "little")
+    return size + 256 if width == 2 else size
+
+
+# --- what the node has ----------------------------------------------------------------------------
+
+
+class _MissingError(Exception):
+    """The store lacks a document: it may arrive later."""
+
+
+class LocalImages:
+    """What the images on the node consist of and take, read from the runtime's store.
+
+    The shape of a digest and the size of a snapshot never change, so each is read once.
+    """
+
+    def __init__(self, runtime: containerd.Containerd) -> None:
+        self._runtime = runtime
+        self._shapes: LRUCache[tuple[str, str], manifest.Shape] = LRUCache(MOST_SHAPES)
+        self._usages: LRUCache[str, int] = LRUCache(MOST_USAGES)
+        self._bad: LRUCache[tuple[str, str], bool] = LRUCache(MOST_SHAPES)  # not images
+
+    async def shape(
+        self, target: manifest.Target, inventory: base.Inventory, platform: str
+    ) -> manifest.Shape | None:
+        """None when the store lacks one of its documents, or it is not a container image.
+
+        Anybody's image may be on the node, so what is wrong with one must not stop the others: only
+        a runtime that is gone or too slow raises.
+        """
+        key = target.digest, platform
+        known = self._shapes.get(key)
+        if known is not None:
+            return known
+        if target.digest not in inventory.content or key in self._bad:
+            return None
+
+        async def read(digest: str) -> bytes:
+            size = inventory.content.get(digest)
+            if size is None:
+                raise _MissingError(digest)
+            if size > manifest.LARGEST_DOCUMENT:
+                raise manifest.BadImageError(f"{digest} has {size} bytes: no document is so large")
+            return await self._runtime.read(digest)
+
+        try:
+            found = await manifest.shape(target, read, platform)
+        except _MissingError:
+            return None
+        except manifest.BadImageError as error:
+            self._bad[key] = True
+            log.warning("image is left alone", digest=target.digest, why=str(error))
+            return None
+        except (base.RuntimeGoneError, base.RuntimeSlowError):
+            raise
+        except base.RuntimeCallError as error:
+            if error.code != "NOT_FOUND":
+                log.warning("image cannot be read", digest=target.digest, error=str(error))
+            return None
+        self._shapes[key] = found
+        return found
+
+    async def shapes(self, inventory: base.Inventory, platform: str) -> dict[str, manifest.Shape]:
+        """The shapes of all images and pins, by top digest."""
+        found: dict[str, manifest.Shape] = {}
+        targets = [record.target for record in inventory.records]
+        targets += [hold.target for hold in inventory.holds if hold.target is not None]
+        for target in targets:
+            if target.digest not in found:
+                shape = await self.shape(target, inventory, platform)
+                if shape is not None:
+                    found[target.digest] = shape
+        return found
+
+    async def usages(self, shape: manifest.Shape, inventory: base.Inventory) -> dict[str, int]:
+        """Bytes on disk of the snapshots that exist, by chain id."""
+        found = {}
+        for layer in shape.layers:
+            if layer.chain_id not in inventory.snapshots:
+                continue
+            size = self._usages.get(layer.chain_id)
+            if size is None:
+                try:
+                    size = await self._runtime.usage(layer.chain_id)
+                except base.RuntimeCallError as error:
+                    if error.code != "NOT_FOUND":
+                        raise
+                    continue
+                self._usages[layer.chain_id] = size
+            found[layer.chain_id] = size
+        return found
+
+    async def parts(self, shape: manifest.Shape, inventory: base.Inventory) -> dict[str, int]:
+        """What the image keeps on disk now."""
+        digests = [digest for digest, _ in shape.documents]
+        digests += [layer.digest for layer in shape.layers]
+        parts = {
+            _content_key(digest): inventory.content[digest]
+            for digest in digests
+            if digest in inventory.content
+        }
+        for chain_id, size in (await self.usages(shape, inventory)).items():
+            parts[_snapshot_key(chain_id)] = size
+        return parts
+
+    async def freeable(
+        self,
+        shapes: Mapping[str, manifest.Shape],
+        inventory: base.Inventory,
+        pinned: list[Mapping[str, int]],
+    ) -> int:
+        """Bytes that garbage collection may take: of images neither pinned nor in use."""
+        every = [await self.parts(shape, inventory) for shape in shapes.values()]
+        used = [shape for shape in shapes.values() if shape.image_id in inventory.in_use]
+        kept = [*pinned, *[await self.parts(shape, inventory) for shape in used]]
+        return max(0, union(every) - union(kept))

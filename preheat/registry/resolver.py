@@ -1,0 +1,250 @@
+"""What the registry says about each requested image: digest, layers, sizes.
+
+Lookups run in the background. The plan never waits for a registry: it takes the latest answer. An
+answer is good for ``refresh``; after a failure the next lookup waits as its class says.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import structlog
+from cachetools import LRUCache
+
+import kit.errors
+from preheat import settings
+from preheat.image import manifest
+from preheat.registry import client as registry
+from preheat.registry import credentials, estimate, failure, schedule
+from preheat.registry.failure import Kind, PullError
+from preheat.runtimes import base
+
+log = structlog.get_logger("preheat")
+
+LOOKUPS_AT_ONCE = 4
+MOST_SIZES = 8192
+# After so many lookups in a row that found the registry away or busy the runtime tries.
+PATIENCE = 3
+
+
+@dataclass
+class Lookup:
+    """The latest answer for one reference. It has no login: secrets are read at each use."""
+
+    ref: manifest.Reference
+    shape: manifest.Shape | None = None
+    private: bool | None = None  # None: its own registry did not say
+    has_login: bool = False
+    mirrored: bool = False
+    measured: bool = False  # whether its layers' unpacked sizes were asked for
+    at: float = 0.0  # Unix time of the answer; 0 before the first
+    failed: failure.Failure | None = None
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def leaves_it_to_the_runtime(self) -> bool:
+        """Whether the runtime may try what our lookup could not. It is no gate: the runtime knows
+        more of registries. Only that there is no such image is believed at once; a registry that
+        is away is asked by lookups first, which cost it less."""
+        failed = self.failed
+        if self.shape is not None or failed is None or failed.final:
+            return False
+        passing = failed.kind in (Kind.NETWORK, Kind.BUSY)
+        return not passing or failed.attempts >= PATIENCE
+
+
+class Resolver:
+    """Holds one lookup for each requested reference."""
+
+    def __init__(
+        self,
+        client: registry.Registry,
+        logins: credentials.Credentials,
+        turns: schedule.Schedule,
+        changed: Callable[[], None],
+    ) -> None:
+        self._client = client
+        self._logins = logins
+        self._turns = turns
+        self._changed = changed
+        self._slots = asyncio.Semaphore(LOOKUPS_AT_ONCE)
+        self._lookups: dict[str, Lookup] = {}
+        self.failed = dict.fromkeys((kind.value for kind in Kind), 0)  # lookups by class
+        # Unpacked bytes of layers by their digest.
+        self._sizes: LRUCache[str, int] = LRUCache(MOST_SIZES)
+
+    def of(self, ref: str) -> Lookup | None:
+        return self._lookups.get(ref)
+
+    def digest(self, ref: str) -> str:
+        """The digest that it had at the latest look-up; empty: not known."""
+        lookup = self._lookups.get(ref)
+        return lookup.shape.top.digest if lookup is not None and lookup.shape is not None else ""
+
+    def request(self, refs: Collection[str], section: settings.PreheatSettings) -> None:
+        """Keep answers for exactly these references; start the lookups that are due."""
+        for gone in self._lookups.keys() - set(refs):
+            lookup = self._lookups.pop(gone)
+            if lookup.task is not None:
+                lookup.task.cancel()
+        now = time.time()
+        for ref in sorted(refs):
+            lookup = self._lookups.setdefault(ref, Lookup(manifest.parse(ref)))
+            if lookup.task is None and self.turn(lookup) <= now:
+                lookup.task = asyncio.create_task(self._run(lookup, section), name=f"look up {ref}")
+
+    def turn(self, lookup: Lookup) -> float:
+        """Unix time of its next look-up; infinite when there is none."""
+        fixed = lookup.ref.digest is not None and lookup.shape is not None
+        return self._turns.lookup_at(lookup.ref.text, lookup.at, fixed=fixed, failed=lookup.failed)
+
+    def again(self, ref: str) -> None:
+        """Forget the failure and look up when its turn comes: now, once it was looked up."""
+        lookup = self._lookups.get(ref)
+        if lookup is not None:
+            lookup.failed, lookup.at = None, 0.0
+
+    def probe(self, ref: str) -> None:
+        """Look up soon: after a failed pull this finds with less whether the registry is back."""
+        lookup = self._lookups.get(ref)
+        if lookup is not None and lookup.failed is None:
+            lookup.at = 0.0
+
+    async def close(self) -> None:
+        tasks = [each.task for each in self._lookups.values() if each.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, lookup: Lookup, section: settings.PreheatSettings) -> None:
+        try:
+            async with self._slots:
+                await self._ask(lookup, section)
+            if lookup.failed is not None:
+                log.info("image lookup works again", image=lookup.ref.text)
+            lookup.failed = None
+            lookup.at = time.time()
+            self._turns.answered(lookup.ref.text, lookup.at)
+        except PullError as error:
+            self._failed(lookup, error)
+        except kit.errors.AgentError as error:  # a credential source
+            self._failed(lookup, PullError(lookup.ref.text, Kind.AUTH, str(error)))
+        except Exception:  # a bug must not become a loop of requests
+            log.exception("image lookup failed unexpectedly", image=lookup.ref.text)
+            self._failed(lookup, PullError(lookup.ref.text, Kind.BAD_IMAGE, "see the agent's log"))
+        finally:
+            lookup.task = None
+            self._changed()
+
+    def _failed(self, lookup: Lookup, error: PullError) -> None:
+        self.failed[error.kind.value] += 1
+        old = lookup.failed
+        if old is None or old.message != str(error):
+            log.warning(
+                "image lookup failed", image=lookup.ref.text, kind=str(error.kind), error=str(error)
+            )
+        attempts = old.attempts + 1 if old is not None else 1
+        lookup.failed = self._turns.failed(lookup.ref.text, error, attempts, time.time())
+        if lookup.failed.retry_at is not None:
+            wait = lookup.failed.retry_at - time.time()
+            asyncio.get_running_loop().call_later(max(0.0, wait) + 0.01, self._changed)
+
+    async def _ask(self, lookup: Lookup, section: settings.PreheatSettings) -> None:
+        ref, text = lookup.ref, lookup.ref.text
+        old = lookup.shape.top.digest if lookup.shape is not None else ""
+        lookup.mirrored = True  # unless its hosts.toml says otherwise
+        found = await self.logins(ref, section)
+        lookup.has_login = bool(found.logins)
+        lookup.mirrored = await self._client.is_mirrored(ref)
+
+        async def find(fresh: bool) -> credentials.Found:
+            return await self.logins(ref, section, fresh=True) if fresh else found
+
+        target, login = await credentials.attempt(
+            find, lambda login: self._client.resolve(ref, login)
+        )
+        doubt = None
+        if lookup.private is None or target.digest != old:
+            shared = any(each.ref == text and each.share_private for each in section.images)
+            if not shared:
+                lookup.private, doubt = await self._is_private(lookup, login)
+        lookup.measured = lookup.measured and old == target.digest
+        shape = await self._client.shape(ref, target, section.platform, login)
+        await self._recall(shape)
+        lookup.shape = shape
+        if doubt is not None:
+            raise doubt  # so it is asked again soon
+
+    async def _is_private(
+        self, lookup: Lookup, login: base.Login | None
+    ) -> tuple[bool | None, PullError | None]:
+        """Whether ``lookup`` needs a login; the error when its registry does not say."""
+        if login is None and not lookup.mirrored:
+            return False, None  # its registry answered just now
+        try:
+            return not await self._client.is_public(lookup.ref), None
+        except PullError as error:
+            # Without a login no secret is used for it, as far as this node knows.
+            return None, error if lookup.has_login else None
+
+    async def logins(
+        self, ref: manifest.Reference, section: settings.PreheatSettings, *, fresh: bool = False
+    ) -> credentials.Found:
+        """What is there now to pull ``ref`` with."""
+        return await self._logins.find(ref, section.credentials, fresh=fresh)
+
+    # --- unpacked sizes ---------------------------------------------------------------------------
+
+    def measure(self, ref: str, section: settings.PreheatSettings) -> bool:
+        """Ask for the unpacked sizes of an image's layers; whether that was done before."""
+        lookup = self._lookups.get(ref)
+        if lookup is None or lookup.shape is None:
+            return False
+        unknown = [each for each in lookup.shape.layers if each.digest not in self._sizes]
+        if not lookup.measured and unknown and lookup.task is None:
+            lookup.task = asyncio.create_task(
+                self._measure(lookup, section, lookup.shape), name=f"measure {ref}"
+            )
+        return lookup.measured or not unknown
+
+    async def _measure(
+        self, lookup: Lookup, section: settings.PreheatSettings, shape: manifest.Shape
+    ) -> None:
+        """One small request for each layer. What fails leaves a guess, and is not asked again."""
+        try:
+            async with self._slots:
+                await credentials.attempt(
+                    lambda fresh: self.logins(lookup.ref, section, fresh=fresh),
+                    lambda login: self._sizes_of(lookup.ref, shape, login),
+                )
+        except (PullError, kit.errors.AgentError) as error:
+            log.info("unpacked sizes not learnt", image=lookup.ref.text, error=str(error))
+        finally:
+            lookup.task, lookup.measured = None, True
+            self._changed()
+
+    async def _sizes_of(
+        self, ref: manifest.Reference, shape: manifest.Shape, login: base.Login | None
+    ) -> None:
+        async def span(digest: str, first: int, last: int) -> bytes:
+            return await self._client.span(ref, digest, first, last, login)
+
+        for layer in shape.layers:
+            if layer.digest not in self._sizes:
+                size = await estimate.unpacked_size(layer, span)
+                self._sizes[layer.digest] = size
+                await self._client.documents.put_size(layer.digest, size)
+
+    async def _recall(self, shape: manifest.Shape) -> None:
+        """Take the sizes that an agent before this one was told."""
+        for layer in shape.layers:
+            if layer.digest not in self._sizes:
+                size = await self._client.documents.size(layer.digest)
+                if size is not None:
+                    self._sizes[layer.digest] = size
+
+    def unpacked(self, shape: manifest.Shape) -> dict[str, int]:
+        """Unpacked bytes by chain id, for the layers whose size is known."""
+        sizes = {layer.chain_id: self._sizes.get(layer.digest) for layer in shape.layers}
+        return {chain_id: size for chain_id, size in sizes.items() if size is not None}

@@ -1,0 +1,166 @@
+"""Who is asked for how much, without passes: what is kept, and what an update may take."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.dataset.dataset import Dataset
+from cache.dataset.generation import Generation
+from cache.fill import protocol, space
+from cache.fill.floor import Least
+from cache.settings import CacheSettings, DatasetSettings, DirSource, at_snapshot
+from cache.space import budgets, evictions, limits
+from cache.store import subset
+from cache.work.running import Pass
+
+MIB = 2**20
+
+
+class Node:
+    """Datasets of one node, and what each was asked to stay within."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.datasets: dict[str, Dataset] = {}
+        self.least, self.lacking = Least(), subset.Amount()
+        self.asked: list[tuple[str, protocol.Limits]] = []
+        self.gives = 0  # SSD bytes, each time
+
+        async def settle(_: object, dataset: Dataset, **given: Any) -> bool:
+            self.asked.append((dataset.name, given["limits"]))
+            dataset.freed += self.gives
+            return True
+
+        monkeypatch.setattr(evictions.Evictions, "settle", settle)
+        monkeypatch.setattr(budgets, "LOOK_SECONDS", 0.0)  # a shortage lasts at once
+        self.budgets = budgets.Budgets(
+            self.datasets, self._run, self._limits, lambda: 0, self._nothing, self._nothing,
+            lambda: self.lacking,
+        )  # fmt: skip
+
+    async def _run(self, *_: object) -> protocol.End:
+        raise AssertionError("no pass")
+
+    async def _nothing(self, *_: object) -> None:
+        return
+
+    def _limits(self, dataset: Dataset, kind: str) -> protocol.Limits:
+        every = self.datasets.values()
+        return limits.of(dataset, kind, every, 0, dataset.current, self.least)
+
+    def add(self, name: str, used: int, **settings: Any) -> Dataset:
+        """A complete dataset that takes ``used`` bytes in a hundred files."""
+        source = DirSource(kind="dir", path=self.folder / name / ".snap" / "s1")
+        own = DatasetSettings(name=name, freshness="snapshot", source=source, **settings)
+        store, views = self.folder / "store", self.folder / "views"
+        cache = CacheSettings(store=store, views=views, budget=1000 * MIB)
+        dataset = Dataset(own, cache, self.folder / "state", lambda: None)
+        dataset.generation = dataclasses.replace(
+            dataset.generation, state="complete", used=used, inodes=110, done_files=100
+        )
+        dataset.show_kept_figures()
+        self.datasets[name] = dataset
+        return dataset
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    return Node(tmp_path, monkeypatch)
+
+
+def left(allowed: protocol.Limits, used: int, inodes: int) -> space.Balance:
+    """What they leave on a disk of which half is free."""
+    whole, half = 10**6, 5 * 10**5
+    disk = os.statvfs_result((4096, 4096, whole, half, half, whole, half, half, 0, 255))
+    return space.balance(disk, allowed, used=used, inodes=inodes)
+
+
+async def test_kept_dataset_gives_only_what_is_beyond_its_own_budget(node: Node) -> None:
+    """Others filled the disk, and the store is beyond the node's budget."""
+    node.add("a", 300 * MIB + 1, keep=True, budget=300 * MIB)
+    node.add("b", 900 * MIB)
+    node.least, node.lacking = Least(share=0.9), subset.Amount(64 * MIB, 10**5)
+    await node.budgets.keep()
+    asked = dict(node.asked)
+    found = left(asked["a"], 300 * MIB + 1, 110)
+    assert found.bytes == -1
+    assert found.inodes >= 0
+    assert asked["a"].wanted == 0
+    other = left(asked["b"], 900 * MIB, 110)
+    assert other.bytes < -64 * MIB
+    assert asked["b"].wanted == 64 * MIB
+
+
+async def test_nobody_else_is_asked_after_the_end(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def settle(_: object, dataset: Dataset, **given: Any) -> bool:
+        asked.append(dataset.name)
+        node.budgets.end()  # the agent stops while one eviction runs
+        return True
+
+    monkeypatch.setattr(evictions.Evictions, "settle", settle)
+    node.add("a", 900 * MIB)
+    node.add("b", 900 * MIB)
+    await node.budgets.keep()
+    assert len(asked) == 1
+
+
+async def test_kept_dataset_beyond_its_inodes_keeps_its_bytes(node: Node) -> None:
+    node.add("a", 2000 * MIB, keep=True, budget_inodes=100)
+    node.least = Least(share=0.9)
+    await node.budgets.keep()
+    ((name, allowed),) = node.asked
+    assert name == "a"
+    found = left(allowed, 2000 * MIB, 110)
+    assert found.inodes == -10
+    assert found.bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "gives"),
+    [
+        ({}, True),
+        ({"skeleton": False}, False),
+        ({"gave_way": False}, False),
+        ({"job": True}, False),
+    ],
+)
+async def test_fill_that_stopped_for_another_one_gives_it_room(
+    node: Node, changes: dict[str, bool], gives: bool
+) -> None:
+    """Its listing is complete and its files are committed. Its fill goes on after the eviction."""
+    low, high = node.add("a", 600 * MIB), node.add("b", 400 * MIB, priority=5)
+    skeleton = changes.get("skeleton", True)
+    low.generation = dataclasses.replace(low.generation, state="filling", skeleton=skeleton)
+    low.gave_way = changes.get("gave_way", True)
+    low.job = Pass(low, "fill") if changes.get("job", False) else None
+    node.gives = 100 * MIB
+    end = protocol.FillEnd(400 * MIB, 50, 90 * MIB, short=True)
+    assert await node.budgets._make_room(high, high.current, end) == gives
+    assert ("a" in dict(node.asked)) == gives
+    assert low.generation.state == "filling"
+
+
+def coming(dataset: Dataset, snapshot: str) -> Generation:
+    found = dataset.generation_of(at_snapshot(dataset.settings.source, snapshot))
+    dataset.coming = found
+    return found
+
+
+async def test_update_that_cannot_be_listed_leaves_most_of_what_serves(node: Node) -> None:
+    dataset = node.add("a", 900 * MIB)
+    end = protocol.End("partial", "no room", protocol.FillEnd(MIB, 0, 0, short=True))
+    node.gives = MIB
+    for snapshot in ("s2", "s3"):
+        new = coming(dataset, snapshot)
+        node.asked.clear()
+        went_on = [await node.budgets.has_room_for(dataset, new, end) for _ in range(9)]
+        assert went_on == [True] * 3 + [False] * 6
+        assert len(node.asked) == 3
+        assert not new.fits, "nothing of it could be served"

@@ -1,0 +1,165 @@
+"""References and the shape of an image."""
+
+import json
+
+import pytest
+
+from preheat.image import hub, manifest
+
+DIGEST = "sha256:" + "a" * 64
+OCI = "application/vnd.oci.image.manifest.v1+json"
+INDEX = "application/vnd.oci.image.index.v1+json"
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("reg.example/a/b:v1", "reg.example/a/b:v1"),
+        ("reg.example:5000/a", "reg.example:5000/a:latest"),
+        ("localhost/a:b", "localhost/a:b"),
+        (f"reg.example/a:v1@{DIGEST}", f"reg.example/a@{DIGEST}"),
+        (f"{hub.NAME}/ubuntu", f"{hub.NAME}/library/ubuntu:latest"),
+        (f"{hub.INDEX}/nvidia/cuda:12", f"{hub.NAME}/nvidia/cuda:12"),
+    ],
+)
+def test_parse_gives_one_form(text: str, canonical: str) -> None:
+    assert manifest.parse(text).text == canonical
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "ubuntu",
+        "library/ubuntu:1",
+        "reg.example/A:v1",
+        "reg.example/a:",
+        "reg.example/a@sha256:1",
+        "reg.example:99999/a:b",
+        "reg.example/a b",
+        "-x.example/a",
+        "reg.example//a",
+        "x" * 600,
+    ],
+)
+def test_parse_refuses_with_a_reason(text: str) -> None:
+    with pytest.raises(ValueError, match=r"reference|registry|port"):
+        manifest.parse(text)
+
+
+class Documents:
+    """Documents by digest, as a registry holds them."""
+
+    def __init__(self) -> None:
+        self.by_digest: dict[str, bytes] = {}
+
+    def put(self, value: object) -> dict[str, object]:
+        data = json.dumps(value).encode()
+        self.by_digest[manifest.digest_of(data)] = data
+        return {"digest": manifest.digest_of(data), "size": len(data)}
+
+    async def read(self, digest: str) -> bytes:
+        return self.by_digest[digest]
+
+
+def top_of(documents: Documents, value: object, media_type: str) -> manifest.Target:
+    digest = str(documents.put(value)["digest"])
+    return manifest.Target(media_type, digest, len(documents.by_digest[digest]))
+
+
+async def test_shape_reads_index_manifest_and_config() -> None:
+    documents = Documents()
+    diff_ids = [manifest.digest_of(b"one"), manifest.digest_of(b"two")]
+    config = documents.put({"rootfs": {"diff_ids": diff_ids}})
+    layers = [{"digest": manifest.digest_of(bytes([n])), "size": n + 1} for n in range(2)]
+    image = documents.put({"config": config, "layers": layers})
+    platforms = [
+        {**documents.put({}), "platform": {"os": "linux", "architecture": "s390x"}},
+        {**image, "platform": {"os": "linux", "architecture": "amd64"}},
+    ]
+    top = top_of(documents, {"manifests": platforms}, INDEX)
+
+    shape = await manifest.shape(top, documents.read, "linux/amd64")
+
+    assert [digest for digest, _ in shape.documents] == [
+        top.digest,
+        image["digest"],
+        config["digest"],
+    ]
+    assert shape.image_id == config["digest"]
+    second = manifest.digest_of(f"{diff_ids[0]} {diff_ids[1]}".encode())
+    assert [layer.chain_id for layer in shape.layers] == [diff_ids[0], second]
+    assert shape.bytes_total == sum(size for _, size in shape.documents) + 1 + 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {"layers": []},
+        {"config": {"digest": "x", "size": 1}},
+        {"config": {"digest": DIGEST, "size": True}},
+        {"manifests": [{"platform": {"os": "linux", "architecture": "arm64"}}]},
+    ],
+)
+async def test_shape_refuses_malformed_documents(value: object) -> None:
+    documents = Documents()
+    top = top_of(documents, value, OCI)
+
+    with pytest.raises(manifest.BadImageError):
+        await manifest.shape(top, documents.read, "linux/amd64")
+
+
+async def test_shape_refuses_layers_without_matching_ids() -> None:
+    documents = Documents()
+    config = documents.put({"rootfs": {"diff_ids": []}})
+    top = top_of(documents, {"config": config, "layers": [{"digest": DIGEST, "size": 1}]}, OCI)
+
+    with pytest.raises(manifest.BadImageError, match="1 layers but 0"):
+        await manifest.shape(top, documents.read, "linux/amd64")
+
+
+# What containerd's platforms.Only chooses of an index: the position, None for none.
+# tests/preheat/test_presence.py asks real ones the same.
+CHOICES: dict[str, tuple[str, list[str], int | None]] = {
+    "plain": ("linux/amd64", ["linux/arm64", "linux/amd64"], 1),
+    "the first of equal ones": ("linux/amd64", ["linux/amd64", "linux/amd64"], 0),
+    "v3 is no plain amd64": ("linux/amd64", ["linux/amd64/v3", "linux/amd64"], 1),
+    "v2 neither": ("linux/amd64", ["linux/amd64/v2", "linux/amd64/v1"], 1),
+    "v2 alone": ("linux/amd64", ["linux/amd64/v2"], None),
+    "386 where there is no other": ("linux/amd64", ["linux/amd64/v3", "linux/386"], 1),
+    "386 is second": ("linux/amd64", ["linux/386", "linux/amd64"], 1),
+    "other spellings": ("linux/amd64", ["linux/386", "Linux/x86_64"], 1),
+    "another system": ("linux/amd64", ["windows/amd64", "linux/amd64"], 1),
+    "attestations": ("linux/amd64", ["unknown/unknown", "linux/amd64"], 1),
+    "a setting of v3": ("linux/amd64/v3", ["linux/amd64", "linux/amd64/v2", "linux/amd64/v4"], 1),
+    "arm64 is v8": ("linux/arm64", ["linux/amd64", "linux/arm64/v8"], 1),
+    "v8 is arm64": ("linux/arm64/v8", ["linux/arm64"], 0),
+    "arm64 runs arm": ("linux/arm64", ["linux/arm/v6", "linux/arm/v7"], 1),
+    "arm is v7": ("linux/arm/v7", ["linux/arm/v8", "linux/arm/v6", "linux/arm"], 2),
+    "armhf is arm v7": ("linux/arm/v7", ["linux/armel", "linux/armhf"], 1),
+}
+
+
+def index_of(platforms: list[str]) -> list[dict[str, str]]:
+    """The platform of each entry of an index."""
+    names = ("os", "architecture", "variant")
+    return [dict(zip(names, text.split("/"), strict=False)) for text in platforms]
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_manifest_is_chosen_as_containerd_chooses(case: str) -> None:
+    platform, there, wanted = CHOICES[case]
+    entries = [{"n": n, "platform": each} for n, each in enumerate(index_of(there))]
+    if wanted is None:
+        with pytest.raises(manifest.NoPlatformError, match="no image for linux/amd64, only for"):
+            manifest.for_platform({"manifests": entries}, platform)
+        return
+    assert manifest.for_platform({"manifests": entries}, platform)["n"] == wanted
+
+
+@pytest.mark.parametrize("odd", [None, "linux/amd64", {}, {"os": 1, "architecture": []}])
+def test_entries_with_an_odd_platform_are_passed_over(odd: object) -> None:
+    good = {"n": 1, "platform": {"os": "linux", "architecture": "amd64"}}
+    found = manifest.for_platform({"manifests": [{"platform": odd}, good]}, "linux/amd64")
+    assert found == good

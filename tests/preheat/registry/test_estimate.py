@@ -1,0 +1,140 @@
+"""Costs: unpacked sizes, shared layers, and estimates against what a pull really takes."""
+
+import gzip
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from preheat.image import manifest
+from preheat.registry import estimate
+from preheat.runtimes import base
+from tests.preheat.rig import MB, Rig, pinned, started, state, until
+from tests.testbed import containerd, proxy, registry
+
+DIGEST = "sha256:" + "a" * 64
+
+
+def gzip_tail(raw: bytes) -> tuple[int, int]:
+    packed = gzip.compress(raw)
+    return struct.unpack("<I", packed[-4:])[0], len(packed)
+
+
+def test_gzip_size_is_read_where_the_format_gives_it() -> None:
+    assert estimate.gzip_size(*gzip_tail(bytes(100_000))) == 100_000
+
+
+def test_gzip_size_of_several_members_is_guessed() -> None:
+    modulo, _ = gzip_tail(b"end")  # the last member's length says nothing
+    assert estimate.gzip_size(modulo, 1_000_000) == 3_000_000
+
+
+def test_gzip_size_unwraps_large_layers() -> None:
+    assert estimate.gzip_size((9 << 30) % (1 << 32), 4 << 30) == 9 << 30
+
+
+def test_zstd_size_is_read_from_the_frame_header() -> None:
+    magic = b"\x28\xb5\x2f\xfd"
+    single_8 = magic + bytes([0b11100000]) + (123_456_789).to_bytes(8, "little")
+    windowed_4 = magic + bytes([0b10000000, 0x58]) + (70_000).to_bytes(4, "little")
+    two = magic + bytes([0b01100000]) + (1000 - 256).to_bytes(2, "little")
+    assert estimate.zstd_size(single_8) == 123_456_789
+    assert estimate.zstd_size(windowed_4) == 70_000
+    assert estimate.zstd_size(two) == 1000
+    assert estimate.zstd_size(magic + bytes([0, 0x58])) is None
+    assert estimate.zstd_size(b"nonsense") is None
+
+
+def shape_of(*layers: str) -> manifest.Shape:
+    diffs = [manifest.digest_of(each.encode()) for each in layers]
+    top = manifest.digest_of("".join(layers).encode())
+    return manifest.Shape(
+        manifest.Target("t", top, 1),
+        ((top, 1),),
+        tuple(
+            manifest.Layer(diff, 100, "tar+gzip", chain)
+            for diff, chain in zip(diffs, manifest.chain_ids(diffs), strict=True)
+        ),
+        DIGEST,
+    )
+
+
+def test_cost_counts_what_the_node_lacks() -> None:
+    shape = shape_of("a", "b", "c")
+    a, b, c = shape.layers
+    inventory = base.Inventory(
+        content={shape.top.digest: 1},
+        snapshots=frozenset({a.chain_id}),
+        ingests={b.digest: base.Ingest(theirs=40)},
+    )
+    cost = estimate.cost(shape, inventory, {b.chain_id: 250})
+
+    assert cost.fetch == 60 + 100
+    assert cost.unpack == 250 + 300  # the size of c is guessed
+    assert estimate.missing(shape, inventory) == (b, c)
+    assert not estimate.is_here(shape, inventory)
+
+
+def test_union_counts_shared_parts_once() -> None:
+    base_image, app = shape_of("a", "b"), shape_of("a", "b", "c")
+    costs = [estimate.cost(each, base.Inventory(), {}).parts for each in (base_image, app)]
+
+    assert estimate.union(costs) == 2 * 1 + 3 * 100 + 3 * 300
+    assert estimate.unpacked_bytes(costs[1]) == 3 * 300
+
+
+@pytest.mark.real
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("discard", [False, True], ids=["keep", "discard"])
+async def test_estimates_match_the_bytes_fetched(
+    images: registry.Registry, gate: proxy.Proxy, release: str, discard: bool, tmp_path: Path
+) -> None:
+    """Within a hundredth, shared layers included."""
+    daemon = containerd.Containerd(tmp_path / "containerd", release, discard=discard)
+    async with started(images, gate, daemon, tmp_path) as rig:
+        layers = [
+            registry.layer("cbase0", 6 * MB, 51),
+            registry.layer("cbase1", 9 * MB, 52, level=1),
+        ]
+        own = [registry.layer("c1", 3 * MB, 53), registry.layer("c2", 4 * MB, 54)]
+        first = rig.push("fw/cost:v1", [*layers, own[0]])
+        second = rig.push("fw/cost:v2", [*layers, own[1]], index=False)
+        third = rig.push("fw/other:v1", [layers[0], own[1]])
+        figures = [await _measure(rig, each.ref) for each in (first, second, third)]
+        await rig.kubelet.collect()
+        content = await rig.kubelet.content()
+
+    for estimated, unpacked, fetched, grown in figures:
+        assert abs(estimated - fetched) <= 0.01 * fetched
+        assert grown <= 1.02 * (estimated + unpacked) + MB
+    assert figures[0][0] == first.pushed.fetched
+    assert figures[1][0] < 0.3 * second.pushed.fetched
+    # cbase0 is shared with the same chain; the layer above lies on another chain here.
+    assert figures[2][0] <= third.pushed.fetched - len(layers[0].packed)
+    assert any(layer.digest in content for layer in layers) is not discard
+
+
+async def _measure(rig: Rig, ref: str) -> tuple[int, int, int, int]:
+    """Estimated bytes to fetch and unpacked, bytes fetched, and growth of the disk use."""
+    async with rig.running() as room:
+        await room.preheat(ref)
+        await room.pause(ref)
+        await until(lambda: room.show(ref).bytes_total > 0)
+        await room.reconciler.cycle()
+        paused = room.show(ref)
+        rig.gate.reset()
+        used = _disk_use(rig.daemon)
+        await room.resume(ref)
+        await pinned(room, ref)
+        await state(room, ref, "ready")
+        await until(lambda: not room.reconciler.running)
+        fetched = sum(s.bytes for s in rig.gate.requests() if s.agent != "nodeagent")
+        return paused.bytes_missing, paused.bytes_unpacked, fetched, _disk_use(rig.daemon) - used
+
+
+def _disk_use(daemon: containerd.Containerd) -> int:
+    out = subprocess.run(
+        ["du", "-sB1", str(daemon.folder / "root")], capture_output=True, text=True, check=False
+    )
+    return int(out.stdout.split()[0])
