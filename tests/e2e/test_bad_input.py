@@ -187,7 +187,7 @@ def test_settings_file_that_cannot_be_read_any_more_is_told(
 
     cases: list[tuple[Callable[[], object], str]] = [
         (node.config.unlink, "there is no such settings file"),
-        (directory, "Is a directory"),
+        (directory, "it is no regular file"),
         (large, "more than 1048576 bytes"),
     ]
     for spoil, words in cases:

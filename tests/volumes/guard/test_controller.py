@@ -151,7 +151,7 @@ _SHAPES = {
     "leases": ("struct lease, 4096)", "struct lease, 2048)"),
     "beats": ("__u32, __u64, 1)", "__u32, __u64, 2)"),
     "openers": ("char[NAME], __u8, 128)", "char[NAME], __u8, 64)"),
-    "words": ("struct word, __u8, 128)", "struct word, __u8, 64)"),
+    "words": ("struct word, __u8, 512)", "struct word, __u8, 1024)"),
     "connecting": ("LRU_HASH, __u32, __u64, 1024)", "LRU_HASH, __u32, __u64, 512)"),
     "callers": ("struct heard, 1024)", "struct heard, 512)"),
     "counters": ("__u64, COUNTERS)", "__u64, COUNTERS + 1)"),
