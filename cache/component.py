@@ -27,7 +27,7 @@ from cache.dataset.succession import Succession
 from cache.settings import CacheSettings, DatasetSettings, at_snapshot, same_place
 from cache.sources import kinds
 from cache.space import evicting, reserve, uses
-from cache.store import disk, generations, lock, soundness, subset
+from cache.store import disk, generations, soundness, subset
 from cache.store.health import State
 from cache.store.watch import StoreWatch
 from cache.views import by_id, view
@@ -171,7 +171,7 @@ class Cache:
             known = await asyncio.to_thread(disk.kept_uuid, self._store, self._state_dir)
             await kit.child.call(generations.prepare, self._store, known, deadline=STORE_SECONDS)
             await asyncio.to_thread(disk.remember, self._store, self._state_dir)
-            await asyncio.to_thread(lock.hold, self._store)
+            await asyncio.to_thread(disk.lock, self._store)
             if self.soundness.unknown:
                 self.soundness.number_from(
                     await kit.child.call(

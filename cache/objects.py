@@ -6,7 +6,7 @@ Who writes them is no root on the node: a path in one leads to no file or direct
 from pathlib import Path
 
 import kit.errors
-from cache import closed
+from cache import settings
 from cache.settings import CacheSettings, DatasetSettings, DirSource
 
 
@@ -17,14 +17,14 @@ def given(dataset: DatasetSettings, section: CacheSettings, secrets: Path) -> Da
     """
     source = dataset.source
     if isinstance(source, DirSource):
-        if why := closed.why(closed.plain(str(source.path)), closed.OF_USERS):
+        if why := settings.why_closed(settings.plain(str(source.path)), settings.CLOSED_OF_USERS):
             raise kit.errors.SettingsError(
                 f"source.path {source.path}", why, "name it in the settings file of the node"
             )
         return dataset.model_copy(update={"source": source.named_by_object()})
-    file = closed.plain(str(source.secret_file))
-    folders = [closed.plain(str(folder)) for folder in (secrets, section.object_keys)]
-    if not any(closed.lies_in(file, folder) for folder in folders):
+    file = settings.plain(str(source.secret_file))
+    folders = [settings.plain(str(folder)) for folder in (secrets, section.object_keys)]
+    if not any(settings.lies_in(file, folder) for folder in folders):
         raise kit.errors.SettingsError(
             f"source.secret_file {source.secret_file}",
             f"an object of the cluster names a file of the node outside of {section.object_keys}",

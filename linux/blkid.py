@@ -6,8 +6,45 @@ short-lived child.
 
 import contextlib
 import ctypes
+import errno
+import json
+import mmap
 import os
+import struct
 from collections.abc import Iterator
+
+# Where the data of a LUKS device begins. Layouts: the LUKS1 and LUKS2 on-disk formats.
+
+_LUKS_MAGIC = b"LUKS\xba\xbe"
+_HEADER_BYTES = 4096
+_LARGEST_HEADER = 4 * 2**20
+_SECTOR = 512
+
+
+def luks_data_offset(descriptor: int) -> int:
+    """Bytes before the data of the LUKS device open as ``descriptor`` (O_DIRECT does). OSError when
+    it cannot be read, or is none whose data is one piece at a place of its own."""
+    head = _read_luks(descriptor, _HEADER_BYTES)
+    magic, version, size = struct.unpack_from(">6sHQ", head)
+    if magic == _LUKS_MAGIC and version == 1:
+        return int(struct.unpack_from(">I", head, 104)[0]) * _SECTOR
+    try:
+        if magic != _LUKS_MAGIC or version != 2 or size > _LARGEST_HEADER:
+            raise ValueError("no LUKS2 header")
+        text = _read_luks(descriptor, size)[_HEADER_BYTES:].split(b"\0")[0]
+        (segment,) = json.loads(text)["segments"].values()
+        return int(segment["offset"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise OSError(errno.EUCLEAN, f"LUKS header: {error}") from error
+
+
+def _read_luks(descriptor: int, size: int) -> bytes:
+    with mmap.mmap(-1, size) as buffer:
+        got = os.preadv(descriptor, [buffer], 0)
+        if got < size:
+            raise OSError(errno.EIO, "short read")
+        return buffer[:]
+
 
 FOUND, NOTHING, AMBIVALENT = 0, 1, -2  # results of blkid_do_safeprobe; any other is an error
 # BLKID_SUBLKS_*: label, uuid, type, usage, version, magic, and superblocks with a bad checksum.

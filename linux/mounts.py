@@ -4,15 +4,44 @@ Source: mount(2), open_tree(2), fsopen(2), move_mount(2), mount_setattr(2); the 
 same numbers on every architecture. All raise OSError.
 """
 
+import array
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 from linux import syscalls
+
+# Flags of inodes (ioctl_iflags(2)): the one that keeps a directory as it is.
+
+_GET_FLAGS, _SET_FLAGS = (
+    0x80086601,
+    0x40086602,
+)  # FS_IOC_{GET,SET}FLAGS; the kernel uses an int
+_IMMUTABLE = 0x10
+
+
+def set_immutable(descriptor: int, on: bool) -> bool:
+    """Set or clear FS_IMMUTABLE_FL; False where the file system has no such flag, or we may not.
+
+    With it nobody makes, renames or removes anything in a directory, nor the directory itself.
+    Mounting on it works. Clearing it takes CAP_LINUX_IMMUTABLE, which pods do not have by default.
+    """
+    flags = array.array("i", [0, 0])  # the ioctls are declared with a long
+    try:
+        fcntl.ioctl(descriptor, _GET_FLAGS, flags, True)
+        wanted = flags[0] | _IMMUTABLE if on else flags[0] & ~_IMMUTABLE
+        if wanted != flags[0]:
+            flags[0] = wanted
+            fcntl.ioctl(descriptor, _SET_FLAGS, flags)
+    except OSError:
+        return False
+    return True
+
 
 _OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _MOUNT_SETATTR = 428, 429, 430, 431, 432, 442
 _AT_FDCWD = -100

@@ -7,6 +7,7 @@ none there are no series of them, and one line in the log says why.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import structlog
 from prometheus_client.core import Metric
@@ -16,7 +17,25 @@ import kit.line_worker
 import kit.pause
 import kit.processes
 from kit.metrics import counter, gauge
-from linux import nvml, pressure
+from linux import nvml
+
+# How long tasks of this machine have waited, as the kernel counts it (PSI).
+
+PRESSURE = Path("/proc/pressure/io")
+
+
+def io_stalled(file: Path = PRESSURE) -> float | None:
+    """Seconds since boot in which at least one task waited for I/O: a disk, or a network file
+    system. None where the kernel does not count it (CONFIG_PSI, psi=1)."""
+    try:
+        for line in file.read_text(encoding="ascii").splitlines():
+            kind, *fields = line.split()
+            if kind == "some":
+                return int(dict(field.split("=") for field in fields)["total"]) / 1e6
+    except (OSError, ValueError, KeyError):
+        pass
+    return None
+
 
 log = structlog.get_logger("agent")
 
@@ -27,7 +46,7 @@ KEPT = 12  # looks: a minute, so that a scrape every half minute misses nothing
 FIRST_PAUSE, LONGEST_PAUSE = 60.0, 1800.0  # after a look that failed
 
 
-def stalls(read: Callable[[], float | None] = pressure.io_stalled) -> Iterable[Metric]:
+def stalls(read: Callable[[], float | None] = io_stalled) -> Iterable[Metric]:
     """What the whole node waits for its disks and network file systems; on nodes without a GPU too.
     Nothing where the kernel does not count it."""
     if (seconds := read()) is not None:

@@ -20,7 +20,7 @@ from preheat import settings, status
 from preheat.image import manifest
 from preheat.planning import plan
 from preheat.planning.desired import Request
-from preheat.pulling import doubts
+from preheat.pulling import durability
 from preheat.pulling.reconciler import Reconciler
 from preheat.registry import client as registry
 from preheat.registry import documents, hosts
@@ -51,7 +51,7 @@ class Preheat:
                 hosts.roots(section.hosts_dir),
                 documents.Documents(state_dir / documents.FOLDER),
             ),
-            state_dir / doubts.STATE,
+            state_dir / durability.STATE,
         )
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -16,7 +16,7 @@ from typing import Any
 import kit.errors
 import kit.formats
 from kit.traces import Trace
-from preheat.pulling import doubts
+from preheat.pulling import durability
 from preheat.registry import documents
 from preheat.runtimes import base, containerd, unpacked
 from preheat.settings import PreheatSettings
@@ -128,7 +128,7 @@ def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
     found += [Trace("container runtime", str(each), stays=why) for each in ended]
     kept = Path(state_dir) / documents.FOLDER
     found += [Trace("documents", str(kept))] if kept.is_dir() else []
-    boot = Path(state_dir) / doubts.STATE
+    boot = Path(state_dir) / durability.STATE
     files = (boot, kit.formats.aside(boot))
     found += [Trace("file", str(path)) for path in files if path.exists()]
     return [trace.as_json() for trace in found]

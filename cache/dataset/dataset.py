@@ -28,7 +28,7 @@ import structlog
 import kit.child
 import kit.errors
 import kit.formats
-from cache.dataset import due, hits, kept, standing, trouble
+from cache.dataset import due, hits, kept, standing
 from cache.dataset.action import Action, Facts, next_action
 from cache.dataset.figures import Figures, Job, Loss, Scrub, Scrubs, Verification
 from cache.dataset.generation import STORE_SECONDS, Generation, folder_name, named
@@ -38,6 +38,23 @@ from cache.store import generations, identity, soundness
 from cache.views import by_id, view
 from cache.views.view import Stage
 from linux import mountinfo
+
+# What an action's exception means to an operator.
+
+AGAIN = "see the kernel log; it is tried again"
+
+
+def trouble_of(name: str, view: str, error: Exception) -> kit.errors.AgentError:
+    """``name`` of the dataset whose ``view`` was to change."""
+    if isinstance(error, RuntimeError):  # a child process died, for lack of memory perhaps
+        why = f"a helper process failed ({str(error).splitlines()[-1]})"
+        return kit.errors.HostError(f"dataset {name}", why, AGAIN)
+    if isinstance(error, OSError):
+        thing = f"dataset {name}: view {view}"
+        return kit.errors.HostError(thing, f"{error.strerror or error}", AGAIN)
+    assert isinstance(error, kit.errors.AgentError)
+    return error
+
 
 log = structlog.get_logger("dataset")
 
@@ -467,7 +484,7 @@ class Dataset(standing.Standing):
         return True
 
     def _note_trouble(self, error: Exception) -> None:
-        found = trouble.of(self.name, self.view, error)
+        found = trouble_of(self.name, self.view, error)
         if self.trouble is None or str(found) != str(self.trouble):
             log.warning("dataset is not served as it should be", dataset=self.name, why=str(found))
         self.trouble = found

@@ -25,7 +25,7 @@ from typing import TypeVar
 import msgspec
 
 import kit.files
-from cache.fill import control, listings, protocol, space, usage, worker_pool
+from cache.fill import control, listings, protocol, space, worker_pool
 from cache.fill.protocol import Commit, Copy, Extents, Finish, Scan, Whole
 from cache.fill.staged import Batch, Staged
 from cache.fill.worker_pool import Assignment
@@ -158,7 +158,7 @@ class Coordinator:
         self.shared, self.shared_files = (
             self.index.shared() if task.beside or setup.before else (0, 0)
         )
-        self.usage = usage.Usage(self.generation)
+        self.usage = space.Usage(self.generation)
         # SSD bytes of what is copied in parts, and of records beside the tree.
         self.unplaced: Callable[[], int] = lambda: 0
         self.commits = 0

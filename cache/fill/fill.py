@@ -17,24 +17,113 @@ import os
 import time
 
 import kit.files
-from cache.fill import (
-    closing,
-    coordinator,
-    kept_files,
-    large_files,
-    protocol,
-    published,
-    retries,
-    worker,
-)
+from cache.fill import closing, coordinator, kept_files, large_files, protocol, published, worker
 from cache.fill.coordinator import Ended
 from cache.fill.protocol import Copy, Extents, Scan, Whole
-from cache.fill.silence import Silence
 from cache.fill.staged import Staged, kept
 from cache.fill.worker_pool import Assignment
 from cache.store import generations, index, large, manifest, tree
 from cache.store.tree import Entry
 from ceph import native
+
+# What a fill does again: directories in which something failed, and seals of an earlier pass.
+#
+# After a power cut the index may claim more than the disk has, so a generation that an earlier pass
+# filled is called complete only when every seal was found in the tree.
+
+RECHECKS_IN_A_JOB = 256
+MOST_RESCANS = 2
+RESCAN_SECONDS = 1.0
+
+
+class Retries:
+    """Those of one pass. Part of its one thread."""
+
+    def __init__(self, run: coordinator.Coordinator, decides: coordinator.Pass) -> None:
+        self._index = run.index
+        self._pool = run.pool
+        self._pass = decides
+        self._not_before = 0.0
+        self._rechecked_to: int | None = None  # the last directory whose seal was checked
+
+    def check_seals(self) -> None:
+        """Seals were made before this pass."""
+        self._rechecked_to = 0
+
+    def failures(self) -> bool:
+        """Whether something is left to try again, after a short wait."""
+        again = self._index.retriable(MOST_RESCANS)
+        if not again:
+            return False
+        if self._not_before == 0.0:
+            self._not_before = time.monotonic() + RESCAN_SECONDS
+        elif time.monotonic() >= self._not_before:
+            self._not_before = 0.0
+            with self._index.transaction():
+                for number in again:
+                    self._pass.incomplete(number)
+        return True
+
+    def end(self) -> None:
+        """Everything is sealed: check the seals, then finish, each when the committer is idle."""
+        committer = self._pool.committer
+        if committer is None:
+            return
+        numbers = self._next_seals()
+        if not numbers:
+            self._pool.give(committer, Assignment(protocol.Finish()))
+            return
+        found = [self._index.directory(number) for number in numbers]
+        listed = [protocol.Listed(d.id, self._index.path(d.id), d.entries) for d in found]
+        self._pool.give(committer, Assignment(protocol.Recheck(directories=listed)))
+
+    def _next_seals(self) -> list[int]:
+        if self._rechecked_to is None:
+            return []
+        numbers = self._index.listed_directories(self._rechecked_to, RECHECKS_IN_A_JOB)
+        if not numbers:
+            self._rechecked_to = None
+        return numbers
+
+    def rechecked(self, job: protocol.Recheck, answer: protocol.Rechecked) -> None:
+        self._rechecked_to = job.directories[-1].directory
+        with self._index.transaction():
+            for number in answer.missing:
+                self._index.unseal(number)
+                self._pass.incomplete(number)
+
+
+# When a pass stops to ask a source that gives nothing any more.
+#
+# One silent object costs only itself: it is put off, waited for at the end, and recorded. But when
+# no object answers at all, waiting for each of them would hold up other datasets for days.
+
+# Entries in a row that were silent, with no file copied in between.
+MOST_SILENT = 1024
+# A chunk that was waited for patiently counts as this many.
+_PATIENT = 100
+
+
+class Silence:
+    """What was heard of objects since the last one that answered."""
+
+    def __init__(self) -> None:
+        self._row = 0
+
+    def heard(self, answer: protocol.Copied, *, patient: bool) -> None:
+        """The answer to a copy."""
+        if answer.files:
+            self._row = 0
+        elif patient and answer.failed:
+            self._row += _PATIENT
+        else:
+            self._row += len(answer.silent)
+
+    @property
+    def lasts(self) -> bool:
+        """Nothing more is asked for in this pass."""
+        return self._row >= MOST_SILENT
+
 
 SEALS_IN_A_BATCH = 2048
 # SSD bytes. With less room than this the pass does not look for files that still fit.
@@ -68,7 +157,7 @@ class FillPass(coordinator.Pass):
         self.objects = 0  # files that were read past the mount
         self._large_was_last = False
         self._closing: closing.Closing | None = None
-        self.retries = retries.Retries(run, self)
+        self.retries = Retries(run, self)
         self.published = published.Published(run, task)
         if self.look_in_tree:
             self.retries.check_seals()
@@ -397,7 +486,7 @@ class FillPass(coordinator.Pass):
             self.index.listed(number, entries=0, files=0, size=0, stored=(0, 0, 0), skipped=0)
             directory = self.index.directory(number)
             parent = directory.parent
-            may_rescan = directory.rescans < retries.MOST_RESCANS and not lasting
+            may_rescan = directory.rescans < MOST_RESCANS and not lasting
             if parent is not None and parent not in self.scanning and may_rescan:
                 self.run.list_again(parent)  # the directory may be gone from it
                 self.skeleton = False
@@ -469,7 +558,7 @@ class FillPass(coordinator.Pass):
         directory = self.index.directory(number)
         self.published.doubt(number)
         self.chunks = []
-        if directory.rescans >= retries.MOST_RESCANS:
+        if directory.rescans >= MOST_RESCANS:
             self.index.fail(
                 number, ".", "it differs from the source after several tries", lasting=True
             )

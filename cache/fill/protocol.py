@@ -12,6 +12,7 @@ What changes while a job runs goes through the control page instead (``cache.fil
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -23,18 +24,99 @@ import msgspec
 
 import kit.messages
 from cache.fill import listings, pipes
-from cache.fill.ends import EvictEnd as EvictEnd
-from cache.fill.ends import FillEnd as FillEnd
-from cache.fill.ends import VerifyEnd as VerifyEnd
 from cache.fill.floor import Least
 from cache.fill.listings import Relisted as Relisted
 from cache.fill.pipes import send
-from cache.fill.verifying import Verified as Verified
-from cache.fill.verifying import Verify as Verify
 from cache.store import subset
 from cache.store.rows import Counts
 from cache.store.tree import Entry
 from ceph.protocol import Access, ImageAccess
+
+# What a verify has its workers do, and what they find. Messages, as those in ``protocol``.
+
+
+class Verify(msgspec.Struct, tag=True, kw_only=True):
+    """Read the files of a directory against their checksums, on request against the source."""
+
+    directory: int
+    path: list[str]
+    entries: int | None  # that it must have, when it is sealed
+    against_source: bool
+    reachable: bool = False  # lost names can be told from the source
+    relist: bool = False  # the index lost it: tell what the tree has
+    after: str = ""  # names up to this one were read
+    patience: float = 0.0  # seconds until the rest is left for another job; 0: none
+    afresh: bool = False  # nothing that memory has of the files is believed
+    ahead: list[str] = []  # as in the task
+    also: list[str] = []
+
+
+class Verified(msgspec.Struct, tag=True, kw_only=True):
+    checked_files: int = 0
+    checked_bytes: int = 0
+    shared_files: int = 0  # those that another generation's scrub reads
+    fault: str = ""  # of the directory itself: it cannot be read, or names are lost
+    unreadable: bool = False  # nothing of the directory could be read
+    listed: Relisted | None = None
+    bad: list[tuple[Entry, str]] = []
+    also: list[tuple[int, str]] = []  # bad ones that others have, too: which one, and the name
+    repaired: list[tuple[str, int]] = []  # large files; how many extents were bad
+    uncompared: int = 0
+    named: list[tuple[str, str]] = []  # some of the uncompared, with the reason
+    folders: int = 0  # subdirectories that the tree has
+    left_after: str | None = None  # names after this one were left
+    cached: int = 0  # files that could be read through the page cache only
+
+
+# What fills, evictions and verifies leave behind.
+
+
+@dataclass(frozen=True)
+class FillEnd:
+    """Of the generation: its SSD bytes and inodes, and what is left to copy."""
+
+    used: int
+    left_files: int
+    left_bytes: int
+    shared: int = 0  # SSD bytes that the generation before has too
+    shared_files: int = 0
+    inodes: int = 0
+    room: int = 0  # SSD bytes that are left; 0 when something of the share did not fit
+    short: bool = False  # something of the share did not fit
+
+    def record(self) -> dict[str, Any]:
+        """What generation.json keeps of it."""
+        kept = dataclasses.asdict(self)
+        del kept["room"], kept["short"]
+        return kept
+
+
+@dataclass(frozen=True)
+class EvictEnd:
+    """``fill``: as after a fill."""
+
+    fill: FillEnd
+    share: int  # that fits
+    beyond: int  # stored files that it takes out
+    evicted: int  # files, or marks, that were taken out
+
+
+@dataclass
+class VerifyEnd:
+    checked_files: int = 0
+    checked_bytes: int = 0
+    bad: int = 0
+    not_compared: int = 0
+    replaced: int = 0
+    unreplaced: int = 0
+    shared_files: int = 0  # that were not read, because another generation's scrub reads them
+    also: dict[str, int] = field(default_factory=dict)  # bad ones of other generations, by folder
+
+    def counts(self) -> dict[str, int]:
+        """As the API has them."""
+        shown = ("checked_files", "checked_bytes", "bad", "not_compared", "replaced")
+        return {name: getattr(self, name) for name in shown}
+
 
 # --- the agent and a coordinator
 

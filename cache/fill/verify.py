@@ -9,14 +9,17 @@ A directory that cannot be read, or that lacks names, is bad as well: its parent
 readers get the source's entries, and the next fill lists it again. An index that was lost is made
 again from the tree on the way (``cache.fill.relist``).
 
-A scrub is a verify that begins where the one before was cut short (``cache.store.cursor``). What it
+A scrub is a verify that begins where the one before was cut short (``cache.fill.verify``). What it
 found bad is replaced or on the quarantine list before the cursor passes it.
 
 This is the coordinator's part; ``cache.fill.verify_worker`` reads.
 """
 
+import json
 import os
+import sqlite3
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cache.fill import coordinator, protocol, relist, verify_worker
@@ -24,8 +27,49 @@ from cache.fill.coordinator import Ended
 from cache.fill.protocol import Copy
 from cache.fill.staged import Staged
 from cache.fill.worker_pool import Assignment
-from cache.store import cursor, generations, index, large, tree
+from cache.store import generations, index, large, tree
 from cache.store.tree import Entry
+
+# How far the scrub of a generation has come is kept in its index, so that both are lost together.
+# All directories up to ``after`` were read, and of the one that follows (``directory``) the names
+# up to ``name``, in order. The numbers of directories are those of this index.
+
+_TABLE = "CREATE TABLE IF NOT EXISTS scrub (id INTEGER PRIMARY KEY, cursor TEXT NOT NULL)"
+
+
+@dataclass(frozen=True)
+class Cursor:
+    round: str = ""  # what the round is for; another one begins at the start
+    after: int = 0
+    directory: int = 0
+    name: str = ""
+    checked_files: int = 0
+    checked_bytes: int = 0
+    bad: int = 0
+    replaced: int = 0
+
+
+def load_cursor(db: sqlite3.Connection, wanted: str) -> Cursor:
+    """Of the round ``wanted``, or a new one."""
+    db.execute(_TABLE)
+    row = db.execute("SELECT cursor FROM scrub").fetchone()
+    try:
+        found = Cursor(**json.loads(row[0])) if row is not None else Cursor()
+    except (ValueError, TypeError):  # of another version
+        found = Cursor()
+    return found if found.round == wanted else Cursor(round=wanted)
+
+
+def save_cursor(db: sqlite3.Connection, cursor: Cursor) -> None:
+    text = json.dumps(asdict(cursor))  # escapes lone surrogates, which sqlite refuses
+    db.execute("INSERT OR REPLACE INTO scrub VALUES (1, ?)", (text,))
+
+
+def forget_cursor(db: sqlite3.Connection) -> None:
+    """The round is over. An index that was made again in this round has no cursor yet."""
+    db.execute(_TABLE)
+    db.execute("DELETE FROM scrub")
+
 
 AHEAD = 64
 MOST_NOTES = 100  # bad files that the log names
@@ -65,7 +109,7 @@ class VerifyPass(coordinator.Pass):
         if not self.task.scrub or self.relisting is not None:
             return False
         with self.index.transaction() as db:
-            kept = cursor.load(db, self.task.scrub)
+            kept = load_cursor(db, self.task.scrub)
         self.after = kept.after
         if kept.directory:
             self.parts.append(kept.directory)
@@ -74,7 +118,7 @@ class VerifyPass(coordinator.Pass):
         found = self.found
         found.checked_files, found.checked_bytes = kept.checked_files, kept.checked_bytes
         found.bad, found.replaced = kept.bad, kept.replaced
-        return kept != cursor.Cursor(round=kept.round)
+        return kept != Cursor(round=kept.round)
 
     def _keep_cursor(self, *, at_once: bool = False) -> None:
         """Note what is bad, and how far a scrub is; bad files must be replaced or listed before."""
@@ -92,12 +136,12 @@ class VerifyPass(coordinator.Pass):
             self.quarantine()
         first = min(self.reading, default=0)
         found = self.found
-        kept = cursor.Cursor(
+        kept = Cursor(
             self.task.scrub, first - 1 if first else self.after, first, self.reading.get(first, ""),
             found.checked_files, found.checked_bytes, found.bad, found.replaced,
         )  # fmt: skip
         with self.index.transaction() as db:
-            cursor.save(db, kept)
+            save_cursor(db, kept)
 
     def next_assignment(self) -> Assignment | None:
         if self.run.cancelled:
@@ -292,7 +336,7 @@ class VerifyPass(coordinator.Pass):
         self.found.unreplaced = self.quarantine()
         if self.task.scrub and ended.result in ("good", "bad"):
             with self.index.transaction() as db:
-                cursor.forget(db)
+                forget_cursor(db)
         elif ended.result == "cancelled":
             self._keep_cursor(at_once=True)
         return protocol.End(ended.result, ended.why, verify=self.found)

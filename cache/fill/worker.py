@@ -23,12 +23,38 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import kit.files
-from cache.fill import commit, control, copy, fetch, large_copy, parts, pipes, protocol, share
+from cache.fill import commit, control, copy, fetch, large_copy, pipes, protocol, share
 from cache.fill.listings import Fetch, Fetched
 from cache.store import index, tree
 from cache.store.tree import Entry
 from ceph import native, objects
 from kit import child_main
+
+# The parts in which the listing of a directory is answered, and what they count.
+
+
+def count_part(
+    item: Entry, status: os.stat_result, stored: protocol.Stored, *, shared: bool
+) -> None:
+    """``item`` is in the tree already, with this status."""
+    stored.files += 1
+    stored.bytes += item.size if item.is_file else 0
+    stored.allocated += status.st_blocks * 512 + item.name_bytes
+    if shared:
+        stored.shared += status.st_blocks * 512
+        stored.shared_files += 1
+
+
+def part_size(part: protocol.ScanPart) -> int:
+    return len(part.chunk) + len(part.stored) + len(part.folders) + len(part.failed)
+
+
+def flush_part(part: protocol.ScanPart) -> None:
+    """Answer it, and empty it."""
+    protocol.answer(part)
+    part.chunk, part.stored, part.folders, part.failed, part.made = [], [], [], [], 0
+    part.unmade = []
+
 
 # The rest of a chunk waits for another turn after this long: what is staged gets committed.
 CHUNK_SECONDS = 2.0
@@ -141,14 +167,14 @@ class Worker(commit.Committer):
                 else:
                     found.skipped += 1  # a socket, fifo or device
                 self.page.beat(self.number)
-                if parts.size(part) >= index.CHUNK_ENTRIES:
-                    parts.flush(part)
+                if part_size(part) >= index.CHUNK_ENTRIES:
+                    flush_part(part)
                     self.throttle.check()
             if job.extras:
                 self._drop_extras(target, job.path)
             os.utime(target, ns=(mtime_ns, mtime_ns))  # new subdirectories changed it
-        if parts.size(part):
-            parts.flush(part)
+        if part_size(part):
+            flush_part(part)
         found.note, self.note = self.note, ""
         protocol.answer(found)
 
@@ -223,7 +249,7 @@ class Worker(commit.Committer):
     ) -> int:
         """The SSD bytes that it takes beyond the one block that every directory counts."""
         if self.page.cramped and not tree.has(target, item.name):
-            parts.flush(part)  # the coordinator must count what was made
+            flush_part(part)  # the coordinator must count what was made
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         try:
             new = tree.make_directory(target, item, source)
@@ -277,7 +303,7 @@ class Worker(commit.Committer):
         if taken is None:
             return False
         self.copier.checksum, status = taken
-        parts.count(item, status, stored, shared=True)
+        count_part(item, status, stored, shared=True)
         return True
 
     def _has(
@@ -295,7 +321,7 @@ class Worker(commit.Committer):
         if not tree.same_content(item, status):
             return False
         shared = before is not None and before.is_shared(item.name, status)
-        parts.count(item, status, stored, shared=shared)
+        count_part(item, status, stored, shared=shared)
         return True
 
     # --- copy

@@ -11,10 +11,29 @@ from typing import Any
 
 import kit.errors
 import kit.files
-from cache import closed
-from cache.sources import servers
+from cache import settings
 from cache.store import identity, tree
 from linux import mountinfo, mounts, syscalls
+
+# Which file systems let more than modes and POSIX ACLs decide who may read.
+
+# By Kerberos, NFSv4 or Windows ACLs, squashing and maps of users.
+SERVERS = frozenset(
+    (
+        "nfs", "nfs4", "lustre", "lustre_tgt", "gpfs", "cifs", "smb3", "smbfs", "afs", "beegfs",
+        "beegfs_nodev", "panfs", "wekafs", "9p", "pvfs2", "vboxsf", "prl_fs",
+    )
+)  # fmt: skip
+
+
+def server_decides(mount: mountinfo.Mount) -> bool:
+    """Pure."""
+    if mount.fstype.startswith("fuse"):
+        # The daemon decides, unless it has the kernel check modes. That of CephFS knows no more.
+        kernel = "default_permissions" in mount.super_options.split(",")
+        return not kernel and mount.fstype != "fuse.ceph-fuse"
+    return mount.fstype in SERVERS
+
 
 # Of one directory; CephFS allows 100 by default.
 MOST_SNAPSHOTS = 4096
@@ -67,18 +86,18 @@ def look_in_place(root: str, state_dir: str, by_object: bool = False) -> dict[st
     lead to what the check of names there cannot see.
     """
     with kit.files.closing(_opened_in_place(root, by_object)) as descriptor:
-        shut = {**closed.ALWAYS, **(closed.OF_USERS if by_object else {})}
+        shut = {**settings.CLOSED_ALWAYS, **(settings.CLOSED_OF_USERS if by_object else {})}
         folders = {os.path.realpath(path): whose for path, whose in shut.items()}
-        folders[os.path.realpath(state_dir)] = closed.AGENT
+        folders[os.path.realpath(state_dir)] = settings.AGENT
         place = os.readlink(f"/proc/self/fd/{descriptor}")
-        if why := closed.why(place, folders):
+        if why := settings.why_closed(place, folders):
             raise kit.errors.SourceError(f"directory {root}", why, "name another directory")
         table = mountinfo.read()
         mount = mountinfo.containing(place, table)
         return _look(descriptor) | {
             "place": place,
             "inside": mountinfo.inside(place, table)[:MOST_INSIDE],
-            "server": mount.fstype if mount is not None and servers.decides(mount) else "",
+            "server": mount.fstype if mount is not None and server_decides(mount) else "",
         }
 
 

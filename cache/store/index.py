@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cache.store import manifest, schema, sharing
+from cache.store import manifest, schema
 from cache.store.rows import LARGE as LARGE
 from cache.store.rows import NO_ROOM as NO_ROOM
 from cache.store.rows import NORMAL as NORMAL
@@ -30,6 +30,29 @@ from cache.store.rows import Counts as Counts
 from cache.store.rows import Directory as Directory
 from cache.store.rows import Totals as Totals
 from cache.store.tree import Entry
+
+# The index's part about files that a generation shares with the one before it.
+
+
+class Sharing:
+    """Two columns of ``directories``: SSD bytes and number of the files that are shared."""
+
+    _db: sqlite3.Connection
+
+    def shares(self, directory: int, size: int, files: int) -> None:
+        """What a listing of the directory took over; a new listing forgets it."""
+        self._db.execute(
+            "UPDATE directories SET shared = ?, shared_files = ? WHERE id = ?",
+            (size, files, directory),
+        )
+
+    def shared(self, directory: int | None = None) -> tuple[int, int]:
+        """As ``shares`` kept it, of one directory or of all."""
+        which = "" if directory is None else f" WHERE id = {int(directory)}"
+        query = f"SELECT sum(shared), sum(shared_files) FROM directories{which}"
+        row = self._db.execute(query).fetchone()
+        return int(row[0] or 0), int(row[1] or 0)
+
 
 NAME = schema.NAME
 CHUNK_ENTRIES = 256
@@ -43,7 +66,7 @@ def encode(text: str) -> str:
     return json.dumps(text)[1:-1] if not text.isprintable() or "\\" in text else text
 
 
-class Index(sharing.Sharing):
+class Index(Sharing):
     """One coordinator writes at a time. ``open`` replaces a damaged file, and never one of a
     newer format."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import kit.errors
 import kit.files
-from linux import file_flags, mountinfo
+from linux import mountinfo, mounts
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -57,9 +57,9 @@ def mount_point(above: int, name: str, path: str) -> str:
     if mountinfo.top(path) is None:  # else what is seen there is the dataset's, and may hang
         with _own(above, name, 0, path) as found:
             # From here on it is what it is, so what follows is true when it is mounted on.
-            file_flags.set_immutable(found, True)
+            mounts.set_immutable(found, True)
             if inside := os.listdir(found):
-                file_flags.set_immutable(found, False)
+                mounts.set_immutable(found, False)
                 raise kit.errors.HostError(
                     path, f"somebody has put {inside[0]!r} where the dataset is to be mounted",
                     "see who may write there (hostPath without readOnly), and take it away: jobs "
@@ -67,7 +67,7 @@ def mount_point(above: int, name: str, path: str) -> str:
                 )  # fmt: skip
             named = os.stat(name, dir_fd=above, follow_symlinks=False)
             if not os.path.samestat(named, os.fstat(found)):
-                file_flags.set_immutable(found, False)
+                mounts.set_immutable(found, False)
                 raise kit.errors.HostError(
                     path, "somebody has put another directory in its place just now",
                     "see who may write there (hostPath without readOnly)",
@@ -87,7 +87,7 @@ def remove(path: str | Path, levels: int = 1) -> None:
             found = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
             above = opened.enter_context(kit.files.closing(found))
         with kit.files.closing(os.open(place.name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=above)) as it:
-            file_flags.set_immutable(it, False)
+            mounts.set_immutable(it, False)
         os.rmdir(place.name, dir_fd=above)
 
 

@@ -1,11 +1,28 @@
 """What all nodes together say of one object: ready and wanted nodes, percent, size. Pure."""
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import kit.units
-from nodeagent.cluster import intent, kinds, placement, storage
+from nodeagent.cluster import intent, kinds, storage
+
+# On which nodes a dataset with ``spread`` is kept. Pure: rendezvous hashing.
+#
+# Each node has a place of its own in the order of each dataset, so a node that comes or goes moves
+# only its own share.
+
+
+def choose_nodes(dataset: str, nodes: Iterable[str], most: int) -> tuple[str, ...]:
+    """``most`` of ``nodes``, or all if they are fewer; by name."""
+    ordered = sorted(set(nodes), key=lambda node: (_place(dataset, node), node))
+    return tuple(sorted(ordered[:most]))
+
+
+def _place(dataset: str, node: str) -> bytes:
+    return hashlib.sha256(f"{dataset}/{node}".encode()).digest()
+
 
 # A node that has not written for so long counts as not ready: agents write every 10 minutes.
 SILENT_SECONDS = 1800.0
@@ -130,7 +147,7 @@ def _chosen(
     if young and any(each.observed != observed for each in fresh):
         return tuple(before.get("chosen") or ())
     may = (e.node for e in fresh if (mine := e.objects.get(asked.key)) and mine.candidate)
-    return placement.choose(asked.name, may, asked.spread)
+    return choose_nodes(asked.name, may, asked.spread)
 
 
 def _requests(

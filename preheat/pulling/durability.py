@@ -20,17 +20,67 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 import kit.child
 import kit.errors
+import kit.formats
 import kit.pause
 from linux import procfs, syscalls
 from preheat.image import manifest
-from preheat.pulling import doubts
 from preheat.registry import resolver
 from preheat.runtimes import base, containerd
+
+# Which unpacked layers are doubted: kept in ``state_dir`` with the boot that they were found in.
+#
+# Small, because a child process imports it to write the file.
+
+STATE = "preheat-boot.json"  # in the state directory
+FORMAT = 1
+LOST = "lost"  # no boot has this id
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The file's fields. ``doubted``: chain ids."""
+
+    boot: str = ""
+    doubted: frozenset[str] = frozenset()
+
+
+def begun(kept: Kept, boot: str, loose: frozenset[str]) -> Kept:
+    """What is doubted in this boot. Pure.
+
+    ``loose``: layers that are not known to be durable. An agent that never ran here before knows
+    nothing of them, and does not unpack all images of the node again.
+    """
+    if kept.boot == boot:
+        return kept
+    return Kept(boot, kept.doubted | loose if kept.boot else frozenset())
+
+
+def load(path: Path) -> Kept:
+    """HostError when a newer agent wrote it. After a damaged file it counts as another boot: what
+    is not known to be durable is doubted."""
+    found = kit.formats.read(path, FORMAT, _kept)
+    if isinstance(found, kit.formats.Damage):
+        return Kept(LOST)
+    return Kept() if found is None else found
+
+
+def _kept(fields: dict[str, Any]) -> Kept:
+    boot, doubted = fields["boot"], list(fields["doubted"])
+    if any(not isinstance(each, str) for each in (boot, *doubted)):
+        raise ValueError("a name in it is no text")
+    return Kept(boot, frozenset(doubted))
+
+
+def save(path: str, boot: str, doubted: list[str]) -> None:
+    """Replace the file durably. In a child process: the disk may hang. OSError."""
+    kit.formats.save(path, {"boot": boot, "doubted": doubted}, FORMAT)
+
 
 log = structlog.get_logger("preheat")
 
@@ -100,8 +150,8 @@ class Durability:
         self._path = path
         self._wake = wake
         self._cycle = cycle
-        self._kept: doubts.Kept | None = None
-        self._saved = doubts.Kept()
+        self._kept: Kept | None = None
+        self._saved = Kept()
         self._task: asyncio.Task[None] | None = None
         self._sync_at = 0.0  # monotonic time
         self.counts = Counts()
@@ -117,9 +167,9 @@ class Durability:
         if self._path is None:
             return
         if self._kept is None:
-            self._saved = await asyncio.to_thread(doubts.load, self._path)
+            self._saved = await asyncio.to_thread(load, self._path)
             loose = loose_layers(inventory, shapes)
-            self._kept = doubts.begun(self._saved, procfs.boot_id(), loose)
+            self._kept = begun(self._saved, procfs.boot_id(), loose)
             if self._kept.doubted:
                 log.warning(
                     "the node went down before layers were durable", layers=len(self._kept.doubted)
@@ -233,7 +283,7 @@ class Durability:
             return
         arguments = (str(self._path), kept.boot, sorted(kept.doubted))
         try:
-            await kit.child.call(doubts.save, *arguments, deadline=SAVE_SECONDS)
+            await kit.child.call(save, *arguments, deadline=SAVE_SECONDS)
         except _ERRORS as error:  # tried again with the next cycle
             log.warning("doubted layers cannot be noted", error=str(error))
         else:

@@ -25,11 +25,11 @@ import kit.pause
 from kube import configz
 from preheat import settings
 from preheat.image import manifest
-from preheat.planning import desired, disk, hurdle, local_tags, pins, plan, uses
+from preheat.planning import desired, disk, pins, plan
 from preheat.planning.desired import Request
 from preheat.pulling import durability, heal, limiter, pull
 from preheat.registry import client as registry
-from preheat.registry import credentials, estimate, failure, resolver, reuse, schedule
+from preheat.registry import credentials, estimate, failure, resolver, schedule
 from preheat.registry.failure import Kind, PullError
 from preheat.runtimes import base, containerd
 
@@ -63,7 +63,7 @@ class Snapshot:
     shapes: Mapping[str, manifest.Shape] = field(default_factory=dict)  # by top digest
     decided: plan.Plan = field(default_factory=plan.Plan)
     node: plan.Node | None = None
-    shared: tuple[reuse.Reuse, ...] = ()
+    shared: tuple[estimate.Reuse, ...] = ()
     at: float = 0.0  # Unix time; 0 before the first cycle
 
 
@@ -85,11 +85,11 @@ class Reconciler:
         self.local = estimate.LocalImages(runtime)
         self._pins = pins.Pins(runtime, self.local)
         self.healer = heal.Healer(runtime, self.pressed, section.heal.per_hour)
-        self.uses = uses.Uses(runtime)
+        self.uses = pins.Uses(runtime)
         self.lock = asyncio.Lock()
         self.durability = durability.Durability(runtime, boot_file, self.wake, self.lock)
         self.kubelet = configz.Kubelet(self.wake)
-        self._tags = local_tags.LocalTags()
+        self._tags = desired.LocalTags()
         self.totals = Totals()
         # The policy is known before the first cycle.
         self.snapshot = Snapshot(requests=desired.gather(section, ()))
@@ -243,7 +243,7 @@ class Reconciler:
             known = [each for each in requests.values() if each.digest or each.measured]
             decided = plan.decide(node, known, pinned, section.concurrency, now)
             bases = frozenset(ref for ref, each in requests.items() if each.by != "retained")
-            shared = await asyncio.to_thread(reuse.of_images, inventory, shapes, bases)
+            shared = await asyncio.to_thread(estimate.shared_of_images, inventory, shapes, bases)
             self.snapshot = Snapshot(
                 *(inventory, requests, tuple(pinned), shapes, decided, node, shared, now)
             )
@@ -362,7 +362,7 @@ class Reconciler:
         now, ref = time.time(), request.ref
         if ref in self._pulled:
             return "it was pulled just now; the next look at the runtime tells what came of it"
-        facts = hurdle.Facts(
+        facts = plan.Facts(
             request,
             digest,
             lookup,
@@ -371,7 +371,7 @@ class Reconciler:
             pins=tuple(p for p in inventory.held("pin", ref) if self.healer.restores(p, ref)),
             limited=self.section.bytes_per_second is not None,
         )
-        return hurdle.reason(facts, now)
+        return plan.hurdle(facts, now)
 
     # --- acting -----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,10 +26,73 @@ import kit.slips
 from kube import client
 from preheat import settings
 from preheat.image import hub, manifest
-from preheat.registry import account, keyring
+from preheat.registry import keyring
 from preheat.registry.failure import Kind, PullError
 from preheat.registry.keyring import Keys
 from preheat.runtimes import base
+
+# Tokens of one service account for the kubelet's credential providers (``tokenAttributes``).
+#
+# The kubelet gives such a provider a token of the pod's own account. The agent pulls for no pod: it
+# may do so only for the account that the settings name, with the right that the cluster gave it.
+
+ASK_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class TokenAttributes:
+    """What a provider wants to have. ``per_token``: its logins are good for one token only."""
+
+    audience: str
+    required: bool
+    per_token: bool
+    required_annotations: tuple[str, ...] = ()
+    optional_annotations: tuple[str, ...] = ()
+
+
+class MissingAnnotationError(Exception):
+    """The account lacks an annotation without which the provider must not be asked."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a provider is given."""
+
+    token: str = field(default="", repr=False)
+    annotations: tuple[tuple[str, str], ...] = ()
+
+
+async def grant(asked: settings.ServiceAccountSettings, wanted: TokenAttributes) -> Grant:
+    """A new token, good for an hour. Raises KubeError, MissingAnnotationError."""
+    server = client.ApiServer(asked)
+    path = client.path_to("/api/v1/namespaces", asked.namespace, "serviceaccounts", asked.name)
+    about = f"ServiceAccount {asked.namespace}/{asked.name}"
+    try:
+        annotations: dict[str, object] = {}
+        if wanted.required_annotations or wanted.optional_annotations:
+            found = await server.request("GET", path, about=about, deadline=ASK_SECONDS)
+            annotations = (found.get("metadata") or {}).get("annotations") or {}
+        for key in wanted.required_annotations:
+            if key not in annotations:
+                raise MissingAnnotationError(f"{about} has no annotation {key}")
+        body = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {"audiences": [wanted.audience]},
+        }
+        about = f"a token of {about}"
+        answer = await server.request(
+            "POST", f"{path}/token", body, about=about, deadline=ASK_SECONDS
+        )
+    finally:
+        await server.close()
+    token = (answer.get("status") or {}).get("token")
+    if not isinstance(token, str) or not token:
+        raise client.KubeError(about, "the answer has no token")
+    kept = (*wanted.required_annotations, *wanted.optional_annotations)
+    given = ((key, str(annotations[key])) for key in kept if key in annotations)
+    return Grant(token, tuple(given))
+
 
 LARGEST_ANSWER = 1024**2
 FILE_SECONDS = 10.0  # to read a file of logins
@@ -56,7 +119,7 @@ class Provider:
     arguments: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     cache_seconds: float
-    token: account.TokenAttributes | None = None
+    token: TokenAttributes | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,13 +156,13 @@ def read_providers(data: bytes) -> tuple[Provider, ...]:
     return tuple(found)
 
 
-def _token_attributes(name: str, value: Any) -> account.TokenAttributes | None:
+def _token_attributes(name: str, value: Any) -> TokenAttributes | None:
     if value is None:
         return None
     audience, kind = value.get("serviceAccountTokenAudience"), value.get("cacheType")
     if not audience or kind not in ("ServiceAccount", "Token"):
         raise ValueError(f"provider {name!r}: its tokenAttributes lack an audience or a cacheType")
-    return account.TokenAttributes(
+    return TokenAttributes(
         audience=str(audience),
         required=value.get("requireServiceAccount") is not False,
         per_token=kind == "Token",
@@ -320,21 +383,21 @@ class Credentials:
             self._cache[_cached_as(provider, where), scopes[kept]] = _Answer(seconds, keys)
         return keys
 
-    async def _grant(self, provider: Provider, where: settings.CredentialSettings) -> account.Grant:
+    async def _grant(self, provider: Provider, where: settings.CredentialSettings) -> Grant:
         """The token that the provider wants. Raises CredentialError where it must not be asked."""
         if provider.token is None:
-            return account.Grant()
+            return Grant()
         if where.service_account is None:
             if not provider.token.required:
-                return account.Grant()
+                return Grant()
             raise CredentialError(
                 f"credential provider {provider.name}",
                 "was passed over: it wants the token of a service account (tokenAttributes)",
                 "name an account in preheat.credentials.service_account",
             )
         try:
-            return await account.grant(where.service_account, provider.token)
-        except (client.KubeError, account.MissingAnnotationError) as error:
+            return await grant(where.service_account, provider.token)
+        except (client.KubeError, MissingAnnotationError) as error:
             raise CredentialError(
                 f"credential provider {provider.name}",
                 f"was passed over: no token for it ({error})",

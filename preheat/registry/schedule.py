@@ -18,13 +18,79 @@ import dataclasses
 import hashlib
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from preheat import settings
 from preheat.image import manifest
-from preheat.registry import failure, windows
+from preheat.registry import failure
 from preheat.registry.failure import Kind, PullError
+
+# Time windows of the UTC day in which pulls may start, and turns that count in them. Pure.
+
+MINUTE, DAY = 60, 86400
+# How far a turn is sought; of what has passed, half as many days count.
+MOST_DAYS = 400
+
+
+def _spans(windows: Sequence[str]) -> list[tuple[int, int]]:
+    """The windows as seconds of the day; one that crosses midnight ends after it."""
+    found = []
+    for window in windows:
+        hours = [time.split(":") for time in window.split("-")]
+        start, end = ((int(hour) * 60 + int(past)) * MINUTE for hour, past in hours)
+        found.append((start, end if end > start else end + DAY))
+    return sorted(found)
+
+
+def _is_whole_day(spans: Sequence[tuple[int, int]]) -> bool:
+    reached = 0
+    every = sorted([*spans, *((start - DAY, end - DAY) for start, end in spans)])
+    for start, end in every:
+        if start > reached:
+            return False
+        reached = max(reached, end)
+    return reached >= DAY
+
+
+def window_intervals(windows: Sequence[str], since: float) -> Iterator[tuple[float, float]]:
+    """When pulls may start, from the interval that holds ``since`` or the next one on, joined where
+    windows touch. Unix times."""
+    spans = _spans(windows)
+    midnight = since // DAY * DAY
+    begin = end = 0.0
+    for day in range(-1, MOST_DAYS):
+        for start, stop in spans:
+            first, last = midnight + day * DAY + start, midnight + day * DAY + stop
+            if first <= end:
+                end = max(end, last)
+                continue
+            if end > since:
+                yield begin, end
+            begin, end = first, last
+
+
+def turn_in_windows(windows: Sequence[str], since: float, offset: float, now: float) -> float:
+    """The first time from ``now`` on at which a turn has come.
+
+    It comes when ``offset`` seconds have passed since ``since`` in which windows were open. Nor
+    does it come sooner after an opening than the offset, modulo the window: who missed a turn in
+    the window before would else start with all others at the moment that the next one opens.
+    """
+    spans = _spans(windows)
+    if not spans or _is_whole_day(spans):
+        return max(now, since + offset)
+    passed, offset = 0.0, round(offset, 3)  # Unix time as a float has less than a microsecond
+    for begin, end in window_intervals(windows, max(since, now - MOST_DAYS / 2 * DAY)):
+        opened = max(begin, since)
+        at = max(opened + max(0.0, offset - passed), now)
+        if since <= begin:
+            at = max(at, begin + offset % (end - begin))
+        if at < end:
+            return at
+        passed += end - opened
+    return now + MOST_DAYS * DAY
+
 
 # What one look-up keeps a registry busy: a few small requests over a wide-area network.
 LOOKUP_SECONDS = 0.25
@@ -193,7 +259,7 @@ class Schedule:
         elif begun:
             since -= offset
         at = max(now, registry.rests_until)
-        return windows.turn(allowed, since, offset, at)
+        return turn_in_windows(allowed, since, offset, at)
 
     def standing(self, ref: str, failed: failure.Failure | None) -> failure.Failure | None:
         """The failure, unless the registry came back since: the pull then waits for its turn."""

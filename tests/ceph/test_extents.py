@@ -9,7 +9,7 @@ import pytest
 from ceph.client import Cluster
 from ceph.protocol import Extents, ImageId
 from ceph.settings import ClusterSettings
-from linux import luks
+from linux import blkid
 from tests.testbed import blockdev
 from tests.testbed.ceph import CephCluster
 from volumes import settings
@@ -86,7 +86,7 @@ async def test_a_luks1_header_is_not_taken_for_data_of_its_mapping(
     blockdev.run(*("cryptsetup", "-q", "--type", "luks1", "--pbkdf-force-iterations", "1000"),
                  *("--key-file", str(key), "luksFormat", str(disk)))  # fmt: skip
     with disk.open("rb") as stream:
-        start = luks.data_offset(stream.fileno())
+        start = blkid.luks_data_offset(stream.fileno())
     assert start % OBJECT > 0, "header and data share an object"
     words = [word for each in features.split(",") for word in ("--image-feature", each)]
     made = image(backend, f"luks-{len(words)}", *words, source=disk)

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from nodeagent.cluster import intent, kinds, placement, rollup, storage
+from nodeagent.cluster import intent, kinds, rollup, storage
 from tests.kube import agents
 from tests.kube.test_crds import dataset
 from tests.testbed import waiting
@@ -22,9 +22,9 @@ SPREADS = st.integers(1, 12)
 
 @given(NODES, SPREADS)
 def test_as_many_nodes_as_wished_and_in_any_order_the_same(nodes: set[str], spread: int) -> None:
-    chosen = placement.choose("coco", nodes, spread)
+    chosen = rollup.choose_nodes("coco", nodes, spread)
     assert len(chosen) == min(spread, len(nodes)) and set(chosen) <= nodes
-    assert chosen == placement.choose("coco", sorted(nodes, reverse=True) * 2, spread)
+    assert chosen == rollup.choose_nodes("coco", sorted(nodes, reverse=True) * 2, spread)
 
 
 @given(NODES.filter(bool), SPREADS, st.data())
@@ -32,8 +32,8 @@ def test_node_that_leaves_or_comes_moves_only_its_share(
     nodes: set[str], spread: int, data: st.DataObject
 ) -> None:
     gone = data.draw(st.sampled_from(sorted(nodes)))
-    before = set(placement.choose("coco", nodes, spread))
-    after = set(placement.choose("coco", nodes - {gone}, spread))
+    before = set(rollup.choose_nodes("coco", nodes, spread))
+    after = set(rollup.choose_nodes("coco", nodes - {gone}, spread))
     assert before - {gone} <= after
     assert len(after - before) == (1 if gone in before and len(nodes) > spread else 0)
 
@@ -41,7 +41,7 @@ def test_node_that_leaves_or_comes_moves_only_its_share(
 def test_datasets_are_spread_evenly() -> None:
     nodes = [f"gpu-{number:04}" for number in range(50)]
     held = Counter(
-        node for number in range(500) for node in placement.choose(f"set-{number}", nodes, 5)
+        node for number in range(500) for node in rollup.choose_nodes(f"set-{number}", nodes, 5)
     )
     assert len(held) == 50 and max(held.values()) < 2 * 50 and min(held.values()) > 50 / 2
 
@@ -88,7 +88,7 @@ def roll(asked: intent.Wish, *nodes: rollup.View, **before: Any) -> tuple[Any, s
 
 def test_only_chosen_nodes_count() -> None:
     names = [f"n{number}" for number in range(6)]
-    chosen = placement.choose("coco", names, 2)
+    chosen = rollup.choose_nodes("coco", names, 2)
     there = [node(name, ready=name in chosen) for name in names]
     assert roll(wish(), *there) == (list(chosen), "2/2", "True")
     # One that is silent for half an hour is replaced; the other stays.
@@ -100,7 +100,7 @@ def test_only_chosen_nodes_count() -> None:
 
 def test_nothing_moves_when_all_were_silent_because_nobody_could_write() -> None:
     names = [f"n{number}" for number in range(6)]
-    chosen = list(placement.choose("coco", names, 2))
+    chosen = list(rollup.choose_nodes("coco", names, 2))
     first = next(name for name in names if name not in chosen)  # it writes before the others
     back = [node(name, age=0.0 if name == first else 3600.0) for name in names]
     made = rollup.of_object(wish(), {"chosen": chosen}, back, "now", NOW, patient=True)
@@ -110,9 +110,9 @@ def test_nothing_moves_when_all_were_silent_because_nobody_could_write() -> None
 
 def test_new_leader_moves_nothing_to_a_silent_node() -> None:
     names = [f"n{number}" for number in range(6)]
-    dead, *others = placement.choose("coco", names, 3)
+    dead, *others = rollup.choose_nodes("coco", names, 3)
     there = [node(name, age=3600.0 if name == dead else 0.0) for name in names]
-    before = {"chosen": list(placement.choose("coco", set(names) - {dead}, 3))}
+    before = {"chosen": list(rollup.choose_nodes("coco", set(names) - {dead}, 3))}
     assert set(others) < set(before["chosen"])
     for patient in (False, True):
         made = rollup.of_object(wish(spread=3), before, there, "now", NOW, patient=patient)
@@ -157,7 +157,7 @@ def test_dataset_is_kept_on_as_many_nodes_as_it_says_and_moves_with_a_node(
         source = {"kind": "dir", "path": str(files)}
         plane.apply(dataset(name, source=source, nodeSelector={"pool": "spread"}, spread=2))
         plane.kubectl("wait", "--for=condition=Ready", f"cds/{name}", "--timeout=240s", seconds=250)
-        first = set(placement.choose(name, names, 2))
+        first = set(rollup.choose_nodes(name, names, 2))
         assert chosen() == holders() == first
         assert plane.get("cds", name)["status"]["ready"] == "2/2"
 

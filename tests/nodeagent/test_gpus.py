@@ -14,7 +14,7 @@ import pytest_asyncio
 
 import kit.errors
 import kit.processes
-from linux import nvml, pressure
+from linux import nvml
 from nodeagent import gpus
 from tests.testbed import waiting
 
@@ -154,9 +154,9 @@ def test_stalls_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
         "some avg10=3.53 avg60=3.40 avg300=6.64 total=1455612720\n"
         "full avg10=0.00 avg60=0.00 avg300=0.03 total=207989474\n"
     )
-    assert pressure.io_stalled(file) == 1455.61272
+    assert gpus.io_stalled(file) == 1455.61272
     file.write_text("nonsense\n")
-    assert pressure.io_stalled(file) is None
-    assert pressure.io_stalled(tmp_path / "none") is None
-    if os.path.exists(pressure.FILE):
-        assert (pressure.io_stalled() or 0) > 0
+    assert gpus.io_stalled(file) is None
+    assert gpus.io_stalled(tmp_path / "none") is None
+    if os.path.exists(gpus.PRESSURE):
+        assert (gpus.io_stalled() or 0) > 0

@@ -20,7 +20,7 @@ from cache.store import disk, generations, sample, soundness, trust
 from cache.views import users
 from nodeagent import memory, rooms
 from nodeagent.cluster import follow, intent, requests
-from preheat.pulling import doubts
+from preheat.pulling import durability
 from volumes.guard import record
 from volumes.ledger import store as ledger
 
@@ -134,10 +134,10 @@ FILES = [
          lambda f: follow._load(f / follow.FILE).wishes == {WISH.key: WISH},
          lambda f: follow._load(f / follow.FILE) == intent.Known()),
     Kept("requests.json", _save_requests, lambda f: requests.Requests(f).asked, _refuses),
-    Kept("preheat-boot.json", lambda f: doubts.save(str(f / doubts.STATE), "now", []),
-         lambda f: doubts.load(f / doubts.STATE) == doubts.Kept("now"),
-         lambda f: doubts.begun(
-             doubts.load(f / doubts.STATE), "now", frozenset({"loose"})).doubted == {"loose"}),
+    Kept("preheat-boot.json", lambda f: durability.save(str(f / durability.STATE), "now", []),
+         lambda f: durability.load(f / durability.STATE) == durability.Kept("now"),
+         lambda f: durability.begun(durability.load(f / durability.STATE), "now",
+                                    frozenset({"loose"})).doubted == {"loose"}),
     Kept("volumes/guard-wanted.json", lambda f: record.write_wanted(str(f), {"mode": "enforce"}),
          lambda f: _wanted(f)["wanted"] and not _wanted(f)["errors"],
          lambda f: "wanted" in _wanted(f)["errors"], stays=True),

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from preheat.image import manifest
-from preheat.planning import local_tags
+from preheat.planning import desired
 from preheat.registry import estimate, failure
 from preheat.runtimes import base
 from tests.preheat.image.test_manifest import CHOICES, index_of
@@ -50,7 +50,7 @@ def test_an_image_is_here_when_the_runtime_tells_the_kubelet() -> None:
 
 
 def test_a_tag_that_moves_on_the_node_counts_until_the_registry_answers() -> None:
-    tags = local_tags.LocalTags()
+    tags = desired.LocalTags()
     assert not tags.saw(REF, "old", 100.0)
     assert not tags.is_newer(REF, 50.0)  # at the start nobody knows who is newer
     assert not tags.saw(REF, "old", 110.0)

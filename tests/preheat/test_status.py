@@ -17,7 +17,7 @@ from preheat.component import Preheat
 from preheat.planning import desired, plan
 from preheat.planning.desired import Request
 from preheat.pulling.reconciler import Snapshot
-from preheat.registry import reuse
+from preheat.registry import estimate
 from preheat.runtimes import base
 from tests.preheat.registry.test_estimate import shape_of
 from tests.preheat.rig import Reported
@@ -118,9 +118,9 @@ def test_page_is_bounded(room: Preheat) -> None:
 
 def test_plan_is_what_the_last_cycle_made(room: Preheat, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request for it works on nothing: with 500 images that took seconds of the loop."""
-    shared = (reuse.Reuse(REF, 300, 200, ("r.e/base:v1",)),)
+    shared = (estimate.Reuse(REF, 300, 200, ("r.e/base:v1",)),)
     room.reconciler.snapshot = Snapshot(node=node(assumed=True), shared=shared, at=5.0)
-    monkeypatch.setattr(reuse, "report", None)
+    monkeypatch.setattr(estimate, "shared", None)
     found = status.plan_json(room.reconciler)
 
     assert [dict(each, bases=list(each["bases"])) for each in found["reuse"]] == [
@@ -131,7 +131,7 @@ def test_plan_is_what_the_last_cycle_made(room: Preheat, monkeypatch: pytest.Mon
 
 def test_reuse_counts_layers_on_the_same_layers_only() -> None:
     shapes = {"base": shape_of("a", "b"), "app": shape_of("a", "b", "c"), "odd": shape_of("b", "a")}
-    report = {each.ref: each for each in reuse.report(shapes, frozenset({"base"}))}
+    report = {each.ref: each for each in estimate.shared(shapes, frozenset({"base"}))}
     assert (report["app"].shared, report["app"].total) == (200, 300)
     assert report["app"].bases == ("base",)
     assert report["odd"].shared == 0
@@ -139,10 +139,10 @@ def test_reuse_counts_layers_on_the_same_layers_only() -> None:
 
 
 def test_reuse_is_bounded_in_images_and_bases() -> None:
-    shapes = {f"i{n:04}": shape_of("a", f"b{n}") for n in range(reuse.MOST_IMAGES + 50)}
-    report = reuse.report(shapes, frozenset(shapes))
-    assert len(report) == reuse.MOST_IMAGES
-    assert {len(each.bases) for each in report} == {reuse.MOST_BASES}
+    shapes = {f"i{n:04}": shape_of("a", f"b{n}") for n in range(estimate.MOST_IMAGES + 50)}
+    report = estimate.shared(shapes, frozenset(shapes))
+    assert len(report) == estimate.MOST_IMAGES
+    assert {len(each.bases) for each in report} == {estimate.MOST_BASES}
     assert {each.shared for each in report} == {100}
 
 
@@ -150,7 +150,7 @@ def test_reuse_is_of_tagged_images() -> None:
     shape = shape_of("a")
     names = (REF, f"r.e/fw/a@{shape.top.digest}", shape.top.digest)
     inventory = base.Inventory(records=tuple(base.Record(name, shape.top) for name in names))
-    found = reuse.of_images(inventory, {shape.top.digest: shape}, frozenset())
+    found = estimate.shared_of_images(inventory, {shape.top.digest: shape}, frozenset())
     assert [each.ref for each in found] == [REF]
 
 

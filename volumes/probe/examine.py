@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 import kit.line_worker
-from linux import blkid, blockdev, luks
+from linux import blkid, blockdev
 from volumes.probe import signature_offsets
 
 _BLKGETSIZE64 = 0x80081272
@@ -163,7 +163,7 @@ def _content(path: str, descriptor: int, size: int, seed: int, below: str) -> Ve
     if below:
         lower = os.open(below, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
-        start = luks.data_offset(lower) if below else 0
+        start = blkid.luks_data_offset(lower) if below else 0
         reads = _Reads(lower)
         for places in (signature_offsets.marks(size), signature_offsets.samples(size, seed)):
             if reads.failed is None and reads.content is None:

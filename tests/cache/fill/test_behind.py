@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.fill import behind
+from cache.fill import blocks
 from cache.store import image_copy
 from ceph.protocol import SnapshotFacts
 from tests.testbed import waiting
@@ -45,7 +45,7 @@ def test_copy_has_every_byte_past_the_page_cache_or_through_it(
         held._direct = -1  # as on a file system without direct writes
     wanted = b"".join(map(data_of, range(COUNT)))
     for _ in range(2):  # the second time there are no holes
-        with behind.Behind(held) as storing:
+        with blocks.Behind(held) as storing:
             for chunk in reversed(range(COUNT)):
                 storing.put(chunk, data_of(chunk))
             storing.commit()
@@ -67,7 +67,7 @@ def test_more_is_stored_while_a_batch_becomes_durable(
         real(descriptor)
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
-    with behind.Behind(held) as storing:
+    with blocks.Behind(held) as storing:
         storing.put(1, data_of(1))
         storing.put(2, data_of(2))
         storing.commit()
@@ -93,7 +93,7 @@ def test_chunk_that_cannot_be_written_ends_the_storing(
         real(self, data, offset, sparse=sparse)
 
     monkeypatch.setattr(image_copy.Chunks, "_write", write)
-    with pytest.raises(OSError, match="No space"), behind.Behind(held) as storing:
+    with pytest.raises(OSError, match="No space"), blocks.Behind(held) as storing:
         for chunk in range(4):
             storing.put(chunk, data_of(chunk))
         storing.commit()
@@ -115,7 +115,7 @@ def test_what_a_failed_sync_took_is_never_known(
         real(descriptor)
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
-    with pytest.raises(OSError, match="Input/output"), behind.Behind(held) as storing:
+    with pytest.raises(OSError, match="Input/output"), blocks.Behind(held) as storing:
         storing.put(1, data_of(1))
         storing.commit()
     held.put(2, data_of(2))

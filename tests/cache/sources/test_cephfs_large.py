@@ -50,7 +50,7 @@ def apart(which: str, area: Path, snapshot: Path, cluster: ceph.CephCluster) -> 
     with subprocess.Popen(
         [sys.executable, "-m", "tests.cache.fill.large_fill", which, str(area), str(snapshot),
          str(cluster.conf)],
-        cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[3], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stderr is not None

@@ -40,7 +40,7 @@ class Server:
         words = map(str, (self.shown, self.below, self._squash))
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.testbed.squashfs", *words],
-            cwd=Path(__file__).parents[2], stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[3], stdout=subprocess.PIPE,
         )  # fmt: skip
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"

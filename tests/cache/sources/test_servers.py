@@ -2,7 +2,7 @@
 
 import pytest
 
-from cache.sources import servers
+from cache.sources import roots
 from linux import mountinfo
 
 
@@ -28,4 +28,4 @@ from linux import mountinfo
 )
 def test_kinds(kind: str, options: str, decides: bool) -> None:
     line = f"1 0 0:5 / /data rw - {kind} what {options}"
-    assert servers.decides(mountinfo.parse_line(line.encode())) is decides
+    assert roots.server_decides(mountinfo.parse_line(line.encode())) is decides

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kit.errors
-from cache.store import health, lock, probe
+from cache.store import disk, health, probe
 from cache.store.health import Health, Sign, State, after
 from tests.testbed import waiting
 
@@ -89,20 +89,20 @@ def test_names_of_a_device_include_what_it_lies_on(tmp_path: Path) -> None:
 
 
 def test_second_agent_is_refused_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "SECONDS", 0.1)
+    monkeypatch.setattr(disk, "LOCK_SECONDS", 0.1)
     child = os.fork()
     if child == 0:
         try:
-            lock.hold(str(tmp_path))
+            disk.lock(str(tmp_path))
             (tmp_path / "locked").touch()
             waiting.until((tmp_path / "end").exists, what="the test to end its child")
         finally:
             os._exit(0)  # never into the rest of the suite
     waiting.until((tmp_path / "locked").exists, what="the child to lock the store")
     with pytest.raises(kit.errors.HostError, match="another agent uses it"):
-        lock.hold(str(tmp_path))
+        disk.lock(str(tmp_path))
     (tmp_path / "end").touch()
     os.waitpid(child, 0)
-    lock.hold(str(tmp_path))
-    lock.hold(str(tmp_path))  # the same agent, begun anew
-    lock.release(str(tmp_path))
+    disk.lock(str(tmp_path))
+    disk.lock(str(tmp_path))  # the same agent, begun anew
+    disk.unlock(str(tmp_path))

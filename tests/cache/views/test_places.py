@@ -9,7 +9,7 @@ import pytest
 
 import kit.errors
 from cache.views import by_id, places, view
-from linux import file_flags, mountinfo, mounts
+from linux import mountinfo, mounts
 
 pytestmark = pytest.mark.real
 
@@ -116,7 +116,7 @@ def test_nothing_is_mounted_on_a_directory_that_was_put_in_the_place(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = disk / "views" / "demo" / "data"
-    flags = file_flags.set_immutable
+    flags = mounts.set_immutable
 
     def swapped(descriptor: int, on: bool) -> bool:
         if on:
@@ -124,7 +124,7 @@ def test_nothing_is_mounted_on_a_directory_that_was_put_in_the_place(
             full_data(disk / "views")
         return flags(descriptor, on)
 
-    monkeypatch.setattr(file_flags, "set_immutable", swapped)
+    monkeypatch.setattr(mounts, "set_immutable", swapped)
     with pytest.raises(kit.errors.HostError, match="another directory in its place"):
         publish(disk)
     assert os.listdir(data) == ["ready"]

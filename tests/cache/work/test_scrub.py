@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from cache.fill import protocol
-from cache.store import cursor, generations, index, tree
+from cache.fill import protocol, verify
+from cache.store import generations, index, tree
 from tests.cache import passes
 from tests.cache import test_generations_served as served
 from tests.cache.test_space import disk as plain_disk
@@ -262,9 +262,9 @@ def test_round_begins_at_its_cursor(complete: passes.Generation) -> None:
     assert number is not None
     names = sorted(os.listdir(complete.tree / "d3"))
     with opened.transaction() as db:
-        kept = cursor.load(db, "round-1")
-        assert kept == cursor.Cursor("round-1")
-        cursor.save(db, cursor.Cursor("round-1", number - 1, number, names[9], 1000, 10**6))
+        kept = verify.load_cursor(db, "round-1")
+        assert kept == verify.Cursor("round-1")
+        verify.save_cursor(db, verify.Cursor("round-1", number - 1, number, names[9], 1000, 10**6))
     later = len(opened.listed_directories(number, 100))
     opened.close()
     for path in ("d3/" + names[3], "d3/" + names[20]):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from preheat.image import manifest
-from preheat.planning import hurdle
+from preheat.planning import plan
 from preheat.planning.desired import Request
 from preheat.registry import failure, resolver
 from preheat.registry.failure import Kind, PullError
@@ -24,11 +24,11 @@ def reason(
     error = PullError(REF, kind, "it says no", final=lookup.pop("final", False))
     found = resolver.Lookup(manifest.parse(REF), failed=failure.after(error, attempts, 0.0))
     found = dataclasses.replace(found, **lookup)
-    seen = hurdle.Facts(
+    seen = plan.Facts(
         request or Request(REF, "policy"), "", found, 0.0, None, pins=(),
         **(facts or {}),
     )  # fmt: skip
-    return hurdle.reason(seen, 100.0)
+    return plan.hurdle(seen, 100.0)
 
 
 @pytest.mark.parametrize("kind", [Kind.AUTH, Kind.CORRUPT, Kind.BAD_IMAGE])

@@ -20,7 +20,7 @@ from linux import mountinfo, procfs
 from preheat import status
 from preheat.component import Preheat
 from preheat.image import manifest
-from preheat.pulling import doubts, durability
+from preheat.pulling import durability
 from preheat.runtimes import base, unpacked
 from preheat.runtimes import containerd_pb2 as pb
 from tests.cache.test_space import disk
@@ -41,13 +41,13 @@ def shape(top: str, *chain_ids: str) -> manifest.Shape:
 
 def test_doubts_begin_with_a_boot_and_stay_until_they_are_settled() -> None:
     one, two = frozenset({A}), frozenset({B})
-    first = doubts.begun(doubts.Kept(), "boot 1", one)
-    assert first == doubts.Kept("boot 1"), "the first agent of all knows nothing"
-    assert doubts.begun(first, "boot 1", one) == first
-    second = doubts.begun(first, "boot 2", one)
-    assert second == doubts.Kept("boot 2", one)
-    assert doubts.begun(second, "boot 2", two) == second
-    assert doubts.begun(second, "boot 3", two) == doubts.Kept("boot 3", one | two)
+    first = durability.begun(durability.Kept(), "boot 1", one)
+    assert first == durability.Kept("boot 1"), "the first agent of all knows nothing"
+    assert durability.begun(first, "boot 1", one) == first
+    second = durability.begun(first, "boot 2", one)
+    assert second == durability.Kept("boot 2", one)
+    assert durability.begun(second, "boot 2", two) == second
+    assert durability.begun(second, "boot 3", two) == durability.Kept("boot 3", one | two)
 
 
 def test_layers_that_only_somebody_else_pulled_are_not_doubted() -> None:

@@ -14,7 +14,7 @@ from preheat.runtimes import containerd_pb2 as pb
 from tests.testbed import published as published_protos
 from tests.testbed import waiting
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_generated_modules_are_current(tmp_path: Path) -> None:
