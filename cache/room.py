@@ -1,8 +1,102 @@
 """The cache as the process registers it."""
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import kit.errors
+import kit.settings
 import kit.traces
-from cache import node_status, objects, settings
+from cache import settings
+from cache.settings import CacheSettings, DatasetSettings, DirSource
 from kit.room import Asking, Command, Intent, Presence, Report, Room, Rule, calls, named
+
+if TYPE_CHECKING:
+    from cache.component import Cache
+    from cache.dataset.dataset import Dataset
+
+
+def given(dataset: DatasetSettings, section: CacheSettings, secrets: Path) -> DatasetSettings:
+    """The dataset as an object of the cluster names it. SettingsError when it may not name this.
+
+    Who writes objects is no root on the node: no path in one leads to a file of its choice.
+
+    ``secrets``: the directory in which keys of Secrets (``secretRef``) are files.
+    """
+    source = dataset.source
+    if isinstance(source, DirSource):
+        if why := settings.why_closed(settings.plain(str(source.path)), settings.CLOSED_OF_USERS):
+            raise kit.errors.SettingsError(
+                f"source.path {source.path}", why, "name it in the settings file of the node"
+            )
+        return dataset.model_copy(update={"source": source.named_by_object()})
+    file = settings.plain(str(source.secret_file))
+    folders = [settings.plain(str(folder)) for folder in (secrets, section.object_keys)]
+    if not any(settings.lies_in(file, folder) for folder in folders):
+        raise kit.errors.SettingsError(
+            f"source.secret_file {source.secret_file}",
+            f"an object of the cluster names a file of the node outside of {section.object_keys}",
+            "use secretRef, or put the key there (cache.object_keys)",
+        )
+    return dataset
+
+
+# What the node's object in the cluster shows of datasets.
+
+
+class DatasetStatus(kit.settings.Shown):
+    """One dataset on this node."""
+
+    name: str
+    """Name of the dataset."""
+    state: str
+    """complete, filling, partial, failed, paused, ...: as 'nodeagent dataset list' shows it."""
+    generation: str = ""
+    """Which version it is: a digest of what names the source, its snapshot included."""
+    served_by: str = ""
+    """What jobs read now: none, source, overlay or store."""
+    bytes: int = 0
+    """Bytes of the dataset, as far as they are counted."""
+    done_bytes: int = 0
+    """Of these, bytes on the node's SSD; while it fills, in steps of 5 % of the whole."""
+    percent: int = 0
+    """Share of the bytes on the SSD, in steps of 5 while it fills; 100 only when complete."""
+    waits_for: str = ""
+    """For whom its fill, which was stopped, waits now: a dataset, its priority, and whether that is
+    its verify, its eviction or wanted now. It goes on by itself."""
+    message: str = ""
+    """Why it is not complete; who uses a deleted one."""
+
+
+def report(component: "Cache") -> list[DatasetStatus]:
+    """One for each dataset of the settings, by name."""
+    return [_reported(each) for _, each in sorted(component.datasets.items())]
+
+
+def _reported(shown: "Dataset") -> DatasetStatus:
+    figures, state = shown.figures, shown.state()
+    total = figures.bytes
+    if shown.generation.state == "complete":
+        done, percent = total, 100
+    else:
+        # Coarse: each step is a write to the API server.
+        percent = min(95, figures.done_bytes * 20 // total * 5) if total else 0
+        done = total * percent // 100
+    return DatasetStatus(
+        name=shown.name,
+        state=state,
+        generation=Path(shown.folder).name,
+        served_by=str(shown.stage),
+        bytes=total,
+        done_bytes=done,
+        percent=percent,
+        waits_for=shown.waits_for() if shown.gave_way else "",
+        message="" if state == "complete" else shown.why(),
+    )
+
+
+def brief(shown: list[DatasetStatus]) -> str:
+    """How many are there in full, of how many."""
+    return f"{sum(each.percent == 100 for each in shown)}/{len(shown)}"
 
 
 def _traces() -> kit.traces.Traces:
@@ -54,7 +148,7 @@ _DATASETS = Intent(
         ),
     ),
     secret=("source", "secret_file"),
-    given=objects.given,
+    given=given,
     release=calls("cache.component:Cache.release"),
     spread=True,
     requests=(
@@ -104,10 +198,10 @@ ROOM = Room(
     ),
     report=Report(
         "datasets",
-        node_status.DatasetStatus,
+        DatasetStatus,
         many=True,
-        read=node_status.of,
-        brief=node_status.brief,
+        read=report,
+        brief=brief,
         key="name",
         told=("state", "served_by", "generation", "waits_for"),
     ),

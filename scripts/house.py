@@ -18,11 +18,11 @@ PARAMETERS = 6  # so many make a function hard to call
 
 # What each count may be at most. Who makes one smaller writes the new figure here.
 BOUNDS = {
-    "lines of the product": 64_117,
-    "modules": 362,
-    "modules at the top of cache": 13,
-    "modules at the top of preheat": 10,
-    "modules at the top of volumes": 11,
+    "lines of the product": 64_059,
+    "modules": 334,
+    "modules at the top of cache": 10,
+    "modules at the top of preheat": 9,
+    "modules at the top of volumes": 10,
     "class names with several meanings": 86,
     "writes to a dataset from outside its module": 71,
     "modules that write to a dataset": 11,
@@ -34,19 +34,19 @@ ATTRIBUTES, METHODS = 15, 20  # of a class, at most; values that never change ar
 # Larger ones, as large as they are today. They wait for the issue "One dataset", which gives each
 # a frozen state; the bindings have one method for each call of what they bind.
 LARGER = {
-    "cache/space/budgets.py:Budgets": (18, 20),
     "cache/component.py:Cache": (37, 30),
     "cache/dataset/dataset.py:Dataset": (56, 58),
     "cache/dataset/due.py:Due": (13, 22),
+    "cache/dataset/succession.py:Succession": (13, 36),
     "cache/fill/blocks.py:Pass": (17, 14),
     "cache/fill/coordinator.py:Coordinator": (24, 26),
     "cache/fill/fill.py:FillPass": (20, 34),
     "cache/fill/large_files.py:LargeFiles": (9, 21),
     "cache/fill/verify.py:VerifyPass": (19, 21),
     "cache/fill/worker.py:Worker": (17, 28),
-    "cache/work/jobs.py:Jobs": (13, 28),
+    "cache/space/budgets.py:Budgets": (18, 20),
     "cache/store/index.py:Index": (1, 58),
-    "cache/dataset/succession.py:Succession": (13, 36),
+    "cache/work/jobs.py:Jobs": (13, 28),
     "kube/watching.py:Watch": (19, 16),
     "preheat/component.py:Preheat": (4, 23),
     "preheat/pulling/pull.py:Puller": (17, 20),

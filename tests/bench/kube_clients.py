@@ -24,7 +24,7 @@ from typing import Any
 import structlog
 
 import cache.room
-from cache import node_status
+from cache import room
 from kube import client, watching
 from nodeagent.cluster import labels, service, telling, writing
 from nodeagent.settings import ClusterSettings, Settings
@@ -94,12 +94,12 @@ class Filling:
         done = (time.monotonic() - self._begun[name]) / self._seconds
         return 100 if done >= 1 else int(done * 20) * 5
 
-    def statuses(self) -> list[node_status.DatasetStatus]:
+    def statuses(self) -> list[room.DatasetStatus]:
         found = []
         for name in sorted(self._begun):
             percent = self._percent(name)
             found.append(
-                node_status.DatasetStatus(
+                room.DatasetStatus(
                     name=name, state="complete" if percent == 100 else "filling",
                     generation="5d3ff7a3d2b1", served_by="store" if percent == 100 else "overlay",
                     bytes=BYTES, done_bytes=BYTES * percent // 100, percent=percent,
