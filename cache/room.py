@@ -24,13 +24,15 @@ def given(dataset: DatasetSettings, section: CacheSettings, secrets: Path) -> Da
     """
     source = dataset.source
     if isinstance(source, DirSource):
-        if why := settings.why_closed(settings.plain(str(source.path)), settings.CLOSED_OF_USERS):
+        if why := settings.why_closed(
+            settings.plain_path(str(source.path)), settings.CLOSED_OF_USERS
+        ):
             raise kit.errors.SettingsError(
                 f"source.path {source.path}", why, "name it in the settings file of the node"
             )
         return dataset.model_copy(update={"source": source.named_by_object()})
-    file = settings.plain(str(source.secret_file))
-    folders = [settings.plain(str(folder)) for folder in (secrets, section.object_keys)]
+    file = settings.plain_path(str(source.secret_file))
+    folders = [settings.plain_path(str(folder)) for folder in (secrets, section.object_keys)]
     if not any(settings.lies_in(file, folder) for folder in folders):
         raise kit.errors.SettingsError(
             f"source.secret_file {source.secret_file}",

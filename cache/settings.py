@@ -50,7 +50,7 @@ CLOSED_ALWAYS: Mapping[str, str] = {
 CLOSED_OF_USERS: Mapping[str, str] = {"/home": "its users'"}
 
 
-def plain(path: str) -> str:
+def plain_path(path: str) -> str:
     """An absolute path without '..', '.' and double slashes; links are not followed."""
     return os.path.normpath("/" + path.lstrip("/"))
 
@@ -63,7 +63,7 @@ def lies_in(path: str, folder: str) -> bool:
 def why_closed(path: str, folders: Mapping[str, str]) -> str:
     """Why ``path`` is no source; '' when it lies neither in one of ``folders`` nor above one.
 
-    Paths are ``plain``.
+    Paths are as ``plain_path`` makes them.
     """
     for folder, whose in folders.items():
         if lies_in(path, folder):
@@ -441,12 +441,12 @@ class CacheSettings(kit.settings.Section):
             if isinstance(dataset.source, DirSource):
                 roots[f"the source of dataset {dataset.name!r}"] = str(dataset.source.path)
         self._refuse_closed()
-        plain = {other: plain(path) for other, path in roots.items()}
+        texts = {other: plain_path(path) for other, path in roots.items()}
         for key in ("store", "views"):
             for other, path in roots.items():
-                if other != key and lies_in(plain[other], plain[key]):
+                if other != key and lies_in(texts[other], texts[key]):
                     raise ValueError(f"{other} ({path}) lies inside {key} ({roots[key]})")
-                if other not in (key, "store") and lies_in(plain[key], plain[other]):
+                if other not in (key, "store") and lies_in(texts[key], texts[other]):
                     raise ValueError(f"{key} ({roots[key]}) lies inside {other} ({path})")
         return self
 
@@ -458,5 +458,5 @@ class CacheSettings(kit.settings.Section):
         for dataset in self.datasets:
             if isinstance(dataset.source, DirSource):
                 path = str(dataset.source.path)
-                if why := why_closed(plain(path), folders):
+                if why := why_closed(plain_path(path), folders):
                     raise ValueError(f"the source of dataset {dataset.name!r} ({path}): {why}")
