@@ -8,6 +8,7 @@ import kit.settings
 import kit.traces
 from cache import settings
 from cache.settings import CacheSettings, DatasetSettings, DirSource
+from cache.views import closed
 from kit.room import Asking, Command, Intent, Presence, Report, Room, Rule, calls, named
 
 if TYPE_CHECKING:
@@ -24,16 +25,14 @@ def given(dataset: DatasetSettings, section: CacheSettings, secrets: Path) -> Da
     """
     source = dataset.source
     if isinstance(source, DirSource):
-        if why := settings.why_closed(
-            settings.plain_path(str(source.path)), settings.CLOSED_OF_USERS
-        ):
+        if why := closed.why(closed.plain(str(source.path)), closed.OF_USERS):
             raise kit.errors.SettingsError(
                 f"source.path {source.path}", why, "name it in the settings file of the node"
             )
         return dataset.model_copy(update={"source": source.named_by_object()})
-    file = settings.plain_path(str(source.secret_file))
-    folders = [settings.plain_path(str(folder)) for folder in (secrets, section.object_keys)]
-    if not any(settings.lies_in(file, folder) for folder in folders):
+    file = closed.plain(str(source.secret_file))
+    folders = [closed.plain(str(folder)) for folder in (secrets, section.object_keys)]
+    if not any(closed.lies_in(file, folder) for folder in folders):
         raise kit.errors.SettingsError(
             f"source.secret_file {source.secret_file}",
             f"an object of the cluster names a file of the node outside of {section.object_keys}",

@@ -1,8 +1,6 @@
 """Settings of the dataset cache."""
 
-import os.path
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -12,66 +10,7 @@ import ceph.settings
 import kit.settings
 import kit.units
 import kube.settings
-
-# Directories of this host that no dataset may show.
-#
-# Who may name a source (the settings file, a ConfigMap, an object of the cluster) has all pods of
-# the node read it. So a directory with other pods' volumes and images, or with keys, is no source.
-
-KUBELET, RUNTIME, AGENT = "the kubelet's", "the container runtime's", "the agent's"
-CLUSTER = "the cluster's"
-CLOSED_ALWAYS: Mapping[str, str] = {
-    "/var/lib/kubelet": KUBELET,
-    "/var/log/pods": KUBELET,
-    "/var/log/containers": KUBELET,
-    "/var/lib/containerd": RUNTIME,
-    "/var/lib/containers": RUNTIME,
-    "/var/lib/docker": RUNTIME,
-    "/var/lib/rancher": RUNTIME,
-    "/run/containerd": RUNTIME,
-    "/run/containers": RUNTIME,
-    "/run/crio": RUNTIME,
-    "/run/docker": RUNTIME,
-    "/run/k3s": RUNTIME,
-    "/run/nodeagent": AGENT,
-    "/run/secrets": AGENT,  # its token in the cluster
-    "/var/lib/etcd": CLUSTER,
-    "/var/lib/rook": CLUSTER,
-    "/var/lib/ceph": CLUSTER,
-    "/var/lib/cni": CLUSTER,
-    "/etc": "the host's configuration",
-    "/boot": "the host's",
-    "/root": "root's",
-    "/dev": "the kernel's",
-    "/proc": "the kernel's",
-    "/sys": "the kernel's",
-}
-# Administrators keep datasets there too, and say so in the settings file.
-CLOSED_OF_USERS: Mapping[str, str] = {"/home": "its users'"}
-
-
-def plain_path(path: str) -> str:
-    """An absolute path without '..', '.' and double slashes; links are not followed."""
-    return os.path.normpath("/" + path.lstrip("/"))
-
-
-def lies_in(path: str, folder: str) -> bool:
-    """Whether ``path`` is ``folder`` or lies in it."""
-    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
-
-
-def why_closed(path: str, folders: Mapping[str, str]) -> str:
-    """Why ``path`` is no source; '' when it lies neither in one of ``folders`` nor above one.
-
-    Paths are as ``plain_path`` makes them.
-    """
-    for folder, whose in folders.items():
-        if lies_in(path, folder):
-            return f"it lies in {folder}, which is {whose}: pods would read it"
-        if lies_in(folder, path):
-            return f"{folder}, which is {whose}, lies in it: pods would read that too"
-    return ""
-
+from cache.views import closed
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 
@@ -441,22 +380,22 @@ class CacheSettings(kit.settings.Section):
             if isinstance(dataset.source, DirSource):
                 roots[f"the source of dataset {dataset.name!r}"] = str(dataset.source.path)
         self._refuse_closed()
-        texts = {other: plain_path(path) for other, path in roots.items()}
+        plain = {other: closed.plain(path) for other, path in roots.items()}
         for key in ("store", "views"):
             for other, path in roots.items():
-                if other != key and lies_in(texts[other], texts[key]):
+                if other != key and closed.lies_in(plain[other], plain[key]):
                     raise ValueError(f"{other} ({path}) lies inside {key} ({roots[key]})")
-                if other not in (key, "store") and lies_in(texts[key], texts[other]):
+                if other not in (key, "store") and closed.lies_in(plain[key], plain[other]):
                     raise ValueError(f"{key} ({roots[key]}) lies inside {other} ({path})")
         return self
 
     def _refuse_closed(self) -> None:
-        folders = {**CLOSED_ALWAYS, str(self.csi.kubelet): KUBELET}
+        folders = {**closed.ALWAYS, str(self.csi.kubelet): closed.KUBELET}
         if self.kubelet is not None:
-            folders[str(self.kubelet.root_dir)] = KUBELET
-            folders[str(self.kubelet.image_dir)] = RUNTIME
+            folders[str(self.kubelet.root_dir)] = closed.KUBELET
+            folders[str(self.kubelet.image_dir)] = closed.RUNTIME
         for dataset in self.datasets:
             if isinstance(dataset.source, DirSource):
                 path = str(dataset.source.path)
-                if why := why_closed(plain_path(path), folders):
+                if why := closed.why(closed.plain(path), folders):
                     raise ValueError(f"the source of dataset {dataset.name!r} ({path}): {why}")

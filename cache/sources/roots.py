@@ -11,8 +11,8 @@ from typing import Any
 
 import kit.errors
 import kit.files
-from cache import settings
 from cache.store import identity, tree
+from cache.views import closed
 from linux import mountinfo, mounts, syscalls
 
 # Which file systems let more than modes and POSIX ACLs decide who may read.
@@ -86,11 +86,11 @@ def look_in_place(root: str, state_dir: str, by_object: bool = False) -> dict[st
     lead to what the check of names there cannot see.
     """
     with kit.files.closing(_opened_in_place(root, by_object)) as descriptor:
-        shut = {**settings.CLOSED_ALWAYS, **(settings.CLOSED_OF_USERS if by_object else {})}
+        shut = {**closed.ALWAYS, **(closed.OF_USERS if by_object else {})}
         folders = {os.path.realpath(path): whose for path, whose in shut.items()}
-        folders[os.path.realpath(state_dir)] = settings.AGENT
+        folders[os.path.realpath(state_dir)] = closed.AGENT
         place = os.readlink(f"/proc/self/fd/{descriptor}")
-        if why := settings.why_closed(place, folders):
+        if why := closed.why(place, folders):
             raise kit.errors.SourceError(f"directory {root}", why, "name another directory")
         table = mountinfo.read()
         mount = mountinfo.containing(place, table)
