@@ -114,9 +114,8 @@ class Dataset(standing.Standing):
         self._shown = view.Shown()
         self.mounted = view.Mounted()  # at the view
         self.changes = 0  # of what is mounted at the view; odd while one is under way
-        self.look_again: Callable[[], None] = lambda: (
-            None
-        )  # one has ended (cache.dataset.view_watch)
+        # One has ended (cache.dataset.view_watch).
+        self.look_again: Callable[[], None] = lambda: None
         self.hidden: kit.errors.HostError | None = None  # why nothing can be mounted there
         self._allowed: AccessSettings | None = None
         self._ending: asyncio.Task[None] | None = None
