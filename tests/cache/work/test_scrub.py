@@ -200,13 +200,14 @@ def test_damage_of_an_earlier_generation_is_found_and_it_goes(
     flip(earlier / path)
     node.cache["scrub"] = {"every": "1s"}
     node.write()
+    # What the serving one had of it is told until its next round.
+    node.wait_for(lambda: {"generation-damaged", "store-damage"} <= set(rules(node)), 90, "both")
     node.wait_for(lambda: not (earlier / path).exists(), 90, "what is bad to be taken out")
     with contextlib.suppress(FileNotFoundError):
         trees.assert_equal(served.snap(top, "s1"), by_id)
     node.wait_state("a", "complete")
     trees.assert_equal(served.snap(top, "s2"), node.view("a"))
     assert roles(node) == ["current", "retiring"]
-    node.wait_for(lambda: {"generation-damaged", "store-damage"} <= set(rules(node)), 30, "both")
     told = [line for line in node.get("/metrics").splitlines() if "scrub_bad_total{" in line]
     assert [float(line.split()[-1]) >= 1 + (path == SHARED) for line in told] == [True]
     if path == OWN:
