@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from cache.fill import protocol, verify
-from cache.store import generations, index, tree
+from cache.store import generations, index
 from tests.cache import passes
 from tests.cache import test_generations_served as served
 from tests.cache.test_space import disk as plain_disk
-from tests.testbed import trees, waiting
+from tests.testbed import blockdev, trees, waiting
 from tests.testbed.agent import Agent, ApiError
 from tests.testbed.damage import flip
 
@@ -182,8 +182,13 @@ def two(area: Path, node: Agent) -> Iterator[tuple[Path, Path, Path]]:
     trees_of = {each.name: each / "tree" for each in node.generations("a")}
     earlier, current = trees_of.pop(old), *trees_of.values()
     assert (earlier / SHARED).samefile(current / SHARED)
-    with tree.opened_root(earlier / "d1"):
+    pod = area / "pod"
+    pod.mkdir()
+    blockdev.run("mount", "--bind", str(by_id), str(pod))
+    try:
         yield top, earlier, by_id
+    finally:
+        blockdev.run("umount", str(pod))
 
 
 def roles(node: Agent) -> list[str]:
