@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import kit.child
+import kit.errors
 from cache import requests
 from cache.dataset import choices
 from cache.dataset.dataset import Dataset
@@ -332,3 +333,20 @@ def test_rescan_by_annotation_is_done_when_its_listing_serves(tmp_path: Path) ->
     assert back.dataset.coming is not None
     back.dataset.succeed(back.dataset.coming)
     assert requests.rescanned(cache, "a") == End(True, "")
+
+
+@pytest.mark.parametrize("snapshot", ["a b", "a\n", "ns pool image -", "a/b", "a,b"])
+async def test_a_snapshot_of_an_image_is_one_word(tmp_path: Path, snapshot: str) -> None:
+    """The kernel's RBD client takes a line of words."""
+    source = {"kind": "rbd", "monitors": ["10.0.0.1:6789"], "pool": "p", "image": "i"}
+    settings = DatasetSettings.model_validate(
+        {
+            "name": "a", "freshness": "snapshot",
+            "source": {**source, "snapshot": "s", "secret_file": "/k"},
+        }
+    )  # fmt: skip
+    cache = CacheSettings(store=tmp_path / "store", views=tmp_path / "views")
+    succession = Succession(Dataset(settings, cache, tmp_path, lambda: None), lambda: None)
+    with pytest.raises(kit.errors.SettingsError, match="snapshot"):
+        await choices.update(succession, snapshot)
+    assert succession.dataset.chosen == {}
