@@ -18,6 +18,7 @@ from typing import Any
 
 _LOOKUP, _FORGET, _GETATTR, _SETATTR, _OPEN, _READ, _WRITE = 1, 2, 3, 4, 14, 15, 16
 _STATFS, _RELEASE, _FSYNC, _FLUSH, _INIT, _OPENDIR, _RELEASEDIR = 17, 18, 20, 25, 26, 27, 29
+_READDIR = 28
 _INTERRUPT, _DESTROY, _BATCH_FORGET, _FALLOCATE = 36, 38, 42, 43
 _DISK = 2
 _MOST = 131072
@@ -114,6 +115,10 @@ class Server:
             self._reply(unique, 0, entry + self._attributes(_DISK))
         elif code in (_GETATTR, _SETATTR):
             self._reply(unique, 0, struct.pack("=QII", 3600, 0, 0) + self._attributes(node))
+        elif code == _READDIR:
+            (begin,) = struct.unpack_from("=Q", body, 8)
+            entry = struct.pack("=QQII8s", _DISK, 1, 4, 8, b"disk")
+            self._reply(unique, 0, b"" if begin else entry)
         elif code in (_OPEN, _OPENDIR):
             direct = 1 if code == _OPEN else 0  # FOPEN_DIRECT_IO: no page cache hides the faults
             self._reply(unique, 0, struct.pack("=QII", 1, direct, 0))
