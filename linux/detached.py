@@ -14,13 +14,16 @@ from pathlib import Path
 from linux import mountinfo, mounts, procfs, statx
 
 
-def users(layer: str, now: tuple[int, int]) -> Iterator[str]:
+def users(layer: str, now: tuple[int, int], ours: int = 0) -> Iterator[str]:
     """Who may still look into ``layer``, a directory, through anything but the overlay ``now``.
 
     A line for each mount that shows it or a part of it in any mount namespace, and for each process
     that stands in one of its directories in a mount that was replaced, of its disk or of a device
     without a disk (an overlay). ``now``: device of the overlay, (0, 0) when there is none.
+    Processes of ``ours`` (a pid) and its descendants stand in no view: those that fill keep a
+    mount of their source that is nowhere attached, and whose device looks like that of an overlay.
     """
+    left_out = procfs.family(ours) | {os.getpid()} if ours else {os.getpid()}
     shown = mountinfo.place(layer, mountinfo.read())
     assert shown is not None
     device, _ = shown
@@ -38,7 +41,7 @@ def users(layer: str, now: tuple[int, int]) -> Iterator[str]:
                         yield f"it is mounted at {mount.target} (seen by pid {pid})"
         except OSError:
             continue  # just ended, or a kernel thread
-        if pid != os.getpid() and (how := _stands_in(place, pid, layer, device, known[key])):
+        if pid not in left_out and (how := _stands_in(place, pid, layer, device, known[key])):
             yield f"pid {pid}: {how}"
 
 

@@ -418,7 +418,7 @@ def left_behind(view: str, layer: str) -> list[str]:
     """Who may still look into ``layer`` past the overlay of the view, a line each, at most 5."""
     stacked = mountinfo.stacked(view)
     now = stacked[-1].device if stacked and _is_overlay(stacked[-1]) else (0, 0)
-    return list(itertools.islice(detached.users(layer, now), 5))
+    return list(itertools.islice(detached.users(layer, now, child_main.agent_pid()), 5))
 
 
 def take_down(view: str) -> None:

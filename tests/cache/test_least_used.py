@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from linux import mounts
 from tests.cache.test_budget import taken
 from tests.testbed import held, trees
 from tests.testbed.agent import Agent, ApiError
@@ -162,3 +163,32 @@ def test_kept_dataset_gives_nothing_and_says_so(area: Path, node: Agent) -> None
     node.tell("c", "warm")
     node.wait_state("c", "complete", seconds=120)
     assert_views(area, node, "a", "b", "c")
+
+
+def test_evict_does_not_wait_for_a_fill_of_a_source_without_a_disk(area: Path, node: Agent) -> None:
+    """CephFS, NFS, FUSE, memory: its workers keep a mount of the source that is nowhere attached,
+    with a device like that of an overlay. Nobody reads a view through it."""
+    fill = held.Fill(node)
+    memory = area / "b"
+    memory.mkdir()
+    mounts.mount("none", memory, "tmpfs", 0)
+    try:
+        for name in ("a", "b"):
+            trees.plain(area / name, FILES)
+            node.add_dir(name, area / name)
+        node.cache["datasets"][0]["priority"] = 1
+        node.start()
+        node.wait_state("a", "complete")
+        node.wait_state("b", "complete")
+        fill.hold(10)
+        assert node.cli("dataset", "evict", "b").returncode == 0
+        node.tell("b", "warm")
+        fill.wait()
+        half = node.dataset("a")["store_bytes"] // 2
+        said = node.cli("dataset", "evict", "a", "--to", str(half))
+        assert said.returncode == 0, said.stderr
+        fill.go_on()
+        node.wait_state("b", "complete")
+    finally:
+        node.end()
+        mounts.detach(memory)
