@@ -65,7 +65,7 @@ def status(
 
 
 async def _watch(client: kit.room.Api, interval: float, lines: terminal.Lines) -> None:
-    """The status for ever. An agent that does not answer is told, with the last that it said."""
+    """Show the status again and again. When the agent does not answer: that, and its last one."""
     answer: Mapping[str, Any] | None = None
     while True:
         lost: list[terminal.Line] = []

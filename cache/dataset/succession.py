@@ -348,8 +348,8 @@ class Succession:
     # --- steps; the caller has the dataset's lock
 
     async def _leave(self) -> bool:
-        """Have one that is doubted show its source by its id, or what is bad leave the tree of one
-        that has tried that; whether there was one."""
+        """Whether there was a generation to see to: one that is doubted shows its source by its id;
+        one that has tried that loses its bad files."""
         doubted = leaving.doubted(self.dataset, self._shown)
         if not doubted or time.monotonic() < self._leave_at:
             taken = await leaving.take_out(self.dataset)

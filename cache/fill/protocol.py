@@ -32,7 +32,7 @@ from cache.store.rows import Counts
 from cache.store.tree import Entry
 from ceph.protocol import Access, ImageAccess
 
-# What a verify has its workers do, and what they find. Messages, as those in ``protocol``.
+# What a verify has its workers do, and what they find.
 
 
 class Verify(msgspec.Struct, tag=True, kw_only=True):

@@ -9,6 +9,8 @@ quiet for longer each time, or every return would cost its readers the same erro
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import kit.pause
+
 # Trouble that goes on for this long is no moment of weakness.
 DOWN_SECONDS = 10.0
 # Without trouble, before the store is used again; doubled with each return of it.
@@ -51,8 +53,7 @@ class Health:
     @property
     def quiet(self) -> float:
         """Seconds without trouble before it is normal again."""
-        longer = QUIET_SECONDS * 2.0 ** min(max(self.troubles - 1, 0), 16)
-        return min(longer, LONGEST_QUIET_SECONDS)
+        return kit.pause.grown(max(self.troubles, 1), QUIET_SECONDS, LONGEST_QUIET_SECONDS)
 
 
 def after(health: Health, sign: Sign, now: float) -> Health:

@@ -109,9 +109,7 @@ class Rate:
         self._of(key).give_back()
 
     def _of(self, key: str) -> Bucket:
-        bucket = self._buckets.get(key) or Bucket(self._per_second, self._burst)
-        self._buckets[key] = bucket
-        return bucket
+        return self._buckets.setdefault(key, Bucket(self._per_second, self._burst))
 
 
 class Streams:

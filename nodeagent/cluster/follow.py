@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import json
 import os
-import random
 import re
 import stat
 import time
@@ -29,6 +28,7 @@ import kit.errors
 import kit.files
 import kit.findings
 import kit.formats
+import kit.pause
 from kube import client, watching
 from nodeagent.cluster import intent, kinds, requests
 from nodeagent.reporter import MOST_FINDINGS
@@ -252,7 +252,7 @@ class Follower:
                 if isinstance(error, client.KubeError) and error.status in (0, 401, 429):
                     pause = silent = SECRET_AGAIN_SECONDS
                 log.warning("Secret cannot be read", secret=ref.name, key=ref.key, why=str(error))
-            self._read[ref] = now + pause * random.uniform(0.75, 1.0)
+            self._read[ref] = now + kit.pause.jittered(pause)
         for old in self._read.keys() - wanted:
             del self._read[old]
         kept = {self._secrets.file(each).name for each in wanted}

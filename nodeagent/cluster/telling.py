@@ -8,6 +8,7 @@ from typing import Any
 import structlog
 
 import kit.findings
+import kit.pause
 from kube import client, events, nodes
 from nodeagent.cluster import follow, trouble
 from nodeagent.state import State
@@ -57,7 +58,7 @@ class Teller:
             if known == each and time.monotonic() < due:
                 continue
             await self._write(each, node)
-            due = time.monotonic() + BEAT_SECONDS * random.uniform(0.75, 1.0)
+            due = time.monotonic() + kit.pause.jittered(BEAT_SECONDS)
             self._conditions[each.type] = each, due
         now = {each.id: each for each in state.findings.current()}
         self._pending += trouble.events(self._told, now)

@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+import kit.pause
 import kit.units
 from kube import client, leases, watching
 from nodeagent.cluster import follow, kinds, labels, rollup, storage, telling
@@ -121,7 +122,7 @@ class Writer:
             await self._patch(path, body, f"NodeStorage {follower.name}")
         self.writes += 1
         self._written, self._epoch = now, epoch
-        self._beat = time.monotonic() + BEAT_SECONDS * random.uniform(0.75, 1.0)
+        self._beat = time.monotonic() + kit.pause.jittered(BEAT_SECONDS)
 
     async def _create(self) -> None:
         """It goes when the Node goes."""

@@ -1,7 +1,6 @@
 """The limit on downloads: bytes per second, for all pulls of the agent together."""
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from kit.bucket import Bucket
@@ -13,9 +12,7 @@ BURST_SECONDS = 0.25
 class Limiter:
     """A limit in bytes per second that all downloads of the agent share. ``rate`` may change."""
 
-    def __init__(
-        self, rate: float | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, rate: float | None = None, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock
         self._bucket: Bucket | None = None
         self.rate = rate
