@@ -48,10 +48,7 @@ STORE_RETRY_SECONDS = (2.0, 60.0)
 # Each look at a source is a process of 22 MB and 44 ms of CPU, and may mount.
 MOST_LOOKS = 12
 MOST_PATHS = 5  # in a line of the log
-_LIVE = (
-    *("disk", "budget", "budget_inodes", "reserve", "refresh_interval", "source_timeout"),
-    *("source_check", "fill", "scrub", "compare"),
-)
+_LIVE = (*("disk", "budget", "budget_inodes", "reserve", "this_node", "fill", "scrub", "compare"),)
 
 
 class Cache:
@@ -123,13 +120,15 @@ class Cache:
             log.error("store cannot be used; jobs read from the sources", error=str(error))
             self.no_store = error
             self._store_due = time.monotonic() + self._store_backoff.next()
-        await self.csi.adopt(self.settings.csi)  # before anything of a dataset is discarded
+        await self.csi.adopt(
+            self.settings.csi, self.settings.this_node.kubelet.root_dir
+        )  # before anything of a dataset is discarded
         await self._add(self.settings.datasets)
         self._minders.append(asyncio.create_task(self.view_watch.follow(), name="views"))
         self._minders.append(asyncio.create_task(self.uses.follow(), name="uses"))
         self._minders.append(asyncio.create_task(self.reserve.follow(), name="reserve"))
         self._minders.append(asyncio.create_task(self.uses.follow_opens(), name="opens"))
-        await self.csi.reconcile(self.settings.csi)
+        await self.csi.reconcile(self.settings.csi, self.settings.this_node.kubelet.root_dir)
         self._report()
         if self.no_store is not None:
             return
@@ -235,7 +234,7 @@ class Cache:
             self.watch.disk = settings.disk
         self.reserve.take(self.settings)
         await self._look_at_store()
-        await self.csi.reconcile(settings.csi)
+        await self.csi.reconcile(settings.csi, self.settings.this_node.kubelet.root_dir)
         if added := [new for new in taken if new.name not in self.datasets]:
             await self._add(added)
             await self._look_for_orphans()

@@ -31,7 +31,8 @@ def checks(section: CacheSettings, state_dir: Path) -> Sequence[Check]:
     ]  # fmt: skip
     found.append(
         Check(
-            "kubelet", kubelet, (str(section.csi.kubelet),), "pods get no volumes by dataset name",
+            "kubelet", kubelet, (str(section.this_node.kubelet.root_dir),),
+            "pods get no volumes by dataset name",
             wanted=section.csi.enabled,
         )
     )  # fmt: skip
@@ -121,7 +122,7 @@ def kubelet(root: str) -> str:
         if not os.path.isdir(path):
             raise kit.errors.HostError(
                 path, "it is not there",
-                "set cache.csi.kubelet to the kubelet's --root-dir; in a pod mount it",
+                "set kubelet.root_dir to the kubelet's --root-dir; in a pod mount it",
             )  # fmt: skip
     for path in (registry, kit.files.existing(f"{root}/plugins/{volumes.DRIVER}")):
         if not os.access(path, os.W_OK):

@@ -182,7 +182,7 @@ def same_place(old: Source, new: Source) -> bool:
     return same and new.model_copy(update=ways).model_dump() == old.model_dump()
 
 
-class AccessSettings(kit.settings.Section):
+class ViewAccessSettings(kit.settings.Section):
     """Who may enter <views>/<name>, and so read the dataset, as far as its own modes allow."""
 
     owner: int = Field(default=0, ge=0, lt=2**32 - 1)
@@ -223,7 +223,7 @@ class DatasetSettings(kit.settings.Section):
     """Most files and directories in the store; 0: no limit of its own."""
     keep: bool = False
     """It gives up no room to other datasets, whether jobs use it or not."""
-    access: AccessSettings = AccessSettings()
+    access: ViewAccessSettings = ViewAccessSettings()
     """Who may enter the view."""
 
     @field_validator("name")
@@ -289,7 +289,7 @@ class ScrubSettings(kit.settings.Section):
     """From the end of one round over a dataset to the next; 0: only after trouble of the SSD."""
     bytes_per_second: kit.units.Bytes = Field(default=20 * 1024**2, gt=0)
     """Most bytes read from the SSD per second."""
-    crash_bytes_per_second: kit.units.Bytes = Field(default=200 * 1024**2, gt=0)
+    crash_bytes_per_second: ClassVar[kit.units.Bytes] = 200 * 1024**2
     """The same in the round that follows an unclean shutdown of the node, while nothing fills.
     After trouble of the SSD there is no limit: jobs read from the sources until it is over."""
 
@@ -300,7 +300,7 @@ class CompareSettings(kit.settings.Section):
 
     every: kit.units.Seconds = Field(default=3600.0, ge=0, le=366 * 86400)
     """From one round to the next, give or take a tenth; 0: never. A CephFS is mounted for it."""
-    entries: int = Field(default=512, ge=1, le=100_000)
+    entries: ClassVar[int] = 512
     """About how many files are looked at in a round, and an eighth as many directories. The next
     round looks at others."""
 
@@ -310,24 +310,13 @@ class CsiSettings(kit.settings.Section):
 
     enabled: bool = False
     """Serve volumes and register with the kubelet of this node."""
-    kubelet: kit.settings.AbsolutePath = Path("/var/lib/kubelet")
-    """The kubelet's root directory (its --root-dir)."""
-    wait: kit.units.Seconds = Field(default=20.0, ge=0, le=90)
+    wait: ClassVar[kit.units.Seconds] = 20.0
     """How long one request of the kubelet may wait for a dataset before it is answered with the
     reason. The kubelet shows it as an event of the pod, pauses and asks again; it gives up a
     request after 2 minutes."""
 
 
-class KubeletSettings(kube.settings.KubeletSource):
-    """The kubelet's thresholds, below which it evicts pods: the reserve is no less."""
-
-    named: ClassVar[str] = "cache.kubelet"
-    image_dir: kit.settings.AbsolutePath = Path("/var/lib/containerd")
-    """Where images are: a store on the same file system is under imagefs.available and
-    imagefs.inodesFree."""
-
-
-class CacheSettings(kit.settings.Section):
+class CacheSettings(kube.settings.RoomSettings):
     """The store on the SSD, the views, and what they hold."""
 
     store: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/store")
@@ -344,18 +333,16 @@ class CacheSettings(kit.settings.Section):
     """Most files and directories in the store; 0: as many as the disk has beside the reserve."""
     reserve: kit.units.Share = 0.1
     """Share of the SSD's bytes and inodes that is never used, so that kubelet does not report
-    DiskPressure (by default at 10 % of nodefs)."""
-    kubelet: KubeletSettings | None = None
-    """The reserve follows the kubelet's thresholds, with an eighth of them on top; it is never less
-    than 'reserve'. Absent: it does not."""
-    refresh_interval: kit.units.Seconds = Field(default=5.0, gt=0, le=3600)
+    DiskPressure (by default at 10 % of nodefs). Where 'kubelet.config' tells its thresholds, it
+    is no less than they are, with an eighth of them on top."""
+    refresh_interval: ClassVar[kit.units.Seconds] = 5.0
     """Least time between two refreshes of a view (1.5 us per cached name each)."""
-    source_timeout: kit.units.Seconds = Field(default=15.0, gt=0, le=600)
+    source_timeout: ClassVar[kit.units.Seconds] = 15.0
     """How long reaching a source may take before it is tried again."""
-    source_check: kit.units.Seconds = Field(default=600.0, ge=1, le=7 * 86400)
+    source_check: ClassVar[kit.units.Seconds] = 600.0
     """How often it is checked that the source of a complete dataset is still the one that it was
     filled from. A CephFS is mounted for it, for less than a second."""
-    follow_interval: kit.units.Seconds = Field(default=30.0, ge=1, le=86400)
+    follow_interval: ClassVar[kit.units.Seconds] = 30.0
     """How often the snapshots of a dataset with 'freshness: follow' are listed."""
     fill: FillSettings = FillSettings()
     """Limits of the fill."""
@@ -379,7 +366,7 @@ class CacheSettings(kit.settings.Section):
         for dataset in self.datasets:
             if isinstance(dataset.source, DirSource):
                 roots[f"the source of dataset {dataset.name!r}"] = str(dataset.source.path)
-        self._refuse_closed()
+        self.fit()
         plain = {other: closed.plain(path) for other, path in roots.items()}
         for key in ("store", "views"):
             for other, path in roots.items():
@@ -389,11 +376,13 @@ class CacheSettings(kit.settings.Section):
                     raise ValueError(f"{key} ({roots[key]}) lies inside {other} ({path})")
         return self
 
-    def _refuse_closed(self) -> None:
-        folders = {**closed.ALWAYS, str(self.csi.kubelet): closed.KUBELET}
-        if self.kubelet is not None:
-            folders[str(self.kubelet.root_dir)] = closed.KUBELET
-            folders[str(self.kubelet.image_dir)] = closed.RUNTIME
+    def fit(self) -> None:
+        kubelet = self.this_node.kubelet
+        folders = {
+            **closed.ALWAYS,
+            str(kubelet.root_dir): closed.KUBELET,
+            str(kubelet.image_dir): closed.RUNTIME,
+        }
         for dataset in self.datasets:
             if isinstance(dataset.source, DirSource):
                 path = str(dataset.source.path)

@@ -31,10 +31,10 @@ CLIENT_SECONDS = 10.0  # for ceph-fuse to end after its mount has gone
 
 
 def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
-    settings = CacheSettings.model_validate(section)
+    settings = CacheSettings.of_json(section)
     views, store = os.path.realpath(settings.views), os.path.realpath(settings.store)
     table = mountinfo.read()
-    found = _volumes(settings.csi.kubelet, Path(state_dir), table)
+    found = _volumes(settings.this_node.kubelet.root_dir, Path(state_dir), table)
     # A volume that no pod uses any more is removed before the view that it shows.
     left = tuple(f" at {each.name}" for each in found if each.kind == "volume" and not each.users)
     for folder in _folders(Path(views)):

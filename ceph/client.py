@@ -3,7 +3,7 @@
 All of it runs in a worker process (``ceph.worker``) that starts with the first question and ends
 when it was idle for a minute, because a connection takes 60 MB. A question that fails because of
 the cluster costs the worker its life, and for a moment the next ones fail at once with the same
-error. Rooms with different deadlines use a ``Cluster`` each: questions wait for their turn.
+error. Rooms with different deadlines use a ``ClusterClient`` each: questions wait for their turn.
 """
 
 from collections.abc import Iterable
@@ -15,9 +15,9 @@ import kit.line_worker
 import kit.pause
 from ceph.protocol import (
     Answer,
+    CephCredentials,
     ClusterView,
     ContentQuestion,
-    Credentials,
     Extents,
     ImageContent,
     ImageId,
@@ -36,7 +36,7 @@ _LARGEST_ANSWER = 32 * 2**20
 _FAILURES = (kit.errors.SourceError, kit.errors.HostError, OSError, kit.line_worker.ChildError)
 
 
-class Cluster:
+class ClusterClient:
     """Asks one cluster. Every method raises AgentError.
 
     NotFoundError and RefusedError are answers about one image; any other error means that the
@@ -51,7 +51,7 @@ class Cluster:
         self.settings = settings
         self.fsid = ""  # known after the first answer
         self._deadline = deadline
-        self._credentials = Credentials(
+        self._credentials = CephCredentials(
             cluster=settings.name,
             monitors=settings.monitors,
             conf=str(settings.conf or ""),
@@ -59,7 +59,7 @@ class Cluster:
             secret_file=str(settings.secret_file or ""),
             patience=deadline if patience is None else patience,
         )
-        self._worker = kit.line_worker.Worker(
+        self._worker = kit.line_worker.LineWorker(
             "ceph.worker:main",
             Answer,
             about=f"cluster {settings.name}",

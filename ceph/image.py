@@ -21,7 +21,7 @@ IN_FLIGHT = 8
 _SLICE_BYTES = 4 * 2**30
 
 
-class Snapshot:
+class ImageSnapshot:
     """An open snapshot. Every method may raise SourceError."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Snapshot:
 
 
 @contextlib.contextmanager
-def opened(access: ImageAccess) -> Iterator[Snapshot]:
+def opened(access: ImageAccess) -> Iterator[ImageSnapshot]:
     """The snapshot while the block runs.
 
     SourceError when the cluster does not answer, refuses the user, or has no such pool, image or
@@ -159,7 +159,7 @@ def opened(access: ImageAccess) -> Iterator[Snapshot]:
 
             image = stack.enter_context(by_name())
             facts = _facts(cluster, ioctx, image, access.snapshot)
-        yield Snapshot(image, facts, thing, rbd.Error, again)
+        yield ImageSnapshot(image, facts, thing, rbd.Error, again)
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Credentials:
+class CephCredentials:
     """How the worker connects. The key itself stays in its file until the worker reads it."""
 
     cluster: str  # its name in settings, for errors
@@ -142,7 +142,7 @@ class Request:
     ``fsid``: the cluster that was connected to before; another one is an error.
     """
 
-    credentials: Credentials
+    credentials: CephCredentials
     fsid: str = ""
     content: ContentQuestion | None = None
     change: MetadataChange | None = None

@@ -28,9 +28,9 @@ from ceph import secrets
 from ceph.protocol import (
     WIDE,
     Answer,
+    CephCredentials,
     ClusterView,
     ContentQuestion,
-    Credentials,
     Extents,
     FeatureGroup,
     ImageContent,
@@ -76,7 +76,7 @@ class _Found(Exception):
 
 
 class _Connection:
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: CephCredentials) -> None:
         """SourceError when the cluster does not answer or refuses the user."""
         if rados is None:
             raise kit.errors.HostError(

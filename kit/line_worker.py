@@ -28,7 +28,7 @@ AnswerT = TypeVar("AnswerT")
 RequestT = TypeVar("RequestT")
 
 
-class Worker(Generic[AnswerT]):
+class LineWorker(Generic[AnswerT]):
     """One child process at most, started when it is needed.
 
     ``entry``: "module:function", run in the child. ``answer``: the type of each answer. ``about``:

@@ -215,7 +215,7 @@ class Api(Protocol):
 
 
 @dataclass(frozen=True)
-class Section:
+class RoomSection:
     """A room's section of the settings file, for commands that must know whether it counts.
 
     ``settings``: None without the section, and without a file that can be used; then ``error`` says
@@ -245,7 +245,7 @@ class CommandContext(Protocol):
         depend on it.
         """
 
-    def section(self, room: str, last_good: Path | None = None) -> Section:
+    def section(self, room: str, last_good: Path | None = None) -> RoomSection:
         """The room's section as the settings file has it. ``last_good``: keeps a copy of a file
         that can be used, and is read instead, with a warning, of one that cannot."""
 
@@ -376,7 +376,7 @@ class Room:
 
     name: str  # its section in the settings, its component's name, the origin of its findings
     summary: str  # describes the settings section; says what its absence means
-    settings: type[kit.settings.Section]
+    settings: type[kit.settings.Section]  # it is a kube.settings.RoomSettings, too
     build: Build  # settings, state_dir, reporter -> component; no I/O
     routes: Callable[[], Sequence[Route]] = tuple
     openapi: str = ""  # the YAML resource "package:file" that describes the routes

@@ -34,7 +34,7 @@ class Trace:
 @dataclass(frozen=True)
 class Traces:
     """``find(settings, state_dir)``: traces as JSON, in the order in which they are removed.
-    ``remove(settings, state_dir, kind, name)``. Settings are the section's as JSON."""
+    ``remove(settings, state_dir, kind, name)``. Settings: what the section's ``as_json`` gave."""
 
     find: Callable[[dict[str, Any], str], list[dict[str, Any]]]
     remove: Callable[[dict[str, Any], str, str, str], None]

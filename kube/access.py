@@ -21,7 +21,7 @@ class AccessError(ValueError):
 
 
 @dataclass(frozen=True)
-class Access:
+class ApiAccess:
     """``token`` is empty where a certificate is the login."""
 
     server: str
@@ -68,7 +68,7 @@ class Reader:
         self._asked = asked
         self._last: tuple[_Trust, ssl.SSLContext] | None = None
 
-    def read(self) -> Access:
+    def read(self) -> ApiAccess:
         """OSError for a file that cannot be read, AccessError for one that is not understood."""
         if self._asked.kubeconfig is not None:
             server, token, trust = _kubeconfig(self._asked.kubeconfig)
@@ -82,7 +82,7 @@ class Reader:
             except (ssl.SSLError, UnicodeDecodeError) as error:
                 where = self._asked.kubeconfig or self._asked.ca_file
                 raise AccessError(f"{where}: not certificates in PEM ({error})") from None
-        return Access(server.rstrip("/"), token, self._last[1])
+        return ApiAccess(server.rstrip("/"), token, self._last[1])
 
 
 def _in_cluster() -> str:

@@ -76,7 +76,7 @@ class ApiServer:
     def __init__(self, asked: AccessSettings, name: str = "the API server") -> None:
         self.requests = 0
         self.received = 0
-        self.versions: dict[str, Versions] = {}
+        self.versions: dict[str, ResourceVersions] = {}
         self.no_streams_until = 0.0
         self._name = name
         self._quiet_until = 0.0  # what Retry-After asked for, on the monotonic clock
@@ -220,9 +220,9 @@ class ApiServer:
         if left > 0:
             raise KubeError(about, f"{self._name} asked to be left alone", 429, left)
 
-    def versions_of(self, path: str) -> "Versions":
+    def versions_of(self, path: str) -> "ResourceVersions":
         """Of the etcd that has what is at ``path``."""
-        return self.versions.setdefault(part_of(path), Versions())
+        return self.versions.setdefault(part_of(path), ResourceVersions())
 
     @property
     def epoch(self) -> int:
@@ -234,7 +234,7 @@ class ApiServer:
             self._session = None
 
 
-class Versions:
+class ResourceVersions:
     """``newest``: the highest that was seen; ``epoch``: how often they began anew."""
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ their names) into that, key by key (RFC 7386). A file with any ``evictionHard`` 
 the signals that it leaves out, unless ``mergeDefaultEvictionSettings`` is set.
 """
 
+import dataclasses
 import decimal
 import re
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ NODEFS_AVAILABLE, NODEFS_INODES = "nodefs.available", "nodefs.inodesFree"
 _DEFAULTS = {AVAILABLE: "15%", INODES: "5%", NODEFS_AVAILABLE: "10%", NODEFS_INODES: "5%"}
 MOST_DROP_INS = 100
 # Errors of a text that is not a KubeletConfiguration, beside OSError.
-NO_CONFIGURATION = (
+_NO_CONFIGURATION = (
     ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
 # Its digits are bounded: a number of a million would be worked out, and fits nowhere.
@@ -50,8 +51,8 @@ class Thresholds:
     """Shares of the disk for garbage collection; what evictions must leave free.
 
     ``nodefs_free`` and ``nodefs_inodes`` are about the disk of the kubelet's own directory: they
-    count where images are on that one. ``assumed``: from our settings, not from the kubelet's
-    configuration. ``origin``: where they are from, for people.
+    count where images are on that one. ``assumed``: nobody has said what the kubelet has.
+    ``origin``: where they are from, for people.
     """
 
     gc_high: float
@@ -78,42 +79,28 @@ def quantity(text: object) -> Limit:
     return Limit(amount=min(_MOST, int(decimal.Decimal(match[1]) * _UNITS[match[2]])))
 
 
-def thresholds(section: settings.KubeletSource) -> Thresholds:
-    """What the kubelet's own files say, else the settings. Blocking. Raises SettingsError."""
+def thresholds(section: settings.KubeletSettings) -> Thresholds:
+    """What the kubelet's own files say, else its defaults. Blocking. Raises SettingsError."""
     if section.config is None:
-        return _assumed(section)
+        origin = "the kubelet's defaults, assumed: kubelet.config is not set"
+        return dataclasses.replace(of({}, origin), assumed=True)
     path = section.config
     try:
         content = _defaulted(_read(path))
         for path in _drop_ins(section.config_dir):
             content = _merged(content, _read(path))
         return _of(content, str(section.config))
-    except (OSError, *NO_CONFIGURATION) as error:
+    except (OSError, *_NO_CONFIGURATION) as error:
         raise kit.errors.SettingsError(
-            f"{section.named}.config {path}",
+            f"kubelet.config {path}",
             f"cannot be used ({error})",
-            "name the kubelet's configuration file and drop-ins, or leave both out and set the "
-            "thresholds",
+            "name the kubelet's configuration file and drop-ins, or leave both out",
         ) from error
 
 
-def _assumed(section: settings.KubeletSource) -> Thresholds:
-    origin = "assumed"
-    if section.api is None:
-        origin += f": neither {section.named}.api nor {section.named}.config is set"
-    if not isinstance(section, settings.KubeletSettings):
-        return Thresholds(1.0, 1.0, (), (), assumed=True, origin=origin)
-    free, inodes = Limit(share=section.eviction_free), Limit(share=section.eviction_inodes)
-    return Thresholds(
-        section.gc_high, section.gc_low, (free,), (inodes,), assumed=True, origin=origin
-    )
-
-
 def of(content: dict[str, Any], origin: str) -> Thresholds:
-    """Of a KubeletConfiguration, with or without its defaults filled in.
-
-    Raises one of ``NO_CONFIGURATION`` when ``content`` is not a KubeletConfiguration.
-    """
+    """Of a KubeletConfiguration without its defaults. One of ``_NO_CONFIGURATION`` when it is not
+    one."""
     return _of(_defaulted(content), origin)
 
 

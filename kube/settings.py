@@ -1,10 +1,12 @@
-"""How settings name the API server of the node's cluster, and the agent's login there."""
+"""How settings name this node, its kubelet, and the API server of its cluster."""
 
 import os
+import socket
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 import kit.settings
 import kit.units
@@ -34,59 +36,64 @@ class AccessSettings(kit.settings.Section):
         return "KUBERNETES_SERVICE_HOST" in os.environ and self.token_file.exists()
 
 
-class KubeletApiSettings(kit.settings.Section):
-    """Asking the kubelet for the configuration that it runs with (/configz). The agent's account
-    needs the right to get nodes/configz, which Kubernetes has from 1.33 on."""
+class KubeletSettings(kit.settings.Section):
+    """This node's kubelet: where its directory is, and its thresholds for image garbage collection
+    and eviction. No pull crosses them, and the cache's reserve is no less. Without 'config' pulls
+    take the kubelet's defaults for them, and the reserve is that of the cache alone."""
 
-    server: Annotated[str, Field(pattern=r"^https://[^/?#@\s]+/?$")] | None = None
-    """https://HOST:PORT of the kubelet's authenticated port. Default: port 10250 of $NODE_IP."""
-    ca_file: kit.settings.AbsolutePath = ACCOUNT / "ca.crt"
-    """What the kubelet's certificate is checked with, PEM: the cluster's authority
-    (serverTLSBootstrap), or /var/lib/kubelet/pki/kubelet.crt where it signed its own."""
-    token_file: kit.settings.AbsolutePath = ACCOUNT / "token"
-    """The agent's own token in the cluster."""
-
-
-class KubeletSource(kit.settings.Section):
-    """Where the kubelet's thresholds are found."""
-
-    named: ClassVar[str] = "kubelet"
-
-    api: KubeletApiSettings | None = None
-    """Ask the kubelet itself ({}: with the account of the agent's pod); absent: it is not asked.
-    Until it has answered, what follows counts."""
+    root_dir: kit.settings.AbsolutePath = Path("/var/lib/kubelet")
+    """The kubelet's --root-dir: volumes of pods are there, and what lies on the same file system is
+    under its evictions at nodefs.available and nodefs.inodesFree."""
+    image_dir: kit.settings.AbsolutePath = Path("/var/lib/containerd")
+    """Where images are: a store on the same file system is under imagefs.available and
+    imagefs.inodesFree."""
     config: Path | None = None
-    """The kubelet's configuration file (its --config); what it says and its defaults count."""
+    """The kubelet's configuration file (its --config); what it says and its defaults count. Where
+    the kubelet has thresholds by flags, name a file of the same format that says the same."""
     config_dir: Path | None = None
     """The kubelet's --config-dir: drop-ins that override the file."""
-    root_dir: kit.settings.AbsolutePath = Path("/var/lib/kubelet")
-    """The kubelet's --root-dir: what lies on the same file system is under its evictions at
-    nodefs.available and nodefs.inodesFree."""
 
     @model_validator(mode="after")
-    def _has_config(self) -> "KubeletSource":
+    def _has_config(self) -> "KubeletSettings":
         if self.config_dir is not None and self.config is None:
             raise ValueError("config_dir needs config: drop-ins change what that file says")
         return self
 
 
-class KubeletSettings(KubeletSource):
-    """The kubelet's thresholds for image garbage collection and eviction; no pull crosses them. The
-    last four are assumed where neither the kubelet nor its file tells."""
+class ThisNode(kit.settings.Section):
+    """What the settings file says once, for every room: the node's name, its kubelet, and the API
+    server of its cluster."""
 
-    named: ClassVar[str] = "preheat.kubelet"
+    name: str = Field(default_factory=lambda: os.environ.get("NODE_NAME") or socket.gethostname())
+    kubelet: KubeletSettings = KubeletSettings()
+    cluster: AccessSettings = AccessSettings()
 
-    gc_high: kit.units.Share = Field(default=0.85, gt=0)
-    """imageGCHighThresholdPercent: above it images are deleted."""
-    gc_low: kit.units.Share = Field(default=0.80, gt=0)
-    """imageGCLowThresholdPercent: images are deleted down to it."""
-    eviction_free: kit.units.Share = 0.15
-    """evictionHard imagefs.available: below it, DiskPressure."""
-    eviction_inodes: kit.units.Share = 0.05
-    """evictionHard imagefs.inodesFree: below it, DiskPressure."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> "KubeletSettings":
-        if self.gc_low > self.gc_high:
-            raise ValueError("gc_low is above gc_high")
-        return self
+class RoomSettings(kit.settings.Section):
+    """The base of a room's section. ``this_node`` is not in the section: the process gives it."""
+
+    _this_node: ThisNode = PrivateAttr(default_factory=ThisNode)
+
+    @property
+    def this_node(self) -> ThisNode:
+        return self._this_node
+
+    def at(self, this_node: ThisNode) -> Self:
+        """The same section on that node. ValueError when it does not fit there."""
+        placed = self.model_copy()
+        placed._this_node = this_node
+        placed.fit()
+        return placed
+
+    def fit(self) -> None:
+        """ValueError when the section does not fit to its node."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For a child process, with the node; ``of_json`` reads it."""
+        shown = self.model_dump(mode="json", by_alias=True)
+        return {"section": shown, "this_node": self.this_node.model_dump(mode="json")}
+
+    @classmethod
+    def of_json(cls, given: Mapping[str, Any]) -> Self:
+        section = cls.model_validate(given["section"])
+        return section.at(ThisNode.model_validate(given["this_node"]))

@@ -32,7 +32,7 @@ def attachment_name(driver: str, handle: str, node: str) -> str:
     return f"csi-{digest}"
 
 
-class Volumes:
+class PersistentVolumes:
     """``deadline``: seconds for one request. All functions raise KubeError."""
 
     def __init__(self, server: client.ApiServer, deadline: float) -> None:

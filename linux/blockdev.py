@@ -49,7 +49,7 @@ _Root = str | Path
 
 
 @dataclass(frozen=True)
-class Layer:
+class DeviceLayer:
     """A partition of a device or what is stacked on it (dm-crypt, LVM, md), at whatever height."""
 
     name: str  # rbd0p1, dm-0
@@ -74,7 +74,7 @@ class BlockDevice:
     holders: tuple[str, ...] = ()  # devices directly on top of it (dm, md)
     partitions: tuple[str, ...] = ()
     active: tuple[str, ...] = ()  # file system types with a live superblock on it or on a layer
-    layers: tuple[Layer, ...] = ()  # everything on top of it
+    layers: tuple[DeviceLayer, ...] = ()  # everything on top of it
     mapping: str = ""  # device mapper: the uuid of what it does, CRYPT-LUKS2-...
     below: tuple["BlockDevice", ...] = ()  # device mapper: what it lies on; empty until it does
 
@@ -401,16 +401,16 @@ def _with_superblocks(device: BlockDevice, superblocks: dict[str, list[str]]) ->
     return dataclasses.replace(device, active=active, layers=layers)
 
 
-def _layers(device: BlockDevice, sysfs: _Root) -> tuple[Layer, ...]:
+def _layers(device: BlockDevice, sysfs: _Root) -> tuple[DeviceLayer, ...]:
     """Every layer above a device, each once, the lowest first."""
-    found: dict[str, Layer] = {}
+    found: dict[str, DeviceLayer] = {}
     # names with their directories: that of a partition lies in its disk's
     ahead = _above(device.name, f"{sysfs}/block/{device.name}", sysfs)
     for name, home in ahead:
         number = _device_number(home)
         if name in (device.name, *found) or number is None or len(found) >= MOST_LAYERS:
             continue
-        found[name] = Layer(name, number)
+        found[name] = DeviceLayer(name, number)
         ahead += _above(name, home, sysfs)
     return tuple(found.values())
 

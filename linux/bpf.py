@@ -174,19 +174,19 @@ class Program(Descriptor):
             _library().bpf_prog_attach(self.fd, cgroup, CGROUP_DEVICE, ALLOW_MULTI), "bpf attach"
         )
 
-    def trace(self) -> "Link":
+    def trace(self) -> "BpfLink":
         """Attach to the tracepoint that the program's section names. It ends with the link."""
-        return Link(_checked(_library().bpf_raw_tracepoint_open(None, self.fd), "bpf trace"))
+        return BpfLink(_checked(_library().bpf_raw_tracepoint_open(None, self.fd), "bpf trace"))
 
     def detach(self, cgroup: int) -> None:
         _checked(_library().bpf_prog_detach2(self.fd, cgroup, CGROUP_DEVICE), "bpf detach")
 
 
-class Link(Descriptor):
+class BpfLink(Descriptor):
     """Keeps a program attached as long as a descriptor or a pin of it exists."""
 
     @classmethod
-    def at(cls, path: Path) -> "Link":
+    def at(cls, path: Path) -> "BpfLink":
         return cls(_checked(_library().bpf_obj_get(os.fsencode(path)), f"pin {path}"))
 
     def program(self) -> Program:

@@ -143,7 +143,7 @@ def enter(descriptor: int) -> None:
 
 
 @dataclass(frozen=True)
-class Mounted:
+class MountedIn:
     device: tuple[int, int]
     target: str
     fstype: str
@@ -165,7 +165,7 @@ def _mount_ids(namespace: int) -> Iterator[int]:
         last = found[count - 1]
 
 
-def _statmount(mount: int, namespace: int) -> Mounted | None:
+def _statmount(mount: int, namespace: int) -> MountedIn | None:
     wanted = _BASIC | _MOUNT | _POINT | _TYPE
     request = ctypes.create_string_buffer(
         _REQUEST.pack(_REQUEST.size, 0, mount, wanted, namespace), _REQUEST.size
@@ -182,7 +182,7 @@ def _statmount(mount: int, namespace: int) -> Mounted | None:
         begin = _STRINGS + offset
         return os.fsdecode(raw[begin : raw.index(b"\0", begin)])
 
-    return Mounted(
+    return MountedIn(
         device=(head[3], head[4]),
         target=text(head[18]),
         fstype=text(head[7]),
@@ -191,7 +191,7 @@ def _statmount(mount: int, namespace: int) -> Mounted | None:
     )
 
 
-def mounts(namespace: int) -> Iterator[Mounted]:
+def mounts(namespace: int) -> Iterator[MountedIn]:
     """Every mount of the namespace with this id. OSError when the kernel is older or refuses."""
     for identity in _mount_ids(namespace):
         found = _statmount(identity, namespace)
@@ -200,14 +200,14 @@ def mounts(namespace: int) -> Iterator[Mounted]:
 
 
 @dataclass(frozen=True)
-class Copy:
+class MountCopy:
     """A copy of a mount that is to be detached."""
 
     device: tuple[int, int]
     target: str
 
 
-def detach(namespace_path: str, inode: int, copies: list[Copy]) -> int:
+def detach(namespace_path: str, inode: int, copies: list[MountCopy]) -> int:
     """Lazily unmount ``copies`` in one namespace; returns how many were detached. OSError.
 
     For a child process: it moves into the namespace and stays there. Nothing happens unless the
@@ -223,7 +223,7 @@ def detach(namespace_path: str, inode: int, copies: list[Copy]) -> int:
     return _detach_here(table, copies)
 
 
-def detach_by_id(namespace: int, inode: int, copies: list[Copy]) -> int:
+def detach_by_id(namespace: int, inode: int, copies: list[MountCopy]) -> int:
     """``detach`` in a namespace without processes, found by its id (Linux 6.12)."""
     visitor = Visitor()
     for listed in walk():
@@ -234,7 +234,7 @@ def detach_by_id(namespace: int, inode: int, copies: list[Copy]) -> int:
     return 0
 
 
-def _detach_here(table: list[mountinfo.Mount], copies: list[Copy]) -> int:
+def _detach_here(table: list[mountinfo.Mount], copies: list[MountCopy]) -> int:
     done = 0
     # The deepest first. Only the topmost mount of each target is considered.
     for copy in sorted(set(copies), key=lambda copy: len(copy.target), reverse=True):

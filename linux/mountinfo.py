@@ -102,6 +102,11 @@ def read(path: Path = OWN) -> list[Mount]:
     return parse(path.read_bytes())
 
 
+def of(pid: int) -> list[Mount]:
+    """All mounts that a process sees. OSError when it has ended."""
+    return read(Path(f"/proc/{pid}/mountinfo"))
+
+
 class Table:
     """The table of this process's own namespace, read again only when the kernel says it changed.
 

@@ -37,10 +37,10 @@ def installed() -> bool:
     return importlib.util.find_spec("pynvml") is not None
 
 
-def worker(about: str, backoff: kit.pause.Backoff) -> kit.line_worker.Worker[Sample]:
+def worker(about: str, backoff: kit.pause.Backoff) -> kit.line_worker.LineWorker[Sample]:
     """Answers ``None`` with a Sample. An error ends the child: what it had loaded may be that of a
     driver that was replaced."""
-    return kit.line_worker.Worker(
+    return kit.line_worker.LineWorker(
         "linux.nvml:main", Sample, about=about, backoff=backoff, fatal=(kit.errors.HostError,)
     )
 

@@ -101,7 +101,9 @@ class Agent:
         self._last_good = last_good
         self._file = settings
         asked = settings.kubernetes
-        self._cluster = None if asked is None else service.Cluster(asked, settings)
+        self._cluster = (
+            None if asked is None or not asked.objects else service.Cluster(asked, settings)
+        )
         self.state = state.build(self._merged())
         self._judge(problem)
         self.state.metrics.append(self._figures)
@@ -237,7 +239,8 @@ class Agent:
         refused = [
             name
             for name in Process.model_fields
-            if getattr(new, name) != getattr(self.state.settings, name)
+            if name != "kubelet"  # rooms take it over
+            and getattr(new, name) != getattr(self.state.settings, name)
         ]
         keep: dict[str, Any] = {name: getattr(self.state.settings, name) for name in refused}
         running = {each.room.name for each in self.state.running}

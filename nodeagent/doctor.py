@@ -72,7 +72,7 @@ def _own(settings: Settings) -> Sequence[Check]:
         Check("root", root, (), "the agent does not start"),
         Check("state", state, (str(settings.state_dir),), "the agent does not start"),
         Check("clock", clock, (), "Ceph may refuse its keys; times in findings are wrong"),
-        *door.checks(settings.admin),
+        *door.checks(settings.admin, settings.this_node),
     )
 
 

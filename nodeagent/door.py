@@ -14,8 +14,9 @@ import kit.errors
 import kit.units
 from kit.checks import Check
 from kube import client
+from kube.settings import AccessSettings, ThisNode
 from nodeagent.api import listeners, rotation
-from nodeagent.settings import AdminSettings, ReviewSettings, address
+from nodeagent.settings import AdminSettings, address
 
 ANSWER_SECONDS = 5.0
 _NO_TCP = "nobody is admitted to the API over TCP"
@@ -25,7 +26,7 @@ _RIGHTS = (
 )  # fmt: skip
 
 
-def checks(admin: AdminSettings) -> Sequence[Check]:
+def checks(admin: AdminSettings, here: ThisNode) -> Sequence[Check]:
     path = str(admin.socket)
     found = [Check("admin socket", socket, (path, admin.group), "no command reaches the agent")]
     if admin.metrics is not None:
@@ -46,7 +47,7 @@ def checks(admin: AdminSettings) -> Sequence[Check]:
             Check("admin tokens", tokens_file, (tokens,), "their holders are not admitted")
         )
     if api.kubernetes is not None:
-        given_server = api.kubernetes.model_dump(mode="json")
+        given_server = here.cluster.model_dump(mode="json")
         cost = "users of the cluster are not admitted"
         found.append(Check("admin reviews", reviews, (given_server,), cost))
     return found
@@ -129,10 +130,10 @@ def files(cert: str, key: str, tokens: str | None) -> str:
 
 def reviews(given: dict[str, Any]) -> str:
     """HostError when the API server does not answer, or refuses the agent's account."""
-    return asyncio.run(may_review(ReviewSettings.model_validate(given)))
+    return asyncio.run(may_review(AccessSettings.model_validate(given)))
 
 
-async def may_review(asked: ReviewSettings) -> str:
+async def may_review(asked: AccessSettings) -> str:
     """As ``reviews``."""
     server = client.ApiServer(asked)
     what = "admin.api.kubernetes"

@@ -57,12 +57,12 @@ class Context:
             section = next(r.settings() for r in rooms.ROOMS if r.name == room)
         return section, settings.state_dir
 
-    def section(self, room: str, last_good: Path | None = None) -> kit.room.Section:
+    def section(self, room: str, last_good: Path | None = None) -> kit.room.RoomSection:
         try:
             settings, problem = configfile.load_or_last(self.config, last_good)
         except kit.errors.SettingsError as error:
             state_dir, _ = configfile.glean(self.config, room)
-            return kit.room.Section(None, state_dir or Settings().state_dir, error)
+            return kit.room.RoomSection(None, state_dir or Settings().state_dir, error)
         used = self.config
         if problem and last_good is not None:
             terminal.say(f"nodeagent: {problem}; {last_good} is used instead", error=True)
@@ -71,7 +71,7 @@ class Context:
             terminal.say(f"nodeagent: {missed}", error=True)
         found = getattr(settings, room)
         off = found is None and configfile.glean(used, room)[1]
-        return kit.room.Section(found, settings.state_dir, None, off)
+        return kit.room.RoomSection(found, settings.state_dir, None, off)
 
 
 class _Room(click.Group):
@@ -178,7 +178,7 @@ def uninstall(ctx: Context, yes: bool, forget_volumes: bool, as_json: bool) -> N
     if os.geteuid() != 0:
         raise kit.errors.HostError("nodeagent uninstall", "not root", "run it as root")
 
-    def say(each: uninstall.Found) -> None:
+    def say(each: uninstall.FoundTrace) -> None:
         what = f"{each.room}: {each.trace.kind} {each.trace.name}"
         why = f": {each.trace.stays}" if each.trace.stays else ""
         terminal.say(f"{'stays' if why else 'removed'} {what}{why}", error=as_json)

@@ -8,7 +8,6 @@ cannot disagree. ``judge`` and ``headline`` are pure. What a room shows is asked
 import dataclasses
 import importlib.metadata
 import json
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -208,7 +207,7 @@ def of(state: State, now: float) -> Overview:
     verdict = judge(parts, findings, trouble)
     return Overview(
         at=now,
-        node=node_name(state),
+        node=state.settings.this_node.name,
         version=importlib.metadata.version("nodeagent"),
         begun=state.begun,
         verdict=verdict,
@@ -221,12 +220,6 @@ def of(state: State, now: float) -> Overview:
         reports=reports,
         sections=sections(state.running),
     )
-
-
-def node_name(state: State) -> str:
-    """The node's name in the cluster, else the host's."""
-    asked = state.settings.kubernetes
-    return asked.node_name if asked is not None else platform.node()
 
 
 class Held:

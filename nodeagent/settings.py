@@ -1,8 +1,7 @@
 """The settings file as frozen models: the process's own settings and one section for each room."""
 
 import ipaddress
-import os
-import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,31 +23,59 @@ _REPAIR = (
     "use volumes.repair, which takes broken mappings away; a mapping that is only idle: 'rbd unmap'"
 )
 _CONTAINERD = "the runtime is containerd; on CRI-O (OpenShift) use a PinnedImageSet"
+_NOT_READ_ONLY = (
+    "use volumes.guard in mode enforce, which refuses formats, and volumes.repair, which takes "
+    "a broken mapping away"
+)
+_KUBELET = "name the kubelet once for all: the section kubelet at the top of the file"
+_CLUSTER = "name the API server once for all: the section kubernetes at the top of the file"
+_NODE = "name the node once for all: node at the top of the file"
+_FIXED = "delete it: the agent's own value counts (tell us when it does not fit to your nodes)"
+_ACCESS = "server ca_file token_file kubeconfig"
 # Settings that went, and what to do instead. Older files still have them: each is refused by name.
-GONE = {
-    "admin.listen": "use admin.metrics (probes, metrics and the status page) and admin.socket",
-    "admin.token_file": "use admin.socket with admin.group, or admin.api with tokens_file",
-    "cache.hints": "delete it: without hints a first epoch finds more files in the store",
-    "preheat.connections": (
-        "let containerd 2.1 or newer fetch in parallel: its setting concurrent_layer_fetch_buffer"
+# (what to do, the section, names in it)
+_GONE = (
+    ("use admin.metrics (probes, metrics and the status page) and admin.socket", "admin", "listen"),
+    ("use admin.socket with admin.group, or admin.api with tokens_file", "admin", "token_file"),
+    (_CLUSTER, "admin.api.kubernetes", _ACCESS),
+    (_NODE, "admin.api.kubernetes", "node"),
+    ("delete it: without hints a first epoch finds more files in the store", "cache", "hints"),
+    (_FIXED, "cache", "follow_interval refresh_interval source_check source_timeout"),
+    (_FIXED, "cache", "compare.entries csi.wait scrub.crash_bytes_per_second"),
+    (_KUBELET, "cache", "csi.kubelet kubelet"),
+    (_NODE, "kubernetes", "node"),
+    (
+        "let containerd 2.1 or newer fetch in parallel: its setting concurrent_layer_fetch_buffer",
+        *("preheat", "connections"),
     ),
-    "preheat.crio": _CONTAINERD,
-    "preheat.datasets": _NO_LAYOUTS,
-    "preheat.images.source": _NO_LAYOUTS,
-    "preheat.runtime": _CONTAINERD,
-    "volumes.audit.actions.orphan_after": _REPAIR,
-    "volumes.audit.actions.set_readonly": (
-        "use volumes.guard in mode enforce, which refuses formats, and volumes.repair, which takes "
-        "a broken mapping away"
+    (_CONTAINERD, "preheat", "crio runtime"),
+    (_NO_LAYOUTS, "preheat", "datasets images.source"),
+    (_FIXED, "preheat", "attempt_timeout credentials.provider_timeout heal partial_keep"),
+    (_FIXED, "preheat", "fleet.bytes_per_second retain.at_least"),
+    (_FIXED, "preheat", "stall_timeout unknown_image"),
+    (_CLUSTER, "preheat.credentials.service_account", _ACCESS),
+    (f"{_KUBELET}; kubelet.config has its thresholds", "preheat", "kubelet"),
+    (_NODE, "preheat", "node"),
+    (_FIXED, "volumes.audit", "actions.per_hour busy_interval clear_after cluster_interval"),
+    (_FIXED, "volumes.audit", "cluster_timeout cluster_wide_interval interval logs.hold"),
+    (_FIXED, "volumes.audit", "look_timeout settle"),
+    (_KUBELET, "volumes.audit", "kubelet"),
+    (_REPAIR, "volumes.audit.actions", "orphan_after unmap_orphan"),
+    (_NOT_READ_ONLY, "volumes.audit.actions", "set_readonly"),
+    (
+        "take it out: the cluster itself warns of its space ('ceph health', ceph-mgr's metrics)",
+        *("volumes.audit", "near_full"),
     ),
-    "volumes.audit.actions.unmap_orphan": _REPAIR,
-    "volumes.audit.near_full": (
-        "take it out: the cluster itself warns of its space ('ceph health', ceph-mgr's metrics)"
+    (
+        "run a kernel that takes the guard's program ('nodeagent doctor' says whether it does)",
+        *("volumes.guard", "fallback"),
     ),
-    "volumes.guard.fallback": (
-        "run a kernel that takes the guard's program ('nodeagent doctor' says whether it does)"
-    ),
-}
+    (_FIXED, "volumes.guard", "object_file quiet settle"),
+    (_CLUSTER, "volumes.kubernetes", _ACCESS),
+    (_FIXED, "volumes.kubernetes", "outage per_minute timeout young"),
+    (_FIXED, "volumes.repair", "follow per_hour per_volume settle"),
+)
+GONE = {f"{section}.{name}": do for do, section, names in _GONE for name in names.split()}
 
 
 def address(text: str) -> tuple[str, int]:
@@ -78,14 +105,12 @@ def _host_and_port(text: str) -> str:
 HostPort = Annotated[str, AfterValidator(_host_and_port)]
 
 
-class ReviewSettings(kube.settings.AccessSettings):
-    """The API server that is asked who a token belongs to and what its owner may do. The agent's
-    account there may create TokenReviews and SubjectAccessReviews."""
+class ReviewSettings(kit.settings.Section):
+    """The cluster's API server (`kubernetes`) is asked who a token belongs to and what its owner
+    may do. The agent's account there may create TokenReviews and SubjectAccessReviews."""
 
     audiences: tuple[str, ...] = ()
     """A token must be meant for one of these. Default: for the API server itself."""
-    node: str | None = None
-    """The name that roles are given for (`resourceNames`). Default: $NODE_NAME, or the host's."""
 
 
 class ApiSettings(kit.settings.Section):
@@ -139,11 +164,13 @@ class AdminSettings(kit.settings.Section):
 
 
 class ClusterSettings(kube.settings.AccessSettings):
-    """Objects of the cluster: CachedDataset and ImageSet add to this file, and the node's own
-    object, Events and conditions say what the agent holds and finds (docs/kubernetes.md)."""
+    """The cluster's API server, and what the agent does there: objects CachedDataset and ImageSet
+    add to this file, and the node's own object, Events and conditions say what the agent holds and
+    finds (docs/kubernetes.md)."""
 
-    node: str | None = None
-    """The node's name in the cluster. Default: $NODE_NAME, or the host's."""
+    objects: bool = True
+    """false: no objects are taken, and nothing is reported. The server is then asked about
+    PersistentVolumes and about callers alone, where `volumes` and `admin.api` want it."""
     namespace: str | None = None
     """Where Secrets of datasets and the agents' Lease are. Default: that of the agent's account."""
     interval: kit.units.Seconds = Field(default=10.0, ge=1, le=600)
@@ -157,10 +184,6 @@ class ClusterSettings(kube.settings.AccessSettings):
     labels: int = Field(default=50, ge=0, le=200)
     """Most labels dataset.nodeagent.io/NAME of the Node, which say what is complete on it. 0: none.
     Everybody who watches Nodes gets them."""
-
-    @property
-    def node_name(self) -> str:
-        return self.node or os.environ.get("NODE_NAME") or socket.gethostname()
 
     @property
     def own_namespace(self) -> str:
@@ -177,11 +200,39 @@ class Process(kit.settings.Section):
 
     admin: AdminSettings = AdminSettings()
     """The admin API, metrics and the status page."""
+    node: str | None = None
+    """The node's name in the cluster. Default: $NODE_NAME, or the host's."""
+    kubelet: kube.settings.KubeletSettings = kube.settings.KubeletSettings()
+    """This node's kubelet."""
     kubernetes: ClusterSettings | None = None
     """Take datasets and images from objects of the cluster too, and report there. `{}` inside a
-    cluster. Off when absent."""
+    cluster. Absent: neither; a pod's own account is used where `volumes` and `admin.api` ask."""
     state_dir: kit.settings.AbsolutePath = Path("/var/lib/nodeagent/state")
     """Small files of the agent: lock, journals, mount points of sources. Must survive reboots."""
+
+    @property
+    def this_node(self) -> kube.settings.ThisNode:
+        """What the rooms' sections get of it."""
+        return _this_node(vars(self))
+
+
+def _this_node(fields: Mapping[str, Any]) -> kube.settings.ThisNode:
+    access = kube.settings.AccessSettings
+    asked = fields["kubernetes"] or access()
+    given = {
+        "kubelet": fields["kubelet"],
+        "cluster": access(**{n: getattr(asked, n) for n in access.model_fields}),
+    }
+    return kube.settings.ThisNode(**given, **({"name": fields["node"]} if fields["node"] else {}))
+
+
+def _place(
+    section: kube.settings.RoomSettings | None, info: pydantic.ValidationInfo
+) -> kube.settings.RoomSettings | None:
+    """A room's section with what the file says once for all rooms."""
+    if section is None or not {"node", "kubelet", "kubernetes"} <= info.data.keys():
+        return section  # or there are mistakes anyway
+    return section.at(_this_node(info.data))
 
 
 if TYPE_CHECKING:
@@ -197,6 +248,7 @@ else:
         "Settings",
         __base__=Process,
         __doc__="The whole file. A section that is absent leaves that room out of the agent.",
+        __validators__={"place": field_validator(*(room.name for room in rooms.ROOMS))(_place)},
         **{
             room.name: (room.settings | None, Field(default=None, description=room.summary))
             for room in rooms.ROOMS

@@ -11,12 +11,13 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import kit.child
 import kit.errors
 import kit.formats
 import kit.traces
+from kube.settings import RoomSettings
 from nodeagent import configfile, rooms, units
 from nodeagent.settings import Settings
 
@@ -31,7 +32,7 @@ _BESIDE = ("settings.yaml", ".settings.yaml", "unguarded")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundTrace:
     """One trace. ``removed``: it is gone now."""
 
     room: str
@@ -43,7 +44,7 @@ class Found:
 class Report:
     """``troubles``: what could not be looked at or removed, and why."""
 
-    found: tuple[Found, ...]
+    found: tuple[FoundTrace, ...]
     troubles: tuple[str, ...] = ()
 
 
@@ -111,14 +112,14 @@ def _parts(settings: Settings) -> list[_Part]:
     for room in reversed(rooms.ROOMS):
         section = getattr(settings, room.name)
         if room.traces is not None:
-            shown = (section or room.settings()).model_dump(mode="json", by_alias=True)
+            shown = cast(RoomSettings, section or room.settings()).as_json()
             found.append(_Part(room.name, section is not None, shown, room.traces()))
     own = kit.traces.Traces(find, remove)
     return [*found, _Part("agent", True, {"socket": str(settings.admin.socket)}, own)]
 
 
 async def _look(settings: Settings) -> Report:
-    found: list[Found] = []
+    found: list[FoundTrace] = []
     troubles = []
     for part in _parts(settings):
         try:
@@ -132,14 +133,14 @@ async def _look(settings: Settings) -> Report:
                 troubles.append(f"{part.name}: {error}")
             continue
         found += [
-            Found(part.name, kit.traces.Trace(**{**one, "users": tuple(one["users"])}))
+            FoundTrace(part.name, kit.traces.Trace(**{**one, "users": tuple(one["users"])}))
             for one in listed
         ]
     return Report(tuple(found), tuple(troubles))
 
 
 async def run(
-    settings: Settings, yes: bool, say: Callable[[Found], None], forget: bool = False
+    settings: Settings, yes: bool, say: Callable[[FoundTrace], None], forget: bool = False
 ) -> Report:
     """List the traces; with ``yes`` remove them and tell ``say`` of each, and of each that stays.
 
@@ -185,5 +186,5 @@ async def run(
         return Report(tuple(done), tuple(troubles))
 
 
-def _forgotten(each: Found) -> Found:
+def _forgotten(each: FoundTrace) -> FoundTrace:
     return replace(each, trace=replace(each.trace, stays="")) if each.trace.memory else each

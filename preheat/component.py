@@ -155,7 +155,7 @@ class Preheat:
         return await self._after(ref)
 
     async def _check_budget(
-        self, ref: str, target: manifest.Target, inventory: base.Inventory
+        self, ref: str, target: manifest.Target, inventory: base.ImageInventory
     ) -> None:
         local, section = self.reconciler.local, self.reconciler.section
         shape = await local.shape(target, inventory, section.platform)
@@ -198,7 +198,7 @@ class Preheat:
         return await self._after(ref, requested=False)
 
     async def pause(self, text: str) -> status.Status:
-        """Stop pulling; every byte stays for ``partial_keep``."""
+        """Stop pulling; every byte stays for ``settings.partial_keep``."""
         ref = self.show(text).ref
         async with self._asking():
             await self.reconciler.note(ref, "operator", "paused")

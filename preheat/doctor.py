@@ -8,7 +8,7 @@ from pathlib import Path
 import kit.errors
 import kit.units
 from kit.checks import Check
-from kube import configz, kubelet
+from kube import kubelet
 from kube.settings import KubeletSettings
 from preheat import settings
 from preheat.registry import hosts
@@ -27,7 +27,7 @@ def checks(section: settings.PreheatSettings, state_dir: Path) -> Sequence[Check
         where = (str(folder), "preheat.hosts_dir")
         found.append(Check("registry mirrors", readable, where, cost, wanted=False))
     cost = "the thresholds of image garbage collection are not known"
-    given = (section.kubelet.model_dump(mode="json"),)
+    given = (section.this_node.kubelet.model_dump(mode="json"),)
     found.append(Check("kubelet thresholds", thresholds, given, cost, deadline=20.0))
     logins = section.credentials
     sources = [("docker_config", each) for each in logins.docker_configs]
@@ -65,13 +65,8 @@ def readable(path: str, setting: str) -> str:
     return f"{path} can be read"
 
 
-def thresholds(section: dict[str, object]) -> str:
-    wanted = KubeletSettings.model_validate(section)
-
-    async def ask() -> kubelet.Thresholds:
-        return await configz.Kubelet(lambda: None).thresholds(wanted)
-
-    found = asyncio.run(ask())
+def thresholds(given: dict[str, object]) -> str:
+    found = kubelet.thresholds(KubeletSettings.model_validate(given))
     free = " or ".join(_limit(each) for each in found.free) or "nothing"
     text = f"images are deleted above {found.gc_high:.0%}, pods evicted below {free} free"
     return f"{text} ({found.origin})"

@@ -2,9 +2,8 @@
 
 import platform
 import re
-import socket
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -76,11 +75,11 @@ class RetainSettings(kit.settings.Section):
 
     duration: kit.units.Seconds = Field(alias="for", gt=0)
     """How long after the last container that used the image."""
-    at_least: kit.units.Bytes = 1024**3
+    at_least: ClassVar[kit.units.Bytes] = 1024**3
     """Smaller images are not pinned: pulling them again takes seconds."""
 
 
-class ServiceAccountSettings(kube.settings.AccessSettings):
+class ServiceAccountSettings(kit.settings.Section):
     """For credential providers with tokenAttributes: the account whose tokens they get. The agent's
     own account needs the right to create serviceaccounts/token of it, and to get it where a
     provider asks for annotations. All that this account may pull, this node then has."""
@@ -104,7 +103,7 @@ class CredentialSettings(kit.settings.Section):
     """The kubelet's --image-credential-provider-config file."""
     provider_dir: kit.settings.AbsolutePath | None = None
     """The kubelet's --image-credential-provider-bin-dir."""
-    provider_timeout: kit.units.Seconds = Field(default=30.0, gt=0, le=300)
+    provider_timeout: ClassVar[kit.units.Seconds] = 30.0
     """How long a provider plugin or a helper program may take."""
     service_account: ServiceAccountSettings | None = None
     """Whose token providers get that want one (tokenAttributes). Absent: such a provider is asked
@@ -122,14 +121,6 @@ class CredentialSettings(kit.settings.Section):
         return self
 
 
-class HealSettings(kit.settings.Section):
-    """Restoring pinned images that garbage collection or somebody else removed."""
-
-    per_hour: int = Field(default=30, ge=0, le=100_000)
-    """Most heals of one image in an hour. The kubelet collects every 5 minutes, 12 times an hour;
-    at the limit healing stops and a finding says so. 0: never heal."""
-
-
 class FleetSettings(kit.settings.Section):
     """How many nodes ask the same registries, so that they never ask them all at once."""
 
@@ -138,20 +129,20 @@ class FleetSettings(kit.settings.Section):
     per_registry: int = Field(default=50, ge=1, le=100_000)
     """Most nodes that one registry is expected to have at a time. spread and refresh become as
     long as that takes (docs/preheat.md has figures)."""
-    bytes_per_second: kit.units.Bytes = Field(default=100_000_000, ge=64 * 1024)
+    bytes_per_second: ClassVar[kit.units.Bytes] = 100_000_000
     """How fast one node pulls, at the least: it says for how long a pull keeps the registry
     busy."""
 
 
-class PreheatSettings(kit.settings.Section):
+class PreheatSettings(kube.settings.RoomSettings):
     """Images held ready on the node."""
 
     socket: kit.settings.AbsolutePath = Path("/run/containerd/containerd.sock")
     """containerd's unix socket."""
     pin_budget: kit.units.Bytes = Field(default=200 * 1024**3, gt=0)
-    """Most bytes that pins may keep; shared layers count once. Never more than the kubelet's gc_low
-    of the disk."""
-    unknown_image: kit.units.Bytes = Field(default=20 * 1024**3, gt=0)
+    """Most bytes that pins may keep; shared layers count once. Never more than the kubelet
+    leaves of the disk when it deletes images (imageGCLowThresholdPercent)."""
+    unknown_image: ClassVar[kit.units.Bytes] = 20 * 1024**3
     """What an image is taken to need on disk when its registry lookup failed, so that only the
     runtime can find out how large it is."""
     images: tuple[ImageSettings, ...] = Field(default=(), max_length=500)
@@ -190,19 +181,17 @@ class PreheatSettings(kit.settings.Section):
     windows: tuple[Annotated[str, AfterValidator(_window)], ...] = Field(default=(), max_length=24)
     """HH:MM-HH:MM in UTC: when pulls of these settings may start; default: always. Pulls that an
     operator requests start at any time."""
-    attempt_timeout: kit.units.Seconds = Field(default=7200.0, ge=60, le=86400)
+    attempt_timeout: ClassVar[kit.units.Seconds] = 7200.0
     """Longest single attempt of a pull."""
-    stall_timeout: kit.units.Seconds = Field(default=120.0, ge=1)
+    stall_timeout: ClassVar[kit.units.Seconds] = 120.0
     """A pull without progress for so long is cancelled and continued by a new attempt. containerd
     shows progress in steps of 1 MiB a layer."""
-    partial_keep: kit.units.Seconds = Field(default=86400.0, ge=14400)
+    partial_keep: ClassVar[kit.units.Seconds] = 86400.0
     """How long the bytes of an unfinished pull stay."""
-    kubelet: kube.settings.KubeletSettings = kube.settings.KubeletSettings()
-    """Thresholds of the kubelet."""
-    heal: HealSettings = HealSettings()
-    """Healing of pins."""
-    node: str = ""
-    """This node's name, for the spread; default: the host name."""
+    heals_per_hour: ClassVar[int] = 30
+    """Most heals of one image in an hour: restoring a pinned image that garbage collection or
+    somebody else removed. The kubelet collects every 5 minutes, 12 times an hour; at the limit
+    healing stops and a finding says so."""
     node_labels: dict[str, str] = Field(default_factory=dict)
     """This node's labels, for images[].nodes."""
 
@@ -210,17 +199,10 @@ class PreheatSettings(kit.settings.Section):
     def _consistent(self) -> "PreheatSettings":
         if (ref := kit.settings.twice(each.ref for each in self.images)) is not None:
             raise ValueError(f"image {ref!r} is listed twice")
-        if self.partial_keep < self.attempt_timeout + 3600:
-            raise ValueError("partial_keep must exceed attempt_timeout by at least an hour")
         return self
 
 
 def complete(section: PreheatSettings) -> PreheatSettings:
-    """With this node's name and platform where the settings leave them out."""
-    machine = platform.machine()
-    return section.model_copy(
-        update={
-            "platform": section.platform or f"linux/{_MACHINES.get(machine, machine)}",
-            "node": section.node or socket.gethostname(),
-        }
-    )
+    """With this node's platform where the settings leave it out."""
+    machine = _MACHINES.get(platform.machine(), platform.machine())
+    return section.model_copy(update={"platform": section.platform or f"linux/{machine}"})

@@ -151,7 +151,7 @@ def _state(
     reconciler: Reconciler,
     request: Request,
     lookup: resolver.Lookup | None,
-    failed: failure.Failure | None,
+    failed: failure.PullFailure | None,
 ) -> tuple[str, str]:
     """One of ``STATES`` and the reason."""
     seen = reconciler.snapshot
@@ -270,7 +270,7 @@ def findings(reconciler: Reconciler) -> list[Finding]:
             Severity.WARNING,
             "gc-fight",
             ref,
-            "the image is pinned, but somebody removes it more often than preheat.heal.per_hour",
+            "the image is pinned, but somebody removes it more often than the agent restores it",
             "find who removes it (the kubelet's garbage collection on a full disk, crictl rmi "
             "--prune), or release it with 'nodeagent image unpin'",
         )

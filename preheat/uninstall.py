@@ -38,12 +38,12 @@ async def _runtime(socket: Path) -> AsyncIterator[containerd.Containerd]:
         await made.close()
 
 
-def _stray(inventory: base.Inventory) -> list[base.Record]:
+def _stray(inventory: base.ImageInventory) -> list[base.Record]:
     pinned = {hold.image_id for hold in inventory.held("pin")}
     return [each for each in inventory.records if each.ours and each.name not in pinned]
 
 
-def _traces(inventory: base.Inventory) -> list[Trace]:
+def _traces(inventory: base.ImageInventory) -> list[Trace]:
     """What is in the runtime."""
     found = [Trace(hold.role, f"{hold.id} ({hold.ref})") for hold in inventory.holds]
     found += [Trace("lease", each) for each in inventory.unknown_holds]
@@ -58,7 +58,7 @@ def _traces(inventory: base.Inventory) -> list[Trace]:
 
 
 async def _take(
-    runtime: containerd.Containerd, inventory: base.Inventory, kind: str, name: str
+    runtime: containerd.Containerd, inventory: base.ImageInventory, kind: str, name: str
 ) -> None:
     match kind:
         case "file" if name.endswith(kit.formats.SUFFIX):
@@ -93,7 +93,7 @@ def sockets(section: dict[str, Any]) -> tuple[list[Path], list[Path]]:
 
     NotFoundError: it has none.
     """
-    given = PreheatSettings.model_validate(section)
+    given = PreheatSettings.of_json(section)
     if given.socket != PreheatSettings().socket:
         return [given.socket], []
     found = [path for path in SOCKETS if path.exists()]

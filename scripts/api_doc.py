@@ -5,7 +5,7 @@ from typing import Any
 
 import pages
 
-from nodeagent.api import openapi
+from nodeagent.api import own
 
 TARGET = Path(__file__).parent.parent / "docs" / "api.md"
 HEAD = """\
@@ -79,11 +79,11 @@ def _gives(call: dict[str, Any]) -> str:
 def document() -> str:
     """The whole page."""
     parts: dict[str, list[str]] = {}
-    whole = openapi.document()
+    whole = own.document()
     for path, item in whole["paths"].items():
         words = path.split("/")
         part = words[2] if words[1] == "v1" else "the process"
-        for method in sorted(openapi.METHODS & item.keys()):
+        for method in sorted(own.METHODS & item.keys()):
             call = item[method]
             asks = pages.cell("; ".join(_asks(item, call)))
             does = pages.cell(call["summary"])

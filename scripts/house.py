@@ -18,16 +18,16 @@ PARAMETERS = 6  # so many make a function hard to call
 
 # What each count may be at most. Who makes one smaller writes the new figure here.
 BOUNDS = {
-    "lines of the product": 64_059,
-    "modules": 335,
+    "lines of the product": 63_980,
+    "modules": 330,
     "modules at the top of cache": 10,
     "modules at the top of preheat": 9,
     "modules at the top of volumes": 10,
-    "class names with several meanings": 86,
+    "class names with several meanings": 38,
     "writes to a dataset from outside its module": 71,
     "modules that write to a dataset": 11,
     f"functions with {PARAMETERS} parameters or more": 50,
-    "settings (leaves of docs/settings.md)": 204,
+    "settings (leaves of docs/settings.md)": 140,
 }
 
 ATTRIBUTES, METHODS = 15, 20  # of a class, at most; values that never change are not counted

@@ -252,8 +252,8 @@ def _probe_lines(v: dict[str, Any]) -> Iterator[str]:
         yield f"ledger: {known['type']} {known['uuid']}, last seen on {known['node']}"
 
 
-def _ledger(state_dir: Path) -> store.Store:
-    found = store.Store(state_dir / "volumes" / "ledger")
+def _ledger(state_dir: Path) -> store.LedgerStore:
+    found = store.LedgerStore(state_dir / "volumes" / "ledger")
     found.load()
     return found
 

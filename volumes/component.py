@@ -19,14 +19,14 @@ from volumes.audit import service
 from volumes.audit.inventory import claims
 from volumes.audit.types import GuardView, LedgerMismatch
 from volumes.guard import controller, kernel, override, status
-from volumes.ledger.witness import Claim, Witness
+from volumes.ledger.witness import VolumeClaim, Witness
 from volumes.probe.examine import Kind
 
 _REPORT_SECONDS = 0.2
 _ALIVE_SECONDS = 120.0  # a reconcile takes milliseconds; a loop that stands still so long is dead
 _RECORDS_SECONDS = 5.0  # those of 500 volumes took 0.5 s on two busy cores
 # What the guard was built from; a change needs a restart.
-_FIXED = ("cgroup", "pins", "object_file")
+_FIXED = ("cgroup", "pins")
 
 
 class Volumes:
@@ -42,7 +42,7 @@ class Volumes:
         self._state_dir = state_dir
         self._reporter = reporter
         self._found: list[kit.findings.Finding] = []  # the guard's
-        self.witness = Witness(wanted.kubernetes, self._claim, controller.node_name())
+        self.witness = Witness(wanted.kubernetes, wanted.this_node, self._claim)
         self.guard = controller.Controller(
             wanted.guard, wanted.clusters, state_dir=state_dir, changed=self._guard_changed,
             witness=self.witness,
@@ -55,6 +55,7 @@ class Volumes:
             reporter=reporter,
             guard=lambda: guard_view(self.guard),
             repair=wanted.repair,
+            kubelet=wanted.this_node.kubelet,
             claims=self.witness.attached_here,
             taint=self.witness.taint,
         )
@@ -73,11 +74,13 @@ class Volumes:
         keep = {name: getattr(before, name) for name in changed}
         refused = [f"guard.{name}" for name in changed]
         self._settings = wanted.model_copy(update={"guard": wanted.guard.model_copy(update=keep)})
-        await self.witness.apply(wanted.kubernetes)
+        await self.witness.apply(wanted.kubernetes, wanted.this_node)
         await self.guard.apply(self._settings.guard, wanted.clusters)
         self.audit.repairer.settings = wanted.repair
         drivers = self.guard.settings.drivers  # in force, where the file has lost them
-        refused += await self.audit.reconcile(wanted.audit, wanted.clusters, drivers)
+        refused += await self.audit.reconcile(
+            wanted.audit, wanted.clusters, drivers, wanted.this_node.kubelet
+        )
         self._advanced = time.monotonic()
         return refused
 
@@ -98,16 +101,16 @@ class Volumes:
         yield from metrics.of_guard(self.guard, self._found)
         yield from metrics.of_audit(self.audit)
 
-    async def _claim(self, device: blockdev.BlockDevice) -> Claim | None:
+    async def _claim(self, device: blockdev.BlockDevice) -> VolumeClaim | None:
         """Which volume of Kubernetes the device is, by the records of this moment."""
         try:
             found = await kit.child.call(
-                claims.on_device, device.name, str(self._settings.audit.kubelet),
+                claims.on_device, device.name, str(self._settings.this_node.kubelet.root_dir),
                 deadline=_RECORDS_SECONDS,
             )  # fmt: skip
         except RuntimeError as error:
             raise kit.errors.HostError("kubelet's records", str(error), "") from error
-        return Claim(*found) if found else None
+        return VolumeClaim(*found) if found else None
 
     def _guard_changed(self) -> None:
         """Report now, or soon: under a flood of denials it changes thousands of times a second."""

@@ -21,7 +21,8 @@ def checks(section: settings.VolumesSettings, state_dir: Path) -> Sequence[Check
     guarding, auditing = guard.mode != "off", section.audit.enabled
     found = [
         Check(
-            "bpf", bpf, (guard.model_dump(mode="json"),), "nothing refuses a format", guarding
+            "bpf", bpf, (guard.model_dump(mode="json"), str(kernel.OBJECT)),
+            "nothing refuses a format", guarding,
         ),
         Check(
             "guarded drivers", drivers, (list(guard.drivers),),
@@ -60,10 +61,10 @@ def _of_cluster(cluster: ClusterSettings) -> list[Check]:
     return found
 
 
-def bpf(section: dict[str, Any]) -> str:
+def bpf(section: dict[str, Any], program: str) -> str:
     """Loads the guard program and drops it: nothing is attached."""
     wanted = settings.GuardSettings.model_validate(section)
-    guard = override.handle(wanted)
+    guard = override.handle(wanted, Path(program))
     try:
         present = guard.read()
         guard.try_load()
@@ -118,7 +119,7 @@ def raw_volumes() -> str:
     try:
         _, found = raw_block.spaces()
         for pid in found.values():
-            mountinfo.read(Path(f"/proc/{pid}/mountinfo"))
+            mountinfo.of(pid)
             if pid != 1:
                 os.stat(f"/proc/{pid}/root/dev")
     except OSError as error:

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
 import ceph.settings
 import kit.settings
 import kit.units
+import kube.settings
 from linux import blockdev
 from volumes.audit.settings import AuditSettings, ClusterSettings, RepairSettings
 from volumes.ledger.settings import WitnessSettings
@@ -57,7 +58,7 @@ def of_programs(texts: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
 
 
 class GuardSettings(kit.settings.Section):
-    """The format guard. All but cgroup, pins and object_file changes while running."""
+    """The format guard. All but cgroup and pins changes while running."""
 
     mode: Literal["off", "dry-run", "enforce"] = "dry-run"
     """off: not attached. dry-run: reports what it would deny. enforce: denies. Begin with dry-run
@@ -80,10 +81,10 @@ class GuardSettings(kit.settings.Section):
     """How long a device found blank may be formatted. Longer than kubelet's longest pause between
     two tries (122 s) and than one mkfs takes; after an unused lease the next attempt to write gets
     a new one."""
-    settle: kit.units.Seconds = Field(default=0.1, ge=0.05, le=60)
+    settle: ClassVar[kit.units.Seconds] = 0.1
     """Pause between the two probes that must both find a device blank. With 0.1s the lease is
     granted before kubelet's first retry, 0.5 s after the denied attempt."""
-    quiet: kit.units.Seconds = Field(default=60.0, ge=0, le=3600)
+    quiet: ClassVar[kit.units.Seconds] = 60.0
     """No lease within this time after the kernel logged an I/O error of the device or its
     client."""
     probe_timeout: kit.units.Seconds = Field(default=3.0, gt=0, le=60)
@@ -100,8 +101,6 @@ class GuardSettings(kit.settings.Section):
     cgroup: kit.settings.AbsolutePath | None = None
     """cgroup v2 directory to guard; default: the root of the hierarchy, all processes of the
     node."""
-    object_file: kit.settings.AbsolutePath | None = None
-    """The compiled program; default: the one that came with the agent."""
     pins: kit.settings.AbsolutePath = Path("/sys/fs/bpf/nodeagent")
     """Directory in a bpf file system for the program and its maps."""
 
@@ -126,7 +125,7 @@ class GuardSettings(kit.settings.Section):
         return driver in self.drivers and blockdev.is_named(name, self.names)
 
 
-class VolumesSettings(kit.settings.Section):
+class VolumesSettings(kube.settings.RoomSettings):
     """Volumes kept safe: the format guard and the audit."""
 
     clusters: Annotated[tuple[ClusterSettings, ...], AfterValidator(ceph.settings.unique)] = Field(

@@ -18,7 +18,7 @@ _BPF = "/sys/fs/bpf"
 
 
 def find(section: dict[str, Any], state_dir: str) -> list[dict[str, Any]]:
-    wanted = settings.VolumesSettings.model_validate(section).guard
+    wanted = settings.VolumesSettings.of_json(section).guard
     guard = override.handle(wanted)
     try:
         present = guard.read()
@@ -50,7 +50,7 @@ def _own_mount(path: Path) -> bool:
 
 
 def remove(section: dict[str, Any], state_dir: str, kind: str, name: str) -> None:
-    wanted = settings.VolumesSettings.model_validate(section).guard
+    wanted = settings.VolumesSettings.of_json(section).guard
     match kind:
         case "guard program" | "pinned maps":
             guard = override.handle(wanted)

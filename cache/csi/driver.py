@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 class Driver:
     def __init__(self, datasets: Mapping[str, Dataset], state_dir: Path) -> None:
-        self.node = node.Node(datasets, state_dir)
+        self.node = node.NodeService(datasets, state_dir)
         self._server: server.Server | None = None
         self._trouble = ""
 
-    async def adopt(self, settings: CsiSettings) -> None:
+    async def adopt(self, settings: CsiSettings, kubelet: Path) -> None:
         """Take over what an earlier agent mounted."""
-        await self.node.adopt(settings)
+        await self.node.adopt(settings, kubelet)
 
-    async def reconcile(self, settings: CsiSettings) -> None:
+    async def reconcile(self, settings: CsiSettings, kubelet: Path) -> None:
         """Serve. A kubelet that is not there is tried again at the next call."""
-        self.node.settings = settings
+        self.node.settings, self.node.kubelet = settings, kubelet
         if not settings.enabled:
             await self.stop()
             self._trouble = ""
@@ -39,7 +39,7 @@ class Driver:
 
             self._server = server.Server(self.node)
         try:
-            await self._server.serve(settings.kubelet)
+            await self._server.serve(kubelet)
             self._trouble = ""
         except kit.errors.HostError as error:
             self._trouble = str(error)

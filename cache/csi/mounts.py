@@ -16,7 +16,7 @@ from pathlib import Path
 
 import kit.errors
 import kit.files
-from cache.csi.volumes import Layout
+from cache.csi.volumes import VolumeLayout
 from cache.store import disk
 from linux import mountinfo, mounts, procfs
 
@@ -43,17 +43,17 @@ def publish(target: str, view: str, layout: str, record: str) -> bool:
     with contextlib.suppress(FileExistsError):
         os.mkdir(target, 0o750)
     for _ in range(MOST_TRIES):
-        _attach(target, view, Layout(layout), record)
-        if layout == Layout.DIRECT or _same(view, f"{target}/{VIEW}"):
+        _attach(target, view, VolumeLayout(layout), record)
+        if layout == VolumeLayout.DIRECT or _same(view, f"{target}/{VIEW}"):
             return True
         _detach(target)  # the view was swapped between the copy and its attachment
     raise kit.errors.RefusedError(f"view {view}", "it changes all the time", "it is tried again")
 
 
-def _attach(target: str, view: str, layout: Layout, record: str) -> None:
+def _attach(target: str, view: str, layout: VolumeLayout, record: str) -> None:
     if not mountinfo.stacked(view):
         raise kit.errors.RefusedError(f"view {view}", "nothing is mounted", "it is tried again")
-    follows = layout is Layout.PARENT
+    follows = layout is VolumeLayout.PARENT
     if not follows:
         _refuse_closed(os.path.dirname(view))
     tree = mounts.clone_tree(os.path.dirname(view) if follows else view, recursive=follows)

@@ -17,7 +17,7 @@ import structlog
 import kit.child
 import kit.errors
 from cache.csi import mounts, records, volumes
-from cache.csi.volumes import Wanted
+from cache.csi.volumes import WantedVolume
 from cache.dataset.dataset import Dataset
 from cache.settings import CsiSettings
 from cache.views.view import Stage
@@ -38,12 +38,13 @@ class BusyError(kit.errors.RefusedError):
     """Another request for the same target is not finished."""
 
 
-class Node:
+class NodeService:
     """``volumes``: what is mounted, by target."""
 
     def __init__(self, datasets: Mapping[str, Dataset], state_dir: Path) -> None:
-        self.volumes: dict[str, records.Volume] = {}
+        self.volumes: dict[str, records.DatasetVolume] = {}
         self.settings = CsiSettings()
+        self.kubelet = Path()  # its root directory
         self._datasets = datasets
         self._folder = records.folder_of(state_dir)
         self._busy: set[str] = set()
@@ -52,20 +53,20 @@ class Node:
         self._sizes: dict[str, tuple[tuple[int, int, int], tuple[int, int]]] = {}
         self._slots = asyncio.Semaphore(MOST_AT_ONCE)
 
-    async def adopt(self, settings: CsiSettings) -> None:
+    async def adopt(self, settings: CsiSettings, kubelet: Path) -> None:
         """Take over what an earlier agent mounted: volumes hold their dataset, also disabled."""
-        self.settings = settings
+        self.settings, self.kubelet = settings, kubelet
         self.volumes = await asyncio.to_thread(
             lambda: records.load(self._folder, {each.target for each in mountinfo.read()})
         )
 
     # --- requests of the kubelet
 
-    async def publish(self, identity: str, path: str, wanted: Wanted, seconds: float) -> None:
+    async def publish(self, identity: str, path: str, wanted: WantedVolume, seconds: float) -> None:
         """Mount a volume within about ``seconds``. AgentError with the reason why not, OSError."""
         target = self._target(path)
         with self._alone(target):
-            volume = records.Volume(
+            volume = records.DatasetVolume(
                 identity, target, wanted.dataset, str(wanted.layout), wanted.pod
             )
             before = self.volumes.get(target)
@@ -124,7 +125,7 @@ class Node:
         )
 
     async def _size(
-        self, volume: records.Volume, table: list[mountinfo.Mount]
+        self, volume: records.DatasetVolume, table: list[mountinfo.Mount]
     ) -> tuple[int, int] | None:
         """Bytes and files in an image. None when nothing is mounted.
 
@@ -148,7 +149,7 @@ class Node:
 
     def _target(self, path: str) -> str:
         """As the mount table has it: kubelet's root may be a link."""
-        root = str(self.settings.kubelet)
+        root = str(self.kubelet)
         volumes.target_below(path, f"{root}/pods")
         return os.path.realpath(root) + path[len(root) :]
 
@@ -162,7 +163,7 @@ class Node:
         finally:
             self._busy.discard(target)
 
-    async def _wait(self, wanted: Wanted, seconds: float) -> Dataset:
+    async def _wait(self, wanted: WantedVolume, seconds: float) -> Dataset:
         """The dataset once the volume can be mounted. AgentError: why not, after ``seconds``."""
         until = time.monotonic() + seconds
         while True:
@@ -221,13 +222,13 @@ class Node:
             self._leaving[dataset] -= 1
 
 
-def _data(volume: records.Volume) -> str:
+def _data(volume: records.DatasetVolume) -> str:
     """Where its pod reads."""
-    below = f"/{mounts.VIEW}" if volume.layout == volumes.Layout.PARENT else ""
+    below = f"/{mounts.VIEW}" if volume.layout == volumes.VolumeLayout.PARENT else ""
     return f"{volume.target}{below}"
 
 
-def is_mounted(volume: records.Volume, table: list[mountinfo.Mount]) -> bool:
+def is_mounted(volume: records.DatasetVolume, table: list[mountinfo.Mount]) -> bool:
     """Whether something is mounted where its pod reads."""
     found = mountinfo.leads_to(_data(volume), table)
     return found is not None and found.target == _data(volume)

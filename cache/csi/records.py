@@ -25,7 +25,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Volume:
+class DatasetVolume:
     """One mounted volume. ``pod``: namespace/name, or '' when kubelet did not say."""
 
     id: str
@@ -50,19 +50,19 @@ def file_of(folder: Path, target: str) -> Path:
     return folder / f"{hashlib.sha256(target.encode()).hexdigest()[:24]}.json"
 
 
-def read(folder: Path) -> list[Volume]:
+def read(folder: Path) -> list[DatasetVolume]:
     """All that can be read; one of a newer agent, or a damaged one, is left as it is."""
     found = (_one(path, kit.formats.look) for path in _paths(folder))
-    return [each for each in found if isinstance(each, Volume)]
+    return [each for each in found if isinstance(each, DatasetVolume)]
 
 
-def load(folder: Path, mounted: Collection[str]) -> dict[str, Volume]:
+def load(folder: Path, mounted: Collection[str]) -> dict[str, DatasetVolume]:
     """Volumes by their target. ``mounted``: all mount points; a volume that has none is dropped.
 
     The name of a damaged record, which is kept aside, tells its target. While that is mounted, the
-    volume may be of any dataset (``Volume.holds``).
+    volume may be of any dataset (``DatasetVolume.holds``).
     """
-    volumes: dict[str, Volume] = {}
+    volumes: dict[str, DatasetVolume] = {}
     damaged: set[Path] = set()
     for path in _paths(folder):
         one = _one(path, kit.formats.read)
@@ -74,7 +74,7 @@ def load(folder: Path, mounted: Collection[str]) -> dict[str, Volume]:
             forget(folder, one.target)
     for target in mounted if damaged else ():
         if file_of(folder, target) in damaged:
-            volumes[target] = Volume("", target, "", "")
+            volumes[target] = DatasetVolume("", target, "", "")
     return volumes
 
 
@@ -83,10 +83,10 @@ def _paths(folder: Path) -> list[Path]:
     return sorted({path.with_name(path.name.removesuffix(kit.formats.SUFFIX)) for path in found})
 
 
-def _one(path: Path, read: Callable[..., Any]) -> Volume | kit.formats.Damage | None:
+def _one(path: Path, read: Callable[..., Any]) -> DatasetVolume | kit.formats.Damage | None:
     """None for one of a newer agent, too."""
     try:
-        found: Volume | kit.formats.Damage | None = read(path, FORMAT, _volume)
+        found: DatasetVolume | kit.formats.Damage | None = read(path, FORMAT, _volume)
     except kit.errors.HostError as error:
         log.warning("record of a volume cannot be read", path=str(path), why=str(error))
         return None
@@ -95,15 +95,15 @@ def _one(path: Path, read: Callable[..., Any]) -> Volume | kit.formats.Damage | 
     return found
 
 
-def _volume(value: Any) -> Volume:
+def _volume(value: Any) -> DatasetVolume:
     """ValueError, TypeError for what no agent wrote."""
-    found = Volume(**{name: each for name, each in value.items() if name != kit.formats.KEY})
+    found = DatasetVolume(**{name: each for name, each in value.items() if name != kit.formats.KEY})
     if any(not isinstance(each, str) for each in dataclasses.astuple(found)):
         raise ValueError("a field of it is no text")
     return found
 
 
-def write(folder: Path, volume: Volume) -> None:
+def write(folder: Path, volume: DatasetVolume) -> None:
     """OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     fields = {kit.formats.KEY: FORMAT, **dataclasses.asdict(volume)}

@@ -65,7 +65,7 @@ def code_of(error: Exception) -> grpc.StatusCode:
 class Server:
     """``requests``: how many ended how, by method and code. ``trouble``: kubelet's last refusal."""
 
-    def __init__(self, served: node.Node) -> None:
+    def __init__(self, served: node.NodeService) -> None:
         self.requests: Counter[tuple[str, str]] = Counter()
         self.registered = False
         self.trouble = ""
@@ -92,7 +92,7 @@ class Server:
         except (OSError, RuntimeError) as error:
             text = error.strerror if isinstance(error, OSError) else str(error)
             raise kit.errors.HostError(
-                f"cache.csi.kubelet {kubelet}",
+                f"kubelet.root_dir {kubelet}",
                 f"the driver's sockets cannot be made there ({text})",
                 "set it to the kubelet's root directory; in a pod mount plugins_registry and "
                 f"plugins/{volumes.DRIVER} of it",

@@ -29,7 +29,7 @@ def sockets(kubelet: Path) -> tuple[Path, Path]:
     )
 
 
-class Layout(StrEnum):
+class VolumeLayout(StrEnum):
     """Where in the volume the data is, and whether it follows what serves the view."""
 
     DIRECT = "direct"  # at the mount path; stays what served when the pod started
@@ -46,11 +46,11 @@ class TakenError(kit.errors.RefusedError):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedVolume:
     """``pod``: namespace/name, as far as kubelet says it."""
 
     dataset: str
-    layout: Layout
+    layout: VolumeLayout
     wait: Wait
     pod: str = ""
 
@@ -81,7 +81,9 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}…")
 
 
-def wanted(attributes: Mapping[str, str], *, read_only: bool, block: bool, options: bool) -> Wanted:
+def wanted(
+    attributes: Mapping[str, str], *, read_only: bool, block: bool, options: bool
+) -> WantedVolume:
     """What the volume's attributes ask for. SettingsError names what is wrong and what to write.
 
     ``read_only``: by the pod, or by the volume's access mode. ``block``: a raw device is asked for.
@@ -102,7 +104,7 @@ def wanted(attributes: Mapping[str, str], *, read_only: bool, block: bool, optio
     if not name:
         raise refuse("volumeAttributes has no 'dataset'", "name one of the node's datasets")
     found = {}
-    for key, kind in (("layout", Layout), ("wait", Wait)):
+    for key, kind in (("layout", VolumeLayout), ("wait", Wait)):
         value = given.get(key, str(next(iter(kind))))
         if value not in set(kind):
             raise refuse(
@@ -121,12 +123,12 @@ def wanted(attributes: Mapping[str, str], *, read_only: bool, block: bool, optio
         )
     space = attributes.get("csi.storage.k8s.io/pod.namespace", "")
     pod = attributes.get("csi.storage.k8s.io/pod.name", "")
-    return Wanted(
-        name, Layout(found["layout"]), Wait(found["wait"]), f"{space}/{pod}" if pod else ""
+    return WantedVolume(
+        name, VolumeLayout(found["layout"]), Wait(found["wait"]), f"{space}/{pod}" if pod else ""
     )
 
 
-def obstacle(shown: Shown, volume: Wanted, *, last: bool) -> kit.errors.AgentError | None:
+def obstacle(shown: Shown, volume: WantedVolume, *, last: bool) -> kit.errors.AgentError | None:
     """Why the volume cannot be mounted now, in words for the pod's events; None when it can.
 
     ``last``: nobody waits any longer. A direct volume keeps what it gets first, so it waits a
@@ -160,13 +162,13 @@ def obstacle(shown: Shown, volume: Wanted, *, last: bool) -> kit.errors.AgentErr
         return kit.errors.SourceError(thing, f"its view is not mounted yet{why}", again)
     # An image has no overlay: where one device shows copy and source, its mount stays the same.
     early = shown.stage is Stage.SOURCE and shown.state in _FILLS and not shown.block
-    if early and volume.layout is Layout.DIRECT and not last:
+    if early and volume.layout is VolumeLayout.DIRECT and not last:
         return kit.errors.RefusedError(thing, "its directories are being listed", again)
     return None
 
 
 @dataclass(frozen=True)
-class Usage:
+class VolumeUsage:
     total: int
     used: int
 
@@ -175,8 +177,8 @@ class Usage:
 class Stats:
     """``trouble``: why the volume is abnormal; '' when it is well."""
 
-    bytes: Usage
-    inodes: Usage
+    bytes: VolumeUsage
+    inodes: VolumeUsage
     trouble: str = ""
     said: str = ""
 
@@ -189,11 +191,11 @@ def stats(
     ``held``: bytes and files that the file system in an image has; None: nobody could ask it.
     """
     if shown is None:
-        empty = Usage(0, 0)
+        empty = VolumeUsage(0, 0)
         text = f"dataset {dataset} is no longer in the settings; what was mounted stays readable"
         return Stats(empty, empty, text if mounted else "nothing is mounted")
     own = (shown.bytes, 0 if shown.block else shown.files)  # chunks are no files
-    size, files = (Usage(each, each) for each in held or own)
+    size, files = (VolumeUsage(each, each) for each in held or own)
     trouble = ""
     if not mounted:
         trouble = "nothing is mounted"
@@ -216,6 +218,6 @@ def target_below(path: str, pods: str) -> str:
         raise kit.errors.SettingsError(
             f"target path {_short(path)}",
             f"it does not lie below {pods}",
-            "set cache.csi.kubelet to the kubelet's root directory",
+            "set kubelet.root_dir to the kubelet's root directory",
         )
     return path

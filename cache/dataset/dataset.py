@@ -32,7 +32,7 @@ from cache.dataset import due, hits, kept, standing
 from cache.dataset.action import Action, Facts, next_action
 from cache.dataset.figures import Figures, Job, Loss, Scrub, Scrubs, Verification
 from cache.dataset.generation import STORE_SECONDS, Generation, folder_name, named
-from cache.settings import AccessSettings, CacheSettings, DatasetSettings, Source, snapshot_of
+from cache.settings import CacheSettings, DatasetSettings, Source, ViewAccessSettings, snapshot_of
 from cache.sources import base, kinds
 from cache.store import generations, identity, soundness
 from cache.views import by_id, view
@@ -117,7 +117,7 @@ class Dataset(standing.Standing):
         # One has ended (cache.dataset.view_watch).
         self.look_again: Callable[[], None] = lambda: None
         self.hidden: kit.errors.HostError | None = None  # why nothing can be mounted there
-        self._allowed: AccessSettings | None = None
+        self._allowed: ViewAccessSettings | None = None
         self._ending: asyncio.Task[None] | None = None
         self._published_device = ""
         self.server = ""  # its source's file system at the last look (``base.Reached``)

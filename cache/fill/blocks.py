@@ -223,7 +223,9 @@ class Pass:
             )
         )  # fmt: skip
 
-    def copy(self, snapshot: image.Snapshot, held: image_copy.Chunks, wanted: list[int]) -> int:
+    def copy(
+        self, snapshot: image.ImageSnapshot, held: image_copy.Chunks, wanted: list[int]
+    ) -> int:
         """Read chunks from the source and store them, durable and proven.
 
         Bytes that it began to lack meanwhile; 0 when all is stored. Ended when what was read is
@@ -245,7 +247,7 @@ class Pass:
                 self.prove(snapshot)  # while the disk syncs
         return lacking
 
-    def prove(self, snapshot: image.Snapshot) -> None:
+    def prove(self, snapshot: image.ImageSnapshot) -> None:
         """The snapshot is still there, so all that was read is of it. Ended, SourceError otherwise.
 
         Reads of a snapshot that is being deleted give the image's later bytes, without an error; an
@@ -314,7 +316,7 @@ def _fill_all(done: Pass, source: contextlib.ExitStack) -> protocol.End:
     )
 
 
-def _fill(done: Pass, snapshot: image.Snapshot, held: image_copy.Chunks) -> int:
+def _fill(done: Pass, snapshot: image.ImageSnapshot, held: image_copy.Chunks) -> int:
     """Bytes that do not fit; 0 when all is stored."""
     common = _common(done, snapshot, held)
     if common is not None and (lacking := _take(done, held, common)):
@@ -358,7 +360,9 @@ def _take(done: Pass, held: image_copy.Chunks, common: earlier.Common) -> int:
     return 0
 
 
-def _common(done: Pass, snapshot: image.Snapshot, held: image_copy.Chunks) -> earlier.Common | None:
+def _common(
+    done: Pass, snapshot: image.ImageSnapshot, held: image_copy.Chunks
+) -> earlier.Common | None:
     """What an earlier copy gives. A trouble with it is no trouble of the fill."""
     try:
         return earlier.find(done.folder, snapshot, held, done.beat)

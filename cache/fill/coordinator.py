@@ -397,12 +397,12 @@ class Coordinator:
 
     # --- space
 
-    def room(self, *, inodes: int) -> space.Room:
+    def room(self, *, inodes: int) -> space.SpaceLeft:
         """What may still be stored, with ``inodes`` more about to be used."""
         jobs, staged = self.pool.assigned(*STORING), self.batch.all()
         size, files = self._pass.begun
         in_staging = sum(each.allocated for each in staged if not each.part)
-        pending = space.Room(
+        pending = space.SpaceLeft(
             sum(each.allocated for each in jobs) + in_staging + size,
             sum(each.inodes for each in jobs) + sum(s.files for s in staged) + files + inodes,
         )

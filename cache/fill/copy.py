@@ -57,7 +57,7 @@ def reason(error: OSError) -> str:
 
 def failure(name: str, error: OSError, *, asked: bool = False) -> protocol.Failure:
     """``asked``: of the source, by the error itself."""
-    refused = isinstance(error, PermissionError if asked else tree.RefusedError)
+    refused = isinstance(error, PermissionError if asked else tree.SourceRefusedError)
     lasting = error.errno in (errno.EPERM, errno.EACCES, errno.ENAMETOOLONG, errno.E2BIG)
     return protocol.Failure(name, reason(error), lasting, refused)
 

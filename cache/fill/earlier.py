@@ -29,7 +29,7 @@ class Common:
 
 
 def find(
-    folder: Path, snapshot: image.Snapshot, held: image_copy.Chunks, beat: Callable[[], None]
+    folder: Path, snapshot: image.ImageSnapshot, held: image_copy.Chunks, beat: Callable[[], None]
 ) -> Common | None:
     """What the latest usable copy beside ``folder`` has in common with ``held``; None: nothing.
 

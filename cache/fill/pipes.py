@@ -28,7 +28,7 @@ def send(descriptor: int, message: msgspec.Struct) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-class Stream(Generic[T]):
+class MessageStream(Generic[T]):
     """Messages out of bytes as they arrive, for a reader that must not block."""
 
     def __init__(self, kind: type[T]) -> None:
@@ -56,7 +56,7 @@ def receive(descriptor: int, kind: type[T]) -> T | None:
 
     For a worker, which gets a message only after it answered the one before.
     """
-    stream = Stream(kind)
+    stream = MessageStream(kind)
     while data := os.read(descriptor, READ_BYTES):
         if found := stream.feed(data):
             return found[0]

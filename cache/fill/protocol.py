@@ -527,8 +527,8 @@ def answer(message: Answer) -> None:
     send(ANSWERS, message)
 
 
-def answers() -> pipes.Stream[Answer]:
-    return pipes.Stream(cast(Any, Answer))
+def answers() -> pipes.MessageStream[Answer]:
+    return pipes.MessageStream(cast(Any, Answer))
 
 
 def next_job() -> Job | None:

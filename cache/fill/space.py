@@ -19,7 +19,7 @@ HEADROOM_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Room:
+class SpaceLeft:
     """Bytes and inodes that may still be used."""
 
     bytes: int
@@ -44,14 +44,14 @@ class Room:
 
 @dataclass(frozen=True)
 class Balance:
-    """As ``Room``, but negative when more is used than allowed."""
+    """As ``SpaceLeft``, but negative when more is used than allowed."""
 
     bytes: int
     inodes: int
 
-    def room(self, pending: Room) -> Room:
+    def room(self, pending: SpaceLeft) -> SpaceLeft:
         """``pending``: what jobs and staged files take, which may or may not be counted yet."""
-        return Room(max(0, self.bytes - pending.bytes), max(0, self.inodes - pending.inodes))
+        return SpaceLeft(max(0, self.bytes - pending.bytes), max(0, self.inodes - pending.inodes))
 
 
 def balance(disk: os.statvfs_result, limits: protocol.Limits, *, used: int, inodes: int) -> Balance:

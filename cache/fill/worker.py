@@ -193,7 +193,7 @@ class Worker(commit.Committer):
             return True
         try:
             os.close(copy.open_origin(source, item.name))
-        except tree.RefusedError as error:
+        except tree.SourceRefusedError as error:
             part.failed.append(copy.failure(item.name, error))
             return False
         except OSError:
@@ -490,7 +490,7 @@ class Worker(commit.Committer):
             except control.Cancelled:
                 protocol.answer(protocol.NotDone(cancelled=True))
             except OSError as error:
-                refused = isinstance(error, tree.RefusedError)
+                refused = isinstance(error, tree.SourceRefusedError)
                 protocol.answer(
                     protocol.NotDone(error=copy.reason(error), errno=error.errno, refused=refused)
                 )

@@ -53,7 +53,7 @@ class Member:
     pid: int
     jobs: int
     answers: int
-    stream: pipes.Stream[protocol.Answer] = field(default_factory=protocol.answers)
+    stream: pipes.MessageStream[protocol.Answer] = field(default_factory=protocol.answers)
     starting: bool = True
     assignment: Assignment | None = None
     signs: tuple[int, ...] = ()  # of life, as its slot of the control page had them last

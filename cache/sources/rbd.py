@@ -204,7 +204,7 @@ def look(access: dict[str, Any], thing: str) -> dict[str, Any]:
         return dataclasses.asdict(snapshot.facts)
 
 
-def _read_ends(snapshot: image.Snapshot, target: int, start: int, size: int) -> None:
+def _read_ends(snapshot: image.ImageSnapshot, target: int, start: int, size: int) -> None:
     """Put the parts that hold signatures into ``target``, at their places."""
     first = min(_FIRST_BYTES, size)
     last = max(first, size - _LAST_BYTES)

@@ -51,12 +51,12 @@ Device = tuple[int, int]
 
 
 @functools.cache
-def of(sources: Path) -> "Shared":
+def of(sources: Path) -> "SharedMounts":
     """Those below the folder of all sources; the same object for every dataset."""
-    return Shared(sources)
+    return SharedMounts(sources)
 
 
-class Shared:
+class SharedMounts:
     def __init__(self, sources: Path) -> None:
         self._sources = sources
         self._common: dict[str, str] = {}  # by group: the directory that holds all paths

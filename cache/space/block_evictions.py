@@ -27,7 +27,7 @@ from cache.fill.floor import Least
 from cache.store import image_copy
 from cache.views import view
 from cache.views.view import Stage
-from linux import loop, mountinfo, procfs
+from linux import in_use, loop, mountinfo, procfs
 
 log = structlog.get_logger("eviction")
 
@@ -135,15 +135,14 @@ def given_to(target: str) -> str:
     """
     top = mountinfo.top(target)
     seen: set[tuple[int, str]] = set()
-    for pid in procfs.pids() if top is not None else ():
+    for pid, key in procfs.views() if top is not None else ():
+        if key in seen:
+            continue
+        seen.add(key)
         try:
-            key = procfs.mount_view(pid)
-            if key in seen:
-                continue
-            seen.add(key)
-            for mount in mountinfo.read(Path(f"/proc/{pid}/mountinfo")):
+            for mount in mountinfo.of(pid):
                 if top is not None and mount.device == top.device and mount.target != target:
-                    return str(procfs.holder(pid, f"sees it at {mount.target}"))
+                    return str(in_use.holder(pid, f"sees it at {mount.target}"))
         except OSError:
-            continue  # just ended, or a kernel thread
+            continue  # just ended
     return ""

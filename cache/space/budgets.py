@@ -228,11 +228,11 @@ class Budgets:
         shares = [limits.share_of(each) for each in self._datasets.values()]
         return [dataclasses.replace(s, ready=s.ready and s.name not in busy) for s in shares]
 
-    def _store(self) -> victims.Store | None:
+    def _store(self) -> victims.StoreBudget | None:
         for dataset in self._datasets.values():
             cache = dataset.cache
             short = self._lacking != NOTHING
-            return victims.Store(cache.budget, cache.budget_inodes, self._foreign(), short)
+            return victims.StoreBudget(cache.budget, cache.budget_inodes, self._foreign(), short)
         return None
 
     def _next(self, asked: Collection[str]) -> str | None:

@@ -6,6 +6,7 @@ on the file system that the store lies on: ``nodefs`` where the kubelet's own di
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable
 
 import structlog
@@ -14,24 +15,23 @@ import kit.child
 import kit.errors
 from cache.fill import space
 from cache.fill.floor import Least
-from cache.settings import CacheSettings, KubeletSettings
+from cache.settings import CacheSettings
 from cache.store import disk, probe
 from cache.store.subset import Amount
 from kit.findings import Finding, Severity
-from kube import configz, kubelet
+from kube import kubelet
+from kube.settings import KubeletSettings
 
 log = structlog.get_logger("reserve")
 
 STORE_SECONDS = 30.0  # to look where the store lies: its disk may hang
-LOOK_SECONDS = 60.0  # between two looks at the kubelet's file; itself it is asked less often
+LOOK_SECONDS = 60.0  # between two looks at the kubelet's file
 # Of a threshold, on top of it: the kubelet looks every 10 s, and others write meanwhile.
 MARGIN = 1 / 8
 
 
 def least(found: kubelet.Thresholds, *, nodefs: bool, imagefs: bool) -> Least:
     """What is to stay free. Pure. ``nodefs``, ``imagefs``: the store lies on that file system."""
-    if found.assumed:
-        return Least()  # nobody has said what the kubelet has
     free = [*(found.nodefs_free if nodefs else ()), *(found.free if imagefs else ())]
     inodes = [*(found.nodefs_inodes if nodefs else ()), *(found.inodes if imagefs else ())]
     share, size = _most(free)
@@ -56,7 +56,6 @@ class Reserve:
         self.trouble = ""  # why the thresholds are not known
         self._changed = changed
         self._wake = asyncio.Event()
-        self._kubelet = configz.Kubelet(self._wake.set)
 
     def now(self) -> Least:
         return self.least
@@ -67,28 +66,20 @@ class Reserve:
 
     async def follow(self) -> None:
         """Runs until it is cancelled."""
-        try:
-            while True:
-                self._wake.clear()
-                await self.look()
-                try:
-                    async with asyncio.timeout(LOOK_SECONDS):
-                        await self._wake.wait()
-                except TimeoutError:
-                    pass
-        finally:
-            await self._kubelet.close()
+        while True:
+            self._wake.clear()
+            await self.look()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._wake.wait()
 
     async def look(self) -> None:
         """Take what the kubelet says now. While it says nothing, what it said last counts."""
-        section, store = self.settings.kubelet, str(self.settings.store)
+        section, store = self.settings.this_node.kubelet, str(self.settings.store)
         found = Least()
-        if section is not None:
+        if section.config is not None:
             try:
-                limits = await self._kubelet.thresholds(section)
-                if limits.assumed:
-                    self._note(limits.origin)
-                    return
+                limits = await asyncio.to_thread(kubelet.thresholds, section)
                 found = await _least_of(limits, section, store)
             except (kit.errors.AgentError, OSError, RuntimeError) as error:
                 self._note(str(error) or repr(error))
@@ -111,11 +102,11 @@ class Reserve:
         return space.short(seen, self.settings.reserve, self.least)
 
     def findings(self) -> Iterable[Finding]:
-        if self.trouble and self.settings.kubelet is not None:
+        if self.trouble and self.settings.this_node.kubelet.config:
             yield Finding(
-                "reserve-unknown", "reserve-unknown", Severity.WARNING, "cache.kubelet",
+                "reserve-unknown", "reserve-unknown", Severity.WARNING, "kubelet.config",
                 f"the kubelet's thresholds are not known: {self.trouble}",
-                "what it said last counts, or cache.reserve alone; correct cache.kubelet",
+                "what it said last counts, or cache.reserve alone; correct the file",
             )  # fmt: skip
 
 

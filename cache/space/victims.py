@@ -41,7 +41,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Store:
+class StoreBudget:
     """The node's budgets. ``foreign``: SSD bytes of the store that belong to no dataset."""
 
     budget: int
@@ -55,7 +55,7 @@ class Store:
         return self.short or size > self.budget or 0 < self.budget_inodes < inodes
 
 
-def next_one(shares: Sequence[Share], store: Store, asked: Collection[str]) -> str | None:
+def next_one(shares: Sequence[Share], store: StoreBudget, asked: Collection[str]) -> str | None:
     """The name of the dataset that gives now; None when nobody has to, or can.
 
     ``asked``: those that gave what they could, or could not, since budgets were looked at.

@@ -36,7 +36,7 @@ class Sign:
 
 
 @dataclass(frozen=True)
-class Health:
+class DiskHealth:
     """Times are of the monotonic clock."""
 
     state: State = State.NORMAL
@@ -56,13 +56,13 @@ class Health:
         return kit.pause.grown(max(self.troubles, 1), QUIET_SECONDS, LONGEST_QUIET_SECONDS)
 
 
-def after(health: Health, sign: Sign, now: float) -> Health:
+def after(health: DiskHealth, sign: Sign, now: float) -> DiskHealth:
     """The health after one more look."""
     if not sign.fault:
         return _good(health, now)
     if health.usable:
         state = State.DOWN if sign.gone else State.UNSTABLE
-        return Health(state, sign.fault, now, now, health.troubles + 1, not sign.slow)
+        return DiskHealth(state, sign.fault, now, now, health.troubles + 1, not sign.slow)
     health = replace(health, doubted=health.doubted or not sign.slow)
     lasting = sign.gone or now - health.since >= DOWN_SECONDS
     if health.state is State.UNSTABLE and lasting:
@@ -70,12 +70,12 @@ def after(health: Health, sign: Sign, now: float) -> Health:
     return replace(health, why=sign.fault, last_fault=now)
 
 
-def _good(health: Health, now: float) -> Health:
+def _good(health: DiskHealth, now: float) -> DiskHealth:
     calm = now - health.last_fault
     if not health.usable:
         if calm < health.quiet:
             return health
         return replace(health, state=State.NORMAL, why="", since=now, doubted=False)
     if health.troubles and calm >= FORGET_SECONDS:
-        return Health(since=health.since)
+        return DiskHealth(since=health.since)
     return health

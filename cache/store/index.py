@@ -27,7 +27,7 @@ from cache.store.rows import NORMAL as NORMAL
 from cache.store.rows import SILENT as SILENT
 from cache.store.rows import Chunk as Chunk
 from cache.store.rows import Counts as Counts
-from cache.store.rows import Directory as Directory
+from cache.store.rows import DirectoryRow as DirectoryRow
 from cache.store.rows import Totals as Totals
 from cache.store.tree import Entry
 
@@ -273,12 +273,12 @@ class Index(Sharing):
     def reset_rescans(self) -> None:
         self._db.execute("UPDATE directories SET rescans = 0 WHERE rescans > 0")
 
-    def directory(self, number: int) -> Directory:
+    def directory(self, number: int) -> DirectoryRow:
         row = self._row(
             "SELECT id, parent, attributes, state, entries, rescans FROM directories WHERE id = ?",
             number,
         )
-        return Directory(row[0], row[1], Entry(*json.loads(row[2])), *row[3:])
+        return DirectoryRow(row[0], row[1], Entry(*json.loads(row[2])), *row[3:])
 
     def subdirectories(self, number: int) -> Iterator[Entry]:
         query = "SELECT attributes FROM directories WHERE parent = ?"

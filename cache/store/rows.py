@@ -54,7 +54,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Directory:
+class DirectoryRow:
     id: int
     parent: int | None
     attributes: Entry

@@ -42,7 +42,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BLOCK = 4096
 
 
-class RefusedError(PermissionError):
+class SourceRefusedError(PermissionError):
     """The source does not let root open or read something. Jobs of others may."""
 
 
@@ -51,7 +51,7 @@ def asked(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     try:
         return call(*arguments, **named)
     except PermissionError as error:
-        raise RefusedError(error.errno, error.strerror) from error
+        raise SourceRefusedError(error.errno, error.strerror) from error
 
 
 class Entry(protocol.Entry):

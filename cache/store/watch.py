@@ -20,7 +20,7 @@ import kit.line_worker
 import kit.pause
 import kit.processes
 from cache.store import health, probe
-from cache.store.health import Health, Sign
+from cache.store.health import DiskHealth, Sign
 from cache.store.soundness import Soundness
 
 log = structlog.get_logger("store")
@@ -39,7 +39,7 @@ class StoreWatch:
     ) -> None:  # fmt: skip
         """``changed`` is called when ``health.state`` has become another one, ``looked`` after each
         look."""
-        self.health = Health(since=time.monotonic())
+        self.health = DiskHealth(since=time.monotonic())
         self.disk = disk  # of the settings
         self.seen = probe.Seen()  # the last look that found nothing wrong
         self.late = 0  # looks that a busy disk answered after the patience for a dead one
@@ -49,7 +49,7 @@ class StoreWatch:
         self._changed, self._looked = changed, looked
         self._soundness = soundness
         self._about = f"disk of cache.store {store}"
-        self._worker = kit.line_worker.Worker(
+        self._worker = kit.line_worker.LineWorker(
             "cache.store.probe:main", probe.Seen, about=self._about,
             backoff=kit.pause.Backoff(0.5, 5.0),
         )  # fmt: skip

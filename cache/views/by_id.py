@@ -16,7 +16,7 @@ import kit.files
 from cache.store.tree import open_source
 from cache.views import places, view
 from kit import child_main
-from linux import mountinfo, mounts, tree_users
+from linux import in_use, mountinfo, mounts
 
 FOLDER = "by-id"
 _NAMED = 5  # users in a message
@@ -112,7 +112,7 @@ def users(data: str, name: str, layer: str) -> list[str]:
     besides = [data, f"{folder_of(data)}/{name}"]
     if not os.path.lexists(layer):
         return []
-    found = tree_users.users(layer, besides, child_main.agent_pid())
+    found = in_use.of_tree(layer, besides, child_main.agent_pid())
     return [str(each) for each in found]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import kit.formats
 from cache.views import by_id
-from linux import fanotify, mountinfo, procfs
+from linux import fanotify, in_use, mountinfo, procfs
 
 FILE = "dataset-uses.json"
 FORMAT = 1
@@ -23,7 +23,7 @@ def holders(ours: int, views: list[str]) -> dict[str, str]:
     """One user of each view that has any, in a line. ``ours``: the pid of the agent, 0: none."""
     table = mountinfo.read()
     targets = _with_ids(views, table)
-    found = procfs.held(list(targets), ours=ours)
+    found = in_use.held(list(targets), ours=ours)
     return {targets[target]: str(holder) for target, holder in reversed(found.items())}
 
 
@@ -44,7 +44,7 @@ def opened(ours: int, layers: dict[str, str]) -> dict[str, tuple[int, int]]:
     """
     table = mountinfo.read()
     targets = _with_ids(layers, table)
-    seen, left_out = procfs.Targets(list(targets)), procfs.family(ours) if ours else set()
+    seen, left_out = in_use.Targets(list(targets)), procfs.own(ours) if ours else set()
     found: dict[str, tuple[int, int]] = {}
     with fanotify.OpenWatch() as opens:
         devices = {mount.device: mount.target for mount in table if mount.target in targets}

@@ -27,7 +27,7 @@ import kit.files
 from cache.store import disk, filesystem, image_copy, mixed, tree
 from cache.views import places
 from kit import child_main
-from linux import detached, mountinfo, mounts, procfs
+from linux import in_use, mountinfo, mounts
 
 MEMORY = "nodeagent"  # the source of the tmpfs with the places of views
 
@@ -410,7 +410,7 @@ def refresh(view: str, layer: str = "") -> None:
 
 def users(view: str) -> list[str]:
     """Who uses the view, a line each. In a child process of the agent."""
-    holders = procfs.holders_of_mount(view, ours=child_main.agent_pid())
+    holders = in_use.of_mount(view, ours=child_main.agent_pid())
     return [str(holder) for holder in holders]
 
 
@@ -418,7 +418,7 @@ def left_behind(view: str, layer: str) -> list[str]:
     """Who may still look into ``layer`` past the overlay of the view, a line each, at most 5."""
     stacked = mountinfo.stacked(view)
     now = stacked[-1].device if stacked and _is_overlay(stacked[-1]) else (0, 0)
-    return list(itertools.islice(detached.users(layer, now, child_main.agent_pid()), 5))
+    return list(itertools.islice(in_use.of_layer(layer, now, child_main.agent_pid()), 5))
 
 
 def take_down(view: str) -> None:

@@ -24,7 +24,7 @@ SHARE = 20  # a text is held for so many times the seconds that it took to make
 MOST_FORMS = 4  # of one look: content types, each with and without gzip
 
 
-class Figures(Collector):
+class RequestFigures(Collector):
     """Asks every component when Prometheus asks us."""
 
     def __init__(self, state: State) -> None:
@@ -48,7 +48,7 @@ class Figures(Collector):
 def registry(state: State) -> prometheus_client.CollectorRegistry:
     """Every series of this agent."""
     made = prometheus_client.CollectorRegistry()
-    made.register(Figures(state))
+    made.register(RequestFigures(state))
     prometheus_client.ProcessCollector(registry=made)
     prometheus_client.PlatformCollector(registry=made)
     return made

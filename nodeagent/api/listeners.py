@@ -441,7 +441,7 @@ async def serving(state: State) -> AsyncIterator[None]:
                 known = rotation.tokens(admin.api.tokens_file)
                 files.append(known)
             if admin.api.kubernetes is not None:
-                asked = reviews.Reviews(admin.api.kubernetes)
+                asked = reviews.Reviews(admin.api.kubernetes, state.settings.this_node)
                 stack.push_async_callback(asked.close)
             await stack.enter_async_context(rotation.following(state, files, asked))
             # Its streams are counted apart: callers over the network take no place from root.

@@ -11,8 +11,6 @@ about.
 """
 
 import asyncio
-import os
-import socket
 import time
 from typing import Any
 
@@ -22,6 +20,7 @@ import structlog
 import kit.findings
 from kit.room import Role
 from kube import client
+from kube.settings import ThisNode
 from nodeagent.api import access, rotation, shares
 from nodeagent.settings import ReviewSettings
 
@@ -40,14 +39,14 @@ class ReviewError(Exception):
 
 
 class Reviews:
-    """Asks one API server; ``close`` ends its connections."""
+    """Asks this node's API server; ``close`` ends the connections."""
 
-    def __init__(self, asked: ReviewSettings) -> None:
+    def __init__(self, asked: ReviewSettings, here: ThisNode) -> None:
         self._asked = asked
         # One for each share: strangers take no connection from users, and a server that asks to be
         # left alone because of them is still asked about users.
-        self._servers = {share: client.ApiServer(asked) for share in shares.SHARES}
-        self._node = asked.node or os.environ.get("NODE_NAME") or socket.gethostname()
+        self._servers = {share: client.ApiServer(here.cluster) for share in shares.SHARES}
+        self._node = here.name
         self._trouble = "", 0.0  # of the latest question, and when
         self._answers: cachetools.TLRUCache[bytes, access.Caller] = cachetools.TLRUCache(
             MOST_ANSWERS, ttu=self._holds_until, timer=time.monotonic

@@ -57,7 +57,7 @@ class Follower:
         self.server = client.ApiServer(asked)
         self.verdicts: list[intent.Verdict] = []
         self._waits: dict[intent.Key, str] = {}  # what could not be given up yet, and why
-        self.name, self.namespace = asked.node_name, asked.own_namespace
+        self.name, self.namespace = settings.this_node.name, asked.own_namespace
         self._secrets = intent.Secrets(settings.admin.socket.parent / "secrets", self.namespace)
         self._file = settings.state_dir / FILE
         self._known = _load(self._file)
@@ -78,10 +78,10 @@ class Follower:
         self.node = watching.Watch[dict[str, Any]](
             self.server,
             "/api/v1/nodes",
-            about=f"Node {asked.node_name}",
+            about=f"Node {self.name}",
             keep=_node,
             changed=self._changed.set,
-            query={"fieldSelector": f"metadata.name={asked.node_name}"},
+            query={"fieldSelector": f"metadata.name={self.name}"},
         )
 
     # --- what others ask

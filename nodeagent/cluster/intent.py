@@ -13,12 +13,13 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pydantic
 
 import kit.errors
 import kit.room
+from kube.settings import RoomSettings
 from nodeagent.cluster import kinds
 from nodeagent.settings import Settings
 
@@ -210,7 +211,7 @@ def merge(
 
 
 def _added(
-    section: Any,
+    section: RoomSettings,
     room: kit.room.Room,
     intent: kit.room.Intent,
     wishes: Iterable[Wish],
@@ -236,10 +237,10 @@ def _added(
             if intent.given is not None:
                 wanted = [intent.given(each, section, secrets.folder) for each in wanted]
             new = [each for each in wanted if getattr(each, intent.key) not in taken]
-            room.settings.model_validate({**given, intent.field: new})
+            _judged(room, section, {**given, intent.field: new})
         except (
             kit.errors.SettingsError,
-            pydantic.ValidationError,
+            ValueError,  # pydantic's, too
             LookupError,
             TypeError,
         ) as error:
@@ -263,8 +264,8 @@ def _added(
     if not any(each.accepted for each in verdicts):
         return section, verdicts
     try:
-        return room.settings.model_validate({**given, intent.field: elements}), verdicts
-    except pydantic.ValidationError as error:
+        return _judged(room, section, {**given, intent.field: elements}), verdicts
+    except ValueError as error:
         why = _readable(error)
         return section, [Verdict(each.wish, False, message=why) for each in verdicts]
 
@@ -277,6 +278,11 @@ def _most(section: type[pydantic.BaseModel], field: str) -> int | None:
 
 def _full(intent: kit.room.Intent, most: int) -> str:
     return f"{intent.field}: a node has at most {most}, and older objects and its settings file win"
+
+
+def _judged(room: kit.room.Room, section: RoomSettings, given: Mapping[str, Any]) -> RoomSettings:
+    made = cast(RoomSettings, room.settings.model_validate(given))
+    return made.at(section.this_node)
 
 
 def _elements(

@@ -47,7 +47,7 @@ class SecretRef(kit.settings.Shown):
     """Which of its entries."""
 
 
-class Condition(kit.settings.Shown):
+class ObjectCondition(kit.settings.Shown):
     """As Kubernetes' own: one fact with its reason."""
 
     type: str
@@ -103,7 +103,7 @@ class IntentStatus(kit.settings.Shown):
     """Bytes on one node."""
     size: str = ""
     """The same for people."""
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[ObjectCondition, ...] = ()
     """Ready: all wanted nodes have all of it. Accepted: no node refuses the spec. Warmed, Verified,
     Paused, Rescanned: all wanted nodes carried out what the annotation asks for."""
     chosen: tuple[str, ...] = ()

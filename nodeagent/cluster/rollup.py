@@ -156,7 +156,7 @@ def _requests(
     selected: list[tuple[str, kinds.ObjectStatus]],
     behind: int,
     now: float,
-) -> tuple[tuple[kinds.Condition, ...], dict[str, str]]:
+) -> tuple[tuple[kinds.ObjectCondition, ...], dict[str, str]]:
     """A condition for each annotation, and the values that all nodes carried out."""
     was = before.get("carriedOut") or {}
     told, carried_out = [], {}
@@ -206,11 +206,11 @@ def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 def _made(
     kind: str, holds: bool, reason: str, message: str, asked: intent.Wish,
     before: Mapping[str, Any], now: float,
-) -> kinds.Condition:  # fmt: skip
+) -> kinds.ObjectCondition:  # fmt: skip
     status: Literal["True", "False"] = "True" if holds else "False"
     was = _condition(before, kind)
     same = was.get("status") == status
-    return kinds.Condition(
+    return kinds.ObjectCondition(
         type=kind,
         status=status,
         reason=reason,

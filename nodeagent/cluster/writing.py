@@ -129,7 +129,7 @@ class Writer:
         name = self._follower.name
         node = self._follower.node.objects.get(name)
         if node is None:
-            raise client.KubeError(f"Node {name}", "there is no such node; see kubernetes.node")
+            raise client.KubeError(f"Node {name}", "there is no such node; see the setting node")
         owner = {"apiVersion": "v1", "kind": "Node", "name": name, "uid": node["uid"]}
         body = {
             "apiVersion": f"{kinds.GROUP}/{kinds.VERSION}",

@@ -196,7 +196,7 @@ def gather(section: settings.PreheatSettings, holds: Iterable[base.Hold]) -> dic
 
 def retained(
     section: settings.PreheatSettings,
-    inventory: base.Inventory,
+    inventory: base.ImageInventory,
     shapes: Mapping[str, manifest.Shape],
     requested: Mapping[str, Request],
 ) -> dict[str, Request]:
@@ -226,7 +226,7 @@ def retained(
 
 def lingering(
     section: settings.PreheatSettings,
-    inventory: base.Inventory,
+    inventory: base.ImageInventory,
     requested: Mapping[str, Request],
     now: float,
 ) -> dict[str, Request]:
@@ -253,18 +253,20 @@ def lingering(
     return found
 
 
-def newly_dropped(inventory: base.Inventory, requested: Mapping[str, Request]) -> list[str]:
+def newly_dropped(inventory: base.ImageInventory, requested: Mapping[str, Request]) -> list[str]:
     """References of dropped images about which there is no note yet."""
     noted = {hold.ref for hold in _dropped(inventory)}
     dropped = (each for each in requested.values() if each.dropped_until is not None)
     return [each.ref for each in dropped if each.ref not in noted]
 
 
-def _dropped(inventory: base.Inventory) -> list[base.Hold]:
+def _dropped(inventory: base.ImageInventory) -> list[base.Hold]:
     return [hold for hold in inventory.held("note") if hold.state == "dropped"]
 
 
-def stale_notes(inventory: base.Inventory, requested: Mapping[str, Request]) -> list[base.Hold]:
+def stale_notes(
+    inventory: base.ImageInventory, requested: Mapping[str, Request]
+) -> list[base.Hold]:
     """Notes about images that nobody requests and the node does not have, and notes that an image
     was dropped which is requested again or no longer held.
     """

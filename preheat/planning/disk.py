@@ -12,10 +12,10 @@ from preheat.planning import plan
 def node(
     images_path: str,
     section: settings.PreheatSettings,
-    limits: kubelet.Thresholds,
     freeable: int = 0,
 ) -> plan.Node:
-    """The disk that images are on. Blocking. Raises HostError."""
+    """The disk that images are on. Blocking. Raises HostError, SettingsError."""
+    limits = kubelet.thresholds(section.this_node.kubelet)
     path = _folder(images_path or "/")
     try:
         found = os.statvfs(path)
@@ -25,7 +25,7 @@ def node(
             f"cannot be read ({error.strerror})",
             "mount the host's directory at the same path in the agent's pod (read-only)",
         ) from error
-    if _is_shared(path, section.kubelet):
+    if _is_shared(path, section.this_node.kubelet):
         free, inodes = limits.free + limits.nodefs_free, limits.inodes + limits.nodefs_inodes
     else:
         free, inodes = limits.free, limits.inodes

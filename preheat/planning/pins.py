@@ -19,7 +19,7 @@ from preheat.runtimes import base, containerd
 NOTED_EVERY_SECONDS = 600.0
 
 
-class Uses:
+class ImageUses:
     """``used_bytes``: of images pinned by us that containers then used, since the agent's start."""
 
     def __init__(self, runtime: containerd.Containerd) -> None:
@@ -28,8 +28,8 @@ class Uses:
         self.used_bytes = 0
 
     async def note(
-        self, inventory: base.Inventory, shapes: Mapping[str, manifest.Shape]
-    ) -> base.Inventory:
+        self, inventory: base.ImageInventory, shapes: Mapping[str, manifest.Shape]
+    ) -> base.ImageInventory:
         """Store uses in the runtime: at first sight, now and then, and when the last one ends.
 
         Returns the inventory with them: what is in use, or was a cycle ago, was last used now.
@@ -64,7 +64,7 @@ class Pins:
     async def pinned(
         self,
         section: settings.PreheatSettings,
-        inventory: base.Inventory,
+        inventory: base.ImageInventory,
         shapes: Mapping[str, manifest.Shape],
         requests: Mapping[str, Request],
         now: float,
@@ -97,7 +97,7 @@ class Pins:
             )
         return found
 
-    async def end_lost(self, inventory: base.Inventory) -> bool:
+    async def end_lost(self, inventory: base.ImageInventory) -> bool:
         """End pins whose content the runtime lost: nothing can be healed, only pulled again."""
         lost = False
         for hold in inventory.held("pin"):

@@ -33,7 +33,7 @@ class Facts:
     digest: str
     lookup: resolver.Lookup | None
     pull_at: float  # when its turn comes, see schedule.Schedule.pull_at
-    failed: failure.Failure | None
+    failed: failure.PullFailure | None
     pins: tuple[base.Hold, ...]  # of this reference, which a heal would bring back
     limited: bool = False  # bytes_per_second holds, which only the agent's own fetches keep
 

@@ -106,7 +106,7 @@ Images = Mapping[str, tuple[str, manifest.Shape]]
 
 
 @dataclass(frozen=True)
-class Trouble:
+class DurabilityTrouble:
     """Layers of an image could not be unpacked again; ``retry_at``: monotonic time."""
 
     ref: str
@@ -115,7 +115,9 @@ class Trouble:
     text: str
 
 
-def loose_layers(inventory: base.Inventory, shapes: Mapping[str, manifest.Shape]) -> frozenset[str]:
+def loose_layers(
+    inventory: base.ImageInventory, shapes: Mapping[str, manifest.Shape]
+) -> frozenset[str]:
     """Layers not known to be durable, without those of images that only others pulled. Pure."""
     ours = {hold.target.digest for hold in inventory.held("pin") if hold.target is not None}
     for hold in inventory.holds:  # pulled, and not pinned yet or not at all
@@ -130,7 +132,7 @@ def loose_layers(inventory: base.Inventory, shapes: Mapping[str, manifest.Shape]
     return unconfirmed(inventory) - (others - mine)
 
 
-def unconfirmed(inventory: base.Inventory) -> frozenset[str]:
+def unconfirmed(inventory: base.ImageInventory) -> frozenset[str]:
     """Unpacked layers without the label."""
     return inventory.snapshots - inventory.durable - inventory.remote
 
@@ -156,11 +158,11 @@ class Durability:
         self._sync_at = 0.0  # monotonic time
         self.counts = Counts()
         self.unconfirmed = 0  # layers of requested images
-        self.troubles: dict[str, Trouble] = {}  # by reference
+        self.troubles: dict[str, DurabilityTrouble] = {}  # by reference
 
     async def look(
         self,
-        inventory: base.Inventory,
+        inventory: base.ImageInventory,
         shapes: Mapping[str, manifest.Shape],
     ) -> None:
         """Before the requests are measured. HostError when a newer agent wrote the file."""
@@ -188,7 +190,7 @@ class Durability:
     def tend(
         self,
         refs: Iterable[str],
-        inventory: base.Inventory,
+        inventory: base.ImageInventory,
         shapes: Mapping[str, manifest.Shape],
         lookups: resolver.Resolver,
         pressed: bool,
@@ -206,7 +208,7 @@ class Durability:
                     images[shape.top.digest] = ref, shape
         self._begin(images, inventory, pressed)
 
-    def _begin(self, images: Images, inventory: base.Inventory, pressed: bool) -> None:
+    def _begin(self, images: Images, inventory: base.ImageInventory, pressed: bool) -> None:
         assert self._kept is not None
         now = time.monotonic()
         doubtful = {digest: each for digest, each in images.items() if self.doubted(each[1])}
@@ -252,7 +254,7 @@ class Durability:
             attempts = self.troubles[digest].attempts + 1 if digest in self.troubles else 1
             wait = kit.pause.grown(attempts, RETRY_FIRST_SECONDS, RETRY_LONGEST_SECONDS)
             text, retry_at = str(error), time.monotonic() + kit.pause.jittered(wait)
-            self.troubles[digest] = Trouble(ref, attempts, retry_at, text)
+            self.troubles[digest] = DurabilityTrouble(ref, attempts, retry_at, text)
             log.warning("layers could not be unpacked again", image=ref, error=text)
             return False
         assert self._kept is not None

@@ -84,7 +84,7 @@ class Healer:
         # Compressed bytes by top digest, for what a heal saved.
         self.sizes: Mapping[str, int] = {}
 
-    def learn(self, inventory: base.Inventory, moves: int) -> None:
+    def learn(self, inventory: base.ImageInventory, moves: int) -> None:
         """Take its pins as all that exist, and what their names mean.
 
         ``moves``: as it was before the inventory was asked for. What moved since is known better.
@@ -175,7 +175,7 @@ class Healer:
         hold = self._owner(name)
         return hold is not None and await self._heal(hold)
 
-    async def resync(self, inventory: base.Inventory) -> None:
+    async def resync(self, inventory: base.ImageInventory) -> None:
         """Heal everything that is missing from the inventory."""
         names = {record.name for record in inventory.records}
         for hold in self._pins.values():

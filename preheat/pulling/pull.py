@@ -43,7 +43,7 @@ INGESTS_AT_ONCE = 2
 
 
 @dataclass
-class Progress:
+class PullProgress:
     """What a running pull shows; bytes are compressed, as they are fetched."""
 
     began_with: int  # bytes that the node had when the pull started
@@ -113,7 +113,7 @@ class Puller:
         self._find_logins = find
         layers = self._shape.layers if self._shape is not None else ()
         total = self._shape.bytes_total if self._shape is not None else 0
-        self.progress = Progress(
+        self.progress = PullProgress(
             began_with=max(0, total - request.fetch),
             bytes_total=total,
             layers={layer.digest: (0, layer.size) for layer in layers},
@@ -380,5 +380,5 @@ class Puller:
 class Running:
     """A pull in progress."""
 
-    progress: Progress
+    progress: PullProgress
     task: asyncio.Task[None]

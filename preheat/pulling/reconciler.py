@@ -22,7 +22,6 @@ import structlog
 
 import kit.errors
 import kit.pause
-from kube import configz
 from preheat import settings
 from preheat.image import manifest
 from preheat.planning import desired, disk, pins, plan
@@ -57,7 +56,7 @@ class Totals:
 class Snapshot:
     """What the last cycle saw and decided."""
 
-    inventory: base.Inventory = field(default_factory=base.Inventory)
+    inventory: base.ImageInventory = field(default_factory=base.ImageInventory)
     requests: Mapping[str, Request] = field(default_factory=dict)
     pinned: tuple[plan.Pinned, ...] = ()
     shapes: Mapping[str, manifest.Shape] = field(default_factory=dict)  # by top digest
@@ -81,20 +80,20 @@ class Reconciler:
         self.limit = limiter.Limiter(section.bytes_per_second)
         self._writers = pull.Writers()
         self.turns = schedule.Schedule(section)
-        self.resolver = resolver.Resolver(client, credentials.Credentials(), self.turns, self.wake)
+        logins = credentials.Credentials(lambda: self.section.this_node.cluster)
+        self.resolver = resolver.Resolver(client, logins, self.turns, self.wake)
         self.local = estimate.LocalImages(runtime)
         self._pins = pins.Pins(runtime, self.local)
-        self.healer = heal.Healer(runtime, self.pressed, section.heal.per_hour)
-        self.uses = pins.Uses(runtime)
+        self.healer = heal.Healer(runtime, self.pressed, section.heals_per_hour)
+        self.uses = pins.ImageUses(runtime)
         self.lock = asyncio.Lock()
         self.durability = durability.Durability(runtime, boot_file, self.wake, self.lock)
-        self.kubelet = configz.Kubelet(self.wake)
         self._tags = desired.LocalTags()
         self.totals = Totals()
         # The policy is known before the first cycle.
         self.snapshot = Snapshot(requests=desired.gather(section, ()))
         self.running: dict[str, pull.Running] = {}
-        self.failures: dict[str, failure.Failure] = {}
+        self.failures: dict[str, failure.PullFailure] = {}
         # Pulls that ended well, and were not yet seen as an image; monotonic times of their ends.
         self._pulled: dict[str, float] = {}
         self._looked = 0.0  # monotonic time before the cycle's inventory was asked for
@@ -169,7 +168,6 @@ class Reconciler:
 
     async def stop(self) -> None:
         """End our own work. Holds keep what pulls have fetched."""
-        await self.kubelet.close()
         await self.resolver.close()
         await self.durability.stop()
         tasks = [each.task for each in self.running.values()]
@@ -183,8 +181,7 @@ class Reconciler:
 
     async def node(self, images_path: str, freeable: int = 0) -> plan.Node:
         """The images' disk and the kubelet's thresholds. Raises HostError, SettingsError."""
-        limits = await self.kubelet.thresholds(self.section.kubelet)
-        return await asyncio.to_thread(disk.node, images_path, self.section, limits, freeable)
+        return await asyncio.to_thread(disk.node, images_path, self.section, freeable)
 
     async def pressed(self) -> bool:
         """Whether the disk is under pressure; the answer is at most a second old."""
@@ -203,7 +200,7 @@ class Reconciler:
             self.runtime.release_after = section.release_after
             if await self.runtime.tend(inventory) or await self._pins.end_lost(inventory):
                 inventory = await self.runtime.inventory()
-            self.healer.per_hour = section.heal.per_hour
+            self.healer.per_hour = section.heals_per_hour
             self.healer.learn(inventory, moves)
             await self.healer.resync(inventory)
             shapes = await self.local.shapes(inventory, section.platform)
@@ -249,7 +246,9 @@ class Reconciler:
             )
             await self._act(self.snapshot)
 
-    async def _keep_notes(self, inventory: base.Inventory, requests: Mapping[str, Request]) -> None:
+    async def _keep_notes(
+        self, inventory: base.ImageInventory, requests: Mapping[str, Request]
+    ) -> None:
         """Note what the settings dropped just now, and end the notes that say nothing any more."""
         for note in desired.stale_notes(inventory, requests):
             await self.runtime.end(note)
@@ -260,7 +259,7 @@ class Reconciler:
     async def _measured(
         self,
         request: Request,
-        inventory: base.Inventory,
+        inventory: base.ImageInventory,
         shapes: Mapping[str, manifest.Shape],
         node: plan.Node,
     ) -> Request:
@@ -357,7 +356,7 @@ class Reconciler:
         request: Request,
         digest: str,
         lookup: resolver.Lookup | None,
-        inventory: base.Inventory,
+        inventory: base.ImageInventory,
     ) -> str:
         now, ref = time.time(), request.ref
         if ref in self._pulled:
@@ -396,7 +395,7 @@ class Reconciler:
             # Garbage of unpinned images does not suffice: give back half-fetched images too.
             await self._give_back(seen.inventory)
 
-    async def _give_back(self, inventory: base.Inventory) -> None:
+    async def _give_back(self, inventory: base.ImageInventory) -> None:
         for hold in inventory.held("pull"):
             await self.runtime.end(hold)
             if hold.by == "operator":  # the request stays, to be done once there is room
@@ -433,7 +432,7 @@ class Reconciler:
         self.healer.forget(hold)
         await self.runtime.unpin(hold)
 
-    async def _pin_present(self, request: Request, inventory: base.Inventory) -> None:
+    async def _pin_present(self, request: Request, inventory: base.ImageInventory) -> None:
         target = inventory.target_of(request.ref)
         if target is None:
             return

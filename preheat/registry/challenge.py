@@ -15,7 +15,7 @@ _PARAMETER = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True, repr=False)
-class Question:
+class TokenQuestion:
     """A request to a token service: a POST with ``form``, else a GET with ``query``."""
 
     url: str
@@ -31,7 +31,7 @@ def basic(login: base.Login) -> str:
 
 def answer(
     challenge: str, path: str, login: base.Login | None, *, encrypted: bool
-) -> str | Question:
+) -> str | TokenQuestion:
     """The Authorization header, or what to ask the token service. Raises ValueError.
 
     ``encrypted``: the registry is asked by TLS, so its token service must be, too.
@@ -50,7 +50,7 @@ def answer(
 
 def _question(
     asked: dict[str, str], path: str, login: base.Login | None, encrypted: bool
-) -> Question:
+) -> TokenQuestion:
     realm = asked.get("realm", "")
     parts = urllib.parse.urlsplit(realm)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -60,9 +60,11 @@ def _question(
     query = {"service": asked.get("service", ""), "scope": f"repository:{path}:pull"}
     if login is not None and login.identity_token:
         form = {"grant_type": "refresh_token", "client_id": "nodeagent"}
-        return Question(realm, {}, {}, {**query, **form, "refresh_token": login.identity_token})
+        return TokenQuestion(
+            realm, {}, {}, {**query, **form, "refresh_token": login.identity_token}
+        )
     named = login is not None and bool(login.username)
-    return Question(realm, query, {"Authorization": basic(login)} if named and login else {})
+    return TokenQuestion(realm, query, {"Authorization": basic(login)} if named and login else {})
 
 
 def token(body: bytes) -> str:

@@ -343,7 +343,7 @@ class Registry:
         encrypted = server.host.url.startswith("https:")
         try:
             header = challenge.answer(asked, ref.path, login, encrypted=encrypted)
-            if isinstance(header, challenge.Question):
+            if isinstance(header, challenge.TokenQuestion):
                 header = challenge.token(await self._ask(server, ref, header))
         except ValueError as error:
             raise PullError(ref.text, Kind.AUTH, str(error)) from error
@@ -351,7 +351,7 @@ class Registry:
         return header
 
     async def _ask(
-        self, server: _Server, ref: manifest.Reference, question: challenge.Question
+        self, server: _Server, ref: manifest.Reference, question: challenge.TokenQuestion
     ) -> bytes:
         """The token service's answer."""
         headers = {**dict(server.host.headers), **question.headers}

@@ -24,6 +24,7 @@ import kit.files
 import kit.processes
 import kit.slips
 from kube import client
+from kube.settings import AccessSettings
 from preheat import settings
 from preheat.image import hub, manifest
 from preheat.registry import keyring
@@ -62,9 +63,11 @@ class Grant:
     annotations: tuple[tuple[str, str], ...] = ()
 
 
-async def grant(asked: settings.ServiceAccountSettings, wanted: TokenAttributes) -> Grant:
+async def grant(
+    asked: settings.ServiceAccountSettings, wanted: TokenAttributes, cluster: AccessSettings
+) -> Grant:
     """A new token, good for an hour. Raises KubeError, MissingAnnotationError."""
-    server = client.ApiServer(asked)
+    server = client.ApiServer(cluster)
     path = client.path_to("/api/v1/namespaces", asked.namespace, "serviceaccounts", asked.name)
     about = f"ServiceAccount {asked.namespace}/{asked.name}"
     try:
@@ -231,9 +234,10 @@ async def attempt(
 
 
 class Credentials:
-    """Finds the logins for an image."""
+    """Finds the logins for an image. ``cluster``: the API server that gives tokens of accounts."""
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: Callable[[], AccessSettings]) -> None:
+        self._cluster = cluster
         # Answers of plugins by name and what they are good for, each for as long as it says.
         self._cache: TLRUCache[tuple[str, str], _Answer] = TLRUCache(
             MOST_CACHED, ttu=lambda _, answer, now: now + answer.seconds, timer=time.monotonic
@@ -396,7 +400,7 @@ class Credentials:
                 "name an account in preheat.credentials.service_account",
             )
         try:
-            return await grant(where.service_account, provider.token)
+            return await grant(where.service_account, provider.token, self._cluster())
         except (client.KubeError, MissingAnnotationError) as error:
             raise CredentialError(
                 f"credential provider {provider.name}",

@@ -62,7 +62,7 @@ def shared(shapes: Mapping[str, manifest.Shape], bases: frozenset[str]) -> list[
 
 
 def shared_of_images(
-    inventory: base.Inventory, shapes: Mapping[str, manifest.Shape], bases: frozenset[str]
+    inventory: base.ImageInventory, shapes: Mapping[str, manifest.Shape], bases: frozenset[str]
 ) -> tuple[Reuse, ...]:
     """The report for all tagged images on the node; ``shapes`` by top digest."""
     tagged = {
@@ -122,7 +122,7 @@ def union(many: Iterable[Mapping[str, int]]) -> int:
     return sum(together.values())
 
 
-def is_here(shape: manifest.Shape, inventory: base.Inventory) -> bool:
+def is_here(shape: manifest.Shape, inventory: base.ImageInventory) -> bool:
     """Whether the node has every layer and the documents that lead to them.
 
     A layer that is not unpacked but whose blob is there is unpacked when a container starts.
@@ -132,13 +132,13 @@ def is_here(shape: manifest.Shape, inventory: base.Inventory) -> bool:
     )
 
 
-def remote_bytes(shape: manifest.Shape, inventory: base.Inventory) -> int:
+def remote_bytes(shape: manifest.Shape, inventory: base.ImageInventory) -> int:
     """Packed bytes of the layers that are mounted from the registry, not fetched."""
     layers = {each.digest: each for each in shape.layers if each.chain_id in inventory.remote}
     return sum(layer.size for layer in layers.values())
 
 
-def missing(shape: manifest.Shape, inventory: base.Inventory) -> tuple[manifest.Layer, ...]:
+def missing(shape: manifest.Shape, inventory: base.ImageInventory) -> tuple[manifest.Layer, ...]:
     """Layers that must be fetched, each blob once."""
     found: dict[str, manifest.Layer] = {}
     for layer in shape.layers:
@@ -147,7 +147,9 @@ def missing(shape: manifest.Shape, inventory: base.Inventory) -> tuple[manifest.
     return tuple(found.values())
 
 
-def cost(shape: manifest.Shape, inventory: base.Inventory, unpacked: Mapping[str, int]) -> Cost:
+def cost(
+    shape: manifest.Shape, inventory: base.ImageInventory, unpacked: Mapping[str, int]
+) -> Cost:
     """``unpacked``: bytes by chain id, for layers of which that is known.
 
     Bytes of half-fetched layers need not be fetched: the pull continues behind them.
@@ -233,7 +235,7 @@ class LocalImages:
         self._bad: LRUCache[tuple[str, str], bool] = LRUCache(MOST_SHAPES)  # not images
 
     async def shape(
-        self, target: manifest.Target, inventory: base.Inventory, platform: str
+        self, target: manifest.Target, inventory: base.ImageInventory, platform: str
     ) -> manifest.Shape | None:
         """None when the store lacks one of its documents, or it is not a container image.
 
@@ -272,7 +274,9 @@ class LocalImages:
         self._shapes[key] = found
         return found
 
-    async def shapes(self, inventory: base.Inventory, platform: str) -> dict[str, manifest.Shape]:
+    async def shapes(
+        self, inventory: base.ImageInventory, platform: str
+    ) -> dict[str, manifest.Shape]:
         """The shapes of all images and pins, by top digest."""
         found: dict[str, manifest.Shape] = {}
         targets = [record.target for record in inventory.records]
@@ -284,7 +288,7 @@ class LocalImages:
                     found[target.digest] = shape
         return found
 
-    async def usages(self, shape: manifest.Shape, inventory: base.Inventory) -> dict[str, int]:
+    async def usages(self, shape: manifest.Shape, inventory: base.ImageInventory) -> dict[str, int]:
         """Bytes on disk of the snapshots that exist, by chain id."""
         found = {}
         for layer in shape.layers:
@@ -302,7 +306,7 @@ class LocalImages:
             found[layer.chain_id] = size
         return found
 
-    async def parts(self, shape: manifest.Shape, inventory: base.Inventory) -> dict[str, int]:
+    async def parts(self, shape: manifest.Shape, inventory: base.ImageInventory) -> dict[str, int]:
         """What the image keeps on disk now."""
         digests = [digest for digest, _ in shape.documents]
         digests += [layer.digest for layer in shape.layers]
@@ -318,7 +322,7 @@ class LocalImages:
     async def freeable(
         self,
         shapes: Mapping[str, manifest.Shape],
-        inventory: base.Inventory,
+        inventory: base.ImageInventory,
         pinned: list[Mapping[str, int]],
     ) -> int:
         """Bytes that garbage collection may take: of images neither pinned nor in use."""

@@ -86,7 +86,7 @@ class PullError(kit.errors.AgentError):
 
 
 @dataclass(frozen=True)
-class Failure:
+class PullFailure:
     """The latest failure of an image. ``retry_at``: Unix time; None: only when asked."""
 
     kind: Kind
@@ -115,20 +115,20 @@ def after(
     now: float,
     spread: float = 0.0,
     jitter: Callable[[], float] = random.random,
-) -> Failure:
+) -> PullFailure:
     """The failure and its retry after ``attempts`` errors in a row: waits double, with jitter.
 
     ``spread``: over how many seconds the fleet asks a registry again that is back. A registry may
     have told all nodes the same moment; they come after it, over ``spread``.
     """
     if error.kind is Kind.BAD_IMAGE and error.final:  # until the settings change or somebody asks
-        return Failure(error.kind, str(error), attempts, None, now, error.final)
+        return PullFailure(error.kind, str(error), attempts, None, now, error.final)
     first, longest = _WAITS[error.kind]
     longest = max(longest, spread)
     wait = kit.pause.grown(attempts, first, longest) * (0.5 + jitter())
     if error.wait is not None:
         wait = max(wait, error.wait + jitter() * max(error.wait / 2, spread))
-    return Failure(error.kind, str(error), attempts, now + wait, now, error.final)
+    return PullFailure(error.kind, str(error), attempts, now + wait, now, error.final)
 
 
 def asked_wait(retry_after: str, now: float) -> float | None:

@@ -39,7 +39,7 @@ class Lookup:
     mirrored: bool = False
     measured: bool = False  # whether its layers' unpacked sizes were asked for
     at: float = 0.0  # Unix time of the answer; 0 before the first
-    failed: failure.Failure | None = None
+    failed: failure.PullFailure | None = None
     task: asyncio.Task[None] | None = None
 
     @property

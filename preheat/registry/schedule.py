@@ -186,7 +186,7 @@ class Schedule:
 
     def failed(
         self, ref: str, error: PullError, attempts: int, now: float, *, pull: bool = False
-    ) -> failure.Failure:
+    ) -> failure.PullFailure:
         """The failure of a look-up or a ``pull``, with its retry after ``attempts`` in a row."""
         image = self._images.get(ref)
         if image is None:
@@ -220,7 +220,7 @@ class Schedule:
     # --- when -------------------------------------------------------------------------------------
 
     def lookup_at(
-        self, ref: str, answered_at: float, *, fixed: bool, failed: failure.Failure | None
+        self, ref: str, answered_at: float, *, fixed: bool, failed: failure.PullFailure | None
     ) -> float:
         """When to look up ``ref``. ``answered_at``: Unix time of the last answer, 0 without one;
         ``fixed``: by digest and known, so that it cannot change."""
@@ -261,7 +261,7 @@ class Schedule:
         at = max(now, registry.rests_until)
         return turn_in_windows(allowed, since, offset, at)
 
-    def standing(self, ref: str, failed: failure.Failure | None) -> failure.Failure | None:
+    def standing(self, ref: str, failed: failure.PullFailure | None) -> failure.PullFailure | None:
         """The failure, unless the registry came back since: the pull then waits for its turn."""
         image = self._images.get(ref)
         if image is None or failed is None or failed.kind not in (Kind.NETWORK, Kind.BUSY):
@@ -269,7 +269,7 @@ class Schedule:
         return None if failed.at < self._registry(image).back_at else failed
 
     def _share(self, ref: str, what: str = "") -> float:
-        return share(self.section.node, ref, what)
+        return share(self.section.this_node.name, ref, what)
 
     # --- spans ------------------------------------------------------------------------------------
 

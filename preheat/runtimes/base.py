@@ -117,7 +117,7 @@ class Ingest:
 
 
 @dataclass(frozen=True)
-class Inventory:
+class ImageInventory:
     """What the runtime has at one moment."""
 
     records: tuple[Record, ...] = ()

@@ -13,15 +13,72 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import structlog
 
 from preheat.image import manifest
-from preheat.runtimes import base, cri, leases, marks, tending, unpacked
+from preheat.runtimes import base, cri, leases, marks, unpacked
 from preheat.runtimes import containerd_api as api
 from preheat.runtimes import containerd_pb2 as pb
+
+# What to put right in containerd so that each pin is whole and nothing is left of one. Pure.
+
+# A hold that expires is renewed when less than this share of its time is left.
+RENEW_BELOW = 0.5
+# One with so much more than its time was made before the setting was shortened.
+SHORTENED_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Mends:
+    """``unmarked``: pins whose record lost its mark. ``stray``: records whose mark of ours stands
+    for no pin. ``renew``: holds whose expiry must change.
+    """
+
+    unmarked: tuple[base.Hold, ...] = ()
+    stray: tuple[base.Record, ...] = ()
+    renew: tuple[base.Hold, ...] = ()
+
+
+def decide(
+    inventory: base.ImageInventory, honoured: bool | None, release_after: float | None, now: float
+) -> Mends:
+    """``honoured``: whether the runtime tells the kubelet about marks; None while not known."""
+    records = {each.name: each for each in inventory.records}
+    # What somebody else pins is left to them.
+    others = {r.target.digest for r in inventory.records if r.pinned and r.name not in _ids(r)}
+    pins = {hold.image_id: hold for hold in inventory.held("pin") if hold.image_id}
+    unmarked = []
+    for image_id, hold in pins.items():
+        record = records.get(image_id)
+        if honoured is False or record is None or record.target.digest in others:
+            continue
+        # Setting a mark also tells whether the runtime honours it.
+        if honoured is None or not (record.pinned and record.ours):
+            unmarked.append(hold)
+    kept = pins.keys() if honoured is not False else set()
+    stray = [each for each in inventory.records if each.ours and each.name not in kept]
+    lasting = [hold for hold in inventory.holds if hold.role != "pull"]
+    renew = [hold for hold in lasting if _is_due(hold, release_after, now)]
+    return Mends(tuple(unmarked), tuple(stray), tuple(renew))
+
+
+def _ids(record: base.Record) -> tuple[str, ...]:
+    """The names under which we mark a record: its image id."""
+    return (record.name,) if record.name.startswith("sha256:") else ()
+
+
+def _is_due(hold: base.Hold, release_after: float | None, now: float) -> bool:
+    if release_after is None:
+        return hold.expires is not None
+    if hold.expires is None:
+        return True
+    left = hold.expires - now
+    return not release_after * RENEW_BELOW <= left <= release_after + SHORTENED_SECONDS
+
 
 log = structlog.get_logger("preheat")
 
@@ -96,7 +153,7 @@ class Containerd(cri.CriRuntime):
         answer = await self.connection.read(api.LIST_IMAGES, pb.ListRequest(filters=filters))
         return [each for each in answer.images if each.HasField("target")]
 
-    async def inventory(self) -> base.Inventory:
+    async def inventory(self) -> base.ImageInventory:
         content: dict[str, int] = {}
         last_used: dict[str, float] = {}
         names = {self._snapshotter: None}  # in this order
@@ -117,7 +174,7 @@ class Containerd(cri.CriRuntime):
             marks.record_of(each, base.Record(each.name, _target(each.target)))
             for each in await self._records()
         )
-        return base.Inventory(
+        return base.ImageInventory(
             in_use=await self._images_in_use(records),
             records=records,
             content=content,
@@ -369,7 +426,7 @@ class Containerd(cri.CriRuntime):
         """Clear marks of ours on records."""
         await self._marks.clear_stray(records)
 
-    async def tend(self, inventory: base.Inventory) -> bool:
+    async def tend(self, inventory: base.ImageInventory) -> bool:
         """Put right what an interrupted or removed agent left: pins without their content or mark,
         marks without a pin, holds that expire too soon. Whether holds or records changed.
         """
@@ -380,7 +437,7 @@ class Containerd(cri.CriRuntime):
             self._checked = True
             if changes:  # the rest with what is there now
                 return True
-        mends = tending.decide(inventory, self.honours_pins, self.release_after, time.time())
+        mends = decide(inventory, self.honours_pins, self.release_after, time.time())
         for hold in mends.unmarked:
             await self._marks.set(hold)
         for hold in mends.renew:
@@ -394,7 +451,7 @@ class Containerd(cri.CriRuntime):
             changes += await self._marks.clear_stray(stray)
         return bool(changes)
 
-    async def _complete_pins(self, inventory: base.Inventory) -> int:
+    async def _complete_pins(self, inventory: base.ImageInventory) -> int:
         """Give a pin its content when whoever made the lease was interrupted before that."""
         count = 0
         for hold in inventory.held("pin"):

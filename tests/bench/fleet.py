@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kube.settings import ThisNode
 from preheat.image import manifest
 from preheat.pulling import reconciler
 from preheat.registry import failure, resolver, schedule
@@ -82,14 +83,14 @@ class Node:
     """One node; ``turn`` does what is due and says when it wants to go on."""
 
     def __init__(self, number: int, case: Case, result: Result, section: PreheatSettings) -> None:
-        self._section = section.model_copy(update={"node": f"node{number}"})
+        self._section = section.at(ThisNode(name=f"node{number}"))
         self._random = random.Random(number)
         self._turns = schedule.Schedule(self._section, self._random.random)
         self._case, self._result = case, result
         self._digest, self._left = "sha256:1", float(SIZE)
         self._answered = 0.0  # of the last look-up
         self._lookup = resolver.Lookup(manifest.parse(REF))
-        self._pull: failure.Failure | None = None
+        self._pull: failure.PullFailure | None = None
         self._has = False
         if case.moves:
             # It runs for long: the last refresh was at its phase before START.
@@ -141,7 +142,9 @@ class Node:
         cycles = math.ceil((at - START - self._phase) / reconciler.CYCLE_SECONDS)
         return START + self._phase + cycles * reconciler.CYCLE_SECONDS
 
-    def _failed(self, known: failure.Failure | None, now: float, pull: bool) -> failure.Failure:
+    def _failed(
+        self, known: failure.PullFailure | None, now: float, pull: bool
+    ) -> failure.PullFailure:
         attempts = 1 if known is None else known.attempts + 1
         if pull and attempts >= reconciler.PROBED_AFTER and self._lookup.failed is None:
             self._answered = 0.0  # as Resolver.probe

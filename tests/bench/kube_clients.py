@@ -133,7 +133,7 @@ class Client:
         self._base = Settings.model_validate(
             {
                 "state_dir": str(folder), "admin": {"socket": str(folder / "admin.sock")},
-                "cache": places, "kubernetes": asked["kubernetes"],
+                "cache": places, "kubernetes": asked["kubernetes"], "node": asked["node"],
             }
         )  # fmt: skip
         self._filling = Filling(fill_seconds)

@@ -227,11 +227,11 @@ def _fleet(plane: ControlPlane, room: Path, place: harness.Workplace) -> Iterato
     clients = [
         {
             "folder": str(room / name),
+            "node": name,
             "kubernetes": {
                 "server": f"https://127.0.0.1:{plane.api_port}",
                 "ca_file": str((plane.pki / "ca.crt").absolute()),
                 "token_file": str(tokens[name]),
-                "node": name,
                 "namespace": NAMESPACE,
                 "interval": f"{max(1.0, 10 / PACE):g}s",
             },

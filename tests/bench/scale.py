@@ -116,7 +116,7 @@ def fill(generation: Path, source: Path) -> Sampled:
                         break
 
     async def run() -> protocol.End:
-        worker = kit.line_worker.Worker(
+        worker = kit.line_worker.LineWorker(
             "cache.fill.fill:main", protocol.Report, about="fill", largest=2**20
         )
         try:

@@ -177,13 +177,19 @@ def _enter(descriptor: int) -> None:
 @contextlib.contextmanager
 def _agent(stage: stages.Stage, folder: Path, note: str, interval: int) -> Iterator[Agent]:
     """An agent that has looked at every device."""
-    own = stages.settings(stage, settle="1s", names=[_NAMES, blockdev.NAMES])
+    own = stages.settings(stage, names=[_NAMES, blockdev.NAMES])
     audit = own.model_dump(mode="json", exclude_unset=True)
-    audit["interval"] = f"{interval}s"
+    audit |= {"settle": "1s", "interval": f"{interval}s"}
     folder.mkdir()
     with cell.cell(folder) as where:
         guard = cell.settings(where, names=[_NAMES, blockdev.NAMES], mode="dry-run")
-        agent = Agent(folder / "agent", {"volumes": {"guard": guard, "audit": audit}})
+        agent = Agent(
+            folder / "agent",
+            {
+                "kubelet": {"root_dir": str(stage.kubelet)},
+                "volumes": {"guard": guard, "audit": audit},
+            },
+        )
         agent.start()
         try:
             agent.post("/v1/audit/pass")

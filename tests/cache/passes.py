@@ -40,7 +40,7 @@ def run_module(
     """How the pass of ``target`` (module:function) ended; ``each`` gets all that it reports."""
 
     async def listen() -> protocol.End:
-        worker = kit.line_worker.Worker(
+        worker = kit.line_worker.LineWorker(
             target, protocol.Report, about=target, largest=2**20,
             forked=target.startswith("cache.fill.blocks:"),  # as the agent starts it
         )  # fmt: skip

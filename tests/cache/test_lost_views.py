@@ -102,7 +102,7 @@ def test_mount_over_the_folder_of_views_is_named(more: Iterable[str], over: str)
 def test_volume_is_mounted_where_its_pod_reads(
     layout: str, mounted: list[str], wanted: bool
 ) -> None:
-    volume = records.Volume("id", "/pods/1", "a", layout, "")
+    volume = records.DatasetVolume("id", "/pods/1", "a", layout, "")
     assert csi_node.is_mounted(volume, table(*mounted)) is wanted
 
 

@@ -146,8 +146,8 @@ def test_overlapping_roots_are_refused(store: str, views: str, source: str) -> N
 def test_no_source_shows_what_is_the_nodes_own(path: str, whose: str) -> None:
     dataset = f"{{name: x, {FROZEN}, source: {{kind: dir, path: {path}}}}}"
     text = (
-        "cache:\n  kubelet: {root_dir: /data/kubelet, image_dir: /data/images}\n"
-        f"  datasets:\n    - {dataset}\n"
+        "kubelet: {root_dir: /data/kubelet, image_dir: /data/images}\n"
+        f"cache:\n  datasets:\n    - {dataset}\n"
     )
     if whose:
         assert whose in refused(text)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kit.errors
-from ceph.client import Cluster
+from ceph.client import ClusterClient
 from ceph.protocol import Extents, ImageContent, ImageId, ImageName
 from ceph.settings import ClusterSettings
 from tests.testbed import blockdev, waiting
@@ -51,8 +51,8 @@ def reader(backend: CephCluster, folder: Path) -> ClusterSettings:
 
 
 @pytest.fixture
-async def cluster(backend: CephCluster) -> AsyncIterator[Cluster]:
-    made = Cluster(admin(backend), DEADLINE)
+async def cluster(backend: CephCluster) -> AsyncIterator[ClusterClient]:
+    made = ClusterClient(admin(backend), DEADLINE)
     yield made
     await made.close()
 
@@ -76,7 +76,7 @@ def write(backend: CephCluster, spec: str) -> None:
 
 @pytest.mark.parametrize("namespace", ["", "team"])
 async def test_content_shows_extents_and_metadata_without_leaving_a_watcher(
-    backend: CephCluster, cluster: Cluster, namespace: str
+    backend: CephCluster, cluster: ClusterClient, namespace: str
 ) -> None:
     wanted = image(backend, f"img{namespace}", namespace)
     spec = f"rbd/{namespace}/img{namespace}" if namespace else "rbd/img"
@@ -91,7 +91,7 @@ async def test_content_shows_extents_and_metadata_without_leaving_a_watcher(
 
 
 async def test_content_of_a_clone_includes_its_parent(
-    backend: CephCluster, cluster: Cluster
+    backend: CephCluster, cluster: ClusterClient
 ) -> None:
     image(backend, "parent")
     write(backend, "rbd/parent")
@@ -103,7 +103,7 @@ async def test_content_of_a_clone_includes_its_parent(
 
 
 async def test_a_missing_image_is_not_found_and_the_worker_goes_on(
-    backend: CephCluster, cluster: Cluster
+    backend: CephCluster, cluster: ClusterClient
 ) -> None:
     there = image(backend, "there")
     for gone in (ImageId(there.pool_id, "", "ffffffffffff"), ImageId(999, "", "a")):
@@ -119,7 +119,7 @@ async def test_a_missing_image_is_not_found_and_the_worker_goes_on(
 
 async def test_a_reader_may_ask_but_not_write(backend: CephCluster, tmp_path: Path) -> None:
     wanted = image(backend, "readonly")
-    made = Cluster(reader(backend, tmp_path), DEADLINE)
+    made = ClusterClient(reader(backend, tmp_path), DEADLINE)
     try:
         assert (await made.content(wanted, KEY, Extents())).extent is None
         with pytest.raises(kit.errors.RefusedError, match=r"client\.reader may not"):
@@ -133,7 +133,7 @@ async def test_view_with_the_least_key(backend: CephCluster, tmp_path: Path) -> 
     image(backend, "viewed")
     backend.run("ceph", "osd", "blocklist", "range", "add", "10.123.0.0/16")
     backend.run("ceph", "osd", "blocklist", "add", "10.124.0.1:0/77")
-    made = Cluster(reader(backend, tmp_path), DEADLINE)
+    made = ClusterClient(reader(backend, tmp_path), DEADLINE)
     try:
         names = [ImageName("rbd", "", "viewed"), ImageName("rbd", "", "gone")]
         view = await made.view(names)
@@ -159,7 +159,7 @@ async def test_view_of_a_key_without_rights_has_gaps(backend: CephCluster, tmp_p
     caps = ("mon", "allow command 'mon dump'")
     keyring = ("-o", str(tmp_path / "keyring"))
     backend.run("ceph", "auth", "get-or-create", "client.little", *caps, *keyring)
-    made = Cluster(admin(backend, user="little", secret_file=tmp_path / "keyring"), DEADLINE)
+    made = ClusterClient(admin(backend, user="little", secret_file=tmp_path / "keyring"), DEADLINE)
     try:
         view = await made.view(())
         assert "versions" in view.denied and view.versions == ()
@@ -173,7 +173,7 @@ async def test_view_of_a_key_without_rights_has_gaps(backend: CephCluster, tmp_p
 async def test_a_wrong_key_is_explained_and_not_shown(backend: CephCluster, tmp_path: Path) -> None:
     key = "AQAVUCdhj8DLCBAAKA9WzcQG6u44EeNooNObug=="
     (tmp_path / "k").write_text(key)
-    made = Cluster(
+    made = ClusterClient(
         admin(backend, secret_file=tmp_path / "k"), DEADLINE, patience=waiting.limit(8.0)
     )
     try:
@@ -190,7 +190,7 @@ async def test_a_wrong_key_is_explained_and_not_shown(backend: CephCluster, tmp_
 
 async def test_a_frozen_cluster_fails_in_time_and_answers_again(backend: CephCluster) -> None:
     wanted = image(backend, "frozen")
-    made = Cluster(admin(backend), DEADLINE)
+    made = ClusterClient(admin(backend), DEADLINE)
     try:
         await made.content(wanted, KEY, Extents())
         made._deadline = 3.0  # only for answers that do not come
@@ -214,7 +214,7 @@ async def test_a_frozen_cluster_fails_in_time_and_answers_again(backend: CephClu
         await made.close()
 
 
-async def test_a_killed_worker_is_one_failure(cluster: Cluster) -> None:
+async def test_a_killed_worker_is_one_failure(cluster: ClusterClient) -> None:
     await cluster.connect()
     pid = cluster._worker.pid
     assert pid is not None
@@ -229,7 +229,7 @@ async def test_a_killed_worker_is_one_failure(cluster: Cluster) -> None:
     assert cluster.failures == 1
 
 
-async def test_settings_that_lead_to_another_cluster_are_an_error(cluster: Cluster) -> None:
+async def test_settings_that_lead_to_another_cluster_are_an_error(cluster: ClusterClient) -> None:
     await cluster.connect()
     cluster.fsid = "00000000-0000-0000-0000-000000000000"
     with pytest.raises(kit.errors.SourceError, match="another cluster"):
@@ -237,7 +237,7 @@ async def test_settings_that_lead_to_another_cluster_are_an_error(cluster: Clust
 
 
 async def test_a_second_client_shows_as_watcher_and_lock(
-    backend: CephCluster, cluster: Cluster
+    backend: CephCluster, cluster: ClusterClient
 ) -> None:
     image(backend, "shared")
     script = (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ceph.client import Cluster
+from ceph.client import ClusterClient
 from ceph.protocol import Extents, ImageId
 from ceph.settings import ClusterSettings
 from linux import blkid
@@ -35,8 +35,8 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CephCluster]:
 
 
 @pytest.fixture
-async def cluster(backend: CephCluster) -> AsyncIterator[Cluster]:
-    made = Cluster(ClusterSettings(name="c1", conf=backend.conf, user="admin"), DEADLINE)
+async def cluster(backend: CephCluster) -> AsyncIterator[ClusterClient]:
+    made = ClusterClient(ClusterSettings(name="c1", conf=backend.conf, user="admin"), DEADLINE)
     await made.connect()
     yield made
     await made.close()
@@ -64,7 +64,7 @@ def put(backend: CephCluster, folder: Path, where: ImageId, at: int) -> None:
 
 @pytest.mark.parametrize("size", [TiB, 16 * TiB])
 async def test_a_large_image_without_object_map_is_asked_about_marks_only(
-    backend: CephCluster, cluster: Cluster, tmp_path: Path, size: int
+    backend: CephCluster, cluster: ClusterClient, tmp_path: Path, size: int
 ) -> None:
     name = f"large-{size // TiB}"
     made = image(backend, name, "--size", f"{size // TiB}T", "--image-feature", "layering")
@@ -79,7 +79,7 @@ async def test_a_large_image_without_object_map_is_asked_about_marks_only(
 
 @pytest.mark.parametrize("features", ["layering", "layering,exclusive-lock,object-map,fast-diff"])
 async def test_a_luks1_header_is_not_taken_for_data_of_its_mapping(
-    backend: CephCluster, cluster: Cluster, tmp_path: Path, features: str
+    backend: CephCluster, cluster: ClusterClient, tmp_path: Path, features: str
 ) -> None:
     disk, key = blockdev.blank(tmp_path / "disk", 64 * blockdev.MiB), tmp_path / "key"
     key.write_bytes(b"k" * 64)

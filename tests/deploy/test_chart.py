@@ -531,7 +531,7 @@ def test_volumes_are_left_out_where_no_agent_serves_them() -> None:
     [
         ((), True),
         (("--set", "settings.volumes.kubernetes.enabled=false"), False),
-        (("--set", "settings.volumes.kubernetes.kubeconfig=/etc/kubeconfig"), False),
+        (("--set", "settings.kubernetes.kubeconfig=/etc/kubeconfig"), False),
         (("--set", "settings.volumes=null"), False),
     ],
 )
@@ -588,33 +588,12 @@ def test_rights_in_the_cluster_are_few_and_go_with_the_setting() -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("room", ["preheat", "cache"])
-def test_agent_may_read_its_kubelets_configuration_where_the_settings_ask(room: str) -> None:
-    words = ("--set", "settings.volumes=null,kubernetes.enabled=false")
-    assert not any(each["kind"] == "ClusterRole" for each in _render(*words))
-    documents = _render(*words, "--set-json", f"settings.{room}.kubelet.api={{}}")
-    role, pod = _one(documents, "ClusterRole"), _pod(_one(documents, "DaemonSet"))
-    assert role["rules"] == [{"apiGroups": [""], "resources": ["nodes/configz"], "verbs": ["get"]}]
-    binding = _one(documents, "ClusterRoleBinding")
-    assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    assert pod["automountServiceAccountToken"] is True
-    names = {each["name"] for each in pod["containers"][0]["env"]}
-    assert "NODE_IP" in names  # whose port 10250 is asked
-
-
-@pytest.mark.real
 def test_reserve_follows_the_kubelet_of_the_host_that_the_values_describe(tmp_path: Path) -> None:
     """Which thresholds count depends on where the kubelet and the images lie."""
     host = ("--set", "host.kubelet=/data/kubelet", "--set", "host.runtime.images=/data/images")
-    own = "pools.default.settings.cache.kubelet"
-    for words, root in (
-        (("--set-json", "settings.cache.kubelet={}"), "/data/kubelet"),
-        (("--set-json", f"{own}={{}}"), "/data/kubelet"),
-        (("--set", f"{own}.root_dir=/other"), "/other"),
-    ):
+    own = "pools.default.settings.kubelet"
+    for words, root in (((), "/data/kubelet"), (("--set", f"{own}.root_dir=/other"), "/other")):
         configmap = _one(_render(*host, *words), "ConfigMap")
         _check_settings(tmp_path, configmap)
-        found = yaml.safe_load(configmap["data"]["nodeagent.yaml"])["cache"]["kubelet"]
+        found = yaml.safe_load(configmap["data"]["nodeagent.yaml"])["kubelet"]
         assert found == {"root_dir": root, "image_dir": "/data/images"}
-    without = _one(_render(*host), "ConfigMap")
-    assert "kubelet" not in yaml.safe_load(without["data"]["nodeagent.yaml"])["cache"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from linux import mountinfo
-from tests.testbed import cell, containerd, pulling, registry, trees, waiting
+from tests.testbed import cell, containerd, kubelet_files, pulling, registry, trees, waiting
 from tests.testbed.agent import Agent
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -36,10 +36,10 @@ def worked(
     trees.plain(area / "source", 20)
     node.add_dir("a", area / "source")
     with cell.cell(tmp_path) as where, runtime(tmp_path) as (daemon, ref):
+        node.settings["kubelet"] = kubelet_files.written(tmp_path / "kubelet")
         node.settings["preheat"] = {
             "socket": str(daemon.socket), "hosts_dir": str(daemon.certs), "spread": 0,
             "images": [{"ref": ref}],
-            "kubelet": {"gc_high": 0.995, "gc_low": 0.99, "eviction_free": 0.001},
         }  # fmt: skip
         node.settings["volumes"] = {
             "audit": {"enabled": False},

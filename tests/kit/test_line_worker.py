@@ -25,8 +25,8 @@ def forked(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-async def numbers(forked: bool) -> AsyncIterator[line_worker.Worker[called.Number]]:
-    made = line_worker.Worker(
+async def numbers(forked: bool) -> AsyncIterator[line_worker.LineWorker[called.Number]]:
+    made = line_worker.LineWorker(
         NUMBERS, called.Number, about="numbers", backoff=pause.Backoff(0.01, 0.01),
         forked=forked,
     )  # fmt: skip
@@ -34,7 +34,7 @@ async def numbers(forked: bool) -> AsyncIterator[line_worker.Worker[called.Numbe
     await made.close()
 
 
-async def test_ask_keeps_types_and_any_name(numbers: line_worker.Worker[called.Number]) -> None:
+async def test_ask_keeps_types_and_any_name(numbers: line_worker.LineWorker[called.Number]) -> None:
     name = os.fsdecode(b"not utf-8 \xff\n")
     for number in range(3):
         answer = await numbers.ask(called.Question(number, name), deadline=waiting.limit(20))
@@ -43,7 +43,7 @@ async def test_ask_keeps_types_and_any_name(numbers: line_worker.Worker[called.N
 
 
 async def test_ask_raises_error_of_child_and_keeps_it(
-    numbers: line_worker.Worker[called.Number],
+    numbers: line_worker.LineWorker[called.Number],
 ) -> None:
     with pytest.raises(kit.errors.RefusedError, match="a: b; c"):
         await numbers.ask(called.Question(1, "refuse"), deadline=waiting.limit(20))
@@ -56,7 +56,7 @@ async def test_ask_raises_error_of_child_and_keeps_it(
 
 
 async def test_ask_never_takes_a_late_answer_for_the_next(
-    numbers: line_worker.Worker[called.Number],
+    numbers: line_worker.LineWorker[called.Number],
 ) -> None:
     await numbers.start()  # within its own time
     with pytest.raises(processes.DeadlineError, match=r"numbers: no answer within 0\.5s"):
@@ -69,7 +69,7 @@ async def test_ask_never_takes_a_late_answer_for_the_next(
 
 
 async def test_ask_starts_another_child_after_its_end(
-    numbers: line_worker.Worker[called.Number],
+    numbers: line_worker.LineWorker[called.Number],
 ) -> None:
     with pytest.raises(line_worker.ChildError, match="the child process ended"):
         await numbers.ask(called.Question(1, "end"), deadline=waiting.limit(20))
@@ -78,7 +78,7 @@ async def test_ask_starts_another_child_after_its_end(
 
 
 async def test_ask_fails_at_once_during_the_pause() -> None:
-    made = line_worker.Worker(
+    made = line_worker.LineWorker(
         NUMBERS, called.Number, about="numbers", backoff=pause.Backoff(600, 600)
     )
     with pytest.raises(line_worker.ChildError, match="ended"):
@@ -90,7 +90,7 @@ async def test_ask_fails_at_once_during_the_pause() -> None:
 
 
 async def test_idle_child_ends(forked: bool) -> None:
-    made = line_worker.Worker(NUMBERS, called.Number, about="numbers", idle=0.05, forked=forked)
+    made = line_worker.LineWorker(NUMBERS, called.Number, about="numbers", idle=0.05, forked=forked)
     await made.ask(called.Question(1), deadline=waiting.limit(20))
     pid = made.pid
     assert pid is not None
@@ -100,7 +100,7 @@ async def test_idle_child_ends(forked: bool) -> None:
     await made.close()
 
 
-async def test_close_leaves_no_child(numbers: line_worker.Worker[called.Number]) -> None:
+async def test_close_leaves_no_child(numbers: line_worker.LineWorker[called.Number]) -> None:
     await numbers.start()
     pid = numbers.pid
     await numbers.close()
@@ -111,7 +111,7 @@ async def test_close_leaves_no_child(numbers: line_worker.Worker[called.Number])
 
 async def test_listen_yields_until_silence() -> None:
     for silence in (1, 4, 16, 64):  # seconds; a busy machine starts the child slowly
-        made = line_worker.Worker(COUNT, called.Number, about="count", forked=True)
+        made = line_worker.LineWorker(COUNT, called.Number, about="count", forked=True)
         heard = []
         with pytest.raises(processes.DeadlineError, match=f"said nothing for {silence}s"):
             async for number in made.listen(called.Question(2, "n"), silence=silence):
@@ -123,7 +123,7 @@ async def test_listen_yields_until_silence() -> None:
 
 
 async def test_listen_hears_the_last_words_and_says_that_the_child_ended(forked: bool) -> None:
-    made = line_worker.Worker(COUNT, called.Number, about="count", forked=forked)
+    made = line_worker.LineWorker(COUNT, called.Number, about="count", forked=forked)
     heard = []
     with pytest.raises(line_worker.ChildError, match="ended"):
         async for message in made.listen(called.Question(4), silence=waiting.limit(20)):
@@ -134,10 +134,10 @@ async def test_listen_hears_the_last_words_and_says_that_the_child_ended(forked:
 
 
 async def test_forked_child_works_for_the_agent_and_keeps_no_descriptor() -> None:
-    made = line_worker.Worker(
+    made = line_worker.LineWorker(
         "tests.kit.called:say_where_it_is", called.Place, about="place", forked=True
     )
-    other = line_worker.Worker(NUMBERS, called.Number, about="numbers", forked=True)
+    other = line_worker.LineWorker(NUMBERS, called.Number, about="numbers", forked=True)
     assert (await other.ask(called.Question(1), deadline=waiting.limit(20))).value == 2
     gc.collect()  # what earlier tests left would go meanwhile
     before = len(os.listdir("/proc/self/fd"))
@@ -166,7 +166,7 @@ async def test_what_a_stopped_child_has_not_read_is_given_up_with_it() -> None:
 
 
 async def test_forked_child_ends_with_its_server_and_the_next_has_another() -> None:
-    made = line_worker.Worker(
+    made = line_worker.LineWorker(
         "tests.kit.called:say_where_it_is", called.Place, about="place", forked=True
     )
     heard = made.listen(called.Question(0), silence=waiting.limit(20))
@@ -181,7 +181,7 @@ async def test_forked_child_ends_with_its_server_and_the_next_has_another() -> N
 
 
 async def test_fork_that_comes_too_late_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = line_worker.Worker(NUMBERS, called.Number, about="numbers", forked=True)
+    made = line_worker.LineWorker(NUMBERS, called.Number, about="numbers", forked=True)
     monkeypatch.setattr(processes, "START_SECONDS", 0.0)
     with pytest.raises(processes.DeadlineError, match="could not start a process within 0s"):
         await made.start()

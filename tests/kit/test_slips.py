@@ -10,7 +10,7 @@ import pytest
 import kit.errors
 import kit.slips
 from kube import access, kubelet
-from kube.settings import KubeletSource
+from kube.settings import KubeletSettings
 from nodeagent import configfile
 from nodeagent.api import rotation
 from preheat.registry import credentials, hosts
@@ -28,7 +28,7 @@ SLIPS = [
 
 
 def _kubelet(file: Path) -> object:
-    return kubelet.thresholds(KubeletSource.model_validate({"config": str(file)}))
+    return kubelet.thresholds(KubeletSettings.model_validate({"config": str(file)}))
 
 
 def _tokens(file: Path) -> object:

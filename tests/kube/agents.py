@@ -17,11 +17,11 @@ def made(
     plane.node(node, **(labels or {}))
     login = plane.account(unique("agent"), node)
     found = agent.Agent(folder)
+    found.settings["node"] = node
     found.settings["kubernetes"] = {
         "server": login.server,
         "ca_file": str(login.ca_file),
         "token_file": str(login.token_file),
-        "node": node,
         "namespace": NAMESPACE,
         "interval": "1s",
         **more,

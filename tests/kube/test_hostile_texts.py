@@ -265,7 +265,7 @@ async def test_secrets_are_asked_for_in_turn_and_some_at_a_time(tmp_path: Path) 
     settings = Settings.model_validate(
         {"admin": {"socket": str(tmp_path / "s")}, "state_dir": str(tmp_path), "cache": {}}
     )
-    asked = ClusterSettings(server="https://127.0.0.1:1", namespace="n", node="a")
+    asked = ClusterSettings(server="https://127.0.0.1:1", namespace="n")
     follower = follow.Follower(asked, settings)
     wishes = [
         intent.Wish("CachedDataset", f"d{n}", "u", 1, "", {"secretRef": {"name": f"s{n}"}})

@@ -85,7 +85,7 @@ def shell(kube: kubernetes.Kubernetes, area: Path) -> Iterator[Shell]:
                     "kubernetes": {
                         "server": f"https://127.0.0.1:{kube.api_port}", "interval": "1s",
                     },
-                    "preheat": {"kubelet": {"config": "/var/lib/kubelet/config.yaml"}},
+                    "kubelet": {"config": "/var/lib/kubelet/config.yaml"},
                     # Nothing else on this machine is to meet the guard.
                     "volumes": {
                         "guard": {

@@ -38,8 +38,8 @@ def test_what_is_not_there_is_tried_as_seldom_as_what_is_refused() -> None:
 
 
 def writer(folder: Path) -> writing.Writer:
-    asked = ClusterSettings(server="https://localhost:1", node="n1", namespace="nodeagent")
-    settings = Settings(state_dir=folder)
+    asked = ClusterSettings(server="https://localhost:1", namespace="nodeagent")
+    settings = Settings(state_dir=folder, node="n1")
     return writing.Writer(follow.Follower(asked, settings))
 
 

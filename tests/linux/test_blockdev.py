@@ -10,7 +10,7 @@ import pytest
 
 import kit.errors
 from linux import blockdev
-from linux.blockdev import BlockDevice, Layer
+from linux.blockdev import BlockDevice, DeviceLayer
 from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.testbed import blockdev as testbed
 from tests.testbed.waiting import until
@@ -191,7 +191,7 @@ def test_scan_attributes_file_system_on_encrypted_layer_to_device(tree: Tree) ->
     tree.superblock("xfs", "dm-0")
     (device,) = tree.scan("rbd")
     assert (device.active, device.holders) == (("xfs",), ("dm-0",))
-    assert device.layers == (Layer("dm-0", (253, 0), ("xfs",)),)
+    assert device.layers == (DeviceLayer("dm-0", (253, 0), ("xfs",)),)
     assert device.numbers == {(252, 0), (253, 0)}
     assert device.live == {(253, 0)}
     assert device.name_of((253, 0)) == "dm-0"

@@ -79,7 +79,7 @@ def test_mounts_by_id_agree_with_mountinfo(pid: int, tmpfs: Path) -> None:
 
 def detach(path: str, number: int, device: list[int], target: str) -> int:
     """For a child process, which moves into the namespace."""
-    copies = [mount_namespaces.Copy((device[0], device[1]), target)]
+    copies = [mount_namespaces.MountCopy((device[0], device[1]), target)]
     if path:
         return mount_namespaces.detach(path, number, copies)
     by_inode = next(each.id for each in mount_namespaces.walk() if each.inode == number)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from linux import procfs
+from linux import in_use, procfs
 from tests.linux import scripts
 from tests.testbed.waiting import until
 
@@ -23,9 +23,9 @@ HOLD = {
 }
 
 
-def holders(mount: Path, *, ours: int = 0) -> dict[int, procfs.Holder]:
+def holders(mount: Path, *, ours: int = 0) -> dict[int, in_use.Holder]:
     """By pid; tests of others may copy our namespace at the same time."""
-    return {holder.pid: holder for holder in procfs.holders_of_mount(str(mount), ours=ours)}
+    return {holder.pid: holder for holder in in_use.of_mount(str(mount), ours=ours)}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_name_that_is_cut_within_a_character_hides_no_process() -> None:
         with pytest.raises(UnicodeDecodeError):
             Path(f"/proc/{process.pid}/comm").read_text(encoding="utf-8")
         assert procfs.name_of(process.pid) == "日本語日\ufffd"
-        assert procfs.holder(process.pid, "").command == "日本語日\ufffd"
+        assert in_use.holder(process.pid, "").command == "日本語日\ufffd"
         assert process.pid in procfs.family(os.getpid())
     finally:
         process.kill()

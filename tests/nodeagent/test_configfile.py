@@ -75,7 +75,7 @@ def test_dump_reads_back_any_settings(
             "cache": {
                 "budget": budget,
                 "reserve": reserve,
-                "refresh_interval": interval,
+                "scrub": {"every": interval},
                 "fill": {"bytes_per_second": rate},
                 "datasets": [
                     {"name": "a", "priority": priority, "freshness": "frozen",
@@ -184,7 +184,7 @@ def test_config_check_output_reads_back(tmp_path: Path) -> None:
     again = tmp_path / "b.yaml"
     again.write_text(shown.output)
     assert configfile.load(again) == configfile.load(file)
-    assert "refresh_interval: 5s" in shown.output
+    assert "budget_inodes: 0" in shown.output
 
 
 def test_unreadable_file_is_reported(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +14,7 @@ import kit.files
 import kit.room
 import volumes.doctor
 from kit.checks import Check
+from kube.settings import RoomSettings, ThisNode
 from nodeagent import configfile, doctor, rooms, uninstall, units
 from volumes.guard import raw_block
 
@@ -32,7 +33,6 @@ FULL = {
         ]
     },
     "preheat": {
-        "kubelet": {"config": "/k"},
         "credentials": {"docker_config": "/d"},
     },
     "volumes": {
@@ -71,8 +71,9 @@ def test_traces_can_be_looked_for_in_a_child(room: kit.room.Room) -> None:
     traces = room.traces()
     assert reachable(traces.find)
     assert reachable(traces.remove)
-    section = room.settings().model_dump(mode="json", by_alias=True)
-    assert room.settings.model_validate(json.loads(json.dumps(section))) == room.settings()
+    section = cast(RoomSettings, room.settings()).at(ThisNode(name="n7"))
+    given = json.loads(json.dumps(section.as_json()))
+    assert cast(type[RoomSettings], room.settings).of_json(given) == section
 
 
 def works() -> str:

@@ -14,9 +14,10 @@ import pytest
 from aiohttp import web
 
 import kit.errors
+from kube.settings import AccessSettings, ThisNode
 from nodeagent import configfile, doctor, door
 from nodeagent.api import rotation
-from nodeagent.settings import AdminSettings, ReviewSettings
+from nodeagent.settings import AdminSettings
 from tests.nodeagent.test_rotation import GOOD, certify, spoil
 from tests.testbed import ports
 
@@ -51,7 +52,7 @@ def settings(folder: Path, **more: Any) -> AdminSettings:
 def lacking(admin: AdminSettings) -> dict[str, str]:
     """What each check that is not content says."""
     found = {}
-    for check in door.checks(admin):
+    for check in door.checks(admin, ThisNode()):
         if check.name == "admin reviews":
             continue
         try:
@@ -71,7 +72,7 @@ def test_what_the_agent_would_refuse_is_told_before(folder: Path) -> None:
 
 def test_checks_can_be_made_in_a_child(folder: Path) -> None:
     api = settings(folder).model_dump(mode="json")["api"] | {"kubernetes": {}}
-    found = door.checks(settings(folder, api=api))
+    found = door.checks(settings(folder, api=api), ThisNode())
     assert [check.name for check in found] == [
         "admin socket", "admin metrics", "admin api", "admin certificate", "admin files",
         "admin tokens", "admin reviews",
@@ -86,7 +87,9 @@ def test_checks_can_be_made_in_a_child(folder: Path) -> None:
 def test_door_that_has_all(folder: Path) -> None:
     assert lacking(settings(folder)) == {}
     assert not (folder / "s").exists()
-    assert [each.name for each in door.checks(AdminSettings(metrics=None))] == ["admin socket"]
+    assert [e.name for e in door.checks(AdminSettings(metrics=None), ThisNode())] == [
+        "admin socket"
+    ]
 
 
 @pytest.mark.parametrize(("how", "says"), [
@@ -193,7 +196,7 @@ async def test_doctor_makes_them(folder: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def cluster(folder: Path, allowed: dict[str, Any]) -> AsyncIterator[ReviewSettings]:
+async def cluster(folder: Path, allowed: dict[str, Any]) -> AsyncIterator[AccessSettings]:
     """An API server that answers for each resource; None: 403."""
 
     async def handle(request: web.Request) -> web.Response:
@@ -212,7 +215,7 @@ async def cluster(folder: Path, allowed: dict[str, Any]) -> AsyncIterator[Review
     await web.TCPSite(runner, "127.0.0.1", port).start()
     (folder / "own").write_text("the-agents-own\n")
     try:
-        yield ReviewSettings.model_construct(
+        yield AccessSettings.model_construct(
             server=f"http://127.0.0.1:{port}", ca_file=folder / "tls.crt", token_file=folder / "own"
         )
     finally:

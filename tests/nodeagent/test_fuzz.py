@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.nodeagent.test_listeners import certify
-from tests.testbed import agent, cell, containerd, ports, registry, waiting
+from tests.testbed import agent, cell, containerd, kubelet_files, ports, registry, waiting
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600 if "FUZZ_EXAMPLES" in os.environ else 240)]
 
@@ -85,9 +85,9 @@ def whole(tmp_path: Path, area: Path) -> Iterator[tuple[agent.Agent, str]]:
             made = agent.Agent(area / "node")
             made.add_dir("coco", area / "source")
             made.settings["volumes"] = cell.volumes(where)
+            made.settings["kubelet"] = kubelet_files.written(area / "node")
             made.settings["preheat"] = {
                 "socket": str(daemon.socket), "hosts_dir": str(daemon.certs), "spread": 0,
-                "kubelet": {"gc_high": 0.995, "gc_low": 0.99, "eviction_free": 0.001},
             }  # fmt: skip
             locked(made)
             try:

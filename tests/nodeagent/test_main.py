@@ -68,7 +68,7 @@ def test_uninstall_lists_users_whose_names_do_not_steer_the_terminal(
 ) -> None:
     trace = kit.traces.Trace("mount", "/v/a", users=(f"pid 7 ({EVIL}): its root",))
     stays = kit.traces.Trace("file", "/v/b", stays=EVIL)
-    found = [uninstall.Found("cache", each) for each in (trace, stays)]
+    found = [uninstall.FoundTrace("cache", each) for each in (trace, stays)]
 
     async def report(*_: object) -> uninstall.Report:
         return uninstall.Report(tuple(found), (EVIL,))

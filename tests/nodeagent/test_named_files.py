@@ -10,7 +10,7 @@ import pytest
 import kit.errors
 from ceph import secrets
 from kube import access, kubelet
-from kube.settings import AccessSettings, KubeletSource
+from kube.settings import AccessSettings, KubeletSettings
 from nodeagent import bundle_files, configfile
 from nodeagent.api import rotation
 from preheat import settings
@@ -35,17 +35,13 @@ def certificate(path: Path) -> Any:
     return hosts.context(hosts.Host("https://r.example/v2", cas=(str(path),)))
 
 
-class Kubelet(KubeletSource):
-    named = "a"
-
-
 READERS: dict[str, Callable[[Path], Any]] = {
     "settings": configfile.load,
     "key of Ceph": lambda path: secrets.read(path, "gpu", "dataset a"),
     "token of the account": lambda path: api_server(token_file=path),
     "authority": lambda path: api_server(token_file=Path("/etc/hostname"), ca_file=path),
     "kubeconfig": lambda path: api_server(kubeconfig=path),
-    "the kubelet's": lambda path: kubelet.thresholds(Kubelet(config=path)),
+    "the kubelet's": lambda path: kubelet.thresholds(KubeletSettings(config=path)),
     "tokens": rotation.read_tokens,
     "certificate": lambda path: rotation.read_pair(path, path),
     "patterns": patterns.load,
@@ -94,7 +90,7 @@ def test_what_is_large_is_not_read(tmp_path: Path, reader: str) -> None:
 async def test_logins_are_read_in_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "config.json")
     where = settings.CredentialSettings(docker_config=tmp_path / "config.json")
-    find = credentials.Credentials().find
+    find = credentials.Credentials(AccessSettings).find
     found = await find(manifest.parse("r.example/a:b"), where)
     assert "it is no regular file" in found.troubles[0]
     monkeypatch.setattr(credentials, "FILE_SECONDS", 0.0)

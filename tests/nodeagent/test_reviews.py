@@ -12,9 +12,10 @@ import pytest
 from aiohttp import web
 
 from kit.room import Role
+from kube.settings import AccessSettings, ThisNode
 from nodeagent import app
 from nodeagent.api import listeners, reviews, rotation, shares
-from nodeagent.settings import ApiSettings, ReviewSettings
+from nodeagent.settings import ApiSettings, ClusterSettings, ReviewSettings
 from tests.nodeagent.test_listeners import Asker, certify, readyz, with_admin
 from tests.testbed import kubernetes, ports, waiting
 
@@ -59,13 +60,15 @@ async def served(cluster: Cluster, folder: Path, **more: Any) -> AsyncIterator[r
     certify(folder, "ca")
     (folder / "own").write_text("the-agents-own\n")
     asked = reviews.Reviews(
-        ReviewSettings.model_construct(
-            server=f"http://127.0.0.1:{port}",
-            ca_file=folder / "tls.crt",
-            token_file=folder / "own",
-            node="n1",
-            audiences=more.get("audiences", ()),
-        )
+        ReviewSettings(audiences=more.get("audiences", ())),
+        ThisNode.model_construct(
+            name="n1",
+            cluster=AccessSettings.model_construct(
+                server=f"http://127.0.0.1:{port}",
+                ca_file=folder / "tls.crt",
+                token_file=folder / "own",
+            ),
+        ),
     )
     try:
         yield asked
@@ -352,9 +355,11 @@ def behind(agent: app.Agent, folder: Path, **asked: Any) -> ApiSettings:
     (port,) = ports.free(1)
     api = ApiSettings(
         listen=f"127.0.0.1:{port}", cert_file=folder / "tls.crt", key_file=folder / "tls.key",
-        kubernetes=ReviewSettings(node="n1", **asked),
+        kubernetes=ReviewSettings(),
     )  # fmt: skip
     with_admin(agent, api=api)
+    changes = {"node": "n1", "kubernetes": ClusterSettings(**asked)}
+    agent.state.settings = agent.state.settings.model_copy(update=changes)
     return api
 
 

@@ -11,7 +11,7 @@ import pytest
 import kit.room
 import nodeagent
 from nodeagent import app, overview, page, rooms
-from nodeagent.api import openapi
+from nodeagent.api import own
 from nodeagent.settings import GONE
 
 PROCESS = Path(nodeagent.__file__).parent
@@ -108,9 +108,9 @@ def test_page_has_each_rooms_sections(whole: app.Agent) -> None:
 
 def test_openapi_files_do_not_overlap() -> None:
     """A path or schema of two files would silently be the last one's."""
-    document = openapi.document()
-    sizes = [openapi.part(room.openapi) for room in rooms.ROOMS]
-    own = openapi.part(openapi.OWN)
-    assert len(document["paths"]) == sum(len(part["paths"]) for part in [own, *sizes])
+    document = own.document()
+    sizes = [own.part(room.openapi) for room in rooms.ROOMS]
+    process = own.part(own.OWN)
+    assert len(document["paths"]) == sum(len(part["paths"]) for part in [process, *sizes])
     schemas = document["components"]["schemas"]
-    assert len(schemas) == sum(len(part["schemas"]) for part in [own, *sizes])
+    assert len(schemas) == sum(len(part["schemas"]) for part in [process, *sizes])

@@ -25,7 +25,7 @@ import kit.room
 import kit.settings
 from kit.room import Request, Role, Route, Stream
 from nodeagent import app, rooms
-from nodeagent.api import access, openapi, server
+from nodeagent.api import access, own, server
 from nodeagent.state import Running, State
 from tests.nodeagent import served as api
 from tests.testbed import ports, waiting
@@ -47,12 +47,9 @@ def routed(agent: app.Agent) -> set[tuple[str, str]]:
 
 
 def documented() -> set[tuple[str, str]]:
-    paths = openapi.document()["paths"]
+    paths = own.document()["paths"]
     return {
-        (method, path)
-        for path, item in paths.items()
-        for method in item
-        if method in openapi.METHODS
+        (method, path) for path, item in paths.items() for method in item if method in own.METHODS
     }
 
 
@@ -61,7 +58,7 @@ def test_routes_are_those_of_the_document(whole: app.Agent) -> None:
 
 
 def test_document_references_resolve() -> None:
-    document = openapi.document()
+    document = own.document()
 
     def references(node: Any) -> list[str]:
         if isinstance(node, dict):
@@ -81,9 +78,9 @@ def test_document_references_resolve() -> None:
 
 
 def test_document_describes_every_operation() -> None:
-    for path, item in openapi.document()["paths"].items():
+    for path, item in own.document()["paths"].items():
         for method, operation in item.items():
-            if method in openapi.METHODS:
+            if method in own.METHODS:
                 assert operation.get("summary"), f"{method} {path}"
                 answers = operation["responses"]
                 assert {"400", "401", "403", "408", "421", "429", "500", "503", "504"} < set(

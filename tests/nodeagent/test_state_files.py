@@ -25,7 +25,7 @@ from volumes.guard import record
 from volumes.ledger import store as ledger
 
 WISH = intent.Wish("CachedDataset", "coco", "u", 1, "2026-01-01T00:00:00Z", {"a": 1})
-VOLUME = records.Volume("v", "/k/pods/u/mount", "coco", "direct")
+VOLUME = records.DatasetVolume("v", "/k/pods/u/mount", "coco", "direct")
 ENTRY = ledger.Entry("rbd:f/p/i", type="ext4", uuid="u")
 
 
@@ -93,8 +93,8 @@ def _save_requests(folder: Path) -> None:
     asyncio.run(made._save())
 
 
-def _ledger(folder: Path) -> ledger.Store:
-    made = ledger.Store(folder)
+def _ledger(folder: Path) -> ledger.LedgerStore:
+    made = ledger.LedgerStore(folder)
     made.load()
     return made
 
@@ -146,7 +146,7 @@ FILES = [
          lambda f: _wanted(f)["override"] and not _wanted(f)["errors"],
          lambda f: "override" in _wanted(f)["errors"] and _wanted(f)["word"] == "enforce",
          stays=True),
-    Kept(ledger.Store(Path())._file(ENTRY.volume).name, lambda f: _ledger(f).put(ENTRY),
+    Kept(ledger.LedgerStore(Path())._file(ENTRY.volume).name, lambda f: _ledger(f).put(ENTRY),
          lambda f: _ledger(f).knowledge(ENTRY.volume) is ledger.Knowledge.CONTENT,
          lambda f: _ledger(f).knowledge(ENTRY.volume) is ledger.Knowledge.UNKNOWN, stays=True),
 ]  # fmt: skip
@@ -301,6 +301,6 @@ def test_the_table_has_every_file_of_the_state_directory(tmp_path: Path) -> None
     look = memory.Look(tmp_path, memory.tables(room.state_files for room in rooms.ROOMS))
     ours = {one.name for one in FILES}
     in_store = {"generation.json", sample.NAME, disk.MARKER}
-    ledgers = {ledger.Store(Path())._file(ENTRY.volume).name}
+    ledgers = {ledger.LedgerStore(Path())._file(ENTRY.volume).name}
     for name in ours - in_store - ledgers - {"flags.json"}:
         assert any(Path(name).match(pattern) for pattern in look.assumed), name

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import kit.findings
+from kube.settings import KubeletSettings, ThisNode
 from preheat import settings, status
 from preheat.component import Preheat
 from preheat.runtimes import base
 from preheat.runtimes import containerd as adapter
-from tests.testbed import containerd, proxy, registry, waiting
+from tests.testbed import constants, containerd, kubelet_files, proxy, registry, waiting
 
 MB = 1_000_000
 until = waiting.until_async
@@ -57,18 +58,21 @@ class Image:
     pushed: registry.Pushed
 
 
-def section(daemon: containerd.Containerd, **more: Any) -> settings.PreheatSettings:
-    """Settings as a file would give them; no spread, so that nothing waits."""
+def section(
+    daemon: containerd.Containerd, thresholds: dict[str, Any] | None = None, **more: Any
+) -> settings.PreheatSettings:
+    """Settings as a file would give them; no spread, so that nothing waits. ``thresholds``: of the
+    kubelet; by default it lets the disk be full, as that of the tests may be."""
     values: dict[str, Any] = {
         "socket": str(daemon.socket),
         "hosts_dir": str(daemon.certs),
         "spread": 0,
-        # The disk that the tests run on may be fuller than a node's.
-        "kubelet": {"gc_high": 0.995, "gc_low": 0.99, "eviction_free": 0.001},
-        "heal": {"per_hour": 1000},
+        "heals_per_hour": 1000,
         "unknown_image": 1_000_000_000,
     }
-    return settings.PreheatSettings.model_validate(values | more)
+    made: settings.PreheatSettings = constants.made(settings.PreheatSettings, **values | more)
+    named = kubelet_files.written(daemon.socket.parent, **thresholds or {})
+    return made.at(ThisNode(kubelet=KubeletSettings.model_validate(named)))
 
 
 @dataclass

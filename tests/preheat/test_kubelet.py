@@ -8,10 +8,11 @@ import pytest
 import kit.errors
 from kube import kubelet
 from kube.kubelet import Limit
-from kube.settings import KubeletSettings
+from kube.settings import KubeletSettings, ThisNode
 from preheat import doctor, settings
 from preheat.planning import disk, plan
 from tests.preheat.planning.test_plan import NOW
+from tests.testbed import kubelet_files
 
 GiB = 1024**3
 ASSUMED = kubelet.thresholds(KubeletSettings())
@@ -151,33 +152,33 @@ def test_node_has_the_disk_and_a_bounded_pin_budget(tmp_path: Path) -> None:
     held = os.statvfs(tmp_path)
     capacity = held.f_blocks * held.f_frsize
     section = settings.PreheatSettings(pin_budget=capacity * 2)
-    found = disk.node(str(tmp_path), section, ASSUMED)
+    found = disk.node(str(tmp_path), section)
 
     assert found.capacity == capacity
     assert found.pin_budget == int(0.8 * capacity)
     assert found.assumed
     small = settings.PreheatSettings(pin_budget=5)
-    assert disk.node(str(tmp_path), small, ASSUMED).pin_budget == 5
+    assert disk.node(str(tmp_path), small).pin_budget == 5
     # A remote snapshotter has no directory where CRI says.
     remote = tmp_path / "io.containerd.snapshotter.v1.stargz"
-    assert disk.node(str(remote), section, ASSUMED).capacity == capacity
+    assert disk.node(str(remote), section).capacity == capacity
     with pytest.raises(kit.errors.HostError, match="mount the host's directory"):
-        disk.node(str(tmp_path / "not-there"), section, ASSUMED)
+        disk.node(str(tmp_path / "not-there"), section)
 
 
 def test_nodefs_counts_where_images_share_its_disk(tmp_path: Path) -> None:
     """The kubelet evicts at nodefs.available too when its own directory fills."""
-    found = read(
-        tmp_path,
-        'evictionHard: {imagefs.available: "2%", nodefs.available: "30%"}\n'
-        'evictionSoft: {nodefs.inodesFree: "40%"}\n',
-    )
-    here = {"kubelet": {"root_dir": str(tmp_path)}}
-    elsewhere = {"kubelet": {"root_dir": "/proc"}}
-    unseen = {"kubelet": {"root_dir": str(tmp_path / "not-there")}}
+    hard = {"imagefs.available": "2%", "nodefs.available": "30%"}
+    soft = {"nodefs.inodesFree": "40%"}
+    named = kubelet_files.written(tmp_path, evictionHard=hard, evictionSoft=soft)
     shared, other, unknown = (
-        disk.node(str(tmp_path), settings.PreheatSettings.model_validate(each), found)
-        for each in (here, elsewhere, unseen)
+        disk.node(
+            str(tmp_path),
+            settings.PreheatSettings().at(
+                ThisNode(kubelet=KubeletSettings(**named, root_dir=root))
+            ),
+        )
+        for root in (tmp_path, Path("/proc"), tmp_path / "not-there")
     )
     assert (shared.eviction_free, shared.eviction_inodes) == (0.3, 0.4)
     assert (other.eviction_free, other.eviction_inodes) == (0.02, 0.0)

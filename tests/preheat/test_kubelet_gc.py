@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import agent, kubernetes, registry
+from tests.testbed import agent, kubelet_files, kubernetes, registry
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
@@ -44,9 +44,9 @@ def on_node(area: Path, greedy: kubernetes.Kubernetes) -> Iterator[agent.Agent]:
         {"ref": NEVER, "pin": "never"},
     ]
     # The agent does not know what this kubelet wants: else it would give up pins itself.
-    limits = {"gc_high": 0.995, "gc_low": 0.99, "eviction_free": 0.001}
+    roomy = kubelet_files.written(area / "agent")
     made = agent.Agent(
-        area / "agent", {"preheat": {"images": listed, "spread": 0, "kubelet": limits}}
+        area / "agent", {"kubelet": roomy, "preheat": {"images": listed, "spread": 0}}
     )
     made.settings["admin"]["socket"] = "/run/nodeagent.sock"
     made.socket.symlink_to(greedy.root / "run/nodeagent.sock")

@@ -54,12 +54,12 @@ def test_labels_tell_what_is_mounted_from_the_registry(
 
 def test_mounted_layers_are_here_and_their_bytes_are_not() -> None:
     chains = frozenset(layer.chain_id for layer in LAYERS)
-    inventory = base.Inventory(
+    inventory = base.ImageInventory(
         content={"sha256:t": 1}, snapshots=chains, remote=frozenset({"sha256:chain-b"})
     )
     assert estimate.is_here(SHAPE, inventory)
     assert estimate.remote_bytes(SHAPE, inventory) == 7
-    assert estimate.remote_bytes(SHAPE, base.Inventory(snapshots=chains)) == 0
+    assert estimate.remote_bytes(SHAPE, base.ImageInventory(snapshots=chains)) == 0
 
 
 # --- on containerd --------------------------------------------------------------------------------

@@ -37,14 +37,14 @@ SHAPE = manifest.Shape(manifest.Target("t", "sha256:t", 1), (("sha256:t", 1),), 
 def test_an_image_is_whole_with_its_layers_in_any_form(
     content: dict[str, int], snapshots: set[str], here: bool
 ) -> None:
-    inventory = base.Inventory(content=content, snapshots=frozenset(snapshots))
+    inventory = base.ImageInventory(content=content, snapshots=frozenset(snapshots))
     assert estimate.is_here(SHAPE, inventory) is here
 
 
 def test_an_image_is_here_when_the_runtime_tells_the_kubelet() -> None:
     record = base.Record(REF, SHAPE.top)
     for listed, here in ((None, True), (frozenset({REF}), True), (frozenset[str](), False)):
-        inventory = base.Inventory(records=(record,), listed=listed)
+        inventory = base.ImageInventory(records=(record,), listed=listed)
         assert inventory.has(REF, SHAPE.top.digest) is here
         assert not inventory.has(REF, "sha256:other")
 

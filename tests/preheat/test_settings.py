@@ -39,9 +39,7 @@ def test_settings_dump_to_themselves(tmp_path: Path) -> None:
         {"windows": ["25:00-01:00"]},
         {"platform": "amd64"},
         {"credentials": {"provider_dir": "/x"}},
-        {"kubelet": {"gc_high": "70%", "gc_low": "80%"}},
         {"socket": "relative.sock"},
-        {"partial_keep": "4h", "attempt_timeout": "4h"},
     ],
 )
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
@@ -49,10 +47,9 @@ def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
         PreheatSettings.model_validate(wrong)
 
 
-def test_complete_fills_in_the_node() -> None:
+def test_complete_fills_in_the_platform() -> None:
     empty = settings.complete(PreheatSettings())
-    given = PreheatSettings(platform="linux/arm64", node="n1")
+    given = PreheatSettings(platform="linux/arm64")
 
     assert empty.platform.startswith("linux/")
-    assert empty.node
     assert settings.complete(given) == given

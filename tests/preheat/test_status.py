@@ -149,7 +149,7 @@ def test_reuse_is_bounded_in_images_and_bases() -> None:
 def test_reuse_is_of_tagged_images() -> None:
     shape = shape_of("a")
     names = (REF, f"r.e/fw/a@{shape.top.digest}", shape.top.digest)
-    inventory = base.Inventory(records=tuple(base.Record(name, shape.top) for name in names))
+    inventory = base.ImageInventory(records=tuple(base.Record(name, shape.top) for name in names))
     found = estimate.shared_of_images(inventory, {shape.top.digest: shape}, frozenset())
     assert [each.ref for each in found] == [REF]
 
@@ -203,14 +203,14 @@ class StillRuntime:
         self.folder = folder
         self.last_used = last_used
 
-    async def inventory(self) -> base.Inventory:
+    async def inventory(self) -> base.ImageInventory:
         hold = base.Hold(
             *("nodeagent-pin-1", "pin", REF, "policy", self.shape.top),
             image_id=self.shape.image_id,
             names=(REF,),
             created=1.0,
         )
-        return base.Inventory(
+        return base.ImageInventory(
             records=(base.Record(REF, self.shape.top),),
             content=dict(self.shape.documents),
             snapshots=frozenset(layer.chain_id for layer in self.shape.layers),
@@ -220,7 +220,7 @@ class StillRuntime:
             images_path=str(self.folder),
         )
 
-    async def tend(self, _: base.Inventory) -> bool:
+    async def tend(self, _: base.ImageInventory) -> bool:
         return False
 
     async def usage(self, _: str) -> int:

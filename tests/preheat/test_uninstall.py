@@ -30,19 +30,19 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     PreheatSettings.model_rebuild(force=True)
 
 
-def asked(section: dict[str, Any]) -> list[Path]:
-    return uninstall.sockets(section)[0]
+def asked(**section: Any) -> list[Path]:
+    return uninstall.sockets(PreheatSettings(**section).as_json())[0]
 
 
 def test_a_room_that_was_left_out_is_looked_for_in_every_runtime_of_the_host(
     sockets: dict[str, Path],
 ) -> None:
     with pytest.raises(kit.errors.NotFoundError):
-        asked({})
+        asked()
     sockets["k3s"].touch()
-    assert asked({}) == [sockets["k3s"]]
+    assert asked() == [sockets["k3s"]]
     sockets["usual"].touch()  # k3s beside it has a runtime of its own
-    assert asked({}) == [sockets["usual"], sockets["k3s"]]
+    assert asked() == [sockets["usual"], sockets["k3s"]]
 
 
 def test_a_runtime_that_has_ended_is_said_and_fails_nothing(
@@ -54,7 +54,7 @@ def test_a_runtime_that_has_ended_is_said_and_fails_nothing(
     with socket.socket(socket.AF_UNIX) as running:
         running.bind(str(sockets["k3s"]))
         running.listen()
-        assert asked({}) == [sockets["k3s"]]
+        assert asked() == [sockets["k3s"]]
         asked_now = list[Any]()
 
         def nothing(what: Any) -> list[Any]:
@@ -63,7 +63,7 @@ def test_a_runtime_that_has_ended_is_said_and_fails_nothing(
             return []
 
         monkeypatch.setattr("asyncio.run", nothing)
-        found = uninstall.find({}, str(tmp_path))
+        found = uninstall.find(PreheatSettings().as_json(), str(tmp_path))
     assert len(asked_now) == 1
     assert [(each["kind"], each["name"]) for each in found] == [
         ("container runtime", str(sockets["usual"]))
@@ -76,7 +76,7 @@ def test_a_runtime_that_the_settings_name_is_not_passed_over(
 ) -> None:
     sockets["k3s"].touch()
     named = str(tmp_path / "away")
-    assert asked({"socket": named}) == [Path(named)]
+    assert asked(socket=named) == [Path(named)]
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -106,17 +106,17 @@ def refuse(what: Any) -> None:
 def test_what_a_newer_agent_holds_is_listed_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inventory = base.Inventory(newer_holds=1, unknown_holds=("nodeagent-pin-99",))
+    inventory = base.ImageInventory(newer_holds=1, unknown_holds=("nodeagent-pin-99",))
 
     @contextlib.asynccontextmanager
     async def runtime(*_: Any) -> AsyncIterator[Any]:
-        async def look() -> base.Inventory:
+        async def look() -> base.ImageInventory:
             return inventory
 
         yield SimpleNamespace(inventory=look)
 
     monkeypatch.setattr(uninstall, "_runtime", runtime)
-    section = {"socket": str(tmp_path / "s")}
+    section = PreheatSettings(socket=tmp_path / "s").as_json()
     (tmp_path / "s").touch()
     (found,) = uninstall.find(section, str(tmp_path))
     assert (found["kind"], found["name"], found["stays"]) == ("lease", "nodeagent-pin-99", "")

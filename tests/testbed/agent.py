@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from tests.testbed import holding, leftovers, ports, starts, waiting
+from tests.testbed import constants, holding, leftovers, ports, starts, waiting
 
 COMMAND = str(Path(sys.executable).parent / "nodeagent")
 START_SECONDS = 30.0
@@ -50,6 +50,7 @@ class UnixConnection(http.client.HTTPConnection):
 
 class Agent:
     """A ``nodeagent run`` process below one folder. Change ``settings`` and ``write`` to reload.
+    Constants of the product may stand among them; they count from the next start on.
 
     ``settings``: what the file holds beside the API's address and the state directory; by default
     a cache without datasets.
@@ -65,6 +66,7 @@ class Agent:
         self.socket = home / "admin.sock"
         self.config = folder / "nodeagent.yaml"
         self.arguments: tuple[str, ...] = ()  # of 'nodeagent run'
+        self.constants: dict[str, dict[str, Any]] = {}  # by module, of none of the settings
         self.log = folder / "log"
         self.store = folder / "store"
         self.views = folder / "views"
@@ -118,16 +120,22 @@ class Agent:
     @property
     def environment(self) -> dict[str, str]:
         mine = {leftovers.MARK: str(self.folder), holding.FOLDER: str(self.holds)}
+        mine |= constants.environment(self._divided()[1], self.constants)
         made = {**os.environ, **mine}
-        if self.holds.exists():
+        if self.holds.exists() or constants.ENVIRONMENT in made:
             made["PYTHONPATH"] = starts.python_path(made)  # a benchmark has not the hook yet
         made.pop("GRPC_ENABLE_FORK_SUPPORT", None)  # of tests (tests/conftest.py)
         return made
 
+    def _divided(self) -> tuple[dict[str, Any], list[Any]]:
+        from nodeagent.settings import Settings
+
+        return constants.divide(Settings, self.settings)
+
     def write(self) -> None:
         """Replace the file by a rename, as editors do."""
         new = self.config.with_suffix(".new")
-        new.write_text(yaml.safe_dump(self.settings))
+        new.write_text(yaml.safe_dump(self._divided()[0]))
         new.rename(self.config)
 
     def start(self, *within: str) -> "Agent":

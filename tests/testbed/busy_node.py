@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.testbed import blockdev, cell, proxy, pulling, registry, trees
+from tests.testbed import blockdev, cell, kubelet_files, proxy, pulling, registry, trees
 from tests.testbed.agent import Agent
 
 MB = 1_000_000
@@ -130,14 +130,14 @@ def busy(folder: Path, name: str = "gpu-node-07") -> Iterator[BusyNode]:
         trees.plain(folder / "sources" / WARMING, _FILES, seed=2)
         made = Agent(folder / "node")
         made.settings |= {
+            # The disk that tests run on may be fuller than a node's.
+            "kubelet": kubelet_files.written(folder / "node"),
             "preheat": {
                 "socket": str(runtime.daemon.socket),
                 "hosts_dir": str(runtime.daemon.certs),
                 "spread": 0,
                 "pin_budget": _PIN_BUDGET,
                 "stall_timeout": "3600s",
-                # The disk that tests run on may be fuller than a node's.
-                "kubelet": {"gc_high": 0.995, "gc_low": 0.99, "eviction_free": 0.001},
                 "images": [{"ref": PINNED}, {"ref": LARGE, "priority": -1}],
             },
             # What the audit finds is that of the whole machine, other tests included.

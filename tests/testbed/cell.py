@@ -115,9 +115,12 @@ def answers_within(made: Agent, seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def agent(folder: Path, where: Cell, **guard: Any) -> Iterator[Agent]:
-    """An agent that guards the cell's loop devices, started, and stopped at the end."""
+def agent(folder: Path, where: Cell, program: Path | None = None, **guard: Any) -> Iterator[Agent]:
+    """An agent that guards the cell's loop devices, started, and stopped at the end. ``program``:
+    in place of the one that is compiled."""
     made = Agent(folder, {"volumes": volumes(where, **guard)})
+    if program is not None:
+        made.constants = {"volumes.guard.kernel": {"OBJECT": str(program)}}
     made.start()
     try:
         yield made

@@ -62,7 +62,7 @@ def agent(folder: Path, *, with_gpus: bool = False) -> app.Agent:
     _fill_volumes(rooms["volumes"])
     for origin, severities in _FINDINGS.items():
         made.state.findings.report(origin, [_finding("rule", each) for each in severities])
-    cluster = service.Cluster(ClusterSettings(node="n", namespace="n"), made.state.settings)
+    cluster = service.Cluster(ClusterSettings(namespace="n"), made.state.settings)
     made.state.metrics.append(cluster.metrics)
     made.state.metrics.append(functools.partial(gpus.stalls, lambda: 1.0))
     if with_gpus:
@@ -110,7 +110,7 @@ def _fill_cache(room: cache.component.Cache, folder: Path) -> None:
         made.figures = figures.Figures(files=2, bytes=2000, done_files=1, done_bytes=1000)
         made.current.record = replace(record, state="complete", scrubbed=1.0, marks=marks)
         room.datasets[made.name] = made
-        room.csi.node.volumes[made.name] = records.Volume("id", made.view, made.name, "data")
+        room.csi.node.volumes[made.name] = records.DatasetVolume("id", made.view, made.name, "data")
 
 
 def _fill_preheat(room: preheat.component.Preheat) -> None:
@@ -131,8 +131,8 @@ def _fill_volumes(room: volumes.component.Volumes) -> None:
     states = itertools.cycle(evaluate.STATES)
     audit.states = [evaluate.RuleState(rule.name, next(states)) for rule in evaluate.RULES]
     audit.findings = [_finding(r.name, str(r.severity)) for r in evaluate.RULES[:5]]
-    settings = follower.configuration(audit.settings.logs, (), audit.drivers)
-    audit.follower = follower.Follower(settings, lambda _: None)
+    settings = follower.configuration(audit.settings.logs, (), audit.watched.drivers)
+    audit.follower = follower.LogFollower(settings, lambda _: None)
     sources = [*(["kernel"] if settings.kernel else []), *(each.name for each in settings.sources)]
     audit.follower._past = {name: matcher.Counters() for name in sources}
     ends = ("done", "failed", "dry-run")

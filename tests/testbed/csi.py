@@ -27,7 +27,8 @@ class Kubelet:
 
     def serve(self, node: agent.Agent, wait: str = "1s") -> None:
         """Put the driver into the agent's settings."""
-        node.cache["csi"] = {"enabled": True, "kubelet": str(self.root), "wait": wait}
+        node.cache["csi"] = {"enabled": True, "wait": wait}
+        node.settings.setdefault("kubelet", {})["root_dir"] = str(self.root)
 
     def target(self, pod: str = "") -> Path:
         """Where kubelet wants a volume; the directory above it is there."""

@@ -215,10 +215,10 @@ def installed(kube: kubernetes.Kubernetes, folder: Path, *, files: int = FILES) 
                     "server": f"https://127.0.0.1:{kube.api_port}",
                     "interval": "1s",
                 },
+                "kubelet": {"config": "/var/lib/kubelet/config.yaml"},
                 "preheat": {
                     "images": [{"ref": PINNED, "pin": "always"}],
                     "spread": "0s",
-                    "kubelet": {"config": "/var/lib/kubelet/config.yaml"},
                 },
                 "volumes": {
                     "guard": {

@@ -32,8 +32,8 @@ async def hanging(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[int]]:
 
     monkeypatch.setattr(disk, "STATE", kit.threads.Apart("the test's"))
     monkeypatch.setattr(kit.files, "append", hang)
-    monkeypatch.setattr(store.Store, "load", hang)
-    monkeypatch.setattr(journal.Journal, "read", hang)
+    monkeypatch.setattr(store.LedgerStore, "load", hang)
+    monkeypatch.setattr(journal.ActionJournal, "read", hang)
     monkeypatch.setattr(controller, "LOAD_SECONDS", 0.05)
     monkeypatch.setattr(journal, "_WRITE_SECONDS", 0.05)
     monkeypatch.setattr(journal, "_READ_SECONDS", 0.05)
@@ -61,7 +61,7 @@ async def test_journal_ends_in_time_and_leaves_one_thread(
     hanging: list[int], tmp_path: Path
 ) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
-    written = journal.Journal(tmp_path)
+    written = journal.ActionJournal(tmp_path)
     async with asyncio.timeout(waiting.limit(60)):
         for _ in range(TRIES):
             assert not await written.write({"action": "a"})

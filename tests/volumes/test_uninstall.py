@@ -29,7 +29,7 @@ def test_memory_of_volumes_stays_and_the_rest_goes(
     section: dict[str, object], tmp_path: Path
 ) -> None:
     (tmp_path / "volumes" / "ledger").mkdir(parents=True)
-    ledger = store.Store(tmp_path / "volumes" / "ledger")
+    ledger = store.LedgerStore(tmp_path / "volumes" / "ledger")
     entry = store.Entry("volume").saw("ext4", "uuid", "", 1.0, "node")
     ledger.put(entry)
     (tmp_path / "volumes" / "operator.log").write_text("a line\n")
@@ -39,7 +39,7 @@ def test_memory_of_volumes_stays_and_the_rest_goes(
     uninstall.remove(section, str(tmp_path), "state", str(tmp_path / "volumes"))
 
     assert [each.name for each in (tmp_path / "volumes").iterdir()] == ["ledger"]
-    again = store.Store(tmp_path / "volumes" / "ledger")
+    again = store.LedgerStore(tmp_path / "volumes" / "ledger")
     again.load()
     assert again.get("volume") == entry
     assert set(kinds(section, tmp_path)) == {"ledger"}

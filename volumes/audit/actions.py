@@ -30,7 +30,7 @@ _REPEAT_SECONDS = 3600.0  # a refusal or a dry run is not reported again sooner
 
 
 @dataclass(frozen=True)
-class Plan:
+class ActionPlan:
     """One action. ``refusal`` says why it must not be carried out; empty when it may."""
 
     action: str
@@ -43,7 +43,7 @@ class Plan:
 
 def plans(
     found: list[Finding], inventory: Inventory, former: Mapping[str, frozenset[str]]
-) -> list[Plan]:
+) -> list[ActionPlan]:
     """Every action for the findings. ``former``: where the host had each device mounted."""
     steps = []
     for finding in found:
@@ -57,7 +57,7 @@ def plans(
 
 def _detach(
     finding: Finding, device: blockdev.BlockDevice, inventory: Inventory, former: frozenset[str]
-) -> Plan:
+) -> ActionPlan:
     inode = finding.evidence.get("namespace", "")
     space = next((s for s in inventory.spaces if str(s.inode) == inode), None)
     every = [p for p in space.places if p.device in device.numbers] if space else []
@@ -77,7 +77,7 @@ def _detach(
         task = f"/task/{owner.thread}" if owner.thread else ""
         way = f"/proc/{owner.pid}{task}/ns/mnt"
     targets = sorted({place.target for place in places})
-    return Plan(
+    return ActionPlan(
         DETACH,
         finding.id,
         device.name,
@@ -105,13 +105,13 @@ class Runner:
     """Carries plans out, at most ``per_hour`` of them an hour."""
 
     def __init__(self, state_dir: Path) -> None:
-        self.journal = journal.Journal(state_dir)
+        self.journal = journal.ActionJournal(state_dir)
         self.last = self.journal.last
         self.counts: dict[tuple[str, str], int] = {}  # (action, outcome)
         self._not_before: dict[tuple[str, str], float] = {}
         self._done: list[float] = []
 
-    def due(self, plans: list[Plan], settings: ActionSettings) -> list[Plan]:
+    def due(self, plans: list[ActionPlan], settings: ActionSettings) -> list[ActionPlan]:
         """Plans that the settings ask for and that were not tried a moment ago. In mode dry-run
         also refused ones, so that the journal says why."""
         now = time.monotonic()
@@ -127,9 +127,9 @@ class Runner:
 
     async def run(
         self,
-        step: Plan,
+        step: ActionPlan,
         settings: ActionSettings,
-        again: Callable[[], Awaitable[list[Plan]]],
+        again: Callable[[], Awaitable[list[ActionPlan]]],
         *,
         dry_run: bool | None = None,
         by: str = "audit",
@@ -162,7 +162,7 @@ class Runner:
             return await self._finish(entry, "limited", f"{settings.per_hour} in this hour already")
         return await self._carry_out(fresh, entry)
 
-    async def _carry_out(self, step: Plan, entry: dict[str, Any]) -> dict[str, Any]:
+    async def _carry_out(self, step: ActionPlan, entry: dict[str, Any]) -> dict[str, Any]:
         await self.journal.write(entry | {"outcome": "begun", "detail": ""})
         try:
             done = await kit.child.call(

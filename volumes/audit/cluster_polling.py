@@ -53,7 +53,7 @@ class Poller:
         self.watched_by: dict[tuple[str, str, str, str], str] = {}  # see types.Scene
         self._changed = changed
         self._wide: dict[tuple[ClusterSettings, float], Wide] = {}
-        self._clients: dict[tuple[ClusterSettings, float], client.Cluster] = {}
+        self._clients: dict[tuple[ClusterSettings, float], client.ClusterClient] = {}
         self._images: frozenset[protocol.ImageName] = frozenset()
         self._wake = asyncio.Event()
 
@@ -116,7 +116,7 @@ class Poller:
         patience = max(1.0, deadline * _ANSWER_SHARE)
         key = settings, deadline
         if key not in self._clients:
-            self._clients[key] = client.Cluster(settings, deadline, patience=patience)
+            self._clients[key] = client.ClusterClient(settings, deadline, patience=patience)
         before = self._wide.get(key)
         wide = before is None or before.is_due(time.monotonic(), wide_interval)
         try:

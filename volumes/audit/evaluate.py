@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from volumes.audit.finding_state import Judged
 from volumes.audit.rules import agent, clusters, mappings, mounting
-from volumes.audit.rules.base import Rule
+from volumes.audit.rules.base import AuditRule
 from volumes.audit.settings import RuleSettings
 from volumes.audit.types import Scene, Severity, Trouble
 
 # Every rule, in the order of the status output. A new rule needs one line here.
-RULES: tuple[Rule, ...] = (
+RULES: tuple[AuditRule, ...] = (
     mounting.leaked_mount,
     mounting.busy_mount,
     mounting.private_propagation,

@@ -25,7 +25,7 @@ def detach(way: str, namespace_id: int, inode: int, copies: list[tuple[int, int,
     ``way`` is the path of the namespace, empty to enter it by its id. ``copies`` are major and
     minor of each mount (not of the device below it) and its path in the namespace.
     """
-    wanted = [mount_namespaces.Copy((major, minor), target) for major, minor, target in copies]
+    wanted = [mount_namespaces.MountCopy((major, minor), target) for major, minor, target in copies]
     if _mounted_on_host({copy.device for copy in wanted}):
         raise kit.errors.RefusedError(
             "detach-leaked", "the host has the device mounted again", "nothing was done"

@@ -23,7 +23,7 @@ _READ_SECONDS = 10.0
 _MOST_LAST = 100
 
 
-class Journal:
+class ActionJournal:
     def __init__(self, state_dir: Path) -> None:
         self.last: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MOST_LAST)
         self._path = state_dir / "volumes" / "actions.jsonl"

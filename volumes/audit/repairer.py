@@ -43,7 +43,7 @@ class Repairer:
     def __init__(
         self,
         wanted: RepairSettings,
-        written: journal.Journal,
+        written: journal.ActionJournal,
         claims: Claims | None = None,
         taint: Taint | None = None,
     ) -> None:
@@ -212,7 +212,7 @@ class Repairer:
         elif step is Step.TAINT:
             if self._taint is None:
                 raise kit.errors.HostError(
-                    "volumes.repair.taint", "no cluster is configured", "see volumes.kubernetes"
+                    "volumes.repair.taint", "no cluster is configured", "see the section kubernetes"
                 )
             await self._taint(True)
         elif step is Step.RELEASE:

@@ -6,8 +6,8 @@ intervals. Open files of all processes are searched only where a device is held 
 explains it, and then less and less often.
 
 The service begins with ``first``, asks ``consider`` what else is due, scans that, and repeats until
-nothing is due. ``Memory`` is what is kept between scans.
-Invariant: ``Memory`` records scans that succeeded (``fulfilled``), never requests.
+nothing is due. ``ScanMemory`` is what is kept between scans.
+Invariant: ``ScanMemory`` records scans that succeeded (``fulfilled``), never requests.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class Memory:
+class ScanMemory:
     """What is known between two scans. Bounded by the number of devices."""
 
     deep_at: float = 0.0  # Unix time at which the last visit to the namespaces began
@@ -80,7 +80,7 @@ class Depth:
 QUICK = Depth(deep=False, users_of=())
 
 
-def first(memory: Memory, settings: AuditSettings, now: float) -> Depth:
+def first(memory: ScanMemory, settings: AuditSettings, now: float) -> Depth:
     """The scan that a round begins with: quick, unless a visit to the namespaces is due."""
     return Depth(deep=_overdue(memory, settings, now), users_of=())
 
@@ -111,8 +111,13 @@ def merged(new: Inventory, before: Inventory | None) -> Inventory:
 
 
 def consider(
-    scene: Scene, inventory: Inventory, memory: Memory, *, fresh: bool, unconfirmed: bool = False
-) -> tuple[Depth, Memory]:
+    scene: Scene,
+    inventory: Inventory,
+    memory: ScanMemory,
+    *,
+    fresh: bool,
+    unconfirmed: bool = False,
+) -> tuple[Depth, ScanMemory]:
     """What else must be scanned now, and the memory with today's suspects.
 
     ``fresh``: the namespaces in this inventory were visited in this round. ``unconfirmed``: a
@@ -134,11 +139,11 @@ def consider(
     )
 
 
-def _overdue(memory: Memory, settings: AuditSettings, now: float) -> bool:
+def _overdue(memory: ScanMemory, settings: AuditSettings, now: float) -> bool:
     return now - memory.deep_at >= _interval(memory, settings)
 
 
-def _interval(memory: Memory, settings: AuditSettings) -> float:
+def _interval(memory: ScanMemory, settings: AuditSettings) -> float:
     return settings.busy_interval if memory.changed else settings.interval
 
 
@@ -173,7 +178,7 @@ def _due(suspects: Mapping[Key, Suspect], now: float) -> tuple[Key, ...]:
     return tuple(each for each, suspect in suspects.items() if is_due(suspect, _JOIN_SHARE))
 
 
-def fulfilled(memory: Memory, depth: Depth, began: float) -> Memory:
+def fulfilled(memory: ScanMemory, depth: Depth, began: float) -> ScanMemory:
     """The memory after a scan of ``depth`` that began at ``began`` succeeded."""
     suspects = {
         each: _asked(suspect, began) if each[0] in depth.users_of else suspect
@@ -190,7 +195,7 @@ def _asked(suspect: Suspect, now: float) -> Suspect:
 
 
 def next_round(
-    memory: Memory,
+    memory: ScanMemory,
     settings: AuditSettings,
     now: float,
     pending: float | None,

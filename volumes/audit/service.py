@@ -23,6 +23,7 @@ import kit.errors
 import kit.findings
 import kit.room
 from ceph import protocol
+from kube.settings import KubeletSettings
 from linux import mountinfo, netlink, syscalls
 from volumes.audit import (
     actions,
@@ -53,6 +54,15 @@ _ALL_SECONDS = 1800.0  # between two readings of all devices, named by uevents o
 _MOST_CHANGED = 256  # devices; of more, all are read
 
 
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """What the audit looks at beside its own section."""
+
+    clusters: tuple[ClusterSettings, ...]
+    drivers: tuple[str, ...]
+    kubelet: KubeletSettings
+
+
 class Audit:
     """``guard`` returns the guard's state; it is called each round and must not block."""
 
@@ -66,12 +76,12 @@ class Audit:
         reporter: kit.findings.Reporter,
         guard: Callable[[], GuardView | None] = lambda: None,
         repair: RepairSettings | None = None,
+        kubelet: KubeletSettings | None = None,
         claims: repairer.Claims | None = None,
         taint: repairer.Taint | None = None,
     ) -> None:
         self.settings = settings
-        self.cluster_settings = tuple(clusters)
-        self.drivers = tuple(drivers)
+        self.watched = Watched(tuple(clusters), tuple(drivers), kubelet or KubeletSettings())
         self.inventory: Inventory | None = None
         self.states: list[evaluate.RuleState] = []
         self.findings: list[kit.findings.Finding] = []
@@ -81,12 +91,12 @@ class Audit:
         self.repairer = repairer.Repairer(
             repair or RepairSettings(), self.runner.journal, claims, taint
         )
-        self.follower: follower.Follower | None = None
+        self.follower: follower.LogFollower | None = None
         self._reporter = reporter
         self._guard = guard
         self._patterns: dict[str, patterns.Pattern] = {}
-        self._hits = patterns.Hits()
-        self._memory = scheduler.Memory()
+        self._hits = patterns.PatternHits()
+        self._memory = scheduler.ScanMemory()
         self._state: finding_state.State = {}
         self._former: dict[scheduler.Key, frozenset[str]] = {}
         self._blind = ""
@@ -131,7 +141,7 @@ class Audit:
         self._tasks = [
             asyncio.create_task(self._loop(), name="audit"),
             asyncio.create_task(
-                self.clusters.run(lambda: self.settings, lambda: self.cluster_settings),
+                self.clusters.run(lambda: self.settings, lambda: self.watched.clusters),
                 name="audit clusters",
             ),
         ]
@@ -146,9 +156,9 @@ class Audit:
         self.follower = self._log_task = None
         if not (self.settings.logs.kernel or self.settings.logs.sources):
             return
-        self.follower = follower.Follower(
+        self.follower = follower.LogFollower(
             follower.configuration(
-                self.settings.logs, tuple(self._patterns.values()), self.drivers
+                self.settings.logs, tuple(self._patterns.values()), self.watched.drivers
             ),
             self._log_hits,
         )
@@ -159,6 +169,7 @@ class Audit:
         settings: AuditSettings,
         clusters: Sequence[ClusterSettings] | None = None,
         drivers: Sequence[str] | None = None,
+        kubelet: KubeletSettings | None = None,
     ) -> Sequence[str]:
         """Take over new settings; all but ``enabled`` change while running. Raises what ended the
         loop."""
@@ -170,18 +181,17 @@ class Audit:
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
-        new_drivers = self.drivers if drivers is None else tuple(drivers)
-        new_clusters = self.cluster_settings if clusters is None else tuple(clusters)
-        if (settings, new_clusters, new_drivers) != (
-            self.settings,
-            self.cluster_settings,
-            self.drivers,
-        ):
-            logs_changed = settings.logs != self.settings.logs or new_drivers != self.drivers
+        old = self.watched
+        watched = Watched(
+            old.clusters if clusters is None else tuple(clusters),
+            old.drivers if drivers is None else tuple(drivers),
+            kubelet or old.kubelet,
+        )
+        if (settings, watched) != (self.settings, old):
+            logs_changed = settings.logs != self.settings.logs or watched.drivers != old.drivers
             if logs_changed:
                 self._load_patterns(settings)
-            self.settings, self.drivers = settings, new_drivers
-            self.cluster_settings = new_clusters
+            self.settings, self.watched = settings, watched
             if logs_changed:
                 self._follow_logs()
             self.clusters.ask_soon()
@@ -344,14 +354,14 @@ class Audit:
             self._all_read = time.monotonic()
         self._changed = None if self._uevents is None else set()
         return scan.Request(
-            drivers=self.drivers,
-            kubelet=str(self.settings.kubelet),
+            drivers=self.watched.drivers,
+            kubelet=str(self.watched.kubelet.root_dir),
             proc="/proc",
             sys="/sys",
             containers=str(self.settings.containers),
             deep=depth.deep,
             users_of=depth.users_of,
-            kubelet_set="kubelet" in self.settings.model_fields_set,
+            kubelet_set="root_dir" in self.watched.kubelet.model_fields_set,
             changed=changed,
             names=self.settings.names,
         )
@@ -370,7 +380,7 @@ class Audit:
     def cluster_views(self) -> dict[str, protocol.ClusterView | str]:
         """The latest view of every configured cluster, or why there is none."""
         return {
-            c.name: self.clusters.views.get(c.name, "not asked yet") for c in self.cluster_settings
+            c.name: self.clusters.views.get(c.name, "not asked yet") for c in self.watched.clusters
         }
 
     def _scene(self) -> Scene:
@@ -386,7 +396,7 @@ class Audit:
             clusters=self.cluster_views(),
             watched_by=self.clusters.watched_by,
             expected_versions={
-                c.name: c.expected_version for c in self.cluster_settings if c.expected_version
+                c.name: c.expected_version for c in self.watched.clusters if c.expected_version
             },
             paths=self.clusters.paths,
             guard=self._guard(),
@@ -428,13 +438,13 @@ class Audit:
         ):
             self.clusters.ask_soon()
 
-    def plans(self) -> list[actions.Plan]:
+    def plans(self) -> list[actions.ActionPlan]:
         """Every action for the current findings, also those that are refused."""
         if self.inventory is None:
             return []
         return actions.plans(self.findings, self.inventory, self._mounted_before())
 
-    async def _plans_afresh(self) -> list[actions.Plan]:
+    async def _plans_afresh(self) -> list[actions.ActionPlan]:
         """The plans after a scan of this moment; none when it fails."""
         async with self._round:
             names = {step.device for step in self.plans() if step.device}
@@ -483,9 +493,9 @@ class Audit:
 
     async def audit_now(self) -> None:
         """A full round, clusters included."""
-        if self.cluster_settings:
+        if self.watched.clusters:
             timeout = self.settings.cluster_timeout
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout + 5.0):
-                    await self.clusters.ask(self.cluster_settings, timeout)
+                    await self.clusters.ask(self.watched.clusters, timeout)
         await self.round(full=True)

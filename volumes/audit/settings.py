@@ -1,7 +1,7 @@
 """Settings of the volume audit (``volumes.audit``)."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -80,7 +80,7 @@ class LogSettings(kit.settings.Section):
     lines_per_second: int = Field(default=20_000, ge=100, le=100_000)
     """Most lines matched per second and source; more are counted as dropped. 20000 a second cost 2
     % of a core while they last."""
-    hold: kit.units.Seconds = Field(default=900.0, ge=1)
+    hold: ClassVar[kit.units.Seconds] = 900.0
     """A finding from a log line clears when the line stays away for so long."""
 
     @field_validator("sources")
@@ -101,7 +101,7 @@ class ActionSettings(kit.settings.Section):
 
     detach_leaked: Mode = "off"
     """Unmount a private leaked copy inside its holder's namespace."""
-    per_hour: int = Field(default=10, ge=1, le=1000)
+    per_hour: ClassVar[int] = 10
     """Most actions in an hour."""
 
 
@@ -112,13 +112,13 @@ class RepairSettings(kit.settings.Section):
 
     mode: Mode = "off"
     """off: only what an operator would do is said. dry-run: the journal says what would be done."""
-    settle: kit.units.Seconds = Field(default=60.0, ge=0, le=86400)
+    settle: ClassVar[kit.units.Seconds] = 60.0
     """How long nothing may have held a broken mapping before it is unmapped."""
-    per_hour: int = Field(default=4, ge=1, le=100)
+    per_hour: ClassVar[int] = 4
     """Most mappings of this node that are unmapped in an hour."""
-    per_volume: int = Field(default=2, ge=1, le=100)
+    per_volume: ClassVar[int] = 2
     """Most attempts for one volume in a day; a failed one counts."""
-    follow: kit.units.Seconds = Field(default=900.0, ge=1, le=86400)
+    follow: ClassVar[kit.units.Seconds] = 900.0
     """How long a volume that was unmapped is waited for, to probe it when it is mapped again."""
     taint: bool = False
     """Taint this node (nodeagent.io/volume-repair:NoSchedule) while a repair is under way. The
@@ -158,28 +158,26 @@ class AuditSettings(kit.settings.Section):
     names: tuple[str, ...] = Field(default=("*",), min_length=1)
     """Devices of the guarded drivers that the audit watches, as shell patterns, with what lies on
     them. The others have no findings, and nothing is done to them."""
-    kubelet: kit.settings.AbsolutePath = Path("/var/lib/kubelet")
-    """kubelet's root directory on the host."""
     containers: kit.settings.AbsolutePath = Path(
         "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
     )
     """containerd's bundles, which hold the pods' names."""
-    interval: kit.units.Seconds = Field(default=300.0, ge=5, le=86400)
+    interval: ClassVar[kit.units.Seconds] = 300.0
     """Between two full scans when idle."""
-    busy_interval: kit.units.Seconds = Field(default=60.0, ge=1, le=3600)
+    busy_interval: ClassVar[kit.units.Seconds] = 60.0
     """The same while mounts come and go."""
-    settle: kit.units.Seconds = Field(default=1.0, ge=0.1, le=60)
+    settle: ClassVar[kit.units.Seconds] = 1.0
     """Least time between two scans, however many mounts change."""
-    look_timeout: kit.units.Seconds = Field(default=10.0, gt=0, le=300)
+    look_timeout: ClassVar[kit.units.Seconds] = 10.0
     """After this a scan is abandoned and its result is unknown."""
-    clear_after: kit.units.Seconds = Field(default=5.0, ge=0)
+    clear_after: ClassVar[kit.units.Seconds] = 5.0
     """A finding clears when its trouble was gone for so long."""
-    cluster_interval: kit.units.Seconds = Field(default=300.0, ge=1, le=86400)
+    cluster_interval: ClassVar[kit.units.Seconds] = 300.0
     """Between two questions to a cluster: 7,500 nodes then ask 25 times a second."""
-    cluster_wide_interval: kit.units.Seconds = Field(default=3600.0, ge=1, le=86400)
+    cluster_wide_interval: ClassVar[kit.units.Seconds] = 3600.0
     """Between two questions about what is the same for every node (versions, features, the least
     client): of 7,500 nodes, two each second ask three commands."""
-    cluster_timeout: kit.units.Seconds = Field(default=15.0, gt=0, le=300)
+    cluster_timeout: ClassVar[kit.units.Seconds] = 15.0
     """After this a cluster's answer is unknown."""
     mount_options: tuple[RequiredMount, ...] = Field(default=(), max_length=100)
     """Options that mounts must have."""

@@ -8,7 +8,7 @@ off. After a boot, when nothing is attached, the settings that were last in forc
 import asyncio
 from typing import Any
 
-from kit.room import Section
+from kit.room import RoomSection
 from linux import blockdev
 from volumes import settings
 from volumes.guard import kernel, memory, override, status
@@ -19,7 +19,7 @@ _NO_SECTION = (
 )
 
 
-async def attach(section: Section) -> dict[str, Any]:
+async def attach(section: RoomSection) -> dict[str, Any]:
     """The guard's status afterwards. SettingsError when nothing says what is to be attached and
     when something is attached already; HostError when the kernel does not take the guard."""
     given: settings.GuardSettings | None = section.settings.guard if section.settings else None
@@ -50,13 +50,13 @@ async def attach(section: Section) -> dict[str, Any]:
 
 
 async def _status(
-    wanted: settings.GuardSettings, section: Section, *warnings: str
+    wanted: settings.GuardSettings, section: RoomSection, *warnings: str
 ) -> dict[str, Any]:
     now = await status.without_agent(wanted, section.state_dir)
     return now | {"warnings": [each for each in warnings if each]}
 
 
-async def _take_off(wanted: settings.GuardSettings, section: Section) -> dict[str, Any]:
+async def _take_off(wanted: settings.GuardSettings, section: RoomSection) -> dict[str, Any]:
     await asyncio.to_thread(_apply, wanted, kernel.Mode.OFF)
     problem = await override.forget_settings(section.state_dir)
     return await _status(wanted, section, problem)

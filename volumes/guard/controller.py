@@ -79,7 +79,7 @@ class Controller:
         self.errors = lease.ErrorLog()
         self.denials = denials.Denials()
         self._devices = blockdev.Known()
-        self.ledger = store.Store(state_dir / "volumes" / "ledger")
+        self.ledger = store.LedgerStore(state_dir / "volumes" / "ledger")
         self.mirror = Mirror(clusters, wanted.cluster_timeout)
         self.manager = lease_manager.LeaseManager(
             wanted, None, self.ledger, self.mirror, self.errors, self.denials,

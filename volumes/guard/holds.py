@@ -64,7 +64,7 @@ class Holds:
         self.begun = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: set[asyncio.Task[None]] = set()  # those that end, too
-        self._spare: kit.line_worker.Worker[bool] | None = None
+        self._spare: kit.line_worker.LineWorker[bool] | None = None
         self._warming: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -138,5 +138,5 @@ class Holds:
             await self._spare.close()
 
 
-def _worker() -> kit.line_worker.Worker[bool]:
-    return kit.line_worker.Worker("volumes.guard.holds:main", bool, about="hold", forked=True)
+def _worker() -> kit.line_worker.LineWorker[bool]:
+    return kit.line_worker.LineWorker("volumes.guard.holds:main", bool, about="hold", forked=True)

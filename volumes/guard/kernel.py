@@ -96,7 +96,7 @@ def task_text(raw: bytes) -> str:
 
 
 @dataclass(frozen=True)
-class Lease:
+class KernelLease:
     """``until``: CLOCK_MONOTONIC seconds; infinite: as long as the disk is there. ``opens``: checks
     that it let pass; the kernel checks one open twice, so 0 means that nothing was opened.
     ``diskseq``: the attachment it was given to; 0 where the kernel does not number attachments. The
@@ -112,7 +112,7 @@ class Lease:
         return _LEASE.pack(until, self.opens, self.diskseq, int(self.grace * 1e9))
 
     @classmethod
-    def unpack(cls, raw: bytes) -> "Lease":
+    def unpack(cls, raw: bytes) -> "KernelLease":
         # The map of an earlier program has shorter values.
         until, opens, diskseq, grace = _LEASE.unpack(raw.ljust(_LEASE.size, b"\0"))
         return cls(math.inf if until >= _FOREVER else until / 1e9, opens, diskseq, grace / 1e9)
@@ -168,7 +168,7 @@ class Present(Wanted):
     cgroup: str = ""
     whole_node: bool = False  # the cgroup is the root of the hierarchy
     programs: Sequence[bpf.ProgramInfo] = ()
-    leases: Mapping[Number, Lease] = field(default_factory=dict)
+    leases: Mapping[Number, KernelLease] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
     pinned: bool = False
 
@@ -455,15 +455,15 @@ class Kernel:
         ``grant`` fails. RefusedError when nothing is attached."""
         with self._hold, contextlib.suppress(FileExistsError):
             self._attached()["leases"].set(
-                _key(number), Lease(0.0, 0, diskseq or 0).pack(), bpf.IF_NEW
+                _key(number), KernelLease(0.0, 0, diskseq or 0).pack(), bpf.IF_NEW
             )
 
     def grant(self, number: Number, until: float, diskseq: int | None, grace: float = 0.0) -> None:
         """Let write opens of the device pass until CLOCK_MONOTONIC ``until`` (seconds).
 
-        ``diskseq``: the attachment that the lease is given to. ``grace``: see ``Lease``. The count
-        of opens under a lease that this one replaces is carried over. One that the kernel counts
-        meanwhile would be lost, so a lease that still held counts as used.
+        ``diskseq``: the attachment that the lease is given to. ``grace``: see ``KernelLease``. The
+        count of opens under a lease that this one replaces is carried over. One that the kernel
+        counts meanwhile would be lost, so a lease that still held counts as used.
         RefusedError when nothing is attached, or when another disk has the number since
         ``reserve``.
         """
@@ -473,11 +473,11 @@ class Kernel:
             leases = self._attached()["leases"]
             opens = 0
             if raw := leases.get(_key(number)):
-                old = Lease.unpack(raw)
+                old = KernelLease.unpack(raw)
                 if old.diskseq == (diskseq or 0):
                     opens = max(old.opens, int(old.until > time.monotonic()))
             try:
-                new = Lease(until, opens, diskseq or 0, grace).pack()
+                new = KernelLease(until, opens, diskseq or 0, grace).pack()
                 leases.set(_key(number), new, bpf.IF_THERE)
             except FileNotFoundError:
                 raise kit.errors.RefusedError(
@@ -498,7 +498,7 @@ class Kernel:
             )
         return self.maps
 
-    def revoke(self, number: Number) -> Lease | None:
+    def revoke(self, number: Number) -> KernelLease | None:
         """End the lease now. Returns what it was."""
         key = _key(number)
         with self._hold:
@@ -506,7 +506,7 @@ class Kernel:
                 return None
             raw = self.maps["leases"].get(key)
             self.maps["leases"].delete(key)
-        return Lease.unpack(raw) if raw else None
+        return KernelLease.unpack(raw) if raw else None
 
     def held_back(self, caller: bytes) -> int:
         """Denials of this caller (a key of that map) that the kernel counted and did not report,
@@ -515,14 +515,14 @@ class Kernel:
             raw = self.maps["callers"].get(caller) if "callers" in self.maps else None
         return struct.unpack("=QQQ", raw)[2] if raw else 0
 
-    def leases(self) -> dict[Number, Lease]:
+    def leases(self) -> dict[Number, KernelLease]:
         """All in the map, expired ones too."""
         found = {}
         with self._hold:
             for key in self.maps["leases"].snapshot() if "leases" in self.maps else ():
                 raw = self.maps["leases"].get(key)
                 if raw is not None:
-                    found[_number(key)] = Lease.unpack(raw)
+                    found[_number(key)] = KernelLease.unpack(raw)
         return found
 
 

@@ -35,7 +35,7 @@ Attachment = tuple[tuple[int, int], int | None, int, str]  # number, DISKSEQ, si
 
 
 @dataclass(frozen=True)
-class Policy:
+class LeasePolicy:
     """``quiet``: seconds without an I/O error. The others: see the settings."""
 
     quiet: float = 60.0
@@ -200,7 +200,7 @@ def undisputed(
     return None
 
 
-def refusals(evidence: Evidence, policy: Policy) -> tuple[str, ...]:
+def refusals(evidence: Evidence, policy: LeasePolicy) -> tuple[str, ...]:
     """Why the device may not be formatted without an operator's permission; empty: it may."""
     reasons = [
         *_of_device(evidence),
@@ -254,7 +254,7 @@ def _of_probe(evidence: Evidence) -> list[str]:
     return reasons
 
 
-def _of_memory(evidence: Evidence, policy: Policy) -> list[str]:
+def _of_memory(evidence: Evidence, policy: LeasePolicy) -> list[str]:
     reasons = []
     no_extents = evidence.extents is Knowledge.NONE
     for which, knowledge in (("ledger", evidence.ledger), ("image's metadata", evidence.mirror)):

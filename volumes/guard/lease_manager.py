@@ -44,7 +44,7 @@ class LeaseManager(steps.Executor):
         self,
         wanted: settings.GuardSettings,
         leases: kernel.Kernel | None,
-        ledger: store.Store,
+        ledger: store.LedgerStore,
         mirror: Mirror,
         errors: lease.ErrorLog,
         refused: denials.Denials,
@@ -67,7 +67,7 @@ class LeaseManager(steps.Executor):
         self._denied: set[str] = set()  # denied since their last check began
         self._timers: dict[str, asyncio.TimerHandle] = {}  # until the check of such a device
         self._chores: set[asyncio.Task[None]] = set()
-        self.published = raw_block.Published(raw_block.published(raw_block.host_table()))
+        self.published = raw_block.PublishedDevice(raw_block.published(raw_block.host_table()))
         self.verdicts: dict[str, int] = {}
 
     # --- one task per device
@@ -461,12 +461,12 @@ class LeaseManager(steps.Executor):
     async def _statement(self, device: blockdev.BlockDevice) -> Statement:
         return NO_CLUSTER if self.witness is None else await self.witness.ask(device)
 
-    def _policy(self) -> lease.Policy:
+    def _policy(self) -> lease.LeasePolicy:
         quiet, require = self.settings.quiet, self.settings.require_extents
         if self.witness is None:
-            return lease.Policy(quiet, require)
+            return lease.LeasePolicy(quiet, require)
         asked = self.witness.settings
-        return lease.Policy(quiet, require, asked.outage, asked.young)
+        return lease.LeasePolicy(quiet, require, asked.outage, asked.young)
 
     def _decided(self, known: Known, reasons: tuple[str, ...]) -> None:
         if known.reasons != reasons:

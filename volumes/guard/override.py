@@ -81,11 +81,9 @@ class Done:
     warnings: tuple[str, ...] = ()
 
 
-def handle(wanted: settings.GuardSettings) -> kernel.Kernel:
+def handle(wanted: settings.GuardSettings, program: Path | None = None) -> kernel.Kernel:
     """The guard of the settings' cgroup. HostError without a cgroup v2 hierarchy."""
-    return kernel.Kernel(
-        wanted.cgroup or cgroups.find(), wanted.pins, wanted.object_file or kernel.OBJECT
-    )
+    return kernel.Kernel(wanted.cgroup or cgroups.find(), wanted.pins, program or kernel.OBJECT)
 
 
 # --- what is remembered

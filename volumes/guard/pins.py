@@ -56,7 +56,7 @@ def watch_disks(pins: Path, object_file: Path, maps: Mapping[str, bpf.Map]) -> N
 def watched(pins: Path) -> Iterator[None]:
     """What watches disks now goes on until the end, also when another program gets its pin."""
     try:
-        link = bpf.Link.at(pins / DISKS)
+        link = bpf.BpfLink.at(pins / DISKS)
     except OSError:
         yield
         return
@@ -69,7 +69,7 @@ def _watches(pin: Path, tag: str, used: Set[int]) -> bool:
     them."""
     try:
         with (
-            contextlib.closing(bpf.Link.at(pin)) as link,
+            contextlib.closing(bpf.BpfLink.at(pin)) as link,
             contextlib.closing(link.program()) as program,
         ):
             info = program.info()

@@ -290,7 +290,7 @@ class Watch:
             await asyncio.gather(self._task, return_exceptions=True)
 
 
-class Published:
+class PublishedDevice:
     """What is published now, and which bind mounts are of earlier attachments. Bounded by the mount
     table."""
 

@@ -27,7 +27,7 @@ class Reports:
         self,
         manager: lease_manager.LeaseManager,
         refused: denials.Denials,
-        ledger: store.Store,
+        ledger: store.LedgerStore,
         *,
         is_watched: Callable[[blockdev.BlockDevice], bool],
         changed: Callable[[], None],

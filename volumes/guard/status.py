@@ -111,7 +111,7 @@ def _of_witness(witness: Witness) -> Iterator[Finding]:
             "API server",
             f"PersistentVolumes cannot be asked: {witness.trouble}. A new volume is refused for "
             f"{witness.settings.outage:g}s, then the guard decides without its PersistentVolume",
-            "See docs/guard.md for the rights that the agent needs, and 'volumes.kubernetes'",
+            "See docs/guard.md for the rights that the agent needs, and the section kubernetes",
         )
     if witness.mark_trouble:
         yield Finding(

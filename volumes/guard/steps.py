@@ -73,7 +73,7 @@ class Executor:
         self,
         wanted: settings.GuardSettings,
         leases: kernel.Kernel | None,
-        ledger: store.Store,
+        ledger: store.LedgerStore,
         mirror: Mirror,
         node: str,
         witness: Witness | None = None,
@@ -233,10 +233,10 @@ class Executor:
         loop = asyncio.get_running_loop()
         self._beating = loop.call_later(lease.BEAT_SECONDS, self._beat)
 
-    def _revoke(self, number: blockdev.Number) -> kernel.Lease | None:
+    def _revoke(self, number: blockdev.Number) -> kernel.KernelLease | None:
         return self.leases.revoke(number) if self.leases is not None else None
 
-    def _held(self, device: blockdev.BlockDevice) -> kernel.Lease | None:
+    def _held(self, device: blockdev.BlockDevice) -> kernel.KernelLease | None:
         return self.leases.leases().get(device.number) if self.leases is not None else None
 
     def _until(self, device: blockdev.BlockDevice) -> float | None:

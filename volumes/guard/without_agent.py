@@ -25,7 +25,7 @@ async def explained(
     """As the agent would tell it (``explain.page``). NotFoundError, RefusedError."""
     device = await asyncio.to_thread(blockdev.by_path, name)
     mode, leased = await asyncio.to_thread(_kernel, section.guard, device)
-    ledger = store.Store(state_dir / "volumes" / "ledger")
+    ledger = store.LedgerStore(state_dir / "volumes" / "ledger")
     await asyncio.to_thread(ledger.load)
     known = await _looked(device, section.guard)
     known.reasons = () if leased else (_NOBODY,)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import kit.errors
-from ceph.client import Cluster
+from ceph.client import ClusterClient
 from ceph.protocol import Extents, ImageId
 from ceph.settings import ClusterSettings
 from linux.rbd_sysfs import RbdImage
@@ -46,7 +46,7 @@ class Mirror:
 
     def __init__(self, clusters: Sequence[ClusterSettings], deadline: float) -> None:
         self._settings = tuple(clusters), deadline
-        self._clusters = [Cluster(each, deadline) for each in clusters]
+        self._clusters = [ClusterClient(each, deadline) for each in clusters]
         self._failures = 0
         self.newer: dict[tuple[ImageId, str], str] = {}  # image and part: a newer agent wrote it
 
@@ -61,11 +61,11 @@ class Mirror:
             return
         former, self._failures = self._clusters, self.failures
         self._settings = tuple(clusters), deadline
-        self._clusters = [Cluster(each, deadline) for each in clusters]
+        self._clusters = [ClusterClient(each, deadline) for each in clusters]
         for each in former:
             await each.close()
 
-    async def _cluster(self, fsid: str) -> Cluster | None:
+    async def _cluster(self, fsid: str) -> ClusterClient | None:
         """The cluster with that fsid; None when it is not among ours. AgentError when one that does
         not answer may be it."""
         silent: kit.errors.AgentError | None = None

@@ -5,8 +5,8 @@ tell; a memory of the volume can. So the agent writes down what it saw on each v
 it permits a format, that it permitted one. One small fsynced file per volume; ``mirror`` keeps a
 copy in the image's own metadata, for other nodes.
 
-Invariants: ``Store.put`` returns only when the entry would survive a power cut. A file that cannot
-be understood is kept, and its volume's knowledge is UNKNOWN, never NONE. What a newer agent
+Invariants: ``LedgerStore.put`` returns only when the entry would survive a power cut. A file that
+cannot be understood is kept, and its volume's knowledge is UNKNOWN, never NONE. What a newer agent
 wrote is never replaced.
 """
 
@@ -165,7 +165,7 @@ def merge(here: Entry, there: Entry) -> Entry:
     )
 
 
-class Store:
+class LedgerStore:
     """All entries, in memory and on disk."""
 
     def __init__(self, folder: Path) -> None:

@@ -28,6 +28,7 @@ import kit.errors
 import kit.pause
 from kube import client, nodes, volumes
 from kube.client import KubeError
+from kube.settings import ThisNode
 from linux import blockdev
 from volumes.ledger import statement
 from volumes.ledger.settings import WitnessSettings
@@ -45,7 +46,7 @@ MOST_VOLUMES = 4096  # of which something is remembered
 
 
 @dataclass(frozen=True)
-class Claim:
+class VolumeClaim:
     """What kubelet's records say about a device. ``name``: the PersistentVolume's, if there."""
 
     driver: str
@@ -54,7 +55,7 @@ class Claim:
 
 
 AnswerT = TypeVar("AnswerT")
-Find = Callable[[blockdev.BlockDevice], Awaitable[Claim | None]]  # OSError or AgentError
+Find = Callable[[blockdev.BlockDevice], Awaitable[VolumeClaim | None]]  # OSError or AgentError
 
 
 def _budget(per_minute: int) -> kit.bucket.Bucket:
@@ -77,14 +78,14 @@ class _Mark:
 
 
 class Witness:
-    """``find`` says which volume lies on a device; ``node``: its name in the cluster."""
+    """``find`` says which volume lies on a device; ``here``: whose cluster is asked."""
 
-    def __init__(self, wanted: WitnessSettings, find: Find, node: str) -> None:
+    def __init__(self, wanted: WitnessSettings, here: ThisNode, find: Find) -> None:
         self.settings = wanted
+        self._here = here
         self._find = find
-        self._node = node
-        self._claims: cachetools.LRUCache[str, Claim] = cachetools.LRUCache(MOST_VOLUMES)
-        self._names: cachetools.LRUCache[Claim, str] = cachetools.LRUCache(MOST_VOLUMES)
+        self._claims: cachetools.LRUCache[str, VolumeClaim] = cachetools.LRUCache(MOST_VOLUMES)
+        self._names: cachetools.LRUCache[VolumeClaim, str] = cachetools.LRUCache(MOST_VOLUMES)
         self._said: cachetools.TTLCache[str, Statement] = cachetools.TTLCache(
             MOST_VOLUMES, FRESH_SECONDS
         )
@@ -93,7 +94,7 @@ class Witness:
         self._marks: collections.OrderedDict[str, _Mark] = collections.OrderedDict()
         self._wake = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
-        self._volumes: volumes.Volumes | None = None
+        self._volumes: volumes.PersistentVolumes | None = None
         self._budget = _budget(wanted.per_minute)
         self._trouble = "", 0.0  # why the last question had no answer, and when
         self.mark_trouble = ""  # why the last mark could not be written
@@ -101,7 +102,7 @@ class Witness:
 
     @property
     def is_configured(self) -> bool:
-        return self.settings.enabled and self.settings.is_configured
+        return self.settings.enabled and self._here.cluster.is_configured
 
     @property
     def trouble(self) -> str:
@@ -109,11 +110,12 @@ class Witness:
         why, when = self._trouble
         return why if time.monotonic() - when < TROUBLE_SECONDS else ""
 
-    async def apply(self, wanted: WitnessSettings) -> None:
+    async def apply(self, wanted: WitnessSettings, here: ThisNode) -> None:
         """Ask with these settings from now on."""
-        if wanted == self.settings:
+        if (wanted, here) == (self.settings, self._here):
             return
-        self.settings, self._budget = wanted, _budget(wanted.per_minute)
+        self.settings, self._here = wanted, here
+        self._budget = _budget(wanted.per_minute)
         self._said.clear()
         self._trouble, self.mark_trouble = ("", 0.0), ""
         await self._disconnect()
@@ -180,7 +182,7 @@ class Witness:
             )
         return found
 
-    async def _claim(self, device: blockdev.BlockDevice) -> Claim | None:
+    async def _claim(self, device: blockdev.BlockDevice) -> VolumeClaim | None:
         """kubelet removes its record when a stage fails, and the mapping may stay: what a volume
         was once recorded as is remembered."""
         lowest = device.lowest
@@ -192,12 +194,12 @@ class Witness:
             self._claims[lowest.volume] = found
         return found
 
-    async def _attached(self, claim: Claim, keep: float) -> str:
+    async def _attached(self, claim: VolumeClaim, keep: float) -> str:
         """Before the first publish only the attachment names it. Empty for drivers that the cluster
         does not attach."""
         try:
             return await self._request(
-                lambda: self._cluster().attached(claim.driver, claim.handle, self._node), keep
+                lambda: self._cluster().attached(claim.driver, claim.handle, self._here.name), keep
             )
         except KubeError as error:
             if error.status != 404:
@@ -217,10 +219,10 @@ class Witness:
             raise
         return answer
 
-    def _cluster(self) -> volumes.Volumes:
+    def _cluster(self) -> volumes.PersistentVolumes:
         if self._volumes is None:
-            server = client.ApiServer(self.settings)
-            self._volumes = volumes.Volumes(server, self.settings.timeout)
+            server = client.ApiServer(self._here.cluster)
+            self._volumes = volumes.PersistentVolumes(server, self.settings.timeout)
         return self._volumes
 
     async def attached_here(self, device: blockdev.BlockDevice) -> str:
@@ -238,9 +240,9 @@ class Witness:
     async def taint(self, wanted: bool) -> None:
         """Put the taint of a repair on this node, or take it away. KubeError."""
         if not self.is_configured:
-            raise KubeError(f"Node {self._node}", "no cluster is configured")
+            raise KubeError(f"Node {self._here.name}", "no cluster is configured")
         cluster = self._cluster()
-        await nodes.taint(cluster.server, self._node, wanted=wanted, deadline=cluster.deadline)
+        await nodes.taint(cluster.server, self._here.name, wanted=wanted, deadline=cluster.deadline)
 
     # --- marking
 
@@ -306,7 +308,7 @@ class Witness:
         seen = datetime.datetime.fromtimestamp(entry.last_seen, datetime.UTC)
         mark = {
             "type": entry.type, "uuid": entry.uuid, "volume": entry.volume,
-            "seen": seen.isoformat(timespec="seconds"), "node": self._node,
+            "seen": seen.isoformat(timespec="seconds"), "node": self._here.name,
         }  # fmt: skip
         value = json.dumps(mark)
         await self._request(lambda: self._cluster().annotate(found, key, value), keep)

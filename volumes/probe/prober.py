@@ -40,7 +40,7 @@ class Prober:
         self._slots = asyncio.Semaphore(at_once)
         self._late: dict[str, str] = {}  # with their clusters
         self._at_once = at_once
-        self._spares: list[kit.line_worker.Worker[Verdict]] = []
+        self._spares: list[kit.line_worker.LineWorker[Verdict]] = []
         self._closed = False
 
     @property
@@ -116,7 +116,7 @@ class Prober:
         await self.warm()
         return found
 
-    async def _keep(self, worker: kit.line_worker.Worker[Verdict]) -> None:
+    async def _keep(self, worker: kit.line_worker.LineWorker[Verdict]) -> None:
         """For the next probe; as many as still wait for one, then one."""
         most = 0 if self._closed else max(1, min(self._at_once, len(self._probes) - 1))
         self._spares.append(worker)
@@ -140,5 +140,5 @@ class Prober:
             await self._spares.pop().close()
 
 
-def _worker() -> kit.line_worker.Worker[Verdict]:
-    return kit.line_worker.Worker("volumes.probe.examine:main", Verdict, about="probe")
+def _worker() -> kit.line_worker.LineWorker[Verdict]:
+    return kit.line_worker.LineWorker("volumes.probe.examine:main", Verdict, about="probe")

@@ -27,22 +27,19 @@ nodeagent/pool: {{ .pool }}
 {{- $host := .root.Values.host -}}
 {{- $runtime := $host.runtime -}}
 {{- $given := mergeOverwrite (deepCopy .root.Values.settings) (deepCopy (.values.settings | default dict)) -}}
-{{- $audit := dict "kubelet" $host.kubelet -}}
+{{- $audit := dict -}}
 {{- if $runtime.bundles -}}{{- $_ := set $audit "containers" $runtime.bundles -}}{{- end -}}
 {{- $preheat := dict "socket" (printf "%s/%s" $runtime.socketDir $runtime.socket) -}}
-{{- $_ := set $preheat "kubelet" (dict "root_dir" $host.kubelet) -}}
 {{- if $runtime.hosts -}}{{- $_ := set $preheat "hosts_dir" $runtime.hosts -}}{{- end -}}
-{{- $csi := dict "enabled" .root.Values.csi.enabled "kubelet" $host.kubelet -}}
+{{- $csi := dict "enabled" .root.Values.csi.enabled -}}
 {{- $cache := dict "store" (printf "%s/store" $host.state) "views" (printf "%s/views" $host.state) "csi" $csi -}}
-{{- if kindIs "map" (($given).cache).kubelet -}}
-{{- $_ := set $cache "kubelet" (dict "root_dir" $host.kubelet "image_dir" $runtime.images) -}}
-{{- end -}}
 {{- $known := dict
   "cache" $cache
   "volumes" (dict "audit" $audit)
   "preheat" $preheat -}}
 {{- $made := dict
   "admin" (dict "metrics" (printf "127.0.0.1:%v" .root.Values.port))
+  "kubelet" (dict "root_dir" $host.kubelet "image_dir" $runtime.images)
   "state_dir" (printf "%s/state" $host.state) -}}
 {{- range $section, $values := $known -}}
 {{- if index $given $section -}}{{- $_ := set $made $section $values -}}{{- end -}}
@@ -89,7 +86,7 @@ nodeagent/pool: {{ .pool }}
 {{/* The settings that an agent takes over by a restart alone: of the process itself, and which rooms there are. */}}
 {{- define "nodeagent.restart" -}}
 {{- $settings := include "nodeagent.settings" . | fromYaml -}}
-{{- $fixed := pick $settings "admin" "kubernetes" "state_dir" -}}
+{{- $fixed := pick $settings "admin" "kubernetes" "node" "state_dir" -}}
 {{- range $room := list "cache" "volumes" "preheat" -}}
 {{- if kindIs "map" (index $settings $room) -}}{{- $_ := set $fixed $room true -}}{{- end -}}
 {{- end -}}
@@ -120,26 +117,19 @@ nodeagent/pool: {{ .pool }}
 
 {{/* "true" when the agents of a pool ask and mark PersistentVolumes (docs/guard.md). */}}
 {{- define "nodeagent.witnesses" -}}
-{{- $volumes := (include "nodeagent.settings" . | fromYaml).volumes -}}
-{{- if kindIs "map" $volumes -}}
-{{- $kubernetes := $volumes.kubernetes | default dict -}}
-{{- if and (ne (toString $kubernetes.enabled) "false") (not $kubernetes.kubeconfig) -}}true{{- end -}}
+{{- $settings := include "nodeagent.settings" . | fromYaml -}}
+{{- if and (kindIs "map" $settings.volumes) (not (($settings).kubernetes).kubeconfig) -}}
+{{- if ne (toString (($settings.volumes).kubernetes).enabled) "false" -}}true{{- end -}}
 {{- end -}}
 {{- end -}}
 
 {{/* "true" when the agents of a pool follow objects of the cluster with their own account. */}}
 {{- define "nodeagent.follows" -}}
 {{- $kubernetes := (include "nodeagent.settings" . | fromYaml).kubernetes -}}
-{{- if and (kindIs "map" $kubernetes) (not ($kubernetes | default dict).kubeconfig) -}}true{{- end -}}
-{{- end -}}
-
-{{/* "true" when the agents of a pool ask their kubelet for its configuration (docs/preheat.md, cache.md). */}}
-{{- define "nodeagent.configz" -}}
-{{- $settings := include "nodeagent.settings" . | fromYaml -}}
-{{- if or (kindIs "map" ((($settings).preheat).kubelet).api) (kindIs "map" ((($settings).cache).kubelet).api) -}}true{{- end -}}
+{{- if and (kindIs "map" $kubernetes) (not ($kubernetes).kubeconfig) (ne (toString ($kubernetes).objects) "false") -}}true{{- end -}}
 {{- end -}}
 
 {{/* "true" when the agents of a pool have an account of the cluster. */}}
 {{- define "nodeagent.account" -}}
-{{- if or (include "nodeagent.asks" .) (include "nodeagent.witnesses" .) (include "nodeagent.configz" .) (include "nodeagent.follows" .) -}}true{{- end -}}
+{{- if or (include "nodeagent.asks" .) (include "nodeagent.witnesses" .) (include "nodeagent.follows" .) -}}true{{- end -}}
 {{- end -}}

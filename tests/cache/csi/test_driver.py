@@ -385,7 +385,7 @@ def test_doctor_looks_at_kubelets_directories(
     assert not check()["wanted"]
     kubelet.serve(node)
     assert check()["well"]
-    node.cache["csi"]["kubelet"] = str(area / "nothing")
+    node.settings["kubelet"]["root_dir"] = str(area / "nothing")
     found = check()
     assert found["wanted"] and not found["well"]
     assert f"{area}/nothing/pods: it is not there" in str(found)

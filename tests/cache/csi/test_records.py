@@ -5,8 +5,8 @@ from pathlib import Path
 
 from cache.csi import records
 
-VOLUME = records.Volume("v", "/k/pods/u/d/mount", "coco", "direct", "ml/train")
-OTHER = records.Volume("w", "/k/pods/t/d/mount", "coco", "parent")
+VOLUME = records.DatasetVolume("v", "/k/pods/u/d/mount", "coco", "direct", "ml/train")
+OTHER = records.DatasetVolume("w", "/k/pods/t/d/mount", "coco", "parent")
 
 
 def test_mounted_volumes_are_known_again_and_others_forgotten(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ COMPLETE = dataclasses.replace(
 )
 
 
-def wanted(layout: str = "direct", wait: str = "available") -> volumes.Wanted:
-    return volumes.Wanted("coco", volumes.Layout(layout), volumes.Wait(wait))
+def wanted(layout: str = "direct", wait: str = "available") -> volumes.WantedVolume:
+    return volumes.WantedVolume("coco", volumes.VolumeLayout(layout), volumes.Wait(wait))
 
 
-def ask(attributes: dict[str, str], **more: Any) -> volumes.Wanted:
+def ask(attributes: dict[str, str], **more: Any) -> volumes.WantedVolume:
     flags = {"read_only": True, "block": False, "options": False, **more}
     return volumes.wanted(attributes, **flags)
 
@@ -38,8 +38,8 @@ def test_attributes_have_defaults_and_kubelet_adds_the_pod() -> None:
             "csi.storage.k8s.io/ephemeral": "true",
         }
     )
-    assert found == volumes.Wanted(
-        "coco", volumes.Layout.DIRECT, volumes.Wait.AVAILABLE, "ml/train-0"
+    assert found == volumes.WantedVolume(
+        "coco", volumes.VolumeLayout.DIRECT, volumes.Wait.AVAILABLE, "ml/train-0"
     )
 
 
@@ -135,11 +135,11 @@ def test_a_direct_volume_waits_for_the_overlay_but_not_for_ever() -> None:
         },
     ),
     st.builds(
-        volumes.Wanted, st.just("coco"), st.sampled_from(volumes.Layout),
+        volumes.WantedVolume, st.just("coco"), st.sampled_from(volumes.VolumeLayout),
         st.sampled_from(volumes.Wait),
     ),
 )  # fmt: skip
-def test_what_is_given_can_be_read(shown: volumes.Shown, volume: volumes.Wanted) -> None:
+def test_what_is_given_can_be_read(shown: volumes.Shown, volume: volumes.WantedVolume) -> None:
     trouble = volumes.obstacle(shown, volume, last=True)
     if trouble is None:
         assert shown.stage is Stage.STORE or (
@@ -153,12 +153,17 @@ def test_what_is_given_can_be_read(shown: volumes.Shown, volume: volumes.Wanted)
 
 def test_stats_are_the_datasets_own_size() -> None:
     found = volumes.stats("coco", FILLING, mounted=True)
-    assert (found.bytes, found.inodes) == (volumes.Usage(1000, 1000), volumes.Usage(200, 200))
+    assert (found.bytes, found.inodes) == (
+        volumes.VolumeUsage(1000, 1000),
+        volumes.VolumeUsage(200, 200),
+    )
     assert not found.trouble and "43 % stored" in found.said
     assert volumes.stats("coco", FILLING, mounted=False).trouble
     assert "settings" in volumes.stats("coco", None, mounted=True).trouble
     image = dataclasses.replace(FILLING, block=True)
-    assert volumes.stats("coco", image, mounted=True, held=(70, 5)).inodes == volumes.Usage(5, 5)
+    assert volumes.stats("coco", image, mounted=True, held=(70, 5)).inodes == volumes.VolumeUsage(
+        5, 5
+    )
     nobody = volumes.stats("coco", image, mounted=False)
     assert (nobody.bytes.used, nobody.inodes.used) == (1000, 0)  # a chunk is no file
     away = dataclasses.replace(FILLING, reached=False, why="gone")

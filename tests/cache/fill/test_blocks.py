@@ -172,7 +172,7 @@ def test_killed_fill_continues_behind_its_last_batch(
 
     async def killed(after: int, least: int = 0) -> bool:
         """Whether the pass came to its end before ``after`` chunks were read and ``least`` kept."""
-        worker = kit.line_worker.Worker(
+        worker = kit.line_worker.LineWorker(
             "cache.fill.blocks:fill", protocol.Report, about="fill", largest=MIB, forked=True
         )
         try:

@@ -201,7 +201,7 @@ def filling(
 
     async def run_it() -> protocol.End:
         given = task(area / "g", access, bytes_per_second=rate)
-        worker = kit.line_worker.Worker(
+        worker = kit.line_worker.LineWorker(
             "cache.fill.blocks:fill", protocol.Report, about="fill", largest=MIB, forked=True
         )
         done = False

@@ -44,7 +44,7 @@ class Evicted(passes.Generation):
 
         async def listen() -> protocol.End | None:
             about = "cache.fill.fill:main"
-            worker = kit.line_worker.Worker(about, protocol.Report, about=about, largest=2**20)
+            worker = kit.line_worker.LineWorker(about, protocol.Report, about=about, largest=2**20)
             task = protocol.FillTask(**self.limited(files_per_second=4 * files))
             listed = False
             try:

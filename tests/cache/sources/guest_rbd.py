@@ -28,7 +28,7 @@ from cache.store import watch as store_watch
 from kit import child_main, messages
 from linux import devmapper
 from nodeagent import reporter
-from tests.testbed import waiting
+from tests.testbed import constants, waiting
 from volumes.audit.inventory import scan
 from volumes.audit.rules import mappings as mappings_rules
 from volumes.audit.rules import mounting
@@ -132,13 +132,13 @@ def settings(rate: str) -> CacheSettings:
         warm = name == "train" or rate == "0"
         return {"name": name, "freshness": "snapshot", "source": source, "warm": warm}
 
-    return CacheSettings.model_validate(
-        {
-            "store": str(SSD / "store"), "views": str(VIEWS), "source_timeout": "120s",
-            "source_check": "2s", "refresh_interval": "1s", "fill": {"bytes_per_second": rate},
-            "datasets": [dataset(name) for name in KINDS],
-        }
+    made: CacheSettings = constants.made(
+        CacheSettings,
+        store=SSD / "store", views=VIEWS, source_timeout="120s", source_check="2s",
+        refresh_interval="1s", fill={"bytes_per_second": rate},
+        datasets=[dataset(name) for name in KINDS],
     )  # fmt: skip
+    return made
 
 
 class Forked:

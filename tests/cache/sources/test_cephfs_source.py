@@ -168,10 +168,10 @@ async def test_kernel_mount_leaves_what_reads_past_it_need(
     assert access.top == "/a"
 
 
-def group(folder: Path, *paths: str, **more: Any) -> tuple[shared.Shared, list[CephfsSource]]:
+def group(folder: Path, *paths: str, **more: Any) -> tuple[shared.SharedMounts, list[CephfsSource]]:
     """Mounts of datasets with these paths, of one user."""
     given = [settings(folder, path, **more) for path in paths]
-    made = shared.Shared(folder)
+    made = shared.SharedMounts(folder)
     for each in given:
         made.meant(each)
     return made, given

@@ -286,4 +286,4 @@ async def test_inodes_of_an_image_are_those_of_two_files(node: Node) -> None:
     assert limits.inodes_of(dataset) == 2
     share = limits.share_of(dataset)
     assert share.ready
-    assert victims.next_one([share], victims.Store(share.bytes - 1), ()) == "a"
+    assert victims.next_one([share], victims.StoreBudget(share.bytes - 1), ()) == "a"

@@ -15,8 +15,8 @@ from cache.fill.floor import Least
 from cache.settings import CacheSettings
 from cache.space import reserve
 from cache.store import disk as store_disk
-from kube import client, configz, kubelet
-from kube import settings as kube_settings
+from kube import kubelet
+from kube.settings import ThisNode
 from tests.cache.test_space import MIB, disk, free_of
 from tests.testbed import trees
 from tests.testbed.agent import Agent
@@ -85,9 +85,8 @@ def test_reserve_is_never_smaller_than_the_configured_one(
 
 def following(tmp_path: Path, **kubelet_section: Any) -> tuple[reserve.Reserve, list[int]]:
     section = {"root_dir": str(tmp_path), "image_dir": "/proc", **kubelet_section}
-    settings = CacheSettings.model_validate(
-        {"store": str(tmp_path / "store"), "views": str(tmp_path / "views"), "kubelet": section}
-    )
+    here = ThisNode.model_validate({"kubelet": section})
+    settings = CacheSettings(store=tmp_path / "store", views=tmp_path / "views").at(here)
     changes = [0]
 
     def changed() -> None:
@@ -116,41 +115,6 @@ async def test_kubelets_file_is_followed_and_a_wrong_value_is_named(tmp_path: Pa
     await one.look()
     assert one.least.share == pytest.approx(0.18)
     assert list(one.findings()) == []
-
-
-async def test_kubelet_that_does_not_answer_leaves_what_it_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers: list[kubelet.Thresholds | None] = [None, thresholds({"nodefs.available": "16%"}), None]
-    now = [0.0]
-
-    async def ask(_: kube_settings.KubeletApiSettings) -> kubelet.Thresholds:
-        answer = answers.pop(0)
-        if answer is None:
-            raise client.KubeError("the kubelet at https://h:1", "no answer within 5s")
-        return answer
-
-    monkeypatch.setattr(configz, "ask", ask)
-    one, _ = following(tmp_path, api={"server": "https://h:1"})
-    one._kubelet = configz.Kubelet(lambda: None, clock=lambda: now[0])
-
-    async def look_later() -> None:
-        now[0] += 2 * configz.REFRESH_SECONDS
-        await one.look()
-        if one._kubelet._task is not None:
-            await one._kubelet._task
-        await one.look()
-
-    await look_later()
-    assert one.least == Least()
-    (finding,) = one.findings()
-    assert "no answer within 5s" in finding.message
-    for _ in range(2):
-        await look_later()
-        assert one.least.share == pytest.approx(0.18)
-        assert list(one.findings()) == []
-    assert answers == []
-    await one._kubelet.close()
 
 
 async def test_disk_that_hangs_leaves_what_the_kubelet_said(
@@ -211,7 +175,7 @@ def test_fill_stops_at_the_kubelets_threshold_and_follows_it(area: Path, node: A
         (ssd / "kubelet").mkdir()
         node.put_store(ssd / "store")
         node.cache["reserve"] = "5%"
-        node.cache["kubelet"] = {
+        node.settings["kubelet"] = {
             "config": str(file), "root_dir": str(ssd / "kubelet"), "image_dir": "/proc",
         }  # fmt: skip
         node.add_dir("a", source)
@@ -219,7 +183,7 @@ def test_fill_stops_at_the_kubelets_threshold_and_follows_it(area: Path, node: A
         node.wait_state("a", "partial", seconds=120)
         assert 0.45 <= reserved() < 0.6, "40 %, and an eighth of that"
         kubelet_says("56%")
-        node.cache["refresh_interval"] = "6s"  # changed settings are a reason to look at once
+        node.cache["reserve"] = "6%"  # changed settings are a reason to look at once
         node.write()
         node.wait_for(lambda: reserved() >= 0.63, 120, "the reserve to be what is wanted now")
         trees.assert_equal(source, node.view("a"))

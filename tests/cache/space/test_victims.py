@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cache.space.victims import Share, Store, giver, in_the_way, next_one
+from cache.space.victims import Share, StoreBudget, giver, in_the_way, next_one
 
 NAMES = ("a", "b", "c", "d")
 SIZES = st.integers(0, 40)
@@ -17,7 +17,7 @@ class Node(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = Store(100)
+        self.store = StoreBudget(100)
         self.shares: dict[str, Share] = {}
         self.now = 0.0
         self.stuck: set[str] = set()  # readers stand in an earlier view: it gives nothing
@@ -89,7 +89,7 @@ class Node(RuleBasedStateMachine):
 
     @rule(budget=st.integers(1, 100), inodes=st.integers(0, 100), foreign=st.integers(0, 5))
     def set_budget(self, budget: int, inodes: int, foreign: int) -> None:
-        self.store = Store(budget, inodes, foreign)
+        self.store = StoreBudget(budget, inodes, foreign)
 
     @rule()
     def settle(self) -> None:
@@ -162,9 +162,9 @@ TestNode = Node.TestCase
 
 def test_what_cannot_give_is_not_asked() -> None:
     shares = [Share("a", 60, 1, ready=False), Share("b", 60, 1, used=9.0)]
-    assert next_one(shares, Store(100), ()) == "b"
-    assert next_one(shares, Store(100), {"b"}) is None
-    assert next_one(shares, Store(120), ()) is None
+    assert next_one(shares, StoreBudget(100), ()) == "b"
+    assert next_one(shares, StoreBudget(100), {"b"}) is None
+    assert next_one(shares, StoreBudget(120), ()) is None
     shares.append(Share("c", 0, 0, used=10.0))
     assert giver(shares, "c", ()) == "b"
     assert giver(shares, "c", {"b"}) is None
@@ -175,8 +175,8 @@ def test_disk_that_others_fill_takes_as_a_budget_does() -> None:
     shares = [
         Share("a", 10, 1, held=True), Share("b", 10, 1, used=9.0), Share("c", 10, 1, keep=True),
     ]  # fmt: skip
-    assert next_one(shares, Store(100), ()) is None
-    short = Store(100, short=True)
+    assert next_one(shares, StoreBudget(100), ()) is None
+    short = StoreBudget(100, short=True)
     assert next_one(shares, short, ()) == "b"
     assert next_one(shares, short, {"b"}) == "a"
     assert next_one(shares, short, {"a", "b"}) is None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import kit.errors
 from cache.store import disk, health, probe
-from cache.store.health import Health, Sign, State, after
+from cache.store.health import DiskHealth, Sign, State, after
 from tests.testbed import waiting
 
 GOOD, BAD, GONE = Sign(), Sign("its disk fails"), Sign("not mounted", gone=True)
@@ -17,12 +17,12 @@ signs = st.lists(st.tuples(st.sampled_from([GOOD, BAD, GONE]), st.floats(0.1, 60
 
 
 def test_first_fault_takes_the_store_out_of_use() -> None:
-    assert after(Health(), BAD, 100.0).state is State.UNSTABLE
-    assert after(Health(), GONE, 100.0).state is State.DOWN
+    assert after(DiskHealth(), BAD, 100.0).state is State.UNSTABLE
+    assert after(DiskHealth(), GONE, 100.0).state is State.DOWN
 
 
 def test_lasting_fault_is_down() -> None:
-    seen = after(Health(), BAD, 100.0)
+    seen = after(DiskHealth(), BAD, 100.0)
     assert after(seen, BAD, 100.0 + health.DOWN_SECONDS / 2).state is State.UNSTABLE
     assert after(seen, BAD, 100.0 + health.DOWN_SECONDS).state is State.DOWN
     assert after(seen, GONE, 101.0).state is State.DOWN
@@ -30,7 +30,7 @@ def test_lasting_fault_is_down() -> None:
 
 @given(signs)
 def test_it_is_used_again_only_after_a_quiet_time(steps: list[tuple[Sign, float]]) -> None:
-    now, seen, last = 0.0, Health(), 0.0
+    now, seen, last = 0.0, DiskHealth(), 0.0
     for sign, pause in steps:
         now += pause
         before, seen = seen, after(seen, sign, now)
@@ -43,7 +43,7 @@ def test_it_is_used_again_only_after_a_quiet_time(steps: list[tuple[Sign, float]
 
 
 def test_each_return_of_trouble_doubles_the_quiet_time() -> None:
-    now, seen, times = 0.0, Health(), []
+    now, seen, times = 0.0, DiskHealth(), []
     for _ in range(20):
         seen = after(seen, BAD, now)
         times.append(seen.quiet)

@@ -23,8 +23,7 @@ from cache.sources import base
 from cache.store import generations, index
 from cache.work import running
 from cache.work.jobs import Jobs
-from cache.work.rates import Rates, eta
-from cache.work.running import Pass
+from cache.work.running import Pass, Rates, eta
 from tests.cache import passes
 from tests.testbed import waiting
 from tests.testbed.waiting import until_async
@@ -242,12 +241,12 @@ def report_the_same_for_ever() -> None:
 
 @pytest.fixture
 async def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pass]:
-    real = kit.line_worker.Worker
+    real = kit.line_worker.LineWorker
 
     def worker(_: str, *rest: Any, **more: Any) -> Any:
         return real(f"{__name__}:report_the_same_for_ever", *rest, **more)
 
-    monkeypatch.setattr(kit.line_worker, "Worker", worker)
+    monkeypatch.setattr(kit.line_worker, "LineWorker", worker)
     shown = dataset(tmp_path, Source())
     made = Pass(shown, "fill", shown.current)
     yield made

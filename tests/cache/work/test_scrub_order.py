@@ -12,7 +12,7 @@ import kit.formats
 from cache.settings import ScrubSettings
 from cache.store import generations, health, soundness, trust
 from cache.store import watch as store_watch
-from cache.store.health import Health, Sign
+from cache.store.health import DiskHealth, Sign
 from cache.work import scrub_order
 from cache.work.scrub_order import Candidate, Choice
 
@@ -114,7 +114,7 @@ def test_every_generation_has_its_turn_and_a_current_one_before_what_shares_with
 
 def test_a_disk_that_was_only_late_raises_no_doubt() -> None:
     late, failed = Sign("no answer", slow=True), Sign("it fails")
-    seen = health.after(Health(), late, 1.0)
+    seen = health.after(DiskHealth(), late, 1.0)
     assert not seen.usable and not seen.doubted
     seen = health.after(seen, failed, 2.0)
     assert seen.doubted

@@ -78,9 +78,9 @@ def test_request_pins_what_it_knows_and_may_keep(more: dict[str, Any], pins: boo
     assert Request(REF, "policy", **({"measured": True} | more)).pins is pins
 
 
-def inventory(**more: Any) -> base.Inventory:
+def inventory(**more: Any) -> base.ImageInventory:
     record = base.Record(REF, manifest.Target("t", DIGEST, 1))
-    return base.Inventory(records=(record,), in_use=frozenset({"id"}), **more)
+    return base.ImageInventory(records=(record,), in_use=frozenset({"id"}), **more)
 
 
 def shapes(size: int) -> dict[str, manifest.Shape]:
@@ -88,23 +88,26 @@ def shapes(size: int) -> dict[str, manifest.Shape]:
     return {DIGEST: manifest.Shape(manifest.Target("t", DIGEST, 1), (), (layer,), "id")}
 
 
+LEAST = settings.RetainSettings.at_least
+
+
 def test_retained_are_images_in_use() -> None:
-    retain = section(retain={"for": "1h", "at_least": 100})
-    found = desired.retained(retain, inventory(), shapes(100), {})
+    retain = section(retain={"for": "1h"})
+    found = desired.retained(retain, inventory(), shapes(LEAST), {})
 
     assert found == {REF: Request(REF, "retained", "for:3600")}
-    assert desired.retained(section(), inventory(), shapes(100), {}) == {}
-    assert desired.retained(retain, inventory(), shapes(99), {}) == {}
-    assert desired.retained(retain, inventory(), shapes(100), {REF: found[REF]}) == {}
+    assert desired.retained(section(), inventory(), shapes(LEAST), {}) == {}
+    assert desired.retained(retain, inventory(), shapes(LEAST - 1), {}) == {}
+    assert desired.retained(retain, inventory(), shapes(LEAST), {REF: found[REF]}) == {}
     released = inventory(holds=(hold("note", "operator", "released"),))
-    assert desired.retained(retain, released, shapes(100), {}) == {}
+    assert desired.retained(retain, released, shapes(LEAST), {}) == {}
 
 
 NOW = 1000.0
 
 
-def held(*found: base.Hold) -> base.Inventory:
-    return base.Inventory(holds=found)
+def held(*found: base.Hold) -> base.ImageInventory:
+    return base.ImageInventory(holds=found)
 
 
 def at(hold: base.Hold, created: float) -> base.Hold:
@@ -162,7 +165,7 @@ def test_a_released_image_is_not_kept_for_being_dropped() -> None:
 def test_stale_notes_are_those_about_nothing() -> None:
     paused, released = hold("note", "operator", "paused"), hold("note", "operator", "released")
     present = inventory(holds=(paused, released))
-    absent = base.Inventory(holds=(paused, released))
+    absent = base.ImageInventory(holds=(paused, released))
 
     assert desired.stale_notes(present, {}) == [paused]
     assert desired.stale_notes(absent, {}) == [paused, released]

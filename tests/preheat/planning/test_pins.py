@@ -12,7 +12,7 @@ import kit.files
 import kit.traces
 from preheat import uninstall
 from preheat.image import manifest
-from preheat.runtimes import base, containerd_pb2, marks, tending, unpacked
+from preheat.runtimes import base, containerd_pb2, marks, unpacked
 from preheat.runtimes import containerd as adapter
 from preheat.runtimes import containerd_api as api
 from tests.preheat.rig import MB, Image, Rig, brought, idle, pinned, started, state, until
@@ -40,30 +40,30 @@ def decide(
     holds: tuple[base.Hold, ...] = (),
     honoured: bool | None = True,
     after: float | None = None,
-) -> tending.Mends:
-    return tending.decide(base.Inventory(records=records, holds=holds), honoured, after, NOW)
+) -> adapter.Mends:
+    return adapter.decide(base.ImageInventory(records=records, holds=holds), honoured, after, NOW)
 
 
 def test_a_pin_without_its_mark_gets_it() -> None:
     for unmarked in (record(), record(pinned=True), record(ours=True)):
         assert decide(unmarked, holds=(pin(),)).unmarked == (pin(),)
     marked = record(pinned=True, ours=True)
-    assert decide(marked, holds=(pin(),)) == tending.Mends()
+    assert decide(marked, holds=(pin(),)) == adapter.Mends()
     assert decide(marked, holds=(pin(),), honoured=None).unmarked == (pin(),)  # to find out
-    assert decide(holds=(pin(),)) == tending.Mends()  # the record is healed first
-    assert decide(record(), holds=(pin(),), honoured=False) == tending.Mends()
+    assert decide(holds=(pin(),)) == adapter.Mends()  # the record is healed first
+    assert decide(record(), holds=(pin(),), honoured=False) == adapter.Mends()
 
 
 def test_a_mark_without_a_pin_goes_if_it_is_ours() -> None:
     ours = record(pinned=True, ours=True)
     assert decide(ours).stray == (ours,)
-    assert decide(record(pinned=True)) == tending.Mends()
+    assert decide(record(pinned=True)) == adapter.Mends()
     assert decide(ours, holds=(pin(),), honoured=False).stray == (ours,)
 
 
 def test_what_the_runtime_pins_itself_is_left_to_it() -> None:
     sandbox = (record("localhost/pause:1", pinned=True), record(pinned=True))
-    assert decide(*sandbox, holds=(pin(),)) == tending.Mends()
+    assert decide(*sandbox, holds=(pin(),)) == adapter.Mends()
 
 
 @pytest.mark.parametrize(

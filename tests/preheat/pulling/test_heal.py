@@ -51,7 +51,7 @@ class Healed:
         found = tuple(
             base.Record(name, manifest.Target("t", digest, 1)) for name, digest in records.items()
         )
-        self.healer.learn(base.Inventory(records=found, holds=pins), self.healer.moves)
+        self.healer.learn(base.ImageInventory(records=found, holds=pins), self.healer.moves)
 
     async def removed(self, name: str) -> tuple[str, ...]:
         """The names that come back when this one is removed."""
@@ -110,7 +110,7 @@ async def test_healer_counts_a_removal_once_that_two_see() -> None:
     made.runtime.heal = slowly  # type: ignore[method-assign]
     async with asyncio.TaskGroup() as group:
         group.create_task(made.healer.removed("r"))
-        group.create_task(made.healer.resync(base.Inventory(content={OLD: 1})))
+        group.create_task(made.healer.resync(base.ImageInventory(content={OLD: 1})))
 
     assert made.healer.counts.heals == made.healer.counts.removals == 1
 
@@ -155,7 +155,7 @@ async def test_heal_brings_no_old_digest_back_under_a_name_that_moved(what: str)
 
     assert set(await made.removed(last)) == wanted
     # Nor later, by a comparison, or when another of its names is healed.
-    await made.healer.resync(base.Inventory(content={OLD: 1}))
+    await made.healer.resync(base.ImageInventory(content={OLD: 1}))
     moved = {name for _, name, digest in events if digest == NEW} - {"t" if "back" in what else ""}
     assert not moved & {name for names in made.runtime.healed for name in names}
     assert made.healer.restores(hold, "r") is ("r" not in moved)
@@ -186,7 +186,7 @@ async def test_inventory_that_is_older_than_an_event_does_not_count() -> None:
     made.runtime.records = {"t": NEW}
     await made.healer.changed(base.Change("t", "moved"))
     before = base.Record("t", manifest.Target("t", OLD, 1))
-    made.healer.learn(base.Inventory(records=(before,), holds=(hold,)), moves)
+    made.healer.learn(base.ImageInventory(records=(before,), holds=(hold,)), moves)
 
     assert await made.removed("t") == ()
 
@@ -209,7 +209,7 @@ async def test_healer_waits_under_pressure() -> None:
     made.pressed = True
     assert not await made.healer.removed("r")
     made.pressed = False
-    await made.healer.resync(base.Inventory(content={OLD: 1}))
+    await made.healer.resync(base.ImageInventory(content={OLD: 1}))
 
     assert made.healer.counts.refused_pressure == 1
     assert made.runtime.healed == [("r",)]
@@ -310,7 +310,7 @@ async def test_restart_between_removal_and_heal_loses_nothing(rig: Rig) -> None:
     async with rig.running(images=[{"ref": image.ref}]) as room:
         await back(rig, image.ref)
         # And once more under the agent's eyes: the event is lost with the process.
-        room.reconciler.healer.learn(base.Inventory(), 0)
+        room.reconciler.healer.learn(base.ImageInventory(), 0)
         await rig.kubelet.remove(image.ref)
         rig.daemon.kill()
         rig.daemon.start()
@@ -325,7 +325,7 @@ async def test_restart_between_removal_and_heal_loses_nothing(rig: Rig) -> None:
 async def test_heals_stop_at_the_limit_with_a_finding(rig: Rig) -> None:
     image = rig.push("fw/fight:v1")
     clock = Clock()
-    async with rig.running(images=[{"ref": image.ref}], heal={"per_hour": 2}) as room:
+    async with rig.running(images=[{"ref": image.ref}], heals_per_hour=2) as room:
         healer = room.reconciler.healer
         healer._clock = clock.monotonic
         await pinned(room, image.ref)
@@ -352,8 +352,7 @@ async def test_no_heal_under_disk_pressure(rig: Rig) -> None:
     wanted = [{"ref": image.ref}]
     async with rig.running(images=wanted) as room:
         await pinned(room, image.ref)
-        pressed = {"gc_high": 0.0001, "gc_low": 0.0001, "eviction_free": 0.001}
-        await room.reconcile(rig.section(images=wanted, kubelet=pressed))
+        await room.reconcile(rig.section(images=wanted, thresholds={"high": 0, "low": 0}))
         await room.reconciler.cycle()
         released = not room.show(image.ref).pinned
         await rig.remove(image.ref)

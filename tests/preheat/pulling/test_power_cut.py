@@ -57,7 +57,7 @@ def test_layers_that_only_somebody_else_pulled_are_not_doubted() -> None:
 
     def loose(*holds: base.Hold) -> frozenset[str]:
         every = frozenset({A, B, C})
-        seen = base.Inventory(records=records, holds=holds, snapshots=every)
+        seen = base.ImageInventory(records=records, holds=holds, snapshots=every)
         return durability.loose_layers(seen, shapes)
 
     assert loose() == frozenset()
@@ -65,7 +65,7 @@ def test_layers_that_only_somebody_else_pulled_are_not_doubted() -> None:
     assert loose(base.Hold("", "pull", "y", "policy")) == {A, C}, "pulled, and not pinned yet"
     assert loose(base.Hold("", "note", "y", "policy", state="done")) == {A, C}, "pin: never"
     assert loose(base.Hold("", "note", "y", "operator", state="released")) == frozenset()
-    half_pulled = base.Inventory(snapshots=frozenset({A, B}), durable=frozenset({B}))
+    half_pulled = base.ImageInventory(snapshots=frozenset({A, B}), durable=frozenset({B}))
     assert durability.loose_layers(half_pulled, {}) == {A}
 
 

@@ -60,8 +60,8 @@ def _used(rig: Rig) -> int:
 
 async def test_image_that_does_not_fit_is_skipped_unfetched(small: Rig) -> None:
     image = small.push("fw/large:v1", size=40 * MB)
-    kubelet = {"gc_high": 0.85, "gc_low": 0.8, "eviction_free": 0.1}
-    async with small.running(images=[{"ref": image.ref}], kubelet=kubelet) as room:
+    thresholds = {"high": 85, "low": 80, "free": "10%"}
+    async with small.running(images=[{"ref": image.ref}], thresholds=thresholds) as room:
         row = await state(room, image.ref, "skipped")
         skip = room.reconciler.snapshot.decided.skips[0]
 

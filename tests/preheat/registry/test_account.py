@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kube.settings import AccessSettings
 from preheat.runtimes import base
 from tests.preheat.registry.test_credentials import Plugin, answering
 from tests.testbed import kubernetes
@@ -82,11 +83,12 @@ def account(kube: kubernetes.Kubernetes, tmp_path: Path) -> Iterator[dict[str, A
     token = tmp_path / "token"
     token.write_text(kube.kubectl("create", "token", agent))
     yield {
-        "namespace": "default",
-        "name": puller,
-        "server": f"https://127.0.0.1:{kube.api_port}",
-        "ca_file": str(kube.folder / "pki" / "ca.crt"),
-        "token_file": str(token),
+        "account": {"namespace": "default", "name": puller},
+        "cluster": AccessSettings(
+            server=f"https://127.0.0.1:{kube.api_port}",
+            ca_file=kube.folder / "pki" / "ca.crt",
+            token_file=token,
+        ),
     }
     kube.kubectl("delete", "role,rolebinding", puller, "--ignore-not-found")
     kube.kubectl("delete", "serviceaccount", puller, agent)
@@ -134,22 +136,26 @@ async def test_a_provider_gets_a_token_of_the_named_account_only(
         "requiredServiceAccountAnnotationKeys": ["example/role"],
         "optionalServiceAccountAnnotationKeys": ["example/more"],
     }
+    named = account["account"]
     plugin = Plugin(tmp_path, KEEPING, tokenAttributes=WANTED | keys)
-    refused = await plugin.ask(service_account=account)
-    allow(kube, account["name"])
-    bare = await plugin.ask(service_account=account)
-    kube.kubectl("annotate", "serviceaccount", account["name"], "example/role=pull", "other=x")
-    found = await plugin.ask(service_account=account)
-    again = await plugin.ask(service_account=account)
+    plugin.cluster = account["cluster"]
+    refused = await plugin.ask(service_account=named)
+    allow(kube, named["name"])
+    bare = await plugin.ask(service_account=named)
+    kube.kubectl("annotate", "serviceaccount", named["name"], "example/role=pull", "other=x")
+    found = await plugin.ask(service_account=named)
+    again = await plugin.ask(service_account=named)
     (asked,) = questions(plugin)  # kept for the account, as the provider says
-    other = await plugin.ask(service_account=account | {"name": f"agent-of-{account['name']}"})
+    other = await plugin.ask(service_account=named | {"name": f"agent-of-{named['name']}"})
 
     echo = tmp_path / "echo"
     echo.mkdir()
     direct = Plugin(echo, ECHO, tokenAttributes=WANTED | {"cacheType": "Token"})
-    passed = [(await direct.ask(service_account=account)).logins[0].password for _ in range(2)]
+    direct.cluster = account["cluster"]
+    passed = [(await direct.ask(service_account=named)).logins[0].password for _ in range(2)]
     careless = Plugin(echo, ECHO, tokenAttributes=WANTED)
-    (leak,) = (await careless.ask(service_account=account)).troubles
+    careless.cluster = account["cluster"]
+    (leak,) = (await careless.ask(service_account=named)).troubles
 
     assert "answers 403" in refused.troubles[0]
     assert "has no annotation example/role" in bare.troubles[0]
@@ -157,7 +163,7 @@ async def test_a_provider_gets_a_token_of_the_named_account_only(
     assert asked["serviceAccountAnnotations"] == {"example/role": "pull"}
     said = claims(asked["serviceAccountToken"])
     assert said["aud"] == [AUDIENCE]
-    assert said["sub"] == f"system:serviceaccount:default:{account['name']}"
+    assert said["sub"] == f"system:serviceaccount:default:{named['name']}"
     assert other.logins == ()  # another account's login is not kept for it
     assert "answers 403" in other.troubles[0]
     # Logins that are good for one token are asked for each time.

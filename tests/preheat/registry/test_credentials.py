@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 import kit.processes
+from kube.settings import AccessSettings
 from preheat import settings
 from preheat.image import hub, manifest
 from preheat.registry import credentials
 from preheat.registry.failure import Kind, PullError
 from preheat.runtimes import base
 from tests.preheat.rig import Rig, state, until
+from tests.testbed import constants
 
 LOGIN = ("team", "correct horse")
 
@@ -41,18 +43,19 @@ class Plugin:
         }
         content = {"kind": "CredentialProviderConfig", "providers": [provider | more]}
         config.write_text(json.dumps(content))
+        self.cluster = AccessSettings()
         self.section = {"provider_config": str(config), "provider_dir": str(folder)}
 
     async def ask(
         self, ref: str = "reg.example/a:b", *, fresh: bool = False, **more: Any
     ) -> credentials.Found:
-        section = settings.CredentialSettings.model_validate(self.section | more)
+        section = constants.made(settings.CredentialSettings, **self.section, **more)
         return await self.credentials.find(manifest.parse(ref), section, fresh=fresh)
 
     @property
     def credentials(self) -> credentials.Credentials:
         if not hasattr(self, "_credentials"):
-            self._credentials = credentials.Credentials()
+            self._credentials = credentials.Credentials(lambda: self.cluster)
         return self._credentials
 
 
@@ -161,7 +164,7 @@ async def test_a_kept_answer_that_is_no_longer_good_is_replaced_at_once(tmp_path
 
 async def find(ref: str, **section: Any) -> credentials.Found:
     where = settings.CredentialSettings.model_validate(section)
-    return await credentials.Credentials().find(manifest.parse(ref), where)
+    return await credentials.Credentials(AccessSettings).find(manifest.parse(ref), where)
 
 
 async def test_a_file_that_cannot_be_used_leaves_the_others(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def shape_of(*layers: str) -> manifest.Shape:
 def test_cost_counts_what_the_node_lacks() -> None:
     shape = shape_of("a", "b", "c")
     a, b, c = shape.layers
-    inventory = base.Inventory(
+    inventory = base.ImageInventory(
         content={shape.top.digest: 1},
         snapshots=frozenset({a.chain_id}),
         ingests={b.digest: base.Ingest(theirs=40)},
@@ -78,7 +78,7 @@ def test_cost_counts_what_the_node_lacks() -> None:
 
 def test_union_counts_shared_parts_once() -> None:
     base_image, app = shape_of("a", "b"), shape_of("a", "b", "c")
-    costs = [estimate.cost(each, base.Inventory(), {}).parts for each in (base_image, app)]
+    costs = [estimate.cost(each, base.ImageInventory(), {}).parts for each in (base_image, app)]
 
     assert estimate.union(costs) == 2 * 1 + 3 * 100 + 3 * 300
     assert estimate.unpacked_bytes(costs[1]) == 3 * 300

@@ -89,7 +89,7 @@ def test_every_class_waits_and_says_what_to_do() -> None:
 def test_image_whose_pull_failed_is_not_there(
     kind: str, pulled: str, here: str, spoils: bool
 ) -> None:
-    failed = failure.Failure(failure.Kind(kind), "x", 1, None, digest=pulled)
+    failed = failure.PullFailure(failure.Kind(kind), "x", 1, None, digest=pulled)
     assert failed.spoils(here) is spoils
 
 
@@ -110,12 +110,12 @@ def test_image_whose_pull_failed_is_not_there(
 def test_what_one_image_lacks_does_not_hold_up_another_one_of_its_name(
     kind: str, digest: str, concerns: bool
 ) -> None:
-    failed = failure.Failure(failure.Kind(kind), "x", 1, None, digest="sha256:a")
+    failed = failure.PullFailure(failure.Kind(kind), "x", 1, None, digest="sha256:a")
     assert failed.concerns(digest) is concerns
 
 
 def test_a_pull_of_what_nobody_knew_says_nothing_of_what_is_known_now() -> None:
     for kind, concerns in ((failure.Kind.BAD_IMAGE, False), (failure.Kind.NETWORK, True)):
-        failed = failure.Failure(kind, "x", 1, None)
+        failed = failure.PullFailure(kind, "x", 1, None)
         assert failed.concerns("sha256:a") is concerns
         assert failed.concerns("")

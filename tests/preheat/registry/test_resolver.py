@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kube.settings import AccessSettings
 from preheat import settings
 from preheat.registry import client as registry
 from preheat.registry import credentials, documents, failure, resolver, schedule
@@ -53,12 +54,14 @@ def node(folder: Path, server: front.Front, mirror: str = "", **more: Any) -> No
     certs.mkdir(parents=True, exist_ok=True)
     (certs / "hosts.toml").write_text(f'server = "{server.url}"\n{mirror}')
     section = settings.PreheatSettings.model_validate(
-        {"spread": 0, "platform": "linux/amd64", "node": "n", **more}
+        {"spread": 0, "platform": "linux/amd64", **more}
     )
     client = registry.Registry([folder / "certs"], documents.Documents(folder / documents.FOLDER))
     turns = schedule.Schedule(section)
     turns.want({REF: True}, time.time())
-    lookups = resolver.Resolver(client, credentials.Credentials(), turns, lambda: None)
+    lookups = resolver.Resolver(
+        client, credentials.Credentials(AccessSettings), turns, lambda: None
+    )
     return Node(folder, server, section, lookups, client)
 
 

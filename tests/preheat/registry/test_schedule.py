@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
+from kube.settings import ThisNode
 from preheat.registry import failure, schedule
 from preheat.registry.failure import Kind, PullError
 from preheat.settings import PreheatSettings
 
 REF, OTHER = "r.e/a:1", "r.e/b:1"
 START = 1_800_000_000.0
-FLEET = {"nodes": 7500, "per_registry": 50, "bytes_per_second": "100MB"}
+FLEET = {"nodes": 7500, "per_registry": 50}
 GB = 10**9
 
 
 def node(number: int = 0, refs: tuple[str, ...] = (REF,), **more: Any) -> schedule.Schedule:
-    section = PreheatSettings.model_validate({"node": f"node{number}", **more})
+    section = PreheatSettings.model_validate(more).at(ThisNode(name=f"node{number}"))
     made = schedule.Schedule(section, random.Random(number).random)
     made.want(dict.fromkeys(refs, False), START)
     return made
@@ -163,7 +164,7 @@ def test_operators_request_for_a_new_image_is_looked_up_at_once() -> None:
     assert lookup(each) > START
 
 
-def down(each: schedule.Schedule, since: float, seconds: float) -> failure.Failure:
+def down(each: schedule.Schedule, since: float, seconds: float) -> failure.PullFailure:
     """The last failed pull of a registry that does not answer."""
     at, tries, found = since, 0, None
     while found is None or at < since + seconds:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from tests.testbed import constants
 from tests.testbed.waiting import until_async
 from volumes.audit.logs import follower as followers
 from volumes.audit.logs import matcher, patterns
@@ -23,10 +24,10 @@ BLOCK = 5000
 @contextlib.asynccontextmanager
 async def following(
     settings: LogSettings, found: list[matcher.Hit], **changes: Any
-) -> AsyncIterator[followers.Follower]:
+) -> AsyncIterator[followers.LogFollower]:
     """The log child running. ``changes`` of its configuration."""
     configuration = followers.configuration(settings, patterns.built_in(), ("rbd", "nbd"))
-    follower = followers.Follower(dataclasses.replace(configuration, **changes), found.extend)
+    follower = followers.LogFollower(dataclasses.replace(configuration, **changes), found.extend)
     task = asyncio.create_task(follower.run())
     try:
         yield follower
@@ -35,7 +36,7 @@ async def following(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def readable(follower: followers.Follower, source: str = "kubelet") -> None:
+async def readable(follower: followers.LogFollower, source: str = "kubelet") -> None:
     """The running child has opened the source: what is written from now on is read."""
 
     def opened() -> bool:
@@ -46,10 +47,11 @@ async def readable(follower: followers.Follower, source: str = "kubelet") -> Non
 
 def sources(path: Path, **changes: Any) -> LogSettings:
     data = {"kernel": False, "sources": [{"name": "kubelet", "files": str(path)}]}
-    return LogSettings.model_validate(data | changes)
+    made: LogSettings = constants.made(LogSettings, **data | changes)
+    return made
 
 
-def accounted(follower: followers.Follower) -> int:
+def accounted(follower: followers.LogFollower) -> int:
     counts = follower.counters().get("kubelet", matcher.Counters())
     return counts.seen + counts.dropped
 

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kube.settings import KubeletSettings
 from linux import kmsg
 from nodeagent import reporter as reporting
-from tests.testbed import waiting
+from tests.testbed import constants, waiting
 from volumes.audit import service, status
 from volumes.audit.logs import follower, matcher, patterns
 from volumes.audit.settings import AuditSettings, ClusterSettings, RepairSettings
@@ -61,22 +62,21 @@ async def main() -> None:
     cluster = {"name": "c1", "monitors": [MONITOR], "user": "admin", "secret_file": SECRET}
     verdicts: dict[str, str] = {}  # as the guard's probes say them
     audit = service.Audit(
-        AuditSettings.model_validate(
-            {
-                "kubelet": str(KUBELET),
-                "settle": "500ms",
-                "look_timeout": "120s",
-                "cluster_timeout": "120s",
-                "cluster_interval": "5s",
-                "logs": {"sources": [{"name": "ceph-csi", "files": str(LOG)}]},
-                "rules": {"audit-blind": {"enabled": False}},
-            }
+        constants.made(
+            AuditSettings,
+            settle="500ms",
+            look_timeout="120s",
+            cluster_timeout="120s",
+            cluster_interval="5s",
+            logs={"sources": [{"name": "ceph-csi", "files": str(LOG)}]},
+            rules={"audit-blind": {"enabled": False}},
         ),
         [ClusterSettings.model_validate(cluster)],
         drivers=("rbd",),
         state_dir=Path("/tmp/state"),
         reporter=reporting.Findings(),
         guard=lambda: GuardView(enforcing=True, verdicts=verdicts),
+        kubelet=KubeletSettings(root_dir=KUBELET),
     )
 
     def found(rule: str) -> list[dict[str, Any]]:
@@ -176,7 +176,7 @@ async def _repaired(
 ) -> None:
     """The blocklisted mapping is taken away once it is unmounted; a new one reads what was there.
     The two other mappings have the same client, and nothing holds them."""
-    audit.repairer.settings = RepairSettings(mode="on", settle=1.0)
+    audit.repairer.settings = constants.made(RepairSettings, mode="on", settle=1)
     audit.wake()
 
     def waits() -> dict[str, Any] | None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import kit.findings
+from kube.settings import KubeletSettings
 from nodeagent import reporter as reporting
-from tests.testbed import blockdev, waiting
+from tests.testbed import blockdev, constants, waiting
 from volumes.audit import service, status
 from volumes.audit.logs import matcher
 from volumes.audit.settings import AuditSettings, ClusterSettings
@@ -220,16 +221,16 @@ def staged(folder: Path) -> Iterator[Stage]:
 def settings(stage: Stage, **changes: Any) -> AuditSettings:
     """Quick for tests: nothing of other tests' logs and devices, no clusters."""
     data: dict[str, Any] = {
-        "kubelet": str(stage.kubelet),
         "names": [blockdev.NAMES],
         "settle": "200ms",
         "clear_after": "1s",
-        # As by default, for a quiet machine. The settings allow no more than 300 s.
-        "look_timeout": f"{min(300.0, waiting.limit(5.0)):g}s",
-        "cluster_timeout": f"{min(300.0, waiting.limit(8.0)):g}s",
+        # As by default, for a quiet machine.
+        "look_timeout": waiting.limit(5.0),
+        "cluster_timeout": waiting.limit(8.0),
         "logs": {"kernel": False, "sources": []},
     }
-    return AuditSettings.model_validate(data | changes)
+    made: AuditSettings = constants.made(AuditSettings, **data | changes)
+    return made
 
 
 class Watching:
@@ -286,6 +287,7 @@ async def watching(
         state_dir=stage.folder / "state",
         reporter=reporter,
         guard=more.pop("guard", lambda: GuardView(enforcing=True)),
+        kubelet=KubeletSettings(root_dir=stage.kubelet),
         **more,
     )
     if hits:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from kit.findings import Finding
-from linux.blockdev import Layer
+from linux.blockdev import DeviceLayer
 from tests.volumes.audit.world import COPY, device, only, place, scene, space
 from volumes.audit import actions
 from volumes.audit.rules import mounting
@@ -14,7 +14,7 @@ from volumes.audit.types import Scene, Severity
 KUBELET = place("/", device=(8, 1))
 
 
-def detach(at: Scene, **evidence: str) -> actions.Plan:
+def detach(at: Scene, **evidence: str) -> actions.ActionPlan:
     """The plan for the leaked mount in ``at``."""
     finding = Finding(
         "leaked-mount/rbd0/mnt-99", "leaked-mount", Severity.CRITICAL, "rbd0", "m", "a",
@@ -40,7 +40,10 @@ def test_detach_refuses_what_is_not_a_private_copy(propagation: str) -> None:
 
 
 def test_detach_names_copies_by_the_numbers_of_their_mounts() -> None:
-    layers = (Layer("rbd0p1", (259, 1), ("ext4",)), Layer("rbd0p2", (259, 2), ("ext4",)))
+    layers = (
+        DeviceLayer("rbd0p1", (259, 1), ("ext4",)),
+        DeviceLayer("rbd0p2", (259, 2), ("ext4",)),
+    )
     partitioned = device(active=("ext4",), partitions=("rbd0p1", "rbd0p2"), layers=layers)
     copies = space(
         place("/host/1", device=(259, 1), propagation="private"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import leftovers, waiting
+from tests.testbed import blockdev, leftovers, waiting
 from tests.testbed.ceph import CephCluster
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, settings, watching
@@ -217,7 +217,9 @@ async def test_a_frozen_cluster_makes_its_rules_unknown(
     doctored = cluster(ceph, secret, expected_version="17.2")
     async with watching(stage, asking(stage), clusters=doctored) as watch:
         found = await watch.finding("", "ceph-version-skew")
-        await watch.audit.reconcile(asking(stage, cluster_timeout="3s"))
+        await watch.audit.reconcile(
+            asking(stage, cluster_timeout="3s", names=[f"{blockdev.NAMES}*"])
+        )
         with ceph.frozen("mon"):
             await watch.until(
                 lambda: states(watch).get("ceph-version-skew") == "unknown", "unknown"

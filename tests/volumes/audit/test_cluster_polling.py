@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ceph import client, worker
-from ceph.protocol import ClusterView, Credentials
+from ceph.protocol import CephCredentials, ClusterView
 from tests.testbed import waiting
 from tests.volumes.audit.world import INVENTORY, view
 from volumes.audit import cluster_polling
@@ -94,7 +94,7 @@ async def test_what_is_the_same_for_every_node_is_asked_rarely(
         async def close(self) -> None:
             pass
 
-    monkeypatch.setattr(client, "Cluster", lambda *_, **__: Stand())
+    monkeypatch.setattr(client, "ClusterClient", lambda *_, **__: Stand())
     poller = cluster_polling.Poller(lambda: None)
     for _ in range(3):
         await poller.ask((CLUSTER,), 1.0, 3600.0)
@@ -128,7 +128,7 @@ def _commands(wide: bool) -> int:
     """Commands to the monitors for one question."""
     connection = object.__new__(worker._Connection)
     connection._cluster = monitors = _Monitors()
-    connection.credentials = Credentials("c1", (), "", "admin", "", 1.0)
+    connection.credentials = CephCredentials("c1", (), "", "admin", "", 1.0)
     connection._limit, connection._thing, connection._fsid = 1, "cluster c1", "f1"
     connection._view((), wide)
     return len(monitors.commands)

@@ -8,7 +8,7 @@ from linux.syscalls import ClockState
 from tests.volumes.audit.world import judge, log_hit, only, place, scene, view
 from volumes.audit import evaluate
 from volumes.audit.rules import clusters, mappings, mounting
-from volumes.audit.rules.base import Rule
+from volumes.audit.rules.base import AuditRule
 from volumes.audit.types import GuardView, Scene, Severity
 
 DOCS = Path(__file__).parents[3] / "docs" / "audit.md"
@@ -88,7 +88,9 @@ def test_a_silent_cluster_makes_its_rules_unknown() -> None:
         ("mon dump", (clusters.messenger_mode,)),
     ],
 )
-def test_a_refused_command_makes_its_rules_unknown(command: str, rules: tuple[Rule, ...]) -> None:
+def test_a_refused_command_makes_its_rules_unknown(
+    command: str, rules: tuple[AuditRule, ...]
+) -> None:
     for denied in ((), (command,)):
         at = scene(clusters={"c1": view(denied=denied)}, clock=ClockState(True, 0.0))
         for rule in rules:

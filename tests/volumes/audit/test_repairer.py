@@ -11,7 +11,7 @@ import pytest
 
 import kit.errors
 from linux import blockdev
-from tests.testbed import waiting
+from tests.testbed import constants, waiting
 from tests.volumes.audit import stage as stages
 from tests.volumes.audit.stage import Stage, run, settings, watching
 from volumes.audit import status
@@ -52,7 +52,7 @@ async def broken(
     """An audit to which the device's session is broken: a line says so, and nobody can read it."""
     cluster = cluster or Cluster()
     view = GuardView(enforcing=True, unreadable=(device,))
-    wanted = RepairSettings.model_validate({"mode": "on", "settle": "300ms", **repair})
+    wanted = constants.made(RepairSettings, **{"mode": "on", "settle": "300ms", **repair})
     async with watching(
         stage, settings(stage), hits=[hit(device)], guard=lambda: view, repair=wanted,
         claims=cluster.claims, taint=cluster.taint,
@@ -159,7 +159,7 @@ async def test_agent_killed_while_it_unmaps_goes_on_and_its_attempt_counts(
     with monkeypatch.context() as patched:
         patched.setattr("volumes.audit.repairer.kit.child.call", for_ever)
         view = GuardView(enforcing=True, unreadable=(device,))
-        wanted = RepairSettings(mode="on", settle=0.0)
+        wanted = constants.made(RepairSettings, mode="on", settle=0)
         async with watching(stage, settings(stage), guard=lambda: view, repair=wanted) as watch:
             watch.audit._log_hits([hit(device)])
             await asyncio.wait_for(under_way.wait(), waiting.limit(30))

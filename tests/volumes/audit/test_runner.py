@@ -13,10 +13,10 @@ from tests.volumes.audit.stage import Stage, run, settings, watching
 from volumes.audit import actions
 from volumes.audit.settings import ActionSettings
 
-STEP = actions.Plan(actions.DETACH, "leaked-mount/x", "x", "unmount /x", ("", 1, 2, []))
+STEP = actions.ActionPlan(actions.DETACH, "leaked-mount/x", "x", "unmount /x", ("", 1, 2, []))
 
 
-async def again() -> list[actions.Plan]:
+async def again() -> list[actions.ActionPlan]:
     return [STEP]
 
 

@@ -50,7 +50,7 @@ def _walks(count: int) -> dict[str, int]:
         devices=tuple(devices), users_of=tuple(numbers), clusters={"c1": cluster}, **walked
     )
     assert scene.inventory is not None
-    scheduler.consider(scene, scene.inventory, scheduler.Memory(), fresh=True)
+    scheduler.consider(scene, scene.inventory, scheduler.ScanMemory(), fresh=True)
     found, _ = evaluate.evaluate(scene)
     assert found
     return {name: each.walks for name, each in {**walked, "images": views}.items()}

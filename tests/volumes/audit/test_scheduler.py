@@ -14,27 +14,27 @@ LEAKED = world.device(name="rbd2", number=(252, 2), diskseq=3, active=("ext4",))
 
 
 def consider(
-    now: float, memory: scheduler.Memory, *devices: blockdev.BlockDevice, fresh: bool = False
-) -> tuple[scheduler.Depth, scheduler.Memory]:
+    now: float, memory: scheduler.ScanMemory, *devices: blockdev.BlockDevice, fresh: bool = False
+) -> tuple[scheduler.Depth, scheduler.ScanMemory]:
     scene = dataclasses.replace(world.scene(devices=devices), now=now)
     assert scene.inventory is not None
     return scheduler.consider(scene, scene.inventory, memory, fresh=fresh)
 
 
 def step(
-    now: float, memory: scheduler.Memory, *devices: blockdev.BlockDevice, fresh: bool = False
-) -> tuple[scheduler.Depth, scheduler.Memory]:
+    now: float, memory: scheduler.ScanMemory, *devices: blockdev.BlockDevice, fresh: bool = False
+) -> tuple[scheduler.Depth, scheduler.ScanMemory]:
     """``consider``, followed by a successful scan of what it asks for."""
     depth, memory = consider(now, memory, *devices, fresh=fresh)
     return depth, scheduler.fulfilled(memory, depth, now)
 
 
-def pause(now: float, memory: scheduler.Memory) -> float:
+def pause(now: float, memory: scheduler.ScanMemory) -> float:
     return scheduler.next_round(memory, world.scene().settings, now, None, None)
 
 
 def test_idle_mapping_is_searched_after_a_minute() -> None:
-    depth, memory = step(1000.0, scheduler.Memory(deep_at=1000.0), IDLE)
+    depth, memory = step(1000.0, scheduler.ScanMemory(deep_at=1000.0), IDLE)
     assert not depth
     assert pause(1000.0, memory) == 60.0
     depth, memory = step(1060.0, memory, IDLE)
@@ -43,18 +43,18 @@ def test_idle_mapping_is_searched_after_a_minute() -> None:
 
 
 def test_due_devices_share_one_search() -> None:
-    _, memory = step(1000.0, scheduler.Memory(deep_at=1000.0), IDLE)
+    _, memory = step(1000.0, scheduler.ScanMemory(deep_at=1000.0), IDLE)
     _, memory = step(1003.0, memory, IDLE, OTHER)
     depth, memory = step(1060.0, memory, IDLE, OTHER)
     assert depth.users_of == ("rbd0", "rbd1")
-    _, memory = step(1000.0, scheduler.Memory(deep_at=1000.0), IDLE)
+    _, memory = step(1000.0, scheduler.ScanMemory(deep_at=1000.0), IDLE)
     _, memory = step(1030.0, memory, IDLE, OTHER)
     depth, _ = step(1060.0, memory, IDLE, OTHER)
     assert depth.users_of == ("rbd0",)  # the other has hardly begun to wait
 
 
 def test_unexplained_device_is_searched_at_once_then_less_often() -> None:
-    depth, memory = step(1000.0, scheduler.Memory(deep_at=1000.0), LEAKED)
+    depth, memory = step(1000.0, scheduler.ScanMemory(deep_at=1000.0), LEAKED)
     assert depth.deep  # the namespaces first
     depth, memory = step(1000.0, memory, LEAKED, fresh=True)
     assert depth == scheduler.Depth(deep=False, users_of=("rbd2",))
@@ -71,13 +71,13 @@ def test_unexplained_device_is_searched_at_once_then_less_often() -> None:
 
 
 def test_detached_device_is_forgotten() -> None:
-    _, memory = step(1000.0, scheduler.Memory(deep_at=1000.0), IDLE, OTHER)
+    _, memory = step(1000.0, scheduler.ScanMemory(deep_at=1000.0), IDLE, OTHER)
     _, memory = step(1001.0, memory, OTHER)
     assert [name for name, _, _ in memory.suspects] == ["rbd1"]
 
 
 def test_failed_scan_is_requested_again() -> None:
-    start = scheduler.Memory(deep_at=1000.0)
+    start = scheduler.ScanMemory(deep_at=1000.0)
     depth, memory = consider(1001.0, start, LEAKED)
     assert depth.deep
     assert memory.deep_at == 1000.0
@@ -93,7 +93,7 @@ def test_failed_scan_is_requested_again() -> None:
 
 
 def test_merged_keeps_users_until_the_next_search() -> None:
-    layered = world.device(layers=(blockdev.Layer("dm-0", (253, 0)),))
+    layered = world.device(layers=(blockdev.DeviceLayer("dm-0", (253, 0)),))
     user = model.User(world.OWNER, (253, 0), ("fd 3",), 99)
     asked = dataclasses.replace(
         world.INVENTORY, devices=(layered,), users=(user,), users_of=((252, 0), (253, 0))
@@ -116,7 +116,7 @@ def test_gaps_of_a_visit_to_the_namespaces_stand_until_the_next_one() -> None:
 
 
 def test_mount_during_a_visit_counts_as_change_after_it() -> None:
-    memory = scheduler.Memory(deep_at=1000.0, changed_at=1001.0)
+    memory = scheduler.ScanMemory(deep_at=1000.0, changed_at=1001.0)
     assert not scheduler.fulfilled(memory, scheduler.Depth(True, ()), 1002.0).changed
     memory = dataclasses.replace(memory, changed_at=1002.5)
     assert scheduler.fulfilled(memory, scheduler.Depth(True, ()), 1002.0).changed
@@ -124,6 +124,6 @@ def test_mount_during_a_visit_counts_as_change_after_it() -> None:
 
 def test_next_round_after_a_failed_scan() -> None:
     settings = world.scene().settings
-    memory = scheduler.Memory()  # a visit is long overdue
+    memory = scheduler.ScanMemory()  # a visit is long overdue
     pause = scheduler.next_round(memory, settings, 1000.0, 0.0, 0.0, blind=True)
     assert pause == max(settings.settle, scheduler.RETRY_SECONDS)

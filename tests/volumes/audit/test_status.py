@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ceph.protocol import ImageView
-from nodeagent.api import openapi
+from nodeagent.api import own
 from tests.testbed import blockdev, waiting
 from tests.testbed.agent import Agent, ApiError
 from tests.volumes.audit import stage as stages
@@ -27,10 +27,16 @@ def agent(stage: Stage) -> Iterator[Agent]:
     """An agent that audits the stage, and guards nothing."""
     guard = {"mode": "off", "drivers": ["loop"], "pins": "/sys/fs/bpf/nodeagent-audit-test"}
     audit = {
-        "kubelet": str(stage.kubelet), "settle": "300ms", "logs": {"sources": []},
+        "settle": "300ms", "logs": {"sources": []},
         "names": [blockdev.NAMES],
     }  # fmt: skip
-    made = Agent(stage.folder / "agent", {"volumes": {"guard": guard, "audit": audit}})
+    made = Agent(
+        stage.folder / "agent",
+        {
+            "kubelet": {"root_dir": str(stage.kubelet)},
+            "volumes": {"guard": guard, "audit": audit},
+        },
+    )
 
     def scanned() -> Any:
         with contextlib.suppress(ApiError):
@@ -53,7 +59,7 @@ def volume(agent: Agent, *words: str) -> str:
 
 def _valid(schema: str, value: dict[str, Any]) -> None:
     """As much of the document as a client relies on: required fields, types and enumerations."""
-    described = openapi.document()["components"]["schemas"][schema]
+    described = own.document()["components"]["schemas"][schema]
     for name in described["required"]:
         assert name in value, name
     kinds: dict[str, Any] = {

@@ -7,7 +7,7 @@ from ceph.protocol import ClusterView, ImageView, Lock, Watcher
 from linux.blockdev import BlockDevice
 from linux.rbd_sysfs import RbdClient, RbdImage
 from volumes.audit.inventory.model import Inventory, Owner, Place, Space, Volume
-from volumes.audit.rules.base import Outcome, Rule
+from volumes.audit.rules.base import AuditRule, Outcome
 from volumes.audit.settings import AuditSettings
 from volumes.audit.types import LogHit, Scene, Severity, Trouble
 
@@ -88,11 +88,11 @@ def view(**changes: Any) -> ClusterView:
     return ClusterView(**(fields | changes))
 
 
-def judge(rule: Rule, at: Scene) -> Outcome:
+def judge(rule: AuditRule, at: Scene) -> Outcome:
     return rule.judge(at)
 
 
-def only(rule: Rule, at: Scene) -> Trouble:
+def only(rule: AuditRule, at: Scene) -> Trouble:
     outcome = rule.judge(at)
     assert len(outcome.troubles) == 1, outcome
     return outcome.troubles[0]

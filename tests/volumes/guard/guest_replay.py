@@ -20,7 +20,7 @@ import kit.findings
 from ceph.protocol import Extents
 from ceph.settings import ClusterSettings
 from linux import blockdev
-from tests.testbed import formatters, waiting
+from tests.testbed import constants, formatters, waiting
 from tests.volumes.guard import guest_luks, guest_nbd, guest_raw
 from tests.volumes.guard.guest_shell import run, say
 from volumes import settings
@@ -87,7 +87,8 @@ async def main() -> None:
     run("dd", "if=/dev/urandom", f"of={device}", "bs=1M", "count=8", "conv=fsync")
     await detach(device)
 
-    wanted = settings.GuardSettings(
+    wanted = constants.made(
+        settings.GuardSettings,
         mode="enforce",
         quiet=0,  # pydantic takes seconds
         pins=Path("/sys/fs/bpf/nodeagent"),

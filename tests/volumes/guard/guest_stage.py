@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.testbed import formatters, waiting
+from tests.testbed import constants, formatters, waiting
 from tests.volumes.guard.guest_shell import run, say
 from volumes import settings
 from volumes.guard import controller
@@ -123,9 +123,10 @@ async def main() -> None:
     Path(TARGET).mkdir()
     Path(KEY).write_bytes(b"k" * 64)
     os.environ["DM_DISABLE_UDEV"] = "1"
-    wanted = settings.GuardSettings(
-        mode="enforce", quiet=0, pins=Path("/sys/fs/bpf/nodeagent"), probe_timeout=60,
-        settle=2, lease=LEASE_SECONDS,  # no lease before the first mkfs, however slow that is
+    wanted = constants.made(
+        settings.GuardSettings, mode="enforce", quiet=0, pins=Path("/sys/fs/bpf/nodeagent"),
+        probe_timeout=60, lease=LEASE_SECONDS,
+        settle=2,  # no lease before the first mkfs, however slow that is
     )  # fmt: skip
     guard = controller.Controller(wanted, (), state_dir=Path("/run/state"))
     await guard.start()

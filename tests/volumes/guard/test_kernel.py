@@ -61,7 +61,7 @@ def test_leases_of_the_program_before_are_kept_at_an_upgrade() -> None:
     before = _Map(24, a=struct.pack("=QQQ", 5_000_000_000, 2, 7))
     after = _Map(32)
     kernel._copy(before, after)  # type: ignore[arg-type]  # a stand-in for maps of two programs
-    assert kernel.Lease.unpack(after.values[b"a"]) == kernel.Lease(5.0, 2, 7, 0.0)
+    assert kernel.KernelLease.unpack(after.values[b"a"]) == kernel.KernelLease(5.0, 2, 7, 0.0)
     older = _Map(16)
     kernel._copy(after, older)  # type: ignore[arg-type]  # a stand-in for maps of two programs
     assert not older.values, "what does not fit is not cut"

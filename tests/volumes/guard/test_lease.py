@@ -27,15 +27,15 @@ GOOD = lease.Evidence(
 
 
 def test_refusals_empty_for_verified_blank_volume() -> None:
-    assert lease.refusals(GOOD, lease.Policy()) == ()
+    assert lease.refusals(GOOD, lease.LeasePolicy()) == ()
 
 
 def test_refusals_without_credentials_depend_on_require_extents() -> None:
     alone = dataclasses.replace(
         GOOD, mirror=Knowledge.NOT_ASKED, extents=Knowledge.NOT_ASKED, cluster_size=None
     )
-    assert lease.refusals(alone, lease.Policy()) == ()
-    assert lease.refusals(alone, lease.Policy(require_extents=True))
+    assert lease.refusals(alone, lease.LeasePolicy()) == ()
+    assert lease.refusals(alone, lease.LeasePolicy(require_extents=True))
 
 
 _verdicts = st.one_of(
@@ -76,7 +76,7 @@ _nearly_good = st.builds(
 )
 
 
-def _may_hold_data(e: lease.Evidence, policy: lease.Policy) -> bool:
+def _may_hold_data(e: lease.Evidence, policy: lease.LeasePolicy) -> bool:
     """Written from the promise's text, independently of the product's decision."""
     blank_twice = all(
         v is not None and v.verdict is Kind.BLANK_VERIFIED and e.after is not None
@@ -108,7 +108,7 @@ def _may_hold_data(e: lease.Evidence, policy: lease.Policy) -> bool:
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(st.one_of(_nearly_good, _nearly_good, _evidence), st.booleans())
 def test_refusals_agree_with_the_written_rule(evidence: lease.Evidence, require: bool) -> None:
-    policy = lease.Policy(quiet=60.0, require_extents=require)
+    policy = lease.LeasePolicy(quiet=60.0, require_extents=require)
     refused = bool(lease.refusals(evidence, policy))
     assert refused == _may_hold_data(evidence, policy)
 
@@ -149,7 +149,7 @@ def test_refusals_agree_with_the_written_rule_in_many_states() -> None:
     for seed in (seeds := examples.seeds(20_000)):
         choose = random.Random(seed)
         evidence = _random_evidence(choose)
-        policy = lease.Policy(quiet=60.0, require_extents=choose.random() < 0.5)
+        policy = lease.LeasePolicy(quiet=60.0, require_extents=choose.random() < 0.5)
         no = bool(lease.refusals(evidence, policy))
         assert no == _may_hold_data(evidence, policy), evidence
         given_, refused = given_ + (not no), refused + no
@@ -184,7 +184,7 @@ def test_broken_off_closes_only_what_certainly_was_not_granted(steps: tuple[Step
     {"quiet_for": None}, {"quiet_for": 59.9}, {"in_use": None}, {"after": OTHER}, {"second": None},
 ])  # fmt: skip
 def test_refusals_name_each_unknown(broken: dict[str, Any]) -> None:
-    reasons = lease.refusals(dataclasses.replace(GOOD, **broken), lease.Policy())
+    reasons = lease.refusals(dataclasses.replace(GOOD, **broken), lease.LeasePolicy())
     assert len(reasons) >= 1 and all(reasons)
 
 

@@ -58,7 +58,7 @@ class World:
     cluster_up: bool = True
     now: float = 1000.0
     diskseq: int = 7
-    held: kernel.Lease | None = None
+    held: kernel.KernelLease | None = None
     agent: bool = True
     watched: bool = False  # the kernel's second program runs when a disk appears
     known: lease.Attachment | None = None
@@ -161,20 +161,22 @@ class World:
                         self.held = None
                         raise Broken
                 case Step.RESERVE:
-                    self.held = self.held or kernel.Lease(0.0, 0, seen[1] or 0)
+                    self.held = self.held or kernel.KernelLease(0.0, 0, seen[1] or 0)
                 case Step.GRANT:
                     # What may hold data by the world's own truth must never get a lease.
                     assert by != "auto" or not volume.written, self
                     if self.held is None:  # a new disk took the reservation away
                         raise Broken
-                    self.held = kernel.Lease(self.now + seconds, self.held.opens, seen[1] or 0)
+                    self.held = kernel.KernelLease(
+                        self.now + seconds, self.held.opens, seen[1] or 0
+                    )
                     self.granted += 1
                     if fails:  # in the kernel all the same
                         raise Broken
                 case Step.SHORTEN:
                     until = min(self.held.until if self.held else 0, self.now + 5)
                     opens = self.held.opens if self.held else 0
-                    self.held = kernel.Lease(until, opens, seen[1] or 0)
+                    self.held = kernel.KernelLease(until, opens, seen[1] or 0)
                 case Step.REVOKE:
                     self.held = None
                 case Step.RECORD_CONTENT:
@@ -211,7 +213,7 @@ class World:
             ledger=volume.entry.knowledge, mirror=mirror, extents=extents, quiet_for=math.inf,
             read_only=False, in_use=False,
         )  # fmt: skip
-        if not lease.refusals(evidence, lease.Policy()):
+        if not lease.refusals(evidence, lease.LeasePolicy()):
             self.carry_out(lease.GRANTING, volume, attachment)
 
     def concludes(self, seen: Verdict) -> tuple[Step, ...]:

@@ -162,7 +162,7 @@ async def test_lease_of_a_partition_needs_a_living_agent(world: World) -> None:
 @pytest.mark.parametrize("verdict", [EXT4, Verdict(Kind.UNREADABLE, errno=5), BLANK])
 async def test_check_revokes_a_lease_of_another_attachment(world: World, verdict: Verdict) -> None:
     """An earlier agent's lease; the number passed to another volume while none was running."""
-    world.map[254, 99] = kernel.Lease(time.monotonic() + 3600, 0, diskseq=6)
+    world.map[254, 99] = kernel.KernelLease(time.monotonic() + 3600, 0, diskseq=6)
     world.verdict = verdict
     await world.checked()
     assert world.did[0] == "revoke"
@@ -181,7 +181,7 @@ async def test_check_keeps_a_lease_of_the_same_attachment(world: World) -> None:
 
 async def test_revoke_unproven_keeps_only_leases_of_what_is_attached(world: World) -> None:
     end = time.monotonic() + 3600
-    world.map = {(254, 99): kernel.Lease(end, 0, 7), (254, 98): kernel.Lease(end, 0, 5)}
+    world.map = {(254, 99): kernel.KernelLease(end, 0, 7), (254, 98): kernel.KernelLease(end, 0, 5)}
     world.manager.revoke_unproven()
     assert list(world.map) == [(254, 99)]  # 98 has no device
     world.device = dataclasses.replace(DEVICE, diskseq=8)
@@ -326,7 +326,9 @@ async def test_count_of_opens_never_closes_a_permission_of_a_pod(world: World) -
     await published(world, True)
     await waiting.until_async(lambda: world.map[254, 99].until == math.inf, 5.0)
     world.raw = False
-    world.map[254, 99] = kernel.Lease(time.monotonic() - 5, 0, 7)  # of 120 s, and it has ended
+    world.map[254, 99] = kernel.KernelLease(
+        time.monotonic() - 5, 0, 7
+    )  # of 120 s, and it has ended
     again = world.new_manager()
     await world.checked(again)
     entry = world.ledger.get(DEVICE.volume)
@@ -752,7 +754,7 @@ async def test_an_ended_permission_of_nbd_is_no_permission_while_no_kubelet_runs
     world.device = NBD
     entry = store.Entry(NBD.volume).permit(f"{raw_block.BY}n", 1.0)
     world.ledger.put(entry)
-    world.map[NBD.number] = kernel.Lease(time.monotonic() - 10.0, 3, 7)
+    world.map[NBD.number] = kernel.KernelLease(time.monotonic() - 10.0, 3, 7)
     world.verdict = verdict
     manager = world.new_manager()
     manager.mounts_changed({}, whole=False)

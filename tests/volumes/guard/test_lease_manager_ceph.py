@@ -120,7 +120,7 @@ class Bench:
             drivers=("loop",), cluster_timeout=deadline, probe_timeout=cell.ANSWER_SECONDS
         )
         self.guard.apply(kernel.wanted(wanted, kernel.Mode.ENFORCE, {7: "loop"}))
-        self.ledger = store.Store(folder)
+        self.ledger = store.LedgerStore(folder)
         self.ledger.load()
         self.clusters = mirror.Mirror((_credentials(backend),), deadline)
         errors = lease.ErrorLog()

@@ -42,7 +42,7 @@ def test_published_finds_kubelets_bind() -> None:
 
 def test_a_bind_mount_of_an_earlier_medium_permits_nothing_of_the_next() -> None:
     first, second = frozenset({7}), frozenset({8})
-    kept = raw_block.Published({"nbd0": first})
+    kept = raw_block.PublishedDevice({"nbd0": first})
     assert "nbd0" in kept
     kept.attached_anew("nbd0")
     assert "nbd0" not in kept
@@ -56,7 +56,7 @@ def test_a_bind_mount_of_an_earlier_medium_permits_nothing_of_the_next() -> None
 def test_a_leaked_bind_mount_of_a_node_in_tmpfs_permits_nothing_of_the_next_disk(told: str) -> None:
     """The mount stays when its disk goes: only its number leads to the next disk."""
     leaked, second = frozenset({7}), frozenset({8})
-    kept = raw_block.Published({"rbd0": leaked})
+    kept = raw_block.PublishedDevice({"rbd0": leaked})
     if told == "of the end":
         kept.attached_anew("rbd0")
     kept.update({raw_block.NO_DISK: leaked})
@@ -255,7 +255,7 @@ async def _controller(folder: Path, where: cell.Cell) -> AsyncIterator[controlle
         await made.stop()
 
 
-async def _held(guard: controller.Controller, device: str) -> kernel.Lease:
+async def _held(guard: controller.Controller, device: str) -> kernel.KernelLease:
     """Its lease, once there is one."""
     status = os.stat(device)
     number = os.major(status.st_rdev), os.minor(status.st_rdev)

@@ -22,7 +22,7 @@ def unguarded(where: cell.Cell, tmp_path: Path) -> Iterator[Agent]:
     )
     bad = tmp_path / "bad.o"
     blockdev.run("clang", "-O2", "-g", "-target", "bpf", "-c", str(source), "-o", str(bad))
-    with cell.agent(tmp_path, where, object_file=str(bad)) as made:
+    with cell.agent(tmp_path, where, program=bad) as made:
         yield made
 
 

@@ -41,7 +41,7 @@ async def test_a_denial_right_after_another_disk_came_is_about_that_disk(
     manager: Any = Manager()
     kept = denials.Denials()
     told = reports.Reports(
-        manager, kept, store.Store(tmp_path), is_watched=lambda _: True, changed=lambda: None
+        manager, kept, store.LedgerStore(tmp_path), is_watched=lambda _: True, changed=lambda: None
     )
     manager.known = {DEVICE.name: steps.Known(before)}
     told.denied(EVENT, None)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kube.settings import AccessSettings, ThisNode
 from kube.volumes import attachment_name
 from tests.testbed import blockdev, cell, kubernetes, waiting
 from tests.testbed.agent import Agent
@@ -138,13 +139,14 @@ def _node(
     kubelet = folder / "kubelet"
     kubelet.mkdir()
     settings = {
+        "kubelet": {"root_dir": str(kubelet)},
+        "kubernetes": {
+            "server": server, "ca_file": str(ca), "token_file": str(folder / "token"),
+            "objects": False,
+        },
         "volumes": {
-            "guard": cell.settings(where),
-            "audit": {"kubelet": str(kubelet), "names": [blockdev.NAMES]},
-            "kubernetes": {
-                "server": server, "ca_file": str(ca), "token_file": str(folder / "token"), **more,
-            },
-        }
+            "guard": cell.settings(where), "audit": {"names": [blockdev.NAMES]}, "kubernetes": more,
+        },
     }  # fmt: skip
     with blockdev.loop(blockdev.blank(folder / "image", 64 * blockdev.MiB)) as device:
         _stage(kubelet, name, device)
@@ -242,8 +244,9 @@ def test_without_the_api_server_a_format_waits_and_is_not_impossible(
             assert [f["rule"] for f in node.agent.findings()].count("witness-silent") == 1
             status = node.agent.get("/v1/volumes/guard")["kubernetes"]
             assert status["failed"] and status["trouble"]
-            node.agent.settings["volumes"]["kubernetes"]["outage"] = "1s"  # passed, on any machine
-            node.agent.write()
+            node.agent.stop()
+            node.agent.settings["volumes"]["kubernetes"]["outage"] = "1s"
+            node.agent.start()
             # kubelet tries again and again.
             waiting.until(node.mkfs, 30, "the format", pause=0.5)
 
@@ -281,7 +284,9 @@ async def test_taint_of_a_repair_leaves_other_taints_alone(kube: kubernetes.Kube
         return None
 
     kube.kubectl("taint", "node", kubernetes.NODE, "a-test=x:PreferNoSchedule")
-    witness = Witness(WitnessSettings(kubeconfig=kube._kubeconfig("admin")), find, kubernetes.NODE)
+    cluster = AccessSettings(kubeconfig=kube._kubeconfig("admin"))
+    here = ThisNode(name=kubernetes.NODE, cluster=cluster)
+    witness = Witness(WitnessSettings(), here, find)
     try:
         for wanted in (True, True, False, False):
             await witness.taint(wanted)

@@ -11,7 +11,7 @@ from ceph.protocol import Extents
 from kit import processes
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
-from tests.testbed import waiting
+from tests.testbed import constants, waiting
 from volumes import settings
 from volumes.guard import denials, kernel, lease, lease_manager, raw_block
 from volumes.ledger import mirror, store
@@ -62,8 +62,8 @@ class World:
         self.ends_with_disk = True
         self.beats = 0
         self.holds = Holds(self.did)
-        self.map: dict[blockdev.Number, kernel.Lease] = {}
-        self.ledger = store.Store(folder)
+        self.map: dict[blockdev.Number, kernel.KernelLease] = {}
+        self.ledger = store.LedgerStore(folder)
         self.ledger.load()
         monkeypatch.setattr(blockdev, "identify", self._identify)
         monkeypatch.setattr(
@@ -84,7 +84,7 @@ class World:
         errors = lease.ErrorLog()
         errors.readable = True
         made = lease_manager.LeaseManager(
-            settings.GuardSettings(settle=0.05), self, self.ledger, self,  # type: ignore[arg-type]
+            constants.made(settings.GuardSettings, settle=0.05), self, self.ledger, self,  # type: ignore[arg-type]
             errors, denials.Denials(), node="n",
         )  # fmt: skip
         made.prober = self  # type: ignore[assignment]
@@ -119,7 +119,7 @@ class World:
 
     def reserve(self, number: blockdev.Number, diskseq: int | None) -> None:
         self.did.append("reserve")
-        self.map.setdefault(number, kernel.Lease(0.0, 0, diskseq or 0))
+        self.map.setdefault(number, kernel.KernelLease(0.0, 0, diskseq or 0))
 
     def grant(
         self, number: blockdev.Number, until: float, diskseq: int | None, grace: float = 0.0
@@ -127,16 +127,16 @@ class World:
         self.did.append("grant")
         if number not in self.map:
             raise kit.errors.RefusedError("a lease", "another disk has the number", "try again")
-        self.map[number] = kernel.Lease(until, 0, diskseq or 0, grace)
+        self.map[number] = kernel.KernelLease(until, 0, diskseq or 0, grace)
 
     def beat(self) -> None:
         self.beats += 1
 
-    def revoke(self, number: blockdev.Number) -> kernel.Lease | None:
+    def revoke(self, number: blockdev.Number) -> kernel.KernelLease | None:
         self.did.append("revoke")
         return self.map.pop(number, None)
 
-    def leases(self) -> dict[blockdev.Number, kernel.Lease]:
+    def leases(self) -> dict[blockdev.Number, kernel.KernelLease]:
         return dict(self.map)
 
     async def checked(self, manager: lease_manager.LeaseManager | None = None) -> Any:

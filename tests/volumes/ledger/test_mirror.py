@@ -60,7 +60,7 @@ def _image(fsid: str = "f1") -> RbdImage:
 
 def _mirror(monkeypatch: pytest.MonkeyPatch, *stands: Stand) -> mirror.Mirror:
     ahead = list(stands)
-    monkeypatch.setattr(mirror, "Cluster", lambda settings, deadline: ahead.pop(0))
+    monkeypatch.setattr(mirror, "ClusterClient", lambda settings, deadline: ahead.pop(0))
     settings = tuple(
         ClusterSettings(name=each.fsid_, monitors=("h:1",), secret_file="/k") for each in stands
     )
@@ -142,7 +142,7 @@ async def test_apply_replaces_changed_clusters(monkeypatch: pytest.MonkeyPatch) 
     await made.ask(_image())
     settings = ClusterSettings(name="f1", monitors=("h:2",), secret_file="/k")
     second = Stand("f1", ImageContent(None))
-    monkeypatch.setattr(mirror, "Cluster", lambda settings, deadline: second)
+    monkeypatch.setattr(mirror, "ClusterClient", lambda settings, deadline: second)
     await made.apply((settings,), 5.0)
     assert first.closed
     assert (await made.ask(_image())).mirror is Knowledge.NONE

@@ -107,7 +107,7 @@ def test_lease_is_refused_whenever_its_testimony_forbids_it() -> None:
         )  # fmt: skip
         extents = choose.choice([Knowledge.NONE, Knowledge.NOT_ASKED])
         evidence = dataclasses.replace(GOOD, witness=said, extents=extents)
-        refused = lease.refusals(evidence, lease.Policy())
+        refused = lease.refusals(evidence, lease.LeasePolicy())
         assert list(refused) == _refusals(said, no_extents=extents is Knowledge.NONE)
 
 

@@ -54,24 +54,24 @@ def test_saw_keeps_previous_content() -> None:
 
 
 def test_put_survives_restart(tmp_path: Path) -> None:
-    first = store.Store(tmp_path)
+    first = store.LedgerStore(tmp_path)
     first.load()
     assert first.knowledge(VOLUME) is Knowledge.NONE
     first.put(SEEN)
-    again = store.Store(tmp_path)
+    again = store.LedgerStore(tmp_path)
     again.load()
     assert again.get(VOLUME) == SEEN and again.knowledge(VOLUME) is Knowledge.CONTENT
 
 
 def test_damaged_file_makes_only_its_volume_unknown(tmp_path: Path) -> None:
-    first = store.Store(tmp_path)
+    first = store.LedgerStore(tmp_path)
     first.load()
     first.put(SEEN)
     first.put(dataclasses.replace(SEEN, volume="rbd:f/1//b"))
     (file,) = [f for f in tmp_path.glob("*.json") if VOLUME in f.read_text()]
     for damage in (b"", b"{", b"\xff\xfe", b"{}"):
         file.write_bytes(damage)
-        again = store.Store(tmp_path)
+        again = store.LedgerStore(tmp_path)
         again.load()
         assert again.knowledge(VOLUME) is Knowledge.UNKNOWN
         assert again.knowledge("rbd:f/1//b") is Knowledge.CONTENT
@@ -81,7 +81,7 @@ def test_damaged_file_makes_only_its_volume_unknown(tmp_path: Path) -> None:
 
 
 def test_failed_put_changes_nothing(tmp_path: Path) -> None:
-    ledger = store.Store(tmp_path / "ledger")
+    ledger = store.LedgerStore(tmp_path / "ledger")
     ledger.load()
     ledger.folder.rmdir()
     with pytest.raises(OSError):
@@ -90,11 +90,11 @@ def test_failed_put_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_knowledge_without_volume_is_unknown(tmp_path: Path) -> None:
-    assert store.Store(tmp_path).knowledge("") is Knowledge.UNKNOWN
+    assert store.LedgerStore(tmp_path).knowledge("") is Knowledge.UNKNOWN
 
 
 def test_needs_ignores_recent_same_content(tmp_path: Path) -> None:
-    ledger = store.Store(tmp_path)
+    ledger = store.LedgerStore(tmp_path)
     ledger.load()
     ledger.put(SEEN)
     assert not ledger.needs(SEEN.saw("ext4", "u1", "", 200.0, "n1"))
@@ -105,7 +105,7 @@ def test_needs_ignores_recent_same_content(tmp_path: Path) -> None:
 
 def test_prune_drops_oldest_images_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MOST_ENTRIES", 3)
-    ledger = store.Store(tmp_path)
+    ledger = store.LedgerStore(tmp_path)
     ledger.load()
     ledger.put(dataclasses.replace(SEEN, volume="nbd:x", last_seen=0.0))
     for number in range(5):
@@ -115,7 +115,7 @@ def test_prune_drops_oldest_images_only(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_entry_of_a_newer_agent_is_never_replaced(tmp_path: Path) -> None:
-    known = store.Store(tmp_path)
+    known = store.LedgerStore(tmp_path)
     known.load()
     entry = store.Entry("rbd:a/1//b", type="ext4", uuid="u")
     known.put(entry)
@@ -146,7 +146,7 @@ def test_permissions_without_content_are_not_the_first_to_be_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "MOST_ENTRIES", 2)
-    ledger = store.Store(tmp_path)
+    ledger = store.LedgerStore(tmp_path)
     ledger.put(Entry("rbd:a").saw("ext4", "u", "", 100.0, "n"))
     ledger.put(Entry("rbd:raw").permit("raw block volume on n", 200.0))
     ledger.put(Entry("rbd:b").saw("ext4", "u", "", 300.0, "n"))

@@ -13,23 +13,24 @@ import pytest
 from aiohttp import web
 
 import kit.errors
+from kube.settings import AccessSettings, ThisNode
 from kube.volumes import attachment_name
 from linux import blockdev
 from linux.rbd_sysfs import RbdImage
 from tests.nodeagent.test_listeners import certify
-from tests.testbed import ports, waiting
+from tests.testbed import constants, ports, waiting
 from volumes.ledger import witness as witness_module
 from volumes.ledger.settings import WitnessSettings
 from volumes.ledger.statement import HOLDS_DATA
 from volumes.ledger.store import Entry, Knowledge
-from volumes.ledger.witness import Claim, Witness
+from volumes.ledger.witness import VolumeClaim, Witness
 
 DEVICE = blockdev.BlockDevice(
     "rbd9", (254, 9), "rbd", 2**30, False, diskseq=7,
     image=RbdImage("rbd", "a", "", "", "101d", "f1", 3),
 )  # fmt: skip
 ENTRY = Entry(DEVICE.volume, type="ext4", uuid="e1", first_seen=1.8e9, last_seen=1.8e9, node="n1")
-CLAIM = Claim("rbd.csi.ceph.com", "handle-1")
+CLAIM = VolumeClaim("rbd.csi.ceph.com", "handle-1")
 
 
 class Cluster:
@@ -43,10 +44,10 @@ class Cluster:
         self.status: dict[str, int] = {}
         self.silent = False
         self.version = 1
-        self.claim: Claim | None = CLAIM
+        self.claim: VolumeClaim | None = CLAIM
         self.no_records = False
 
-    async def find(self, device: blockdev.BlockDevice) -> Claim | None:
+    async def find(self, device: blockdev.BlockDevice) -> VolumeClaim | None:
         if self.no_records:
             raise kit.errors.HostError("kubelet's directory", "is not there", "")
         return self.claim
@@ -96,12 +97,12 @@ async def asking(cluster: Cluster, folder: Path, **more: Any) -> AsyncIterator[W
     await web.TCPSite(runner, "127.0.0.1", port).start()
     certify(folder, "ca")
     (folder / "own").write_text("the-agents-own\n")
-    defaults = {name: field.default for name, field in WitnessSettings.model_fields.items()}
-    asked = WitnessSettings.model_construct(
-        **{**defaults, "server": f"http://127.0.0.1:{port}", "ca_file": folder / "tls.crt",
-           "token_file": folder / "own", "timeout": ANSWER_SECONDS, **more}
-    )  # fmt: skip
-    witness = Witness(asked, cluster.find, "n1")
+    asked = constants.made(WitnessSettings, **{"timeout": ANSWER_SECONDS, **more})
+    access = AccessSettings.model_construct(
+        server=f"http://127.0.0.1:{port}", ca_file=folder / "tls.crt", token_file=folder / "own"
+    )
+    here = ThisNode.model_construct(name="n1", cluster=access)
+    witness = Witness(asked, here, cluster.find)
     try:
         yield witness
     finally:
@@ -117,7 +118,7 @@ async def _until(condition: Any) -> None:
 
 async def test_nothing_is_asked_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    witness = Witness(WitnessSettings(), Cluster().find, "n1")
+    witness = Witness(WitnessSettings(), ThisNode(), Cluster().find)
     assert (await witness.ask(DEVICE)).knowledge is Knowledge.NOT_ASKED
     witness.saw(DEVICE, ENTRY)
     assert witness.status()["waiting_marks"] == 0
@@ -201,7 +202,7 @@ async def test_record_that_is_gone_is_remembered(tmp_path: Path) -> None:
     ],
 )
 async def test_without_an_answer_it_is_unknown_and_the_time_counts(
-    tmp_path: Path, change: dict[str, Any], why: str
+    tmp_path: Path, change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = Cluster()
     # Only for an answer that does not come is the deadline short.
@@ -218,12 +219,15 @@ async def test_without_an_answer_it_is_unknown_and_the_time_counts(
         fresh = Cluster()
         for name in change:
             setattr(cluster, name, getattr(fresh, name))
-        impatient = witness.settings
         if short:
-            await witness.apply(impatient.model_copy(update={"timeout": ANSWER_SECONDS}))
+            patient = constants.made(WitnessSettings, timeout=ANSWER_SECONDS)
+            monkeypatch.setattr(witness, "settings", patient)
+            await witness._disconnect()
         assert (await witness.ask(DEVICE)).knowledge is Knowledge.NONE
         assert witness.trouble == ""
-        await witness.apply(impatient)
+        if short:
+            monkeypatch.undo()
+            await witness._disconnect()
         setattr(cluster, *next(iter(change.items())))
         witness._said.clear()
         assert (await witness.ask(DEVICE)).silent_for < again.silent_for  # it begins anew

@@ -27,7 +27,7 @@ def on_device(name: str, kubelet: str) -> list[str]:
         raise kit.errors.HostError(
             f"kubelet's directory {kubelet}",
             "is not there",
-            "set volumes.audit.kubelet to its path",
+            "set kubelet.root_dir to its path",
         )
     device = blockdev.identify(name)
     if device is None:

@@ -59,7 +59,7 @@ class Scanner:
     """Scans one at a time, each with a deadline."""
 
     def __init__(self) -> None:
-        self._child = kit.line_worker.Worker(
+        self._child = kit.line_worker.LineWorker(
             f"{__name__}:{main.__name__}",
             changes.Changes,
             about=_ABOUT,
@@ -177,7 +177,7 @@ def scan(request: Request, kept: Kept | None = None) -> Inventory:
     no_records = ""
     if kubelet is None and _needs_kubelet(request, processes):
         no_records = f"no kubelet directory at {request.kubelet}"
-        gaps.append(f"{no_records}: mount it, or set volumes.audit.kubelet to its path")
+        gaps.append(f"{no_records}: mount it, or set kubelet.root_dir to its path")
     hidden = _hidden(processes)
     visited = holders.Visited()
     users: list[User] = []

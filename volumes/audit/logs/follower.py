@@ -48,7 +48,7 @@ def configuration(
 ) -> sources.Configuration:
     return sources.Configuration(
         kernel=settings.kernel,
-        sources=tuple(sources.Source(s.name, s.files, s.unit) for s in settings.sources),
+        sources=tuple(sources.FollowedLog(s.name, s.files, s.unit) for s in settings.sources),
         expressions=expressions(patterns),
         devices=device_names(drivers),
         lines_per_second=settings.lines_per_second,
@@ -56,7 +56,7 @@ def configuration(
     )
 
 
-class Follower:
+class LogFollower:
     """Runs until cancelled. ``report`` gets new hits; it gets none of them when a source became
     readable or unreadable."""
 
@@ -102,7 +102,7 @@ class Follower:
 
     async def _listen(self) -> None:
         self._silent += 1
-        child = kit.line_worker.Worker(
+        child = kit.line_worker.LineWorker(
             f"{sources.__name__}:{sources.main.__name__}",
             sources.Report,
             about="log child",

@@ -135,7 +135,7 @@ def expressions(patterns: Iterable[Pattern]) -> tuple[Expression, ...]:
 
 
 @dataclass(frozen=True)
-class Hits:
+class PatternHits:
     recent: Mapping[Key, LogHit] = field(default_factory=dict)
     # When lines came, and how many: for patterns that must match often to count.
     times: Mapping[Key, tuple[tuple[float, int], ...]] = field(default_factory=dict)
@@ -149,12 +149,12 @@ def quota(source: str) -> int:
 
 
 def note(
-    hits: Hits,
+    hits: PatternHits,
     found: Sequence[Hit],
     patterns: Mapping[str, Pattern],
     now: float,
     hold: float,
-) -> Hits:
+) -> PatternHits:
     """``hits`` with what the log child found, and without what is older than ``hold``."""
     recent = {key: hit for key, hit in hits.recent.items() if now - hit.last < hold}
     times = {
@@ -195,10 +195,10 @@ def note(
             del recent[key]
             flooding[source] = now
     times = {key: seen for key, seen in times.items() if seen and key in recent}
-    return Hits(recent, times, flooding)
+    return PatternHits(recent, times, flooding)
 
 
-def frequent(hits: Hits, patterns: Mapping[str, Pattern]) -> tuple[LogHit, ...]:
+def frequent(hits: PatternHits, patterns: Mapping[str, Pattern]) -> tuple[LogHit, ...]:
     """Hits that came as often as their pattern requires (``at_least``)."""
     found = []
     for key, hit in hits.recent.items():

@@ -52,7 +52,7 @@ _STEADY_SECONDS = 5.0  # a journalctl that lives so long is following
 
 
 @dataclass(frozen=True)
-class Source:
+class FollowedLog:
     """A log: files by a pattern, or a systemd unit."""
 
     name: str
@@ -63,7 +63,7 @@ class Source:
 @dataclass(frozen=True)
 class Configuration:
     kernel: bool
-    sources: tuple[Source, ...]
+    sources: tuple[FollowedLog, ...]
     expressions: tuple[Expression, ...]
     devices: str  # regex of the names of watched devices
     lines_per_second: int
@@ -166,7 +166,7 @@ class _Child:
             self._kernel_read = log.last
             await asyncio.sleep(0.01)  # a flood is read in large steps
 
-    async def _follow(self, source: Source) -> None:
+    async def _follow(self, source: FollowedLog) -> None:
         matcher = self._matcher(source.name, "userspace")
 
         def lose(count: int) -> None:
@@ -175,15 +175,15 @@ class _Child:
         def state(text: str) -> None:
             self._states[source.name] = text
 
-        log: Files | Unit
+        log: LogFiles | JournalUnit
         if source.files is not None:
             log, what = (
-                Files(source.files, matcher.feed, lose, state, self._configuration.namespaces),
+                LogFiles(source.files, matcher.feed, lose, state, self._configuration.namespaces),
                 source.files,
             )
         else:
             assert source.unit is not None
-            log = Unit(source.unit, matcher.feed, state, self._configuration.journals)
+            log = JournalUnit(source.unit, matcher.feed, state, self._configuration.journals)
             what = "journalctl"
         while True:
             try:
@@ -223,7 +223,7 @@ class _File:
 
 
 @dataclass
-class Files:
+class LogFiles:
     """All files that a pattern names.
 
     ``feed`` gets a block and the unfinished line before it, and returns the unfinished line at its
@@ -387,7 +387,7 @@ class Files:
 
 
 @dataclass
-class Unit:
+class JournalUnit:
     """One unit of systemd's journal, followed by journalctl. ``feed`` and ``state`` as in Files.
 
     Invariant: ``run`` after ``run`` continues where the first one stopped.

@@ -39,7 +39,7 @@ ClusterJudge = Callable[[Scene, protocol.ClusterView], Iterable[Trouble]]
 
 
 @dataclass(frozen=True)
-class Rule:
+class AuditRule:
     name: str
     summary: str  # one line for docs and the command line
     severity: Severity
@@ -47,9 +47,11 @@ class Rule:
     judge: Judge
 
 
-def rule(name: str, summary: str, severity: Severity, patience: float) -> Callable[[Judge], Rule]:
+def rule(
+    name: str, summary: str, severity: Severity, patience: float
+) -> Callable[[Judge], AuditRule]:
     """A rule that decides by itself when it is unknown or off."""
-    return lambda judge: Rule(name, summary, severity, patience, judge)
+    return lambda judge: AuditRule(name, summary, severity, patience, judge)
 
 
 def node_rule(
@@ -60,14 +62,14 @@ def node_rule(
     *,
     records: bool = False,
     namespaces: bool = False,
-) -> Callable[[NodeJudge], Rule]:
+) -> Callable[[NodeJudge], AuditRule]:
     """A rule about this node: unknown while the node cannot be scanned.
 
     ``records``: also unknown while kubelet's directory is missing. ``namespaces``: what it searches
     for may hide in any mount namespace, so finding nothing counts only if all could be entered.
     """
 
-    def decorate(judge: NodeJudge) -> Rule:
+    def decorate(judge: NodeJudge) -> AuditRule:
         def judged(scene: Scene) -> Outcome:
             inventory = scene.inventory
             if inventory is None or scene.blind:  # an old inventory proves nothing now
@@ -78,7 +80,7 @@ def node_rule(
                 unknown = _not_entered(inventory.space_gaps)
             return Outcome(troubles, unknown=unknown)
 
-        return Rule(name, summary, severity, patience, judged)
+        return AuditRule(name, summary, severity, patience, judged)
 
     return decorate
 
@@ -90,11 +92,11 @@ def _not_entered(gaps: tuple[str, ...]) -> str:
 
 def cluster_rule(
     name: str, summary: str, severity: Severity, patience: float, *, commands: tuple[str, ...]
-) -> Callable[[ClusterJudge], Rule]:
+) -> Callable[[ClusterJudge], AuditRule]:
     """A rule about each cluster: unknown while a cluster does not answer, or forbids the agent's
     key one of the ``commands`` that the rule relies on."""
 
-    def decorate(judge: ClusterJudge) -> Rule:
+    def decorate(judge: ClusterJudge) -> AuditRule:
         def judged(scene: Scene) -> Outcome:
             if not scene.clusters:
                 return Outcome(off=NO_CLUSTER)
@@ -105,6 +107,6 @@ def cluster_rule(
                 unknown += view.refused(commands)
             return Outcome(tuple(troubles), unknown="; ".join(unknown))
 
-        return Rule(name, summary, severity, patience, judged)
+        return AuditRule(name, summary, severity, patience, judged)
 
     return decorate

@@ -115,7 +115,7 @@ def test_missing_kubelet_directory_is_a_gap_only_with_a_kubelet(host: Host) -> N
     host.process("kubelet")
     missing = host.look()
     assert missing.no_records == "no kubelet directory at /var/lib/kubelet"
-    assert any("set volumes.audit.kubelet" in gap for gap in missing.gaps)
+    assert any("set kubelet.root_dir" in gap for gap in missing.gaps)
     (host.root / "var/lib/kubelet").mkdir(parents=True)
     assert host.look().no_records == ""
 

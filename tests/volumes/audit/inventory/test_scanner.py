@@ -95,7 +95,7 @@ async def test_blind_audit_keeps_its_findings(stage: Stage) -> None:
     rules = {"audit-blind": {"patience": "0s"}}
     patient, impatient = (
         settings(stage, rules=rules),
-        settings(stage, look_timeout="1s", rules=rules),
+        settings(stage, look_timeout="1s", rules=rules, names=[f"{blockdev.NAMES}*"]),
     )
     async with watching(stage, patient) as watch:
         run("umount", target)
@@ -186,7 +186,7 @@ def test_statmount_agrees_with_mountinfo(stage: Stage) -> None:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
         return sorted(line.split()[4].replace("\\040", " ") for line in lines)
 
-    def agreed() -> list[mount_namespaces.Mounted] | None:
+    def agreed() -> list[mount_namespaces.MountedIn] | None:
         before, mounts = targets(), list(mount_namespaces.mounts(listed.id))
         return mounts if sorted(m.target for m in mounts) == before == targets() else None
 

@@ -39,7 +39,7 @@ def test_files_of_others_are_not_opened_however_many_there_are(tmp_path: Path) -
     folder.mkdir()
     for number in range(300):
         (folder / f"a{number}-csi-rbdplugin_team-a_main-{ID}.log").touch()
-    files = sources.Files(
+    files = sources.LogFiles(
         str(folder / "*csi-rbdplugin*.log"), lambda _, begun: begun, print, print, NAMESPACES
     )
     files._open_new()

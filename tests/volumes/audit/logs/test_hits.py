@@ -17,7 +17,9 @@ def raw(pattern: str, count: int = 1, **groups: str) -> matcher.Hit:
 
 
 def test_frequent_waits_for_at_least() -> None:
-    state = patterns.note(patterns.Hits(), [raw("ceph-session-flaps", 9)], by_id(), 100.0, 900.0)
+    state = patterns.note(
+        patterns.PatternHits(), [raw("ceph-session-flaps", 9)], by_id(), 100.0, 900.0
+    )
     assert patterns.frequent(state, by_id()) == ()
     state = patterns.note(state, [raw("ceph-session-flaps", 1)], by_id(), 150.0, 900.0)
     assert len(patterns.frequent(state, by_id())) == 1
@@ -26,7 +28,9 @@ def test_frequent_waits_for_at_least() -> None:
 
 
 def test_note_forgets_old_hits() -> None:
-    state = patterns.note(patterns.Hits(), [raw("rbd-in-use", image="a/b")], by_id(), 100.0, 900.0)
+    state = patterns.note(
+        patterns.PatternHits(), [raw("rbd-in-use", image="a/b")], by_id(), 100.0, 900.0
+    )
     assert patterns.frequent(patterns.note(state, [], by_id(), 999.0, 900.0), by_id())
     assert not patterns.frequent(patterns.note(state, [], by_id(), 1001.0, 900.0), by_id())
 
@@ -40,7 +44,7 @@ def test_a_flood_of_one_log_hides_no_line_of_another() -> None:
         matcher.Hit("block-io-error", "kernel", "t", {"device": "rbd0"}),
         matcher.Hit("ext4-error", "kernel", "t", {"device": "rbd0"}),
     ]
-    state = patterns.note(patterns.Hits(), kernel, by_id(), 100.0, 900.0)
+    state = patterns.note(patterns.PatternHits(), kernel, by_id(), 100.0, 900.0)
     for now in (101.0, 102.0):
         found = [*flood("ceph-csi"), *flood("kubelet")]
         state = patterns.note(state, found, by_id(), now, 900.0)
@@ -53,7 +57,7 @@ def test_a_flood_of_one_log_hides_no_line_of_another() -> None:
 
 
 def test_a_flooding_log_keeps_the_graver_lines_then_the_first() -> None:
-    state = patterns.note(patterns.Hits(), flood("kubelet"), by_id(), 100.0, 900.0)
+    state = patterns.note(patterns.PatternHits(), flood("kubelet"), by_id(), 100.0, 900.0)
     before = set(state.recent)
     state = patterns.note(state, flood("kubelet")[::-1], by_id(), 101.0, 900.0)
     assert set(state.recent) == before  # no finding clears and none is raised
@@ -65,7 +69,7 @@ def test_a_flooding_log_keeps_the_graver_lines_then_the_first() -> None:
 
 
 def test_a_log_that_stopped_flooding_is_no_longer_one_after_hold() -> None:
-    state = patterns.note(patterns.Hits(), flood("kubelet"), by_id(), 100.0, 900.0)
+    state = patterns.note(patterns.PatternHits(), flood("kubelet"), by_id(), 100.0, 900.0)
     assert patterns.note(state, [], by_id(), 999.0, 900.0).flooding
     assert not patterns.note(state, [], by_id(), 1000.0, 900.0).flooding
 
@@ -75,7 +79,7 @@ def test_join_finds_the_device_by_volume_path_pod_or_image() -> None:
     staged = volume(publishes=(Publish(uid, "/p", "pvc-9", mounted=True, read_only=False),))
     inventory = scene(volumes=(staged,), host=(place("/mnt/x"),)).inventory
     state = patterns.note(
-        patterns.Hits(),
+        patterns.PatternHits(),
         [
             raw("unmap-failed", volume="h1"),
             raw("target-busy", path="/mnt/x"),

@@ -41,8 +41,8 @@ class Heard:
     def lose(self, count: int) -> None:
         self.lost += count
 
-    def files(self, pattern: Path) -> sources.Files:
-        return sources.Files(str(pattern), self.feed, self.lose, self.states.append)
+    def files(self, pattern: Path) -> sources.LogFiles:
+        return sources.LogFiles(str(pattern), self.feed, self.lose, self.states.append)
 
 
 @contextlib.asynccontextmanager
@@ -92,7 +92,7 @@ async def test_files_keep_unfinished_lines_of_different_files_apart(tmp_path: Pa
     expressions = patterns.expressions(patterns.built_in())
     matching = matcher.Matcher("x", expressions, follower.device_names(("rbd",)), 1000)
     states: list[str] = []
-    files = sources.Files(str(tmp_path / "*.log"), matching.feed, lambda _: None, states.append)
+    files = sources.LogFiles(str(tmp_path / "*.log"), matching.feed, lambda _: None, states.append)
 
     async def read() -> None:
         await until_async(lambda: {f.offset for f in files.files.values()} == _sizes(one, two))
@@ -219,7 +219,9 @@ async def test_unit_of_another_machines_journal_is_read(
 
 async def test_unit_continues_after_journalctl_ended(journals: journald.Journald) -> None:
     heard = Heard()
-    unit = sources.Unit(journals.unit, heard.feed, heard.states.append, (journals.directory,))
+    unit = sources.JournalUnit(
+        journals.unit, heard.feed, heard.states.append, (journals.directory,)
+    )
     async with running(unit) as task:
         journals.write("one")
         await until_async(lambda: heard.lines == [b"one"])
@@ -239,5 +241,5 @@ async def test_unit_continues_after_journalctl_ended(journals: journald.Journald
 
 async def test_unit_without_any_journal_is_reported(tmp_path: Path) -> None:
     heard = Heard()
-    await sources.Unit("x.service", heard.feed, heard.states.append, (str(tmp_path),)).run()
+    await sources.JournalUnit("x.service", heard.feed, heard.states.append, (str(tmp_path),)).run()
     assert heard.states == [f"no journal in {tmp_path}: mount the host's there"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from linux.blockdev import Layer
+from linux.blockdev import DeviceLayer
 from tests.volumes.audit.world import (
     COPY,
     DEVICE,
@@ -22,13 +22,13 @@ from tests.volumes.audit.world import (
 )
 from volumes.audit.inventory.model import Publish, User
 from volumes.audit.rules import mappings, mounting
-from volumes.audit.rules.base import Outcome, Rule
+from volumes.audit.rules.base import AuditRule, Outcome
 from volumes.audit.types import Severity
 
 PARTITIONED = device(
     active=("ext4",),
     partitions=("rbd0p1", "rbd0p2"),
-    layers=(Layer("rbd0p1", (259, 1), ("ext4",)), Layer("rbd0p2", (259, 2), ("ext4",))),
+    layers=(DeviceLayer("rbd0p1", (259, 1), ("ext4",)), DeviceLayer("rbd0p2", (259, 2), ("ext4",))),
 )
 KUBELET = place("/", device=(8, 1))
 
@@ -108,7 +108,7 @@ def test_leaked_mount_needs_no_superblock_in_sysfs() -> None:
 
 
 @pytest.mark.parametrize("rule", [mounting.leaked_mount, mounting.private_propagation])
-def test_namespace_gaps_make_an_empty_result_unknown(rule: Rule) -> None:
+def test_namespace_gaps_make_an_empty_result_unknown(rule: AuditRule) -> None:
     gaps = ("mount namespace 7: Operation not permitted",)
     assert judge(rule, scene(kubelet=KUBELET)) == Outcome()
     assert "namespace 7" in judge(rule, scene(kubelet=KUBELET, space_gaps=gaps)).unknown

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from linux import mounts, procfs, tree_users
+from linux import in_use, mounts
 from tests.testbed import waiting
 
 pytestmark = pytest.mark.real
@@ -40,9 +40,9 @@ def shown(area: Path, tree: Path) -> Iterator[Path]:
         mounts.detach(target)
 
 
-def users(tree: Path, shown: Path) -> list[procfs.Holder]:
+def users(tree: Path, shown: Path) -> list[in_use.Holder]:
     """A namespace that another test makes now has a copy of the mount, for a moment."""
-    return tree_users.users(str(tree), [str(shown)])
+    return in_use.of_tree(str(tree), [str(shown)])
 
 
 _USES = {
@@ -92,4 +92,4 @@ def test_mount_elsewhere_is_a_user(area: Path, tree: Path, shown: Path) -> None:
 
 def test_the_tree_itself_is_read_by_us_without_counting(tree: Path) -> None:
     with (tree / "d" / "f").open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=1):
-        assert tree_users.users(str(tree)) == []
+        assert in_use.of_tree(str(tree)) == []
