@@ -44,7 +44,6 @@ IDLE_SECONDS = 15.0  # without a complete request: at the start and between two
 HANDSHAKE_SECONDS = 5.0
 STOP_SECONDS = 2.0
 ACCEPT_RETRY_SECONDS = 0.5
-BIND_AGAIN_SECONDS = 10.0
 HANDSHAKES_PER_SECOND = 100.0  # each takes the event loop 1 to 2 ms; more of them wait
 LONGEST_LINE = 8190  # of the request line
 LONGEST_HEADER = 4096
@@ -363,38 +362,17 @@ def _token_caller(
     return caller
 
 
-def _note_shut(state: State, error: kit.errors.HostError | None) -> None:
-    """Whether the API over TCP has its address. Without it a node keeps its agent all the same."""
-    found = []
-    if error is not None:
-        found.append(
-            kit.findings.Finding(
-                id="admin.api.listen",
-                rule="address-unavailable",
-                severity=kit.findings.Severity.WARNING,
-                subject=error.thing,
-                message=f"{error.thing}: {error.cause}; the API over TCP is shut",
-                advice=f"{error.remedy}; it is tried again by itself, a changed setting needs a "
-                "restart",
-            )
-        )
-    state.judge("admin.api.listen", found)
-
-
-async def _serve_later(
-    state: State, listen: str, app: web.Application, certificate: rotation.Certificate
-) -> None:
-    """As soon as the address can be had. Never returns."""
-    while True:
-        await asyncio.sleep(BIND_AGAIN_SECONDS)
-        try:
-            listening = await _bind_tcp("admin.api.listen", listen)
-        except kit.errors.HostError:
-            continue
-        _note_shut(state, None)
-        with contextlib.closing(listening):
-            async with _Listener("api", app, listening, certificate).serving():
-                await asyncio.Event().wait()
+def _note_shut(state: State, error: kit.errors.HostError) -> None:
+    """The API over TCP does not get its address. The node keeps its agent all the same."""
+    found = kit.findings.Finding(
+        id="admin.api.listen",
+        rule="address-unavailable",
+        severity=kit.findings.Severity.WARNING,
+        subject=error.thing,
+        message=f"{error.thing}: {error.cause}; the API over TCP is shut",
+        advice=f"{error.remedy}, then restart the agent",
+    )
+    state.judge("admin.api.listen", [found])
 
 
 def _note_unrecorded(state: State, why: str) -> None:
@@ -417,7 +395,6 @@ async def serving(state: State) -> AsyncIterator[None]:
     """Listen while the block runs. HostError when socket or metrics cannot have their address."""
     admin, gid = _admitted(state)
     calls = access.CallLog(state.settings.state_dir, functools.partial(_note_unrecorded, state))
-    late = None
     async with contextlib.AsyncExitStack() as stack:
         door = server.Door(_socket_caller(admin), calls)
         listening = stack.enter_context(_unix(admin.socket, gid))
@@ -451,18 +428,12 @@ async def serving(state: State) -> AsyncIterator[None]:
                 listening = await _bind_tcp("admin.api.listen", admin.api.listen)
             except kit.errors.HostError as error:
                 _note_shut(state, error)
-                late = _serve_later(state, admin.api.listen, app, certificate)
             else:
-                _note_shut(state, None)
                 stack.callback(listening.close)
                 listeners.append(_Listener("api", app, listening, certificate))
         writer = asyncio.create_task(calls.write(), name="api.log")
         stack.callback(writer.cancel)
         stack.push_async_callback(calls.flush)
-        if late is not None:  # ends before the record does, as the other listeners
-            later = asyncio.create_task(late, name="api later")
-            stack.push_async_callback(asyncio.wait, [later])
-            stack.callback(later.cancel)
         for listener in listeners:
             await stack.enter_async_context(listener.serving())
         yield

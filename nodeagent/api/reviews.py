@@ -5,12 +5,14 @@ do ``read``, ``operate`` or ``dangerous`` (the verbs) to the resource ``agents``
 ``nodeagent``, named as this node. What comes back holds for a short time only. Whatever goes wrong,
 nobody is admitted.
 
-Strangers cannot make the agent ask without limit, and what they use up is not what users of the
-cluster need (``nodeagent.api.shares``). A token that says itself that it has expired is not asked
-about.
+Strangers cannot make the agent ask without limit, neither from one address nor together. A token
+that was good within a day is asked about all the same, so what strangers use up is not missing to
+users of the cluster.
 """
 
 import asyncio
+import functools
+import ipaddress
 import time
 from typing import Any
 
@@ -21,7 +23,7 @@ import kit.findings
 from kit.room import Role
 from kube import client
 from kube.settings import ThisNode
-from nodeagent.api import access, rotation, shares
+from nodeagent.api import access, rotation
 from nodeagent.settings import ReviewSettings
 
 log = structlog.get_logger("agent")
@@ -31,6 +33,10 @@ ADMITTED_SECONDS = 30.0  # for which an answer holds; also after a role was take
 REFUSED_SECONDS = 5.0
 TROUBLE_SECONDS = 60.0  # for which a question that failed is shown
 MOST_ANSWERS = 1024
+REVIEWS_PER_SECOND, REVIEWS_AT_ONCE = 5.0, 25  # of unknown tokens, all together
+QUESTIONS_PER_SECOND, QUESTIONS_AT_ONCE = 1.0, 10  # of those, from one address
+MOST_UNKNOWN_AT_ONCE, MOST_AT_ONCE = 8, 16  # questions under way; known tokens have room beside
+GOOD_SECONDS = 86400.0  # for which it is remembered that a token was good
 GROUP, RESOURCE = "nodeagent", "agents"
 
 
@@ -38,21 +44,40 @@ class ReviewError(Exception):
     """The API server could not be asked."""
 
 
+@functools.lru_cache(access.MOST_CALLERS)
+def place(peer: str) -> str:
+    """What limits count of an address: of IPv6 the /64, all of which one host may have."""
+    try:
+        found = ipaddress.ip_address(peer)
+    except ValueError:
+        return peer
+    if found.version == 6 and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    if found.is_loopback:
+        return "loopback"
+    if found.version == 4:
+        return str(found)
+    return str(ipaddress.IPv6Network((found.packed, 64), strict=False))
+
+
 class Reviews:
     """Asks this node's API server; ``close`` ends the connections."""
 
     def __init__(self, asked: ReviewSettings, here: ThisNode) -> None:
         self._asked = asked
-        # One for each share: strangers take no connection from users, and a server that asks to be
-        # left alone because of them is still asked about users.
-        self._servers = {share: client.ApiServer(here.cluster) for share in shares.SHARES}
+        # Strangers take no connection from users. By whether the token was good before.
+        self._servers = {known: client.ApiServer(here.cluster) for known in (False, True)}
         self._node = here.name
         self._trouble = "", 0.0  # of the latest question, and when
         self._answers: cachetools.TLRUCache[bytes, access.Caller] = cachetools.TLRUCache(
             MOST_ANSWERS, ttu=self._holds_until, timer=time.monotonic
         )
+        self._good: cachetools.TTLCache[bytes, None] = cachetools.TTLCache(
+            MOST_ANSWERS, GOOD_SECONDS, timer=time.monotonic
+        )
         self._asking: dict[bytes, asyncio.Task[access.Caller]] = {}
-        self._shares = shares.Shares()
+        self._of_all = access.Rate(REVIEWS_PER_SECOND, REVIEWS_AT_ONCE)
+        self._of_one = access.Rate(QUESTIONS_PER_SECOND, QUESTIONS_AT_ONCE)
 
     @staticmethod
     def _holds_until(_: bytes, caller: access.Caller, now: float) -> float:
@@ -60,29 +85,37 @@ class Reviews:
 
     async def caller(self, token: str, peer: str) -> access.Caller:
         """Whose token it is. ReviewError when that cannot be known now."""
-        key = rotation.digest(token)
+        key, at = rotation.digest(token), place(peer)
         known = self._answers.get(key)
         if known is not None:
             return known
         task = self._asking.get(key)
         if task is None:
-            said = shares.claims(token)
-            if shares.expired(said, time.time()):
-                return access.Caller("expired token", None, "unknown")
-            asked = shares.question(key, peer, said)
-            share = self._shares.take(asked)
-            if share is None:
+            if not self._may_ask(key, at):
                 raise ReviewError("too many unknown tokens")
-            task = self._asking[key] = asyncio.create_task(
-                self._ask(key, token, share), name="review"
-            )
-            task.add_done_callback(lambda done: self._end(asked, share, done))
+            task = self._asking[key] = asyncio.create_task(self._ask(key, token), name="review")
+            task.add_done_callback(lambda done: self._end(key, at, done))
         return await asyncio.shield(task)
 
-    def _end(self, asked: shares.Question, share: str, done: asyncio.Task[access.Caller]) -> None:
-        self._asking.pop(asked.token, None)
-        answered = not done.cancelled() and done.exception() is None
-        self._shares.end(asked, share, admitted=answered and done.result().role is not None)
+    def _may_ask(self, key: bytes, at: str) -> bool:
+        if key in self._good:
+            return len(self._asking) < MOST_AT_ONCE
+        # Neither rate pays when the other one refuses.
+        return (
+            len(self._asking) < MOST_UNKNOWN_AT_ONCE
+            and self._of_one.has(at)
+            and self._of_all.admits("")
+            and self._of_one.admits(at)
+        )
+
+    def _end(self, key: bytes, at: str, done: asyncio.Task[access.Caller]) -> None:
+        self._asking.pop(key, None)
+        if done.cancelled() or done.exception() is not None or done.result().role is None:
+            return
+        if key not in self._good:  # whoever is admitted has used up nothing
+            self._of_one.give_back(at)
+            self._of_all.give_back("")
+        self._good[key] = None
 
     def finding(self) -> kit.findings.Finding | None:
         why, when = self._trouble
@@ -104,10 +137,10 @@ class Reviews:
         for server in self._servers.values():
             await server.close()
 
-    async def _ask(self, key: bytes, token: str, share: str) -> access.Caller:
+    async def _ask(self, key: bytes, token: str) -> access.Caller:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                found = await self._review(token, self._servers[share])
+                found = await self._review(token, self._servers[key in self._good])
         except (client.KubeError, TimeoutError, ValueError, LookupError, TypeError) as error:
             why = str(error) or f"no answer within {ANSWER_SECONDS:g}s"
             log.error("the API server cannot be asked about a token", why=why)

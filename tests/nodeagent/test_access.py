@@ -7,7 +7,7 @@ import pytest
 
 import kit.files
 from kit.room import Role
-from nodeagent.api import access, shares
+from nodeagent.api import access, reviews
 from tests.testbed import waiting
 
 ALICE = access.Caller("alice", Role.DANGEROUS, "alice")
@@ -44,7 +44,7 @@ def test_hosts(listen: str, header: str, admitted: bool) -> None:
     ],
 )  # fmt: skip
 def test_a_host_counts_once_whatever_addresses_it_makes_up(peer: str, counted: str) -> None:
-    assert shares.place(peer) == counted
+    assert reviews.place(peer) == counted
 
 
 def test_rate_gives_a_burst_then_so_many_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
