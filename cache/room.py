@@ -185,7 +185,7 @@ ROOM = Room(
             named("cache.commands:dataset"),
         ),
     ),
-    page=calls("cache.page:sections"),
+    page=calls("cache.api:sections"),
     checks=calls("cache.doctor:checks"),
     traces=_traces,
     intents=(_DATASETS,),

@@ -56,3 +56,9 @@ class Apart:
 
     def _hangs(self) -> bool:
         return self._given_up is not None and not self._given_up.done()
+
+
+# For the disk of the state directory, which may hang: one, and not one for each object. A room that
+# is started again and again on a dead disk makes its objects anew, and must not leave a thread
+# behind each time.
+STATE = Apart("state directory")

@@ -62,7 +62,7 @@ ROOM = Room(
             named("volumes.commands:volume"),
         ),
     ),
-    page=calls("volumes.page:sections"),
+    page=calls("volumes.api:sections"),
     checks=calls("volumes.doctor:checks"),
     traces=_traces,
     condition=("StorageHazard", "NoHazard"),

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from kit import terminal
-from preheat import page, settings, status
+from preheat import api, settings, status
 from preheat.component import Preheat
 from preheat.planning import desired, plan
 from preheat.planning.desired import Request
@@ -91,7 +91,7 @@ def test_page_shows_each_image_and_the_disk(room: Preheat) -> None:
         requests=requests, node=node(), at=1.0, decided=plan.Plan(skips=(skip,), pause="full")
     )
     room.reconciler.trouble = ""
-    (section,) = page.sections(room)
+    (section,) = api.sections(room)
 
     assert section.title == "Images"
     assert "300 B" in section.summary
@@ -101,15 +101,15 @@ def test_page_shows_each_image_and_the_disk(room: Preheat) -> None:
     assert (shown[REF][1].text, shown[REF][1].tone) == ("ready", "good")
     assert "dropped from policy; released at" in shown["r.e/b:v1"][3].below[0].text
     room.reconciler.trouble = "it does not answer"
-    assert page.sections(room)[0].summary == "it does not answer"
+    assert api.sections(room)[0].summary == "it does not answer"
 
 
 def test_page_is_bounded(room: Preheat) -> None:
-    requests = {f"r.e/{n}:v1": Request(f"r.e/{n}:v1", "policy") for n in range(page.MOST_ROWS + 5)}
+    requests = {f"r.e/{n}:v1": Request(f"r.e/{n}:v1", "policy") for n in range(api.MOST_ROWS + 5)}
     room.reconciler.snapshot = Snapshot(requests=requests, node=node(), at=1.0)
     room.reconciler.trouble = ""
-    (section,) = page.sections(room)
-    assert len(section.rows) == page.MOST_ROWS
+    (section,) = api.sections(room)
+    assert len(section.rows) == api.MOST_ROWS
     assert "5 more are not shown" in section.summary
 
 

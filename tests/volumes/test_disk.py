@@ -13,7 +13,7 @@ import kit.errors
 import kit.files
 import kit.threads
 from tests.testbed import waiting
-from volumes import disk, settings
+from volumes import settings
 from volumes.audit import journal
 from volumes.guard import controller
 from volumes.ledger import store
@@ -30,7 +30,7 @@ async def hanging(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[int]]:
         found.append(threading.get_ident())
         over.wait()
 
-    monkeypatch.setattr(disk, "STATE", kit.threads.Apart("the test's"))
+    monkeypatch.setattr(kit.threads, "STATE", kit.threads.Apart("the test's"))
     monkeypatch.setattr(kit.files, "append", hang)
     monkeypatch.setattr(store.LedgerStore, "load", hang)
     monkeypatch.setattr(journal.ActionJournal, "read", hang)

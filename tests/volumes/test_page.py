@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from volumes import page
+from volumes import api
 
 GUARD = {"wanted_mode": "enforce", "in_force": True, "reasons": [], "denials": [], "leases": []}
 DEVICE: dict[str, Any] = {
@@ -29,7 +29,7 @@ DEVICE: dict[str, Any] = {
     ],
 )
 def test_guard_in_a_sentence(more: dict[str, Any], text: str) -> None:
-    assert text in page.said(GUARD | more)
+    assert text in api.said(GUARD | more)
 
 
 @pytest.mark.parametrize(
@@ -45,17 +45,17 @@ def test_guard_in_a_sentence(more: dict[str, Any], text: str) -> None:
 def test_a_format_is_called_refused_only_when_it_is(
     does: str, may: bool, text: str, tone: str
 ) -> None:
-    _, _, _, answer, _ = page._row(DEVICE | {"may_be_formatted": may}, does, [])
+    _, _, _, answer, _ = api._row(DEVICE | {"may_be_formatted": may}, does, [])
     assert (answer.text, answer.tone) == (text, tone)
 
 
 def test_device_shows_what_it_holds_and_what_is_found() -> None:
-    name, holds, size, _, found = page._row(DEVICE, "enforce", ["leaked-mount"])
+    name, holds, size, _, found = api._row(DEVICE, "enforce", ["leaked-mount"])
     assert (name.text, name.below[0].text) == ("pool/img", "/dev/rbd0")
     assert (holds.text, holds.tone, holds.below[0].text) == ("a file system", "good", "ext4")
     assert (size.text, size.number) == ("1.0 GiB", True)
     assert (found.text, found.tone) == ("leaked-mount", "bad")
-    old = page._row(DEVICE | {"looked_seconds_ago": 600.0}, "enforce", [])[1]
+    old = api._row(DEVICE | {"looked_seconds_ago": 600.0}, "enforce", [])[1]
     assert "looked at 10m00s ago" in [each.text for each in old.below]
-    unseen = page._row(DEVICE | {"verdict": None}, "enforce", [])[1]
+    unseen = api._row(DEVICE | {"verdict": None}, "enforce", [])[1]
     assert unseen.text == "not looked at yet"

@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 import kit.files
-from volumes import disk
+import kit.threads
 
 log = structlog.get_logger("audit.actions")
 
@@ -34,7 +34,7 @@ class ActionJournal:
         log.warning("volume action", **entry)
         try:
             async with asyncio.timeout(_WRITE_SECONDS):
-                await disk.STATE.call(kit.files.append, self._path, entry)
+                await kit.threads.STATE.call(kit.files.append, self._path, entry)
         except (OSError, TimeoutError) as error:
             log.error("cannot write the journal of actions", error=str(error) or "timeout")
             return False
@@ -44,7 +44,7 @@ class ActionJournal:
         """As ``read``; None when the disk does not answer, which is logged."""
         try:
             async with asyncio.timeout(_READ_SECONDS):
-                return await disk.STATE.call(self.read)
+                return await kit.threads.STATE.call(self.read)
         except TimeoutError as error:
             log.error("cannot read the journal of actions", error=str(error) or "timeout")
             return None

@@ -21,9 +21,10 @@ from pathlib import Path
 import structlog
 
 import kit.errors
+import kit.threads
 from ceph.settings import ClusterSettings
 from linux import blockdev, kmsg, netlink
-from volumes import disk, settings
+from volumes import settings
 from volumes.guard import (
     canary,
     cgroups,
@@ -106,7 +107,7 @@ class Controller:
         used. What the kernel lacks is a finding, not an error."""
         try:
             async with asyncio.timeout(LOAD_SECONDS):
-                await disk.STATE.call(self._load)
+                await kit.threads.STATE.call(self._load)
         except OSError as error:
             why = error.strerror or str(error) or f"its disk gave no answer in {LOAD_SECONDS:g}s"
             raise kit.errors.HostError(

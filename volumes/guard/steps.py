@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 import kit.errors
+import kit.threads
 from linux import blockdev
-from volumes import disk, settings
+from volumes import settings
 from volumes.guard import kernel, lease
 from volumes.guard.doubt import Doubt
 from volumes.guard.lease import Step
@@ -185,7 +186,7 @@ class Executor:
     async def _put(self, new: store.Entry) -> None:
         """As ``_save``, for who holds ``_writing``."""
         async with asyncio.timeout(SAVE_SECONDS):
-            await disk.STATE.call(self.ledger.put, new)
+            await kit.threads.STATE.call(self.ledger.put, new)
 
     async def _mirror(self, known: Known, new: store.Entry) -> None:
         """Into the image's metadata, where credentials for its cluster are configured; content

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cache import page
+from cache import api
 from cache.dataset import hits
 from cache.dataset.figures import Opens
 from cache.views import users
@@ -94,7 +94,7 @@ SAMPLE = {"ratio": 0.573, "low": 0.531, "high": 0.604, "opens": 1812}
         ("source", "dir", {"ratio": 0.0, "low": 0.0, "high": 0.0, "opens": 0}, ["0%"]),
         ("overlay", "dir", None,
          ["not known", "no job was seen to open a file in the last 15 min"]),
-        ("overlay", "rbd", None, ["not known", page.BLOCKS]),
+        ("overlay", "rbd", None, ["not known", api.BLOCKS]),
         ("none", "dir", None, [""]),
     ],
 )  # fmt: skip
@@ -104,14 +104,14 @@ def test_page_says_what_is_known_and_how_well(
     shown: dict[str, Any] = {
         "served_by": served, "source": {"kind": source}, "hits": sample, "hits_history": [],
     }  # fmt: skip
-    cell = page.hits_cell(shown)
+    cell = api.hits_cell(shown)
     assert [cell.text, *(each.text for each in cell.below)] == said
 
 
 def test_line_on_the_page_is_left_out_while_it_says_no_more_than_the_number() -> None:
     shown = {"served_by": "store", "source": {"kind": "dir"}, "hits": SAMPLE}
-    assert page.hits_cell({**shown, "hits_history": [1.0, 1.0]}).spark == ()
-    cell = page.hits_cell({**shown, "hits_history": [0.0, None, 0.57]})
+    assert api.hits_cell({**shown, "hits_history": [1.0, 1.0]}).spark == ()
+    cell = api.hits_cell({**shown, "hits_history": [0.0, None, 0.57]})
     assert (cell.spark, cell.spark_top) == ([0.0, None, 0.57], 1.0)
 
 

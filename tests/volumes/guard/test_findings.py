@@ -52,7 +52,7 @@ async def test_a_kernel_that_takes_no_program_is_critical_and_doctor_says_it(
         no_watch="",
         ends_with_disk=False,
     )
-    monkeypatch.setattr(override, "handle", lambda _: handle)
+    monkeypatch.setattr(override, "handle", lambda *_: handle)
     wanted = settings.GuardSettings(mode="enforce")
     control: Any = controller.Controller(wanted, (), state_dir=tmp_path)
     await control._attach()

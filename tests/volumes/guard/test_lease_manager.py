@@ -24,7 +24,7 @@ from linux import blockdev
 from linux.rbd_sysfs import RbdClient, RbdImage
 from tests.testbed import waiting
 from tests.volumes.guard.world import BLANK, DEVICE, EXT4, IMAGE, NO_ANSWER, PUBLISHED, SIZE, World
-from volumes import disk, settings
+from volumes import settings
 from volumes.guard import (
     controller,
     denials,
@@ -626,7 +626,7 @@ async def test_a_disk_that_hangs_takes_no_thread_of_others(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over, tries = threading.Event(), 8
-    monkeypatch.setattr(disk, "STATE", kit.threads.Apart("the test's"))
+    monkeypatch.setattr(kit.threads, "STATE", kit.threads.Apart("the test's"))
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     monkeypatch.setattr(steps, "SAVE_SECONDS", 0.01)
     monkeypatch.setattr(world.ledger, "put", lambda _: over.wait())
