@@ -18,11 +18,11 @@ PARAMETERS = 6  # so many make a function hard to call
 
 # What each count may be at most. Who makes one smaller writes the new figure here.
 BOUNDS = {
-    "lines of the product": 63_980,
-    "modules": 330,
-    "modules at the top of cache": 10,
-    "modules at the top of preheat": 9,
-    "modules at the top of volumes": 10,
+    "lines of the product": 63_830,
+    "modules": 325,
+    "modules at the top of cache": 9,
+    "modules at the top of preheat": 8,
+    "modules at the top of volumes": 8,
     "class names with several meanings": 38,
     "writes to a dataset from outside its module": 71,
     "modules that write to a dataset": 11,

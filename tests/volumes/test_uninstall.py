@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import cell
+from tests.testbed import cell, constants
 from volumes import uninstall
 from volumes.guard import override
 from volumes.ledger import store
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.real
 @pytest.fixture
 def section(tmp_path: Path) -> Iterator[dict[str, object]]:
     with cell.cell(tmp_path) as where:
-        yield {"guard": cell.settings(where)}
+        yield constants.made(VolumesSettings, guard=cell.settings(where)).as_json()
 
 
 def kinds(section: dict[str, object], state: Path) -> dict[str, dict[str, object]]:
@@ -52,7 +52,7 @@ def test_memory_of_volumes_stays_and_the_rest_goes(
 
 def test_word_that_is_held_in_memory_goes(section: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "volumes").write_text("no folder, so the disk takes nothing")
-    wanted = VolumesSettings.model_validate(section).guard
+    wanted = VolumesSettings.of_json(section).guard
     new = override.Override.of({"mode": "off", "by": "me", "reason": "test", "at": 1.0})
     kept, warning = asyncio.run(override.save(wanted, tmp_path, new))
     assert kept and warning

@@ -18,7 +18,7 @@ import pytest
 import kit.errors
 import kit.files
 from nodeagent import main
-from tests.testbed import blockdev, cell, faultfs, grave, waiting
+from tests.testbed import blockdev, cell, constants, faultfs, grave, waiting
 from tests.testbed.agent import Agent
 from volumes import settings
 from volumes.guard import attaching, kernel, override
@@ -39,7 +39,8 @@ class Node:
 
     def text(self, **guard: Any) -> str:
         # On one line: no cut leaves a valid file that names another cgroup.
-        section = json.dumps({"guard": cell.settings(self.where, **guard)})
+        given, _ = constants.divide(settings.GuardSettings, cell.settings(self.where, **guard))
+        section = json.dumps({"guard": given})
         return f"state_dir: {self.state}\nvolumes: {section}\n"
 
     def attach(self, text: str | None, copied: bool = False) -> dict[str, Any]:
@@ -289,7 +290,7 @@ def test_an_operators_enforce_comes_back_after_a_boot_though_its_file_is_damaged
 ) -> None:
     weak = node.text(mode="dry-run")
     node.attach(weak)
-    known = settings.GuardSettings.model_validate(cell.settings(node.where, mode="dry-run"))
+    known = constants.made(settings.GuardSettings, **cell.settings(node.where, mode="dry-run"))
     asyncio.run(override.set_mode(known, node.state, "enforce", "me", "why"))
     (node.state / "volumes" / "guard-override.json").write_text(text)
     for boot in (False, True):

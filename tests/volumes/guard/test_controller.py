@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from linux import blockdev as blockdev_of_linux
-from tests.testbed import blockdev, cell, grave, waiting
+from tests.testbed import blockdev, cell, constants, grave, waiting
 from tests.volumes.guard import hammer
 from volumes import settings
 from volumes.guard import controller, kernel, lease
@@ -215,7 +215,7 @@ async def test_a_new_device_leaves_the_mode_that_a_command_set(
     where: cell.Cell, tmp_path: Path
 ) -> None:
     """The agent has not read yet that the mode is another one."""
-    weak = settings.GuardSettings.model_validate(cell.settings(where, mode="dry-run"))
+    weak = constants.made(settings.GuardSettings, **cell.settings(where, mode="dry-run"))
     made = controller.Controller(weak, (), state_dir=tmp_path)
     direct = where.guard()
     try:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed import blockdev, cell, waiting
+from tests.testbed import blockdev, cell, constants, waiting
 from volumes import settings
 from volumes.guard import controller, kernel, lease, raw_block
 
@@ -246,7 +246,7 @@ def test_the_permission_follows_the_publication(where: cell.Cell, tmp_path: Path
 async def _controller(folder: Path, where: cell.Cell) -> AsyncIterator[controller.Controller]:
     """An agent's guard in this process; at the end it is gone like a killed one: nothing is taken
     back."""
-    wanted = settings.GuardSettings(**cell.settings(where, lease="2s"))
+    wanted = constants.made(settings.GuardSettings, **cell.settings(where, lease="2s"))
     made = controller.Controller(wanted, (), state_dir=folder)
     await made.start()
     try:
