@@ -166,7 +166,7 @@ def _compare_text(found: dict[str, Any]) -> str:
 
 def _scrub_text(scrub: dict[str, Any]) -> str:
     files = scrub["files"]
-    why = {"doubt": "after errors of the SSD", "crash": "after an unclean shutdown"}
+    why = {"suspect": "after errors of the SSD", "crash": "after an unclean shutdown"}
     return (
         f"{scrub['state']}: {files['checked']}/{files['total']} files, {scrub['bad']} bad, "
         f"{scrub['replaced']} replaced, {scrub['withdrawn']} withdrawn"

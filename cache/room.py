@@ -161,7 +161,7 @@ _DATASETS = Intent(
 )
 
 _STATE_FILES = {
-    "cache-trust.json": "all stored files are doubted: datasets are read from their sources until "
+    "cache-trust.json": "all stored files are suspect: datasets are read from their sources until "
     "their files are verified",
     "cache-disk.json": "without cache.disk the store is used only where one is found",
     "dataset-uses.json": "datasets count as used when the agent started",

@@ -127,7 +127,7 @@ def generations_of(shown: Dataset, users: Mapping[str, Sequence[str]]) -> list[d
             "snapshot": each.record.snapshot or None,
             "state": "current" if each is shown.current else _role(shown, each),
             "complete": each.record.state == "complete",
-            "doubted": shown.soundness.doubts(each.record),
+            "suspect": shown.soundness.suspects(each.record),
             "damaged": each.record.damaged,
             "why": each.record.why,
             "files": each.record.files,

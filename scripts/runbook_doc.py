@@ -111,7 +111,7 @@ SYMPTOMS = (
     ("jobs get I/O errors from a dataset", "store-unusable, dataset-not-served"),
     (
         "jobs read a dataset slowly",
-        "dataset-partial, dataset-doubted, dataset-not-filled, store-unusable",
+        "dataset-partial, dataset-suspect, dataset-not-filled, store-unusable",
     ),
     (
         "jobs on two nodes read different versions of a dataset",

@@ -86,7 +86,7 @@ class Dataset(standing.Standing):
         self.coming: Generation | None = None  # is filled, and follows the current one
         self.earlier: list[Generation] = []  # complete ones to go back to, the latest first
         self.left: list[Generation] = []  # are to be discarded when nobody uses them
-        self.cramped = False  # beyond a budget: no earlier generation is kept
+        self.no_room = False  # beyond a budget: no earlier generation is kept
         self.earlier_held = False  # somebody uses the one that is to go next
         self.update_queued = False
         self.chosen: dict[str, str] = {}  # by an operator (cache.dataset.succession)
@@ -366,16 +366,16 @@ class Dataset(standing.Standing):
         return shown and self.newer is None and not self.has_volumes()
 
     def _served_by_store(self) -> bool:
-        usable = self.no_store is None and not self.doubted
+        usable = self.no_store is None and not self.suspect
         return self.generation.state == "complete" and usable
 
     @property
-    def doubted(self) -> bool:
+    def suspect(self) -> bool:
         """The disk has failed since its files were verified: the view shows the source."""
-        return self.soundness.doubts(self.generation)
+        return self.soundness.suspects(self.generation)
 
     @property
-    def doubt(self) -> str:
+    def why_suspect(self) -> str:
         before = self.soundness.lost or "the SSD had errors"
         return f"{before}: stored files are verified before they are used again"
 
@@ -395,7 +395,7 @@ class Dataset(standing.Standing):
             skeleton=self.listed(),
             stale=generation.state == "stale",
             unfit=self.unfit(),
-            store_usable=self.no_store is None and not self.doubted,
+            store_usable=self.no_store is None and not self.suspect,
             reached=self.reached is not None,
             servable=self.reached is not None and bool(self.reached.root),
             reach_due=self.due.look(complete=self._served_by_store()) and not self.removed,
@@ -623,7 +623,7 @@ class Dataset(standing.Standing):
     def store_changed(self, why: kit.errors.AgentError | None) -> None:
         """The store's disk has got into trouble, or out of it."""
         self.no_store = why
-        if why is not None or self.doubted:
+        if why is not None or self.suspect:
             self.fill_queued = False
             self.due.suspect()
             if self.job is not None and self.job.kind != "verify":  # that finds what is bad

@@ -99,7 +99,7 @@ class Scrub:
     """The scrub of a generation. ``state``: '', running, good, bad, cancelled or failed."""
 
     state: str = ""
-    reason: str = ""  # why this round: doubt, crash or round
+    reason: str = ""  # why this round: suspect, crash or round
     why: str = ""
     files: int = 0  # to check in all
     bytes: int = 0

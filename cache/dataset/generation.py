@@ -98,7 +98,7 @@ class Generation:
 
     def lost(self, fields: dict[str, Any]) -> dict[str, Any]:
         """For ``adopt``: its record was lost (``generations.load``). What lies there is perhaps of
-        another source, or doubted: the view shows the source, and all of it is filled anew."""
+        another source, or suspect: the view shows the source, and all of it is filled anew."""
         why = str(fields["lost"])
         return {
             "dataset": self.dataset, "identity": self.record.identity, "state": "stale",

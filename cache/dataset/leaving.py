@@ -1,7 +1,7 @@
 """Generations by their id when stored files are not to be believed: each shows its own source.
 
 The view leaves a store in trouble by itself (``cache.dataset.action``); this is for what is mounted
-beside it. A generation is doubted until all its files are verified.
+beside it. A generation is suspect until all its files are verified.
 
 An earlier one with bad files retires: it shows its source, what is bad is taken out of its tree
 (``cache.work.withdrawals``) for those who have that tree itself, and it is discarded when nobody
@@ -29,12 +29,12 @@ log = structlog.get_logger("leaving")
 AGAIN_SECONDS = 20.0
 
 
-def doubts(dataset: Dataset, each: Generation) -> bool:
+def suspects(dataset: Dataset, each: Generation) -> bool:
     """Whether what it has stored is not to be shown now."""
-    return dataset.no_store is not None or each.leaves or dataset.soundness.doubts(each.record)
+    return dataset.no_store is not None or each.leaves or dataset.soundness.suspects(each.record)
 
 
-def doubted(dataset: Dataset, shown: Container[str]) -> list[Generation]:
+def suspect(dataset: Dataset, shown: Container[str]) -> list[Generation]:
     """Those of ``shown``, ids that show the store, which are to leave it.
 
     The current one leaves when its view has left. What a frozen source had earlier only the store
@@ -42,7 +42,7 @@ def doubted(dataset: Dataset, shown: Container[str]) -> list[Generation]:
     """
     others = [] if dataset.settings.freshness == "frozen" else [*dataset.earlier, *dataset.left]
     mine = [dataset.current] if dataset.stage is Stage.SOURCE else []
-    return [each for each in (*mine, *others) if each.id in shown and doubts(dataset, each)]
+    return [each for each in (*mine, *others) if each.id in shown and suspects(dataset, each)]
 
 
 async def leave(dataset: Dataset, leaving: Generation) -> None:

@@ -74,11 +74,11 @@ class Standing:
         raise NotImplementedError
 
     @property
-    def doubted(self) -> bool:
+    def suspect(self) -> bool:
         raise NotImplementedError
 
     @property
-    def doubt(self) -> str:
+    def why_suspect(self) -> str:
         """Why, when it is."""
         raise NotImplementedError
 
@@ -126,7 +126,7 @@ class Standing:
             if self.job.kind == "verify":
                 return "verifying"
             return "paused" if generation.held == "paused" else self.job.phase or "queued"
-        if self.doubted and self.no_store is None:
+        if self.suspect and self.no_store is None:
             return "verifying"
         if generation.held and generation.state != "complete":
             return generation.held
@@ -144,7 +144,7 @@ class Standing:
 
     def whole(self) -> bool:
         """Whether jobs here read all of it from the SSD, and will go on to."""
-        usable = self.newer is None and self.no_store is None and not self.doubted
+        usable = self.newer is None and self.no_store is None and not self.suspect
         there = self.generation.state == "complete" and self.stage is Stage.STORE
         return there and usable and not (self.removed or self.leaving)
 
@@ -168,8 +168,8 @@ class Standing:
             return str(self.trouble)
         if self.no_store is not None:
             return str(self.no_store)
-        if self.doubted:
-            return self.doubt
+        if self.suspect:
+            return self.why_suspect
         if self.unsure:
             return (
                 f"{self.unsure}, so it is not known whether it was removed: 'nodeagent dataset "

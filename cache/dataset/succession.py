@@ -186,12 +186,12 @@ class Succession:
             until.append(now + dataset.due.until_mount())
         if dataset.settings.freshness == "follow":
             until.append(self._poll_at)
-        most = 0 if self._cramped() else dataset.settings.earlier
+        most = 0 if self._no_room() else dataset.settings.earlier
         if dataset.left or len(dataset.earlier) > most:
             until.append(self._retire_at)
         if dataset.coming is not None:
             until.append(now + dataset.coming.due.patience(complete=False))
-        if leaving.doubted(dataset, self._shown):
+        if leaving.suspect(dataset, self._shown):
             until.append(self._leave_at)
         if (tainted := leaving.tainted(dataset)) is not None:
             until.append(now + tainted.due.patience(complete=False))
@@ -289,7 +289,7 @@ class Succession:
             job_there=job,
             earlier=tuple(each.id for each in dataset.earlier),
             keep=dataset.settings.earlier,
-            cramped=self._cramped(),
+            no_room=self._no_room(),
             retire_due=now >= self._retire_at and usable and not self._shares(),
             shown=not usable or complete <= self._shown or not self._may_show(),
             left=bool(dataset.left),
@@ -326,21 +326,21 @@ class Succession:
         fills = dataset.job is not None and dataset.job.kind == "fill"
         return fills and dataset.before(dataset.current) is not None
 
-    def _cramped(self) -> bool:
+    def _no_room(self) -> bool:
         """The generation that comes lacks room, or the current one: no earlier one is kept."""
         coming, now = self.dataset.coming, self.dataset.generation
         room = self.dataset.current.lacks_room() or now.share < subset.ALL
         lacks = now.state in ("partial", "filling") and room
         if coming is not None and coming.record.state == "partial":
             lacks = lacks or coming.record.left_files > 0
-        return self.dataset.cramped or lacks
+        return self.dataset.no_room or lacks
 
     def _complete(self) -> set[str]:
         """Ids that are to be mounted: a block image has no tree."""
         dataset = self.dataset
         if dataset.current.source.block:
             return set()
-        found = {each.id for each in dataset.earlier if not leaving.doubts(dataset, each)}
+        found = {each.id for each in dataset.earlier if not leaving.suspects(dataset, each)}
         if dataset.current.record.state == "complete" and dataset.stage is Stage.STORE:
             found.add(dataset.current.id)
         return found
@@ -348,16 +348,16 @@ class Succession:
     # --- steps; the caller has the dataset's lock
 
     async def _leave(self) -> bool:
-        """Whether there was a generation to see to: one that is doubted shows its source by its id;
+        """Whether there was a generation to see to: one that is suspect shows its source by its id;
         one that has tried that loses its bad files."""
-        doubted = leaving.doubted(self.dataset, self._shown)
-        if not doubted or time.monotonic() < self._leave_at:
+        suspect = leaving.suspect(self.dataset, self._shown)
+        if not suspect or time.monotonic() < self._leave_at:
             taken = await leaving.take_out(self.dataset)
             self._leave_at = 0.0 if taken else self._leave_at  # the next one's turn
             return taken
         self._leave_at = time.monotonic() + leaving.AGAIN_SECONDS
-        await leaving.leave(self.dataset, doubted[0])
-        self._shown.discard(doubted[0].id)
+        await leaving.leave(self.dataset, suspect[0])
+        self._shown.discard(suspect[0].id)
         self._leave_at = 0.0
         return True
 

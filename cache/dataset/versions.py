@@ -47,7 +47,7 @@ class Facts:
     job_there: bool  # a fill of the one that comes is queued or runs
     earlier: tuple[str, ...]  # complete ones, the latest first
     keep: int  # how many of them are kept
-    cramped: bool  # the one that comes lacks room, or the current one does
+    no_room: bool  # the one that comes lacks room, or the current one does
     retire_due: bool
     left: bool  # generations that are neither complete nor wanted wait for their end
     shown: bool  # everything that is to be mounted by its id is
@@ -72,7 +72,7 @@ def next_step(facts: Facts) -> Step:
             return Step.BEGIN
     if not facts.shown:
         return Step.SHOW
-    most = 0 if facts.cramped else facts.keep
+    most = 0 if facts.no_room else facts.keep
     if facts.retire_due and (facts.left or len(facts.earlier) > most):
         return Step.RETIRE
     if facts.coming:

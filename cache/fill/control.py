@@ -12,7 +12,7 @@ from kit.bucket import Bucket
 
 MOST_WORKERS = 65  # as many as settings allow, and the one that commits
 _SLOT = 8  # numbers of 8 bytes for each worker; the first slot is the coordinator's
-_CANCEL, _CRAMPED, _BYTES_RATE, _FILES_RATE = range(4)
+_CANCEL, _NO_ROOM, _BYTES_RATE, _FILES_RATE = range(4)
 _FILES, _BYTES, _BEATS, _AT = range(4)
 _SIZE = 8 * _SLOT * (1 + MOST_WORKERS)
 
@@ -31,7 +31,7 @@ class Cancelled(Exception):
 class Control:
     """The control page. Each number has one writer: the coordinator, or the worker of a slot.
 
-    The first slot holds cancel, cramped (no room for more directories), and the bytes and files per
+    The first slot holds cancel, no_room (no room for more directories), and the bytes and files per
     second of one worker (0: no limit, as f64); slot 1 + n holds worker n's files copied, bytes
     copied, signs of life, and which entry of its job it has begun.
     """
@@ -62,13 +62,13 @@ class Control:
     def cancelled(self) -> bool:
         return bool(self._numbers[_CANCEL])
 
-    def set_cramped(self, cramped: bool) -> None:
+    def set_no_room(self, no_room: bool) -> None:
         """While it is set, a scan that would make a directory ends with ENOSPC."""
-        self._numbers[_CRAMPED] = int(cramped)
+        self._numbers[_NO_ROOM] = int(no_room)
 
     @property
-    def cramped(self) -> bool:
-        return bool(self._numbers[_CRAMPED])
+    def no_room(self) -> bool:
+        return bool(self._numbers[_NO_ROOM])
 
     def count(self, worker: int, files: int, size: int) -> None:
         """Add to the counters of a worker; only that worker may."""

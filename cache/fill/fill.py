@@ -150,7 +150,7 @@ class FillPass(coordinator.Pass):
         self.copying: set[int] = set()
         self.chunks: list[int] = []  # chunks to copy next
         self.full = False  # no room for more files
-        self.cramped = False  # no room for directories either
+        self.no_room = False  # no room for directories either
         self.skeleton = False  # every directory is in the tree
         self.silence = Silence()
         self.large = large_files.LargeFiles(run, self._large_fits)
@@ -215,12 +215,12 @@ class FillPass(coordinator.Pass):
     @property
     def _may_have_room(self) -> bool:
         """There may be more room than it seems: what is listed or copied is over-estimated."""
-        return self.run.copies_in_flight or not (self.skeleton or self.cramped)
+        return self.run.copies_in_flight or not (self.skeleton or self.no_room)
 
     # --- scan
 
     def _scan_assignment(self) -> Assignment | None:
-        if self.skeleton or self.cramped:
+        if self.skeleton or self.no_room:
             return None
         # A directory that is listed again waits until its chunks are committed: what the
         # tree has is counted by the listing or by them, not by both.
@@ -240,10 +240,10 @@ class FillPass(coordinator.Pass):
             if self.run.copies_in_flight:
                 return None
             if not self.look_in_tree:
-                self.cramped = True
+                self.no_room = True
                 return None
         # Without room a directory can still be listed again: it has its subdirectories.
-        self.run.page.set_cramped(not room)
+        self.run.page.set_no_room(not room)
         number = waiting[0]
         path = self.index.path(number)
         with self.index.transaction():
@@ -285,7 +285,7 @@ class FillPass(coordinator.Pass):
         if part.made:
             self.run.usage.add(part.made)
             if not self.run.room(inodes=1).holds(4096, 1):
-                self.run.page.set_cramped(True)
+                self.run.page.set_no_room(True)
 
     def _scanned(self, job: Scan, answer: protocol.Scanned) -> None:
         listing = self.scanning.pop(job.directory)
@@ -328,7 +328,7 @@ class FillPass(coordinator.Pass):
         if chunk is None:  # its directory is listed again
             self.chunks = []
             return None, False
-        if self.kept.waits(listing=not (self.skeleton or self.cramped)):
+        if self.kept.waits(listing=not (self.skeleton or self.no_room)):
             return None, False
         wanted = self.kept.of(chunk)
         if any(map(large.is_large, wanted)):
@@ -451,7 +451,7 @@ class FillPass(coordinator.Pass):
         if failure.errno in (errno.ENOSPC, errno.EDQUOT):
             if isinstance(job, Scan):
                 # The page told it to stop. Once the copies in flight are counted there may be room.
-                self.cramped = not (self.run.page.cramped and self.run.copies_in_flight)
+                self.no_room = not (self.run.page.no_room and self.run.copies_in_flight)
             else:
                 self.full = True
         elif isinstance(job, Scan):
@@ -516,9 +516,9 @@ class FillPass(coordinator.Pass):
     def end_if_done(self) -> None:
         if self.run.cancelled:
             raise Ended("cancelled")
-        if not self.skeleton and not self.cramped:
+        if not self.skeleton and not self.no_room:
             return
-        if not self._takes_no_more and not self.cramped:
+        if not self._takes_no_more and not self.no_room:
             if self.index.next_chunks(1) or self.index.large(1) or self.seals():
                 return
             if self.index.directory(index.ROOT).state == index.SEALED:
@@ -533,7 +533,7 @@ class FillPass(coordinator.Pass):
         files, size = self.index.left()
         if self.silence.lasts and files:
             raise Ended("partial", f"{files} files are left: objects of the source do not answer")
-        if self.full or self.cramped or files:
+        if self.full or self.no_room or files:
             what = f"{files} files, {size} bytes" if files or self.skeleton else ""
             if not self.skeleton:
                 what += f"{' and ' if what else ''}directories that are not listed yet"
@@ -548,7 +548,7 @@ class FillPass(coordinator.Pass):
     @property
     def _short(self) -> bool:
         """Something that is to be kept did not fit."""
-        return self.kept.short or self.large.short or self.full or self.cramped
+        return self.kept.short or self.large.short or self.full or self.no_room
 
     def incomplete(self, number: int) -> None:
         """List a directory and its parent again: what failed may have changed or gone.

@@ -75,7 +75,7 @@ AHEAD = 64
 MOST_NOTES = 100  # bad files that the log names
 PART_SECONDS = 20.0  # of a directory, before its job is over
 CURSOR_SECONDS = 5.0  # between two saves of the cursor
-AFRESH = "doubt"  # rounds of this name follow trouble of the disk
+AFRESH = "suspect"  # rounds of this name follow trouble of the disk
 
 
 class VerifyPass(coordinator.Pass):

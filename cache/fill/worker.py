@@ -248,7 +248,7 @@ class Worker(commit.Committer):
         self, target: int, item: Entry, source: int | None, part: protocol.ScanPart
     ) -> int:
         """The SSD bytes that it takes beyond the one block that every directory counts."""
-        if self.page.cramped and not tree.has(target, item.name):
+        if self.page.no_room and not tree.has(target, item.name):
             flush_part(part)  # the coordinator must count what was made
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         try:

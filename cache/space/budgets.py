@@ -191,7 +191,7 @@ class Budgets:
             self._look_at_reserve()
         for name, dataset in self._datasets.items():
             # Nor does an eviction that an operator asked for spare earlier generations.
-            dataset.cramped = name in asked or dataset.generation.held == EVICTED
+            dataset.no_room = name in asked or dataset.generation.held == EVICTED
         shares, store = self._shares(), self._store()
         stays = store is not None and store.beyond(shares)
         self._kept[""] = [each.name for each in shares if each.keep and each.bytes] if stays else []
@@ -247,7 +247,7 @@ class Budgets:
         The caller has ``turn``.
         """
         if dataset.earlier or dataset.left:
-            dataset.cramped = True  # generations that nobody uses go before files of the current
+            dataset.no_room = True  # generations that nobody uses go before files of the current
             dataset.wake()
             if not dataset.earlier_held:
                 return False

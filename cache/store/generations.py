@@ -14,7 +14,7 @@ Each line is [path of the directory, name]. It is not in the index, because an i
 a bad file has the size and times of a good one, so no scan would find it again.
 Invariant: nothing is filled while the list exists (``cache.work.jobs`` withdraws its files first).
 
-A damaged generation.json has lost what its files are of and whether they are doubted: nothing of
+A damaged generation.json has lost what its files are of and whether they are suspect: nothing of
 that generation is used again. A damaged nodeagent.json is made anew where generations are.
 
 The functions that take a path run in a child process: the disk may hang.

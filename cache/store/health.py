@@ -44,7 +44,7 @@ class DiskHealth:
     since: float = 0.0  # of this state
     last_fault: float = 0.0
     troubles: int = 0  # how often it left NORMAL and was not forgotten
-    doubted: bool = False  # since it was last NORMAL it has failed, and not only been late
+    suspect: bool = False  # since it was last NORMAL it has failed, and not only been late
 
     @property
     def usable(self) -> bool:
@@ -63,7 +63,7 @@ def after(health: DiskHealth, sign: Sign, now: float) -> DiskHealth:
     if health.usable:
         state = State.DOWN if sign.gone else State.UNSTABLE
         return DiskHealth(state, sign.fault, now, now, health.troubles + 1, not sign.slow)
-    health = replace(health, doubted=health.doubted or not sign.slow)
+    health = replace(health, suspect=health.suspect or not sign.slow)
     lasting = sign.gone or now - health.since >= DOWN_SECONDS
     if health.state is State.UNSTABLE and lasting:
         return replace(health, state=State.DOWN, why=sign.fault, since=now, last_fault=now)
@@ -75,7 +75,7 @@ def _good(health: DiskHealth, now: float) -> DiskHealth:
     if not health.usable:
         if calm < health.quiet:
             return health
-        return replace(health, state=State.NORMAL, why="", since=now, doubted=False)
+        return replace(health, state=State.NORMAL, why="", since=now, suspect=False)
     if health.troubles and calm >= FORGET_SECONDS:
         return DiskHealth(since=health.since)
     return health

@@ -27,7 +27,7 @@ class Soundness:
         self._path = None if state_dir is None else trust.file_of(state_dir)
         self.kept = trust.Kept()
         self._saved = trust.Kept()
-        self.lost = ""  # why it is not known which trouble was the last: all is doubted
+        self.lost = ""  # why it is not known which trouble was the last: all is suspect
         self.unknown = False  # nor may a number be given, before those in the store are known
         self._dirty = asyncio.Event()
 
@@ -38,7 +38,7 @@ class Soundness:
         found = trust.load(self._path)
         if isinstance(found, kit.formats.Damage):
             self.lost = str(found)
-            log.error("the store's troubles are forgotten; all stored files are doubted",
+            log.error("the store's troubles are forgotten; all stored files are suspect",
                       why=self.lost)  # fmt: skip
         self.unknown = not isinstance(found, trust.Kept)
         self._saved = found if isinstance(found, trust.Kept) else trust.Kept()
@@ -48,7 +48,7 @@ class Soundness:
 
     def number_from(self, highest: int) -> None:
         """``highest``: number of the last trouble after which anything in the store was verified.
-        The next trouble gets a higher number; what is doubted does not count as verified."""
+        The next trouble gets a higher number; what is suspect does not count as verified."""
         if self.unknown:
             self.unknown = False
             number = highest + bool(self.lost) + self.kept.troubles  # those since the start
@@ -58,10 +58,10 @@ class Soundness:
     def troubles(self) -> int:
         return self.kept.troubles
 
-    def doubts(self, generation: generations.Generation) -> bool:
+    def suspects(self, generation: generations.Generation) -> bool:
         """Whether its files must be verified before they are served."""
-        doubted = generation.verified < self.kept.troubles or bool(self.lost and self.unknown)
-        return generation.state not in _NOTHING and doubted
+        suspect = generation.verified < self.kept.troubles or bool(self.lost and self.unknown)
+        return generation.state not in _NOTHING and suspect
 
     def verified(
         self, generation: generations.Generation, before: generations.Generation | None
@@ -73,7 +73,7 @@ class Soundness:
         return self.troubles if before is None else min(self.troubles, before.verified)
 
     def count_trouble(self, why: str) -> None:
-        """The disk failed: what is stored is doubted."""
+        """The disk failed: what is stored is suspect."""
         self._set(dataclasses.replace(self.kept, troubles=self.kept.troubles + 1))
         log.warning("stored files are verified before they are used again", why=why)
 

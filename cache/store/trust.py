@@ -2,9 +2,9 @@
 
 A file system that had I/O errors may have lost bytes that it had promised to be durable. So each
 trouble of the disk gets a number, and a generation carries the number of the last trouble after
-which all its files were verified (``Generation.verified``). One with a lower number is *doubted*:
+which all its files were verified (``Generation.verified``). One with a lower number is *suspect*:
 it is not served until it is verified. Numbers, not times: clocks jump. A damaged file has lost the
-number: then all that is stored is doubted.
+number: then all that is stored is suspect.
 
 An unclean shutdown of the node is counted too. It breaks no promise of a file system, so it raises
 no doubt; the scrub only comes sooner (``Generation.crashes``).

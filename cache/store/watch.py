@@ -116,7 +116,7 @@ class StoreWatch:
 
     def take(self, sign: Sign) -> None:
         before, self.health = self.health, health.after(self.health, sign, time.monotonic())
-        if self.health.doubted and not before.doubted:
+        if self.health.suspect and not before.suspect:
             self._soundness.count_trouble(self.health.why)
         if self.health.state is not before.state:
             log.warning(

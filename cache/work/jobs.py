@@ -348,7 +348,7 @@ class Jobs:
             dataset.want_refresh()
         now = dataset.generation
         held = now.held or now.state == "stale" or dataset.removed or dataset.coming is not None
-        return goes_on and not (held or dataset.doubted or dataset.no_store is not None)
+        return goes_on and not (held or dataset.suspect or dataset.no_store is not None)
 
     async def _update(self, dataset: Dataset) -> None:
         """Fill the generation that comes."""

@@ -138,9 +138,9 @@ class Scrubber:
     def _may(self, dataset: Dataset) -> bool:
         """The current generation may be verified now."""
         state = dataset.generation.state
-        stored = state in ("complete", "partial") or (dataset.doubted and state == "filling")
-        # Bad files on the list go first; of a doubted one the view shows nothing of the store.
-        stored = stored and (dataset.doubted or not dataset.generation.damaged)
+        stored = state in ("complete", "partial") or (dataset.suspect and state == "filling")
+        # Bad files on the list go first; of a suspect one the view shows nothing of the store.
+        stored = stored and (dataset.suspect or not dataset.generation.damaged)
         later = time.monotonic() < self._not_before.get(_key(dataset.name, ""), 0.0)
         return self._free_now(dataset) and stored and not later
 
@@ -154,7 +154,7 @@ class Scrubber:
     def _candidate(self, dataset: Dataset, each: Generation) -> Candidate:
         record = each.record
         return Candidate(
-            dataset.name, dataset.settings.priority, self._soundness.doubts(record),
+            dataset.name, dataset.settings.priority, self._soundness.suspects(record),
             crashed=record.crashes < self._soundness.kept.crashes,
             last=max(record.scrubbed, record.completed, record.created),
         )  # fmt: skip
@@ -164,8 +164,8 @@ class Scrubber:
         their turns."""
         every = [dataset.current, *dataset.earlier]
         before = every[: every.index(target)]
-        if reason == scrub_order.DOUBT:
-            return [each for each in before if not self._soundness.doubts(each.record)]
+        if reason == scrub_order.SUSPECT:
+            return [each for each in before if not self._soundness.suspects(each.record)]
         crashes = self._soundness.kept.crashes if reason == scrub_order.CRASH else 0
         stored = [each for each in before if each.record.state in ("complete", "partial")]
         return [each for each in stored if each.record.crashes >= crashes]
@@ -175,7 +175,7 @@ class Scrubber:
     async def _scrub(self, dataset: Dataset, target: Generation, chosen: Choice) -> None:
         troubles = self._soundness.troubles
         cursor = f"{chosen.reason}-{target.record.scrubbed:.0f}"
-        if chosen.reason == scrub_order.DOUBT:
+        if chosen.reason == scrub_order.SUSPECT:
             cursor = f"{chosen.reason}-{troubles}"
         earlier = target is not dataset.current
         before = target.scrub if earlier else dataset.scrub
@@ -238,10 +238,10 @@ class Scrubber:
         """End the pass when it must not go on, and keep its pace."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            # A verify of a doubted store finds the bad block that is the trouble: it goes on.
-            unusable = dataset.no_store is not None and chosen.reason != scrub_order.DOUBT
-            first = chosen.reason == scrub_order.DOUBT and not chosen.earlier
-            other = not first and self._doubted()
+            # A verify of a suspect store finds the bad block that is the trouble: it goes on.
+            unusable = dataset.no_store is not None and chosen.reason != scrub_order.SUSPECT
+            first = chosen.reason == scrub_order.SUSPECT and not chosen.earlier
+            other = not first and self._some_suspect()
             begins_anew = dataset.generation.state in ("new", "stale") and not chosen.earlier
             if unusable or other or begins_anew:
                 await scrub.cancel()
@@ -251,9 +251,9 @@ class Scrubber:
                 pace = now
                 await scrub.set_limits(self._jobs.scrub_limits(dataset, pace))
 
-    def _doubted(self) -> bool:
+    def _some_suspect(self) -> bool:
         """A view waits for a verify."""
-        return any(each.doubted and self._may(each) for each in self._datasets.values())
+        return any(each.suspect and self._may(each) for each in self._datasets.values())
 
     def _failed(self, dataset: Dataset, chosen: Choice, why: str) -> None:
         log.warning("scrub could not run", dataset=dataset.name, why=why)

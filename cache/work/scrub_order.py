@@ -1,6 +1,6 @@
 """Which generation is scrubbed next, why, and how fast. Pure.
 
-Doubted ones come first: their views show the source until they are verified. Then those of a node
+Suspect ones come first: their views show the source until they are verified. Then those of a node
 that went down uncleanly, then the one whose last scrub is longest ago, once a period is over. For
 one reason current generations come before earlier ones, which need not read what they share with
 those.
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from cache.settings import ScrubSettings
 
-DOUBT, CRASH, ROUND = "doubt", "crash", "round"
-# No job reads a doubted store: as many readers as keep an SSD busy.
-DOUBT_WORKERS, WORKERS = 4, 1
+SUSPECT, CRASH, ROUND = "suspect", "crash", "round"
+# No job reads a suspect store: as many readers as keep an SSD busy.
+SUSPECT_WORKERS, WORKERS = 4, 1
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Candidate:
 
     name: str
     priority: int
-    doubted: bool
+    suspect: bool
     crashed: bool  # the node went down since its last scrub began
     last: float  # Unix time when its files were last known to be good
     earlier: str = ""  # id of an earlier generation; '' of the current one
@@ -45,7 +45,7 @@ def choose(candidates: Iterable[Candidate], settings: ScrubSettings, now: float)
     """``now``: Unix time. A time in the future (the clock was set back) counts as long ago."""
     found = list(candidates)
     for reason, those in (
-        (DOUBT, [each for each in found if each.doubted]),
+        (SUSPECT, [each for each in found if each.suspect]),
         (CRASH, [each for each in found if each.crashed and settings.every > 0]),
     ):
         if those:
@@ -65,10 +65,10 @@ def _age(candidate: Candidate, now: float) -> float:
 def pace(choice: Choice, settings: ScrubSettings, *, filling: bool) -> Pace:
     """``filling``: a fill runs, which needs the disk more than an ordinary scrub.
 
-    No view waits for an earlier generation, so a doubted one is not as fast as the disk.
+    No view waits for an earlier generation, so a suspect one is not as fast as the disk.
     """
-    if choice.reason == DOUBT and not choice.earlier:
-        return Pace(DOUBT_WORKERS, 0)
-    if choice.reason in (CRASH, DOUBT) and not filling:
+    if choice.reason == SUSPECT and not choice.earlier:
+        return Pace(SUSPECT_WORKERS, 0)
+    if choice.reason in (CRASH, SUSPECT) and not filling:
         return Pace(WORKERS, settings.crash_bytes_per_second)
     return Pace(WORKERS, settings.bytes_per_second)

@@ -18,7 +18,7 @@ def shown(dataset: Dataset) -> dict[str, Any]:
         "state": now.state,
         "reason": now.reason,
         "why": now.why,
-        "doubted": dataset.doubted,
+        "suspect": dataset.suspect,
         "files": {"total": now.files, "checked": now.checked_files},
         "bytes": {"total": now.bytes, "checked": now.checked_bytes},
         "bad": now.bad,
@@ -30,7 +30,7 @@ def shown(dataset: Dataset) -> dict[str, Any]:
 
 def findings(dataset: Dataset) -> Iterable[Finding]:
     name, now = dataset.name, dataset.scrub
-    if dataset.doubted:
+    if dataset.suspect:
         message = (
             f"the SSD had errors, so dataset {name} is read from its source until every stored "
             "file is verified"
@@ -39,7 +39,7 @@ def findings(dataset: Dataset) -> Iterable[Finding]:
             "nothing, if it ends ('nodeagent dataset show' tells how far it is); check the SSD "
             "(smartctl, kernel log)"
         )
-        yield finding("dataset-doubted", name, Severity.WARNING, message, advice)
+        yield finding("dataset-suspect", name, Severity.WARNING, message, advice)
     advice = "check the SSD (smartctl, kernel log)"
     if now.bad:
         message = (
@@ -69,7 +69,7 @@ def findings(dataset: Dataset) -> Iterable[Finding]:
 def metrics(datasets: Mapping[str, Dataset]) -> Iterable[Metric]:
     each = dict(sorted(datasets.items()))
     text = "Datasets whose view shows the source until their stored files are verified."
-    yield gauge("cache_doubted_datasets", text, sum(dataset.doubted for dataset in each.values()))
+    yield gauge("cache_suspect_datasets", text, sum(dataset.suspect for dataset in each.values()))
     ended = [at for dataset in each.values() if (at := dataset.generation.scrubbed)]
     text = "Unix time at which the last whole scrub of a dataset ended, of the dataset where that "
     text += "is longest ago; no series before the first scrub."

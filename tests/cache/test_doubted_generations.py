@@ -59,7 +59,7 @@ def test_every_generation_leaves_a_dying_disk_and_comes_back_when_it_is_verified
             node.wait_state("a", "complete", seconds=90)
             on(node, by_id / second, stored, "the verified one")
             on(node, by_id / first, stored, "the earlier one, when it was verified too")
-            assert [each["doubted"] for each in generations(node)] == [False, False]
+            assert [each["suspect"] for each in generations(node)] == [False, False]
             trees.assert_equal(snap(top, "s1"), by_id / first)
             node.tell("a", "rollback")
             serves(node, "s1")

@@ -3,7 +3,7 @@ and each damage is told once.
 
 STARTS: how many; the suite has a few, ``make test-faults`` 200. FIRST: the case to begin with.
 
-A file in the store is rotten, and doubted since trouble of the SSD: only what is remembered keeps
+A file in the store is rotten, and suspect since trouble of the SSD: only what is remembered keeps
 it from being served. A dataset was removed by an operator, and the settings still have it.
 """
 
@@ -152,7 +152,7 @@ def look(machine: Node, name: str, way: str) -> None:
             where = node.store if name.startswith("store:") else node.state
             (subject,) = told(node)
             assert subject.startswith(str(where)) and subject.endswith(path.name), what
-        # What was doubted is verified, or filled anew, and right from the store, too.
+        # What was suspect is verified, or filled anew, and right from the store, too.
         for complete in ("a", "b"):
             node.wait_state(complete, "complete", seconds=40)
         assert machine.wrong(read) == [], what

@@ -52,9 +52,9 @@ def _doubts(folder: Path) -> bool:
     """All that is stored, also before and after the numbers in the store are known."""
     made = _sound(folder)
     stored = generations.Generation(dataset="a", identity="{}", state="complete", verified=7)
-    early = made.doubts(stored)
+    early = made.suspects(stored)
     made.number_from(7)
-    return early and made.doubts(stored) and made.troubles == 8
+    return early and made.suspects(stored) and made.troubles == 8
 
 
 def _write_generation(folder: Path) -> None:

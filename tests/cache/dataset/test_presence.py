@@ -20,7 +20,7 @@ class Complete(standing.Standing):
 
     stage = view.Stage.STORE
     newer = no_store = trouble = job = None
-    removed = fill_queued = doubted = False
+    removed = fill_queued = suspect = False
     folder = "/store/coco/frozen-1"
     record = generations.Generation(dataset="coco", identity="{}", state="complete")
 
@@ -52,7 +52,7 @@ def made(tmp_path: Path, one: Complete) -> component.Cache:
     [
         {"stage": view.Stage.OVERLAY},
         {"removed": True},
-        {"doubted": True},
+        {"suspect": True},
         {"no_store": kit.errors.HostError("disk", "gone", "look")},
         {"newer": kit.errors.HostError("files", "newer", "update")},
         {"record": generations.Generation(dataset="coco", identity="{}", state="partial")},

@@ -13,7 +13,7 @@ from cache.settings import DirSource, at_snapshot, same_place, snapshot_of
 IDLE = Facts(
     wanted="a", insists=False, current="a", current_empty=False, current_busy=False, coming="",
     coming_state="", outlived=False, reached=False, lost=False, reach_due=True, fill_due=True,
-    job_there=False, earlier=(), keep=1, cramped=False, retire_due=True, left=False, shown=True,
+    job_there=False, earlier=(), keep=1, no_room=False, retire_due=True, left=False, shown=True,
 )  # fmt: skip
 FLAGS = [name for name, value in vars(IDLE).items() if isinstance(value, bool)]
 
@@ -116,7 +116,7 @@ def test_what_comes_serves_at_once_when_nobody_can_read_what_the_other_lacks() -
 def test_no_more_than_kept_is_discarded() -> None:
     for facts in every():
         if next_step(facts) is Step.RETIRE:
-            assert facts.left or facts.cramped or len(facts.earlier) > facts.keep
+            assert facts.left or facts.no_room or len(facts.earlier) > facts.keep
 
 
 def test_steps_come_to_an_end() -> None:

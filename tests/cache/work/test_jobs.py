@@ -326,17 +326,17 @@ async def test_update_that_shares_doubted_files_is_doubted_too(
     scheduler = Jobs({"a": shown}, lambda: 0)
     monkeypatch.setattr(scheduler, "_run", complete)
     shown.soundness.count_trouble("the disk failed")
-    assert shown.doubted
+    assert shown.suspect
     shown.update_queued = True
     await scheduler._update(shown)
     assert coming.record.state == "complete"
-    assert shown.soundness.doubts(coming.record)
+    assert shown.soundness.suspects(coming.record)
     # Verified, the next one shares good files.
     shown.generation = dataclasses.replace(shown.generation, verified=1)
     coming.record = dataclasses.replace(coming.record, state="new")
     shown.update_queued = True
     await scheduler._update(shown)
-    assert not shown.soundness.doubts(coming.record)
+    assert not shown.soundness.suspects(coming.record)
 
 
 @pytest.mark.parametrize("gives_way", [True, False])

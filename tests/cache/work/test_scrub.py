@@ -64,7 +64,7 @@ def test_files_are_verified_before_a_disk_that_failed_serves_again(
     flip(node.tree("a") / "d7" / "f00007")
     (node.tree("a") / "d3" / "f00003").unlink()
     os.removexattr(node.tree("a") / "d4" / "f00004", "trusted.nodeagent.xxh3-128")
-    node.wait_for(lambda: "dataset-doubted" in rules(node), 60, "the doubt to be told")
+    node.wait_for(lambda: "dataset-suspect" in rules(node), 60, "the doubt to be told")
     assert node.dataset("a")["served_by"] == "source"
     seen: list[bool] = []
 
@@ -77,7 +77,7 @@ def test_files_are_verified_before_a_disk_that_failed_serves_again(
     node.wait_for(settled, 60, "the dataset to be served by the store again")
     assert all(seen), "a job saw the damaged file"
     found = scrub(node)
-    assert (found["state"], found["reason"], found["doubted"]) == ("good", "doubt", False)
+    assert (found["state"], found["reason"], found["suspect"]) == ("good", "suspect", False)
     assert (found["bad"], found["replaced"]) == (3, 3)
     trees.assert_equal(area / "source", node.view("a"))
     trees.assert_equal(area / "source", node.tree("a"))
@@ -101,7 +101,7 @@ def test_doubt_outlives_the_agent(area: Path, stored: Agent) -> None:
     flip(node.tree("a") / "d7" / "f00007")
     node.start()
     node.wait_state("a", "complete")
-    assert (scrub(node)["reason"], scrub(node)["bad"]) == ("doubt", 1)
+    assert (scrub(node)["reason"], scrub(node)["bad"]) == ("suspect", 1)
     trees.assert_equal(area / "source", node.view("a"))
 
 

@@ -21,21 +21,21 @@ NOW = 10_000.0
 
 
 def candidate(name: str, **changes: object) -> Candidate:
-    plain = Candidate(name, priority=0, doubted=False, crashed=False, last=NOW)
+    plain = Candidate(name, priority=0, suspect=False, crashed=False, last=NOW)
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
 
 
 def test_doubted_ones_come_first_then_those_of_a_crash_then_the_oldest() -> None:
     old, older = candidate("old", last=NOW - 1000), candidate("older", last=NOW - 5000)
     crashed = candidate("crashed", crashed=True)
-    doubted, urgent = candidate("b", doubted=True), candidate("c", doubted=True, priority=5)
-    found = [old, older, crashed, doubted, urgent]
+    suspect, urgent = candidate("b", suspect=True), candidate("c", suspect=True, priority=5)
+    found = [old, older, crashed, suspect, urgent]
     order = []
     while (chosen := scrub_order.choose(found, EVERY, NOW)) is not None:
         order.append(chosen)
         found = [each for each in found if each.name != chosen.name]
     assert order == [
-        Choice("c", "doubt"), Choice("b", "doubt"), Choice("crashed", "crash"),
+        Choice("c", "suspect"), Choice("b", "suspect"), Choice("crashed", "crash"),
         Choice("older", "round"), Choice("old", "round"),
     ]  # fmt: skip
 
@@ -51,8 +51,8 @@ def test_without_a_period_only_doubt_is_a_reason() -> None:
     never = ScrubSettings(every=0.0)
     found = [candidate("a", last=0.0), candidate("b", crashed=True)]
     assert scrub_order.choose(found, never, NOW) is None
-    found.append(candidate("c", doubted=True))
-    assert scrub_order.choose(found, never, NOW) == Choice("c", "doubt")
+    found.append(candidate("c", suspect=True))
+    assert scrub_order.choose(found, never, NOW) == Choice("c", "suspect")
 
 
 def test_pace() -> None:
@@ -60,12 +60,12 @@ def test_pace() -> None:
         chosen = Choice("a", reason, earlier)
         return scrub_order.pace(chosen, EVERY, filling=filling).bytes_per_second
 
-    assert rate("doubt", filling=True) == 0
+    assert rate("suspect", filling=True) == 0
     assert rate("round", filling=False) == 20 * 2**20
     assert rate("crash", filling=False) == 200 * 2**20
     assert rate("crash", filling=True) == 20 * 2**20
-    assert rate("doubt", filling=False, earlier="s1") == 200 * 2**20
-    assert rate("doubt", filling=True, earlier="s1") == 20 * 2**20
+    assert rate("suspect", filling=False, earlier="s1") == 200 * 2**20
+    assert rate("suspect", filling=True, earlier="s1") == 20 * 2**20
 
 
 _candidates = st.lists(
@@ -89,15 +89,15 @@ def test_every_generation_has_its_turn_and_a_current_one_before_what_shares_with
         at = next(e for e in left if (e.name, e.earlier) == (chosen.name, chosen.earlier))
         left.remove(at)
         settled = {
-            "doubt": dataclasses.replace(at, doubted=False),
+            "suspect": dataclasses.replace(at, suspect=False),
             "crash": dataclasses.replace(at, crashed=False),
             "round": dataclasses.replace(at, last=NOW),
         }
         turns.append((at, chosen))
         left.append(settled[chosen.reason])
-    assert all(not (e.doubted or e.crashed) for e in left)
+    assert all(not (e.suspect or e.crashed) for e in left)
     assert all(NOW - e.last < EVERY.every for e in left)
-    order = [scrub_order.DOUBT, scrub_order.CRASH, scrub_order.ROUND]
+    order = [scrub_order.SUSPECT, scrub_order.CRASH, scrub_order.ROUND]
     assert [order.index(c.reason) for _, c in turns] == sorted(
         order.index(c.reason) for _, c in turns
     )
@@ -115,24 +115,24 @@ def test_every_generation_has_its_turn_and_a_current_one_before_what_shares_with
 def test_a_disk_that_was_only_late_raises_no_doubt() -> None:
     late, failed = Sign("no answer", slow=True), Sign("it fails")
     seen = health.after(DiskHealth(), late, 1.0)
-    assert not seen.usable and not seen.doubted
+    assert not seen.usable and not seen.suspect
     seen = health.after(seen, failed, 2.0)
-    assert seen.doubted
-    assert health.after(seen, late, 3.0).doubted
-    assert not health.after(seen, Sign(), 3.0 + seen.quiet).doubted
+    assert seen.suspect
+    assert health.after(seen, late, 3.0).suspect
+    assert not health.after(seen, Sign(), 3.0 + seen.quiet).suspect
 
 
 def test_generation_is_doubted_until_it_was_verified_after_the_last_trouble() -> None:
     async def check() -> None:
         known = soundness.Soundness()
         complete = dataclasses.replace(generations.new("a", "{}"), state="complete")
-        assert not known.doubts(complete)
+        assert not known.suspects(complete)
         known.count_trouble("it fails")
         known.count_trouble("it fails again")
-        assert known.doubts(complete)
-        assert known.doubts(dataclasses.replace(complete, verified=1))
-        assert not known.doubts(dataclasses.replace(complete, verified=2))
-        assert not known.doubts(generations.new("a", "{}"))  # nothing is stored
+        assert known.suspects(complete)
+        assert known.suspects(dataclasses.replace(complete, verified=1))
+        assert not known.suspects(dataclasses.replace(complete, verified=2))
+        assert not known.suspects(generations.new("a", "{}"))  # nothing is stored
 
     asyncio.run(check())
 

@@ -215,14 +215,14 @@ async def test_raised_budget_is_tried_by_what_lacked_room_and_by_what_follows_it
 # --- what goes on
 
 
-@pytest.mark.parametrize("why", ["removed", "doubted", "stale", ""])
+@pytest.mark.parametrize("why", ["removed", "suspect", "stale", ""])
 async def test_fill_does_not_go_on_when_its_dataset_may_not_be_filled(node: Node, why: str) -> None:
     shown = node.add("a")
 
     def during(running: Pass) -> None:
         running.gives_way = True
         shown.removed = why == "removed"
-        if why == "doubted":
+        if why == "suspect":
             shown.soundness.count_trouble("the disk failed")
         if why == "stale":
             shown.generation = dataclasses.replace(shown.generation, state="stale")
