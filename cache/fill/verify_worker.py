@@ -247,6 +247,9 @@ class VerifyWorker(worker.Worker):
         return ""
 
 
+VerifyWorker.methods = {**worker.Worker.methods, protocol.Verify: VerifyWorker.verify}
+
+
 def _names(directory: int) -> tuple[list[str], int]:
     """The names in order, and how many of them are directories. OSError."""
     names, folders = [], 0

@@ -19,8 +19,9 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import kit.files
 from cache.fill import commit, control, copy, fetch, large_copy, pipes, protocol, share
@@ -68,7 +69,7 @@ CONFIRM_SECONDS = 60
 
 
 class Worker(commit.Committer):
-    """Each job has a method of its name, in lower case."""
+    methods: ClassVar[Mapping[type[Any], Callable[[Any, Any], None]]]  # by the kind of a job
 
     def __init__(self, number: int, page: int, setup: protocol.Setup) -> None:
         """``page``: descriptor of the control page. OSError when a root cannot be opened."""
@@ -486,7 +487,7 @@ class Worker(commit.Committer):
         """Do jobs until there are no more. The error of a job is its answer."""
         while (job := protocol.next_job()) is not None:
             try:
-                getattr(self, type(job).__name__.lower())(job)
+                self.methods[type(job)](self, job)
             except control.Cancelled:
                 protocol.answer(protocol.NotDone(cancelled=True))
             except OSError as error:
@@ -496,6 +497,14 @@ class Worker(commit.Committer):
                 )
             except Exception as error:
                 protocol.answer(protocol.NotDone(error=repr(error)))
+
+
+Worker.methods = {
+    protocol.Scan: Worker.scan, protocol.Copy: Worker.copy, protocol.Extents: Worker.extents,
+    protocol.Whole: Worker.whole, protocol.Commit: Worker.commit, protocol.Finish: Worker.finish,
+    protocol.Recheck: Worker.recheck, protocol.Unseal: Worker.unseal, protocol.Prune: Worker.prune,
+    Fetch: Worker.fetch,
+}  # fmt: skip
 
 
 def serve(number: int, page: int, kind: type[Worker] = Worker) -> None:

@@ -12,8 +12,6 @@ What is attached stays attached when the agent stops; expiring leases expire by 
 import asyncio
 import contextlib
 import errno
-import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,11 +49,6 @@ PROOF_SECONDS = 600.0  # at once when another program or mode is in the kernel
 LOAD_SECONDS = 30.0  # for the ledger's files, at the start; their disk may hang
 
 
-def node_name() -> str:
-    """$NODE_NAME, as the downward API gives it, else the host's name."""
-    return os.environ.get("NODE_NAME") or socket.gethostname()
-
-
 class Controller:
     """One per agent. Works on the event loop in short pieces; probes and clusters are
     processes of their own. ``changed`` is called when the findings may have changed."""
@@ -84,7 +77,8 @@ class Controller:
         self.mirror = Mirror(clusters, wanted.cluster_timeout)
         self.manager = lease_manager.LeaseManager(
             wanted, None, self.ledger, self.mirror, self.errors, self.denials,
-            node=node_name(), changed=changed, witness=witness,
+            node="this node" if witness is None else witness.here.name,
+            changed=changed, witness=witness,
         )  # fmt: skip
         self._reports = reports.Reports(
             self.manager, self.denials, self.ledger, is_watched=self._is_watched, changed=changed

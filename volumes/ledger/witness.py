@@ -82,7 +82,7 @@ class Witness:
 
     def __init__(self, wanted: WitnessSettings, here: ThisNode, find: Find) -> None:
         self.settings = wanted
-        self._here = here
+        self.here = here
         self._find = find
         self._claims: cachetools.LRUCache[str, VolumeClaim] = cachetools.LRUCache(MOST_VOLUMES)
         self._names: cachetools.LRUCache[VolumeClaim, str] = cachetools.LRUCache(MOST_VOLUMES)
@@ -102,7 +102,7 @@ class Witness:
 
     @property
     def is_configured(self) -> bool:
-        return self.settings.enabled and self._here.cluster.is_configured
+        return self.settings.enabled and self.here.cluster.is_configured
 
     @property
     def trouble(self) -> str:
@@ -112,9 +112,9 @@ class Witness:
 
     async def apply(self, wanted: WitnessSettings, here: ThisNode) -> None:
         """Ask with these settings from now on."""
-        if (wanted, here) == (self.settings, self._here):
+        if (wanted, here) == (self.settings, self.here):
             return
-        self.settings, self._here = wanted, here
+        self.settings, self.here = wanted, here
         self._budget = _budget(wanted.per_minute)
         self._said.clear()
         self._trouble, self.mark_trouble = ("", 0.0), ""
@@ -199,7 +199,7 @@ class Witness:
         does not attach."""
         try:
             return await self._request(
-                lambda: self._cluster().attached(claim.driver, claim.handle, self._here.name), keep
+                lambda: self._cluster().attached(claim.driver, claim.handle, self.here.name), keep
             )
         except KubeError as error:
             if error.status != 404:
@@ -221,7 +221,7 @@ class Witness:
 
     def _cluster(self) -> volumes.PersistentVolumes:
         if self._volumes is None:
-            server = client.ApiServer(self._here.cluster)
+            server = client.ApiServer(self.here.cluster)
             self._volumes = volumes.PersistentVolumes(server, self.settings.timeout)
         return self._volumes
 
@@ -240,9 +240,9 @@ class Witness:
     async def taint(self, wanted: bool) -> None:
         """Put the taint of a repair on this node, or take it away. KubeError."""
         if not self.is_configured:
-            raise KubeError(f"Node {self._here.name}", "no cluster is configured")
+            raise KubeError(f"Node {self.here.name}", "no cluster is configured")
         cluster = self._cluster()
-        await nodes.taint(cluster.server, self._here.name, wanted=wanted, deadline=cluster.deadline)
+        await nodes.taint(cluster.server, self.here.name, wanted=wanted, deadline=cluster.deadline)
 
     # --- marking
 
@@ -308,7 +308,7 @@ class Witness:
         seen = datetime.datetime.fromtimestamp(entry.last_seen, datetime.UTC)
         mark = {
             "type": entry.type, "uuid": entry.uuid, "volume": entry.volume,
-            "seen": seen.isoformat(timespec="seconds"), "node": self._here.name,
+            "seen": seen.isoformat(timespec="seconds"), "node": self.here.name,
         }  # fmt: skip
         value = json.dumps(mark)
         await self._request(lambda: self._cluster().annotate(found, key, value), keep)
