@@ -23,6 +23,10 @@ _REPAIR = (
     "use volumes.repair, which takes broken mappings away; a mapping that is only idle: 'rbd unmap'"
 )
 _CONTAINERD = "the runtime is containerd; on CRI-O (OpenShift) use a PinnedImageSet"
+_NO_TOKENS = (
+    "the agent does not give tokens of pods' accounts: name a login in docker_config, or a "
+    "provider without tokenAttributes"
+)
 _NOT_READ_ONLY = (
     "use volumes.guard in mode enforce, which refuses formats, and volumes.repair, which takes "
     "a broken mapping away"
@@ -50,10 +54,10 @@ _GONE = (
     ),
     (_CONTAINERD, "preheat", "crio runtime"),
     (_NO_LAYOUTS, "preheat", "datasets images.source"),
+    (_NO_TOKENS, "preheat", "credentials.service_account"),
     (_FIXED, "preheat", "attempt_timeout credentials.provider_timeout heal partial_keep"),
     (_FIXED, "preheat", "fleet.bytes_per_second retain.at_least"),
     (_FIXED, "preheat", "stall_timeout unknown_image"),
-    (_CLUSTER, "preheat.credentials.service_account", _ACCESS),
     (f"{_KUBELET}; kubelet.config has its thresholds", "preheat", "kubelet"),
     (_NODE, "preheat", "node"),
     (_FIXED, "volumes.audit", "actions.per_hour busy_interval clear_after cluster_interval"),

@@ -79,17 +79,6 @@ class RetainSettings(kit.settings.Section):
     """Smaller images are not pinned: pulling them again takes seconds."""
 
 
-class ServiceAccountSettings(kit.settings.Section):
-    """For credential providers with tokenAttributes: the account whose tokens they get. The agent's
-    own account needs the right to create serviceaccounts/token of it, and to get it where a
-    provider asks for annotations. All that this account may pull, this node then has."""
-
-    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
-    """Its namespace."""
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?$")]
-    """Its name."""
-
-
 class CredentialSettings(kit.settings.Section):
     """Where logins for registries come from. Read at each use, so that secrets can be rotated."""
 
@@ -105,9 +94,6 @@ class CredentialSettings(kit.settings.Section):
     """The kubelet's --image-credential-provider-bin-dir."""
     provider_timeout: ClassVar[kit.units.Seconds] = 30.0
     """How long a provider plugin or a helper program may take."""
-    service_account: ServiceAccountSettings | None = None
-    """Whose token providers get that want one (tokenAttributes). Absent: such a provider is asked
-    without a token where it allows that, else it is passed over."""
 
     @property
     def docker_configs(self) -> tuple[Path, ...]:

@@ -18,7 +18,7 @@ PARAMETERS = 6  # so many make a function hard to call
 
 # What each count may be at most. Who makes one smaller writes the new figure here.
 BOUNDS = {
-    "lines of the product": 63_830,
+    "lines of the product": 63_555,
     "modules": 325,
     "modules at the top of cache": 9,
     "modules at the top of preheat": 8,
@@ -26,8 +26,8 @@ BOUNDS = {
     "class names with several meanings": 38,
     "writes to a dataset from outside its module": 71,
     "modules that write to a dataset": 11,
-    f"functions with {PARAMETERS} parameters or more": 50,
-    "settings (leaves of docs/settings.md)": 140,
+    f"functions with {PARAMETERS} parameters or more": 49,
+    "settings (leaves of docs/settings.md)": 138,
 }
 
 ATTRIBUTES, METHODS = 15, 20  # of a class, at most; values that never change are not counted
@@ -51,7 +51,6 @@ LARGER = {
     "preheat/component.py:Preheat": (4, 23),
     "preheat/pulling/pull.py:Puller": (17, 20),
     "preheat/pulling/reconciler.py:Reconciler": (26, 26),
-    "preheat/registry/client.py:Registry": (6, 21),
     "preheat/runtimes/containerd.py:Containerd": (11, 31),
     "volumes/audit/service.py:Audit": (28, 31),
     "volumes/guard/controller.py:Controller": (27, 27),

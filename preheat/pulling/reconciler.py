@@ -80,7 +80,7 @@ class Reconciler:
         self.limit = limiter.Limiter(section.bytes_per_second)
         self._writers = pull.Writers()
         self.turns = schedule.Schedule(section)
-        logins = credentials.Credentials(lambda: self.section.this_node.cluster)
+        logins = credentials.Credentials()
         self.resolver = resolver.Resolver(client, logins, self.turns, self.wake)
         self.local = estimate.LocalImages(runtime)
         self._pins = pins.Pins(runtime, self.local)
@@ -225,10 +225,8 @@ class Reconciler:
                 if ref in requests and each.concerns(self.resolver.digest(ref))
             }
             self._pulled = {ref: at for ref, at in self._pulled.items() if ref in requests}
-            node = self.snapshot.node or await self.node(inventory.images_path)
             requests = {
-                ref: await self._measured(each, inventory, shapes, node)
-                for ref, each in requests.items()
+                ref: await self._measured(each, inventory, shapes) for ref, each in requests.items()
             }
             now = time.time()
             pinned = await self._pins.pinned(section, inventory, shapes, requests, now)
@@ -261,9 +259,8 @@ class Reconciler:
         request: Request,
         inventory: base.ImageInventory,
         shapes: Mapping[str, manifest.Shape],
-        node: plan.Node,
     ) -> Request:
-        """The request with what it costs here and now; ``node`` is as it was a cycle ago."""
+        """The request with what it costs here and now."""
         lookup = self.resolver.of(request.ref)
         here = inventory.digest_of(request.ref)
         looked_up = lookup.shape if lookup is not None else None
@@ -292,7 +289,7 @@ class Reconciler:
             why = "some of its layers or documents are not there" if listed else "does not list it"
             self._check_pulled(request.ref, present, why)
         usages = await self.local.usages(shape, inventory)
-        cost = estimate.cost(shape, inventory, self.resolver.unpacked(shape) | usages)
+        cost = estimate.cost(shape, inventory, usages)
         parts = cost.parts
         if present:
             parts = await self.local.parts(shape, inventory)
@@ -303,10 +300,6 @@ class Reconciler:
         if not present and not running:
             blocked = self._hurdle(costed, digest, lookup, inventory)
             blocked = durability.REASON if doubted else blocked
-            budget = node.pin_budget - self.snapshot.decided.pinned_bytes
-            tight = estimate.is_tight(cost, node.room, budget)
-            if not blocked and tight and not self.resolver.measure(request.ref, self.section):
-                blocked = "the registry is asked for the sizes of its layers"
         return dataclasses.replace(
             request,
             digest=digest,

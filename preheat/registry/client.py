@@ -154,7 +154,10 @@ class Registry:
             data = await self.documents.get(digest)
             if data is None:
                 kind = "manifests" if digest in manifests else "blobs"
-                data = (await self._read(ref, f"{kind}/{digest}", login)).body
+                path = f"{kind}/{digest}"
+                servers = await self._servers(ref, {"pull"})
+                answer = await _first(servers, lambda each: self._document(each, ref, path, login))
+                data = answer.body
                 if manifest.digest_of(data) != digest:
                     raise PullError(ref.text, Kind.CORRUPT, f"the bytes do not match {digest}")
                 await self.documents.put(digest, data)
@@ -168,14 +171,6 @@ class Registry:
         except manifest.BadImageError as error:
             final = isinstance(error, manifest.NoPlatformError)
             raise PullError(ref.text, Kind.BAD_IMAGE, str(error), final=final) from error
-
-    async def span(
-        self, ref: manifest.Reference, digest: str, first: int, last: int, login: base.Login | None
-    ) -> bytes:
-        """Bytes ``first`` to ``last`` of a blob; empty when the registry does not serve ranges."""
-        headers = {"Range": f"bytes={first}-{last}"}
-        answer = await self._read(ref, f"blobs/{digest}", login, headers)
-        return answer.body if answer.status == 206 else b""
 
     async def blob(
         self, ref: manifest.Reference, digest: str, offset: int, login: base.Login | None
@@ -233,33 +228,20 @@ class Registry:
             self._contexts[host] = known = seen, made
         return known[1]
 
-    async def _read(
-        self,
-        ref: manifest.Reference,
-        path: str,
-        login: base.Login | None,
-        headers: Mapping[str, str] | None = None,
-    ) -> _Answer:
-        """A small body from the first server that has it."""
-        servers = await self._servers(ref, {"pull"})
-        return await _first(servers, lambda each: self._document(each, ref, path, login, headers))
-
     async def _document(
         self,
         server: _Server,
         ref: manifest.Reference,
         path: str,
         login: base.Login | None,
-        headers: Mapping[str, str] | None = None,
         method: str = "GET",
     ) -> _Answer:
-        """A small body; none where a range was asked for and the registry does not serve it."""
+        """An answer with a small body."""
         with _reaching(ref):
             async with asyncio.timeout(DOCUMENT_SECONDS):
-                response = await self._open(server, ref, path, login, headers or {}, method)
+                response = await self._open(server, ref, path, login, {}, method)
                 try:
-                    whole = bool(headers) and response.status != 206
-                    body = b"" if whole else await _body(response)
+                    body = await _body(response)
                 finally:
                     response.release() if response.content.at_eof() else response.close()
         if len(body) > manifest.LARGEST_DOCUMENT:

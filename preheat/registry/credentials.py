@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,79 +23,12 @@ import kit.errors
 import kit.files
 import kit.processes
 import kit.slips
-from kube import client
-from kube.settings import AccessSettings
 from preheat import settings
 from preheat.image import hub, manifest
 from preheat.registry import keyring
 from preheat.registry.failure import Kind, PullError
 from preheat.registry.keyring import Keys
 from preheat.runtimes import base
-
-# Tokens of one service account for the kubelet's credential providers (``tokenAttributes``).
-#
-# The kubelet gives such a provider a token of the pod's own account. The agent pulls for no pod: it
-# may do so only for the account that the settings name, with the right that the cluster gave it.
-
-ASK_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class TokenAttributes:
-    """What a provider wants to have. ``per_token``: its logins are good for one token only."""
-
-    audience: str
-    required: bool
-    per_token: bool
-    required_annotations: tuple[str, ...] = ()
-    optional_annotations: tuple[str, ...] = ()
-
-
-class MissingAnnotationError(Exception):
-    """The account lacks an annotation without which the provider must not be asked."""
-
-
-@dataclass(frozen=True)
-class Grant:
-    """What a provider is given."""
-
-    token: str = field(default="", repr=False)
-    annotations: tuple[tuple[str, str], ...] = ()
-
-
-async def grant(
-    asked: settings.ServiceAccountSettings, wanted: TokenAttributes, cluster: AccessSettings
-) -> Grant:
-    """A new token, good for an hour. Raises KubeError, MissingAnnotationError."""
-    server = client.ApiServer(cluster)
-    path = client.path_to("/api/v1/namespaces", asked.namespace, "serviceaccounts", asked.name)
-    about = f"ServiceAccount {asked.namespace}/{asked.name}"
-    try:
-        annotations: dict[str, object] = {}
-        if wanted.required_annotations or wanted.optional_annotations:
-            found = await server.request("GET", path, about=about, deadline=ASK_SECONDS)
-            annotations = (found.get("metadata") or {}).get("annotations") or {}
-        for key in wanted.required_annotations:
-            if key not in annotations:
-                raise MissingAnnotationError(f"{about} has no annotation {key}")
-        body = {
-            "apiVersion": "authentication.k8s.io/v1",
-            "kind": "TokenRequest",
-            "spec": {"audiences": [wanted.audience]},
-        }
-        about = f"a token of {about}"
-        answer = await server.request(
-            "POST", f"{path}/token", body, about=about, deadline=ASK_SECONDS
-        )
-    finally:
-        await server.close()
-    token = (answer.get("status") or {}).get("token")
-    if not isinstance(token, str) or not token:
-        raise client.KubeError(about, "the answer has no token")
-    kept = (*wanted.required_annotations, *wanted.optional_annotations)
-    given = ((key, str(annotations[key])) for key in kept if key in annotations)
-    return Grant(token, tuple(given))
-
 
 LARGEST_ANSWER = 1024**2
 FILE_SECONDS = 10.0  # to read a file of logins
@@ -122,7 +55,7 @@ class Provider:
     arguments: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     cache_seconds: float
-    token: TokenAttributes | None = None
+    needs_token: bool  # of a pod's account
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,29 +86,14 @@ def read_providers(data: bytes) -> tuple[Provider, ...]:
                 arguments=tuple(str(each) for each in entry.get("args") or []),
                 environment=environment,
                 cache_seconds=_go_duration(str(entry.get("defaultCacheDuration", "0"))),
-                token=_token_attributes(name, entry.get("tokenAttributes")),
+                needs_token=_needs_token(entry.get("tokenAttributes")),
             )
         )
     return tuple(found)
 
 
-def _token_attributes(name: str, value: Any) -> TokenAttributes | None:
-    if value is None:
-        return None
-    audience, kind = value.get("serviceAccountTokenAudience"), value.get("cacheType")
-    if not audience or kind not in ("ServiceAccount", "Token"):
-        raise ValueError(f"provider {name!r}: its tokenAttributes lack an audience or a cacheType")
-    return TokenAttributes(
-        audience=str(audience),
-        required=value.get("requireServiceAccount") is not False,
-        per_token=kind == "Token",
-        required_annotations=_keys(value, "required"),
-        optional_annotations=_keys(value, "optional"),
-    )
-
-
-def _keys(value: dict[str, Any], which: str) -> tuple[str, ...]:
-    return tuple(str(e) for e in value.get(f"{which}ServiceAccountAnnotationKeys") or [])
+def _needs_token(attributes: dict[str, Any] | None) -> bool:
+    return attributes is not None and attributes.get("requireServiceAccount") is not False
 
 
 def _is_file_name(text: str) -> bool:
@@ -187,12 +105,6 @@ def _go_duration(text: str) -> float:
     units = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
     parts = re.findall(r"(\d+(?:\.\d*)?)([^\d.]+)", text)
     return sum(float(number) * units.get(unit, 0.0) for number, unit in parts)
-
-
-def _cached_as(provider: Provider, where: settings.CredentialSettings) -> str:
-    """An answer for one account's token is not another's."""
-    asked = where.service_account if provider.token is not None else None
-    return f"{provider.name} {asked.namespace}/{asked.name}" if asked else provider.name
 
 
 @dataclass(frozen=True, repr=False)
@@ -234,10 +146,9 @@ async def attempt(
 
 
 class Credentials:
-    """Finds the logins for an image. ``cluster``: the API server that gives tokens of accounts."""
+    """Finds the logins for an image."""
 
-    def __init__(self, cluster: Callable[[], AccessSettings]) -> None:
-        self._cluster = cluster
+    def __init__(self) -> None:
         # Answers of plugins by name and what they are good for, each for as long as it says.
         self._cache: TLRUCache[tuple[str, str], _Answer] = TLRUCache(
             MOST_CACHED, ttu=lambda _, answer, now: now + answer.seconds, timer=time.monotonic
@@ -333,16 +244,23 @@ class Credentials:
         where: settings.CredentialSettings,
         fresh: bool,
     ) -> Keys:
+        if provider.needs_token:
+            raise CredentialError(
+                f"credential provider {provider.name}",
+                "was passed over: it wants the token of a service account (tokenAttributes), and "
+                "the agent does not give tokens of pods' accounts",
+                "give a login in preheat.credentials.docker_config, or a provider without "
+                "tokenAttributes",
+            )
         # By cacheKeyType: good for the image, its registry, or everything.
         scopes = {"Image": ref.repository, "Registry": ref.host, "Global": ""}
-        name = _cached_as(provider, where)
         async with self._asking[provider.name]:
             for scope in scopes.values():
-                known = self._cache.get((name, scope))
+                known = self._cache.get((provider.name, scope))
                 if known is not None:
                     if not fresh:
                         return known.keys
-                    del self._cache[name, scope]
+                    del self._cache[provider.name, scope]
             return await self._ask(provider, ref, where, scopes)
 
     async def _ask(
@@ -359,10 +277,6 @@ class Credentials:
             "apiVersion": provider.api_version,
             "image": image,
         }
-        given = await self._grant(provider, where)
-        if given.token:
-            question["serviceAccountToken"] = given.token
-            question["serviceAccountAnnotations"] = dict(given.annotations)
         program, data = where.provider_dir / provider.name, json.dumps(question).encode()
         environment = dict(provider.environment)
         ended = await self._run(program, provider.arguments, data, where, environment)
@@ -374,39 +288,11 @@ class Credentials:
         if not isinstance(auth, dict) or kept not in scopes:
             raise self._failed(provider.name, f"its answer has the cacheKeyType {kept[:40]!r}")
         keys = keyring.from_auths(auth)
-        per_token = provider.token is not None and provider.token.per_token
-        echoed = any(login.password == given.token for _, login in keys.entries)
-        if given.token and echoed and not per_token:
-            # As the kubelet: kept for other images, the token would outlive what it is for.
-            raise self._failed(
-                provider.name, "it gives the token itself; its cacheType is not Token"
-            )
         duration = answer.get("cacheDuration")
         seconds = provider.cache_seconds if duration is None else _go_duration(str(duration))
-        if seconds > 0 and not (given.token and per_token):  # each question has a token of its own
-            self._cache[_cached_as(provider, where), scopes[kept]] = _Answer(seconds, keys)
+        if seconds > 0:
+            self._cache[provider.name, scopes[kept]] = _Answer(seconds, keys)
         return keys
-
-    async def _grant(self, provider: Provider, where: settings.CredentialSettings) -> Grant:
-        """The token that the provider wants. Raises CredentialError where it must not be asked."""
-        if provider.token is None:
-            return Grant()
-        if where.service_account is None:
-            if not provider.token.required:
-                return Grant()
-            raise CredentialError(
-                f"credential provider {provider.name}",
-                "was passed over: it wants the token of a service account (tokenAttributes)",
-                "name an account in preheat.credentials.service_account",
-            )
-        try:
-            return await grant(where.service_account, provider.token, self._cluster())
-        except (client.KubeError, MissingAnnotationError) as error:
-            raise CredentialError(
-                f"credential provider {provider.name}",
-                f"was passed over: no token for it ({error})",
-                "let the agent create serviceaccounts/token of that account (docs/preheat.md)",
-            ) from error
 
     def _checked(self, provider: Provider, data: bytes) -> dict[str, Any]:
         try:

@@ -59,14 +59,6 @@ class Documents:
         if len(data) <= LARGEST:
             await self._do(lambda cache: cache.set(digest, data.decode("latin-1")))
 
-    async def size(self, digest: str) -> int | None:
-        """The unpacked bytes of a layer, as its registry once told; an estimate, not checked."""
-        found = await self._do(lambda cache: cache.get(f"size {digest}"))
-        return found if type(found) is int and 0 <= found < 1 << 50 else None
-
-    async def put_size(self, digest: str, size: int) -> None:
-        await self._do(lambda cache: cache.set(f"size {digest}", size))
-
     async def close(self) -> None:
         def end() -> None:
             if self._cache is not None:

@@ -1,16 +1,13 @@
 """What an image costs: bytes to fetch, bytes on disk, and what of it the node has already.
 
 A layer must be fetched when the node has neither its blob nor its unpacked snapshot; that is exact.
-What a layer takes unpacked is guessed from its packed size. Where that guess could decide what
-fits, it is read from the registry in one small request: the last four bytes of a gzip layer (its
-length modulo 2^32) or the head of a zstd layer.
+What a layer takes unpacked is known when it is unpacked here, else guessed from its packed size.
 
 ``parts`` of an image are everything that it keeps on disk, by key, in bytes. Images that share a
 layer share its key, so a union of parts counts the layer once.
 """
 
-import struct
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -77,13 +74,10 @@ def shared_of_images(
 
 log = structlog.get_logger("preheat")
 
-# A guess for layers that do not say: how framework images compress, on the large side.
+# A guess for layers that are not unpacked here: how framework images compress, on the large side.
 GUESSED_RATIO = 3
-_WRAP = 1 << 32
 MOST_SHAPES = 1024
 MOST_USAGES = 16384
-
-Span = Callable[[str, int, int], Awaitable[bytes]]  # digest, first byte, last byte
 
 
 @dataclass(frozen=True)
@@ -106,12 +100,6 @@ def _snapshot_key(chain_id: str) -> str:
 def unpacked_bytes(parts: Mapping[str, int]) -> int:
     """What the unpacked layers among ``parts`` take."""
     return sum(size for key, size in parts.items() if key.startswith("s "))
-
-
-def is_tight(cost: Cost, room: int, budget: int) -> bool:
-    """Whether a better guess than ``GUESSED_RATIO`` might change what fits into ``room`` bytes of
-    disk and ``budget`` bytes of pins. Frameworks compress by less than four times the guess."""
-    return 4 * (cost.fetch + cost.unpack) > room or 4 * sum(cost.parts.values()) > budget
 
 
 def union(many: Iterable[Mapping[str, int]]) -> int:
@@ -169,50 +157,6 @@ def cost(
         if layer.chain_id not in inventory.snapshots:
             unpack += size
     return Cost(fetch, unpack, parts)
-
-
-# --- unpacked sizes -------------------------------------------------------------------------------
-
-
-async def unpacked_size(layer: manifest.Layer, span: Span) -> int:
-    """Bytes of the layer's tar, by at most one small request."""
-    guess = layer.size * GUESSED_RATIO
-    if layer.media_type.endswith("tar"):
-        return layer.size
-    if layer.media_type.endswith("zstd"):
-        size = zstd_size(await span(layer.digest, 0, min(17, layer.size - 1)))
-        return guess if size is None else size
-    if layer.size < 18:
-        return guess
-    tail = await span(layer.digest, layer.size - 4, layer.size - 1)
-    return gzip_size(struct.unpack("<I", tail)[0], layer.size) if len(tail) == 4 else guess
-
-
-def gzip_size(modulo: int, packed: int) -> int:
-    """The unpacked size, from its value modulo 2^32.
-
-    Deflate grows data by less than a thousandth. A smaller value means a length that wrapped (a
-    large layer) or a file of several gzip members, whose last length says nothing.
-    """
-    least = packed - packed // 500 - 64
-    if packed < 1 << 30:
-        return modulo if modulo >= least else packed * GUESSED_RATIO
-    fitting = [modulo + k * _WRAP for k in range(packed * 8 // _WRAP + 2)]
-    return min((size for size in fitting if size >= least), key=lambda size: abs(size - 2 * packed))
-
-
-def zstd_size(head: bytes) -> int | None:
-    """Frame_Content_Size of a zstd frame (RFC 8878, 3.1.1.1); None when the frame has none."""
-    if len(head) < 6 or head[:4] != b"\x28\xb5\x2f\xfd":
-        return None
-    descriptor = head[4]
-    flag, single = descriptor >> 6, descriptor >> 5 & 1
-    width = (1 if single else 0, 2, 4, 8)[flag]
-    start = 5 + (0 if single else 1) + (0, 1, 2, 4)[descriptor & 3]
-    if width == 0 or len(head) < start + width:
-        return None
-    size = int.from_bytes(head[start : start + width], "little")
-    return size + 256 if width == 2 else size
 
 
 # --- what the node has ----------------------------------------------------------------------------

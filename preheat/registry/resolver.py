@@ -10,20 +10,18 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import structlog
-from cachetools import LRUCache
 
 import kit.errors
 from preheat import settings
 from preheat.image import manifest
 from preheat.registry import client as registry
-from preheat.registry import credentials, estimate, failure, schedule
+from preheat.registry import credentials, failure, schedule
 from preheat.registry.failure import Kind, PullError
 from preheat.runtimes import base
 
 log = structlog.get_logger("preheat")
 
 LOOKUPS_AT_ONCE = 4
-MOST_SIZES = 8192
 # After so many lookups in a row that found the registry away or busy the runtime tries.
 PATIENCE = 3
 
@@ -37,7 +35,6 @@ class Lookup:
     private: bool | None = None  # None: its own registry did not say
     has_login: bool = False
     mirrored: bool = False
-    measured: bool = False  # whether its layers' unpacked sizes were asked for
     at: float = 0.0  # Unix time of the answer; 0 before the first
     failed: failure.PullFailure | None = None
     task: asyncio.Task[None] | None = None
@@ -71,8 +68,6 @@ class Resolver:
         self._slots = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._lookups: dict[str, Lookup] = {}
         self.failed = dict.fromkeys((kind.value for kind in Kind), 0)  # lookups by class
-        # Unpacked bytes of layers by their digest.
-        self._sizes: LRUCache[str, int] = LRUCache(MOST_SIZES)
 
     def of(self, ref: str) -> Lookup | None:
         return self._lookups.get(ref)
@@ -169,10 +164,7 @@ class Resolver:
             shared = any(each.ref == text and each.share_private for each in section.images)
             if not shared:
                 lookup.private, doubt = await self._is_private(lookup, login)
-        lookup.measured = lookup.measured and old == target.digest
-        shape = await self._client.shape(ref, target, section.platform, login)
-        await self._recall(shape)
-        lookup.shape = shape
+        lookup.shape = await self._client.shape(ref, target, section.platform, login)
         if doubt is not None:
             raise doubt  # so it is asked again soon
 
@@ -193,58 +185,3 @@ class Resolver:
     ) -> credentials.Found:
         """What is there now to pull ``ref`` with."""
         return await self._logins.find(ref, section.credentials, fresh=fresh)
-
-    # --- unpacked sizes ---------------------------------------------------------------------------
-
-    def measure(self, ref: str, section: settings.PreheatSettings) -> bool:
-        """Ask for the unpacked sizes of an image's layers; whether that was done before."""
-        lookup = self._lookups.get(ref)
-        if lookup is None or lookup.shape is None:
-            return False
-        unknown = [each for each in lookup.shape.layers if each.digest not in self._sizes]
-        if not lookup.measured and unknown and lookup.task is None:
-            lookup.task = asyncio.create_task(
-                self._measure(lookup, section, lookup.shape), name=f"measure {ref}"
-            )
-        return lookup.measured or not unknown
-
-    async def _measure(
-        self, lookup: Lookup, section: settings.PreheatSettings, shape: manifest.Shape
-    ) -> None:
-        """One small request for each layer. What fails leaves a guess, and is not asked again."""
-        try:
-            async with self._slots:
-                await credentials.attempt(
-                    lambda fresh: self.logins(lookup.ref, section, fresh=fresh),
-                    lambda login: self._sizes_of(lookup.ref, shape, login),
-                )
-        except (PullError, kit.errors.AgentError) as error:
-            log.info("unpacked sizes not learnt", image=lookup.ref.text, error=str(error))
-        finally:
-            lookup.task, lookup.measured = None, True
-            self._changed()
-
-    async def _sizes_of(
-        self, ref: manifest.Reference, shape: manifest.Shape, login: base.Login | None
-    ) -> None:
-        async def span(digest: str, first: int, last: int) -> bytes:
-            return await self._client.span(ref, digest, first, last, login)
-
-        for layer in shape.layers:
-            if layer.digest not in self._sizes:
-                size = await estimate.unpacked_size(layer, span)
-                self._sizes[layer.digest] = size
-                await self._client.documents.put_size(layer.digest, size)
-
-    async def _recall(self, shape: manifest.Shape) -> None:
-        """Take the sizes that an agent before this one was told."""
-        for layer in shape.layers:
-            if layer.digest not in self._sizes:
-                size = await self._client.documents.size(layer.digest)
-                if size is not None:
-                    self._sizes[layer.digest] = size
-
-    def unpacked(self, shape: manifest.Shape) -> dict[str, int]:
-        """Unpacked bytes by chain id, for the layers whose size is known."""
-        sizes = {layer.chain_id: self._sizes.get(layer.digest) for layer in shape.layers}
-        return {chain_id: size for chain_id, size in sizes.items() if size is not None}

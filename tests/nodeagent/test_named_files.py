@@ -90,7 +90,7 @@ def test_what_is_large_is_not_read(tmp_path: Path, reader: str) -> None:
 async def test_logins_are_read_in_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "config.json")
     where = settings.CredentialSettings(docker_config=tmp_path / "config.json")
-    find = credentials.Credentials(AccessSettings).find
+    find = credentials.Credentials().find
     found = await find(manifest.parse("r.example/a:b"), where)
     assert "it is no regular file" in found.troubles[0]
     monkeypatch.setattr(credentials, "FILE_SECONDS", 0.0)

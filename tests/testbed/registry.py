@@ -38,7 +38,6 @@ def digest(data: bytes) -> str:
 class Layer:
     raw_digest: str
     packed: bytes
-    raw_size: int
 
     @property
     def digest(self) -> str:
@@ -55,7 +54,7 @@ def layer(name: str, size: int, seed: int, files: int = 4, level: int = 0) -> La
             info.size, info.mtime = max(1, size // files), 1_700_000_000
             archive.addfile(info, io.BytesIO(source.randbytes(info.size)))
     raw = stream.getvalue()
-    return Layer(digest(raw), gzip.compress(raw, compresslevel=level, mtime=0), len(raw))
+    return Layer(digest(raw), gzip.compress(raw, compresslevel=level, mtime=0))
 
 
 def layer_of(files: dict[str, bytes]) -> Layer:
@@ -67,7 +66,7 @@ def layer_of(files: dict[str, bytes]) -> Layer:
             info.size, info.mtime, info.mode = len(data), 1_700_000_000, 0o755
             archive.addfile(info, io.BytesIO(data))
     raw = stream.getvalue()
-    return Layer(digest(raw), gzip.compress(raw, compresslevel=1, mtime=0), len(raw))
+    return Layer(digest(raw), gzip.compress(raw, compresslevel=1, mtime=0))
 
 
 @dataclasses.dataclass(frozen=True)

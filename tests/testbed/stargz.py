@@ -106,7 +106,7 @@ def layer(files: dict[str, bytes]) -> registry.Layer:
     end = b"\0" * tarfile.BLOCKSIZE * 2
     add(_header("stargz.index.json", len(table)) + _padded(table) + end)
     packed.extend(_footer(place))
-    return registry.Layer("sha256:" + hashlib.sha256(raw).hexdigest(), bytes(packed), len(raw))
+    return registry.Layer("sha256:" + hashlib.sha256(raw).hexdigest(), bytes(packed))
 
 
 def _footer(place: int) -> bytes:

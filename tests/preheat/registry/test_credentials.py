@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import kit.processes
-from kube.settings import AccessSettings
 from preheat import settings
 from preheat.image import hub, manifest
 from preheat.registry import credentials
@@ -43,7 +42,6 @@ class Plugin:
         }
         content = {"kind": "CredentialProviderConfig", "providers": [provider | more]}
         config.write_text(json.dumps(content))
-        self.cluster = AccessSettings()
         self.section = {"provider_config": str(config), "provider_dir": str(folder)}
 
     async def ask(
@@ -55,7 +53,7 @@ class Plugin:
     @property
     def credentials(self) -> credentials.Credentials:
         if not hasattr(self, "_credentials"):
-            self._credentials = credentials.Credentials(lambda: self.cluster)
+            self._credentials = credentials.Credentials()
         return self._credentials
 
 
@@ -159,12 +157,44 @@ async def test_a_kept_answer_that_is_no_longer_good_is_replaced_at_once(tmp_path
     assert tried == ["old", "", "new"]
 
 
+# Keeps the question beside itself.
+KEEPING = answering({"auth": {"reg.example": {"username": "u", "password": "p"}}}).replace(
+    "cat >/dev/null", 'cat >"$0.asked"'
+)
+
+
+@pytest.mark.parametrize("attributes", [{}, {"requireServiceAccount": True}])
+async def test_a_provider_that_must_have_a_token_is_passed_over_and_named(
+    tmp_path: Path, attributes: dict[str, bool]
+) -> None:
+    plugin = Plugin(tmp_path, KEEPING, tokenAttributes=attributes)
+    found = await plugin.ask()
+    assert found.logins == ()
+    (trouble,) = found.troubles
+    assert "test-provider: was passed over: it wants the token of a service account" in trouble
+    assert "the agent does not give tokens of pods' accounts" in trouble
+    assert "preheat.credentials.docker_config" in trouble
+    assert not Path(f"{plugin.file}.asked").exists()
+
+
+async def test_a_provider_that_can_do_without_a_token_is_asked_without(tmp_path: Path) -> None:
+    plugin = Plugin(tmp_path, KEEPING, tokenAttributes={"requireServiceAccount": False})
+    found = await plugin.ask()
+    assert (found.logins, found.troubles) == ((base.Login("u", "p"),), ())
+    question = json.loads(Path(f"{plugin.file}.asked").read_text())
+    assert question == {
+        "kind": "CredentialProviderRequest",
+        "apiVersion": "credentialprovider.kubelet.k8s.io/v1",
+        "image": "reg.example/a",
+    }
+
+
 # --- docker's files and programs ------------------------------------------------------------------
 
 
 async def find(ref: str, **section: Any) -> credentials.Found:
     where = settings.CredentialSettings.model_validate(section)
-    return await credentials.Credentials(AccessSettings).find(manifest.parse(ref), where)
+    return await credentials.Credentials().find(manifest.parse(ref), where)
 
 
 async def test_a_file_that_cannot_be_used_leaves_the_others(tmp_path: Path) -> None:

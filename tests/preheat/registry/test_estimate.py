@@ -1,7 +1,5 @@
-"""Costs: unpacked sizes, shared layers, and estimates against what a pull really takes."""
+"""Costs: shared layers, and estimates against what a pull really takes."""
 
-import gzip
-import struct
 import subprocess
 from pathlib import Path
 
@@ -14,36 +12,6 @@ from tests.preheat.rig import MB, Rig, pinned, started, state, until
 from tests.testbed import containerd, proxy, registry
 
 DIGEST = "sha256:" + "a" * 64
-
-
-def gzip_tail(raw: bytes) -> tuple[int, int]:
-    packed = gzip.compress(raw)
-    return struct.unpack("<I", packed[-4:])[0], len(packed)
-
-
-def test_gzip_size_is_read_where_the_format_gives_it() -> None:
-    assert estimate.gzip_size(*gzip_tail(bytes(100_000))) == 100_000
-
-
-def test_gzip_size_of_several_members_is_guessed() -> None:
-    modulo, _ = gzip_tail(b"end")  # the last member's length says nothing
-    assert estimate.gzip_size(modulo, 1_000_000) == 3_000_000
-
-
-def test_gzip_size_unwraps_large_layers() -> None:
-    assert estimate.gzip_size((9 << 30) % (1 << 32), 4 << 30) == 9 << 30
-
-
-def test_zstd_size_is_read_from_the_frame_header() -> None:
-    magic = b"\x28\xb5\x2f\xfd"
-    single_8 = magic + bytes([0b11100000]) + (123_456_789).to_bytes(8, "little")
-    windowed_4 = magic + bytes([0b10000000, 0x58]) + (70_000).to_bytes(4, "little")
-    two = magic + bytes([0b01100000]) + (1000 - 256).to_bytes(2, "little")
-    assert estimate.zstd_size(single_8) == 123_456_789
-    assert estimate.zstd_size(windowed_4) == 70_000
-    assert estimate.zstd_size(two) == 1000
-    assert estimate.zstd_size(magic + bytes([0, 0x58])) is None
-    assert estimate.zstd_size(b"nonsense") is None
 
 
 def shape_of(*layers: str) -> manifest.Shape:

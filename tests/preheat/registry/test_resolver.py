@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kube.settings import AccessSettings
 from preheat import settings
 from preheat.registry import client as registry
 from preheat.registry import credentials, documents, failure, resolver, schedule
@@ -59,9 +58,7 @@ def node(folder: Path, server: front.Front, mirror: str = "", **more: Any) -> No
     client = registry.Registry([folder / "certs"], documents.Documents(folder / documents.FOLDER))
     turns = schedule.Schedule(section)
     turns.want({REF: True}, time.time())
-    lookups = resolver.Resolver(
-        client, credentials.Credentials(AccessSettings), turns, lambda: None
-    )
+    lookups = resolver.Resolver(client, credentials.Credentials(), turns, lambda: None)
     return Node(folder, server, section, lookups, client)
 
 
@@ -153,31 +150,6 @@ async def test_a_damaged_document_is_only_a_miss(
     assert first == second == third
     assert damaged == ["HEAD", "GET", "GET"]
     assert gone == ["HEAD", "GET", "GET", "GET", "HEAD"]
-
-
-async def test_sizes_are_asked_for_once_and_kept(
-    server: front.Front, pushed: real.Pushed, tmp_path: Path
-) -> None:
-    one = node(tmp_path, server)
-    lookup = await one.look()
-    assert lookup.shape is not None
-    guessed = one.lookups.unpacked(lookup.shape)
-    methods(server)
-    before = one.lookups.measure(REF, one.section)
-    assert lookup.task is not None
-    await lookup.task
-    asked = methods(server)
-    after = one.lookups.measure(REF, one.section)
-    told = one.lookups.unpacked(lookup.shape)
-    await one.close()
-    other = node(tmp_path, server)
-    await other.look()
-    assert other.lookups.measure(REF, other.section)
-    await other.close()
-
-    assert (guessed, before, after) == ({}, False, True)
-    assert asked == ["GET"]
-    assert list(told.values()) == [pushed.layers[0].raw_size]
 
 
 # --- logins ---------------------------------------------------------------------------------------
