@@ -150,7 +150,8 @@ def cost(
         parts[_content_key(layer.digest)] = layer.size
     unpack = 0
     for layer in shape.layers:
-        size = unpacked.get(layer.chain_id, layer.size * GUESSED_RATIO)
+        ratio = 1 if layer.media_type.endswith(".tar") else GUESSED_RATIO
+        size = unpacked.get(layer.chain_id, layer.size * ratio)
         parts[_snapshot_key(layer.chain_id)] = size
         if layer.digest in inventory.content:
             parts[_content_key(layer.digest)] = layer.size
