@@ -166,7 +166,7 @@ def classify(ref: str, error: base.RuntimeCallError) -> PullError:
     if isinstance(error, base.RuntimeGoneError):
         return PullError(ref, Kind.RUNTIME, error.cause)
     if isinstance(error, base.RuntimeSlowError):
-        return PullError(ref, Kind.NETWORK, "the attempt exceeded attempt_timeout")
+        return PullError(ref, Kind.NETWORK, "the attempt took too long")
     if "lease does not exist" in text or ("lease" in text and error.code == "NOT_FOUND"):
         return PullError(
             ref,
