@@ -159,8 +159,6 @@ def test_complete_dataset_is_served_while_its_cluster_is_away(
 ) -> None:
     frozen = filled(area, node, cluster, fs, "away")
     truth = trees.records(frozen)
-    node.cache["source_timeout"] = "4s"
-    node.write()
     with cluster.frozen("mon", "mds"):
         node.wait_for(lambda: not node.dataset("a")["source"]["reachable"], 60, "the source to go")
         node.kill()
