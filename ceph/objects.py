@@ -8,17 +8,13 @@ when the rest is done; a patient read waits until librados itself gives it up.
 """
 
 import errno
+import importlib.util
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ceph.protocol import Access, Entry
-
-try:
-    import rados
-except ImportError:  # no bindings on this host; ceph.native.available() says so
-    rados = None
 
 # librados gives an operation up after this long, and a patient read takes that for its result.
 OBJECT_SECONDS = 10.0
@@ -50,7 +46,7 @@ FileT = TypeVar("FileT", bound=Entry | Part)
 
 def available() -> bool:
     """Whether this host has librados and its bindings."""
-    return rados is not None
+    return importlib.util.find_spec("rados") is not None
 
 
 class Location(NamedTuple):
@@ -78,6 +74,9 @@ class Reader:
 
     def __init__(self, access: Access) -> None:
         """Connects. OSError when the cluster does not answer or refuses the user."""
+        import rados  # here: librados takes 16 MiB, which processes without a reader save
+
+        self._error: type[Exception] = rados.Error
         try:
             self._cluster = rados.Rados(
                 conffile=access.conf,
@@ -88,7 +87,7 @@ class Reader:
                 },
             )
             self._cluster.connect(timeout=15)
-        except rados.Error as error:
+        except self._error as error:
             raise OSError(getattr(error, "errno", None) or errno.EIO, str(error)) from error
         self._pools: dict[Location, Any] = {}
         self._all = threading.Semaphore(_MOST_PENDING)
@@ -99,7 +98,7 @@ class Reader:
             try:
                 objects = self._cluster.open_ioctx(location.pool)
                 objects.set_read(location.snapshot)
-            except rados.Error as error:
+            except self._error as error:
                 raise OSError(getattr(error, "errno", None) or errno.EIO, str(error)) from error
             self._pools[location] = objects
         return self._pools[location]

@@ -45,13 +45,14 @@ def processes(nodeagent: Agent) -> list[int]:
     return found
 
 
-def rss(nodeagent: Agent) -> float:
-    """MiB of the whole process tree."""
-    pages = 0
+def memory(nodeagent: Agent) -> float:
+    """MiB of the whole process tree: a page that several processes share counts once (PSS)."""
+    kib = 0
     for pid in processes(nodeagent):
         with contextlib.suppress(OSError):
-            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+            said = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            kib += int(said.partition("\nPss:")[2].split(maxsplit=1)[0])
+    return kib / 1024
 
 
 def peak_rss(pid: int) -> float:

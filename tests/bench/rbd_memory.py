@@ -41,7 +41,7 @@ class Memory(threading.Thread):
         self.own = max(self.own, agent.peak_rss(self._agent.pid))
         for pid in agent.processes(self._agent)[1:]:
             self.child = max(self.child, agent.peak_rss(pid))
-        self.all = max(self.all, agent.rss(self._agent))
+        self.all = max(self.all, agent.memory(self._agent))
 
     def __enter__(self) -> "Memory":
         self.start()
