@@ -121,14 +121,14 @@ class Cache:
             self.no_store = error
             self._store_due = time.monotonic() + self._store_backoff.next()
         await self.csi.adopt(
-            self.settings.csi, self.settings.this_node.kubelet.root_dir
+            self.settings.csi, self.settings.this_node
         )  # before anything of a dataset is discarded
         await self._add(self.settings.datasets)
         self._minders.append(asyncio.create_task(self.view_watch.follow(), name="views"))
         self._minders.append(asyncio.create_task(self.uses.follow(), name="uses"))
         self._minders.append(asyncio.create_task(self.reserve.follow(), name="reserve"))
         self._minders.append(asyncio.create_task(self.uses.follow_opens(), name="opens"))
-        await self.csi.reconcile(self.settings.csi, self.settings.this_node.kubelet.root_dir)
+        await self.csi.reconcile(self.settings.csi, self.settings.this_node)
         self._report()
         if self.no_store is not None:
             return
@@ -234,7 +234,7 @@ class Cache:
             self.watch.disk = settings.disk
         self.reserve.take(self.settings)
         await self._look_at_store()
-        await self.csi.reconcile(settings.csi, self.settings.this_node.kubelet.root_dir)
+        await self.csi.reconcile(settings.csi, self.settings.this_node)
         if added := [new for new in taken if new.name not in self.datasets]:
             await self._add(added)
             await self._look_for_orphans()

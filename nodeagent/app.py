@@ -250,7 +250,8 @@ class Agent:
             if (getattr(new, name) is not None) != (name in running):
                 refused.append(name)
                 keep[name] = getattr(self.state.settings, name)
-        self.state.settings = new.model_copy(update=keep)
+        # Rooms go on with the name and the cluster that are in force, as the process does.
+        self.state.settings = new.model_copy(update=keep).placed()
         self._refuse([r for r in self.state.refused if "." in r] + refused)
         log.info("settings reloaded", needs_restart=refused)
         for each in self._supervisors:

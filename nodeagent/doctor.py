@@ -106,6 +106,6 @@ async def examine(config: Path) -> list[Result]:
     for room in rooms.ROOMS:
         section = getattr(settings, room.name)
         if room.checks is not None:
-            found = room.checks(section or room.settings(), settings.state_dir)
+            found = room.checks(settings.room(room), settings.state_dir)
             made += [_make(room.name, check, section is not None, turn) for check in found]
     return [file, *await asyncio.gather(*made)]

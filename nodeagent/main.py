@@ -52,10 +52,8 @@ class Context:
                 terminal.say(f"nodeagent: {error}; using the defaults", error=True)
             state_dir, _ = configfile.glean(self.config, room)
             settings = Settings() if state_dir is None else Settings(state_dir=state_dir)
-        section = getattr(settings, room)
-        if section is None:
-            section = next(r.settings() for r in rooms.ROOMS if r.name == room)
-        return section, settings.state_dir
+        wanted = next(each for each in rooms.ROOMS if each.name == room)
+        return settings.room(wanted), settings.state_dir
 
     def section(self, room: str, last_good: Path | None = None) -> kit.room.RoomSection:
         try:

@@ -3,7 +3,7 @@
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
 import pydantic
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -12,6 +12,7 @@ import kit.room
 import kit.settings
 import kit.units
 import kube.settings
+from kube.settings import RoomSettings
 from nodeagent import rooms
 
 LONGEST_SOCKET_PATH = 107  # bytes, of the kernel's sockaddr_un
@@ -32,7 +33,10 @@ _NOT_READ_ONLY = (
     "a broken mapping away"
 )
 _KUBELET = "name the kubelet once for all: the section kubelet at the top of the file"
-_CLUSTER = "name the API server once for all: the section kubernetes at the top of the file"
+_CLUSTER = (
+    "name the API server once for all: the section kubernetes at the top of the file, with "
+    "'objects: false' where the agent takes no objects of it"
+)
 _NODE = "name the node once for all: node at the top of the file"
 _FIXED = "delete it: the agent's own value counts (tell us when it does not fit to your nodes)"
 _ACCESS = "server ca_file token_file kubeconfig"
@@ -47,6 +51,7 @@ _GONE = (
     (_FIXED, "cache", "follow_interval refresh_interval source_check source_timeout"),
     (_FIXED, "cache", "compare.entries csi.wait scrub.crash_bytes_per_second"),
     (_KUBELET, "cache", "csi.kubelet kubelet"),
+    ("name the kubelet's file: kubelet.config", "kubelet", "api gc_high gc_low eviction_free"),
     (_NODE, "kubernetes", "node"),
     (
         "let containerd 2.1 or newer fetch in parallel: its setting concurrent_layer_fetch_buffer",
@@ -218,6 +223,17 @@ class Process(kit.settings.Section):
     def this_node(self) -> kube.settings.ThisNode:
         """What the rooms' sections get of it."""
         return _this_node(vars(self))
+
+    def room(self, room: kit.room.Room) -> kube.settings.RoomSettings:
+        """The section of a room, by default where it is absent."""
+        section = getattr(self, room.name)
+        return section or cast(RoomSettings, room.settings()).at(self.this_node)
+
+    def placed(self) -> Self:
+        """With sections that all have this node."""
+        named = {room.name: getattr(self, room.name) for room in rooms.ROOMS}
+        here = self.this_node
+        return self.model_copy(update={n: s.at(here) for n, s in named.items() if s is not None})
 
 
 def _this_node(fields: Mapping[str, Any]) -> kube.settings.ThisNode:

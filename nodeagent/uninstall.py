@@ -11,13 +11,12 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import kit.child
 import kit.errors
 import kit.formats
 import kit.traces
-from kube.settings import RoomSettings
 from nodeagent import configfile, rooms, units
 from nodeagent.settings import Settings
 
@@ -112,7 +111,7 @@ def _parts(settings: Settings) -> list[_Part]:
     for room in reversed(rooms.ROOMS):
         section = getattr(settings, room.name)
         if room.traces is not None:
-            shown = cast(RoomSettings, section or room.settings()).as_json()
+            shown = settings.room(room).as_json()
             found.append(_Part(room.name, section is not None, shown, room.traces()))
     own = kit.traces.Traces(find, remove)
     return [*found, _Part("agent", True, {"socket": str(settings.admin.socket)}, own)]

@@ -12,6 +12,7 @@ from cache.csi import node
 from cache.dataset.dataset import Dataset
 from cache.settings import CsiSettings
 from kit.metrics import counter, gauge
+from kube.settings import ThisNode
 
 if TYPE_CHECKING:
     from cache.csi import server
@@ -23,13 +24,13 @@ class Driver:
         self._server: server.Server | None = None
         self._trouble = ""
 
-    async def adopt(self, settings: CsiSettings, kubelet: Path) -> None:
+    async def adopt(self, settings: CsiSettings, here: ThisNode) -> None:
         """Take over what an earlier agent mounted."""
-        await self.node.adopt(settings, kubelet)
+        await self.node.adopt(settings, here)
 
-    async def reconcile(self, settings: CsiSettings, kubelet: Path) -> None:
+    async def reconcile(self, settings: CsiSettings, here: ThisNode) -> None:
         """Serve. A kubelet that is not there is tried again at the next call."""
-        self.node.settings, self.node.kubelet = settings, kubelet
+        self.node.settings, self.node.here = settings, here
         if not settings.enabled:
             await self.stop()
             self._trouble = ""
@@ -39,7 +40,7 @@ class Driver:
 
             self._server = server.Server(self.node)
         try:
-            await self._server.serve(kubelet)
+            await self._server.serve(here.kubelet.root_dir)
             self._trouble = ""
         except kit.errors.HostError as error:
             self._trouble = str(error)

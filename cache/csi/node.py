@@ -21,6 +21,7 @@ from cache.csi.volumes import WantedVolume
 from cache.dataset.dataset import Dataset
 from cache.settings import CsiSettings
 from cache.views.view import Stage
+from kube.settings import ThisNode
 from linux import mountinfo
 
 log = structlog.get_logger("csi")
@@ -44,7 +45,7 @@ class NodeService:
     def __init__(self, datasets: Mapping[str, Dataset], state_dir: Path) -> None:
         self.volumes: dict[str, records.DatasetVolume] = {}
         self.settings = CsiSettings()
-        self.kubelet = Path()  # its root directory
+        self.here = ThisNode()
         self._datasets = datasets
         self._folder = records.folder_of(state_dir)
         self._busy: set[str] = set()
@@ -53,9 +54,9 @@ class NodeService:
         self._sizes: dict[str, tuple[tuple[int, int, int], tuple[int, int]]] = {}
         self._slots = asyncio.Semaphore(MOST_AT_ONCE)
 
-    async def adopt(self, settings: CsiSettings, kubelet: Path) -> None:
+    async def adopt(self, settings: CsiSettings, here: ThisNode) -> None:
         """Take over what an earlier agent mounted: volumes hold their dataset, also disabled."""
-        self.settings, self.kubelet = settings, kubelet
+        self.settings, self.here = settings, here
         self.volumes = await asyncio.to_thread(
             lambda: records.load(self._folder, {each.target for each in mountinfo.read()})
         )
@@ -149,7 +150,7 @@ class NodeService:
 
     def _target(self, path: str) -> str:
         """As the mount table has it: kubelet's root may be a link."""
-        root = str(self.kubelet)
+        root = str(self.here.kubelet.root_dir)
         volumes.target_below(path, f"{root}/pods")
         return os.path.realpath(root) + path[len(root) :]
 

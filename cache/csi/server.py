@@ -70,7 +70,6 @@ class Server:
         self.registered = False
         self.trouble = ""
         self._node = served
-        self._name = os.environ.get("NODE_NAME") or os.uname().nodename
         self._kubelet: Path | None = None
         self._running: dict[Path, tuple[grpc.aio.Server, int]] = {}  # and the socket's inode
 
@@ -233,7 +232,7 @@ class Server:
         return pb.NodeCapabilities(capabilities=made)
 
     async def _node_info(self, _: Any, __: Context) -> Message:
-        return pb.NodeInfo(node_id=self._name)
+        return pb.NodeInfo(node_id=self._node.here.name)
 
     async def _registration(self, _: Any, __: Context) -> Message:
         assert self._kubelet is not None

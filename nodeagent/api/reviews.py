@@ -35,7 +35,8 @@ TROUBLE_SECONDS = 60.0  # for which a question that failed is shown
 MOST_ANSWERS = 1024
 REVIEWS_PER_SECOND, REVIEWS_AT_ONCE = 5.0, 25  # of unknown tokens, all together
 QUESTIONS_PER_SECOND, QUESTIONS_AT_ONCE = 1.0, 10  # of those, from one address
-MOST_UNKNOWN_AT_ONCE, MOST_AT_ONCE = 8, 16  # questions under way; known tokens have room beside
+KNOWN_PER_SECOND, KNOWN_AT_ONCE = 1.0, 10  # of one token that was good
+MOST_AT_ONCE = 8  # questions under way, of known tokens and of others
 GOOD_SECONDS = 86400.0  # for which it is remembered that a token was good
 GROUP, RESOURCE = "nodeagent", "agents"
 
@@ -77,6 +78,7 @@ class Reviews:
         )
         self._asking: dict[bytes, asyncio.Task[access.Caller]] = {}
         self._of_all = access.Rate(REVIEWS_PER_SECOND, REVIEWS_AT_ONCE)
+        self._of_known = access.Rate(KNOWN_PER_SECOND, KNOWN_AT_ONCE)
         self._of_one = access.Rate(QUESTIONS_PER_SECOND, QUESTIONS_AT_ONCE)
 
     @staticmethod
@@ -98,19 +100,20 @@ class Reviews:
         return await asyncio.shield(task)
 
     def _may_ask(self, key: bytes, at: str) -> bool:
-        if key in self._good:
-            return len(self._asking) < MOST_AT_ONCE
+        known = key in self._good
+        if sum((each in self._good) is known for each in self._asking) >= MOST_AT_ONCE:
+            return False
+        if known:
+            return self._of_known.admits(key.hex())
         # Neither rate pays when the other one refuses.
-        return (
-            len(self._asking) < MOST_UNKNOWN_AT_ONCE
-            and self._of_one.has(at)
-            and self._of_all.admits("")
-            and self._of_one.admits(at)
-        )
+        return self._of_one.has(at) and self._of_all.admits("") and self._of_one.admits(at)
 
     def _end(self, key: bytes, at: str, done: asyncio.Task[access.Caller]) -> None:
         self._asking.pop(key, None)
-        if done.cancelled() or done.exception() is not None or done.result().role is None:
+        if done.cancelled() or done.exception() is not None:
+            return
+        if done.result().role is None:
+            self._good.pop(key, None)
             return
         if key not in self._good:  # whoever is admitted has used up nothing
             self._of_one.give_back(at)

@@ -71,7 +71,8 @@ def hold_files(folder: Path) -> None:
         copy(self, job)
 
     control.Throttle.step = held_step  # type: ignore[method-assign]
-    worker.Worker.copy = held_copy  # type: ignore[method-assign]
+    methods = worker.Worker.methods
+    worker.Worker.methods = {k: held_copy if do is copy else do for k, do in methods.items()}
 
 
 def hold_forks(folder: Path) -> None:

@@ -86,7 +86,7 @@ nodeagent/pool: {{ .pool }}
 {{/* The settings that an agent takes over by a restart alone: of the process itself, and which rooms there are. */}}
 {{- define "nodeagent.restart" -}}
 {{- $settings := include "nodeagent.settings" . | fromYaml -}}
-{{- $fixed := pick $settings "admin" "kubernetes" "node" "state_dir" -}}
+{{- $fixed := pick $settings "admin" "kubernetes" "state_dir" -}}
 {{- range $room := list "cache" "volumes" "preheat" -}}
 {{- if kindIs "map" (index $settings $room) -}}{{- $_ := set $fixed $room true -}}{{- end -}}
 {{- end -}}
