@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
@@ -376,7 +376,7 @@ class CacheSettings(kube.settings.RoomSettings):
                     raise ValueError(f"{key} ({roots[key]}) lies inside {other} ({path})")
         return self
 
-    def fit(self) -> None:
+    def fit(self) -> Self:
         kubelet = self.this_node.kubelet
         folders = {
             **closed.ALWAYS,
@@ -388,3 +388,4 @@ class CacheSettings(kube.settings.RoomSettings):
                 path = str(dataset.source.path)
                 if why := closed.why(closed.plain(path), folders):
                     raise ValueError(f"the source of dataset {dataset.name!r} ({path}): {why}")
+        return self

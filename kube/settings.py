@@ -47,10 +47,10 @@ class KubeletSettings(kit.settings.Section):
     image_dir: kit.settings.AbsolutePath = Path("/var/lib/containerd")
     """Where images are: a store on the same file system is under imagefs.available and
     imagefs.inodesFree."""
-    config: Path | None = None
+    config: kit.settings.AbsolutePath | None = None
     """The kubelet's configuration file (its --config); what it says and its defaults count. Where
     the kubelet has thresholds by flags, name a file of the same format that says the same."""
-    config_dir: Path | None = None
+    config_dir: kit.settings.AbsolutePath | None = None
     """The kubelet's --config-dir: drop-ins that override the file."""
 
     @model_validator(mode="after")
@@ -79,14 +79,14 @@ class RoomSettings(kit.settings.Section):
         return self._this_node
 
     def at(self, this_node: ThisNode) -> Self:
-        """The same section on that node. ValueError when it does not fit there."""
+        """The same section on that node, whether or not it fits there (``fit``)."""
         placed = self.model_copy()
         placed._this_node = this_node
-        placed.fit()
         return placed
 
-    def fit(self) -> None:
+    def fit(self) -> Self:
         """ValueError when the section does not fit to its node."""
+        return self
 
     def as_json(self) -> dict[str, Any]:
         """For a child process, with the node; ``of_json`` reads it."""

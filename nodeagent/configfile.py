@@ -193,7 +193,7 @@ def _readable(
 ) -> kit.errors.SettingsError:
     lines = []
     index: Index = {}
-    for problem in error.errors(include_url=False, include_input=False):
+    for problem in error.errors(include_url=False):
         line, path = _find(root, problem["loc"], index)
         lines.append((line, f"{path or 'the file'}: {_cause(problem, path)}"))
     lines.sort()
@@ -216,6 +216,10 @@ def _cause(problem: pydantic_core.ErrorDetails, path: str) -> str:
             return f"this setting is gone; {instead}" if instead else "there is no such setting"
         case "missing":
             return "this setting is missing"
+        case "model_type":
+            return "it is empty, or no section; write {} for its defaults, or leave it out"
+        case "literal_error" | "enum" if isinstance(problem.get("input"), bool):
+            return f"{problem['msg']}; quote the word: YAML takes it for true or false"
         case "union_tag_not_found":
             return f"{context['discriminator']} is missing: it says what this is"
         case "union_tag_invalid":

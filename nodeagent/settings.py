@@ -71,14 +71,8 @@ _GONE = (
     (_KUBELET, "volumes.audit", "kubelet"),
     (_REPAIR, "volumes.audit.actions", "orphan_after unmap_orphan"),
     (_NOT_READ_ONLY, "volumes.audit.actions", "set_readonly"),
-    (
-        "take it out: the cluster itself warns of its space ('ceph health', ceph-mgr's metrics)",
-        *("volumes.audit", "near_full"),
-    ),
-    (
-        "run a kernel that takes the guard's program ('nodeagent doctor' says whether it does)",
-        *("volumes.guard", "fallback"),
-    ),
+    ("delete it: the cluster warns of its space ('ceph health')", "volumes.audit", "near_full"),
+    ("run a kernel that takes the program ('nodeagent doctor')", "volumes.guard", "fallback"),
     (_FIXED, "volumes.guard", "object_file quiet settle"),
     (_CLUSTER, "volumes.kubernetes", _ACCESS),
     (_FIXED, "volumes.kubernetes", "outage per_minute timeout young"),
@@ -209,7 +203,7 @@ class Process(kit.settings.Section):
 
     admin: AdminSettings = AdminSettings()
     """The admin API, metrics and the status page."""
-    node: str | None = None
+    node: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")] | None = None
     """The node's name in the cluster. Default: $NODE_NAME, or the host's."""
     kubelet: kube.settings.KubeletSettings = kube.settings.KubeletSettings()
     """This node's kubelet."""
@@ -252,7 +246,7 @@ def _place(
     """A room's section with what the file says once for all rooms."""
     if section is None or not {"node", "kubelet", "kubernetes"} <= info.data.keys():
         return section  # or there are mistakes anyway
-    return section.at(_this_node(info.data))
+    return section.at(_this_node(info.data)).fit()
 
 
 if TYPE_CHECKING:

@@ -282,7 +282,7 @@ def _full(intent: kit.room.Intent, most: int) -> str:
 
 def _judged(room: kit.room.Room, section: RoomSettings, given: Mapping[str, Any]) -> RoomSettings:
     made = cast(RoomSettings, room.settings.model_validate(given))
-    return made.at(section.this_node)
+    return made.at(section.this_node).fit()
 
 
 def _elements(

@@ -18,7 +18,7 @@ import kit.errors
 import kit.processes
 import kit.room
 import kit.settings
-from nodeagent import app, configfile, configwatch, logs, supervisor, watchdog
+from nodeagent import app, configfile, configwatch, logs, rooms, supervisor, watchdog
 from nodeagent.settings import Settings
 from nodeagent.state import Running
 from tests.testbed import waiting
@@ -46,6 +46,27 @@ def test_apply_keeps_settings_that_need_a_restart(agent: app.Agent) -> None:
     agent._apply(old)
     assert agent.state.refused == []
     assert agent.state.findings.current() == []
+
+
+def test_rooms_keep_the_node_and_the_cluster_that_are_in_force(agent: app.Agent) -> None:
+    """What is said to need a restart needs one everywhere: no agent has two names."""
+    old = agent.state.settings
+    assert old.cache is not None
+    text = "node: other\nkubernetes: {kubeconfig: /elsewhere}\nkubelet: {root_dir: /data/kubelet}\n"
+    new = configfile.parse(f"{text}cache: {{}}\n", "x")
+    assert new.cache.this_node.name == "other"
+    agent._apply(new.model_copy(update={"admin": old.admin, "state_dir": old.state_dir}))
+    here = agent.state.settings.cache.this_node
+    assert (here.name, here.cluster) == (old.this_node.name, old.this_node.cluster)
+    assert here.kubelet.root_dir == Path("/data/kubelet")
+    assert sorted(agent.state.refused) == ["kubernetes", "node"]
+
+
+def test_a_room_that_is_absent_has_the_files_node() -> None:
+    settings = configfile.parse("node: n7\nkubelet: {root_dir: /k}\n", "x")
+    for room in rooms.ROOMS:
+        here = settings.room(room).this_node
+        assert (here.name, here.kubelet.root_dir) == ("n7", Path("/k"))
 
 
 async def test_a_slip_in_the_settings_is_a_finding_until_it_is_mended(

@@ -12,7 +12,7 @@ from aiohttp import web
 from kit.room import Role
 from kube.settings import AccessSettings, ThisNode
 from nodeagent import app
-from nodeagent.api import listeners, reviews, rotation
+from nodeagent.api import access, listeners, reviews, rotation
 from nodeagent.settings import ApiSettings, ClusterSettings, ReviewSettings
 from tests.nodeagent.test_listeners import Asker, certify, readyz, with_admin
 from tests.testbed import kubernetes, ports, waiting
@@ -234,6 +234,28 @@ async def test_made_up_tokens_do_not_lock_out_whose_token_was_good(
         assert (await asked.caller("good", "p")).role is Role.READ
         assert await flood(asked, ["p", *(f"p{n}" for n in range(20))]) > 300
         assert (await asked.caller("good", "p")).role is Role.READ
+
+
+async def test_who_once_was_admitted_does_not_make_the_agent_ask_without_limit(
+    tmp_path: Path,
+) -> None:
+    cluster = Cluster()
+    cluster.roles = {"read"}
+    async with served(cluster, tmp_path) as asked:
+        await asked.caller("good", "p")
+        before = len(cluster.asked)
+        cluster.answer = lambda _: web.Response(status=500)
+        asked._answers.clear()
+        for _ in range(100):
+            with contextlib.suppress(reviews.ReviewError):
+                await asked.caller("good", "p")
+        assert len(cluster.asked) - before < 2 * reviews.KNOWN_AT_ONCE
+        cluster.answer, cluster.good = None, set()
+        assert (await asked.caller("another", "p")).role is None
+        asked._answers.clear()
+        asked._of_known = access.Rate(100.0, 100)
+        assert (await asked.caller("good", "p")).role is None
+        assert not asked._good, "a token that admits nobody is known no more"
 
 
 async def test_who_is_admitted_uses_up_nothing(
