@@ -28,15 +28,9 @@ _NO_TOKENS = (
     "the agent does not give tokens of pods' accounts: name a login in docker_config, or a "
     "provider without tokenAttributes"
 )
-_NOT_READ_ONLY = (
-    "use volumes.guard in mode enforce, which refuses formats, and volumes.repair, which takes "
-    "a broken mapping away"
-)
+_NOT_READ_ONLY = "use volumes.guard (enforce refuses formats) and volumes.repair (broken mappings)"
 _KUBELET = "name the kubelet once for all: the section kubelet at the top of the file"
-_CLUSTER = (
-    "name the API server once for all: the section kubernetes at the top of the file, with "
-    "'objects: false' where the agent takes no objects of it"
-)
+_CLUSTER = "use the section kubernetes at the top of the file (objects: false: for questions alone)"
 _NODE = "name the node once for all: node at the top of the file"
 _FIXED = "delete it: the agent's own value counts (tell us when it does not fit to your nodes)"
 _ACCESS = "server ca_file token_file kubeconfig"

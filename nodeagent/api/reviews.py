@@ -37,7 +37,8 @@ REVIEWS_PER_SECOND, REVIEWS_AT_ONCE = 5.0, 25  # of unknown tokens, all together
 QUESTIONS_PER_SECOND, QUESTIONS_AT_ONCE = 1.0, 10  # of those, from one address
 KNOWN_PER_SECOND, KNOWN_AT_ONCE = 1.0, 10  # of one token that was good
 MOST_AT_ONCE = 8  # questions under way, of known tokens and of others
-GOOD_SECONDS = 86400.0  # for which it is remembered that a token was good
+GOOD_SECONDS = 86400.0  # for which it is remembered that a token was good, and whose
+MOST_OF_OWNER = 16
 GROUP, RESOURCE = "nodeagent", "agents"
 
 
@@ -73,7 +74,7 @@ class Reviews:
         self._answers: cachetools.TLRUCache[bytes, access.Caller] = cachetools.TLRUCache(
             MOST_ANSWERS, ttu=self._holds_until, timer=time.monotonic
         )
-        self._good: cachetools.TTLCache[bytes, None] = cachetools.TTLCache(
+        self._good: cachetools.TTLCache[bytes, str] = cachetools.TTLCache(
             MOST_ANSWERS, GOOD_SECONDS, timer=time.monotonic
         )
         self._asking: dict[bytes, asyncio.Task[access.Caller]] = {}
@@ -115,10 +116,14 @@ class Reviews:
         if done.result().role is None:
             self._good.pop(key, None)
             return
-        if key not in self._good:  # whoever is admitted has used up nothing
+        owner = done.result().name
+        others = [each for each, whose in self._good.items() if whose == owner and each != key]
+        if len(others) >= MOST_OF_OWNER:  # or one who makes tokens would push all others out
+            del self._good[others[0]]
+        elif key not in self._good:  # whoever is admitted has used up nothing
             self._of_one.give_back(at)
             self._of_all.give_back("")
-        self._good[key] = None
+        self._good[key] = owner
 
     def finding(self) -> kit.findings.Finding | None:
         why, when = self._trouble

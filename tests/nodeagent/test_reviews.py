@@ -265,10 +265,25 @@ async def test_who_is_admitted_uses_up_nothing(
     monkeypatch.setattr(reviews, "REVIEWS_PER_SECOND", 0.001)
     cluster = Cluster()
     cluster.roles = {"read"}
-    cluster.good = {f"good{n}" for n in range(3 * reviews.REVIEWS_AT_ONCE)}
+    cluster.good = {f"good{n}" for n in range(reviews.MOST_OF_OWNER)}
     async with served(cluster, tmp_path) as asked:
         for token in cluster.good:
             assert (await asked.caller(token, "p")).role is Role.READ
+
+
+async def test_one_who_makes_tokens_pushes_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reviews, "QUESTIONS_PER_SECOND", 0.001)
+    monkeypatch.setattr(reviews, "REVIEWS_PER_SECOND", 0.001)
+    cluster = Cluster()
+    cluster.roles = {"read"}
+    cluster.good = {f"t{n}" for n in range(100)}
+    async with served(cluster, tmp_path) as asked:
+        await flood(asked, ["p"], each=100)
+        known = set(asked._good)
+        assert len(known) == reviews.MOST_OF_OWNER
+        assert len(cluster.asked) < 4 * (reviews.MOST_OF_OWNER + reviews.QUESTIONS_AT_ONCE + 1)
 
 
 async def test_questions_without_an_answer_keep_no_user_waiting(tmp_path: Path) -> None:
