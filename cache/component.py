@@ -48,7 +48,7 @@ STORE_RETRY_SECONDS = (2.0, 60.0)
 # Each look at a source is a process of 22 MB and 44 ms of CPU, and may mount.
 MOST_LOOKS = 12
 MOST_PATHS = 5  # in a line of the log
-_LIVE = (*("disk", "budget", "budget_inodes", "reserve", "this_node", "fill", "scrub", "compare"),)
+_LIVE = ("disk", "budget", "budget_inodes", "reserve", "this_node", "fill", "scrub", "compare")
 
 
 class Cache:
@@ -120,9 +120,8 @@ class Cache:
             log.error("store cannot be used; jobs read from the sources", error=str(error))
             self.no_store = error
             self._store_due = time.monotonic() + self._store_backoff.next()
-        await self.csi.adopt(
-            self.settings.csi, self.settings.this_node
-        )  # before anything of a dataset is discarded
+        # Before anything of a dataset is discarded.
+        await self.csi.adopt(self.settings.csi, self.settings.this_node)
         await self._add(self.settings.datasets)
         self._minders.append(asyncio.create_task(self.view_watch.follow(), name="views"))
         self._minders.append(asyncio.create_task(self.uses.follow(), name="uses"))

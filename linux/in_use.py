@@ -243,8 +243,7 @@ class _Tree:
 
     def shown_by(self, mount: mountinfo.Mount) -> bool:
         """Whether a mount shows it or a part of it."""
-        inside = mount.root == self.root or mount.root.startswith(f"{self.root}/")
-        return mount.device == self.device and inside
+        return mount.shows(self.device, self.root)
 
     def holds(self, path: str) -> bool:
         """Whether it has anything at ``path``."""
@@ -272,9 +271,11 @@ def of_tree(tree: str, besides: Sequence[str] = (), ours: int = 0) -> list[Holde
     for pid, key in procfs.views(procfs.own(ours)):
         first = key not in tables
         try:
-            theirs = tables.setdefault(key, mountinfo.of(pid)) if first else tables[key]
+            if first:
+                tables[key] = mountinfo.of(pid)
         except OSError:
             continue  # just ended
+        theirs = tables[key]
         how = _uses_tree(pid, wanted, theirs)
         if not how and first:
             how = _shows_tree(wanted, theirs, received, here=key[0] == namespace)
@@ -298,7 +299,7 @@ def _place(mount: mountinfo.Mount, table: Sequence[mountinfo.Mount]) -> _Place:
 def _shows_tree(
     wanted: _Tree, table: Sequence[mountinfo.Mount], received: set[_Place], *, here: bool
 ) -> str:
-    """A mount of the tree that does not go with ours; '' when there is none."""
+    """A mount of the tree that stays when ours is unmounted; '' when there is none."""
     for mount in table:
         if not wanted.shown_by(mount):
             continue
@@ -422,9 +423,7 @@ def _shows_layer(
 ) -> bool:
     if mount.fstype == "overlay":
         return mount.device != now and mounts.shows_layer(mount.super_options, layer)
-    device, root = place
-    inside = mount.root == root or mount.root.startswith(f"{root}/")
-    return mount.device == device and inside
+    return mount.shows(*place)
 
 
 def _stands_in_layer(

@@ -46,6 +46,10 @@ class Mount:
         """Neither sends nor receives mounts and unmounts."""
         return self.shared is None and self.master is None
 
+    def shows(self, device: tuple[int, int], root: str) -> bool:
+        """Whether it shows ``root``, a directory of that file system, or a part of it."""
+        return self.device == device and (self.root == root or self.root.startswith(f"{root}/"))
+
 
 def _decode(field: str) -> str:
     """The kernel writes space, tab, newline and backslash as octal."""

@@ -198,7 +198,7 @@ class Preheat:
         return await self._after(ref, requested=False)
 
     async def pause(self, text: str) -> status.Status:
-        """Stop pulling; every byte stays for ``settings.partial_keep``."""
+        """Stop pulling; every byte stays for ``PreheatSettings.partial_keep``."""
         ref = self.show(text).ref
         async with self._asking():
             await self.reconciler.note(ref, "operator", "paused")

@@ -21,8 +21,8 @@ from cache.fill import protocol
 # How fast a job works, and how long it will take.
 
 MOST_POINTS = 60
-_FIRST_STEP = 2.0
-_SECONDS = 10.0  # rates are those of about the last ten seconds
+_FIRST_STEP = 2.0  # seconds of a point, until the points are too many
+_RATE_SECONDS = 10.0  # rates are those of about the last ten seconds
 
 
 class Rates:
@@ -33,7 +33,7 @@ class Rates:
 
     def add(self, now: float, files: int, size: int) -> None:
         self._samples.append((now, files, size))
-        while len(self._samples) > 2 and now - self._samples[0][0] > _SECONDS:
+        while len(self._samples) > 2 and now - self._samples[0][0] > _RATE_SECONDS:
             self._samples.pop(0)
 
     def per_second(self) -> tuple[float, float]:
@@ -48,7 +48,7 @@ class Trend:
     MOST_POINTS, so that each stands for longer the longer the job takes."""
 
     def __init__(self) -> None:
-        self._step = _FIRST_STEP  # seconds of a point
+        self._step = _FIRST_STEP
         self._points: list[float] = []
         self._last: tuple[float, int] | None = None
 

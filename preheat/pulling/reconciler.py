@@ -80,8 +80,7 @@ class Reconciler:
         self.limit = limiter.Limiter(section.bytes_per_second)
         self._writers = pull.Writers()
         self.turns = schedule.Schedule(section)
-        logins = credentials.Credentials()
-        self.resolver = resolver.Resolver(client, logins, self.turns, self.wake)
+        self.resolver = resolver.Resolver(client, credentials.Credentials(), self.turns, self.wake)
         self.local = estimate.LocalImages(runtime)
         self._pins = pins.Pins(runtime, self.local)
         self.healer = heal.Healer(runtime, self.pressed, section.heals_per_hour)
@@ -200,7 +199,6 @@ class Reconciler:
             self.runtime.release_after = section.release_after
             if await self.runtime.tend(inventory) or await self._pins.end_lost(inventory):
                 inventory = await self.runtime.inventory()
-            self.healer.per_hour = section.heals_per_hour
             self.healer.learn(inventory, moves)
             await self.healer.resync(inventory)
             shapes = await self.local.shapes(inventory, section.platform)

@@ -108,6 +108,7 @@ class _Finder(importlib.abc.MetaPathFinder):
                 owner = getattr(module, holder) if holder else module
                 setattr(owner, last, type(getattr(owner, last))(value))
 
+        # Of this loader alone: the module is run as always, and then given its constants.
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
